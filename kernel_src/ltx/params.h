@@ -1,0 +1,138 @@
+// Launch parameters: what the bindings hand to a backend, and all that a backend knows about the caller.
+//
+// The three entry points at the end are defined once by the CUDA sources (kernel_src/*.cu) and once by the CPU
+// sources (kernel_src/cpu/*.cpp); a variant links one of the two sets. Plain data only: no torch and no CUDA header,
+// so that a kernel can be built, sanitised and timed without either.
+//
+// Everything here has been checked by torch-ext/: pointers are valid, sizes agree, counts are not zero.
+// All strides are in elements; zero means broadcast.
+#pragma once
+
+#include <cstdint>
+
+namespace ltx {
+
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum class Statistic : int32_t { kNone = 0, kRms = 1, kLayer = 2 };
+enum class Rounding : int32_t { kFp32 = 0, kEager = 1 };
+enum class Activation : int32_t { kGelu = 0, kGeluTanh = 1, kSilu = 2 };
+enum class QkNorm : int32_t { kNone = 0, kPerHead = 1, kAcrossHeads = 2 };
+enum class PositionType : int32_t { kInt64 = 0, kInt32 = 1, kFloat32 = 2 };
+
+// Leading dimensions left after the bindings have merged those that every operand walks with one stride.
+constexpr int kMaxDims = 8;
+
+// Where to run. CUDA reads device and stream; the CPU backend calls parallel_for (torch's pool, or a test's threads).
+struct Context {
+  using RangeFn = void (*)(int64_t begin, int64_t end, void* state);
+  int32_t device = -1;
+  void* stream = nullptr;
+  void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, RangeFn fn, void* state) = nullptr;
+};
+
+// The index space of a row op: `count` rows of `width` columns; row r has the multi-index of r in size[0..ndim),
+// last dimension fastest.
+struct Rows {
+  int64_t count = 0;
+  int64_t width = 0;
+  int32_t ndim = 0;
+  int64_t size[kMaxDims] = {};
+};
+
+// One tensor seen through a Rows space: element (i, c) lies at data + sum_d i[d] * stride[d] + c * column_stride.
+// data == nullptr: the operand is absent.
+struct RowView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t column_stride = 0;
+  int64_t stride[kMaxDims] = {};
+};
+
+// A modulation input. The value used is value + table, the table being one optional row of `width` elements
+// (AdaLN-single: a learned table plus a timestep embedding), so that the sum never exists in memory.
+struct Modulator {
+  RowView value;
+  RowView table;
+};
+
+// h   = residual + input * gate                       (h = input without a residual; gate = 1 when absent)
+// n   = h * rstd * (weight_offset + weight)           kRms,   rstd = 1 / sqrt(mean(h^2) + eps)
+//     = (h - mean) * rstd * weight + bias             kLayer, rstd = 1 / sqrt(mean((h - mean)^2) + eps)
+// out = (n * (1 + scale) + shift) * out_gate          each factor left out when absent
+// residual_out = h                                    when present; kNone computes only this
+// input, residual, out and residual_out have dtype `dtype`; every other operand has its own.
+struct NormParams {
+  Rows rows;
+  DType dtype = DType::kFloat32;
+  Statistic statistic = Statistic::kRms;
+  Rounding rounding = Rounding::kFp32;
+  float eps = 0.f;
+  float weight_offset = 0.f;
+  RowView input, residual, weight, bias, out, residual_out;
+  Modulator gate, scale, shift, out_gate;
+};
+
+// out = activation(gate) * up. Without up: out = activation(gate + bias), bias being one optional row.
+// gate, up and out have dtype `dtype`.
+struct GluParams {
+  Rows rows;
+  DType dtype = DType::kFloat32;
+  Activation activation = Activation::kGelu;
+  Rounding rounding = Rounding::kFp32;
+  RowView gate, up, bias, out;
+};
+
+// Strides of a [batch, sequence, heads, head_dim] tensor, whatever the order of its dimensions in memory.
+struct HeadStrides {
+  int64_t batch = 0, sequence = 0, head = 0, column = 0;
+};
+
+// The query or the key of a rotary op.
+struct RotaryOperand {
+  const void* input = nullptr;
+  void* output = nullptr;
+  HeadStrides input_stride, output_stride;
+  int64_t sequence = 0, heads = 0;
+  const void* weight = nullptr;  // of the norm: head_dim elements (kPerHead) or heads * head_dim (kAcrossHeads)
+  DType weight_dtype = DType::kFloat32;
+  int64_t weight_stride = 0;
+  const void* cos = nullptr;  // null where the angles are computed
+  const void* sin = nullptr;
+  HeadStrides cos_stride, sin_stride;
+};
+
+// x   = input, or input * rstd * weight               rstd over a head (kPerHead) or over all heads of a token
+// out = x rotated, in the first rotary_dim columns of each head; the others pass through.
+// Pair p is (2p, 2p + 1) when interleaved, else (p, p + rotary_dim / 2). With a full-width table each element of the
+// pair has its own cos and sin: out[a] = x[a] * cos[a] - x[b] * sin[a], out[b] = x[b] * cos[b] + x[a] * sin[b].
+// A half-width table has one entry per pair.
+struct RotaryParams {
+  RotaryOperand operand[2];
+  int32_t operands = 1;
+  int64_t batch = 0;
+  int64_t head_dim = 0, rotary_dim = 0;
+  DType dtype = DType::kFloat32, table_dtype = DType::kFloat32;
+  bool interleaved = true, half_width_table = false;
+  QkNorm norm = QkNorm::kNone;
+  Rounding rounding = Rounding::kFp32;
+  float eps = 0.f;
+};
+
+// Angles of rope_1d and rope_3d: pair p turns by fp32(position) * inverse_frequency[p], where the position of token s
+// is its coordinate on the pair's axis of a grid_0 x grid_1 x grid_2 grid (last fastest; rope_1d: a 1 x 1 x S grid),
+// or positions[b, s] where given. Pairs [0, axis_end[0]) turn with axis 0, up to axis_end[1] with axis 1, then axis 2.
+constexpr int kMaxPairs = 512;
+struct RotaryAngles {
+  const void* positions = nullptr;
+  PositionType position_type = PositionType::kInt64;
+  int64_t position_stride_batch = 0, position_stride_sequence = 0;
+  int64_t grid[3] = {1, 1, 1};
+  int32_t axis_end[3] = {0, 0, 0};
+  float inverse_frequency[kMaxPairs] = {};
+};
+
+void norm(const NormParams& params, const Context& context);
+void glu(const GluParams& params, const Context& context);
+void rotary(const RotaryParams& params, const RotaryAngles* angles, const Context& context);
+
+}  // namespace ltx

@@ -1,0 +1,388 @@
+// The one idiom for looking at tensors: an Arg is a tensor with its name; every check names the argument, what was
+// expected and what came. Both backends run these checks, so they raise the same errors; torch-ext/ltx_kernels/
+// _checks.py repeats the texts for the fake and the reference implementations, and tests/test_errors.py compares them.
+//
+// Errors are plain std::runtime_error: STD_TORCH_CHECK would put function, file and line before the text.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ltx/params.h"
+
+namespace ltx::host {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+struct Arg {
+  const char* name = nullptr;
+  void* data = nullptr;
+  int64_t dim = 0;
+  const int64_t* size = nullptr;
+  const int64_t* stride = nullptr;
+  int32_t dtype = 0;
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+
+  explicit operator bool() const { return name != nullptr; }
+  int64_t last() const { return size[dim - 1]; }
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int64_t d = 0; d < dim; ++d) n *= size[d];
+    return n;
+  }
+};
+
+inline Arg arg(const char* name, const Tensor& tensor) {
+  Arg a;
+  a.name = name;
+  AtenTensorHandle handle = tensor.get();
+  int64_t* shape = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &a.dim));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &shape));
+  a.size = shape;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &shape));
+  a.stride = shape;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &a.dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &a.device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &a.device_index));
+  // The const accessor: a mutable one would materialise lazily cloned (copy-on-write) inputs.
+  const void* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &data));
+  a.data = const_cast<void*>(data);
+  return a;
+}
+
+inline Arg arg(const char* name, const OptionalTensor& tensor) { return tensor ? arg(name, *tensor) : Arg{}; }
+
+inline Arg mutable_arg(const char* name, const Tensor& tensor) {
+  Arg a = arg(name, tensor);
+  a.data = tensor.mutable_data_ptr();
+  return a;
+}
+
+// ---- Texts
+
+template <typename... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+[[noreturn]] inline void fail(const char* name, const std::string& expected, const std::string& got) {
+  throw std::runtime_error(text(name, ": expected ", expected, ", got ", got));
+}
+
+inline std::string shape_text(const int64_t* size, int64_t dim) {
+  std::string s = "[";
+  for (int64_t d = 0; d < dim; ++d) s += (d ? ", " : "") + std::to_string(size[d]);
+  return s + "]";
+}
+inline std::string shape_text(const Arg& a) { return shape_text(a.size, a.dim); }
+
+inline std::string device_text(const Arg& a) {
+  if (a.device_type == aoti_torch_device_type_cpu()) return "cpu";
+  if (a.device_type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(a.device_index);
+  if (a.device_type == aoti_torch_device_type_meta()) return "meta";
+  return "device type " + std::to_string(a.device_type);
+}
+
+inline std::string dtype_text(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_float32()) return "float32";
+  if (dtype == aoti_torch_dtype_float16()) return "float16";
+  if (dtype == aoti_torch_dtype_bfloat16()) return "bfloat16";
+  if (dtype == aoti_torch_dtype_float64()) return "float64";
+  if (dtype == aoti_torch_dtype_int64()) return "int64";
+  if (dtype == aoti_torch_dtype_int32()) return "int32";
+  if (dtype == aoti_torch_dtype_int16()) return "int16";
+  if (dtype == aoti_torch_dtype_int8()) return "int8";
+  if (dtype == aoti_torch_dtype_uint8()) return "uint8";
+  if (dtype == aoti_torch_dtype_bool()) return "bool";
+  if (dtype == aoti_torch_dtype_float8_e4m3fn()) return "float8_e4m3fn";
+  if (dtype == aoti_torch_dtype_float8_e5m2()) return "float8_e5m2";
+  if (dtype == aoti_torch_dtype_complex64()) return "complex64";
+  if (dtype == aoti_torch_dtype_complex128()) return "complex128";
+  return "dtype code " + std::to_string(dtype);
+}
+
+// ---- Checks
+
+inline DType float_dtype(const Arg& a) {
+  if (a.dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  if (a.dtype == aoti_torch_dtype_float16()) return DType::kFloat16;
+  if (a.dtype == aoti_torch_dtype_float32()) return DType::kFloat32;
+  fail(a.name, "dtype float32, float16 or bfloat16", dtype_text(a.dtype));
+}
+
+inline void check_same_dtype(const Arg& a, const Arg& as) {
+  if (a.dtype != as.dtype) {
+    fail(a.name, text("dtype ", dtype_text(as.dtype), " (that of ", as.name, ")"), dtype_text(a.dtype));
+  }
+}
+
+inline void check_same_device(const Arg& a, const Arg& as) {
+  if (a.device_type != as.device_type || a.device_index != as.device_index) {
+    fail(a.name, text("device ", device_text(as), " (that of ", as.name, ")"), device_text(a));
+  }
+}
+
+inline void check_min_dim(const Arg& a, int64_t dim) {
+  if (a.dim < dim) {
+    fail(a.name, text("at least ", dim, dim == 1 ? " dimension" : " dimensions"), "shape " + shape_text(a));
+  }
+}
+
+inline void check_dim(const Arg& a, int64_t dim) {
+  if (a.dim != dim) fail(a.name, text(dim, " dimensions"), "shape " + shape_text(a));
+}
+
+inline void check_shape(const Arg& a, const int64_t* size, int64_t dim) {
+  bool same = a.dim == dim;
+  for (int64_t d = 0; same && d < dim; ++d) same = a.size[d] == size[d];
+  if (!same) fail(a.name, "shape " + shape_text(size, dim), shape_text(a));
+}
+inline void check_shape(const Arg& a, std::initializer_list<int64_t> shape) {
+  check_shape(a, shape.begin(), static_cast<int64_t>(shape.size()));
+}
+
+inline float check_eps(double eps) {
+  if (!(eps >= 0) || std::isinf(eps)) fail("eps", "a finite number >= 0", text(eps));
+  return static_cast<float>(eps);
+}
+
+template <typename Code>
+Code check_code(const char* name, int64_t value, Code first, Code last) {
+  if (value < static_cast<int64_t>(first) || value > static_cast<int64_t>(last)) {
+    fail(name, text("a code from ", static_cast<int64_t>(first), " to ", static_cast<int64_t>(last)), text(value));
+  }
+  return static_cast<Code>(value);
+}
+inline Rounding check_rounding(int64_t code) { return check_code("rounding", code, Rounding::kFp32, Rounding::kEager); }
+
+// ---- Memory: what an output may share. Fakes have no memory, so these have no Python twin.
+
+// Elements from the lowest to one past the highest address.
+inline int64_t extent(const Arg& a) {
+  int64_t n = 1;
+  for (int64_t d = 0; d < a.dim; ++d) n += (a.size[d] - 1) * a.stride[d];
+  return n;
+}
+
+// The output has the wanted shape, the dtype and device of `as`, and no two elements in one place.
+inline void check_output(const Arg& out, const Arg& as, const int64_t* size, int64_t dim) {
+  check_shape(out, size, dim);
+  check_same_dtype(out, as);
+  check_same_device(out, as);
+  for (int64_t d = 0; d < out.dim; ++d) {
+    if (out.size[d] > 1 && out.stride[d] == 0) {
+      fail(out.name, "memory of its own for every element", "strides " + shape_text(out.stride, out.dim));
+    }
+  }
+}
+
+inline int64_t element_size(const Arg& a) {
+  if (a.dtype == aoti_torch_dtype_int64()) return 8;
+  return a.dtype == aoti_torch_dtype_float32() || a.dtype == aoti_torch_dtype_int32() ? 4 : 2;
+}
+
+// Like torch, this sees overlap between dense tensors; interleaved views of one buffer (slices of a packed qkv) pass.
+// `may_be_same`: an op that reads each element before it writes it may work in place.
+inline void check_overlap(const Arg& out, const Arg& other, bool may_be_same) {
+  if (!other || out.numel() == 0 || other.numel() == 0) return;
+  const char *out_begin = static_cast<const char*>(out.data), *other_begin = static_cast<const char*>(other.data);
+  const char* out_end = out_begin + extent(out) * element_size(out);
+  const char* other_end = other_begin + extent(other) * element_size(other);
+  if (out_end <= other_begin || other_end <= out_begin) return;
+  bool same = out_begin == other_begin && out.dim == other.dim && out.dtype == other.dtype;
+  for (int64_t d = 0; same && d < out.dim; ++d) {
+    same = out.size[d] == other.size[d] && (out.size[d] == 1 || out.stride[d] == other.stride[d]);
+  }
+  if (same && may_be_same) return;
+  const bool dense = extent(out) == out.numel() && extent(other) == other.numel();
+  if (!same && !dense) return;
+  fail(out.name,
+       may_be_same ? text("exactly the memory of ", other.name, " or none of it")
+                   : text("memory apart from that of ", other.name),
+       "an overlap");
+}
+
+// ---- Outputs
+
+inline Tensor empty_strided(const int64_t* size, const int64_t* stride, int64_t dim, const Arg& as) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, size, stride, as.dtype, as.device_type, as.device_index, &handle));
+  return Tensor(handle);
+}
+
+// A contiguous tensor of input's dtype and leading shape with `width` columns.
+inline Tensor empty_rows(const Arg& input, int64_t width) {
+  constexpr int64_t kInline = 8;
+  int64_t buffer[2 * kInline];
+  std::vector<int64_t> heap;
+  int64_t* size = buffer;
+  if (input.dim > kInline) {
+    heap.resize(2 * input.dim);
+    size = heap.data();
+  }
+  int64_t* stride = size + input.dim;
+  int64_t step = 1;
+  for (int64_t d = input.dim - 1; d >= 0; --d) {
+    size[d] = d == input.dim - 1 ? width : input.size[d];
+    stride[d] = step;
+    step *= size[d] > 1 ? size[d] : 1;
+  }
+  return empty_strided(size, stride, input.dim, input);
+}
+
+// ---- Row spaces
+
+// Collects the operands of a row op and merges the leading dimensions that all of them walk with one stride.
+class RowSpace {
+ public:
+  // The space is that of `input`: its last dimension is the columns, all others count rows.
+  RowSpace(const Arg& input, int64_t width) : input_(input), width_(width) {}
+
+  // An operand of the input's leading shape.
+  void add(RowView& view, const Arg& a) { push(view, a, a.dim, false); }
+
+  // A vector of `width` elements (or of one), the same for every row.
+  void add_vector(RowView& view, const Arg& a) {
+    if (!a) return;
+    check_same_device(a, input_);
+    float_dtype(a);
+    check_shape(a, {width_});
+    push(view, a, 1, false);
+  }
+
+  // Anything that broadcasts to the input. Two dimensions beside an input of three or more: one vector per batch.
+  void add_broadcast(RowView& view, const Arg& a) {
+    if (!a) return;
+    check_same_device(a, input_);
+    float_dtype(a);
+    const bool per_batch = a.dim == 2 && input_.dim >= 3;
+    bool fits = a.dim <= input_.dim;
+    if (per_batch) {
+      fits = fits_dim(a.size[0], input_.size[0]) && fits_dim(a.size[1], width_);
+    } else {
+      for (int64_t d = 1; fits && d <= a.dim; ++d) fits = fits_dim(a.size[a.dim - d], input_.size[input_.dim - d]);
+    }
+    if (!fits) {
+      std::string expected = "a shape that broadcasts to " + shape_text(input_);
+      if (input_.dim >= 3) {
+        const int64_t batch_shape[] = {input_.size[0], width_};
+        expected += " (or " + shape_text(batch_shape, 2) + ", per batch)";
+      }
+      fail(a.name, expected, shape_text(a));
+    }
+    push(view, a, a.dim, per_batch);
+  }
+
+  // Fills rows and the strides of every added view. False when there is nothing to compute.
+  bool finish(Rows& rows) {
+    rows = Rows{};
+    rows.count = 1;
+    rows.width = width_;
+    for (int64_t d = 0; d + 1 < input_.dim; ++d) rows.count *= input_.size[d];
+    if (rows.count == 0 || rows.width == 0) return false;
+    // Innermost first; reversed below.
+    for (int64_t d = input_.dim - 2; d >= 0; --d) {
+      if (input_.size[d] == 1) continue;
+      const int n = rows.ndim;
+      bool merge = n > 0;
+      for (int i = 0; merge && i < count_; ++i) {
+        merge = stride(i, d) == entries_[i].view->stride[n - 1] * rows.size[n - 1];
+      }
+      if (merge) {
+        rows.size[n - 1] *= input_.size[d];
+        continue;
+      }
+      if (n == kMaxDims) {
+        fail(input_.name, text("at most ", kMaxDims, " leading dimensions that cannot be merged"),
+             "shape " + shape_text(input_) + " with strides " + shape_text(input_.stride, input_.dim));
+      }
+      rows.size[n] = input_.size[d];
+      for (int i = 0; i < count_; ++i) entries_[i].view->stride[n] = stride(i, d);
+      rows.ndim = n + 1;
+    }
+    for (int i = 0; i < rows.ndim / 2; ++i) {
+      std::swap(rows.size[i], rows.size[rows.ndim - 1 - i]);
+      for (int j = 0; j < count_; ++j) {
+        int64_t* s = entries_[j].view->stride;
+        std::swap(s[i], s[rows.ndim - 1 - i]);
+      }
+    }
+    return true;
+  }
+
+ private:
+  struct Entry {
+    RowView* view;
+    Arg a;
+    int64_t dim;
+    bool per_batch;
+  };
+
+  static bool fits_dim(int64_t size, int64_t full) { return size == full || size == 1; }
+
+  void push(RowView& view, const Arg& a, int64_t dim, bool per_batch) {
+    view.data = a.data;
+    view.dtype = float_dtype(a);
+    // A broadcast column has stride 0; a single column may be read with any stride, and 1 takes the fast path.
+    view.column_stride = a.dim == 0 ? 0 : a.last() == 1 ? (width_ == 1 ? 1 : 0) : a.stride[a.dim - 1];
+    entries_[count_++] = Entry{&view, a, dim, per_batch};
+  }
+  int64_t stride(int i, int64_t d) const {
+    const Entry& e = entries_[i];
+    if (e.per_batch) return d == 0 && e.a.size[0] != 1 ? e.a.stride[0] : 0;
+    const int64_t own = d - (input_.dim - e.dim);
+    return own < 0 || e.a.size[own] == 1 ? 0 : e.a.stride[own];
+  }
+
+  static constexpr int kMaxOperands = 16;
+  const Arg& input_;
+  int64_t width_;
+  Entry entries_[kMaxOperands];
+  int count_ = 0;
+};
+
+// ---- Where to run
+
+// Makes the input's device current for the launch, with its current stream.
+class Launch {
+ public:
+  explicit Launch(const Arg& input) {
+#ifdef CUDA_KERNEL
+    context_.device = input.device_index;
+    if (torch::stable::accelerator::getCurrentDeviceIndex() != input.device_index) guard_.emplace(input.device_index);
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.device_index, &context_.stream));
+#else
+    (void)input;
+    context_.parallel_for = [](int64_t begin, int64_t end, int64_t grain, Context::RangeFn fn, void* state) {
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, fn, state));
+    };
+#endif
+  }
+  const Context& context() const { return context_; }
+
+ private:
+  Context context_;
+#ifdef CUDA_KERNEL
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+#endif
+};
+
+}  // namespace ltx::host

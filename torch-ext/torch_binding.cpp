@@ -1,0 +1,84 @@
+// Every schema of the package, and the compiled kernels of this variant's backend.
+//
+// Modes are int codes (kernel_src/ltx/params.h): statistic 1 rms, 2 layer; rounding 0 fp32, 1 eager; activation 0 gelu,
+// 1 tanh gelu, 2 silu. `x` allocates its results, `x_out` writes into its leading arguments. There is no autograd
+// kernel: it would cost every call; the Python functions send inputs that need a gradient elsewhere.
+#include "torch_binding.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "registration.h"
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+#define LTX_NORM_ARGS \
+  "Tensor input, Tensor? weight, Tensor? bias, float eps, float weight_offset, int statistic, int rounding"
+  ops.def("norm(" LTX_NORM_ARGS ") -> Tensor");
+  ops.def("norm_out(Tensor(a!) out, " LTX_NORM_ARGS ") -> ()");
+
+#define LTX_ADALN_ARGS                                                                                          \
+  "Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, Tensor? gate, Tensor? scale_table, " \
+  "Tensor? shift_table, Tensor? gate_table, float eps, int statistic, int rounding"
+  ops.def("adaln_norm(" LTX_ADALN_ARGS ") -> Tensor");
+  ops.def("adaln_norm_out(Tensor(a!) out, " LTX_ADALN_ARGS ") -> ()");
+
+#define LTX_RESIDUAL_ARGS                                                                                         \
+  "Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, "     \
+  "Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, float eps, float weight_offset, int statistic, " \
+  "int rounding"
+  ops.def("residual_norm(" LTX_RESIDUAL_ARGS ") -> (Tensor, Tensor)");
+  ops.def("residual_norm_out(Tensor(a!) out, Tensor(b!) residual_out, " LTX_RESIDUAL_ARGS ") -> ()");
+
+#define LTX_GATED_RESIDUAL_ARGS "Tensor input, Tensor residual, Tensor gate, Tensor? gate_table, int rounding"
+  ops.def("gated_residual(" LTX_GATED_RESIDUAL_ARGS ") -> Tensor");
+  ops.def("gated_residual_out(Tensor(a!) out, " LTX_GATED_RESIDUAL_ARGS ") -> ()");
+
+#define LTX_GLU_ARGS "Tensor input, Tensor? up, int activation, bool gate_first, int rounding"
+  ops.def("glu(" LTX_GLU_ARGS ") -> Tensor");
+  ops.def("glu_out(Tensor(a!) out, " LTX_GLU_ARGS ") -> ()");
+
+#define LTX_GELU_ARGS "Tensor input, Tensor? bias, int activation, int rounding"
+  ops.def("gelu(" LTX_GELU_ARGS ") -> Tensor");
+  ops.def("gelu_out(Tensor(a!) out, " LTX_GELU_ARGS ") -> ()");
+
+#define LTX_ROPE_ARGS \
+  "Tensor query, Tensor key, Tensor? positions, int[] grid, int[] axis_dims, float[] theta, bool interleaved"
+  ops.def("rope(" LTX_ROPE_ARGS ") -> (Tensor, Tensor)");
+  ops.def("rope_out(Tensor(a!) query_out, Tensor(b!) key_out, " LTX_ROPE_ARGS ") -> ()");
+
+#define LTX_ROTARY_ARGS "Tensor cos, Tensor sin, int sequence_dim, int rotary_dim, bool interleaved, int rounding"
+  ops.def("apply_rotary(Tensor input, " LTX_ROTARY_ARGS ") -> Tensor");
+  ops.def("apply_rotary_out(Tensor(a!) out, Tensor input, " LTX_ROTARY_ARGS ") -> ()");
+  ops.def("apply_rotary_qk(Tensor query, Tensor key, " LTX_ROTARY_ARGS ") -> (Tensor, Tensor)");
+  ops.def("apply_rotary_qk_out(Tensor(a!) query_out, Tensor(b!) key_out, Tensor query, Tensor key, " LTX_ROTARY_ARGS
+          ") -> ()");
+
+#define LTX_QK_NORM_ROPE_ARGS                                                                                     \
+  "Tensor query, Tensor key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? key_cos, " \
+  "Tensor? key_sin, float eps, bool across_heads, int rotary_dim, bool interleaved, int rounding"
+  ops.def("qk_norm_rope(" LTX_QK_NORM_ROPE_ARGS ") -> (Tensor, Tensor)");
+  ops.def("qk_norm_rope_out(Tensor(a!) query_out, Tensor(b!) key_out, " LTX_QK_NORM_ROPE_ARGS ") -> ()");
+}
+
+#if defined(CUDA_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+#elif defined(CPU_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+#else
+#error "Compile with -DCUDA_KERNEL or -DCPU_KERNEL: a variant has the kernels of one backend."
+#endif
+#define LTX_IMPL(name)                          \
+  ops.impl(#name, TORCH_BOX(&ltx::host::name)); \
+  ops.impl(#name "_out", TORCH_BOX(&ltx::host::name##_out))
+  LTX_IMPL(norm);
+  LTX_IMPL(adaln_norm);
+  LTX_IMPL(residual_norm);
+  LTX_IMPL(gated_residual);
+  LTX_IMPL(glu);
+  LTX_IMPL(gelu);
+  LTX_IMPL(rope);
+  LTX_IMPL(apply_rotary);
+  LTX_IMPL(apply_rotary_qk);
+  LTX_IMPL(qk_norm_rope);
+}
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -1,0 +1,73 @@
+// The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, rope.cpp and glu.cpp.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace ltx::host {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+void norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+              double eps, double weight_offset, int64_t statistic, int64_t rounding);
+Tensor norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+            double weight_offset, int64_t statistic, int64_t rounding);
+void adaln_norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                    const Tensor& scale, const Tensor& shift, const OptionalTensor& gate,
+                    const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                    const OptionalTensor& gate_table, double eps, int64_t statistic, int64_t rounding);
+Tensor adaln_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
+                  const Tensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
+                  const OptionalTensor& shift_table, const OptionalTensor& gate_table, double eps, int64_t statistic,
+                  int64_t rounding);
+void residual_norm_out(const Tensor& out, const Tensor& residual_out, const Tensor& input, const Tensor& residual,
+                       const OptionalTensor& gate, const OptionalTensor& weight, const OptionalTensor& bias,
+                       const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
+                       const OptionalTensor& scale_table, const OptionalTensor& shift_table, double eps,
+                       double weight_offset, int64_t statistic, int64_t rounding);
+std::tuple<Tensor, Tensor> residual_norm(const Tensor& input, const Tensor& residual, const OptionalTensor& gate,
+                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                         const OptionalTensor& scale, const OptionalTensor& shift,
+                                         const OptionalTensor& gate_table, const OptionalTensor& scale_table,
+                                         const OptionalTensor& shift_table, double eps, double weight_offset,
+                                         int64_t statistic, int64_t rounding);
+void gated_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const Tensor& gate,
+                        const OptionalTensor& gate_table, int64_t rounding);
+Tensor gated_residual(const Tensor& input, const Tensor& residual, const Tensor& gate, const OptionalTensor& gate_table,
+                      int64_t rounding);
+void apply_rotary_out(const Tensor& out, const Tensor& input, const Tensor& cos, const Tensor& sin,
+                      int64_t sequence_dim, int64_t rotary_dim, bool interleaved, int64_t rounding);
+Tensor apply_rotary(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t sequence_dim, int64_t rotary_dim,
+                    bool interleaved, int64_t rounding);
+void apply_rotary_qk_out(const Tensor& query_out, const Tensor& key_out, const Tensor& query, const Tensor& key,
+                         const Tensor& cos, const Tensor& sin, int64_t sequence_dim, int64_t rotary_dim,
+                         bool interleaved, int64_t rounding);
+std::tuple<Tensor, Tensor> apply_rotary_qk(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin,
+                                           int64_t sequence_dim, int64_t rotary_dim, bool interleaved,
+                                           int64_t rounding);
+void qk_norm_rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& query, const Tensor& key,
+                      const OptionalTensor& query_weight, const OptionalTensor& key_weight, const Tensor& cos,
+                      const Tensor& sin, const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps,
+                      bool across_heads, int64_t rotary_dim, bool interleaved, int64_t rounding);
+std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& query, const Tensor& key, const OptionalTensor& query_weight,
+                                        const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
+                                        const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps,
+                                        bool across_heads, int64_t rotary_dim, bool interleaved, int64_t rounding);
+void rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& query, const Tensor& key,
+              const OptionalTensor& positions, std::vector<int64_t> grid, std::vector<int64_t> axis_dims,
+              std::vector<double> theta, bool interleaved);
+std::tuple<Tensor, Tensor> rope(const Tensor& query, const Tensor& key, const OptionalTensor& positions,
+                                std::vector<int64_t> grid, std::vector<int64_t> axis_dims, std::vector<double> theta,
+                                bool interleaved);
+void glu_out(const Tensor& out, const Tensor& input, const OptionalTensor& up, int64_t activation, bool gate_first,
+             int64_t rounding);
+Tensor glu(const Tensor& input, const OptionalTensor& up, int64_t activation, bool gate_first, int64_t rounding);
+void gelu_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, int64_t activation, int64_t rounding);
+Tensor gelu(const Tensor& input, const OptionalTensor& bias, int64_t activation, int64_t rounding);
+
+}  // namespace ltx::host
