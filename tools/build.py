@@ -1,0 +1,826 @@
+#!/usr/bin/env python3
+"""Build the variants of build.toml that this machine can build, without Nix.
+
+The result has the layout of a Nix build (build/<variant>/..., see the README's section on building) and is for
+development: the variants that get published come from `nix run .#build-and-copy`. The pip package
+(hatch_build.py) uses the functions of this module, so that there is one local build.
+
+torch is read, never imported: its headers, its libraries and torch/version.py are all a build needs. That keeps a build
+that changes nothing under a second, and lets pip build in an isolated environment against the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import runpy
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OPS_FILE = "_ops.py"
+CXX_SUFFIXES = (".cpp", ".cc")
+PY_LIMITED_API = "0x03090000"
+MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+CUDA_TOOLCHAIN_DIR = ".cuda"
+
+# The compiler of CUDA 13.x is complete on PyPI; that of 12.x is not (its wheels hold ptxas alone).
+CUDA_WHEELS = {
+    "13.0": {
+        "nvidia-cuda-nvcc": "13.0.88",
+        "nvidia-cuda-crt": "13.0.88",
+        "nvidia-nvvm": "13.0.88",
+        "nvidia-cuda-runtime": "13.0.88",
+        "nvidia-cuda-cccl": "13.0.85",
+    },
+    "13.2": {
+        "nvidia-cuda-nvcc": "13.2.86",
+        "nvidia-cuda-crt": "13.2.86",
+        "nvidia-nvvm": "13.2.86",
+        "nvidia-cuda-runtime": "13.2.75",
+        "nvidia-cuda-cccl": "13.2.75",
+    },
+}
+
+
+class BuildError(RuntimeError):
+    """A build that cannot go on; the message says what to do."""
+
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One [kernel.<name>] table."""
+
+    name: str
+    backend: str
+    src: tuple[str, ...]
+    include: tuple[str, ...]
+    cxx_flags: tuple[str, ...]
+    cuda_flags: tuple[str, ...]
+    capabilities: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Project:
+    """build.toml."""
+
+    root: Path
+    name: str
+    version: int
+    license: str
+    source: str | None
+    python_depends: tuple[str, ...]
+    backends: tuple[str, ...]
+    stable_abi: dict[str, tuple[int, int]]
+    torch_src: tuple[str, ...]
+    torch_include: tuple[str, ...]
+    torch_cxx_flags: tuple[str, ...]
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def python_name(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def package_dir(self) -> Path:
+        return self.root / "torch-ext" / self.python_name
+
+    def kernels_for(self, backend: str) -> list[Kernel]:
+        return [kernel for kernel in self.kernels if kernel.backend == backend]
+
+    def capabilities(self) -> list[str]:
+        """Capabilities of all CUDA kernels, sorted as kernel-builder sorts them."""
+        return sorted({c for kernel in self.kernels_for("cuda") for c in kernel.capabilities})
+
+    def python_files(self) -> list[Path]:
+        """Python files of the package, without what an editable installation generates beside them."""
+        files = [f for f in sorted(self.package_dir.rglob("*")) if f.suffix in (".py", ".pyi")]
+        return [f for f in files if f.name != OPS_FILE or f.parent != self.package_dir]
+
+    def input_files(self, backend: str) -> list[Path]:
+        """Everything that the variant of a backend is made from."""
+        listed = [*self.torch_src, *(s for kernel in self.kernels_for(backend) for s in kernel.src)]
+        files = {self.root / "build.toml", *(self.root / name for name in listed), *self.python_files()}
+        return sorted(files)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        try:
+            import tomli as tomllib
+        except ModuleNotFoundError:
+            raise BuildError("tomli is needed below Python 3.11: run `pip install tomli`") from None
+    with open(path, "rb") as file:
+        return tomllib.load(file)
+
+
+def load_project(root: Path = ROOT) -> Project:
+    toml = read_toml(root / "build.toml")
+    general, torch = toml["general"], toml["torch"]
+    backends = tuple(general["backends"])
+    stable_abi = torch["stable-abi"]
+    if isinstance(stable_abi, str):
+        stable_abi = dict.fromkeys(backends, stable_abi)
+    kernels = tuple(
+        Kernel(
+            name=name,
+            backend=table["backend"],
+            src=tuple(table["src"]),
+            include=tuple(table.get("include", ())),
+            cxx_flags=tuple(table.get("cxx-flags", ())),
+            cuda_flags=tuple(table.get("cuda-flags", ())),
+            capabilities=tuple(table.get("cuda-capabilities", ())),
+        )
+        for name, table in toml["kernel"].items()
+    )
+    project = Project(
+        root=root,
+        name=general["name"],
+        version=general["version"],
+        license=general["license"],
+        source=general.get("source"),
+        python_depends=tuple(general.get("python-depends", ())),
+        backends=backends,
+        stable_abi={backend: parse_version(version) for backend, version in stable_abi.items()},
+        torch_src=tuple(torch.get("src", ())),
+        torch_include=tuple(torch.get("include", ())),
+        torch_cxx_flags=tuple(torch.get("cxx-flags", ())),
+        kernels=kernels,
+    )
+    for backend in backends:
+        missing = [str(f.relative_to(root)) for f in project.input_files(backend) if not f.is_file()]
+        if missing:
+            raise BuildError(f"build.toml lists files that do not exist: {', '.join(missing)}")
+    return project
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise BuildError(f"not a version: {text!r}")
+    return int(match[1]), int(match[2])
+
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Torch:
+    path: Path
+    version: str
+    cuda: str | None  # version of CUDA that this torch was built for
+
+    @property
+    def include(self) -> list[Path]:
+        return [self.path / "include", self.path / "include" / "torch" / "csrc" / "api" / "include"]
+
+    @property
+    def lib(self) -> Path:
+        return self.path / "lib"
+
+    @property
+    def cxx_standard(self) -> str:
+        return "c++20" if parse_version(self.version) >= (2, 12) else "c++17"  # headers of 2.12 need C++20
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuda:
+    path: Path
+    version: tuple[int, int]
+
+    @property
+    def nvcc(self) -> Path:
+        return self.path / "bin" / "nvcc"
+
+    @property
+    def lib(self) -> Path:
+        for name in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib"):
+            if (self.path / name / "libcudart_static.a").is_file():
+                return self.path / name
+        raise BuildError(f"libcudart_static.a not found below {self.path}: install the CUDA toolkit's cudart package")
+
+
+def find_torch(minimum: tuple[int, int]) -> Torch:
+    wanted = ".".join(map(str, minimum))
+    hint = f"install torch {wanted} or newer first, for example: pip install 'torch>={wanted}'"
+    path = _torch_path()
+    if path is None:
+        raise BuildError(
+            f"torch not found for {sys.executable}: {hint}. If it is installed elsewhere, set LTX_KERNELS_TORCH to its "
+            "directory (.../site-packages/torch), or build with `pip install --no-build-isolation`"
+        )
+    info = runpy.run_path(str(path / "version.py"))
+    version = str(info["__version__"])
+    if parse_version(version) < minimum:
+        raise BuildError(f"torch {version} at {path} is older than the stable ABI that build.toml targets: {hint}")
+    return Torch(path=path, version=version, cuda=info.get("cuda"))
+
+
+def _torch_path() -> Path | None:
+    override = os.environ.get("LTX_KERNELS_TORCH")
+    candidates = [Path(override)] if override else []
+    if not override:
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.origin is not None:
+            candidates.append(Path(spec.origin).parent)
+        # pip's isolated builds run this interpreter with its site-packages removed from sys.path.
+        bases = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
+        candidates += [Path(base) / "torch" for base in bases]
+    return next((path for path in candidates if (path / "version.py").is_file()), None)
+
+
+def find_cuda() -> Cuda | None:
+    """The toolkit of CUDA_HOME, else that of the nvcc in PATH, else /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        if not (Path(home) / "bin" / "nvcc").is_file():
+            raise BuildError(f"CUDA_HOME is {home}, but there is no bin/nvcc in it: unset it, or point it at a toolkit")
+        return _toolkit(Path(home))
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        # nvcc in PATH may be a link or a script: ask it where its toolkit is.
+        listing = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, check=False).stderr
+        top = re.search(r"^#\$ TOP=(.*)$", listing, re.MULTILINE)
+        if top is not None and (Path(top[1]) / "bin" / "nvcc").is_file():
+            return _toolkit(Path(top[1]).resolve())
+    if Path("/usr/local/cuda/bin/nvcc").is_file():
+        return _toolkit(Path("/usr/local/cuda").resolve())
+    return None
+
+
+def _toolkit(path: Path) -> Cuda:
+    text = run([str(path / "bin" / "nvcc"), "--version"])
+    match = re.search(r"release (\d+)\.(\d+)", text)
+    if match is None:
+        raise BuildError(f"cannot read the version of {path}/bin/nvcc from: {text}")
+    return Cuda(path=path, version=(int(match[1]), int(match[2])))
+
+
+def install_cuda_from_pypi(version: str, directory: Path) -> Cuda:
+    """Install the CUDA compiler's wheels below `directory`, once."""
+    target = directory / f"cuda-{version}"
+    home = target / "nvidia" / f"cu{version.split('.')[0]}"
+    stamp = target / ".complete"
+    wanted = "\n".join(f"{name}=={pin}" for name, pin in CUDA_WHEELS[version].items())
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        print(f"Installing the CUDA {version} compiler into {target}", flush=True)
+        shutil.rmtree(target, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+        if subprocess.run([*command, *wanted.split("\n")], check=False).returncode != 0:
+            raise BuildError(f"pip could not install the CUDA {version} compiler (see above)")
+        stamp.write_text(wanted)
+    cuda = _toolkit(home)
+    # nvcc finds its own libraries in lib64 only.
+    if not (home / "lib64").exists():
+        (home / "lib64").symlink_to("lib")
+    return cuda
+
+
+def find_tool(variable: str, names: Sequence[str], hint: str) -> str:
+    override = os.environ.get(variable)
+    for name in [override] if override else names:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise BuildError(f"{override or names[0]} not found: {hint}")
+
+
+def find_ninja() -> str:
+    with contextlib.suppress(ImportError):
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    return find_tool("NINJA", ["ninja", "ninja-build"], "run `pip install ninja`")
+
+
+def python_include() -> Path:
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise BuildError(f"Python.h not found in {include}: install Python's headers (Debian: apt-get install python3-dev)")
+    return include
+
+
+def run(command: Sequence[str], cwd: Path | None = None) -> str:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise BuildError(f"{shlex.join(command)} failed:\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What changes the binary beyond build.toml and the sources."""
+
+    archs: tuple[str, ...] = ()  # instead of cuda-capabilities; "7.5+PTX-only" has PTX and no machine code
+    sanitize: tuple[str, ...] = ()
+    suffix: str = ""
+
+    @property
+    def key(self) -> str:
+        """Empty for an ordinary build, else a name that tells such builds apart. The suffix renames, no more."""
+        if not self.archs and not self.sanitize:
+            return ""
+        return hashlib.sha256(repr((self.archs, self.sanitize)).encode()).hexdigest()[:8]
+
+
+@dataclasses.dataclass(frozen=True)
+class Git:
+    commit: str
+    tree: str
+    dirty: bool
+
+
+def git_status(root: Path) -> Git | None:
+    try:
+        if Path(run(["git", "rev-parse", "--show-toplevel"], cwd=root).strip()).resolve() != root.resolve():
+            return None  # an unpacked copy inside somebody else's repository
+        commit, tree = run(["git", "rev-parse", "HEAD", "HEAD^{tree}"], cwd=root).split()
+        dirty = bool(run(["git", "status", "--porcelain", "--untracked-files=no"], cwd=root).strip())
+        if not dirty:  # a file that a build reads and git does not know makes the commit an untrue name for it
+            inputs = ["build.toml", "kernel_src", "torch-ext"]
+            dirty = bool(run(["git", "status", "--porcelain", "--", *inputs], cwd=root).strip())
+    except (OSError, BuildError):
+        return None
+    return Git(commit=commit, tree=tree, dirty=dirty)
+
+
+def unique_id(project: Project, backend: str, options: Options, git: Git | None) -> str:
+    """Two libraries with one id in a process crash it, so whatever differs must differ in the id."""
+    if git is not None and not git.dirty and not options.key:
+        identifier = git.tree[:7]  # as kernel-builder names a clean build
+    else:
+        digest = hashlib.sha256(options.key.encode())
+        for file in project.input_files(backend):
+            digest.update(f"{file.relative_to(project.root)}\0{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
+        identifier = f"{digest.hexdigest()[:10]}_dirty"
+    return f"{identifier}_{options.suffix}" if options.suffix else identifier
+
+
+def variant_name(project: Project, backend: str, cuda: Cuda | None) -> str:
+    abi = "".join(map(str, project.stable_abi[backend]))
+    compute = backend if cuda is None else f"cu{cuda.version[0]}{cuda.version[1]}"
+    return f"torch-stable-abi{abi}-{compute}-{platform.machine()}-linux"
+
+
+def gencode_flags(archs: Sequence[str]) -> list[str]:
+    flags = []
+    for arch in archs:
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX(-only)?)?", arch)
+        if match is None:
+            raise BuildError(f"not an architecture: {arch!r} (expected for example 8.0, 9.0+PTX or 7.5+PTX-only)")
+        number = match[1] + match[2] + match[3]
+        if match[5] is None:
+            flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if match[4] is not None:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+
+REGISTRATION = """\
+// Generated by tools/build.py.
+#pragma once
+
+#include <Python.h>
+
+#define TORCH_EXTENSION_NAME {ops}
+
+// One more macro level than torch's own, so that TORCH_EXTENSION_NAME is replaced by its value first.
+#define STABLE_TORCH_LIBRARY_EXPAND(NAME, MODULE) STABLE_TORCH_LIBRARY(NAME, MODULE)
+#define STABLE_TORCH_LIBRARY_IMPL_EXPAND(NAME, DEVICE, MODULE) STABLE_TORCH_LIBRARY_IMPL(NAME, DEVICE, MODULE)
+
+#define LTX_JOIN_(A, B) A##B
+#define LTX_JOIN(A, B) LTX_JOIN_(A, B)
+#define LTX_QUOTE_(A) #A
+#define LTX_QUOTE(A) LTX_QUOTE_(A)
+
+// The module is empty: importing it loads the library, whose static objects register the ops.
+#define REGISTER_EXTENSION(NAME)                                                                        \\
+  PyMODINIT_FUNC LTX_JOIN(PyInit_, NAME)() {{                                                            \\
+    static PyModuleDef definition = {{PyModuleDef_HEAD_INIT, LTX_QUOTE(NAME), nullptr, 0, nullptr,       \\
+                                     nullptr, nullptr, nullptr, nullptr}};                               \\
+    return PyModule_Create(&definition);                                                                \\
+  }}
+"""
+
+OPS_MODULE = '''\
+"""Generated by the build: the ops of this binary, and the name of their namespace."""
+
+import torch
+from . import {ops}
+
+ops = torch.ops.{ops}
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """Full name of an op: `rmsnorm` -> `<namespace>::rmsnorm`."""
+    return f"{ops}::{{op_name}}"
+'''
+
+
+def ninja_path(path: Path | str) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def ninja_quote(arguments: Sequence[str | Path]) -> str:
+    return shlex.join(str(a) for a in arguments).replace("$", "$$")
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Leave the file's time alone where nothing changed: ninja goes by it."""
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def write_ninja(project: Project, backend: str, torch: Torch, cuda: Cuda | None, options: Options, cache: Path, ops: str) -> Path:
+    """Write build.ninja below `cache`; the path of the library that it builds."""
+    cxx = find_tool("CXX", ["g++", "c++"], "install a C++ compiler (Debian: apt-get install g++)")
+    major, minor = project.stable_abi[backend]
+    defines = [
+        f"-DTORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}",
+        f"-DPy_LIMITED_API={PY_LIMITED_API}",
+        *(["-DCPU_KERNEL"] if cuda is None else ["-DUSE_CUDA=1", "-DCUDA_KERNEL"]),
+    ]
+    optimise = ["-O1", "-g", "-fno-omit-frame-pointer"] if options.sanitize else ["-O3", "-DNDEBUG"]
+    sanitize = [f"-fsanitize={','.join(options.sanitize)}"] if options.sanitize else []
+    system = [*torch.include, python_include()] + ([] if cuda is None else [cuda.path / "include"])
+    common = [
+        *optimise, *sanitize, f"-std={torch.cxx_standard}", "-fPIC", "-fno-gnu-unique",
+        "-Wall", "-Wno-maybe-uninitialized",  # GCC's own AVX-512 headers set it off (GCC bug 105593)
+        f"-ffile-prefix-map={project.root}=.", *defines,
+    ]  # fmt: skip
+
+    def includes(names: Sequence[str]) -> list[str]:
+        return [f"-I{project.root / name}" for name in names]
+
+    binding_flags = [
+        *common, *project.torch_cxx_flags, f"-I{cache}", *includes(project.torch_include),
+        *(f"-isystem{path}" for path in system),
+    ]  # fmt: skip
+    edges: list[tuple[str, str, list[str]]] = []
+    edges += [("cxx", source, binding_flags) for source in project.torch_src if source.endswith(CXX_SUFFIXES)]
+    for kernel in project.kernels_for(backend):
+        for source in kernel.src:
+            if source.endswith(CXX_SUFFIXES):
+                edges.append(("cxx", source, [*common, *kernel.cxx_flags, *includes(kernel.include)]))
+            elif source.endswith(".cu"):
+                flags = [
+                    "-O3", "-DNDEBUG", f"-std={torch.cxx_standard}", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC",
+                    "-Xptxas=-v", *gencode_flags(options.archs or kernel.capabilities), *defines, *kernel.cuda_flags,
+                    *includes(kernel.include),
+                ]  # fmt: skip
+                edges.append(("nvcc", source, flags))
+
+    if cuda is None:
+        libraries = ["-ltorch", "-ltorch_cpu"]
+        search = [f"-L{torch.lib}"]
+        runtime: list[str] = []
+    else:
+        search = [f"-L{torch.lib}", f"-L{cuda.lib}"]
+        if not (torch.lib / "libtorch_cuda.so").is_file():
+            search.append(f"-L{_torch_cuda_stub(cache, cxx)}")
+        libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_cuda"]
+        # Static: the runtime then is the toolkit's that compiled the kernels, whatever torch brings along.
+        runtime = ["-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+    # torch's libraries must be in DT_NEEDED although nothing but functions looked up at load comes from them.
+    link = ["-Wl,--no-as-needed", *search, *libraries, "-Wl,--as-needed", *runtime, *sanitize]
+
+    nvcc = [] if cuda is None else [cuda.nvcc, "-ccbin", cxx]
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule cxx",
+        f"  command = {ninja_quote([cxx])} -MMD -MF $out.d $flags -c $in -o $out",
+        "  deps = gcc",
+        "  depfile = $out.d",
+        "  description = c++ $in",
+        "rule nvcc",
+        f"  command = {ninja_quote(nvcc)} -MMD -MF $out.d $flags -c $in -o $out > $out.log 2>&1 || "
+        "{ cat $out.log; rm -f $out; exit 1; }",
+        "  deps = gcc",
+        "  depfile = $out.d",
+        "  description = nvcc $in",
+        "rule link",
+        f"  command = {ninja_quote([cxx])} -shared -o $out $in $flags",
+        "  description = link $out",
+    ]
+    objects = []
+    for rule, source, flags in edges:
+        target = ninja_path(cache / "obj" / (source.replace("/", "__") + ".o"))
+        objects.append(target)
+        lines += [f"build {target}: {rule} {ninja_path(project.root / source)}", f"  flags = {ninja_quote(flags)}"]
+    library = cache / "lib" / f"{ops}.abi3.so"
+    lines += [f"build {ninja_path(library)}: link {' '.join(objects)}", f"  flags = {ninja_quote(link)}"]
+    lines += [f"default {ninja_path(library)}", ""]
+
+    write_if_changed(cache / "registration.h", REGISTRATION.format(ops=ops))
+    write_if_changed(cache / "build.ninja", "\n".join(lines))
+    return library
+
+
+def _torch_cuda_stub(cache: Path, cxx: str) -> Path:
+    """A stand-in for libtorch_cuda.so on a machine whose torch has none.
+
+    Only its soname matters: it becomes a DT_NEEDED entry, through which the loader finds the symbols at run time. A
+    shared library may leave symbols undefined, so the stub defines none and never gets out of date.
+    """
+    directory = cache / "stub"
+    library = directory / "libtorch_cuda.so"
+    if not library.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        source = directory / "stub.cpp"
+        source.write_text("")
+        run([cxx, "-shared", "-fPIC", "-Wl,-soname,libtorch_cuda.so", "-o", str(library), str(source)])
+    return directory
+
+
+def compile_variant(library: Path, cache: Path, jobs: int, verbose: bool) -> None:
+    """Run ninja; raise with its output when a command fails."""
+    # The environment, not the command line: with another number of jobs nothing needs to be compiled again.
+    sources = (cache / "build.ninja").read_text().count(": nvcc ")
+    threads = max(1, jobs // sources) if sources else 1
+    environment = {**os.environ, "NVCC_APPEND_FLAGS": f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads={threads}"}
+    command = [find_ninja(), "-C", str(cache), "-j", str(jobs), *(["-v"] if verbose else ["--quiet"])]
+    if subprocess.run(command, env=environment, check=False).returncode != 0:
+        raise BuildError("compilation failed (see above)")
+    for stale in library.parent.glob("*.so"):
+        if stale != library:
+            stale.unlink()
+
+
+def ptxas_reports(project: Project, cache: Path) -> list[Path]:
+    """Write what ptxas says of each kernel's registers, stack and spills to ptxas-<kernel>.txt, and show warnings."""
+    reports = []
+    for kernel in project.kernels_for("cuda"):
+        logs = [cache / "obj" / (s.replace("/", "__") + ".o.log") for s in kernel.src if s.endswith(".cu")]
+        text = "".join(log.read_text() for log in logs)
+        report = cache / f"ptxas-{kernel.name}.txt"
+        write_if_changed(report, text)
+        reports.append(report)
+        for line in text.splitlines():
+            if "warning" in line.lower():
+                print(f"{kernel.name}: {line}")
+    return reports
+
+
+
+
+def hash_variant(directory: Path) -> dict[str, str]:
+    """Digest as `kernels` computes it: every file but the metadata (it holds the digest), its signature and bytecode."""
+    files = {}
+    for file in sorted(directory.rglob("*")):
+        name = file.relative_to(directory).as_posix()
+        if not file.is_file() or name in ("metadata.json", "metadata.json.sigstore"):
+            continue
+        if file.suffix == ".pyc" or "__pycache__" in file.parts:
+            continue
+        files[name] = base64.b64encode(hashlib.sha256(file.read_bytes()).digest()).decode()
+    return files
+
+
+def metadata(project: Project, backend: str, ops: str, archs: Sequence[str], git: Git | None, directory: Path) -> dict[str, Any]:
+    info: dict[str, Any] = {"type": backend}
+    if archs:
+        info["archs"] = [arch.replace("+PTX-only", "+PTX") for arch in archs]
+    provenance: dict[str, Any] = {"kernel-builder": {"version": "tools/build.py"}}
+    if git is not None:
+        provenance["kernel"] = {"commit": git.commit, "dirty": git.dirty}
+    return {
+        "name": project.name,
+        "id": ops,
+        "version": project.version,
+        "license": project.license,
+        **({"source": project.source} if project.source else {}),
+        "python-depends": list(project.python_depends),
+        "backend": info,
+        "digest": {"algorithm": "sha256", "files": hash_variant(directory)},
+        "provenance": provenance,
+    }
+
+
+def assemble(project: Project, library: Path, ops: str, directory: Path) -> None:
+    """Fill a directory with the package, the library and the generated _ops.py."""
+    for file in project.python_files():
+        target = directory / file.relative_to(project.package_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    shutil.copyfile(library, directory / f"{ops}.abi3.so")
+    (directory / OPS_FILE).write_text(OPS_MODULE.format(ops=ops))
+
+
+def replace_directory(new: Path, target: Path) -> None:
+    """Put `new` in the place of `target`: a reader sees the old or the new files, never a mixture."""
+    old = target.with_name(f".old-{target.name}-{os.getpid()}")
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def manylinux_violations(library: Path) -> list[str]:
+    """Symbol versions that are newer than manylinux_2_28 has."""
+    text = run(["objdump", "-T", str(library)])
+    found = set()
+    for name, number in re.findall(r"\(?(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)\)?", text):
+        if tuple(int(part) for part in number.split(".")) > MANYLINUX_2_28[name]:
+            found.add(f"{name}_{number}")
+    return sorted(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    variant: str
+    status: str  # built, up to date, or skipped: why
+    path: Path | None = None
+    seconds: float = 0.0
+    archs: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return 0 if self.path is None else sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
+
+
+def build_variant(
+    project: Project,
+    backend: str,
+    torch: Torch,
+    cuda: Cuda | None,
+    output: Path,
+    options: Options = Options(),
+    jobs: int | None = None,
+    verbose: bool = False,
+) -> Result:
+    """Build one variant into `output`/<variant>. `cuda` is the toolkit of a CUDA variant, None for CPU."""
+    start = time.monotonic()
+    if torch.version and parse_version(torch.version) < project.stable_abi[backend]:
+        raise BuildError(f"torch {torch.version} is older than the stable ABI {project.stable_abi[backend]} of {backend}")
+    git = git_status(project.root)
+    ops = f"_{project.python_name}_{backend}_{unique_id(project, backend, options, git)}"
+    variant = variant_name(project, backend, cuda)
+    archs = () if cuda is None else options.archs or tuple(project.capabilities())
+    cache = project.root / "build" / ".cache" / (f"{variant}.{options.key}" if options.key else variant)
+    with locked(cache):
+        library = write_ninja(project, backend, torch, cuda, options, cache, ops)
+        compile_variant(library, cache, jobs or len(os.sched_getaffinity(0)), verbose)
+        if cuda is not None:
+            ptxas_reports(project, cache)
+        output.mkdir(parents=True, exist_ok=True)
+        target = output / variant
+        new = output / f".new-{variant}-{os.getpid()}"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        assemble(project, library, ops, new)
+        text = json.dumps(metadata(project, backend, ops, archs, git, new), indent=2) + "\n"
+        (new / "metadata.json").write_text(text)
+        old_metadata = target / "metadata.json"
+        if old_metadata.is_file() and old_metadata.read_text() == text and hash_variant(target) == hash_variant(new):
+            shutil.rmtree(new)
+            status = "up to date"
+        else:
+            replace_directory(new, target)
+            status = "built"
+    return Result(variant, status, target, time.monotonic() - start, archs)
+
+
+
+
+def build_for_pip(project: Project) -> Path:
+    """Build the one variant that serves the installed torch best; its directory.
+
+    Its ops have an id of their own, so that it can be loaded beside the same sources' build/<variant>.
+    """
+    torch = find_torch(min(project.stable_abi.values()))
+    cuda = find_cuda() if torch.cuda is not None and "cuda" in project.backends else None
+    if cuda is not None and torch.cuda is not None and cuda.version[0] != parse_version(torch.cuda)[0]:
+        print(f"torch is for CUDA {torch.cuda}, nvcc is {cuda.version[0]}.{cuda.version[1]}: building for the CPU")
+        cuda = None
+    backend = "cpu" if cuda is None else "cuda"
+    result = build_variant(project, backend, torch, cuda, project.root / "build" / "pip", Options(suffix="pip"))
+    assert result.path is not None
+    return result.path
+
+
+def install_generated(project: Project, files: Sequence[Path]) -> None:
+    """Copy generated files beside the package's sources, in the place of those of an earlier build."""
+    for stale in project.package_dir.glob("*.abi3.so"):
+        stale.unlink()
+    for file in files:
+        shutil.copyfile(file, project.package_dir / file.name)
+
+
+def print_table(results: Sequence[Result]) -> None:
+    rows = [("variant", "status", "seconds", "MiB", "archs")]
+    for r in results:
+        done = r.path is not None
+        rows.append((
+            r.variant, r.status, f"{r.seconds:.1f}" if done else "", f"{r.size / 2**20:.1f}" if done else "",
+            " ".join(r.archs),
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    print()
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    libraries = [library for r in results if r.path is not None for library in r.path.glob("*.so")]
+    violations = sorted({v for library in libraries for v in manylinux_violations(library)})
+    if violations:
+        print(f"\nFor this machine only: {', '.join(violations)} are newer than manylinux_2_28.")
+        print("Variants to publish come from Nix: nix run .#build-and-copy -L")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--backend", action="append", choices=("cpu", "cuda"), help="build this backend (repeatable; default: all)")
+    parser.add_argument(
+        "--arch", action="append", default=[], metavar="ARCH",
+        help="CUDA architectures instead of build.toml's: 8.0, 9.0+PTX, or 7.5+PTX-only for PTX without machine code "
+        "(repeatable)",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, help="directory of the variants (default: build)")
+    parser.add_argument("--jobs", type=int, help="compilations at a time (default: one per CPU)")
+    parser.add_argument("--sanitize", default="", metavar="LIST", help="CPU only, for example address,undefined")
+    parser.add_argument("--suffix", default="", help="append this to the id of the ops")
+    parser.add_argument(
+        "--cuda-from-pypi", nargs="?", const="13.0", choices=sorted(CUDA_WHEELS), metavar="VERSION",
+        help=f"install the CUDA compiler from PyPI into {CUDA_TOOLCHAIN_DIR}/ and use it: {', '.join(CUDA_WHEELS)} "
+        "(default: 13.0)",
+    )  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="show every command")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    options = Options(
+        archs=tuple(re.split(r"[,; ]+", " ".join(args.arch))) if args.arch else (),
+        sanitize=tuple(s for s in args.sanitize.split(",") if s),
+        suffix=args.suffix,
+    )
+    try:
+        gencode_flags(options.archs)
+        if args.suffix and not re.fullmatch(r"[A-Za-z0-9_]+", args.suffix):
+            raise BuildError(f"--suffix {args.suffix!r}: expected letters, digits and _")
+        project = load_project()
+        backends = args.backend or (["cpu"] if options.sanitize else ["cuda"] if options.archs else project.backends)
+        if options.sanitize and list(backends) != ["cpu"]:
+            raise BuildError("--sanitize builds the CPU variant alone: drop --backend cuda")
+        special = "sanitized" if options.sanitize else f"archs-{options.key}" if options.key else ""
+        output = args.output or ROOT / "build" / special
+        torch = find_torch(min(project.stable_abi[b] for b in backends))
+        results = []
+        for backend in sorted(set(backends)):
+            cuda = None
+            if backend == "cuda":
+                if args.cuda_from_pypi:
+                    cuda = install_cuda_from_pypi(args.cuda_from_pypi, ROOT / CUDA_TOOLCHAIN_DIR)
+                else:
+                    cuda = find_cuda()
+                if cuda is None:
+                    reason = "nvcc not found (CUDA_HOME, PATH, /usr/local/cuda); --cuda-from-pypi installs a compiler"
+                    if args.backend:
+                        raise BuildError(reason)
+                    results.append(Result("cuda", f"skipped: {reason}"))
+                    continue
+            results.append(build_variant(project, backend, torch, cuda, output, options, args.jobs, args.verbose))
+        print_table(results)
+        if options.sanitize:
+            runtime = run([find_tool("CXX", ["g++", "c++"], "install g++"), "-print-file-name=libasan.so"]).strip()
+            print(f"\nRun Python with LD_PRELOAD={runtime} ASAN_OPTIONS=detect_leaks=0 to load this build.")
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
