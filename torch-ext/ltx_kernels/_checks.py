@@ -1,0 +1,627 @@
+"""Argument checks in plain Python: the texts and the order of torch-ext/*.cpp.
+
+The compiled kernels check their own arguments. These checks serve whoever runs without them, the fake and the
+reference implementations, and raise RuntimeError with the same text: ``name: expected ..., got ...``. What only memory
+can tell (overlap, strides of zero in an output) has no twin here. Sizes may be symbolic; comparing them adds a guard
+only where the answer decides what is computed.
+
+``float64=True`` admits float64 beside the three supported dtypes, for the reference in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+# The int codes of the op schemas (kernel_src/ltx/params.h).
+RMS, LAYER = 1, 2
+FP32, EAGER = 0, 1
+GELU, GELU_TANH, SILU = 0, 1, 2
+ROUNDING = {"fp32": FP32, "eager": EAGER}
+APPROXIMATE = {"none": GELU, "tanh": GELU_TANH}
+INTERLEAVED = {"interleaved": True, "half": False}
+
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+
+Code = TypeVar("Code", int, bool)
+
+# Pairs of one head whose angles fit in a launch's parameters (kMaxPairs).
+_MAX_PAIRS = 512
+
+
+def choice(name: str, codes: Mapping[str, Code], value: str) -> Code:
+    """The code of a mode given by name."""
+    try:
+        return codes[value]
+    except KeyError:
+        names = " or ".join(f'"{known}"' for known in codes)
+        raise ValueError(f"{name}: expected {names}, got {value!r}") from None
+
+
+def table_pair(name: str, table: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The tables of query and key; None: they share one."""
+    if isinstance(table, Tensor):
+        return table, None
+    if len(table) != 2:
+        raise ValueError(f"{name}: expected a tensor or a (query, key) pair of tensors, got {len(table)}")
+    return table[0], table[1]
+
+
+def rope_axes(
+    query: Tensor, rope_dims: Sequence[int] | None, theta_base: float | Sequence[float]
+) -> tuple[Sequence[int], Sequence[float]]:
+    """Channels and theta of the three axes of rope_3d."""
+    if rope_dims is None:
+        head_dim = query.shape[-1]
+        side = head_dim // 3 // 2 * 2
+        rope_dims = (side, side, head_dim - 2 * side)
+    elif len(rope_dims) != 3:
+        raise ValueError(f"rope_dims: expected three numbers, got {rope_dims!r}")
+    if isinstance(theta_base, (int, float)):
+        return rope_dims, (theta_base, theta_base, theta_base)
+    if len(theta_base) != 3:
+        raise ValueError(f"theta_base: expected one number or three, got {theta_base!r}")
+    return rope_dims, theta_base
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    for tensor in tensors:  # noqa: SIM110 (any() over a generator takes twice as long, in every call)
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def differentiable(name: str, input: Tensor, *outs: object) -> None:
+    """What holds for a call that autograd follows: no given output, and the dtypes of every other call."""
+    for out in outs:
+        if out is not None:
+            raise RuntimeError(
+                "out: expected no gradient to be needed, got an input that requires grad; "
+                "call without out= or under torch.no_grad()"
+            )
+    _float_dtype(name, input, False)
+
+
+# ---- Texts
+
+
+def _fail(name: str, expected: str, got: str) -> NoReturn:
+    raise RuntimeError(f"{name}: expected {expected}, got {got}")
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+# ---- The checks of tensor_checks.h
+
+
+def _float_dtype(name: str, tensor: Tensor, float64: bool) -> None:
+    dtype = tensor.dtype
+    if dtype == torch.bfloat16 or dtype == torch.float16 or dtype == torch.float32:
+        return
+    if not (float64 and dtype == torch.float64):
+        _fail(name, "dtype float32, float16 or bfloat16", _dtype_text(dtype))
+
+
+def _same_dtype(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.dtype != like.dtype:
+        _fail(name, f"dtype {_dtype_text(like.dtype)} (that of {like_name})", _dtype_text(tensor.dtype))
+
+
+def _same_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.device != like.device:
+        _fail(name, f"device {like.device} (that of {like_name})", str(tensor.device))
+
+
+def _min_dim(name: str, tensor: Tensor, dim: int) -> None:
+    if tensor.dim() < dim:
+        dimensions = "dimension" if dim == 1 else "dimensions"
+        _fail(name, f"at least {dim} {dimensions}", "shape " + _shape_text(tensor.shape))
+
+
+def _dim(name: str, tensor: Tensor, dim: int) -> None:
+    if tensor.dim() != dim:
+        _fail(name, f"{dim} dimensions", "shape " + _shape_text(tensor.shape))
+
+
+def _shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    same = tensor.dim() == len(shape)
+    if same:
+        for size, wanted in zip(tensor.shape, shape):
+            same = same and size == wanted
+    if not same:
+        _fail(name, "shape " + _shape_text(shape), _shape_text(tensor.shape))
+
+
+def _eps(eps: float) -> None:
+    if not eps >= 0 or math.isinf(eps):
+        _fail("eps", "a finite number >= 0", format(eps, "g"))
+
+
+def _code(name: str, value: int, first: int, last: int) -> None:
+    if value < first or value > last:
+        _fail(name, f"a code from {first} to {last}", str(value))
+
+
+def _output(name: str, out: Tensor | None, like_name: str, like: Tensor, shape: Sequence[int]) -> None:
+    if out is not None:
+        _shape(name, out, shape)
+        _same_dtype(name, out, like_name, like)
+        _same_device(name, out, like_name, like)
+
+
+def _vector(name: str, vector: Tensor | None, input: Tensor, width: int, float64: bool) -> None:
+    """A vector of ``width`` elements, the same for every row."""
+    if vector is not None:
+        _same_device(name, vector, "input", input)
+        _float_dtype(name, vector, float64)
+        _shape(name, vector, (width,))
+
+
+def is_per_batch(value: Tensor, input: Tensor) -> bool:
+    """Two dimensions beside an input of three or more: one vector per batch."""
+    return value.dim() == 2 and input.dim() >= 3
+
+
+def _modulation(
+    name: str,
+    value: Tensor | None,
+    table: Tensor | None,
+    input: Tensor,
+    float64: bool,
+) -> None:
+    """Anything that broadcasts to the input, and the vector added to it."""
+    if value is None:
+        if table is not None:
+            _fail(f"{name}_table", "its modulation input to be given too", "a table alone")
+        return
+    _same_device(name, value, "input", input)
+    _float_dtype(name, value, float64)
+    shape = input.shape
+    fits = value.dim() <= input.dim()
+    if is_per_batch(value, input):
+        shape = torch.Size((input.shape[0], input.shape[-1]))
+    for back in range(1, value.dim() + 1):
+        fits = fits and (value.shape[-back] == 1 or value.shape[-back] == shape[-back])
+    if not fits:
+        expected = "a shape that broadcasts to " + _shape_text(input.shape)
+        if input.dim() >= 3:
+            expected += f" (or {_shape_text((input.shape[0], input.shape[-1]))}, per batch)"
+        _fail(name, expected, _shape_text(value.shape))
+    _vector(f"{name}_table", table, input, input.shape[-1], float64)
+
+
+# ---- norm.cpp
+
+
+def check_norm(
+    input: Tensor,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_table: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    out_gate: Tensor | None = None,
+    out_gate_table: Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    statistic: int | None = RMS,
+    rounding: int = FP32,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    float64: bool = False,
+) -> None:
+    """The arguments of every op of the norm family, those of ``reference.norm_family``."""
+    if statistic is not None:
+        _code("statistic", statistic, RMS, LAYER)
+    _code("rounding", rounding, FP32, EAGER)
+    _min_dim("input", input, 1)
+    _float_dtype("input", input, float64)
+    _eps(eps)
+    width = input.shape[-1]
+    if residual is not None:
+        _same_device("residual", residual, "input", input)
+        _same_dtype("residual", residual, "input", input)
+        _shape("residual", residual, input.shape)
+    _modulation("gate", gate, gate_table, input, float64)
+    _vector("weight", weight, input, width, float64)
+    _vector("bias", bias, input, width, float64)
+    _modulation("scale", scale, scale_table, input, float64)
+    _modulation("shift", shift, shift_table, input, float64)
+    _modulation("gate", out_gate, out_gate_table, input, float64)
+    _output("out", out, "input", input, input.shape)
+    _output("residual_out", residual_out, "input", input, input.shape)
+
+
+# ---- glu.cpp
+
+
+def check_glu(
+    input: Tensor,
+    *,
+    up: Tensor | None = None,
+    bias: Tensor | None = None,
+    gated: bool,
+    gate_first: bool = True,
+    activation: int,
+    rounding: int = FP32,
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> tuple[int, ...]:
+    """The arguments of glu and gelu; returns the shape of the output."""
+    _code("activation", activation, GELU, SILU)
+    _code("rounding", rounding, FP32, EAGER)
+    _min_dim("input", input, 1)
+    width = input.shape[-1]
+    if gated and up is None:
+        if width % 2 != 0:
+            _fail("input", "an even last dimension (gate and up packed)", "shape " + _shape_text(input.shape))
+        width = width // 2
+    _float_dtype("input", input, float64)
+    if up is not None:
+        _same_device("up", up, "input", input)
+        _same_dtype("up", up, "input", input)
+        _shape("up", up, input.shape)
+    _vector("bias", bias, input, width, float64)
+    shape = (*input.shape[:-1], width)
+    _output("out", out, "input", input, shape)
+    return shape
+
+
+# ---- rope.cpp
+
+
+class HeadDims(NamedTuple):
+    """Where batch, sequence and heads are among a tensor's dimensions; -1: it has none of that kind."""
+
+    batch: int
+    sequence: int
+    head: int
+
+
+class TableForm(NamedTuple):
+    """How a table is read: the rotated width, one entry per pair or per element, and whether each head has its own."""
+
+    rotary_dim: int
+    half_width: bool
+    whole_width: bool
+
+
+class RotaryTable(NamedTuple):
+    """cos and sin as [batch, sequence, heads, columns], each leading size the input's or 1."""
+
+    cos: Tensor
+    sin: Tensor
+    form: TableForm
+
+
+def _size(tensor: Tensor, dim: int) -> int:
+    return 1 if dim < 0 else tensor.shape[dim]
+
+
+def heads_last(tensor: Tensor, dims: HeadDims) -> Tensor:
+    """A view as [batch, sequence, heads, columns]."""
+    if dims.batch < 0:
+        tensor = tensor.unsqueeze(0)
+        dims = HeadDims(0, dims.sequence + 1, dims.head if dims.head < 0 else dims.head + 1)
+    if dims.head < 0:
+        return tensor.unsqueeze(2)
+    return tensor if dims.sequence == 1 else tensor.transpose(1, 2)
+
+
+def head_dims(name: str, tensor: Tensor, sequence_dim: int) -> HeadDims:
+    dim = tensor.dim()
+    if dim < 2 or dim > 4:
+        _fail(name, "2, 3 or 4 dimensions", "shape " + _shape_text(tensor.shape))
+    sequence = sequence_dim + dim if sequence_dim < 0 else sequence_dim
+    if sequence < 0 or sequence > dim - 2 or (dim == 4 and sequence == 0):
+        expected = {4: "1 or 2 (of 4 dimensions)", 3: "0 or 1 (of 3 dimensions)", 2: "0 (of 2 dimensions)"}[dim]
+        _fail("sequence_dim", expected, str(sequence_dim))
+    if dim == 2:
+        return HeadDims(-1, 0, -1)
+    if dim == 3:
+        return HeadDims(0, 1, -1) if sequence == 1 else HeadDims(-1, 0, 1)
+    return HeadDims(0, 1, 2) if sequence == 1 else HeadDims(0, 2, 1)
+
+
+def _table_form(name: str, table: Tensor, head_dim: int, heads: int, rotary_dim: int) -> TableForm:
+    width = table.shape[-1]
+    # The size of the heads decides nothing for a table as wide as one head: compare it last.
+    per_head = table.dim() < 4
+    if rotary_dim != 0:
+        if rotary_dim < 0 or rotary_dim % 2 != 0 or rotary_dim > head_dim:
+            _fail("rotary_dim", f"an even number up to {head_dim}", str(rotary_dim))
+        if width == rotary_dim:
+            return TableForm(rotary_dim, False, False)
+        if 2 * width == rotary_dim:
+            return TableForm(rotary_dim, True, False)
+        if per_head and rotary_dim == head_dim and heads > 1:
+            if width == heads * head_dim:
+                return TableForm(rotary_dim, False, True)
+            if 2 * width == heads * head_dim:
+                return TableForm(rotary_dim, True, True)
+        expected = f"a last dimension of {rotary_dim} or {rotary_dim // 2} (rotary_dim or half of it)"
+        _fail(name, expected, "shape " + _shape_text(table.shape))
+    if width == head_dim:
+        return TableForm(head_dim, False, False)
+    if 2 * width == head_dim:
+        return TableForm(head_dim, True, False)
+    if per_head and heads > 1:
+        if width == heads * head_dim:
+            return TableForm(head_dim, False, True)
+        if 2 * width == heads * head_dim:
+            return TableForm(head_dim, True, True)
+    if not (width < head_dim and width % 2 == 0 and width > 0):
+        expected = f"a last dimension of {head_dim} or {head_dim // 2}"
+        if per_head and heads > 1:
+            expected += f", {heads * head_dim} or {heads * head_dim // 2} (own angles per head)"
+        expected += ", or an even one below " + str(head_dim) + " (partial rotary)"
+        _fail(name, expected, "shape " + _shape_text(table.shape))
+    return TableForm(width, False, False)
+
+
+def _table_view(name: str, table: Tensor, form: TableForm, batch: int, rows: int, heads: int) -> Tensor:
+    """The table as [batch or 1, rows or 1, heads or 1, columns]."""
+    if table.dim() == 2:
+        dims = HeadDims(-1, 0, -1)
+    elif table.dim() == 3:
+        dims = HeadDims(0, 1, -1)
+    elif table.dim() == 4:
+        # [B, H, S, W] unless only the second dimension can be the sequence.
+        heads_first = table.shape[2] == rows or table.shape[1] != rows
+        dims = HeadDims(0, 2, 1) if heads_first else HeadDims(0, 1, 2)
+    else:
+        _fail(name, "2, 3 or 4 dimensions", "shape " + _shape_text(table.shape))
+    fits = True
+    for dim, size in ((dims.batch, batch), (dims.sequence, rows), (dims.head, heads)):
+        fits = fits and (dim < 0 or table.shape[dim] == 1 or table.shape[dim] == size)
+    if not fits:
+        w = table.shape[-1]
+        expected = (
+            f"shape [{rows}, {w}], [{batch}, {rows}, {w}], [{batch}, {heads}, {rows}, {w}] or "
+            f"[{batch}, {rows}, {heads}, {w}] (any leading size may be 1)"
+        )
+        _fail(name, expected, _shape_text(table.shape))
+    view = heads_last(table, dims)
+    return view.unflatten(-1, (heads, -1)).squeeze(2) if form.whole_width else view
+
+
+class RotaryInput(NamedTuple):
+    """The query or the key of a rotary op, with the names that errors use."""
+
+    name: str
+    tensor: Tensor
+    dims: HeadDims
+    weight_name: str = ""
+    weight: Tensor | None = None
+
+    @property
+    def sequence(self) -> int:
+        return _size(self.tensor, self.dims.sequence)
+
+    @property
+    def heads(self) -> int:
+        return _size(self.tensor, self.dims.head)
+
+
+def _check_inputs(operands: list[RotaryInput], eps: float, across_heads: bool, float64: bool) -> None:
+    query = operands[0]
+    _float_dtype(query.name, query.tensor, float64)
+    _eps(eps)
+    batch = _size(query.tensor, query.dims.batch)
+    head_dim = query.tensor.shape[-1]
+    if head_dim % 2 != 0:
+        _fail(query.name, "an even last dimension", "shape " + _shape_text(query.tensor.shape))
+    for operand in operands:
+        name, tensor = operand.name, operand.tensor
+        if operand is not query:
+            _same_device(name, tensor, query.name, query.tensor)
+            _same_dtype(name, tensor, query.name, query.tensor)
+            _dim(name, tensor, query.tensor.dim())
+            if tensor.shape[-1] != head_dim or _size(tensor, operand.dims.batch) != batch:
+                expected = f"the batch size and last dimension of {query.name} {_shape_text(query.tensor.shape)}"
+                _fail(name, expected, "shape " + _shape_text(tensor.shape))
+        if operand.weight is not None:
+            _same_device(operand.weight_name, operand.weight, name, tensor)
+            _float_dtype(operand.weight_name, operand.weight, float64)
+            width = operand.heads * head_dim if across_heads else head_dim
+            _shape(operand.weight_name, operand.weight, (width,))
+
+
+def _check_tables(
+    operands: list[RotaryInput],
+    tables: list[tuple[str, Tensor, str, Tensor]],
+    rotary_dim: int,
+    float64: bool,
+) -> list[RotaryTable]:
+    """Reads one table per operand, or one for all of them."""
+    query = operands[0]
+    first_name, first_cos = tables[0][0], tables[0][1]
+    shared = len(tables) < len(operands)
+    views: list[RotaryTable] = []
+    for i, operand in enumerate(operands):
+        cos_name, cos, sin_name, sin = tables[0 if shared else i]
+        tensor = operand.tensor
+        _same_device(cos_name, cos, operand.name, tensor)
+        _same_device(sin_name, sin, operand.name, tensor)
+        _float_dtype(cos_name, cos, float64)
+        if cos.dtype != torch.float32 and cos.dtype != query.tensor.dtype:
+            expected = f"dtype float32 or {_dtype_text(tensor.dtype)} (that of {operand.name})"
+            _fail(cos_name, expected, _dtype_text(cos.dtype))
+        _same_dtype(sin_name, sin, first_name, first_cos)
+        _same_dtype(cos_name, cos, first_name, first_cos)
+        _shape(sin_name, sin, cos.shape)
+        _min_dim(cos_name, cos, 2)
+        heads = operand.heads
+        form = _table_form(cos_name, cos, tensor.shape[-1], heads, rotary_dim)
+        if i > 0 and (form.rotary_dim != views[0].form.rotary_dim or form.half_width != views[0].form.half_width):
+            expected = f"a table of the same kind as {first_name} {_shape_text(first_cos.shape)}"
+            _fail(cos_name, expected, "shape " + _shape_text(cos.shape))
+        rows = operand.sequence
+        if shared:
+            for other in operands:
+                rows = other.sequence if other.sequence > rows else rows
+        batch = _size(tensor, operand.dims.batch)
+        views.append(
+            RotaryTable(
+                _table_view(cos_name, cos, form, batch, rows, heads),
+                _table_view(sin_name, sin, form, batch, rows, heads),
+                form,
+            )
+        )
+    return views
+
+
+def _check_outputs(operands: list[RotaryInput], outs: Sequence[Tensor] | None) -> None:
+    if outs is not None:
+        for i, operand in enumerate(operands):
+            name = "out" if len(operands) == 1 else f"out[{i}]"
+            _output(name, outs[i], operand.name, operand.tensor, operand.tensor.shape)
+
+
+def check_apply_rotary(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    sequence_dim: int,
+    rotary_dim: int,
+    rounding: int,
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> tuple[list[RotaryInput], list[RotaryTable]]:
+    operands = [RotaryInput("input", input, head_dims("input", input, sequence_dim))]
+    _code("rounding", rounding, FP32, EAGER)
+    _check_inputs(operands, 0.0, False, float64)
+    tables = _check_tables(operands, [("cos", cos, "sin", sin)], rotary_dim, float64)
+    _check_outputs(operands, None if out is None else (out,))
+    return operands, tables
+
+
+def check_apply_rotary_qk(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    sequence_dim: int,
+    rotary_dim: int,
+    rounding: int,
+    out: Sequence[Tensor] | None = None,
+    float64: bool = False,
+) -> tuple[list[RotaryInput], list[RotaryTable]]:
+    operands = [
+        RotaryInput("query", query, head_dims("query", query, sequence_dim)),
+        RotaryInput("key", key, head_dims("key", key, sequence_dim)),
+    ]
+    _code("rounding", rounding, FP32, EAGER)
+    _check_inputs(operands, 0.0, False, float64)
+    tables = _check_tables(operands, [("cos", cos, "sin", sin)], rotary_dim, float64)
+    _check_outputs(operands, out)
+    return operands, tables
+
+
+def check_qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    key_cos: Tensor | None,
+    key_sin: Tensor | None,
+    *,
+    eps: float,
+    across_heads: bool,
+    rotary_dim: int,
+    rounding: int,
+    out: Sequence[Tensor] | None = None,
+    float64: bool = False,
+) -> tuple[list[RotaryInput], list[RotaryTable]]:
+    _dim("query", query, 4)
+    operands = [
+        RotaryInput("query", query, head_dims("query", query, 1), "query_weight", query_weight),
+        RotaryInput("key", key, head_dims("key", key, 1), "key_weight", key_weight),
+    ]
+    _code("rounding", rounding, FP32, EAGER)
+    tables = [("cos", cos, "sin", sin)]
+    if key_cos is not None and key_sin is not None:
+        tables.append(("key_cos", key_cos, "key_sin", key_sin))
+    elif key_cos is not None or key_sin is not None:
+        name = "key_cos" if key_cos is None else "key_sin"
+        _fail(name, "both key_cos and key_sin, or neither", "None")
+    _check_inputs(operands, eps, across_heads, float64)
+    views = _check_tables(operands, tables, rotary_dim, float64)
+    _check_outputs(operands, out)
+    return operands, views
+
+
+def check_rope(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor | None,
+    grid: Sequence[int],
+    axis_dims: Sequence[int],
+    theta: Sequence[float],
+    *,
+    out: Sequence[Tensor] | None = None,
+    float64: bool = False,
+) -> list[RotaryInput]:
+    _dim("query", query, 4)
+    operands = [
+        RotaryInput("query", query, head_dims("query", query, 1)),
+        RotaryInput("key", key, head_dims("key", key, 1)),
+    ]
+    _check_inputs(operands, 0.0, False, float64)
+    axes = len(grid)
+    if axes not in (1, 3) or len(axis_dims) != axes or len(theta) != axes:
+        _fail("grid", "1 or 3 axes, with as many axis_dims and theta", str(axes))
+    tokens = 1
+    for size, dim, base in zip(grid, axis_dims, theta):
+        tokens *= size
+        if dim < 0 or dim % 2 != 0:
+            _fail("rope_dims", "even numbers >= 0", _shape_text(axis_dims))
+        if not base > 0 or math.isinf(base):
+            _fail("theta_base", "finite numbers > 0", format(base, "g"))
+    head_dim = query.shape[-1]
+    if sum(axis_dims) != head_dim:
+        _fail("rope_dims", f"a sum of {head_dim} (the last dimension of query)", _shape_text(axis_dims))
+    if head_dim > 2 * _MAX_PAIRS:
+        _fail("query", f"a last dimension of at most {2 * _MAX_PAIRS}", "shape " + _shape_text(query.shape))
+    if axes == 3:
+        for operand in operands:
+            if operand.sequence != tokens:
+                frames, height, width = grid
+                expected = f"a sequence of {frames} * {height} * {width} = {tokens} (num_frames * height * width)"
+                _fail(operand.name, expected, "shape " + _shape_text(operand.tensor.shape))
+    if positions is not None:
+        if axes != 1:
+            _fail("positions", "None with a 3-D grid", "a tensor")
+        _same_device("positions", positions, "query", query)
+        if positions.dtype not in (torch.int64, torch.int32, torch.float32):
+            _fail("positions", "dtype int64, int32 or float32", _dtype_text(positions.dtype))
+        batch, rows = query.shape[0], query.shape[1]
+        if key.shape[1] != rows:
+            expected = f"the sequence length of query {_shape_text(query.shape)} (positions are shared)"
+            _fail("key", expected, "shape " + _shape_text(key.shape))
+        fits = positions.dim() in (1, 2) and positions.shape[-1] == rows
+        if fits and positions.dim() == 2:
+            fits = positions.shape[0] == 1 or positions.shape[0] == batch
+        if not fits:
+            _fail("positions", f"shape [{rows}] or [{batch}, {rows}]", _shape_text(positions.shape))
+    _check_outputs(operands, out)
+    return operands

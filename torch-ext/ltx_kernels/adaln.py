@@ -1,0 +1,509 @@
+"""Adaptive norms of diffusion transformers: norm, modulation and gated residual in one pass.
+
+Throughout, a modulation input (scale, shift, gate) is a float tensor of any strides. With two dimensions beside an
+input of three or more it is [B or 1, H], one vector per batch; otherwise it broadcasts to the input as in torch. Its
+table is an optional [H] that is added to it on the way, as AdaLN-single does (PixArt, LTX-Video).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from . import reference
+from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice, differentiable, requires_grad
+from ._ops import ops
+
+_adaln_norm = ops.adaln_norm.default
+_adaln_norm_out = ops.adaln_norm_out.default
+_residual_norm = ops.residual_norm.default
+_residual_norm_out = ops.residual_norm_out.default
+_gated_residual = ops.gated_residual.default
+_gated_residual_out = ops.gated_residual_out.default
+
+
+def adaln_rmsnorm(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm, then scale and shift.
+
+    Equivalent to::
+
+        x = input.float()
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        (n * (1 + scale_table + scale) + shift_table + shift).to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        rounding: "fp32" rounds once, at the end. "eager" rounds where diffusers' blocks do: the normalised value, the
+            product with the weight, the sums with the tables, 1 + scale, the product and the sum.
+        out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
+
+    Returns:
+        [..., H], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: LTXVideoTransformerBlock (diffusers); adaptive norms of DiT, Peebles and Xie (arXiv:2212.09748).
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, weight, scale, shift, scale_table, shift_table, out):
+        differentiable("input", input, out)
+        return reference.adaln_rmsnorm(
+            input, weight, scale, shift, eps, scale_table=scale_table, shift_table=shift_table, rounding=rounding
+        )
+    if eps is None:
+        eps = FLOAT32_EPS
+    if out is None:
+        return _adaln_norm(input, weight, None, scale, shift, None, scale_table, shift_table, None, eps, RMS, mode)
+    _adaln_norm_out(out, input, weight, None, scale, shift, None, scale_table, shift_table, None, eps, RMS, mode)
+    return out
+
+
+def adaln_layernorm(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """LayerNorm, then scale and shift.
+
+    Equivalent to::
+
+        n = torch.nn.functional.layer_norm(input.float(), (H,), weight, bias, eps)
+        (n * (1 + scale_table + scale) + shift_table + shift).to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype.
+        bias: [H], any of these dtypes, added before the modulation; None adds nothing.
+        eps: Added to the variance.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        rounding: "fp32" rounds once, at the end. "eager" rounds where diffusers' blocks do: the normalised value, the
+            sums with the tables, 1 + scale, the product and the sum.
+        out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
+
+    Returns:
+        [..., H], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: DiT, Peebles and Xie (arXiv:2212.09748); diffusers' AdaLayerNormZero and AdaLayerNormContinuous.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, weight, bias, scale, shift, scale_table, shift_table, out):
+        differentiable("input", input, out)
+        return reference.adaln_layernorm(
+            input, weight, scale, shift, bias, eps, scale_table=scale_table, shift_table=shift_table, rounding=rounding
+        )
+    if out is None:
+        return _adaln_norm(input, weight, bias, scale, shift, None, scale_table, shift_table, None, eps, LAYER, mode)
+    _adaln_norm_out(out, input, weight, bias, scale, shift, None, scale_table, shift_table, None, eps, LAYER, mode)
+    return out
+
+
+def adaln_zero(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    gate: Tensor,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    gate_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm, then scale, shift and gate.
+
+    Equivalent to::
+
+        x = input.float()
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        ((n * (1 + scale_table + scale) + shift_table + shift) * (gate_table + gate)).to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype.
+        gate: Like scale, independent of its shape and dtype.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        gate_table: [H], added to gate; None adds nothing.
+        rounding: "fp32" rounds once, at the end; "eager" rounds every step, as in ``adaln_rmsnorm``.
+        out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
+
+    Returns:
+        [..., H], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: adaLN-Zero of DiT, Peebles and Xie (arXiv:2212.09748), on RMSNorm.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(
+        input, weight, scale, shift, gate, scale_table, shift_table, gate_table, out
+    ):
+        differentiable("input", input, out)
+        return reference.adaln_zero(
+            input,
+            weight,
+            scale,
+            shift,
+            gate,
+            eps,
+            scale_table=scale_table,
+            shift_table=shift_table,
+            gate_table=gate_table,
+            rounding=rounding,
+        )
+    if eps is None:
+        eps = FLOAT32_EPS
+    if out is None:
+        return _adaln_norm(
+            input, weight, None, scale, shift, gate, scale_table, shift_table, gate_table, eps, RMS, mode
+        )
+    _adaln_norm_out(out, input, weight, None, scale, shift, gate, scale_table, shift_table, gate_table, eps, RMS, mode)
+    return out
+
+
+def gated_residual(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    *,
+    gate_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Adds a gated branch to the residual stream.
+
+    Equivalent to::
+
+        (residual.float() + input.float() * (gate_table + gate)).to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        gate_table: [H], added to gate; None adds nothing.
+        rounding: "fp32" rounds once, at the end; "eager" rounds the sum with the table and the product as well.
+        out: Where to write, [..., H] like input, of its dtype and device; may be input or residual itself.
+
+    Returns:
+        [..., H], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: LTXVideoTransformerBlock (diffusers), ``hidden_states + attn_hidden_states * gate_msa``.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, residual, gate, gate_table, out):
+        differentiable("input", input, out)
+        return reference.gated_residual(input, residual, gate, gate_table=gate_table, rounding=rounding)
+    if out is None:
+        return _gated_residual(input, residual, gate, gate_table, mode)
+    _gated_residual_out(out, input, residual, gate, gate_table, mode)
+    return out
+
+
+def gated_residual_adaln_rmsnorm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Adds a gated branch to the residual stream, and normalises (RMSNorm) and modulates the sum.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight
+        (n * (1 + scale_table + scale) + shift_table + shift).to(input.dtype), h.to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the branch as it is.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: Like gate; None scales by nothing.
+        shift: Like gate; None adds nothing.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds the gated branch and
+            the sum as well, normalises the rounded sum, and then rounds as ``adaln_rmsnorm`` does.
+        out: Where to write the modulated norm, like input; may be input or residual itself.
+        residual_out: Where to write the sum, like input; may be input or residual itself.
+
+    Returns:
+        (normalised and modulated, sum), contiguous, in the input's dtype; the given tensors where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or an output is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: LTXVideoTransformerBlock (diffusers), from the gate of attention to the modulation of the feed-forward.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(
+        input,
+        residual,
+        gate,
+        weight,
+        scale,
+        shift,
+        gate_table,
+        scale_table,
+        shift_table,
+        out,
+        residual_out,
+    ):
+        differentiable("input", input, out, residual_out)
+        return reference.gated_residual_adaln_rmsnorm(
+            input,
+            residual,
+            gate,
+            weight,
+            scale,
+            shift,
+            eps,
+            gate_table=gate_table,
+            scale_table=scale_table,
+            shift_table=shift_table,
+            rounding=rounding,
+        )
+    if eps is None:
+        eps = FLOAT32_EPS
+    return _gated_residual_adaln(
+        input,
+        residual,
+        gate,
+        weight,
+        None,
+        scale,
+        shift,
+        gate_table,
+        scale_table,
+        shift_table,
+        eps,
+        RMS,
+        mode,
+        out,
+        residual_out,
+    )
+
+
+def gated_residual_adaln_layernorm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Adds a gated branch to the residual stream, and normalises (LayerNorm) and modulates the sum.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        n = torch.nn.functional.layer_norm(h, (H,), weight, bias, eps)
+        (n * (1 + scale_table + scale) + shift_table + shift).to(input.dtype), h.to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the branch as it is.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: Like gate; None scales by nothing.
+        shift: Like gate; None adds nothing.
+        bias: [H], any of these dtypes, added before the modulation; None adds nothing.
+        eps: Added to the variance.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds the gated branch and
+            the sum as well, normalises the rounded sum, and then rounds as ``adaln_layernorm`` does.
+        out: Where to write the modulated norm, like input; may be input or residual itself.
+        residual_out: Where to write the sum, like input; may be input or residual itself.
+
+    Returns:
+        (normalised and modulated, sum), contiguous, in the input's dtype; the given tensors where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or an output is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: FluxTransformerBlock, JointTransformerBlock (SD3) and WanTransformerBlock of diffusers.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(
+        input,
+        residual,
+        gate,
+        weight,
+        scale,
+        shift,
+        bias,
+        gate_table,
+        scale_table,
+        shift_table,
+        out,
+        residual_out,
+    ):
+        differentiable("input", input, out, residual_out)
+        return reference.gated_residual_adaln_layernorm(
+            input,
+            residual,
+            gate,
+            weight,
+            scale,
+            shift,
+            bias,
+            eps,
+            gate_table=gate_table,
+            scale_table=scale_table,
+            shift_table=shift_table,
+            rounding=rounding,
+        )
+    return _gated_residual_adaln(
+        input,
+        residual,
+        gate,
+        weight,
+        bias,
+        scale,
+        shift,
+        gate_table,
+        scale_table,
+        shift_table,
+        eps,
+        LAYER,
+        mode,
+        out,
+        residual_out,
+    )
+
+
+def _gated_residual_adaln(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    gate_table: Tensor | None,
+    scale_table: Tensor | None,
+    shift_table: Tensor | None,
+    eps: float,
+    statistic: int,
+    rounding: int,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if out is None and residual_out is None:
+        return _residual_norm(
+            input,
+            residual,
+            gate,
+            weight,
+            bias,
+            scale,
+            shift,
+            gate_table,
+            scale_table,
+            shift_table,
+            eps,
+            0.0,
+            statistic,
+            rounding,
+        )
+    if out is None:
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    if residual_out is None:
+        residual_out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    _residual_norm_out(
+        out,
+        residual_out,
+        input,
+        residual,
+        gate,
+        weight,
+        bias,
+        scale,
+        shift,
+        gate_table,
+        scale_table,
+        shift_table,
+        eps,
+        0.0,
+        statistic,
+        rounding,
+    )
+    return out, residual_out

@@ -1,0 +1,143 @@
+"""Gated linear units and GELU."""
+
+from __future__ import annotations
+
+from torch import Tensor, is_grad_enabled
+
+from . import reference
+from ._checks import APPROXIMATE, ROUNDING, SILU, choice, differentiable, requires_grad
+from ._ops import ops
+
+_glu = ops.glu.default
+_glu_out = ops.glu_out.default
+_gelu = ops.gelu.default
+_gelu_out = ops.gelu_out.default
+
+
+def geglu(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+    gate_first: bool = True,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """GELU of a gate times a linear part, packed in one tensor or given as two.
+
+    Equivalent to::
+
+        gate, up = input.float().chunk(2, -1)     # gate_first=False: up, gate; with up: input, up
+        (torch.nn.functional.gelu(gate, approximate=approximate) * up).to(input.dtype)
+
+    Args:
+        input: [..., 2N], gate and up side by side; with ``up``: the gate, [..., N]. float32, float16 or bfloat16.
+        up: None, or the linear part, like input in shape, dtype and device.
+        approximate: "tanh" or "none" (erf, diffusers' GEGLU).
+        gate_first: The order in a packed input; diffusers packs (up, gate): False.
+        rounding: "fp32" rounds once, at the end; "eager" rounds the activated gate to the input's dtype as well.
+        out: Where to write, [..., N], of the input's dtype and device; with ``up`` it may be input or up itself.
+
+    Returns:
+        [..., N], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``approximate`` or ``rounding``.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202); diffusers' GEGLU.
+    """
+    activation = choice("approximate", APPROXIMATE, approximate)
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, up, out):
+        differentiable("input", input, out)
+        return reference.geglu(input, up, approximate=approximate, gate_first=gate_first, rounding=rounding)
+    if out is None:
+        return _glu(input, up, activation, gate_first, mode)
+    _glu_out(out, input, up, activation, gate_first, mode)
+    return out
+
+
+def swiglu(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    gate_first: bool = True,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """SiLU of a gate times a linear part, packed in one tensor or given as two.
+
+    Equivalent to::
+
+        gate, up = input.float().chunk(2, -1)     # gate_first=False: up, gate; with up: input, up
+        (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+    Args:
+        input: [..., 2N], gate and up side by side; with ``up``: the gate, [..., N]. float32, float16 or bfloat16.
+        up: None, or the linear part, like input in shape, dtype and device.
+        gate_first: The order in a packed input; diffusers packs (up, gate): False.
+        rounding: "fp32" rounds once, at the end; "eager" rounds the activated gate to the input's dtype as well.
+        out: Where to write, [..., N], of the input's dtype and device; with ``up`` it may be input or up itself.
+
+    Returns:
+        [..., N], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202); LlamaMLP (transformers).
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, up, out):
+        differentiable("input", input, out)
+        return reference.swiglu(input, up, gate_first=gate_first, rounding=rounding)
+    if out is None:
+        return _glu(input, up, SILU, gate_first, mode)
+    _glu_out(out, input, up, SILU, gate_first, mode)
+    return out
+
+
+def gelu(
+    input: Tensor,
+    *,
+    bias: Tensor | None = None,
+    approximate: str = "none",
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """GELU, with an optional bias added first.
+
+    Equivalent to::
+
+        torch.nn.functional.gelu(input.float() + bias.float(), approximate=approximate).to(input.dtype)
+
+    Args:
+        input: [..., N], float32, float16 or bfloat16.
+        bias: [N], any of these dtypes; None adds nothing.
+        approximate: "none" (erf) or "tanh".
+        rounding: "fp32" rounds once, at the end; "eager" rounds input + bias to the input's dtype as well.
+        out: Where to write, [..., N] like input, of its dtype and device; may be input itself.
+
+    Returns:
+        [..., N], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``approximate`` or ``rounding``.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); torch.nn.functional.gelu.
+    """
+    activation = choice("approximate", APPROXIMATE, approximate)
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, bias, out):
+        differentiable("input", input, out)
+        return reference.gelu(input, bias=bias, approximate=approximate, rounding=rounding)
+    if out is None:
+        return _gelu(input, bias, activation, mode)
+    _gelu_out(out, input, bias, activation, mode)
+    return out

@@ -1,0 +1,185 @@
+"""RMSNorm and LayerNorm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from . import reference
+from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice, differentiable, requires_grad
+from ._ops import ops
+
+_norm = ops.norm.default
+_norm_out = ops.norm_out.default
+_residual_norm = ops.residual_norm.default
+_residual_norm_out = ops.residual_norm_out.default
+
+
+def rmsnorm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalises rows by their root mean square.
+
+    Equivalent to::
+
+        x = input.float()
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight_offset + weight.float())
+        n.to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
+        rounding: "fp32" rounds once, at the end. "eager" rounds the normalised value to the input's dtype before the
+            weight, as diffusers' RMSNorm and LlamaRMSNorm do (with weight_offset: after it, as GemmaRMSNorm does); the
+            result is rounded to the input's dtype also where theirs would be promoted by a wider weight.
+        out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
+
+    Returns:
+        [..., H], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467); torch.nn.RMSNorm.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, weight, out):
+        differentiable("input", input, out)
+        return reference.rmsnorm(input, weight, eps, weight_offset=weight_offset, rounding=rounding)
+    if eps is None:
+        eps = FLOAT32_EPS
+    if out is None:
+        return _norm(input, weight, None, eps, weight_offset, RMS, mode)
+    _norm_out(out, input, weight, None, eps, weight_offset, RMS, mode)
+    return out
+
+
+def rmsnorm_residual(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Adds a residual and normalises the sum by its root mean square.
+
+    Equivalent to::
+
+        h = residual.float() + input.float()
+        n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * (weight_offset + weight.float())
+        n.to(input.dtype), h.to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
+        rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds the sum to the
+            input's dtype first, and then as ``rmsnorm`` does.
+        out: Where to write the normalised sum, like input; may be input or residual itself.
+        residual_out: Where to write the sum, like input; may be input or residual itself.
+
+    Returns:
+        (normalised, sum), contiguous, in the input's dtype; the given tensors where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or an output is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: the pre-norm residual stream of LlamaDecoderLayer (transformers); arXiv:1910.07467.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, residual, weight, out, residual_out):
+        differentiable("input", input, out, residual_out)
+        return reference.rmsnorm_residual(input, residual, weight, eps, weight_offset=weight_offset, rounding=rounding)
+    if eps is None:
+        eps = FLOAT32_EPS
+    if out is None and residual_out is None:
+        return _residual_norm(
+            input, residual, None, weight, None, None, None, None, None, None, eps, weight_offset, RMS, mode
+        )
+    if out is None:
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    if residual_out is None:
+        residual_out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    _residual_norm_out(
+        out,
+        residual_out,
+        input,
+        residual,
+        None,
+        weight,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        eps,
+        weight_offset,
+        RMS,
+        mode,
+    )
+    return out, residual_out
+
+
+def layernorm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalises rows to zero mean and unit (biased) variance, which is taken in two passes.
+
+    Equivalent to::
+
+        x = input.float()
+        x = x - x.mean(-1, keepdim=True)
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float() + bias.float()
+        n.to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        bias: [H], any of these dtypes; None adds nothing.
+        eps: Added to the variance.
+        rounding: "fp32" or "eager": the same here, torch's own layer_norm rounds once too.
+        out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
+
+    Returns:
+        [..., H], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization" (arXiv:1607.06450); torch.nn.LayerNorm.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, weight, bias, out):
+        differentiable("input", input, out)
+        return reference.layernorm(input, weight, bias, eps, rounding=rounding)
+    if out is None:
+        return _norm(input, weight, bias, eps, 0.0, LAYER, mode)
+    _norm_out(out, input, weight, bias, eps, 0.0, LAYER, mode)
+    return out

@@ -1,0 +1,719 @@
+"""Every public function in plain torch: differentiable, on any device, with the errors of the compiled ops.
+
+The signatures are those of the package without ``out=``. Three functions do the work: ``norm_family``, ``gated_unit``
+and ``rotate``. The package runs them where there is no compiled kernel (a tensor on the variant's other device) and
+where autograd has to follow; tests and benchmarks use them as the definition. Math is in float32, or in float64 when
+the input is float64, which the compiled ops do not take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from ._checks import (
+    APPROXIMATE,
+    EAGER,
+    FP32,
+    GELU_TANH,
+    INTERLEAVED,
+    LAYER,
+    RMS,
+    ROUNDING,
+    SILU,
+    RotaryInput,
+    RotaryTable,
+    TableForm,
+    choice,
+)
+
+__all__ = [
+    "adaln_layernorm",
+    "adaln_rmsnorm",
+    "adaln_zero",
+    "apply_rotary",
+    "apply_rotary_qk",
+    "gated_residual",
+    "gated_residual_adaln_layernorm",
+    "gated_residual_adaln_rmsnorm",
+    "geglu",
+    "gelu",
+    "layernorm",
+    "qk_norm_rope",
+    "rmsnorm",
+    "rmsnorm_residual",
+    "rope_1d",
+    "rope_3d",
+    "swiglu",
+]
+
+Pair = tuple[Tensor, Tensor]
+
+
+def rms_eps(eps: float | None, input: Tensor) -> float:
+    """``eps=None`` as torch.nn.RMSNorm reads it: the machine epsilon of the dtype that the mean is taken in."""
+    if eps is not None:
+        return eps
+    return torch.finfo(_compute_dtype(input)).eps
+
+
+def _compute_dtype(input: Tensor) -> torch.dtype:
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+# Every step below has the promoted dtype of its operands, whatever their rank: that is where eager code rounds. With
+# rounding="fp32" the operands are converted first, so that nothing rounds before the end.
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype) * b.to(dtype)
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype) + b.to(dtype)
+
+
+def _subtract(a: Tensor, b: Tensor) -> Tensor:
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype) - b.to(dtype)
+
+
+# ---- Norms
+
+
+def _modulator(value: Tensor | None, table: Tensor | None, input: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """value + table, converted to ``dtype`` first where given, in a shape that broadcasts to the input."""
+    if value is None:
+        return None
+    if _checks.is_per_batch(value, input):
+        for _ in range(input.dim() - 2):
+            value = value.unsqueeze(1)
+    if dtype is not None:
+        value = value.to(dtype)
+    return value if table is None else _add(value, table)
+
+
+def norm_family(
+    input: Tensor,
+    *,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_table: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    out_gate: Tensor | None = None,
+    out_gate_table: Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    statistic: int | None = RMS,
+    rounding: int = FP32,
+) -> Pair:
+    """(normalised, h) of every op of the norm family: kernel_src/ltx/params.h has the formula.
+
+    ``statistic=None`` stops at h = residual + input * gate and returns it twice.
+    """
+    dtype = input.dtype
+    compute = _compute_dtype(input)
+    eager = rounding == EAGER
+    wide = None if eager else compute
+
+    x = input if eager else input.to(compute)
+    gate = _modulator(gate, gate_table, input, wide)
+    if gate is not None:
+        x = _multiply(x, gate)
+    if residual is not None:
+        x = _add(residual, x)
+    h = x.to(dtype)
+    if statistic is None:
+        return h, h
+    x = h.to(compute) if eager else x
+
+    if statistic == LAYER:
+        x = x - x.mean(-1, keepdim=True)
+    n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if eager and statistic == RMS and weight_offset == 0.0:
+        n = n.to(dtype)
+        if weight is not None:
+            n = _multiply(n, weight)
+    else:
+        if weight is not None:
+            n = n * (weight.to(compute) + weight_offset if weight_offset != 0.0 else weight.to(compute))
+        if bias is not None:
+            n = n + bias.to(compute)
+        if eager:
+            n = n.to(dtype)
+
+    scale = _modulator(scale, scale_table, input, wide)
+    shift = _modulator(shift, shift_table, input, wide)
+    out_gate = _modulator(out_gate, out_gate_table, input, wide)
+    if scale is not None:
+        n = _multiply(n, 1 + scale)
+    if shift is not None:
+        n = _add(n, shift)
+    if out_gate is not None:
+        n = _multiply(n, out_gate)
+    return n.to(dtype), h
+
+
+def _norm(input: Tensor, **arguments: Any) -> Pair:
+    _checks.check_norm(input, float64=True, **arguments)
+    return norm_family(input, **arguments)
+
+
+def rmsnorm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _norm(
+        input,
+        weight=weight,
+        eps=rms_eps(eps, input),
+        weight_offset=weight_offset,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[0]
+
+
+def rmsnorm_residual(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "fp32",
+) -> Pair:
+    return _norm(
+        input,
+        residual=residual,
+        weight=weight,
+        eps=rms_eps(eps, input),
+        weight_offset=weight_offset,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
+def layernorm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _norm(
+        input,
+        weight=weight,
+        bias=bias,
+        eps=eps,
+        statistic=LAYER,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[0]
+
+
+def adaln_rmsnorm(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _norm(
+        input,
+        weight=weight,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=rms_eps(eps, input),
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[0]
+
+
+def adaln_layernorm(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _norm(
+        input,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=eps,
+        statistic=LAYER,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[0]
+
+
+def adaln_zero(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    gate: Tensor,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    gate_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _norm(
+        input,
+        weight=weight,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        out_gate=gate,
+        out_gate_table=gate_table,
+        eps=rms_eps(eps, input),
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[0]
+
+
+def gated_residual(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    *,
+    gate_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _norm(
+        input,
+        residual=residual,
+        gate=gate,
+        gate_table=gate_table,
+        statistic=None,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[1]
+
+
+def gated_residual_adaln_rmsnorm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Pair:
+    return _norm(
+        input,
+        residual=residual,
+        gate=gate,
+        gate_table=gate_table,
+        weight=weight,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=rms_eps(eps, input),
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
+def gated_residual_adaln_layernorm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Pair:
+    return _norm(
+        input,
+        residual=residual,
+        gate=gate,
+        gate_table=gate_table,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=eps,
+        statistic=LAYER,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
+# ---- Gated and plain activations
+
+
+def _activate(x: Tensor, activation: int) -> Tensor:
+    if activation == SILU:
+        return torch.nn.functional.silu(x)
+    if activation == GELU_TANH:
+        # x * sigmoid(2u) is 0.5 * x * (1 + tanh(u)) without its cancellation for negative x.
+        return x * torch.sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
+    # erfc instead of 1 + erf, for the same reason.
+    return 0.5 * x * torch.erfc(x * -math.sqrt(0.5))
+
+
+def gated_unit(
+    input: Tensor,
+    *,
+    up: Tensor | None = None,
+    bias: Tensor | None = None,
+    gated: bool,
+    gate_first: bool = True,
+    activation: int,
+    rounding: int = FP32,
+) -> Tensor:
+    """activation(gate) * up, or activation(input + bias) where not ``gated``."""
+    dtype = input.dtype
+    compute = _compute_dtype(input)
+    gate = input
+    if gated and up is None:
+        width = input.shape[-1] // 2
+        first, second = input[..., :width], input[..., width:]
+        gate, up = (first, second) if gate_first else (second, first)
+    if rounding == EAGER:
+        if bias is not None:
+            gate = _add(gate, bias).to(dtype)
+        activated = _activate(gate.to(compute), activation).to(dtype)
+        return activated if up is None else activated * up
+    x = gate.to(compute)
+    if bias is not None:
+        x = x + bias.to(compute)
+    x = _activate(x, activation)
+    if up is not None:
+        x = x * up.to(compute)
+    return x.to(dtype)
+
+
+def _glu(input: Tensor, **arguments: Any) -> Tensor:
+    _checks.check_glu(input, float64=True, **arguments)
+    return gated_unit(input, **arguments)
+
+
+def geglu(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+    gate_first: bool = True,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _glu(
+        input,
+        up=up,
+        gated=True,
+        gate_first=gate_first,
+        activation=choice("approximate", APPROXIMATE, approximate),
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
+def swiglu(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    gate_first: bool = True,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _glu(
+        input,
+        up=up,
+        gated=True,
+        gate_first=gate_first,
+        activation=SILU,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
+def gelu(
+    input: Tensor,
+    *,
+    bias: Tensor | None = None,
+    approximate: str = "none",
+    rounding: str = "fp32",
+) -> Tensor:
+    return _glu(
+        input,
+        bias=bias,
+        gated=False,
+        activation=choice("approximate", APPROXIMATE, approximate),
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
+# ---- Rotary
+
+
+def _split_pairs(x: Tensor, interleaved: bool) -> Pair:
+    """The first and the second elements of the pairs."""
+    if interleaved:
+        pairs = x.unflatten(-1, (-1, 2))
+        return pairs[..., 0], pairs[..., 1]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _join_pairs(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+
+
+def rotate(x: Tensor, table: RotaryTable, dtype: torch.dtype, interleaved: bool, rounding: int) -> Tensor:
+    """Rotates the first columns of every head of x [batch, sequence, heads, columns]; the result has ``dtype``.
+
+    With rounding="fp32", x may be in the compute dtype already.
+    """
+    sequence, rotary_dim = x.shape[1], table.form.rotary_dim
+    cos, sin = table.cos, table.sin
+    if cos.shape[1] != 1:
+        cos = cos[:, :sequence]
+    if sin.shape[1] != 1:
+        sin = sin[:, :sequence]
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    if rounding == FP32:
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        turned, cos, sin = turned.to(compute), cos.to(compute), sin.to(compute)
+    xa, xb = _split_pairs(turned, interleaved)
+    cos_a, cos_b = (cos, cos) if table.form.half_width else _split_pairs(cos, interleaved)
+    sin_a, sin_b = (sin, sin) if table.form.half_width else _split_pairs(sin, interleaved)
+    a = _subtract(_multiply(xa, cos_a), _multiply(xb, sin_a)).to(dtype)
+    b = _add(_multiply(xb, cos_b), _multiply(xa, sin_b)).to(dtype)
+    out = _join_pairs(a, b, interleaved)
+    return out if rest.shape[-1] == 0 else torch.cat((out, rest.to(dtype)), -1)
+
+
+def _restore(out: Tensor, operand: RotaryInput) -> Tensor:
+    """From [batch, sequence, heads, columns] back to the dimensions and the memory order of the operand."""
+    tensor, dims = operand.tensor, operand.dims
+    if dims.head < 0:
+        out = out.squeeze(2)
+    elif dims.head == 1 and dims.sequence == 2:
+        out = out.transpose(1, 2)
+    if dims.batch < 0:
+        out = out.squeeze(0)
+    return out.contiguous() if tensor.is_contiguous() else torch.empty_like(tensor).copy_(out)
+
+
+def _rms_normalise(operand: RotaryInput, x: Tensor, eps: float, across_heads: bool, rounding: int) -> Tensor:
+    compute = _compute_dtype(x)
+    n = x.to(compute)
+    shape = n.shape
+    if across_heads:
+        n = n.flatten(-2)
+    n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + eps)
+    if operand.weight is not None:
+        n = n * operand.weight.to(compute)
+    n = n.view(shape)
+    return n.to(x.dtype) if rounding == EAGER else n
+
+
+def rotary(
+    operands: list[RotaryInput],
+    tables: list[RotaryTable],
+    *,
+    interleaved: bool,
+    rounding: int = FP32,
+    normalised: bool = False,
+    eps: float = 0.0,
+    across_heads: bool = False,
+) -> list[Tensor]:
+    """Every op of the rotary family: normalises where asked, then rotates each operand with its table."""
+    outs = []
+    for operand, table in zip(operands, tables):
+        x = _checks.heads_last(operand.tensor, operand.dims)
+        if normalised:
+            x = _rms_normalise(operand, x, eps, across_heads, rounding)
+        outs.append(_restore(rotate(x, table, operand.tensor.dtype, interleaved, rounding), operand))
+    return outs
+
+
+def computed_table(
+    operand: RotaryInput,
+    positions: Tensor | None,
+    grid: Sequence[int],
+    axis_dims: Sequence[int],
+    theta: Sequence[float],
+) -> RotaryTable:
+    """The table of rope_1d and rope_3d for one operand: cos and sin of the float32 angle."""
+    tensor = operand.tensor
+    token = torch.arange(operand.sequence, device=tensor.device) if positions is None else positions
+    if len(grid) == 1:
+        axes = [token]
+    else:
+        _, height, width = grid
+        axes = [token // (height * width), token // width % height, token % width]
+    angles = []
+    for axis, dim, base in zip(axes, axis_dims, theta):
+        exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=tensor.device) / dim
+        inverse_frequency = torch.pow(base, exponent).reciprocal().to(torch.float32)
+        angles.append(axis.to(torch.float32).unsqueeze(-1) * inverse_frequency)
+    angle = torch.cat(angles, -1).to(_compute_dtype(tensor)).unsqueeze(-2)
+    if angle.dim() == 3:
+        angle = angle.unsqueeze(0)
+    return RotaryTable(angle.cos(), angle.sin(), TableForm(tensor.shape[-1], True, False))
+
+
+def _rope(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor | None,
+    grid: Sequence[int],
+    axis_dims: Sequence[int],
+    theta: Sequence[float],
+    interleaved: bool,
+) -> Pair:
+    operands = _checks.check_rope(query, key, positions, grid, axis_dims, theta, float64=True)
+    tables = [computed_table(operand, positions, grid, axis_dims, theta) for operand in operands]
+    out = rotary(operands, tables, interleaved=interleaved)
+    return out[0], out[1]
+
+
+def rope_1d(
+    query: Tensor,
+    key: Tensor,
+    theta_base: float = 10000.0,
+    *,
+    layout: str = "interleaved",
+    positions: Tensor | None = None,
+) -> Pair:
+    interleaved = choice("layout", INTERLEAVED, layout)
+    return _rope(query, key, positions, [query.shape[1]], [query.shape[-1]], [theta_base], interleaved)
+
+
+def rope_3d(
+    query: Tensor,
+    key: Tensor,
+    num_frames: int,
+    height: int,
+    width: int,
+    theta_base: float | Sequence[float] = 10000.0,
+    *,
+    rope_dims: Sequence[int] | None = None,
+    layout: str = "interleaved",
+) -> Pair:
+    interleaved = choice("layout", INTERLEAVED, layout)
+    dims, theta = _checks.rope_axes(query, rope_dims, theta_base)
+    return _rope(query, key, None, [num_frames, height, width], dims, theta, interleaved)
+
+
+def apply_rotary(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    sequence_dim: int = 1,
+    rotary_dim: int | None = None,
+    layout: str = "interleaved",
+    rounding: str = "fp32",
+) -> Tensor:
+    interleaved = choice("layout", INTERLEAVED, layout)
+    mode = choice("rounding", ROUNDING, rounding)
+    operands, tables = _checks.check_apply_rotary(
+        input, cos, sin, sequence_dim=sequence_dim, rotary_dim=rotary_dim or 0, rounding=mode, float64=True
+    )
+    return rotary(operands, tables, interleaved=interleaved, rounding=mode)[0]
+
+
+def apply_rotary_qk(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    sequence_dim: int = 1,
+    rotary_dim: int | None = None,
+    layout: str = "interleaved",
+    rounding: str = "fp32",
+) -> Pair:
+    interleaved = choice("layout", INTERLEAVED, layout)
+    mode = choice("rounding", ROUNDING, rounding)
+    operands, tables = _checks.check_apply_rotary_qk(
+        query, key, cos, sin, sequence_dim=sequence_dim, rotary_dim=rotary_dim or 0, rounding=mode, float64=True
+    )
+    out = rotary(operands, tables, interleaved=interleaved, rounding=mode)
+    return out[0], out[1]
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor | Pair,
+    sin: Tensor | Pair,
+    eps: float | None = 1e-6,
+    *,
+    across_heads: bool,
+    rotary_dim: int | None = None,
+    layout: str = "interleaved",
+    rounding: str = "fp32",
+) -> Pair:
+    interleaved = choice("layout", INTERLEAVED, layout)
+    mode = choice("rounding", ROUNDING, rounding)
+    eps = rms_eps(eps, query)
+    query_cos, key_cos = _checks.table_pair("cos", cos)
+    query_sin, key_sin = _checks.table_pair("sin", sin)
+    operands, tables = _checks.check_qk_norm_rope(
+        query,
+        key,
+        query_weight,
+        key_weight,
+        query_cos,
+        query_sin,
+        key_cos,
+        key_sin,
+        eps=eps,
+        across_heads=across_heads,
+        rotary_dim=rotary_dim or 0,
+        rounding=mode,
+        float64=True,
+    )
+    out = rotary(
+        operands,
+        tables,
+        interleaved=interleaved,
+        rounding=mode,
+        normalised=True,
+        eps=eps,
+        across_heads=across_heads,
+    )
+    return out[0], out[1]

@@ -1,0 +1,359 @@
+"""Rotary position embeddings: angles computed on the way, tables given, and fused with the norm of query and key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, is_grad_enabled
+
+from . import reference
+from ._checks import (
+    FLOAT32_EPS,
+    INTERLEAVED,
+    ROUNDING,
+    choice,
+    differentiable,
+    requires_grad,
+    rope_axes,
+    table_pair,
+)
+from ._ops import ops
+
+_rope = ops.rope.default
+_rope_out = ops.rope_out.default
+_apply_rotary = ops.apply_rotary.default
+_apply_rotary_out = ops.apply_rotary_out.default
+_apply_rotary_qk = ops.apply_rotary_qk.default
+_apply_rotary_qk_out = ops.apply_rotary_qk_out.default
+_qk_norm_rope = ops.qk_norm_rope.default
+_qk_norm_rope_out = ops.qk_norm_rope_out.default
+
+Pair = tuple[Tensor, Tensor]
+
+
+def rope_1d(
+    query: Tensor,
+    key: Tensor,
+    theta_base: float = 10000.0,
+    *,
+    layout: str = "interleaved",
+    positions: Tensor | None = None,
+    out: Pair | None = None,
+) -> Pair:
+    """Rotates query and key by angles of their position in the sequence.
+
+    Equivalent to::
+
+        inverse_frequency = (1 / theta_base ** (torch.arange(0, D, 2).double() / D)).float()
+        angle = positions.float()[..., None, None] * inverse_frequency      # positions: arange(S) if None
+        a, b = x[..., 0::2], x[..., 1::2]                   # layout="half": x[..., :D // 2], x[..., D // 2:]
+        a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()    # in the places of a and b
+
+    Args:
+        query: [B, S, heads, D], D even and at most 1024; float32, float16 or bfloat16; any strides.
+        key: [B, S, heads, D] with query's B, D, dtype and device, heads and (without positions) S of its own.
+        theta_base: The base of the frequencies, > 0.
+        layout: "interleaved" pairs elements (2i, 2i + 1), "half" pairs (i, i + D / 2), as rotate-half does.
+        positions: [S] or [B or 1, S], int64, int32 or float32, shared by query and key; None: 0, 1, ..., S - 1.
+        out: (query, key) to write into, each like its input; may be the inputs themselves.
+
+    Returns:
+        (query, key), each in the shape, dtype and memory order of its input; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``layout``.
+
+    Source: Su et al., "RoFormer" (arXiv:2104.09864); LlamaRotaryEmbedding (transformers).
+    """
+    interleaved = choice("layout", INTERLEAVED, layout)
+    if is_grad_enabled() and requires_grad(query, key):
+        differentiable("query", query, out)
+        return reference.rope_1d(query, key, theta_base, layout=layout, positions=positions)
+    shape = query.shape
+    grid, dims, theta = [shape[1]], [shape[-1]], [theta_base]
+    if out is None:
+        return _rope(query, key, positions, grid, dims, theta, interleaved)
+    _rope_out(out[0], out[1], query, key, positions, grid, dims, theta, interleaved)
+    return out
+
+
+def rope_3d(
+    query: Tensor,
+    key: Tensor,
+    num_frames: int,
+    height: int,
+    width: int,
+    theta_base: float | Sequence[float] = 10000.0,
+    *,
+    rope_dims: Sequence[int] | None = None,
+    layout: str = "interleaved",
+    out: Pair | None = None,
+) -> Pair:
+    """Rotates query and key of a video by angles of their place in time, height and width.
+
+    Equivalent to::
+
+        t, h, w = torch.cartesian_prod(arange(num_frames), arange(height), arange(width)).unbind(-1)
+        angle = torch.cat([                                 # for the axes t, h, w with d = rope_dims[axis] channels
+            axis.float()[:, None, None] / theta_base ** (torch.arange(0, d, 2) / d) for axis, d in ...], -1)
+        a, b = x[..., 0::2], x[..., 1::2]                   # layout="half": x[..., :D // 2], x[..., D // 2:]
+        a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()    # in the places of a and b
+
+    Args:
+        query: [B, num_frames * height * width, heads, D], frames slowest; D even and at most 1024; float32, float16
+            or bfloat16; any strides.
+        key: Like query, with heads of its own.
+        num_frames: Frames (of the latent video, not of the clip).
+        height: Rows of tokens in a frame.
+        width: Tokens in a row.
+        theta_base: The base of the frequencies, > 0: one for all axes, or three (t, h, w).
+        rope_dims: Channels of the axes (t, h, w), even, D in sum. None: 2 * (D // 3 // 2) for t and h, the rest for w.
+        layout: "interleaved" pairs elements (2i, 2i + 1), "half" pairs (i, i + D / 2). Pairs are dealt to t, h and w
+            in this order.
+        out: (query, key) to write into, each like its input; may be the inputs themselves.
+
+    Returns:
+        (query, key), each in the shape, dtype and memory order of its input; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``layout``, or other than three ``rope_dims`` or one or three ``theta_base``.
+
+    Source: the axis split of CogVideoX and Wan (get_3d_rotary_pos_embed, WanRotaryPosEmbed of diffusers).
+    """
+    interleaved = choice("layout", INTERLEAVED, layout)
+    if is_grad_enabled() and requires_grad(query, key):
+        differentiable("query", query, out)
+        return reference.rope_3d(query, key, num_frames, height, width, theta_base, rope_dims=rope_dims, layout=layout)
+    dims, theta = rope_axes(query, rope_dims, theta_base)
+    grid = (num_frames, height, width)
+    if out is None:
+        return _rope(query, key, None, grid, dims, theta, interleaved)
+    _rope_out(out[0], out[1], query, key, None, grid, dims, theta, interleaved)
+    return out
+
+
+def apply_rotary(
+    input: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    sequence_dim: int = 1,
+    rotary_dim: int | None = None,
+    layout: str = "interleaved",
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotates a query or a key by the angles of a table.
+
+    Equivalent to::
+
+        a, b = x[..., 0::2], x[..., 1::2]                   # layout="half": x[..., :D // 2], x[..., D // 2:]
+        a * cos_a - b * sin_a, b * cos_b + a * sin_b        # in the places of a and b
+
+    where cos_a, cos_b are the entries of a full-width table at the places of a and b, and both cos for a half-width
+    table. Columns past rotary_dim pass through.
+
+    Args:
+        input: [B, S, heads, D], [B, heads, S, D], [B, S, D] or [S, D], by sequence_dim; D even; float32, float16 or
+            bfloat16; any strides.
+        cos: [S, W], [B, S, W], [B, heads, S, W] or [B, S, heads, W], any leading size may be 1, any strides; float32
+            or the input's dtype. W is D, or D / 2 with one entry per pair; heads * D or half of it where every head
+            has its own angles ([S, W] or [B, S, W]); or an even number below D, which is then rotary_dim.
+        sin: Like cos in shape and dtype.
+        sequence_dim: Which dimension of input is S: 1, or 2 for [B, heads, S, D], or 0 for [S, D] and [S, heads, D];
+            negative counts from the end.
+        rotary_dim: How many columns of each head turn, where the width of the table does not say; None: it says.
+        layout: "interleaved" pairs elements (2i, 2i + 1), "half" pairs (i, i + rotary_dim / 2), as rotate-half does.
+        rounding: "fp32" rounds once, at the end; "eager" rounds products and sum to the promoted dtype of input and
+            table, as apply_rotary_pos_emb does.
+        out: Where to write, like input; may be input itself.
+
+    Returns:
+        The shape, dtype and memory order of input; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``layout`` or ``rounding``.
+
+    Source: apply_rotary_emb (diffusers: interleaved), apply_rotary_pos_emb (transformers: half); arXiv:2104.09864.
+    """
+    interleaved = choice("layout", INTERLEAVED, layout)
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(input, cos, sin, out):
+        differentiable("input", input, out)
+        return reference.apply_rotary(
+            input, cos, sin, sequence_dim=sequence_dim, rotary_dim=rotary_dim, layout=layout, rounding=rounding
+        )
+    width = 0 if rotary_dim is None else rotary_dim
+    if out is None:
+        return _apply_rotary(input, cos, sin, sequence_dim, width, interleaved, mode)
+    _apply_rotary_out(out, input, cos, sin, sequence_dim, width, interleaved, mode)
+    return out
+
+
+def apply_rotary_qk(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    sequence_dim: int = 1,
+    rotary_dim: int | None = None,
+    layout: str = "interleaved",
+    rounding: str = "fp32",
+    out: Pair | None = None,
+) -> Pair:
+    """Rotates query and key by the angles of one table, in one launch.
+
+    Equivalent to::
+
+        apply_rotary(query, cos[:Sq], sin[:Sq]), apply_rotary(key, cos[:Sk], sin[:Sk])
+
+    Args:
+        query: As the input of ``apply_rotary``.
+        key: Like query in rank, B, D, dtype and device, with S and heads of its own.
+        cos: As in ``apply_rotary``, with max(Sq, Sk) rows: the shorter of query and key uses the first ones.
+        sin: Like cos in shape and dtype.
+        sequence_dim: As in ``apply_rotary``.
+        rotary_dim: As in ``apply_rotary``.
+        layout: As in ``apply_rotary``.
+        rounding: As in ``apply_rotary``.
+        out: (query, key) to write into, each like its input; may be the inputs themselves.
+
+    Returns:
+        (query, key), each in the shape, dtype and memory order of its input; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``layout`` or ``rounding``.
+
+    Source: apply_rotary_pos_emb (transformers); arXiv:2104.09864.
+    """
+    interleaved = choice("layout", INTERLEAVED, layout)
+    mode = choice("rounding", ROUNDING, rounding)
+    if is_grad_enabled() and requires_grad(query, key, cos, sin):
+        differentiable("query", query, out)
+        return reference.apply_rotary_qk(
+            query, key, cos, sin, sequence_dim=sequence_dim, rotary_dim=rotary_dim, layout=layout, rounding=rounding
+        )
+    width = 0 if rotary_dim is None else rotary_dim
+    if out is None:
+        return _apply_rotary_qk(query, key, cos, sin, sequence_dim, width, interleaved, mode)
+    _apply_rotary_qk_out(out[0], out[1], query, key, cos, sin, sequence_dim, width, interleaved, mode)
+    return out
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor | Pair,
+    sin: Tensor | Pair,
+    eps: float | None = 1e-6,
+    *,
+    across_heads: bool,
+    rotary_dim: int | None = None,
+    layout: str = "interleaved",
+    rounding: str = "fp32",
+    out: Pair | None = None,
+) -> Pair:
+    """RMSNorm of query and key, then their rotation, in one launch.
+
+    Equivalent to::
+
+        def normalise(x, weight):                           # x: [B, S, heads, D]
+            x = x.flatten(-2) if across_heads else x
+            return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps).view(B, S, heads, D)
+        apply_rotary(normalise(query, query_weight), cos, sin), apply_rotary(normalise(key, key_weight), cos, sin)
+
+    Args:
+        query: [B, S, heads, D], D even; float32, float16 or bfloat16; any strides, so also a view of a packed qkv.
+        key: Like query in B, D, dtype and device, with S and heads of its own.
+        query_weight: [heads * D] with across_heads, else [D]; any of these dtypes; None multiplies by nothing.
+        key_weight: The same for key and its heads.
+        cos: A table as in ``apply_rotary`` for query and key, or a (query, key) pair of tables. One table has
+            max(Sq, Sk) rows: the shorter of query and key uses the first ones.
+        sin: Like cos in shape and dtype; a pair where cos is one.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        across_heads: The mean is taken over all heads of a token (LTX-Video, Wan) instead of over each (FLUX, Qwen3).
+        rotary_dim: As in ``apply_rotary``.
+        layout: As in ``apply_rotary``.
+        rounding: "fp32" rounds once, at the end; "eager" rounds the normalised and weighted value once to the input's
+            dtype, as torch.nn.RMSNorm does, and then as ``apply_rotary`` does.
+        out: (query, key) to write into, each like its input; may be the inputs themselves.
+
+    Returns:
+        (query, key), each in the shape, dtype and memory order of its input; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``layout`` or ``rounding``, or a pair of other than two tables.
+
+    Source: LTXVideoAttnProcessor and FluxAttnProcessor (diffusers): norm_q, norm_k, apply_rotary_emb.
+    """
+    interleaved = choice("layout", INTERLEAVED, layout)
+    mode = choice("rounding", ROUNDING, rounding)
+    query_cos, key_cos = table_pair("cos", cos)
+    query_sin, key_sin = table_pair("sin", sin)
+    if is_grad_enabled() and requires_grad(
+        query, key, query_weight, key_weight, query_cos, query_sin, key_cos, key_sin
+    ):
+        differentiable("query", query, out)
+        return reference.qk_norm_rope(
+            query,
+            key,
+            query_weight,
+            key_weight,
+            cos,
+            sin,
+            eps,
+            across_heads=across_heads,
+            rotary_dim=rotary_dim,
+            layout=layout,
+            rounding=rounding,
+        )
+    if eps is None:
+        eps = FLOAT32_EPS
+    width = 0 if rotary_dim is None else rotary_dim
+    if out is None:
+        return _qk_norm_rope(
+            query,
+            key,
+            query_weight,
+            key_weight,
+            query_cos,
+            query_sin,
+            key_cos,
+            key_sin,
+            eps,
+            across_heads,
+            width,
+            interleaved,
+            mode,
+        )
+    _qk_norm_rope_out(
+        out[0],
+        out[1],
+        query,
+        key,
+        query_weight,
+        key_weight,
+        query_cos,
+        query_sin,
+        key_cos,
+        key_sin,
+        eps,
+        across_heads,
+        width,
+        interleaved,
+        mode,
+    )
+    return out
