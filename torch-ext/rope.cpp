@@ -371,6 +371,7 @@ void run_rope(RopeArgs& a) {
   }
   RotaryAngles angles = angles_for(a.axis_dims, a.theta);
   for (size_t axis = 0; axis < axes; ++axis) angles.grid[3 - axes + axis] = a.grid[axis];
+  if (axes == 1) angles.grid[2] = std::max(p.operand[0].sequence, p.operand[1].sequence);  // positions count on
   if (a.positions) {
     const Arg& positions = a.positions;
     if (axes != 1) fail("positions", "None with a 3-D grid", "a tensor");

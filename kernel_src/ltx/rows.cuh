@@ -1,0 +1,45 @@
+// From a row's number to its place in every operand.
+#pragma once
+
+#include <cstdint>
+
+#include "ltx/params.h"
+
+namespace ltx {
+
+// Calls add(d, index) for every dimension of the row space that row number `row` has an index in. Contiguous rows (one
+// dimension) divide nothing; more divide once a dimension, in 32 bits: see needs_split.
+template <typename Add>
+__device__ __forceinline__ void walk_row(const Rows& rows, int64_t row, const Add& add) {
+  for (int d = rows.ndim - 1; d > 0; --d) {
+    const uint32_t size = static_cast<uint32_t>(rows.size[d]);
+    const uint32_t quotient = static_cast<uint32_t>(row) / size;
+    add(d, static_cast<uint32_t>(row) - quotient * size);
+    row = quotient;
+  }
+  if (rows.ndim > 0) add(0, row);
+}
+
+// Row numbers that have to be divided must fit 32 bits; a larger space is launched slice by slice of its first
+// dimension.
+inline bool needs_split(const Rows& rows) { return rows.ndim > 1 && rows.count > 0xffffffffll; }
+
+// Calls op(q) for every index of the first dimension, q being `params` without it. `views(q)` lists q's row operands.
+template <typename Params, typename Views, typename Op>
+void for_each_slice(const Params& params, const Views& views, const Op& op) {
+  for (int64_t i = 0; i < params.rows.size[0]; ++i) {
+    Params q = params;
+    Rows& rows = q.rows;
+    rows.count /= rows.size[0];
+    rows.ndim -= 1;
+    for (int d = 0; d < rows.ndim; ++d) rows.size[d] = rows.size[d + 1];
+    for (RowView* view : views(q)) {
+      if (view->data == nullptr) continue;
+      view->data = static_cast<char*>(view->data) + i * view->stride[0] * (view->dtype == DType::kFloat32 ? 4 : 2);
+      for (int d = 0; d < rows.ndim; ++d) view->stride[d] = view->stride[d + 1];
+    }
+    op(q);
+  }
+}
+
+}  // namespace ltx
