@@ -1,0 +1,365 @@
+// Vectors of one instruction set: loads, stores and roundings of the three dtypes, row sums, exp.
+//
+// Included once per instruction set by each_isa.h; hence no include guard. `F` is a native vector of kLanes floats.
+// Elementwise code may use any width, for each lane computes the same bits; only a sum depends on the order, so RowSum
+// fixes it at kSumLanes logical lanes whatever the native width. Multiply-add is never contracted (-ffp-contract=off):
+// the baseline has no FMA, and eager rounding forbids it.
+
+namespace ltx {
+namespace cpu {
+namespace LTX_ISA {
+namespace {
+
+#if LTX_ISA_LEVEL == 2
+constexpr int kLanes = 16;
+#elif LTX_ISA_LEVEL == 1
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+constexpr int kSumLanes = 32;  // fp32 rows in scratch memory are padded to whole multiples of it
+constexpr int kSumParts = kSumLanes / kLanes;
+constexpr int64_t kSumBlock = 512;
+
+typedef float F __attribute__((vector_size(kLanes * 4)));
+typedef int32_t I __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t U __attribute__((vector_size(kLanes * 4)));
+
+LTX_INLINE F splat(float value) { return F{} + value; }
+LTX_INLINE I splat_int(int32_t value) { return I{} + value; }
+LTX_INLINE U splat_bits(uint32_t value) { return U{} + value; }
+LTX_INLINE F select(I mask, F yes, F no) { return mask ? yes : no; }
+LTX_INLINE F absolute(F x) { return (F)((U)x & 0x7fffffffu); }
+
+LTX_INLINE F load(const float* p) {
+  typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+  return (F) * reinterpret_cast<const Unaligned*>(p);
+}
+
+LTX_INLINE void store(float* p, F x) {
+  typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+  *reinterpret_cast<Unaligned*>(p) = x;
+}
+
+// Storage types: what a dtype's element is in memory.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat {
+  uint16_t bits;
+};
+
+// bfloat16 bits of x in the upper half of each lane, round to nearest even; a NaN stays one. The lower half is junk.
+LTX_INLINE U bfloat_upper(F x) {
+  const U bits = (U)x;
+  const U rounded = bits + (0x7fffu + ((bits >> 16) & 1u));
+  return x != x ? bits | 0x00400000u : rounded;
+}
+
+// kLanes elements of 16 bits as they lie in memory, and their conversions.
+#if LTX_ISA_LEVEL == 2
+
+// The maskz forms with all lanes set: gcc 11 and 12 warn of uninitialised variables inside the plain ones.
+typedef __m256i Packed;
+LTX_INLINE Packed load_packed(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+LTX_INLINE void store_packed(void* p, Packed x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+LTX_INLINE F widen_bfloat(Packed x) { return (F)((U)_mm512_maskz_cvtepu16_epi32(0xffff, x) << 16); }
+LTX_INLINE Packed narrow_bfloat(F x) { return _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)(bfloat_upper(x) >> 16)); }
+LTX_INLINE F widen_half(Packed x) { return (F)_mm512_maskz_cvtph_ps(0xffff, x); }
+LTX_INLINE Packed narrow_half(F x) { return _mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+
+#elif LTX_ISA_LEVEL == 1
+
+typedef __m128i Packed;
+LTX_INLINE Packed load_packed(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+LTX_INLINE void store_packed(void* p, Packed x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
+LTX_INLINE F widen_bfloat(Packed x) { return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16); }
+LTX_INLINE Packed narrow_bfloat(F x) {
+  const __m256i bits = (__m256i)(bfloat_upper(x) >> 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+}
+LTX_INLINE F widen_half(Packed x) { return (F)_mm256_cvtph_ps(x); }
+LTX_INLINE Packed narrow_half(F x) { return _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
+
+#elif defined(__aarch64__)
+
+typedef uint16x4_t Packed;
+LTX_INLINE Packed load_packed(const void* p) { return vld1_u16(static_cast<const uint16_t*>(p)); }
+LTX_INLINE void store_packed(void* p, Packed x) { vst1_u16(static_cast<uint16_t*>(p), x); }
+LTX_INLINE F widen_bfloat(Packed x) { return (F)vshll_n_u16(x, 16); }
+LTX_INLINE Packed narrow_bfloat(F x) { return vshrn_n_u32((uint32x4_t)bfloat_upper(x), 16); }
+LTX_INLINE F widen_half(Packed x) { return (F)vcvt_f32_f16(vreinterpret_f16_u16(x)); }
+LTX_INLINE Packed narrow_half(F x) { return vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)); }
+
+#else
+
+typedef __m128i Packed;  // in the lower 64 bits
+LTX_INLINE Packed load_packed(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+LTX_INLINE void store_packed(void* p, Packed x) { _mm_storel_epi64(static_cast<__m128i*>(p), x); }
+LTX_INLINE F widen_bfloat(Packed x) { return (F)_mm_unpacklo_epi16(_mm_setzero_si128(), x); }
+// Keeps the lower 16 bits of each lane: sign-extended, they survive SSE2's only (signed, saturating) pack.
+LTX_INLINE Packed pack_lower(U x) {
+  const __m128i extended = (__m128i)((I)(x << 16) >> 16);
+  return _mm_packs_epi32(extended, extended);
+}
+LTX_INLINE Packed narrow_bfloat(F x) { return pack_lower(bfloat_upper(x) >> 16); }
+
+// float16 without F16C, to the same bits. Denormals go through an fp32 addition that does the shift (and, towards
+// fp16, the rounding) without ever touching an fp32 denormal, so that flush-to-zero modes change nothing.
+LTX_INLINE F widen_half(Packed x) {
+  const U half = (U)_mm_unpacklo_epi16(x, _mm_setzero_si128());
+  const U sign = (half & 0x8000u) << 16;
+  const U magnitude = half & 0x7fffu;
+  const U shifted = magnitude << 13;
+  const U normal = shifted + (112u << 23);
+  const U denormal = (U)((F)(shifted + (113u << 23)) - (F)splat_bits(113u << 23));
+  const U quiet = (U)(magnitude > 0x7c00u) & 0x00400000u;
+  const U special = (shifted + (224u << 23)) | quiet;
+  const U finite = magnitude < 0x0400u ? denormal : normal;
+  return (F)(sign | (magnitude >= 0x7c00u ? special : finite));
+}
+LTX_INLINE Packed narrow_half(F x) {
+  const U bits = (U)x;
+  const U sign = (bits >> 16) & 0x8000u;
+  const U magnitude = bits & 0x7fffffffu;
+  const U nan = 0x7e00u | ((magnitude >> 13) & 0x03ffu);
+  const U special = magnitude > 0x7f800000u ? nan : splat_bits(0x7c00u);
+  const U denormal = (U)((F)magnitude + 0.5f) - 0x3f000000u;
+  const U normal = (magnitude - (112u << 23) + (0x0fffu + ((magnitude >> 13) & 1u))) >> 13;
+  const U finite = magnitude < 0x38800000u ? denormal : normal;
+  return pack_lower(sign | (magnitude >= 0x47800000u ? special : finite));
+}
+
+#endif
+
+LTX_INLINE F load(const Half* p) { return widen_half(load_packed(p)); }
+LTX_INLINE F load(const BFloat* p) { return widen_bfloat(load_packed(p)); }
+LTX_INLINE void store(Half* p, F x) { store_packed(p, narrow_half(x)); }
+LTX_INLINE void store(BFloat* p, F x) { store_packed(p, narrow_bfloat(x)); }
+
+// The first `count` lanes only; the others read as zero and are not written. count may be kLanes and more.
+template <class T>
+LTX_INLINE F load_upto(const T* p, int64_t count) {
+  if (__builtin_expect(count >= kLanes, 1)) return load(p);
+  T tail[kLanes] = {};
+  if (count > 0) __builtin_memcpy(tail, p, static_cast<size_t>(count) * sizeof(T));
+  return load(tail);
+}
+
+template <class T>
+LTX_INLINE void store_upto(T* p, F x, int64_t count) {
+  if (__builtin_expect(count >= kLanes, 1)) return store(p, x);
+  T tail[kLanes];
+  store(tail, x);
+  if (count > 0) __builtin_memcpy(p, tail, static_cast<size_t>(count) * sizeof(T));
+}
+
+// Hides that a pointer is the same in every turn of a loop. Without it -O3 copies the loop for each combination of
+// optional operands (ten times the code); a predicted branch per vector costs less than that.
+template <class T>
+LTX_INLINE T* varying(T* p) {
+  __asm__("" : "+r"(p));
+  return p;
+}
+
+// x rounded to a dtype and back.
+template <class T>
+LTX_INLINE F round_to(F x);
+template <>
+LTX_INLINE F round_to<float>(F x) {
+  return x;
+}
+template <>
+LTX_INLINE F round_to<Half>(F x) {
+  return widen_half(narrow_half(x));
+}
+template <>
+LTX_INLINE F round_to<BFloat>(F x) {
+  return (F)(bfloat_upper(x) & 0xffff0000u);
+}
+
+LTX_INLINE F round_to(DType dtype, F x) {
+  if (dtype == DType::kBFloat16) return round_to<BFloat>(x);
+  if (dtype == DType::kFloat16) return round_to<Half>(x);
+  return x;
+}
+
+template <class Bits>
+inline void gather_bits(Bits* target, const void* row, int64_t stride, int64_t width) {
+  const Bits* source = static_cast<const Bits*>(row);
+  for (int64_t c = 0; c < width; ++c) target[c] = source[c * stride];
+}
+
+template <class Bits>
+inline void scatter_bits(void* row, int64_t stride, int64_t width, const Bits* source) {
+  Bits* target = static_cast<Bits*>(row);
+  for (int64_t c = 0; c < width; ++c) target[c * stride] = source[c];
+}
+
+// A strided row copied to a contiguous one of the same dtype, and back.
+inline void gather(void* target, const void* row, DType dtype, int64_t stride, int64_t width) {
+  if (dtype == DType::kFloat32) return gather_bits(static_cast<float*>(target), row, stride, width);
+  gather_bits(static_cast<uint16_t*>(target), row, stride, width);
+}
+
+inline void scatter(void* row, DType dtype, int64_t stride, int64_t width, const void* source) {
+  if (dtype == DType::kFloat32) return scatter_bits(row, stride, width, static_cast<const float*>(source));
+  scatter_bits(row, stride, width, static_cast<const uint16_t*>(source));
+}
+
+template <class T>
+inline void widen_row(float* target, const void* row, int64_t width) {
+  const T* source = static_cast<const T*>(row);
+  for (int64_t c = 0; c < round_up(width, kSumLanes); c += kLanes) store(target + c, load_upto(source + c, width - c));
+}
+
+template <class T>
+inline void narrow_row(void* row, const float* source, int64_t width) {
+  T* target = static_cast<T*>(row);
+  for (int64_t c = 0; c < width; c += kLanes) store_upto(target + c, load(source + c), width - c);
+}
+
+// A row of any dtype and stride as fp32. The padding becomes zero.
+inline void expand(float* target, const void* row, DType dtype, int64_t stride, int64_t width) {
+  if (stride != 1) {
+    // Through the end of the target: each vector is read before the wider one over it is written.
+    const int64_t padded = round_up(width, kSumLanes);
+    void* copy = reinterpret_cast<char*>(target + padded) - padded * static_cast<int64_t>(size_of(dtype));
+    gather(copy, row, dtype, stride, width);
+    row = copy;
+  }
+  switch (dtype) {
+    case DType::kFloat32:
+      return widen_row<float>(target, row, width);
+    case DType::kFloat16:
+      return widen_row<Half>(target, row, width);
+    case DType::kBFloat16:
+      return widen_row<BFloat>(target, row, width);
+  }
+}
+
+// An fp32 row written contiguously in any dtype.
+inline void narrow(void* target, const float* row, DType dtype, int64_t width) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return narrow_row<float>(target, row, width);
+    case DType::kFloat16:
+      return narrow_row<Half>(target, row, width);
+    case DType::kBFloat16:
+      return narrow_row<BFloat>(target, row, width);
+  }
+}
+
+// kSumLanes partial sums.
+struct Lanes {
+  F part[kSumParts];
+};
+
+LTX_INLINE Lanes zero_lanes() {
+  Lanes lanes;
+#pragma GCC unroll 8
+  for (int p = 0; p < kSumParts; ++p) lanes.part[p] = F{};
+  return lanes;
+}
+
+LTX_INLINE void add_lanes(Lanes& sum, const Lanes& other) {
+#pragma GCC unroll 8
+  for (int p = 0; p < kSumParts; ++p) sum.part[p] = sum.part[p] + other.part[p];
+}
+
+// Lane i plus lane i + 16, then i + 8, and so on: the same tree for any native width.
+LTX_INLINE float fold_lanes(Lanes sum) {
+#pragma GCC unroll 8
+  for (int half = kSumParts / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int p = 0; p < half; ++p) sum.part[p] = sum.part[p] + sum.part[p + half];
+  }
+  float lane[kLanes];
+  store(lane, sum.part[0]);
+#pragma GCC unroll 8
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) lane[i] = lane[i] + lane[i + half];
+  }
+  return lane[0];
+}
+
+// Sum of a row. The columns of a block of kSumBlock are added lane by lane, the blocks pairwise: at most 16 + 5 +
+// log2(width / 512) roundings lie on the way of any element, and the order depends on nothing but the width.
+class RowSum {
+ public:
+  LTX_INLINE void push(Lanes block) {
+    int level = 0;
+    for (uint64_t n = count_; n & 1u; n >>= 1) {
+      add_lanes(block, level_[level]);
+      ++level;
+    }
+    level_[level] = block;
+    ++count_;
+  }
+
+  LTX_INLINE float total() const {
+    Lanes sum = zero_lanes();
+    for (int level = 0; count_ >> level; ++level) {
+      if ((count_ >> level) & 1u) add_lanes(sum, level_[level]);
+    }
+    return fold_lanes(sum);
+  }
+
+ private:
+  uint64_t count_ = 0;
+  Lanes level_[40];
+};
+
+// Sums term(column) over [0, width), where term gives the kLanes values from a column on, zero beyond the width.
+template <class Term>
+LTX_INLINE float sum_row(int64_t width, const Term& term) {
+  RowSum sum;
+  for (int64_t begin = 0;;) {
+    const int64_t end = width - begin < kSumBlock ? width : begin + kSumBlock;
+    Lanes block = zero_lanes();
+    for (; begin < end; begin += kSumLanes) {
+#pragma GCC unroll 8
+      for (int p = 0; p < kSumParts; ++p) block.part[p] = block.part[p] + term(begin + p * kLanes);
+    }
+    if (width <= kSumBlock) return fold_lanes(block);
+    sum.push(block);
+    if (begin >= width) return sum.total();
+  }
+}
+
+// e^x = mantissa * 2^exponent, mantissa in [0.7, 1.42], for x = high + low in [-5000, 5000]. 1 ulp, by x = n ln 2 + r
+// and a minimax polynomial (relative error 2^-28). Kept in two parts because e^x underflows before e^x * y does.
+struct Exponential {
+  F mantissa;
+  I exponent;
+};
+
+LTX_INLINE Exponential exponential(F high, F low) {
+  const float to_integer = 12582912.f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+  const F shifted = high * 1.44269504f + to_integer;
+  const F n = shifted - to_integer;
+  // ln 2 in two pieces, the first of so few bits that n times it is exact.
+  const F r = (high - n * 0.693359375f) - n * -2.12194440e-4f + low;
+  F p = splat(0.001381313893944025f);
+  p = p * r + 0.008369418792426586f;
+  p = p * r + 0.04166845604777336f;
+  p = p * r + 0.16666515171527863f;
+  p = p * r + 0.4999999403953552f;
+  return {(p * (r * r) + r) + 1.f, (I)shifted - 0x4b400000};
+}
+
+// 2^n for n in [-126, 127].
+LTX_INLINE F power_of_two(I n) { return (F)((n + 127) << 23); }
+
+// x * 2^n for n in [-252, 127], rounded once where the result is denormal.
+LTX_INLINE F scale_by_power(F x, I n) {
+  const I half = n >> 1;
+  return x * power_of_two(half) * power_of_two(n - half);
+}
+
+}  // namespace
+}  // namespace LTX_ISA
+}  // namespace cpu
+}  // namespace ltx
