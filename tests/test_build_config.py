@@ -1,0 +1,203 @@
+"""build.toml is complete, and the Python package keeps the Hub's rules. Nothing is built here."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from build_checks import PACKAGE, ROOT, builder
+
+PYTHON_FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "_ops.py")
+TOML = builder.read_toml(ROOT / "build.toml")
+TABLES = {"torch": TOML["torch"], **TOML["kernel"]}
+
+
+def test_accepted_by_kernels():
+    config = pytest.importorskip("kernels._rust", reason="the parser is a private module of kernels")
+    build = config.Build.open(ROOT)
+    assert {str(backend).lower() for backend in build.general.backends} == {"cpu", "cuda"}
+    assert TOML["general"]["edition"] == 5
+    assert TOML["torch"]["stable-abi"] == {"cpu": "2.11", "cuda": "2.11"}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_every_source_is_listed(backend: str):
+    listed = {
+        source for table in TABLES.values() if table.get("backend", backend) == backend for source in table["src"]
+    }
+    wanted = {p for p in (ROOT / "torch-ext").iterdir() if p.suffix in (".cpp", ".h") and p.name != "registration.h"}
+    if backend == "cpu":
+        wanted |= {p for p in (ROOT / "kernel_src" / "cpu").rglob("*") if p.suffix in (".cpp", ".h")}
+    else:
+        wanted |= {p for p in (ROOT / "kernel_src").rglob("*") if p.suffix in (".cu", ".cuh")}
+    wanted |= {ROOT / "kernel_src" / "ltx" / "params.h"}
+    assert {str(p.relative_to(ROOT)) for p in wanted} == listed
+
+
+def included(file: Path, search: list[Path]) -> set[Path]:
+    found = set()
+    for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(), re.MULTILINE):
+        if name == "registration.h":  # written by the builder
+            continue
+        hits = [base / name for base in [file.parent, *search] if (base / name).is_file()]
+        assert hits, f"{file}: {name} is not on the table's include path"
+        found.add(hits[0].resolve())
+    return found
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_includes_are_listed_in_the_same_table(name: str):
+    table = TABLES[name]
+    files = [ROOT / source for source in table["src"]]
+    # A Nix build sees the union of all tables; a binding may rely on a kernel's headers, a kernel on its own alone.
+    listed = {f.resolve() for f in files}
+    if name == "torch":
+        listed |= {(ROOT / source).resolve() for other in TOML["kernel"].values() for source in other["src"]}
+    search = [ROOT / directory for directory in table.get("include", [])]
+    for file in files:
+        missing = included(file, search) - listed
+        assert not missing, f"{file.name} includes {missing}, not listed in [{name}]"
+
+
+def test_no_torch_below_kernel_src():
+    for file in (ROOT / "kernel_src").rglob("*.*"):
+        if file.suffix in (".h", ".cuh", ".cu", ".cpp"):
+            assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10)/", file.read_text()), file
+
+
+@pytest.mark.parametrize("name", [n for n, t in TOML["kernel"].items() if t["backend"] == "cuda"])
+def test_cuda_tables(name: str):
+    table = TOML["kernel"][name]
+    archs = pytest.importorskip("kernels.archs")
+    for capability in [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]:
+        assert archs._supports_cuda_capability(table["cuda-capabilities"], capability), capability
+    assert {"7.5", "8.0"} <= set(table["cuda-capabilities"])
+    flags = " ".join(table["cuda-flags"])
+    assert "-fno-gnu-unique" in flags and "-fvisibility=hidden" in flags
+    assert "fast" not in flags and "fmad=false" not in flags
+
+
+@pytest.mark.parametrize("name", [n for n, t in TOML["kernel"].items() if t["backend"] == "cpu"])
+def test_cpu_tables(name: str):
+    flags = TOML["kernel"][name]["cxx-flags"]
+    assert "-ffp-contract=off" in flags and "-fvisibility=hidden" in flags
+    assert not [flag for flag in flags if flag.startswith(("-march", "-m", "-ffast"))]
+
+
+def test_one_set_of_flags_for_each_backend():
+    for backend in ("cpu", "cuda"):
+        tables = [t for t in TOML["kernel"].values() if t["backend"] == backend]
+        assert len({repr({k: v for k, v in t.items() if k != "src"}) for t in tables}) == 1
+
+
+def test_pip_reads_its_version_from_build_toml():
+    project = builder.read_toml(ROOT / "pyproject.toml")["project"]
+    assert {"version", "dependencies"} <= set(project["dynamic"])
+    assert not (ROOT / "setup.py").exists()
+
+
+@pytest.mark.parametrize("file", PYTHON_FILES, ids=lambda p: p.name)
+def test_python_file(file: Path):
+    tree = ast.parse(file.read_text(), feature_version=(3, 9))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots = {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            roots = {(node.module or "").split(".")[0]}
+        else:
+            continue
+        foreign = roots - set(sys.stdlib_module_names) - {"torch"}
+        assert not foreign, f"{file.name}:{node.lineno} imports {foreign}: only the standard library and torch may be"
+
+
+def test_python_39_syntax():
+    """Annotations like `int | None` parse everywhere, but in 3.9 they must not be evaluated: ruff knows."""
+    select = ["--select", "E9,F,FA102,FA100", "--target-version", "py39", "--no-cache"]
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", *select, str(PACKAGE)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+REGISTRATIONS = {"register_fake", "register_kernel", "register_autograd", "custom_op", "triton_op", "register_autocast",
+                 "impl", "impl_abstract", "register_vmap", "define"}  # fmt: skip
+
+
+PREFIX = "add_op_namespace_prefix("
+
+
+def prefixed_names(tree: ast.Module) -> set[str]:
+    """Names that are assigned add_op_namespace_prefix(...), also in a tuple, and nothing else."""
+    prefixed, other = set(), set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for name, value in pairs:
+                (prefixed if ast.unparse(value).startswith(PREFIX) else other).add(ast.unparse(name))
+    return prefixed - other
+
+
+@pytest.mark.parametrize("file", PYTHON_FILES, ids=lambda p: p.name)
+def test_registrations_are_prefixed(file: Path):
+    text = file.read_text()
+    assert not re.search(r"[\"']_?ltx_kernels\w*::", text), f"{file.name} names a fixed op namespace"
+    assert not re.search(r"torch\.ops\.\w*ltx", text), f"{file.name} reaches the ops by a fixed name"
+    tree = ast.parse(text)
+    decorators = {id(d) for node in ast.walk(tree) for d in getattr(node, "decorator_list", [])}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        parts = name.split(".")
+        if parts[-1] == "Library" and "library" in parts:
+            pytest.fail(f"{file.name}:{node.lineno}: torch.library.Library opens a namespace of its own")
+        if parts[-1] in REGISTRATIONS and "library" in parts:
+            first = ast.unparse(node.args[0])
+            # kernel-builder reads decorators, and only as they are written; a plain call may use a variable.
+            prefixed = first.startswith(PREFIX) or (first in prefixed_names(tree) and id(node) not in decorators)
+            assert prefixed, f"{file.name}:{node.lineno}: {name}({first}, ...)"
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Try):
+            assert "_ops" not in ast.unparse(statement), f"{file.name}:{statement.lineno}: no fallback for _ops"
+
+
+def test_all_is_a_literal_list():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (value,) = [
+        node.value for node in tree.body
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+    ]  # fmt: skip
+    assert isinstance(value, ast.List)
+    names = ast.literal_eval(value)
+    assert names and all(isinstance(name, str) for name in names)
+    assert len(names) == len(set(names))
+
+
+def test_card_is_a_template():
+    jinja2 = pytest.importorskip("jinja2")
+    yaml = pytest.importorskip("yaml")
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
+    card = environment.from_string((ROOT / "CARD.md").read_text())
+    names = {"repo_id": "someone/ltx-kernels", "version": 7, "license": "apache-2.0"}
+    empty = dict.fromkeys(("functions", "layers", "upstream", "source"))
+    full = {"functions": ["rmsnorm", "geglu"], "layers": ["RMSNorm"], "upstream": "https://up", "source": "https://src"}
+    for variables in ({**names, **empty, "has_benchmark": False}, {**names, **full, "has_benchmark": True}):
+        text = card.render(**variables)
+        _, front_matter, body = text.split("---\n", 2)
+        front = yaml.safe_load(front_matter)
+        assert front["library_name"] == "kernels" and front["license"] == "apache-2.0"
+        assert 'get_kernel("someone/ltx-kernels", version=7' in body
+        assert "org/ltx-kernels" not in body and "{%" not in body and "{{" not in body and "None" not in body
+        for value in [
+            *(variables["functions"] or []),
+            *(variables["layers"] or []),
+            *filter(None, [variables["source"]]),
+        ]:
+            assert value in body

@@ -1,0 +1,289 @@
+"""tools/build.py and the pip package, on a project of one op: identities, increments, options, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+from build_checks import (
+    ROOT,
+    builder,
+    built_variant,
+    dynamic_symbols,
+    fatbin_archs,
+    library_of,
+    make_tiny_project,
+    run_build,
+    run_python,
+)
+
+needs_nvcc = pytest.mark.skipif(builder.find_cuda() is None, reason="nvcc not found")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return make_tiny_project(tmp_path / "tiny")
+
+
+def cpu_variant(project: Path, output: str = "build") -> Path:
+    (variant,) = (project / output).glob("torch-stable-abi211-cpu-*-linux")
+    return variant
+
+
+def ops_id(variant: Path) -> str:
+    return json.loads((variant / "metadata.json").read_text())["id"]
+
+
+def git(project: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=project, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+LOAD = """
+import pathlib, torch
+from kernels import get_local_kernel
+def load(path):
+    return get_local_kernel(pathlib.Path(path), backend="cpu")
+one = torch.ones(3)
+"""
+
+
+def test_build_load_and_rebuild(project: Path):
+    assert "built" in run_build(project, "--backend", "cpu").stdout
+    variant = cpu_variant(project)
+    assert run_python(LOAD + f"print(load({str(variant)!r}).add_one(one).tolist())") == "[2.0, 2.0, 2.0]\n"
+    before = {p: p.stat().st_mtime_ns for p in variant.iterdir()}
+
+    start = time.monotonic()
+    assert "up to date" in run_build(project, "--backend", "cpu").stdout
+    assert time.monotonic() - start < 5
+    assert {p: p.stat().st_mtime_ns for p in variant.iterdir() if p.suffix != ".pyc" and p in before} == before
+
+    # A header: everything that includes it is compiled again.
+    edit(project / "kernel_src/ltx/add.h", "1.0f", "5.0f")
+    assert "built" in run_build(project, "--backend", "cpu").stdout
+    assert run_python(LOAD + f"print(load({str(variant)!r}).add_one(one).tolist())") == "[6.0, 6.0, 6.0]\n"
+    assert len(list(variant.glob("*.so"))) == 1
+
+
+def test_a_python_edit_compiles_one_file(project: Path):
+    run_build(project, "--backend", "cpu")
+    first = ops_id(cpu_variant(project))
+    kernel = next((project / "build/.cache").glob("*/obj/kernel_src__cpu__add.cpp.o"))
+    before = kernel.stat().st_mtime_ns
+    edit(project / "torch-ext/ltx_kernels/__init__.py", "return ops", "# edited\n    return ops")
+    run_build(project, "--backend", "cpu")
+    assert ops_id(cpu_variant(project)) != first
+    assert kernel.stat().st_mtime_ns == before
+    assert "# edited" in (cpu_variant(project) / "__init__.py").read_text()
+
+
+def test_a_broken_source_leaves_the_variant_alone(project: Path):
+    run_build(project, "--backend", "cpu")
+    variant = cpu_variant(project)
+    before = builder.hash_variant(variant)
+    edit(project / "kernel_src/cpu/add.cpp", "kAddend;", "kNoSuchThing;")
+    result = run_build(project, "--backend", "cpu", check=False)
+    assert result.returncode == 1
+    assert "kNoSuchThing" in result.stdout + result.stderr and "error: compilation failed" in result.stderr
+    assert builder.hash_variant(variant) == before
+    assert [p.name for p in (project / "build").iterdir() if p.name != ".cache"] == [variant.name]
+
+
+def test_identity_follows_git(project: Path):
+    git(project, "init", "-q")
+    git(project, "add", "-A")
+    git(project, "commit", "-qm", "one")
+    tree, commit = git(project, "rev-parse", "HEAD^{tree}", "HEAD").split()
+    run_build(project, "--backend", "cpu")
+    metadata = json.loads((cpu_variant(project) / "metadata.json").read_text())
+    assert metadata["id"] == f"_ltx_kernels_cpu_{tree[:7]}"
+    assert metadata["provenance"]["kernel"] == {"commit": commit, "dirty": False}
+
+    (project / "torch-ext/ltx_kernels/extra.py").write_text("")  # untracked, and yet in the variant
+    run_build(project, "--backend", "cpu")
+    metadata = json.loads((cpu_variant(project) / "metadata.json").read_text())
+    assert re.fullmatch(r"_ltx_kernels_cpu_[0-9a-f]{10}_dirty", metadata["id"])
+    assert metadata["provenance"]["kernel"] == {"commit": commit, "dirty": True}
+    assert (cpu_variant(project) / "extra.py").is_file()
+
+
+def test_two_dirty_builds_in_one_process(project: Path, tmp_path: Path):
+    run_build(project, "--backend", "cpu")
+    first = tmp_path / "first"
+    shutil.copytree(cpu_variant(project), first / cpu_variant(project).name)
+    edit(project / "kernel_src/ltx/add.h", "1.0f", "5.0f")
+    run_build(project, "--backend", "cpu")
+    (copy,) = first.iterdir()
+    code = f"a, b = load({str(copy)!r}), load({str(cpu_variant(project))!r})\n"
+    code += "print(a.add_one(one).tolist(), b.add_one(one).tolist(), a.add_one(one).tolist())"
+    assert run_python(LOAD + code) == "[2.0, 2.0, 2.0] [6.0, 6.0, 6.0] [2.0, 2.0, 2.0]\n"
+
+
+def test_options_change_the_identity(project: Path):
+    run_build(project, "--backend", "cpu")
+    run_build(project, "--backend", "cpu", "--suffix", "mine", "--output", str(project / "other"))
+    plain, mine = ops_id(cpu_variant(project)), ops_id(cpu_variant(project, "other"))
+    assert mine == f"{plain}_mine"
+
+
+def test_sanitizers(project: Path):
+    result = run_build(project, "--sanitize", "address,undefined")
+    variant = cpu_variant(project, "build/sanitized")
+    undefined = [name for _, name in dynamic_symbols(library_of(variant), "--undefined-only")]
+    assert any(name.startswith("__asan_") for name in undefined)
+    assert any(name.startswith("__ubsan_") for name in undefined)
+    runtime = re.search(r"LD_PRELOAD=(\S+)", result.stdout)
+    assert runtime is not None
+    code = LOAD + f"print(load({str(variant)!r}).add_one(one).tolist())"
+    output = run_python(code, LD_PRELOAD=runtime[1], ASAN_OPTIONS="detect_leaks=0")
+    assert output == "[2.0, 2.0, 2.0]\n"
+    # The fault it is for: a read past the end, which a plain build does not notice.
+    edit(project / "kernel_src/cpu/add.cpp", "i < count", "i < count + 100000")
+    run_build(project, "--sanitize", "address,undefined")
+    with pytest.raises(AssertionError, match="heap-buffer-overflow|SEGV|AddressSanitizer"):
+        run_python(code, LD_PRELOAD=runtime[1], ASAN_OPTIONS="detect_leaks=0")
+
+
+@needs_nvcc
+def test_cuda_architectures(project: Path):
+    run_build(project, "--backend", "cuda")
+    (variant,) = (project / "build").glob("torch-stable-abi211-cu*-linux")
+    assert fatbin_archs(library_of(variant))[0] == {("sm", 80), ("sm", 90), ("ptx", 90)}
+    assert json.loads((variant / "metadata.json").read_text())["backend"]["archs"] == ["8.0", "9.0+PTX"]
+    (report,) = (project / "build/.cache" / variant.name).glob("ptxas-add.txt")
+    assert report.read_text().count("0 bytes spill stores") == 2
+
+    for arch in ("7.5", "8.0"):
+        output = project / f"ptx-{arch}"
+        run_build(project, "--arch", f"{arch}+PTX-only", "--output", str(output))
+        (variant,) = output.iterdir()
+        (held,) = fatbin_archs(library_of(variant))
+        assert held == {("ptx", int(arch.replace(".", "")))}
+        # The driver compiles PTX for whatever is newer, and `kernels` must not refuse it.
+        assert json.loads((variant / "metadata.json").read_text())["backend"]["archs"] == [f"{arch}+PTX"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "hopper"], "error: not an architecture: 'hopper'"),
+        (["--sanitize", "address", "--backend", "cuda"], "error: --sanitize builds the CPU variant alone"),
+        (["--suffix", "a-b"], "error: --suffix 'a-b': expected letters, digits and _"),
+    ],
+)
+def test_argument_errors(project: Path, arguments: list[str], message: str):
+    result = run_build(project, *arguments, check=False)
+    assert result.returncode == 1
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_torch_missing_or_too_old(project: Path, tmp_path: Path):
+    torch = tmp_path / "site" / "torch"
+    command = [sys.executable, str(project / "tools/build.py"), "--backend", "cpu"]
+    environment = {**os.environ, "LTX_KERNELS_TORCH": str(torch)}
+    missing = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert missing.returncode == 1
+    assert "error: torch not found" in missing.stderr and "pip install 'torch>=2.11'" in missing.stderr
+    torch.mkdir(parents=True)
+    (torch / "version.py").write_text("__version__ = '2.9.1+cu128'\ncuda = '12.8'\n")
+    old = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert old.returncode == 1
+    assert "error: torch 2.9.1+cu128" in old.stderr and "pip install 'torch>=2.11'" in old.stderr
+    assert "Traceback" not in missing.stderr + old.stderr
+
+
+def test_missing_source(project: Path):
+    (project / "kernel_src/ltx/add.h").unlink()
+    result = run_build(project, "--backend", "cpu", check=False)
+    assert result.returncode == 1
+    assert "error: build.toml lists files that do not exist: kernel_src/ltx/add.h" in result.stderr
+
+
+def virtual_environment(directory: Path) -> Path:
+    """An environment that sees this one's packages, for pip to install into."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
+    python = directory / "bin" / "python"
+    purelib = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    Path(purelib, "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def pip_install(python: Path, *arguments: str) -> None:
+    pytest.importorskip("hatchling")
+    command = [str(python), "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def python_output(python: Path, code: str) -> str:
+    result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False, cwd="/")
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+USE = "import torch, ltx_kernels; print(ltx_kernels.add_one(torch.ones(2)).tolist())\n"
+
+
+def test_pip_install_beside_a_local_build(project: Path, tmp_path: Path):
+    """The pip package and a build of the same sources have different ops, so that one process can load both."""
+    python = virtual_environment(tmp_path / "venv")
+    pip_install(python, str(project))
+    run_build(project, "--backend", "cpu")
+    code = USE + LOAD + f"kernel = load({str(cpu_variant(project))!r})\nprint(kernel.add_one(one).tolist())\n"
+    code += "print(ltx_kernels._ops.add_op_namespace_prefix('add_one'), kernel._ops.add_op_namespace_prefix('add_one'))"
+    first, second, names = python_output(python, code).splitlines()
+    assert (first, second) == ("[2.0, 2.0]", "[2.0, 2.0, 2.0]")
+    installed, local = names.split()
+    assert installed == local.replace("_dirty::", "_dirty_pip::")
+    assert "torch-ext" not in python_output(python, "import ltx_kernels; print(ltx_kernels.__file__)")
+    info = python_output(
+        python, "import importlib.metadata as m; print(m.version('ltx-kernels'), m.requires('ltx-kernels'))"
+    )
+    assert info == "1 ['torch>=2.11']\n"
+
+
+def test_editable_install_sees_edits(project: Path, tmp_path: Path):
+    python = virtual_environment(tmp_path / "venv")
+    pip_install(python, "--editable", str(project))
+    assert python_output(python, USE) == "[2.0, 2.0]\n"
+    edit(project / "torch-ext/ltx_kernels/__init__.py", "ops.add_one(input)", "ops.add_one(input) * 10")
+    assert python_output(python, USE) == "[20.0, 20.0]\n"
+    # What it wrote beside the sources is no source: the id of a local build is not moved by it.
+    run_build(project, "--backend", "cpu")
+    assert sorted(p.name for p in cpu_variant(project).iterdir() if p.suffix == ".py") == ["__init__.py", "_ops.py"]
+    pip_install(python, "--editable", str(project))
+    assert len(list((project / "torch-ext/ltx_kernels").glob("*.so"))) == 1
+
+
+@pytest.mark.slow
+def test_pip_install_of_the_package(tmp_path: Path):
+    """The real sources, in the process that also loads build/: minutes where a CUDA torch is installed."""
+    python = virtual_environment(tmp_path / "venv")
+    pip_install(python, str(ROOT))
+    code = (
+        "import torch, ltx_kernels\n" + LOAD + f"kernel = load({str(built_variant('cpu'))!r})\n"
+        "x = torch.randn(3, 64)\n"
+        "assert torch.equal(kernel.rmsnorm(x), ltx_kernels.rmsnorm(x))\n"
+        "print(ltx_kernels._ops.add_op_namespace_prefix('') != kernel._ops.add_op_namespace_prefix(''))\n"
+    )
+    assert python_output(python, code) == "True\n"

@@ -1,0 +1,202 @@
+"""The variants in build/: layout, metadata, digest, symbols, device code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from build_checks import (
+    PACKAGE,
+    ROOT,
+    builder,
+    built_variant,
+    dynamic_symbols,
+    expected_images,
+    fatbin_archs,
+    library_of,
+    run_python,
+    tool,
+)
+
+rust = pytest.importorskip("kernels._rust", reason="the metadata parser is a private module of kernels")
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def variant(request: pytest.FixtureRequest) -> Path:
+    return built_variant(request.param)
+
+
+def validate(variant: Path) -> None:
+    metadata = rust.Metadata.read_from_file(variant / "metadata.json")
+    metadata.digest.validate(rust.Digest.hash_variant(metadata.digest.algorithm, variant))
+
+
+def test_layout(variant: Path):
+    metadata = json.loads((variant / "metadata.json").read_text())
+    ops = metadata["id"]
+    sources = {f.relative_to(PACKAGE).as_posix() for f in builder.load_project().python_files()}
+    found = {f.relative_to(variant).as_posix() for f in variant.rglob("*") if f.is_file() and f.suffix != ".pyc"}
+    assert found == sources | {"_ops.py", f"{ops}.abi3.so", "metadata.json"}
+    backend = metadata["backend"]["type"]
+    assert re.fullmatch(rf"_ltx_kernels_{backend}_([0-9a-f]{{7}}|[0-9a-f]+_dirty)", ops)
+    assert f"from . import {ops}\n" in (variant / "_ops.py").read_text()
+
+
+def test_name_is_accepted_by_kernels(variant: Path):
+    variants = pytest.importorskip("kernels.variants")
+    parsed = variants.parse_variant(variant.name)
+    assert parsed.variant_str == variant.name
+    assert str(parsed.framework.version) == "2.11"
+
+
+def test_metadata(variant: Path):
+    metadata = rust.Metadata.read_from_file(variant / "metadata.json")
+    project = builder.load_project()
+    assert (str(metadata.name), metadata.version, metadata.license) == ("ltx-kernels", 1, "Apache-2.0")
+    assert metadata.python_depends == list(project.python_depends)
+    assert metadata.provenance is not None
+    git = builder.git_status(ROOT)
+    if git is not None:
+        assert metadata.provenance.kernel is not None and len(metadata.provenance.kernel.commit) == 40
+        assert metadata.provenance.kernel.dirty == metadata.id.endswith("_dirty")
+    if "-cpu-" in variant.name:
+        assert metadata.backend.archs is None
+    else:
+        assert metadata.backend.archs == project.capabilities()
+
+
+def test_digest(variant: Path):
+    validate(variant)
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert metadata["digest"] == {"algorithm": "sha256", "files": builder.hash_variant(variant)}
+
+
+def test_digest_finds_tampering(variant: Path, tmp_path: Path):
+    copy = tmp_path / variant.name
+    shutil.copytree(variant, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    validate(copy)
+    library = library_of(copy)
+    data = bytearray(library.read_bytes())
+    data[len(data) // 2] ^= 1
+    library.write_bytes(data)
+    with pytest.raises(rust.DigestValidationError, match=library.name):
+        validate(copy)
+    shutil.copyfile(library_of(variant), library)
+    (copy / "extra.py").write_text("")
+    with pytest.raises(rust.DigestValidationError, match=r"extra\.py"):
+        validate(copy)
+
+
+def test_bytecode_is_not_part_of_the_digest(variant: Path, tmp_path: Path):
+    copy = tmp_path / variant.name
+    shutil.copytree(variant, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "__pycache__").mkdir()
+    (copy / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"x")
+    validate(copy)
+
+
+def test_only_the_stable_abi_is_used(variant: Path):
+    """No symbol of c10, at or torch but torch::stable's; what else comes from torch are the C shims."""
+    for kind, symbol in dynamic_symbols(library_of(variant), "--undefined-only"):
+        name, _, version = symbol.partition("@")
+        if version or kind in "wv":  # libc, libstdc++, libgcc; weak hooks of the linker
+            continue
+        assert re.match(r"(aoti_torch_|torch_|Py)", name), f"{name} is no symbol of the stable ABI"
+    undefined = [name for _, name in dynamic_symbols(library_of(variant), "--undefined-only")]
+    assert "torch_library_impl" in undefined, "the ops are not registered through the stable ABI"
+
+
+def test_python_abi(variant: Path):
+    python = [n for _, n in dynamic_symbols(library_of(variant), "--undefined-only") if n.startswith(("Py", "_Py"))]
+    assert python == ["PyModule_Create2"]  # in the limited API since 3.2
+
+
+def test_exports(variant: Path):
+    """Only the module's entry point, and no GNU_UNIQUE symbol: those are shared between builds in a process."""
+    library = library_of(variant)
+    defined = dynamic_symbols(library, "--defined-only")
+    assert not [name for kind, name in defined if kind == "u"]
+    own = [name for kind, name in defined if kind == "T"]
+    assert own == [f"PyInit_{library.name.removesuffix('.abi3.so')}"]
+    assert not [name for _, name in defined if "3ltx" in name]
+
+
+def test_needed_libraries(variant: Path):
+    needed = re.findall(r"NEEDED\s+(\S+)", tool("objdump", "-p", library_of(variant)))
+    torch = ["libtorch.so", "libtorch_cpu.so"] + ([] if "-cpu-" in variant.name else ["libtorch_cuda.so"])
+    assert needed[: len(torch)] == torch
+    system = {
+        "libstdc++.so.6",
+        "libm.so.6",
+        "libgcc_s.so.1",
+        "libc.so.6",
+        "libpthread.so.0",
+        "libdl.so.2",
+        "librt.so.1",
+    }
+    rest = {name for name in needed[len(torch) :] if not name.startswith("ld-linux")}
+    assert rest <= system
+    assert not re.findall(r"R(UN)?PATH", tool("objdump", "-p", library_of(variant)))
+
+
+def test_size(variant: Path):
+    assert library_of(variant).stat().st_size <= 20 * 2**20
+
+
+def test_target_version(variant: Path):
+    text = (ROOT / "build" / ".cache" / variant.name / "build.ninja").read_text()
+    assert "-DTORCH_TARGET_VERSION=0x020b000000000000" in text
+    assert "-DPy_LIMITED_API=0x03090000" in text
+    assert ("-DCPU_KERNEL" in text) == ("-cpu-" in variant.name)
+
+
+def test_device_code_of_each_architecture():
+    variant = built_variant("cuda")
+    images = fatbin_archs(library_of(variant))
+    project = builder.load_project()
+    sources = [s for kernel in project.kernels_for("cuda") for s in kernel.src if s.endswith(".cu")]
+    held = [image for image in images if image]
+    assert len(held) == len(sources), "not every kernel source has its device code in the library"
+    for image in held:
+        assert image == expected_images(project.capabilities())
+
+
+def resource_lines(report: str) -> list[str]:
+    return re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+
+
+def test_no_spills_and_no_local_memory():
+    """`ptxas -v` of every kernel on every architecture."""
+    variant = built_variant("cuda")
+    project = builder.load_project()
+    for kernel in project.kernels_for("cuda"):
+        report = (ROOT / "build" / ".cache" / variant.name / f"ptxas-{kernel.name}.txt").read_text()
+        for arch in project.capabilities():
+            number = arch.removesuffix("+PTX").replace(".", "")
+            assert f"for 'sm_{number}'" in report, f"{kernel.name} was not compiled for {arch}"
+        lines = resource_lines(report)
+        assert len(lines) >= report.count("Compiling entry function") > 0
+        function = ""
+        for line in report.splitlines():
+            if "Function properties for" in line or "Compiling entry function" in line:
+                function = line
+            elif (found := resource_lines(line)) and found[0] != ("0", "0", "0"):
+                pytest.fail(f"{function}\n{line}")
+
+
+def test_cpu_variant_loads_and_runs():
+    variant = built_variant("cpu")
+    names = run_python(
+        "import pathlib, torch\n"
+        "from kernels import get_local_kernel\n"
+        f"kernel = get_local_kernel(pathlib.Path({str(variant)!r}), backend='cpu')\n"
+        "missing = [name for name in kernel.__all__ if not hasattr(kernel, name)]\n"
+        "assert not missing, missing\n"
+        "x = torch.randn(3, 64)\n"
+        "torch.testing.assert_close(kernel.rmsnorm(x), torch.nn.functional.rms_norm(x, (64,), eps=1e-6))\n"
+        "print(*kernel.__all__)\n"
+    )
+    assert "rmsnorm" in names.split()
