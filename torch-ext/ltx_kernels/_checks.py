@@ -143,7 +143,7 @@ def _shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
 
 
 def _eps(eps: float) -> None:
-    if not eps >= 0 or math.isinf(eps):
+    if not 0 <= eps < math.inf:
         _fail("eps", "a finite number >= 0", format(eps, "g"))
 
 
@@ -595,7 +595,7 @@ def check_rope(
         tokens *= size
         if dim < 0 or dim % 2 != 0:
             _fail("rope_dims", "even numbers >= 0", _shape_text(axis_dims))
-        if not base > 0 or math.isinf(base):
+        if not 0 < base < math.inf:
             _fail("theta_base", "finite numbers > 0", format(base, "g"))
     head_dim = query.shape[-1]
     if sum(axis_dims) != head_dim:

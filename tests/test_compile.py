@@ -1,0 +1,483 @@
+"""torch.compile, fakes and gradients: what the ops and their Python functions do besides running eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16]
+BATCH, TOKENS, HEADS, WIDTH = 2, 6, 3, 8
+HIDDEN = HEADS * WIDTH
+# (batch, tokens) for one compilation. The first call's sizes differ from each other and from all fixed ones: torch takes
+# equal sizes for the same size.
+SIZES = [(5, 12), (4, 10), (7, 28)]
+
+OPS = [
+    "norm",
+    "adaln_norm",
+    "residual_norm",
+    "gated_residual",
+    "glu",
+    "gelu",
+    "rope",
+    "apply_rotary",
+    "apply_rotary_qk",
+    "qk_norm_rope",
+]
+RMS, LAYER = 1, 2
+FP32, EAGER = 0, 1
+
+
+class Inputs:
+    """Seeded tensors on one device, in one dtype unless told otherwise."""
+
+    def __init__(self, device: str, dtype: torch.dtype = torch.float32, grad: bool = False) -> None:
+        self.device, self.dtype, self.grad = device, dtype, grad
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.randn(shape, generator=self.generator).to(self.device, dtype or self.dtype)
+        return values.requires_grad_(self.grad)
+
+    def rows(self) -> Tensor:
+        return self(BATCH, TOKENS, HIDDEN)
+
+    def vector(self) -> Tensor:
+        return self(HIDDEN, dtype=torch.float32)
+
+    def strided_modulation(self) -> Tensor:
+        """[B, 1, H] inside a packed [B, 1, 6, H], as LTX-Video passes it."""
+        return self(BATCH, 1, 6, HIDDEN)[:, :, 2]
+
+    def heads(self, tokens: int = TOKENS, heads: int = HEADS) -> Tensor:
+        return self(BATCH, tokens, heads, WIDTH)
+
+    def packed_heads(self) -> Tensor:
+        """A view of a packed qkv."""
+        return self(BATCH, TOKENS, 3 * HIDDEN)[..., HIDDEN : 2 * HIDDEN].unflatten(-1, (HEADS, WIDTH))
+
+
+def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    make = Inputs(device, dtype)
+    x, w, v = make.rows, make.vector, make.strided_modulation
+    if name == "norm":
+        return [
+            (x(), None, None, 1e-6, 0.0, RMS, FP32),
+            (x(), w(), None, 1e-6, 1.0, RMS, EAGER),
+            (x().transpose(0, 1), w(), w(), 1e-5, 0.0, LAYER, FP32),
+            (make(0, HIDDEN), w(), None, 1e-6, 0.0, RMS, FP32),
+        ]
+    if name == "adaln_norm":
+        return [
+            (x(), None, None, v(), v(), None, None, None, None, 1e-6, RMS, FP32),
+            (x(), w(), w(), make(BATCH, HIDDEN), make(1, HIDDEN), x(), w(), w(), w(), 1e-5, LAYER, EAGER),
+        ]
+    if name == "residual_norm":
+        return [
+            (x(), x(), None, w(), None, None, None, None, None, None, 1e-6, 1.0, RMS, FP32),
+            (x(), x(), v(), w(), w(), v(), v(), w(), w(), w(), 1e-5, 0.0, LAYER, EAGER),
+        ]
+    if name == "gated_residual":
+        return [(x(), x(), v(), None, FP32), (x(), x(), make(BATCH, HIDDEN), w(), EAGER)]
+    if name == "glu":
+        return [(x(), None, 1, True, FP32), (x(), None, 0, False, EAGER), (x(), x(), 2, True, FP32)]
+    if name == "gelu":
+        return [(x(), None, 0, FP32), (x(), w(), 1, EAGER)]
+    q, k = make.heads(), make.heads(heads=1)
+    cos, sin = make(TOKENS, WIDTH), make(TOKENS, WIDTH)
+    if name == "rope":
+        positions = torch.arange(TOKENS, device=device).expand(BATCH, TOKENS)
+        return [
+            (q, k, None, [TOKENS], [WIDTH], [1e4], True),
+            (q, k, positions, [TOKENS], [WIDTH], [1e4], False),
+            (make.packed_heads(), q, None, [1, 2, 3], [2, 2, 4], [1e4, 1e3, 1e2], True),
+        ]
+    if name == "apply_rotary":
+        return [
+            (q, cos, sin, 1, 0, True, FP32),
+            (
+                q.transpose(1, 2),
+                make(1, HEADS, TOKENS, WIDTH // 2),
+                make(1, HEADS, TOKENS, WIDTH // 2),
+                2,
+                0,
+                False,
+                EAGER,
+            ),
+            (make.packed_heads(), make(BATCH, TOKENS, HIDDEN), make(BATCH, TOKENS, HIDDEN), 1, 0, True, FP32),
+            (make.rows(), make(TOKENS, 4), make(TOKENS, 4), -2, 0, False, FP32),
+        ]
+    if name == "apply_rotary_qk":
+        return [
+            (q, k, cos, sin, 1, 0, True, FP32),
+            (q, make.heads(TOKENS - 1), cos, sin, 1, 0, False, EAGER),
+        ]
+    if name == "qk_norm_rope":
+        weight = make(WIDTH, dtype=torch.float32)
+        pair = make(TOKENS - 2, WIDTH)
+        return [
+            (q, make.packed_heads(), w(), w(), cos, sin, None, None, 1e-6, True, 0, True, FP32),
+            (q, make.heads(TOKENS - 2), weight, None, cos, sin, pair, pair, 1e-6, False, WIDTH, False, EAGER),
+        ]
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(ltx: Any, device: str, name: str, dtype: torch.dtype) -> None:
+    for arguments in op_samples(name, device, dtype):
+        torch.library.opcheck(getattr(ltx._ops.ops, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck_out(ltx: Any, device: str, name: str) -> None:
+    for arguments in op_samples(name, device, torch.bfloat16):
+        results = getattr(ltx._ops.ops, name)(*arguments)
+        outs = [torch.empty_like(result) for result in (results if isinstance(results, tuple) else (results,))]
+        torch.library.opcheck(getattr(ltx._ops.ops, name + "_out").default, (*outs, *arguments))
+
+
+# ---- The Python functions, each with a plain torch formula for the same tensors
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def layer(x: Tensor, eps: float = 1e-5) -> Tensor:
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+def turn(x: Tensor, angle_cos: Tensor, angle_sin: Tensor, interleaved: bool = True) -> Tensor:
+    """Rotation by complex multiplication; x is [B, S, heads, D], the tables broadcast to [B, S, heads, D / 2]."""
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else torch.stack(x.chunk(2, -1), -1)
+    turned = torch.view_as_complex(pairs.contiguous()) * torch.complex(angle_cos, angle_sin)
+    turned = torch.view_as_real(turned)
+    return turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1)
+
+
+def angles(positions: Tensor, channels: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    frequency = (1 / theta ** (torch.arange(0, channels, 2, dtype=torch.float64) / channels)).to(
+        like.device, torch.float32
+    )
+    angle = (positions.to(like.device, torch.float32)[:, None, None] * frequency).to(like.dtype)
+    return angle.cos(), angle.sin()
+
+
+def rope_3d_formula(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    frames, height, width = 1, 2, q.shape[1] // 2
+    grid = torch.cartesian_prod(torch.arange(frames), torch.arange(height), torch.arange(width))
+    tables = [angles(grid[:, axis], d, theta, q) for axis, d, theta in ((0, 2, 1e4), (1, 2, 1e3), (2, 4, 1e2))]
+    cos, sin = (torch.cat(parts, -1) for parts in zip(*tables))
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+def qk_norm_rope_formula(q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = cos[:, None], sin[:, None]
+    return tuple(turn((rms(x.flatten(-2)) * w).view_as(x), cos, sin) for x, w in ((q, wq), (k, wk)))
+
+
+class Case:
+    """A function of the package (or of its reference) applied to seeded tensors, and what it should compute."""
+
+    def __init__(
+        self,
+        tensors: Callable[[Inputs, int, int], tuple[Tensor, ...]],
+        call: Callable[..., Any],
+        formula: Callable[..., Any],
+    ) -> None:
+        self.tensors, self.call, self.formula = tensors, call, formula
+
+
+CASES = {
+    "rmsnorm": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN)),
+        lambda f, x, w: f.rmsnorm(x, w, weight_offset=1.0),
+        lambda x, w: rms(x) * (1 + w),
+    ),
+    "rmsnorm_residual": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN), m(HIDDEN)),
+        lambda f, x, r, w: f.rmsnorm_residual(x, r, w),
+        lambda x, r, w: (rms(x + r) * w, x + r),
+    ),
+    "layernorm": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN), m(HIDDEN)),
+        lambda f, x, w, c: f.layernorm(x, w, c),
+        lambda x, w, c: layer(x) * w + c,
+    ),
+    "adaln_rmsnorm": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN), m(b, HIDDEN), m(b, 1, 6, HIDDEN)[:, :, 2], m(HIDDEN), m(HIDDEN)),
+        lambda f, x, w, scale, shift, t, u: f.adaln_rmsnorm(x, w, scale, shift, scale_table=t, shift_table=u),
+        lambda x, w, scale, shift, t, u: rms(x) * w * (1 + t + scale[:, None]) + u + shift,
+    ),
+    "adaln_layernorm": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN), m(b, 1, HIDDEN), m(b, s, HIDDEN), m(HIDDEN)),
+        lambda f, x, w, scale, shift, c: f.adaln_layernorm(x, w, scale, shift, c),
+        lambda x, w, scale, shift, c: (layer(x) * w + c) * (1 + scale) + shift,
+    ),
+    "adaln_zero": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, HIDDEN), m(b, HIDDEN), m(b, HIDDEN), m(HIDDEN)),
+        lambda f, x, scale, shift, gate, t: f.adaln_zero(x, None, scale, shift, gate, gate_table=t),
+        lambda x, scale, shift, gate, t: (rms(x) * (1 + scale[:, None]) + shift[:, None]) * (t + gate[:, None]),
+    ),
+    "gated_residual": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN), m(b, 1, HIDDEN), m(HIDDEN)),
+        lambda f, x, r, gate, t: f.gated_residual(x, r, gate, gate_table=t),
+        lambda x, r, gate, t: r + x * (t + gate),
+    ),
+    "gated_residual_adaln_rmsnorm": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN), *(m(b, 1, HIDDEN) for _ in range(3)), m(HIDDEN)),
+        lambda f, x, r, gate, scale, shift, w: f.gated_residual_adaln_rmsnorm(x, r, gate, w, scale, shift),
+        lambda x, r, gate, scale, shift, w: (rms(r + x * gate) * w * (1 + scale) + shift, r + x * gate),
+    ),
+    "gated_residual_adaln_layernorm": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN), m(b, s, HIDDEN), m(b, HIDDEN)),
+        lambda f, x, r, gate, scale: f.gated_residual_adaln_layernorm(x, r, gate, None, scale),
+        lambda x, r, gate, scale: (layer(r + x * gate) * (1 + scale[:, None]), r + x * gate),
+    ),
+    "geglu": Case(
+        lambda m, b, s: (m(b, s, 2 * HIDDEN),),
+        lambda f, x: f.geglu(x, approximate="none", gate_first=False),
+        lambda x: torch.nn.functional.gelu(x[..., HIDDEN:]) * x[..., :HIDDEN],
+    ),
+    "swiglu": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN)),
+        lambda f, x, up: f.swiglu(x, up),
+        lambda x, up: torch.nn.functional.silu(x) * up,
+    ),
+    "gelu": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN)),
+        lambda f, x, c: f.gelu(x, bias=c, approximate="tanh"),
+        lambda x, c: torch.nn.functional.gelu(x + c, approximate="tanh"),
+    ),
+    "rope_1d": Case(
+        lambda m, b, s: (m(b, s, HEADS, WIDTH), m(b, s, 1, WIDTH)),
+        lambda f, q, k: f.rope_1d(q, k, 500.0, layout="half"),
+        lambda q, k: tuple(turn(x, *angles(torch.arange(x.shape[1]), WIDTH, 500.0, x), False) for x in (q, k)),
+    ),
+    "rope_3d": Case(
+        lambda m, b, s: (m(b, s, HEADS, WIDTH), m(b, s, HEADS, WIDTH)),
+        lambda f, q, k: f.rope_3d(q, k, 1, 2, q.shape[1] // 2, (1e4, 1e3, 1e2), rope_dims=(2, 2, 4)),
+        rope_3d_formula,
+    ),
+    "apply_rotary": Case(
+        lambda m, b, s: (m(b, HEADS, s, WIDTH), m(b, 1, s, WIDTH // 2), m(b, 1, s, WIDTH // 2)),
+        lambda f, x, cos, sin: f.apply_rotary(x, cos, sin, sequence_dim=2, layout="half"),
+        lambda x, cos, sin: turn(x, cos.expand(-1, HEADS, -1, -1), sin.expand(-1, HEADS, -1, -1), False),
+    ),
+    "apply_rotary_qk": Case(
+        lambda m, b, s: (m(b, s, HEADS, WIDTH), m(b, s - 1, 2, WIDTH), m(s, WIDTH // 2), m(s, WIDTH // 2)),
+        lambda f, q, k, cos, sin: f.apply_rotary_qk(q, k, cos, sin),
+        lambda q, k, cos, sin: tuple(turn(x, cos[: x.shape[1], None], sin[: x.shape[1], None]) for x in (q, k)),
+    ),
+    "qk_norm_rope": Case(
+        lambda m, b, s: (
+            m(b, s, HEADS, WIDTH),
+            m(b, s, 3 * WIDTH)[..., WIDTH:].unflatten(-1, (2, WIDTH)),
+            m(HIDDEN),
+            m(2 * WIDTH),
+            m(s, WIDTH // 2),
+            m(s, WIDTH // 2),
+        ),
+        lambda f, q, k, wq, wk, cos, sin: f.qk_norm_rope(q, k, wq, wk, cos, sin, across_heads=True),
+        qk_norm_rope_formula,
+    ),
+}
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.set_stance("default")
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def gradients(results: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of a sum of the results with fixed weights."""
+    make = Inputs("cpu", torch.float64)
+    total = sum((result * make(*result.shape).to(result)).sum() for result in as_tuple(results))
+    assert isinstance(total, Tensor)
+    return torch.autograd.grad(total, tensors)
+
+
+def compiled_ops(ltx: Any, counter: Any) -> list[str]:
+    namespace = ltx._ops.add_op_namespace_prefix("").rstrip(":")
+    return [
+        node.target.__name__
+        for graph in counter.graphs
+        for node in graph.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == namespace
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiles_without_a_break_to_one_op(ltx: Any, device: str, case: Case, dtype: torch.dtype) -> None:
+    tensors = case.tensors(Inputs(device, dtype), BATCH, TOKENS)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *t: case.call(ltx, *t), backend=counter, fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), case.call(ltx, *tensors), rtol=0, atol=0)
+    assert len(compiled_ops(ltx, counter)) == 1
+
+
+def test_inductor_compiles_it(ltx: Any, device: str) -> None:
+    case = CASES["rmsnorm"]
+    tensors = case.tensors(Inputs(device, torch.bfloat16), BATCH, TOKENS)
+    compiled = torch.compile(lambda *t: case.call(ltx, *t), fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), case.call(ltx, *tensors), rtol=0, atol=0)
+
+
+def test_dynamic_shapes_compile_once(ltx: Any, device: str, case: Case) -> None:
+    compiled = torch.compile(lambda *t: case.call(ltx, *t), backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch, tokens in SIZES:
+        tensors = case.tensors(Inputs(device), batch, tokens)
+        torch.testing.assert_close(compiled(*tensors), case.call(ltx, *tensors), rtol=0, atol=0)
+        torch.compiler.set_stance("fail_on_recompile")
+
+
+def test_runs_on_meta_tensors(ltx: Any, device: str, case: Case) -> None:
+    tensors = case.tensors(Inputs(device), BATCH, TOKENS)
+    results = as_tuple(case.call(ltx, *tensors))
+    metas = as_tuple(case.call(ltx, *(tensor.to("meta") for tensor in tensors)))
+    assert [(m.shape, m.dtype, m.stride()) for m in metas] == [(r.shape, r.dtype, r.stride()) for r in results]
+
+
+# ---- Gradients
+
+
+def test_reference_is_the_formula_and_so_are_its_gradients(ltx: Any, device: str, case: Case) -> None:
+    tensors = case.tensors(Inputs(device, torch.float64, grad=True), BATCH, TOKENS)
+    results, expected = case.call(ltx.reference, *tensors), case.formula(*tensors)
+    torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(results, tensors), gradients(expected, tensors), rtol=1e-11, atol=1e-11)
+
+
+def test_gradcheck_of_the_reference(ltx: Any, case: Case) -> None:
+    tensors = case.tensors(Inputs("cpu", torch.float64, grad=True), 1, 4)
+    assert torch.autograd.gradcheck(lambda *t: case.call(ltx.reference, *t), tensors, fast_mode=True)
+
+
+def test_gradients_are_those_of_the_formula(ltx: Any, device: str, case: Case) -> None:
+    tensors = case.tensors(Inputs(device, grad=True), BATCH, TOKENS)
+    doubles = case.tensors(Inputs(device, torch.float64, grad=True), BATCH, TOKENS)
+    results, expected = case.call(ltx, *tensors), case.formula(*doubles)
+    for got, want in zip(
+        as_tuple(results) + gradients(results, tensors), as_tuple(expected) + gradients(expected, doubles)
+    ):
+        torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_compile(ltx: Any, device: str, case: Case) -> None:
+    tensors = case.tensors(Inputs(device, grad=True), BATCH, TOKENS)
+    compiled = torch.compile(lambda *t: case.call(ltx, *t), backend="aot_eager", fullgraph=True)
+    results, expected = compiled(*tensors), case.call(ltx, *tensors)
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close(gradients(results, tensors), gradients(expected, tensors))
+
+
+def test_gradients_compile_once_for_dynamic_shapes(ltx: Any, device: str, case: Case) -> None:
+    compiled = torch.compile(lambda *t: case.call(ltx, *t), backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch, tokens in SIZES:
+        tensors = case.tensors(Inputs(device, grad=True), batch, tokens)
+        torch.testing.assert_close(compiled(*tensors), case.call(ltx, *tensors))
+        torch.compiler.set_stance("fail_on_recompile")
+
+
+def test_the_op_runs_where_no_gradient_is_needed(ltx: Any, device: str) -> None:
+    x = Inputs(device).rows()
+    w = Inputs(device, grad=True).vector()
+    assert ltx.rmsnorm(x, w).grad_fn is not None
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert ltx.rmsnorm(x, w).grad_fn is None
+    assert ltx.rmsnorm(x, w.detach()).grad_fn is None
+
+
+# ---- out=
+
+
+def test_out_is_written_and_returned(ltx: Any, device: str) -> None:
+    make = Inputs(device)
+    x, r, w = make.rows(), make.rows(), make.vector()
+    out, residual_out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    assert ltx.rmsnorm(x, w, out=out) is out
+    torch.testing.assert_close(out, ltx.rmsnorm(x, w), rtol=0, atol=0)
+    expected = ltx.rmsnorm_residual(x, r, w)
+    results = ltx.rmsnorm_residual(x, r, w, residual_out=residual_out)
+    assert results[1] is residual_out
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    q, k, cos, sin = make.heads(), make.heads(), make(TOKENS, WIDTH), make(TOKENS, WIDTH)
+    rotated = ltx.apply_rotary_qk(q, k, cos, sin)
+    pair = (q, k)
+    assert ltx.apply_rotary_qk(q, k, cos, sin, out=pair) is pair
+    torch.testing.assert_close(pair, rotated, rtol=0, atol=0)
+
+
+def test_out_compiles(ltx: Any, device: str) -> None:
+    def in_place(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
+        ltx.rmsnorm_residual(x, r, w, out=x, residual_out=r)
+        return ltx.gelu(x, out=x) + r
+
+    make = Inputs(device)
+    x, r, w = make.rows(), make.rows(), make.vector()
+    eager, compiled = (x.clone(), r.clone()), (x.clone(), r.clone())
+    expected = in_place(*eager, w)
+    result = torch.compile(in_place, backend="aot_eager", fullgraph=True)(*compiled, w)
+    torch.testing.assert_close((result, *compiled), (expected, *eager), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_out_where_a_gradient_is_needed_raises(ltx: Any, device: str, compiled: bool) -> None:
+    make = Inputs(device)
+    x, out = make.rows(), torch.zeros(BATCH, TOKENS, HIDDEN, device=device)
+    w = make.vector().requires_grad_()
+    call = torch.compile(ltx.rmsnorm, backend="aot_eager") if compiled else ltx.rmsnorm
+    text = (
+        "out: expected no gradient to be needed, got an input that requires grad; "
+        "call without out= or under torch.no_grad()"
+    )
+    with pytest.raises(RuntimeError) as error:
+        call(x, w, out=out)
+    assert str(error.value).startswith(text)
+    assert not out.any()
+    with torch.no_grad():
+        ltx.rmsnorm(x, w, out=out)
+    assert out.any()
+
+
+# ---- The variant's other device
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_both_devices_have_kernels(ltx: Any, name: str) -> None:
+    for op in (name, name + "_out"):
+        for key in ("CPU", "CUDA", "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(ltx._ops.add_op_namespace_prefix(op), key)
+
+
+def test_the_other_device_runs_the_reference_and_says_so_once(ltx: Any, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs a CUDA device")
+    backend = "cpu" if "_cpu_" in ltx._ops.add_op_namespace_prefix("") else "cuda"
+    other = "cuda" if backend == "cpu" else "cpu"
+    make = Inputs(other)
+    q, k = make.heads(), make.heads()
+    ltx._fakes._warned.clear()
+    with pytest.warns(UserWarning, match=f"rope on a {other} tensor runs the plain torch reference") as caught:
+        results = ltx.rope_1d(q, k)
+        ltx.rope_1d(q, k, out=(torch.empty_like(q), torch.empty_like(k)))
+    assert len(caught) == 1
+    torch.testing.assert_close(results, ltx.reference.rope_1d(q, k), rtol=0, atol=0)
