@@ -1,0 +1,61 @@
+"""Fixtures: the package as users load it, and the device that its variant runs on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+REPO_ID = "org/ltx-kernels"
+
+# A LOCAL_KERNELS of the caller's own tests another build.
+os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in (
+        "kernels_ci: the fast subset, under 60 s in all",
+        "slow: minutes, or tens of gigabytes",
+        "sanitize: every op, dtype and geometry in small, for compute-sanitizer",
+    ):
+        config.addinivalue_line("markers", marker)
+
+
+def build_directory() -> Path:
+    """Where LOCAL_KERNELS has the package."""
+    kernels = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
+    if REPO_ID not in kernels:
+        pytest.fail(f"LOCAL_KERNELS has no entry for {REPO_ID}", pytrace=False)
+    return Path(kernels[REPO_ID])
+
+
+@pytest.fixture(scope="session")
+def ltx() -> ModuleType:
+    kernels = pytest.importorskip("kernels")
+    directory = build_directory()
+    if not directory.exists():
+        pytest.fail(f"{directory} does not exist: run `make build`", pytrace=False)
+    return kernels.get_kernel(REPO_ID, version=1)
+
+
+@pytest.fixture(scope="session")
+def backend(ltx: ModuleType) -> str:
+    """Of the loaded variant: "cpu" or "cuda"."""
+    return json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())["backend"]["type"]
+
+
+@pytest.fixture(scope="session")
+def device(backend: str) -> str:
+    return "cuda" if backend == "cuda" and torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def cuda(device: str) -> str:
+    if device != "cuda":
+        pytest.skip("needs a GPU and the CUDA variant")
+    return device

@@ -1,0 +1,569 @@
+"""Calls of the public functions: seeded inputs, fp64 truth, the terms of the error bound, and eager torch.
+
+A case is a function's name and its arguments by name. `eager` is plain torch as model code writes it, in the tensors'
+own dtypes; `terms` evaluates the formula with every summand replaced by its absolute value, which is what the rounding
+errors of the sums are measured in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .memory import LAYOUTS, Layout, place
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+# The tensors each function of the norm family takes beside its input.
+NORM_OPS: dict[str, tuple[str, ...]] = {
+    "rmsnorm": ("weight",),
+    "rmsnorm_residual": ("residual", "weight"),
+    "layernorm": ("weight", "bias"),
+    "adaln_rmsnorm": ("weight", "scale", "shift"),
+    "adaln_layernorm": ("weight", "bias", "scale", "shift"),
+    "adaln_zero": ("weight", "scale", "shift", "gate"),
+    "gated_residual": ("residual", "gate"),
+    "gated_residual_adaln_rmsnorm": ("residual", "gate", "weight", "scale", "shift"),
+    "gated_residual_adaln_layernorm": ("residual", "gate", "weight", "bias", "scale", "shift"),
+}
+MODULATORS = ("scale", "shift", "gate")
+
+# Name of the function, its own arguments, and whether it takes two tensors, one packed, or one.
+ACTIVATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "geglu tanh": ("geglu", {"approximate": "tanh"}, "packed"),
+    "geglu erf": ("geglu", {"approximate": "none"}, "packed"),
+    "geglu erf, gate last": ("geglu", {"approximate": "none", "gate_first": False}, "packed"),
+    "geglu of two": ("geglu", {}, "two"),
+    "swiglu": ("swiglu", {}, "packed"),
+    "swiglu, gate last": ("swiglu", {"gate_first": False}, "packed"),
+    "swiglu of two": ("swiglu", {}, "two"),
+    "gelu erf": ("gelu", {}, "one"),
+    "gelu tanh": ("gelu", {"approximate": "tanh"}, "one"),
+    "gelu erf, bias": ("gelu", {"approximate": "none"}, "bias"),
+    "gelu tanh, bias": ("gelu", {"approximate": "tanh"}, "bias"),
+}
+
+
+class Make:
+    """Seeded normal tensors of one device, the same on every device."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0):
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(
+        self,
+        *shape: int,
+        dtype: torch.dtype | None = None,
+        std: float = 1.0,
+        mean: float = 0.0,
+        layout: Layout | str = "contiguous",
+    ) -> Tensor:
+        values = torch.randn(shape, generator=self._generator) * std + mean
+        return place(values.to(device=self.device, dtype=dtype or self.dtype), layout)
+
+    def integers(self, *shape: int, low: int = -4, high: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.randint(low, high, shape, generator=self._generator)
+        return values.to(device=self.device, dtype=dtype or self.dtype)
+
+
+@dataclasses.dataclass
+class Case:
+    op: str
+    kwargs: dict[str, Any]
+    # The table that rope_1d and rope_3d stand for, and other arguments that only the expectation needs.
+    table: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for name, value in self.kwargs.items():
+            for i, item in enumerate(value if isinstance(value, tuple) else (value,)):
+                if isinstance(item, Tensor):
+                    found[name if not isinstance(value, tuple) else f"{name}[{i}]"] = item
+        return found
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that outputs are like."""
+        if "query" in self.kwargs:
+            return self.kwargs["query"], self.kwargs["key"]
+        return (self.kwargs["input"],)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """How outputs are handed in: `out=` (a pair for query and key), `residual_out=`."""
+        returns_residual = "residual" in self.kwargs and self.op != "gated_residual"
+        return ("out", "residual_out") if returns_residual else ("out",)
+
+    def replace(self, **kwargs: Any) -> Case:
+        return dataclasses.replace(self, kwargs={**self.kwargs, **kwargs})
+
+    def map(self, function: Any) -> Case:
+        """The same call with `function` applied to every tensor."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(mapped(item) for item in value)
+            return function(value) if isinstance(value, Tensor) else value
+
+        return dataclasses.replace(self, kwargs={name: mapped(value) for name, value in self.kwargs.items()})
+
+    def in_layout(self, layout: Layout | str) -> Case:
+        return self.map(lambda tensor: place(tensor, layout))
+
+    def run(self, module: Any, **outputs: Any) -> tuple[Tensor, ...]:
+        result = getattr(module, self.op)(**self.kwargs, **outputs)
+        return result if isinstance(result, tuple) else (result,)
+
+    def truth(self, ltx: Any) -> tuple[Tensor, ...]:
+        """The formula in fp64 on the same values."""
+        wide = self.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        if "positions" in self.kwargs:  # a dtype of its own, which is part of the formula
+            wide = wide.replace(positions=self.kwargs["positions"])
+        wide.kwargs.pop("rounding", None)
+        return wide.run(ltx.reference)
+
+    def terms(self, ltx: Any) -> tuple[Tensor, ...]:
+        if self.op in NORM_OPS:
+            return _norm_terms(self.op, self.kwargs)
+        if self.op in ("geglu", "swiglu", "gelu"):
+            return (_activation_terms(self.op, self.kwargs),)
+        return _rotary_terms(self, ltx)
+
+    def eager(self) -> tuple[Tensor, ...]:
+        """Plain torch in the tensors' own dtypes, as the model libraries write it."""
+        if self.op in NORM_OPS:
+            return _norm_eager(self.op, self.kwargs)
+        if self.op in ("geglu", "swiglu", "gelu"):
+            return (_activation_eager(self.op, self.kwargs),)
+        return _rotary_eager(self)
+
+
+# ---- Norms
+
+
+def modulator_shape(kind: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The forms that a modulation input comes in, for an input of `shape` [B, ..., H]."""
+    batch, hidden = shape[0], shape[-1]
+    ones = (1,) * (len(shape) - 2)
+    return {
+        "per batch": (batch, hidden),
+        "one for all batches": (1, hidden),
+        "vector": (hidden,),
+        "[B, 1, H]": (batch, *ones, hidden),
+        "[1, S, H]": (1, *shape[1:]),
+        "[B, S, H]": tuple(shape),
+        "[S, H]": tuple(shape[1:]),
+        "[B, S, 1]": (*shape[:-1], 1),
+        "one number": (1,),
+    }[kind]
+
+
+def norm_case(
+    op: str,
+    make: Make,
+    shape: Sequence[int],
+    *,
+    param_dtype: torch.dtype | None = None,
+    modulation_dtype: torch.dtype | None = None,
+    modulation: str = "[B, 1, H]",
+    tables: Sequence[str] = (),
+    without: Sequence[str] = (),
+    **options: Any,
+) -> Case:
+    """A call of `op` on an input of `shape`; `tables` and `without` name its modulation inputs."""
+    hidden = shape[-1]
+    kwargs: dict[str, Any] = {"input": make(*shape)}
+    for name in NORM_OPS[op]:
+        if name in without:
+            if op.startswith("adaln") and name == "weight":
+                kwargs[name] = None
+            continue
+        if name == "residual":
+            kwargs[name] = make(*shape)
+        elif name in MODULATORS:
+            kwargs[name] = make(*modulator_shape(modulation, shape), dtype=modulation_dtype)
+        else:
+            kwargs[name] = make(hidden, dtype=param_dtype, mean=1.0 if name == "weight" else 0.0)
+    for name in tables:
+        kwargs[f"{name}_table"] = make(hidden, dtype=modulation_dtype)
+    return Case(op, {**kwargs, **options})
+
+
+def _broadcast(value: Tensor, input: Tensor) -> Tensor:
+    if value.dim() == 2 and input.dim() >= 3:
+        return value.view(value.shape[0], *(1,) * (input.dim() - 2), value.shape[1])
+    return value
+
+
+def _eps(kwargs: dict[str, Any], op: str) -> float:
+    eps = kwargs.get("eps", 1e-5 if "layernorm" in op else 1e-6)
+    return torch.finfo(torch.float32).eps if eps is None else eps
+
+
+def _norm_terms(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    def wide(name: str) -> Tensor | None:
+        return None if kwargs.get(name) is None else kwargs[name].double()
+
+    def modulator(name: str, signed: bool = False) -> Tensor | float:
+        value, table = wide(name), wide(f"{name}_table")
+        assert value is not None
+        value = _broadcast(value, kwargs["input"])
+        if signed:
+            return value if table is None else value + table
+        return value.abs() if table is None else value.abs() + table.abs()
+
+    h = kwargs["input"].double()
+    magnitude = h.abs()
+    residual = wide("residual")
+    if residual is not None:
+        gated = kwargs.get("gate") is not None
+        h = residual + (h * modulator("gate", signed=True) if gated else h)
+        magnitude = residual.abs() + (magnitude * modulator("gate") if gated else magnitude)
+    if op == "gated_residual":
+        return (magnitude,)
+    n = magnitude
+    if "layernorm" in op:
+        n = n + magnitude.mean(-1, keepdim=True)
+        h = h - h.mean(-1, keepdim=True)
+    n = n * torch.rsqrt(h.square().mean(-1, keepdim=True) + _eps(kwargs, op))
+    weight, bias = wide("weight"), wide("bias")
+    if weight is not None:
+        n = n * (weight.abs() + abs(kwargs.get("weight_offset", 0.0)))
+    if bias is not None:
+        n = n + bias.abs()
+    if kwargs.get("scale") is not None:
+        n = n * (1 + modulator("scale"))
+    if kwargs.get("shift") is not None:
+        n = n + modulator("shift")
+    if op == "adaln_zero":
+        n = n * modulator("gate")
+    return (n, magnitude) if residual is not None else (n,)
+
+
+def _norm_eager(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    def modulator(name: str) -> Tensor | None:
+        value, table = kwargs.get(name), kwargs.get(f"{name}_table")
+        if value is None:
+            return None
+        value = _broadcast(value, kwargs["input"])
+        return value if table is None else table + value
+
+    x, residual = kwargs["input"], kwargs.get("residual")
+    dtype, eps = x.dtype, _eps(kwargs, op)
+    weight, bias, offset = kwargs.get("weight"), kwargs.get("bias"), kwargs.get("weight_offset", 0.0)
+    gate, scale, shift = modulator("gate"), modulator("scale"), modulator("shift")
+    if residual is not None:
+        x = (residual + (x if gate is None else x * gate)).to(dtype)
+    h = x
+    if op == "gated_residual":
+        return (h,)
+    if "layernorm" in op:
+        wide = [None if p is None else p.float() for p in (weight, bias)]
+        n = F.layer_norm(h.float(), h.shape[-1:], *wide, eps).to(dtype)
+    else:
+        n = h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + eps)
+        if weight is None:
+            n = n.to(dtype)
+        elif offset:
+            n = (n * (offset + weight.float())).to(dtype)
+        else:
+            n = n.to(dtype) * weight
+    if scale is not None:
+        n = n * (1 + scale)
+    if shift is not None:
+        n = n + shift
+    if op == "adaln_zero":
+        n = n * gate
+    n = n.to(dtype)
+    return (n, h) if residual is not None else (n,)
+
+
+# ---- Activations
+
+
+def activation_case(name: str, make: Make, shape: Sequence[int], **options: Any) -> Case:
+    """`shape` is that of the output."""
+    op, own, form = ACTIVATIONS[name]
+    width = shape[-1]
+    kwargs: dict[str, Any] = {"input": make(*shape[:-1], 2 * width if form == "packed" else width, std=2.0)}
+    if form == "two":
+        kwargs["up"] = make(*shape)
+    if form == "bias":
+        kwargs["bias"] = make(width, dtype=options.pop("param_dtype", None))
+    return Case(op, {**kwargs, **own, **options})
+
+
+def _gate_and_up(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    if op == "gelu" or kwargs.get("up") is not None:
+        return kwargs["input"], kwargs.get("up")
+    first, second = kwargs["input"].chunk(2, -1)
+    return (first, second) if kwargs.get("gate_first", True) else (second, first)
+
+
+def _is_tanh(op: str, kwargs: dict[str, Any]) -> bool:
+    return op != "swiglu" and kwargs.get("approximate", "none" if op == "gelu" else "tanh") == "tanh"
+
+
+def _activation_terms(op: str, kwargs: dict[str, Any]) -> Tensor:
+    gate, up = _gate_and_up(op, kwargs)
+    x = gate.double()
+    total = torch.zeros_like(x)
+    magnitude = x.abs()
+    if kwargs.get("bias") is not None:
+        magnitude = magnitude + kwargs["bias"].double().abs()
+        x = x + kwargs["bias"].double()
+        total = 1.2 * magnitude  # no activation is steeper
+    if _is_tanh(op, kwargs):
+        # The argument of the sigmoid is a sum; its error counts as much as the sigmoid is steep there.
+        argument = 2 * math.sqrt(2 / math.pi) * (magnitude + 0.044715 * magnitude**3)
+        sigmoid = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+        total = total + x.abs() * sigmoid * (1 - sigmoid) * argument
+    return total if up is None else total * up.double().abs()
+
+
+def _activation_eager(op: str, kwargs: dict[str, Any]) -> Tensor:
+    gate, up = _gate_and_up(op, kwargs)
+    if kwargs.get("bias") is not None:
+        gate = (gate + kwargs["bias"]).to(gate.dtype)
+    if op == "swiglu":
+        activated = F.silu(gate)
+    else:
+        activated = F.gelu(gate, approximate="tanh" if _is_tanh(op, kwargs) else "none")
+    return activated if up is None else activated * up
+
+
+# ---- Rotary
+
+# Shapes of a table for heads of width D, by (batch, sequence, heads, D). None of the sizes may equal another.
+TABLES = {
+    "[S, D]": lambda b, s, h, d: (s, d),
+    "[S, D/2]": lambda b, s, h, d: (s, d // 2),
+    "[B, S, D]": lambda b, s, h, d: (b, s, d),
+    "[1, S, D/2]": lambda b, s, h, d: (1, s, d // 2),
+    "[B, H, S, D]": lambda b, s, h, d: (b, h, s, d),
+    "[B, H, S, D/2]": lambda b, s, h, d: (b, h, s, d // 2),
+    "[B, 1, S, D]": lambda b, s, h, d: (b, 1, s, d),
+    "[1, H, S, D/2]": lambda b, s, h, d: (1, h, s, d // 2),
+    "[B, S, H, D/2]": lambda b, s, h, d: (b, s, h, d // 2),
+    "[B, S, 1, D]": lambda b, s, h, d: (b, s, 1, d),
+    "[1, S, 1, D]": lambda b, s, h, d: (1, s, 1, d),
+    "[1, D]": lambda b, s, h, d: (1, d),
+    "[S, H*D]": lambda b, s, h, d: (s, h * d),
+    "[B, S, H*D]": lambda b, s, h, d: (b, s, h * d),
+    "[B, S, H*D/2]": lambda b, s, h, d: (b, s, h * d // 2),
+    "[1, S, H*D]": lambda b, s, h, d: (1, s, h * d),
+}
+
+
+def rotary_case(
+    make: Make,
+    sizes: tuple[int, int, int, int],
+    *,
+    table: str = "[S, D]",
+    table_dtype: torch.dtype = torch.float32,
+    key: tuple[int, int] | None = None,
+    heads_first: bool = False,
+    rotary_dim: int | None = None,
+    **options: Any,
+) -> Case:
+    """apply_rotary, or apply_rotary_qk with `key` = its (sequence, heads), of [B, S, heads, D] or [B, heads, S, D].
+
+    The tables hold random numbers, not cosines: any mistaken index shows.
+    """
+    batch, sequence, heads, width = sizes
+
+    def tensor(s: int, h: int) -> Tensor:
+        return make(batch, h, s, width) if heads_first else make(batch, s, h, width)
+
+    kwargs: dict[str, Any] = {"query" if key else "input": tensor(sequence, heads)}
+    if key:
+        kwargs["key"] = tensor(*key)
+    shape = TABLES[table](batch, max(sequence, key[0]) if key else sequence, heads, rotary_dim or width)
+    kwargs["cos"], kwargs["sin"] = make(*shape, dtype=table_dtype), make(*shape, dtype=table_dtype)
+    if heads_first:
+        kwargs["sequence_dim"] = 2
+    return Case("apply_rotary_qk" if key else "apply_rotary", {**kwargs, **options})
+
+
+def qk_norm_rope_case(
+    make: Make,
+    sizes: tuple[int, int, int, int],
+    *,
+    across_heads: bool,
+    key: tuple[int, int] | None = None,
+    table: str = "[S, D]",
+    key_table: bool = False,
+    table_dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
+    weights: bool = True,
+    **options: Any,
+) -> Case:
+    """qk_norm_rope of [B, S, heads, D]; `key` = its (sequence, heads); `key_table`: the key has tables of its own."""
+    batch, sequence, heads, width = sizes
+    key_sequence, key_heads = key or (sequence, heads)
+
+    def weight(h: int) -> Tensor | None:
+        return make(h * width if across_heads else width, dtype=weight_dtype, mean=1.0) if weights else None
+
+    def tables(s: int, h: int) -> tuple[Tensor, Tensor]:
+        shape = TABLES[table](batch, s, h, width)
+        return make(*shape, dtype=table_dtype), make(*shape, dtype=table_dtype)
+
+    kwargs: dict[str, Any] = {
+        "query": make(batch, sequence, heads, width),
+        "key": make(batch, key_sequence, key_heads, width),
+        "query_weight": weight(heads),
+        "key_weight": weight(key_heads),
+    }
+    if key_table:
+        pairs = tables(sequence, heads), tables(key_sequence, key_heads)
+        kwargs["cos"], kwargs["sin"] = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+    else:
+        kwargs["cos"], kwargs["sin"] = tables(max(sequence, key_sequence), heads)
+    return Case("qk_norm_rope", {**kwargs, "across_heads": across_heads, **options})
+
+
+def angle_table(positions: Sequence[Tensor], widths: Sequence[int], bases: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., D / 2] in fp64 of the fp32 angles of rope_1d and rope_3d, one axis after another."""
+    angles = []
+    for position, width, base in zip(positions, widths, bases, strict=True):
+        inverse = torch.tensor([1.0 / base ** (2 * j / width) for j in range(width // 2)], dtype=torch.float64)
+        angles.append(position.float().cpu()[..., None] * inverse.float())
+    angle = torch.cat(angles, -1).double()
+    return angle.cos(), angle.sin()
+
+
+def rope_case(
+    make: Make,
+    sizes: tuple[int, int, int],
+    *,
+    sequence: int | None = None,
+    grid: tuple[int, int, int] | None = None,
+    key_heads: int | None = None,
+    **options: Any,
+) -> Case:
+    """rope_1d over `sequence` tokens or rope_3d over a `grid`, of sizes (batch, heads, D)."""
+    batch, heads, width = sizes
+    tokens = sequence if grid is None else math.prod(grid)
+    assert tokens is not None
+    kwargs: dict[str, Any] = {"query": make(batch, tokens, heads, width)}
+    kwargs["key"] = make(batch, tokens, key_heads or heads, width)
+    base = options.get("theta_base", 10000.0)
+    if grid is None:
+        positions = options.get("positions")
+        axes, widths, bases = [torch.arange(tokens) if positions is None else positions], [width], [base]
+    else:
+        kwargs.update(zip(("num_frames", "height", "width"), grid, strict=True))
+        axes = list(torch.cartesian_prod(*(torch.arange(n) for n in grid)).reshape(-1, 3).unbind(-1))
+        third = 2 * (width // 3 // 2)
+        widths = list(options.get("rope_dims") or (third, third, width - 2 * third))
+        bases = [base] * 3 if isinstance(base, float | int) else list(base)
+    table = angle_table(axes, widths, bases)
+    device = kwargs["query"].device
+    return Case(
+        "rope_1d" if grid is None else "rope_3d",
+        {**kwargs, **options},
+        table=(table[0].to(device), table[1].to(device)),
+    )
+
+
+def _with_tables(case: Case) -> Case:
+    """rope_1d and rope_3d as apply_rotary_qk with the fp64 table that they stand for."""
+    assert case.table is not None
+    kwargs = {name: case.kwargs[name] for name in ("query", "key", "layout") if name in case.kwargs}
+    return Case("apply_rotary_qk", {**kwargs, "cos": case.table[0], "sin": case.table[1]})
+
+
+def _rotary_terms(case: Case, ltx: Any) -> tuple[Tensor, ...]:
+    """|x[a] * cos| + |x[b] * sin|: the rotation by each of the two tables alone, the other one being zero."""
+    case = case if case.table is None else _with_tables(case)
+    zeros = case.map(torch.zeros_like)
+    by_cos = case.replace(sin=zeros.kwargs["sin"]).truth(ltx)
+    by_sin = case.replace(cos=zeros.kwargs["cos"]).truth(ltx)
+    terms = []
+    for cos, sin in zip(by_cos, by_sin, strict=True):
+        terms.append(cos.abs() + sin.abs())
+    return tuple(terms)
+
+
+def _rotary_eager(case: Case) -> tuple[Tensor, ...]:
+    case = case if case.table is None else _with_tables(case)
+    kwargs = case.kwargs
+    outs = []
+    for i, x in enumerate(case.inputs):
+        cos, sin = (t[i] if isinstance(t, tuple) else t for t in (kwargs["cos"], kwargs["sin"]))
+        heads_first = kwargs.get("sequence_dim", 1) == 2
+        x = x.transpose(1, 2) if heads_first else x
+        if case.op == "qk_norm_rope":
+            weight = kwargs["key_weight" if i else "query_weight"]
+            x = _rms_norm_once(x, weight, kwargs.get("eps", 1e-6), kwargs["across_heads"])
+        tables = [_table_rows(t, x) for t in (cos, sin)]
+        out = _rotate(x, *tables, kwargs.get("rotary_dim"), kwargs.get("layout", "interleaved"))
+        outs.append(out.transpose(1, 2) if heads_first else out)
+    return tuple(outs)
+
+
+def _rms_norm_once(x: Tensor, weight: Tensor | None, eps: float | None, across_heads: bool) -> Tensor:
+    """torch.nn.RMSNorm: one rounding, after the weight."""
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    n = (x.flatten(-2) if across_heads else x).float()
+    n = n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        n = n * weight.float()
+    return n.to(x.dtype).view(x.shape)
+
+
+def _table_rows(table: Tensor, x: Tensor) -> Tensor:
+    """The table as [B, S, heads, W] for x [B, S, heads, D]."""
+    _, sequence, heads, width = x.shape
+    if table.dim() == 4:
+        table = table.transpose(1, 2) if table.shape[2] == sequence or table.shape[1] != sequence else table
+    else:
+        table = table if table.dim() == 3 else table[None]
+        whole = heads > 1 and table.shape[-1] in (heads * width, heads * width // 2) and table.shape[-1] != width
+        table = table.unflatten(-1, (heads, -1)) if whole else table[:, :, None]
+    return table[:, :sequence]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None, layout: str) -> Tensor:
+    """x * cos + rotated(x) * sin in torch's own promotion, as apply_rotary_emb and apply_rotary_pos_emb have it."""
+    half = cos.shape[-1] * 2 == (rotary_dim or x.shape[-1])
+    rotary_dim = cos.shape[-1] * (2 if half else 1)
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    if half:
+        cos, sin = (torch.cat((t, t), -1) if layout == "half" else t.repeat_interleave(2, -1) for t in (cos, sin))
+    if layout == "half":
+        a, b = turned.chunk(2, -1)
+        rotated = torch.cat((-b, a), -1)
+    else:
+        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack((-b, a), -1).flatten(-2)
+    out = (turned * cos + rotated * sin).to(x.dtype)
+    return torch.cat((out, rest), -1)
+
+
+__all__ = [
+    "ACTIVATIONS",
+    "DTYPES",
+    "LAYOUTS",
+    "MODULATORS",
+    "NORM_OPS",
+    "TABLES",
+    "Case",
+    "Make",
+    "activation_case",
+    "angle_table",
+    "modulator_shape",
+    "norm_case",
+    "qk_norm_rope_case",
+    "rope_case",
+    "rotary_case",
+]
