@@ -13,8 +13,8 @@ from torch import Tensor
 DTYPES = [torch.float32, torch.bfloat16]
 BATCH, TOKENS, HEADS, WIDTH = 2, 6, 3, 8
 HIDDEN = HEADS * WIDTH
-# (batch, tokens) for one compilation. The first call's sizes differ from each other and from all fixed ones: torch takes
-# equal sizes for the same size.
+# (batch, tokens) of calls that share one compilation. The first two differ from each other and from every fixed size,
+# because torch takes sizes that are equal at first for one size.
 SIZES = [(5, 12), (4, 10), (7, 28)]
 
 OPS = [

@@ -5,7 +5,7 @@ reference implementations, and raise RuntimeError with the same text: ``name: ex
 can tell (overlap, strides of zero in an output) has no twin here. Sizes may be symbolic; comparing them adds a guard
 only where the answer decides what is computed.
 
-``float64=True`` admits float64 beside the three supported dtypes, for the reference in double precision.
+``float64=True`` admits a float64 input, and then float64 for everything, for the reference in double precision.
 """
 
 from __future__ import annotations
@@ -231,6 +231,7 @@ def check_norm(
     _code("rounding", rounding, FP32, EAGER)
     _min_dim("input", input, 1)
     _float_dtype("input", input, float64)
+    float64 = input.dtype == torch.float64
     _eps(eps)
     width = input.shape[-1]
     if residual is not None:
@@ -272,6 +273,7 @@ def check_glu(
             _fail("input", "an even last dimension (gate and up packed)", "shape " + _shape_text(input.shape))
         width = width // 2
     _float_dtype("input", input, float64)
+    float64 = input.dtype == torch.float64
     if up is not None:
         _same_device("up", up, "input", input)
         _same_dtype("up", up, "input", input)
@@ -421,6 +423,7 @@ class RotaryInput(NamedTuple):
 def _check_inputs(operands: list[RotaryInput], eps: float, across_heads: bool, float64: bool) -> None:
     query = operands[0]
     _float_dtype(query.name, query.tensor, float64)
+    float64 = query.tensor.dtype == torch.float64
     _eps(eps)
     batch = _size(query.tensor, query.dims.batch)
     head_dim = query.tensor.shape[-1]
@@ -446,7 +449,6 @@ def _check_tables(
     operands: list[RotaryInput],
     tables: list[tuple[str, Tensor, str, Tensor]],
     rotary_dim: int,
-    float64: bool,
 ) -> list[RotaryTable]:
     """Reads one table per operand, or one for all of them."""
     query = operands[0]
@@ -458,7 +460,7 @@ def _check_tables(
         tensor = operand.tensor
         _same_device(cos_name, cos, operand.name, tensor)
         _same_device(sin_name, sin, operand.name, tensor)
-        _float_dtype(cos_name, cos, float64)
+        _float_dtype(cos_name, cos, query.tensor.dtype == torch.float64)
         if cos.dtype != torch.float32 and cos.dtype != query.tensor.dtype:
             expected = f"dtype float32 or {_dtype_text(tensor.dtype)} (that of {operand.name})"
             _fail(cos_name, expected, _dtype_text(cos.dtype))
@@ -507,7 +509,7 @@ def check_apply_rotary(
     operands = [RotaryInput("input", input, head_dims("input", input, sequence_dim))]
     _code("rounding", rounding, FP32, EAGER)
     _check_inputs(operands, 0.0, False, float64)
-    tables = _check_tables(operands, [("cos", cos, "sin", sin)], rotary_dim, float64)
+    tables = _check_tables(operands, [("cos", cos, "sin", sin)], rotary_dim)
     _check_outputs(operands, None if out is None else (out,))
     return operands, tables
 
@@ -530,7 +532,7 @@ def check_apply_rotary_qk(
     ]
     _code("rounding", rounding, FP32, EAGER)
     _check_inputs(operands, 0.0, False, float64)
-    tables = _check_tables(operands, [("cos", cos, "sin", sin)], rotary_dim, float64)
+    tables = _check_tables(operands, [("cos", cos, "sin", sin)], rotary_dim)
     _check_outputs(operands, out)
     return operands, tables
 
@@ -565,7 +567,7 @@ def check_qk_norm_rope(
         name = "key_cos" if key_cos is None else "key_sin"
         _fail(name, "both key_cos and key_sin, or neither", "None")
     _check_inputs(operands, eps, across_heads, float64)
-    views = _check_tables(operands, tables, rotary_dim, float64)
+    views = _check_tables(operands, tables, rotary_dim)
     _check_outputs(operands, out)
     return operands, views
 
