@@ -174,9 +174,7 @@ def test_weight_offset(ltx, device, op, dtype):
     check(ltx, case.replace(weight=make(96, dtype=torch.bfloat16, std=1e-3)))
     # Without a weight there is nothing to add it to.
     check(ltx, case.replace(weight=None, weight_offset=0.0))
-    assert_same_bits(
-        case.replace(weight=None).run(ltx)[0], case.replace(weight=None, weight_offset=0.0).run(ltx)[0]
-    )
+    assert_same_bits(case.replace(weight=None).run(ltx)[0], case.replace(weight=None, weight_offset=0.0).run(ltx)[0])
 
 
 # ---- Memory

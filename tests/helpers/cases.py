@@ -127,6 +127,8 @@ class Case:
         wide = self.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         if "positions" in self.kwargs:  # a dtype of its own, which is part of the formula
             wide = wide.replace(positions=self.kwargs["positions"])
+        if "eps" in self.kwargs:
+            wide = wide.replace(eps=_eps(self.kwargs, self.op))  # None means the compute dtype's
         wide.kwargs.pop("rounding", None)
         return wide.run(ltx.reference)
 
@@ -301,7 +303,7 @@ def activation_case(name: str, make: Make, shape: Sequence[int], **options: Any)
     return Case(op, {**kwargs, **own, **options})
 
 
-def _gate_and_up(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def gate_and_up(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if op == "gelu" or kwargs.get("up") is not None:
         return kwargs["input"], kwargs.get("up")
     first, second = kwargs["input"].chunk(2, -1)
@@ -313,7 +315,7 @@ def _is_tanh(op: str, kwargs: dict[str, Any]) -> bool:
 
 
 def _activation_terms(op: str, kwargs: dict[str, Any]) -> Tensor:
-    gate, up = _gate_and_up(op, kwargs)
+    gate, up = gate_and_up(op, kwargs)
     x = gate.double()
     total = torch.zeros_like(x)
     magnitude = x.abs()
@@ -330,13 +332,11 @@ def _activation_terms(op: str, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _activation_eager(op: str, kwargs: dict[str, Any]) -> Tensor:
-    gate, up = _gate_and_up(op, kwargs)
+    gate, up = gate_and_up(op, kwargs)
     if kwargs.get("bias") is not None:
         gate = (gate + kwargs["bias"]).to(gate.dtype)
-    if op == "swiglu":
-        activated = F.silu(gate)
-    else:
-        activated = F.gelu(gate, approximate="tanh" if _is_tanh(op, kwargs) else "none")
+    approximate = "tanh" if _is_tanh(op, kwargs) else "none"
+    activated = F.silu(gate) if op == "swiglu" else F.gelu(gate, approximate=approximate)
     return activated if up is None else activated * up
 
 
@@ -561,6 +561,7 @@ __all__ = [
     "Make",
     "activation_case",
     "angle_table",
+    "gate_and_up",
     "modulator_shape",
     "norm_case",
     "qk_norm_rope_case",

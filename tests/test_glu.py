@@ -1,0 +1,368 @@
+"""geglu, swiglu and gelu."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    ACTIVATIONS,
+    DTYPES,
+    LAYOUTS,
+    Case,
+    Make,
+    activation_case,
+    assert_same_bits,
+    check,
+    check_out,
+    gate_and_up,
+    place,
+    ulp,
+)
+
+WIDTHS = [1, 2, 3, 5, 7, 8, 17, 33, 64, 127, 128, 250, 1000, 1024, 1985, 2048, 2050, 4096, 8192, 16384, 32768, 40000]
+every_activation = pytest.mark.parametrize("name", ACTIVATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+# ---- The definition: ltx.reference against torch
+
+
+def test_reference_is_torch(ltx, device):
+    x = torch.linspace(-40, 40, 4002, dtype=torch.float64, device=device)
+    up = Make(device, torch.float64)(4002)
+    r = ltx.reference
+    for approximate in ("none", "tanh"):
+        expected = F.gelu(x, approximate=approximate)
+        torch.testing.assert_close(r.gelu(x, approximate=approximate), expected, rtol=1e-9, atol=1e-15)
+        torch.testing.assert_close(r.geglu(x, up, approximate=approximate), expected * up, rtol=1e-9, atol=1e-15)
+        packed = torch.cat((x, up))
+        torch.testing.assert_close(r.geglu(packed, approximate=approximate), expected * up, rtol=1e-9, atol=1e-15)
+        packed = torch.cat((up, x))
+        got = r.geglu(packed, approximate=approximate, gate_first=False)
+        torch.testing.assert_close(got, expected * up, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(r.swiglu(x, up), F.silu(x) * up, rtol=1e-12, atol=0)
+    torch.testing.assert_close(r.swiglu(torch.cat((up, x)), gate_first=False), F.silu(x) * up, rtol=1e-12, atol=0)
+    torch.testing.assert_close(r.gelu(x, bias=up), F.gelu(x + up), rtol=1e-9, atol=1e-15)
+
+
+def test_defaults(ltx, device):
+    """geglu is tanh and gate first; gelu is erf."""
+    packed = torch.linspace(-4, 4, 64, device=device)
+    gate, up = packed.chunk(2)
+    assert_same_bits(ltx.geglu(packed), ltx.geglu(gate, up, approximate="tanh"))
+    assert_same_bits(ltx.swiglu(packed), ltx.swiglu(gate, up))
+    assert_same_bits(ltx.gelu(packed), ltx.gelu(packed, approximate="none"))
+    assert not torch.equal(ltx.gelu(packed), ltx.gelu(packed, approximate="tanh"))
+
+
+# ---- fp64 truth
+
+
+@pytest.mark.kernels_ci
+@every_activation
+@every_dtype
+def test_basic(ltx, device, name, dtype):
+    check(ltx, activation_case(name, Make(device, dtype), (2, 7, 256)))
+
+
+@pytest.mark.sanitize
+@every_activation
+@every_dtype
+def test_row_lengths(ltx, device, name, dtype):
+    for width in WIDTHS:
+        check(ltx, activation_case(name, Make(device, dtype, seed=width), (3, width)))
+
+
+@every_activation
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (1, 1, 40), (2, 3, 4, 40), (300, 8), (5, 1, 1), (70000, 1)])
+def test_shapes(ltx, device, name, shape):
+    for dtype in DTYPES:
+        check(ltx, activation_case(name, Make(device, dtype), shape))
+
+
+@every_activation
+@pytest.mark.parametrize("shape", [(0,), (0, 40), (2, 0, 40), (3, 0)])
+def test_empty(ltx, device, name, shape):
+    case = activation_case(name, Make(device, torch.float16), shape)
+    (output,) = case.run(ltx)
+    assert output.shape == shape
+    assert output.dtype == torch.float16
+    check_out(ltx, case, "rows apart")
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if "bias" in name])
+@every_dtype
+@pytest.mark.parametrize("param_dtype", DTYPES, ids=str)
+def test_bias_dtypes(ltx, device, name, dtype, param_dtype):
+    for width in (1, 33, 264, 5000):
+        check(ltx, activation_case(name, Make(device, dtype), (4, width), param_dtype=param_dtype))
+
+
+# Every number of a range, so that no piece of an approximation goes unseen.
+@pytest.mark.parametrize("name", ["swiglu of two", "geglu of two", "gelu erf", "gelu tanh"])
+def test_every_float16(ltx, device, name):
+    """All finite fp16 numbers, in fp16 and as fp32."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.float16)
+    x = x[x.isfinite()].to(device)
+    op, own, form = ACTIVATIONS[name]
+    for values in (x, x.float(), x.float() * 0.001):
+        extra = {"up": torch.ones_like(values)} if form == "two" else {}
+        check(ltx, Case(op, {"input": values, **extra, **own}), eager_may_be_worse=False)
+
+
+@pytest.mark.parametrize("name", ["swiglu of two", "geglu of two", "gelu erf", "gelu tanh"])
+def test_every_bfloat16(ltx, device, name):
+    """All bf16 numbers up to 1e9 (past that the cube of tanh-GELU overflows, in torch too), in bf16 and as fp32."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.bfloat16)
+    x = x[x.abs() < 1e9].to(device)
+    op, own, form = ACTIVATIONS[name]
+    for values in (x, x.float()):
+        extra = {"up": torch.ones_like(values)} if form == "two" else {}
+        check(ltx, Case(op, {"input": values, **extra, **own}), eager_may_be_worse=False)
+
+
+@pytest.mark.parametrize("name", ["swiglu of two", "geglu of two", "gelu erf", "gelu tanh"])
+@every_dtype
+def test_infinities_and_nan(ltx, device, name, dtype):
+    """activation(inf) = inf and NaN stays; -inf * 0 may be NaN, as in torch, or its limit 0."""
+    op, own, form = ACTIVATIONS[name]
+    x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, 3.0e38, -3.0e38], device=device).to(dtype)
+    extra = {"up": torch.ones_like(x)} if form == "two" else {}
+    for rounding in ("fp32", "eager"):
+        output = Case(op, {"input": x, **extra, **own, "rounding": rounding}).run(ltx)[0].tolist()
+        assert output[0] == math.inf
+        assert math.isnan(output[1]) or output[1] == 0
+        assert math.isnan(output[2])
+        assert output[3] == 0
+        assert output[4] == x[4].item()
+        assert output[5] == 0 or dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", ["swiglu of two", "geglu of two"])
+def test_up_special_values(ltx, device, name):
+    op, own, _ = ACTIVATIONS[name]
+    gate = torch.tensor([1.0, 0.0, -2.0, 1.0, 60000.0], device=device, dtype=torch.float16)
+    up = torch.tensor([math.inf, math.inf, -math.inf, math.nan, 2.0], device=device, dtype=torch.float16)
+    output = Case(op, {"input": gate, "up": up, **own}).run(ltx)[0].tolist()
+    assert output[0] == math.inf
+    assert math.isnan(output[1])
+    assert output[2] == math.inf
+    assert math.isnan(output[3])
+    assert output[4] == math.inf
+
+
+@every_activation
+def test_denormals(ltx, device, name):
+    for dtype in DTYPES:
+        make = Make(device, dtype)
+        case = activation_case(name, make, (3, 40))
+        case.kwargs["input"] = make.integers(*case.kwargs["input"].shape) * (torch.finfo(dtype).smallest_normal / 16)
+        check(ltx, case, eager_may_be_worse=False)
+
+
+def test_small_results_are_kept(ltx, device):
+    """Far down the negative side the results are denormal, then zero, never of the wrong sign."""
+    x = torch.linspace(-30.0, -5.0, 2001, device=device)
+    for case in (
+        Case("gelu", {"input": x}),
+        Case("gelu", {"input": x, "approximate": "tanh"}),
+        Case("swiglu", {"input": 4 * x, "up": torch.ones_like(x)}),
+    ):
+        (output,) = check(ltx, case, eager_may_be_worse=False)
+        assert bool((output <= 0).all())
+
+
+# ---- Memory
+
+
+@every_activation
+@every_dtype
+@every_layout
+def test_layouts(ltx, device, name, dtype, layout):
+    for shape in ((2, 3, 4, 40), (2, 5, 264), (3, 1, 17)):
+        check(ltx, activation_case(name, Make(device, dtype), shape).in_layout(layout))
+
+
+@pytest.mark.parametrize("name", ["geglu of two", "swiglu of two", "gelu erf, bias"])
+def test_layout_of_one_operand(ltx, device, name):
+    for dtype in DTYPES:
+        case = activation_case(name, Make(device, dtype), (2, 3, 264))
+        expected = case.run(ltx)[0]
+        for operand in case.tensors:
+            for layout in LAYOUTS:
+                moved = case.replace(**{operand: place(case.kwargs[operand], layout)})
+                assert_same_bits(moved.run(ltx)[0], expected, f"{operand} {layout}")
+
+
+@every_activation
+@every_layout
+def test_out(ltx, device, name, layout):
+    for dtype in DTYPES:
+        for shape in ((2, 3, 264), (2, 3, 33), (70, 1), (2, 5000)):
+            check_out(ltx, activation_case(name, Make(device, dtype), shape), layout)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, form) in ACTIVATIONS.items() if form != "packed"])
+@every_dtype
+def test_in_place(ltx, device, name, dtype):
+    for width in (33, 5000):
+        case = activation_case(name, Make(device, dtype), (2, 3, width))
+        expected = case.run(ltx)[0]
+        for operand in ("input", "up"):
+            if operand not in case.kwargs:
+                continue
+            for layout in ("contiguous", "rows misaligned", "columns strided"):
+                again = case.in_layout(layout)
+                (output,) = again.run(ltx, out=again.kwargs[operand])
+                assert output is again.kwargs[operand]
+                assert_same_bits(output, expected, f"in place of {operand}, {layout}")
+
+
+@every_activation
+def test_expanded_input(ltx, device, name):
+    case = activation_case(name, Make(device, torch.bfloat16), (4, 3, 40))
+    check(ltx, case.map(lambda t: t[:1].expand(t.shape) if t.dim() == 3 else t))
+    check(ltx, case.map(lambda t: t[..., :1].expand(t.shape)))
+
+
+@every_activation
+@every_dtype
+def test_same_element_same_bits(ltx, device, name, dtype):
+    """Alone, in a row of any length, at any place: the same result."""
+    case = activation_case(name, Make(device, dtype), (64, 264))
+    expected = case.run(ltx)[0]
+    assert_same_bits(case.run(ltx)[0], expected, "second run")
+    for first, last in ((0, 1), (5, 6), (3, 60)):
+        rows = case.map(lambda t, first=first, last=last: t[first:last] if t.dim() == 2 else t)
+        for layout in LAYOUTS:
+            assert_same_bits(rows.in_layout(layout).run(ltx)[0], expected[first:last], f"{first}:{last}, {layout}")
+    if ACTIVATIONS[name][2] != "packed":
+        columns = case.map(lambda t: t[..., 7:40].contiguous())
+        assert_same_bits(columns.run(ltx)[0], expected[:, 7:40].contiguous(), "columns 7:40")
+
+
+# ---- rounding="eager"
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if "bias" not in name])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_eager(ltx, device, name, dtype):
+    """torch's own activations err by a few fp32 ulps, so some activated gates round the other way."""
+    case = activation_case(name, Make(device, dtype), (40, 1000))
+    (output,) = case.replace(rounding="eager").run(ltx)
+    expected = case.eager()[0]
+    gate, up = gate_and_up(case.op, case.kwargs)
+    factor = 1.0 if up is None else up.double().abs()
+    error = (output.double() - expected.double()).abs()
+    assert bool((error <= ulp(gate.double(), dtype) * factor + ulp(expected.double(), dtype)).all())
+    same = (output == expected).double().mean().item()
+    assert same > 0.97, f"{1 - same:.2%} of the elements are not torch's"
+
+
+@every_activation
+def test_eager_float32(ltx, device, name):
+    """There is nothing to round."""
+    case = activation_case(name, Make(device, torch.float32), (40, 264))
+    assert_same_bits(case.replace(rounding="eager").run(ltx)[0], case.run(ltx)[0])
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu tanh", "geglu erf, gate last", "swiglu of two"])
+def test_eager_rounds_the_activation(ltx, device, name):
+    """out = round(round(activation(gate)) * up), step by step with this package's own activation."""
+    op, own, _ = ACTIVATIONS[name]
+    for dtype in (torch.float16, torch.bfloat16):
+        case = activation_case(name, Make(device, dtype), (40, 264))
+        output = case.replace(rounding="eager").run(ltx)[0]
+        gate, up = gate_and_up(op, case.kwargs)
+        if op == "swiglu":
+            activated = ltx.swiglu(gate, torch.ones_like(gate))
+        else:
+            activated = ltx.gelu(gate, approximate=own.get("approximate", "tanh"))
+        assert_same_bits(output, activated * up)
+        assert not torch.equal(output, case.run(ltx)[0])
+
+
+@pytest.mark.parametrize("param_dtype", DTYPES, ids=str)
+@every_dtype
+def test_eager_rounds_the_biased_input(ltx, device, dtype, param_dtype):
+    make = Make(device, dtype)
+    x, bias = make(40, 264), make(264, dtype=param_dtype)
+    for approximate in ("none", "tanh"):
+        output = ltx.gelu(x, bias=bias, approximate=approximate, rounding="eager")
+        assert_same_bits(output, ltx.gelu((x + bias).to(dtype), approximate=approximate, rounding="eager"))
+
+
+# ---- Large
+
+
+def test_strides_above_int32(ltx, device):
+    width, apart = 264, 2**31 + 8
+    try:
+        flat = torch.empty(apart + width, dtype=torch.bfloat16, device=device)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        pytest.skip(f"not enough memory: {error}")
+    for name in ("swiglu", "geglu erf", "gelu tanh"):
+        case = activation_case(name, Make(device, torch.bfloat16), (2, width // 2))
+        expected = case.run(ltx)[0]
+        columns = case.kwargs["input"].shape[-1]
+        for strides in ((apart, 1), (1, apart // columns)):
+            far = flat.as_strided((2, columns), strides)
+            far.copy_(case.kwargs["input"])
+            assert_same_bits(case.replace(input=far).run(ltx)[0], expected, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 4096])
+def test_more_than_2_31_elements(ltx, cuda, width):
+    rows = 2**31 // width + 3
+    try:
+        x = torch.empty(rows, 2 * width, dtype=torch.bfloat16, device=cuda)
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"not enough memory: {error}")
+    x.normal_(generator=torch.Generator(cuda).manual_seed(1))
+    output = ltx.swiglu(x)
+    flat = ltx.gelu(x)
+    for first in (0, rows // 2, 2**31 // width - 4, rows - 8):
+        part = x[first : first + 8]
+        assert_same_bits(output[first : first + 8], ltx.swiglu(part), f"rows from {first}")
+        assert_same_bits(flat[first : first + 8], ltx.gelu(part), f"rows from {first}")
+
+
+# ---- GPU machinery
+
+
+@every_activation
+def test_cuda_graph(ltx, cuda, name):
+    case, other = (activation_case(name, Make(cuda, torch.bfloat16, seed=seed), (60, 2048)) for seed in (0, 1))
+    expected = other.run(ltx)[0]
+    case.run(ltx)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = case.run(ltx)[0]
+    for operand, tensor in case.tensors.items():
+        tensor.copy_(other.kwargs[operand])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(output, expected)
+
+
+def test_second_device(ltx, cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for name in ACTIVATIONS:
+        case = activation_case(name, Make(cuda, torch.bfloat16), (60, 264))
+        output = case.map(lambda t: t.to("cuda:1")).run(ltx)[0]
+        assert output.device == torch.device("cuda:1")
+        assert_same_bits(output.to(cuda), case.run(ltx)[0])
+
+
+def test_cpu_tensors_with_cuda_variant(ltx, cuda):
+    for name in ACTIVATIONS:
+        check(ltx, activation_case(name, Make("cpu", torch.bfloat16), (3, 40)))
