@@ -157,7 +157,7 @@ def test_sanitizers(project: Path):
     # The fault it is for: a read past the end, which a plain build does not notice.
     edit(project / "kernel_src/cpu/add.cpp", "i < count", "i < count + 100000")
     run_build(project, "--sanitize", "address,undefined")
-    with pytest.raises(AssertionError, match="heap-buffer-overflow|SEGV|AddressSanitizer"):
+    with pytest.raises(AssertionError, match=r"heap-buffer-overflow|SEGV|AddressSanitizer"):
         run_python(code, LD_PRELOAD=runtime[1], ASAN_OPTIONS="detect_leaks=0")
 
 

@@ -105,9 +105,10 @@ class Project:
     def kernels_for(self, backend: str) -> list[Kernel]:
         return [kernel for kernel in self.kernels if kernel.backend == backend]
 
-    def capabilities(self) -> list[str]:
-        """Capabilities of all CUDA kernels, sorted as kernel-builder sorts them."""
-        return sorted({c for kernel in self.kernels_for("cuda") for c in kernel.capabilities})
+    def capabilities(self, cuda: tuple[int, int]) -> list[str]:
+        """Capabilities of all CUDA kernels with this toolkit, sorted as kernel-builder sorts them."""
+        listed = {c for kernel in self.kernels_for("cuda") for c in kernel.capabilities}
+        return sorted(c for c in listed if known_to_toolkit(c, cuda))
 
     def python_files(self) -> list[Path]:
         """Python files of the package, without what an editable installation generates beside them."""
@@ -123,12 +124,12 @@ class Project:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        try:
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
             import tomli as tomllib
-        except ModuleNotFoundError:
-            raise BuildError("tomli is needed below Python 3.11: run `pip install tomli`") from None
+    except ModuleNotFoundError:
+        raise BuildError("tomli is needed below Python 3.11: run `pip install tomli`") from None
     with open(path, "rb") as file:
         return tomllib.load(file)
 
@@ -381,6 +382,11 @@ def variant_name(project: Project, backend: str, cuda: Cuda | None) -> str:
     return f"torch-stable-abi{abi}-{compute}-{platform.machine()}-linux"
 
 
+def known_to_toolkit(arch: str, cuda: tuple[int, int]) -> bool:
+    """Whether nvcc has this architecture; kernel-builder leaves out those that it does not have, too."""
+    return cuda >= (12, 8) or parse_version(arch) < (10, 0)
+
+
 def gencode_flags(archs: Sequence[str]) -> list[str]:
     flags = []
     for arch in archs:
@@ -484,10 +490,11 @@ def write_ninja(
         for source in kernel.src:
             if source.endswith(CXX_SUFFIXES):
                 edges.append(("cxx", source, [*common, *kernel.cxx_flags, *includes(kernel.include)]))
-            elif source.endswith(".cu"):
+            elif source.endswith(".cu") and cuda is not None:
+                archs = options.archs or [c for c in kernel.capabilities if known_to_toolkit(c, cuda.version)]
                 flags = [
                     "-O3", "-DNDEBUG", f"-std={torch.cxx_standard}", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC",
-                    "-Xptxas=-v", *gencode_flags(options.archs or kernel.capabilities), *defines, *kernel.cuda_flags,
+                    "-Xptxas=-v", *gencode_flags(archs), *defines, *kernel.cuda_flags,
                     *includes(kernel.include),
                 ]  # fmt: skip
                 edges.append(("nvcc", source, flags))
@@ -506,7 +513,7 @@ def write_ninja(
     # torch's libraries must be in DT_NEEDED although nothing but functions looked up at load comes from them.
     link = ["-Wl,--no-as-needed", *search, *libraries, "-Wl,--as-needed", *runtime, *sanitize]
 
-    nvcc = [] if cuda is None else [cuda.nvcc, "-ccbin", cxx]
+    nvcc: list[str | Path] = [] if cuda is None else [cuda.nvcc, "-ccbin", cxx]
     lines = [
         "ninja_required_version = 1.5",
         "rule cxx",
@@ -590,7 +597,7 @@ def ptxas_reports(project: Project, cache: Path) -> list[Path]:
 
 
 def hash_variant(directory: Path) -> dict[str, str]:
-    """Digest as `kernels` computes it: every file but the metadata (it holds the digest), its signature and bytecode."""
+    """Digest as `kernels` computes it: all files but the metadata (it holds the digest), its signature and bytecode."""
     files = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory).as_posix()
@@ -693,7 +700,7 @@ def build_variant(
     git = git_status(project.root)
     ops = f"_{project.python_name}_{backend}_{unique_id(project, backend, options, git)}"
     variant = variant_name(project, backend, cuda)
-    archs = () if cuda is None else options.archs or tuple(project.capabilities())
+    archs = () if cuda is None else options.archs or tuple(project.capabilities(cuda.version))
     cache = project.root / "build" / ".cache" / (f"{variant}.{options.key}" if options.key else variant)
     with locked(cache):
         library = write_ninja(project, backend, torch, cuda, options, cache, ops)
