@@ -451,6 +451,8 @@ def rope_errors() -> list[Error]:
             lambda t: {"out": (t(*HEADS, dtype=BF16), t(*HEADS, dtype=BF16))},
         ),
         rope_1d("query: expected 4 dimensions, got shape [2, 6, 8]", (2, 6, 8), HEADS),
+        rope_1d("query: expected 4 dimensions, got shape [8]", (8,), HEADS),
+        rope_3d("query: expected 4 dimensions, got shape []", 1, 2, 3, query=()),
         rope_1d("query: expected an even last dimension, got shape [2, 6, 3, 7]", (2, 6, 3, 7), (2, 6, 3, 7)),
         rope_1d(
             "query: expected a last dimension of at most 1024, got shape [1, 2, 1, 1026]",
@@ -511,6 +513,7 @@ def error(request: pytest.FixtureRequest) -> Error:
     return request.param
 
 
+@pytest.mark.kernels_ci
 def test_op(ltx: Any, device: str, error: Error) -> None:
     make = maker(device)
     assert raised(lambda: error.call(ltx, make)) == error.text
@@ -524,6 +527,7 @@ def test_op_leaves_its_outputs_alone(ltx: Any, device: str, error: Error) -> Non
     assert all(tensor.isnan().all() for tensor in tensors)
 
 
+@pytest.mark.kernels_ci
 def test_reference(ltx: Any, device: str, error: Error) -> None:
     assert raised(lambda: error.call(ltx.reference, maker(device))) == error.text
 

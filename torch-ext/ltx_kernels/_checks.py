@@ -51,12 +51,19 @@ def table_pair(name: str, table: Tensor | Sequence[Tensor]) -> tuple[Tensor, Ten
     return table[0], table[1]
 
 
+def heads(name: str, tensor: Tensor) -> tuple[int, int]:
+    """The sequence length and the width of a head of a [batch, sequence, heads, width] tensor."""
+    _dim(name, tensor, 4)
+    shape = tensor.shape
+    return shape[1], shape[3]
+
+
 def rope_axes(
     query: Tensor, rope_dims: Sequence[int] | None, theta_base: float | Sequence[float]
 ) -> tuple[Sequence[int], Sequence[float]]:
     """Channels and theta of the three axes of rope_3d."""
     if rope_dims is None:
-        head_dim = query.shape[-1]
+        head_dim = heads("query", query)[1]
         side = head_dim // 3 // 2 * 2
         rope_dims = (side, side, head_dim - 2 * side)
     elif len(rope_dims) != 3:

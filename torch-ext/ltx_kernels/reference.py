@@ -616,7 +616,8 @@ def rope_1d(
     positions: Tensor | None = None,
 ) -> Pair:
     interleaved = choice("layout", INTERLEAVED, layout)
-    return _rope(query, key, positions, [query.shape[1]], [query.shape[-1]], [theta_base], interleaved)
+    tokens, width = _checks.heads("query", query)
+    return _rope(query, key, positions, (tokens,), (width,), (theta_base,), interleaved)
 
 
 def rope_3d(

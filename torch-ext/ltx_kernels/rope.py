@@ -13,6 +13,7 @@ from ._checks import (
     ROUNDING,
     choice,
     differentiable,
+    heads,
     requires_grad,
     rope_axes,
     table_pair,
@@ -71,8 +72,8 @@ def rope_1d(
     if is_grad_enabled() and requires_grad(query, key):
         differentiable("query", query, out)
         return reference.rope_1d(query, key, theta_base, layout=layout, positions=positions)
-    shape = query.shape
-    grid, dims, theta = [shape[1]], [shape[-1]], [theta_base]
+    tokens, width = heads("query", query)
+    grid, dims, theta = (tokens,), (width,), (theta_base,)
     if out is None:
         return _rope(query, key, positions, grid, dims, theta, interleaved)
     _rope_out(out[0], out[1], query, key, positions, grid, dims, theta, interleaved)
