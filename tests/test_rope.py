@@ -93,7 +93,7 @@ def test_reference_rope_3d(ltx, device, layout, width):
     for dims in (None, (2, width - 4, 2)):
         for theta in (10000.0, (10000.0, 100.0, 7.0)):
             bases = theta if isinstance(theta, tuple) else (theta,) * 3
-            angles = torch.zeros(grid + (width // 2,), device=device, dtype=torch.float64)
+            angles = torch.zeros((*grid, width // 2), device=device, dtype=torch.float64)
             begin = 0
             for axis, channels in enumerate(dims or (third, third, width - 2 * third)):
                 for j in range(channels // 2):
@@ -247,7 +247,7 @@ def test_partial_rotary(ltx, device, dtype, layout, width, rotary_dim):
         check(ltx, case)
         same = case.replace(rotary_dim=rotary_dim).run(ltx)
         assert_same_bits(same[0], case.run(ltx)[0])
-    for table in ("[S, D]", "[S, D/2]", "[B, S, D]", "[B, 1, S, D/2]"):
+    for table in ("[S, D]", "[S, D/2]", "[B, 1, S, D]", "[1, S, D/2]"):
         case = rotary_case(make, sizes, table=table, rotary_dim=rotary_dim, layout=layout)
         case.kwargs["rotary_dim"] = rotary_dim
         (output,) = check(ltx, case)

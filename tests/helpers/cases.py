@@ -497,6 +497,7 @@ def _rotary_terms(case: Case, ltx: Any) -> tuple[Tensor, ...]:
 def _rotary_eager(case: Case) -> tuple[Tensor, ...]:
     case = case if case.table is None else _with_tables(case)
     kwargs = case.kwargs
+    rows = max(x.shape[kwargs.get("sequence_dim", 1)] for x in case.inputs)
     outs = []
     for i, x in enumerate(case.inputs):
         cos, sin = (t[i] if isinstance(t, tuple) else t for t in (kwargs["cos"], kwargs["sin"]))
@@ -505,7 +506,8 @@ def _rotary_eager(case: Case) -> tuple[Tensor, ...]:
         if case.op == "qk_norm_rope":
             weight = kwargs["key_weight" if i else "query_weight"]
             x = _rms_norm_once(x, weight, kwargs.get("eps", 1e-6), kwargs["across_heads"])
-        tables = [_table_rows(t, x) for t in (cos, sin)]
+        own = isinstance(kwargs["cos"], tuple)
+        tables = [_table_rows(t, x, x.shape[1] if own else rows) for t in (cos, sin)]
         out = _rotate(x, *tables, kwargs.get("rotary_dim"), kwargs.get("layout", "interleaved"))
         outs.append(out.transpose(1, 2) if heads_first else out)
     return tuple(outs)
@@ -521,11 +523,11 @@ def _rms_norm_once(x: Tensor, weight: Tensor | None, eps: float | None, across_h
     return n.to(x.dtype).view(x.shape)
 
 
-def _table_rows(table: Tensor, x: Tensor) -> Tensor:
-    """The table as [B, S, heads, W] for x [B, S, heads, D]."""
+def _table_rows(table: Tensor, x: Tensor, rows: int) -> Tensor:
+    """The table, which has `rows` rows, as [B, S, heads, W] for x [B, S, heads, D]."""
     _, sequence, heads, width = x.shape
     if table.dim() == 4:
-        table = table.transpose(1, 2) if table.shape[2] == sequence or table.shape[1] != sequence else table
+        table = table.transpose(1, 2) if table.shape[2] == rows or table.shape[1] != rows else table
     else:
         table = table if table.dim() == 3 else table[None]
         whole = heads > 1 and table.shape[-1] in (heads * width, heads * width // 2) and table.shape[-1] != width

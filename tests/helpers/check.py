@@ -13,7 +13,7 @@ from .numeric import assert_close_to_eager, assert_close_to_fp64, assert_same_bi
 
 
 def check(ltx: Any, case: Case, *, eager_may_be_worse: bool = True) -> tuple[Tensor, ...]:
-    """Runs the case: outputs within the bound of the fp64 truth, new, in the promised memory order; inputs as before."""
+    """Runs the case: outputs within the bound of the fp64 truth, new, in the promised order; inputs as before."""
     with unchanged(**case.tensors):
         outputs = case.run(ltx)
     truths, terms = case.truth(ltx), case.terms(ltx)
