@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -339,3 +340,21 @@ def test_demo_fails_on_faults(
     assert demo.main([*TINY, "--device", device, "--output", str(tmp_path)]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
     assert message in line
+
+
+README = (EXAMPLES.parent / "README.md").read_text()
+
+
+def test_readme_example_runs(ltx: ModuleType) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    expected = ltx.reference.adaln_rmsnorm(names["x"], None, names["scale"], names["shift"])
+    torch.testing.assert_close(names["y"], expected)
+
+
+def test_readme_has_every_function(ltx: ModuleType) -> None:
+    table = README.split("## Operations")[1].split("## ")[0]
+    assert {name for name in re.findall(r"`(\w+)\(\w+, |`(\w+)\(input", table) for name in name if name} >= {
+        name for name in ltx.__all__ if callable(getattr(ltx, name))
+    }
