@@ -69,8 +69,8 @@ def test_videos_and_picture_are_real(finished: tuple[Path, dict[str, Any], str])
     stock, ours = (decoded(Path(result["files"][key])).astype(int) for key in ("stock", "ltx_kernels"))
     assert stock.shape == ours.shape == (FRAMES, HEIGHT, WIDTH, 3)
     assert all(frame.std() > 5 for frame in stock)
-    # Frames that have nothing to do with each other are much further apart.
-    assert np.abs(stock - ours).mean() < 4 < np.abs(stock - stock[::-1]).mean()
+    # Encoders change the frames a little; frames that have nothing to do with each other are much further apart.
+    assert np.abs(stock - ours).mean() < 0.25 * np.abs(stock - stock[::-1]).mean()
     with Image.open(folder / "comparison.png") as picture:
         picture.load()
         assert picture.width >= 4 * WIDTH and picture.height >= 3 * HEIGHT
