@@ -356,6 +356,24 @@ def test_runs_on_meta_tensors(ltx: Any, device: str, case: Case) -> None:
     assert [(m.shape, m.dtype, m.stride()) for m in metas] == [(r.shape, r.dtype, r.stride()) for r in results]
 
 
+def test_memory_order_of_results(ltx: Any, device: str) -> None:
+    """Contiguous for rows, the input's order for heads: op, fake and reference alike."""
+
+    def strides(package: Any, device: str) -> list[tuple[int, ...]]:
+        x = torch.zeros(TOKENS, BATCH, HIDDEN, device=device).transpose(0, 1)
+        q = torch.zeros(BATCH, HEADS, TOKENS, WIDTH, device=device).transpose(1, 2)
+        sliced = torch.zeros(BATCH, TOKENS, 3, HEADS, WIDTH, device=device)[:, :, 1]
+        cos = torch.zeros(TOKENS, WIDTH, device=device)
+        results = [package.rmsnorm(x), *package.rmsnorm_residual(x, x), package.gated_residual(x, x, x[:1])]
+        results += [package.swiglu(x), package.gelu(x), package.adaln_layernorm(x, None, x, x)]
+        assert all(result.is_contiguous() for result in results)
+        rotated = [package.apply_rotary(q, cos, cos), *package.rope_1d(q, sliced)]
+        assert [result.stride() for result in rotated] == [torch.empty_like(t).stride() for t in (q, q, sliced)]
+        return [result.stride() for result in results + rotated]
+
+    assert strides(ltx, device) == strides(ltx, "meta") == strides(ltx.reference, device)
+
+
 # ---- Gradients
 
 

@@ -121,7 +121,7 @@ def norm_family(
 ) -> Pair:
     """(normalised, h) of every op of the norm family: kernel_src/ltx/params.h has the formula.
 
-    ``statistic=None`` stops at h = residual + input * gate and returns it twice.
+    Without residual and gate, h is the input. ``statistic=None`` stops at h and returns it twice.
     """
     dtype = input.dtype
     compute = _compute_dtype(input)
@@ -134,7 +134,7 @@ def norm_family(
         x = _multiply(x, gate)
     if residual is not None:
         x = _add(residual, x)
-    h = x.to(dtype)
+    h = input if gate is None and residual is None else x.to(dtype).contiguous()
     if statistic is None:
         return h, h
     x = h.to(compute) if eager else x
@@ -163,7 +163,7 @@ def norm_family(
         n = _add(n, shift)
     if out_gate is not None:
         n = _multiply(n, out_gate)
-    return n.to(dtype), h
+    return n.to(dtype).contiguous(), h
 
 
 def _norm(input: Tensor, **arguments: Any) -> Pair:
@@ -414,15 +414,17 @@ def gated_unit(
     if rounding == EAGER:
         if bias is not None:
             gate = _add(gate, bias).to(dtype)
-        activated = _activate(gate.to(compute), activation).to(dtype)
-        return activated if up is None else activated * up
-    x = gate.to(compute)
-    if bias is not None:
-        x = x + bias.to(compute)
-    x = _activate(x, activation)
-    if up is not None:
-        x = x * up.to(compute)
-    return x.to(dtype)
+        out = _activate(gate.to(compute), activation).to(dtype)
+        if up is not None:
+            out = out * up
+    else:
+        out = gate.to(compute)
+        if bias is not None:
+            out = out + bias.to(compute)
+        out = _activate(out, activation)
+        if up is not None:
+            out = out * up.to(compute)
+    return out.to(dtype).contiguous()
 
 
 def _glu(input: Tensor, **arguments: Any) -> Tensor:
