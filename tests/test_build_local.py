@@ -106,6 +106,19 @@ def test_a_broken_source_leaves_the_variant_alone(project: Path):
     assert [p.name for p in (project / "build").iterdir() if p.name != ".cache"] == [variant.name]
 
 
+def test_an_undefined_function_fails_the_build(project: Path):
+    edit(project / "kernel_src/cpu/add.cpp", "ltx::add", "ltx::subtract")
+    edit(
+        project / "kernel_src/ltx/add.h",
+        "namespace ltx {",
+        "namespace ltx { void subtract(const float*, float*, int64_t, void*);",
+    )
+    result = run_build(project, "--backend", "cpu", check=False)
+    assert result.returncode == 1
+    assert "error: not defined by any source: ltx::add(" in result.stderr
+    assert not list((project / "build").glob("torch-*"))
+
+
 def test_identity_follows_git(project: Path):
     git(project, "init", "-q")
     git(project, "add", "-A")

@@ -564,9 +564,8 @@ def _torch_cuda_stub(cache: Path, cxx: str) -> Path:
 def compile_variant(library: Path, cache: Path, jobs: int, verbose: bool) -> None:
     """Run ninja and check that the library is whole."""
     # The environment, not the command line: with another number of jobs nothing needs to be compiled again.
-    sources = (cache / "build.ninja").read_text().count(": nvcc ")
-    threads = max(1, jobs // sources) if sources else 1
-    environment = {**os.environ, "NVCC_APPEND_FLAGS": f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads={threads}"}
+    # nvcc compiles for its architectures in parallel: there are fewer sources than CPUs, and one is the largest by far.
+    environment = {**os.environ, "NVCC_APPEND_FLAGS": f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads={jobs}"}
     command = [find_ninja(), "-C", str(cache), "-j", str(jobs), *(["-v"] if verbose else ["--quiet"])]
     if subprocess.run(command, env=environment, check=False).returncode != 0:
         raise BuildError("compilation failed (see above)")
@@ -575,7 +574,9 @@ def compile_variant(library: Path, cache: Path, jobs: int, verbose: bool) -> Non
     missing = [symbol for symbol in undefined if symbol.startswith("_Z") and "@" not in symbol]
     if missing:
         names = run(["c++filt", *missing]).strip().replace("\n", ", ")
-        raise BuildError(f"not defined by any source: {names}; are all sources listed in build.toml?")
+        raise BuildError(
+            f"not defined by any source: {names}; list the source in build.toml, or keep to torch's stable ABI"
+        )
     for stale in library.parent.glob("*.so"):
         if stale != library:
             stale.unlink()
