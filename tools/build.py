@@ -562,14 +562,20 @@ def _torch_cuda_stub(cache: Path, cxx: str) -> Path:
 
 
 def compile_variant(library: Path, cache: Path, jobs: int, verbose: bool) -> None:
-    """Run ninja and check that the library is whole."""
+    """Run ninja; its output tells what failed."""
     # The environment, not the command line: with another number of jobs nothing needs to be compiled again.
     # nvcc compiles for its architectures in parallel: there are fewer sources than CPUs, and one is the largest by far.
     environment = {**os.environ, "NVCC_APPEND_FLAGS": f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads={jobs}"}
     command = [find_ninja(), "-C", str(cache), "-j", str(jobs), *(["-v"] if verbose else ["--quiet"])]
     if subprocess.run(command, env=environment, check=False).returncode != 0:
         raise BuildError("compilation failed (see above)")
-    # A shared library links with symbols missing; it then fails at import, on the user's machine.
+    for stale in library.parent.glob("*.so"):
+        if stale != library:
+            stale.unlink()
+
+
+def check_defined(library: Path) -> None:
+    """A shared library links with symbols missing, and then fails at import, on the user's machine: fail here."""
     undefined = [line.split()[-1] for line in run(["nm", "-D", "--undefined-only", str(library)]).splitlines()]
     missing = [symbol for symbol in undefined if symbol.startswith("_Z") and "@" not in symbol]
     if missing:
@@ -577,9 +583,6 @@ def compile_variant(library: Path, cache: Path, jobs: int, verbose: bool) -> Non
         raise BuildError(
             f"not defined by any source: {names}; list the source in build.toml, or keep to torch's stable ABI"
         )
-    for stale in library.parent.glob("*.so"):
-        if stale != library:
-            stale.unlink()
 
 
 def ptxas_reports(project: Project, cache: Path) -> list[Path]:
@@ -706,6 +709,8 @@ def build_variant(
     with locked(cache):
         library = write_ninja(project, backend, torch, cuda, options, cache, ops)
         compile_variant(library, cache, jobs or len(os.sched_getaffinity(0)), verbose)
+        if not options.sanitize:  # the sanitizers' runtime defines symbols of its own
+            check_defined(library)
         if cuda is not None:
             ptxas_reports(project, cache)
         output.mkdir(parents=True, exist_ok=True)
