@@ -585,19 +585,15 @@ def check_defined(library: Path) -> None:
         )
 
 
-def ptxas_reports(project: Project, cache: Path) -> list[Path]:
+def write_ptxas_reports(project: Project, cache: Path) -> None:
     """Write what ptxas says of each kernel's registers, stack and spills to ptxas-<kernel>.txt, and show warnings."""
-    reports = []
     for kernel in project.kernels_for("cuda"):
         logs = [cache / "obj" / (s.replace("/", "__") + ".o.log") for s in kernel.src if s.endswith(".cu")]
         text = "".join(log.read_text() for log in logs)
-        report = cache / f"ptxas-{kernel.name}.txt"
-        write_if_changed(report, text)
-        reports.append(report)
+        write_if_changed(cache / f"ptxas-{kernel.name}.txt", text)
         for line in text.splitlines():
             if "warning" in line.lower():
                 print(f"{kernel.name}: {line}")
-    return reports
 
 
 def hash_variant(directory: Path) -> dict[str, str]:
@@ -712,7 +708,7 @@ def build_variant(
         if not options.sanitize:  # the sanitizers' runtime defines symbols of its own
             check_defined(library)
         if cuda is not None:
-            ptxas_reports(project, cache)
+            write_ptxas_reports(project, cache)
         output.mkdir(parents=True, exist_ok=True)
         target = output / variant
         new = output / f".new-{variant}-{os.getpid()}"
