@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from helpers.build import REPO_ID, build_directory, use_own_build_by_default
 
-ROOT = Path(__file__).resolve().parent.parent
-REPO_ID = "org/ltx-kernels"
-
-# A LOCAL_KERNELS of the caller's own tests another build.
-os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
+use_own_build_by_default()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,18 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
 
 
-def build_directory() -> Path:
-    """Where LOCAL_KERNELS has the package."""
-    kernels = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
-    if REPO_ID not in kernels:
-        pytest.fail(f"LOCAL_KERNELS has no entry for {REPO_ID}", pytrace=False)
-    return Path(kernels[REPO_ID])
-
-
 @pytest.fixture(scope="session")
 def ltx() -> ModuleType:
     kernels = pytest.importorskip("kernels")
     directory = build_directory()
+    if directory is None:
+        pytest.fail(f"LOCAL_KERNELS has no entry for {REPO_ID}", pytrace=False)
     if not directory.exists():
         pytest.fail(f"{directory} does not exist: run `make build`", pytrace=False)
     return kernels.get_kernel(REPO_ID, version=1)

@@ -1,0 +1,18 @@
+"""Which build is tested: the one that LOCAL_KERNELS names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REPO_ID = "org/ltx-kernels"
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def use_own_build_by_default() -> None:
+    os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
+
+
+def build_directory() -> Path | None:
+    entries = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
+    return Path(entries[REPO_ID]) if REPO_ID in entries else None
