@@ -18,17 +18,19 @@
 namespace ltx {
 namespace {
 
-// x / (1 + exp(-x)). A row of fp32 takes expf and an IEEE division. For 16-bit rows ex2.approx (its relative error,
-// below 2^-16 for |x| < 100, is far under half an ulp of fp16) and rcp.approx (2^-23) are exact enough, and the
-// memory-bound kernel has no time for more.
+// x * sigmoid(z), z being x or a polynomial of x. Rows of fp32 take expf and an IEEE division. 16-bit rows take the
+// special function unit: ex2.approx is off by less than 2^-16 for |z| < 100 and rcp.approx by 2^-23, far below half an
+// ulp of fp16, and a memory-bound kernel has no time for more. The sixteenths keep the reciprocal of 1 + exp(88)
+// normal.
 template <typename T>
 __device__ __forceinline__ float times_sigmoid(float x, float z) {
   if constexpr (sizeof(T) == 4) {
     return x / (1.f + expf(-z));
   } else {
-    float reciprocal;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + __expf(-z)));
-    return x * reciprocal;
+    float power, reciprocal;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(z * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(fmaf(power, 0.0625f, 0.0625f)));
+    return x * 0.0625f * reciprocal;
   }
 }
 
@@ -36,8 +38,8 @@ template <typename T, Activation A>
 __device__ __forceinline__ float activate(float x) {
   if constexpr (A == Activation::kSilu) return times_sigmoid<T>(x, x);
   if constexpr (A == Activation::kGelu) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
-  const float u = 0.79788456080286536f * (x + 0.044715f * x * x * x);
-  return times_sigmoid<T>(x, 2.f * u);
+  // 2u = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+  return times_sigmoid<T>(x, x * fmaf(x * x, 0.071354816272600289f, 1.5957691216057308f));
 }
 
 template <typename T, Activation A, bool kPacked>
@@ -95,10 +97,12 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) x[i] = activate<T, A>(x[i]);
     if (p.up.data) {
+      float y[kWidth];
+      unpack(up[k], y);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         if (eager) x[i] = round_to<T>(x[i]);
-        x[i] = __fmul_rn(x[i], to_float(up[k].v[i]));
+        x[i] = __fmul_rn(x[i], y[i]);
       }
     }
     store_pack(static_cast<T*>(p.out.data) + out[k], column[k], p.out.column_stride, p.rows.width, kPacked,

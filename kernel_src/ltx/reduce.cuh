@@ -14,11 +14,25 @@ __device__ __forceinline__ float lane_sum(float x, int lanes) {
 // shared array of 32 that no other sum of the same row uses, so that one barrier is enough.
 __device__ __forceinline__ float row_sum(float x, int threads, float* scratch) {
   if (threads <= 32) return lane_sum(x, threads);
+  // A row of more than a warp owns the block, whose x dimension it is.
   x = lane_sum(x, 32);
   const int lane = threadIdx.x % 32;
   if (lane == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   return lane_sum(lane < threads / 32 ? scratch[lane] : 0.f, 32);
+}
+
+// Two sums over the whole block (whole warps) behind one barrier.
+__device__ __forceinline__ void row_sums(float (&x)[2], int threads, float (&scratch)[2][32]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    x[i] = lane_sum(x[i], 32);
+    if (lane == 0) scratch[i][threadIdx.x / 32] = x[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) x[i] = lane_sum(lane < threads / 32 ? scratch[i][lane] : 0.f, 32);
 }
 
 // The sum of a thread's own elements, as a tree: its error grows with the depth, not with the count.

@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ltx/params.h"
 
@@ -68,23 +69,79 @@ __device__ __forceinline__ float round_to(DType dtype, float x) {
 // torch.promote_types for the three dtypes.
 __host__ __device__ __forceinline__ DType promote(DType a, DType b) { return a == b ? a : DType::kFloat32; }
 
+// kWidth elements as they lie in memory, in 32-bit words: held as 16-bit elements, ptxas gives each its own register.
 template <typename T, int kWidth>
 struct alignas(kWidth * sizeof(T)) Pack {
-  T v[kWidth];
+  static constexpr int kBytes = kWidth * static_cast<int>(sizeof(T));
+  using Word = std::conditional_t<kBytes % 4 == 0, uint32_t, uint16_t>;
+  static constexpr int kPerWord = static_cast<int>(sizeof(Word) / sizeof(T));
+  Word word[kBytes / sizeof(Word)];
+
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  __device__ __forceinline__ Bits bits(int i) const {
+    return static_cast<Bits>(word[i / kPerWord] >> (i % kPerWord * 16));
+  }
+  __device__ __forceinline__ void set_bits(int i, Bits value) {
+    if (i % kPerWord == 0) word[i / kPerWord] = 0;
+    word[i / kPerWord] |= static_cast<Word>(static_cast<Word>(value) << (i % kPerWord * 16));
+  }
 };
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void unpack(const Pack<T, kWidth>& pack, float (&x)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = __uint_as_float(pack.word[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      // A bf16 is the upper half of an fp32.
+      x[i] = __uint_as_float(i % 2 == 0 ? static_cast<uint32_t>(pack.word[i / Pack<T, kWidth>::kPerWord]) << 16
+                                        : pack.word[i / Pack<T, kWidth>::kPerWord] & 0xffff0000u);
+    } else {
+      x[i] = __half2float(__ushort_as_half(pack.bits(i)));
+    }
+  }
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> to_pack(const float (&x)[kWidth]) {
+  Pack<T, kWidth> pack;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) pack.word[i] = __float_as_uint(x[i]);
+  } else if constexpr (kWidth % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 2) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[i], x[i + 1]);
+        pack.word[i / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+      } else {
+        const __half2 pair = __floats2half2_rn(x[i], x[i + 1]);
+        pack.word[i / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+      }
+    }
+  } else {
+    static_assert(kWidth == 1, "odd packs are single elements");
+    const T value = from_float<T>(x[0]);
+    pack.word[0] = *reinterpret_cast<const uint16_t*>(&value);
+  }
+  return pack;
+}
 
 // kWidth elements of T from `row[column...]`. `packed`: contiguous, aligned and whole packs only; otherwise element by
 // element, zero past the row's end.
 template <typename T, int kWidth>
 __device__ __forceinline__ Pack<T, kWidth> load_pack(const T* row, int64_t column, int64_t column_stride, int64_t width,
                                                      bool packed) {
-  Pack<T, kWidth> pack;
+  using P = Pack<T, kWidth>;
+  P pack;
   if (packed) {
-    pack = *reinterpret_cast<const Pack<T, kWidth>*>(row + column);
+    pack = *reinterpret_cast<const P*>(row + column);
   } else {
+    const auto* bits = reinterpret_cast<const typename P::Bits*>(row);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      pack.v[i] = column + i < width ? row[(column + i) * column_stride] : from_float<T>(0.f);
+      pack.set_bits(i, column + i < width ? bits[(column + i) * column_stride] : 0);
     }
   }
   return pack;
@@ -93,28 +150,16 @@ __device__ __forceinline__ Pack<T, kWidth> load_pack(const T* row, int64_t colum
 template <typename T, int kWidth>
 __device__ __forceinline__ void store_pack(T* row, int64_t column, int64_t column_stride, int64_t width, bool packed,
                                            const Pack<T, kWidth>& pack) {
+  using P = Pack<T, kWidth>;
   if (packed) {
-    *reinterpret_cast<Pack<T, kWidth>*>(row + column) = pack;
+    *reinterpret_cast<P*>(row + column) = pack;
   } else {
+    auto* bits = reinterpret_cast<typename P::Bits*>(row);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      if (column + i < width) row[(column + i) * column_stride] = pack.v[i];
+      if (column + i < width) bits[(column + i) * column_stride] = pack.bits(i);
     }
   }
-}
-
-template <typename T, int kWidth>
-__device__ __forceinline__ void unpack(const Pack<T, kWidth>& pack, float (&x)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) x[i] = to_float(pack.v[i]);
-}
-
-template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> to_pack(const float (&x)[kWidth]) {
-  Pack<T, kWidth> pack;
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) pack.v[i] = from_float<T>(x[i]);
-  return pack;
 }
 
 // kWidth elements as fp32 from an operand whose dtype is known at run time (uniform over the grid). At most 16 bytes an
@@ -126,9 +171,10 @@ __device__ __forceinline__ void load_floats_as(const void* data, int64_t offset,
   const T* row = static_cast<const T*>(data) + offset;
 #pragma unroll
   for (int s = 0; s < kWidth; s += kStep) {
-    const Pack<T, kStep> pack = load_pack<T, kStep>(row, column + s, column_stride, width, packed);
+    float part[kStep];
+    unpack(load_pack<T, kStep>(row, column + s, column_stride, width, packed), part);
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) x[s + i] = to_float(pack.v[i]);
+    for (int i = 0; i < kStep; ++i) x[s + i] = part[i];
   }
 }
 
