@@ -373,7 +373,7 @@ def test_wan_attention(ltx, device, dtype):
     attn = random_(
         wan.WanAttention(dim=96, heads=2, dim_head=48, eps=1e-6, processor=wan.WanAttnProcessor()), device, dtype
     )
-    tables = wan.WanRotaryPosEmbed(48, (1, 2, 2), 64)(torch.zeros(1, 1, 2, 6, 8, device=device))
+    tables = wan.WanRotaryPosEmbed(48, (1, 2, 2), 64).to(device)(torch.zeros(1, 1, 2, 6, 8, device=device))
     assert tables[0].shape == (1, 24, 1, 48)
     x = Make(device, dtype)(2, 24, 96)
     stock = attn(x, None, None, tables)
@@ -389,7 +389,7 @@ def test_wan_attention(ltx, device, dtype):
 def test_rope_3d_is_that_of_wan(ltx, device, width):
     """Wan's split: 2 * (D // 6) channels for h and for w, the rest for t."""
     wan = library("diffusers.models.transformers.transformer_wan")
-    cos, sin = wan.WanRotaryPosEmbed(width, (1, 1, 1), 64)(torch.zeros(1, 1, 2, 6, 8, device=device))
+    cos, sin = wan.WanRotaryPosEmbed(width, (1, 1, 1), 64).to(device)(torch.zeros(1, 1, 2, 6, 8, device=device))
     make = Make(device, torch.float32)
     q, k = make(1, 96, 2, width), make(1, 96, 2, width)
     side = 2 * (width // 6)
