@@ -7,7 +7,8 @@
 //   gelu_tanh(x) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3)     the same as x / 2 * (1 + tanh(u))
 //   silu(x)      = x * sigmoid(x)
 //
-// A thread owns kPacks packs of 16 bytes; the bindings flatten contiguous tensors into one long row (GluParams).
+// A thread owns kPacks packs of 16 bytes. Contiguous tensors come as one long row (the bindings flatten them); packed
+// gate and up as rows. glu_kernel takes these; glu_kernel_general any strides, alignment and rounding.
 #include <array>
 
 #include "ltx/launch.cuh"
@@ -18,111 +19,196 @@
 namespace ltx {
 namespace {
 
-// x * sigmoid(z), z being x or a polynomial of x. Rows of fp32 take expf and an IEEE division. 16-bit rows take the
-// special function unit: ex2.approx is off by less than 2^-16 for |z| < 100 and rcp.approx by 2^-23, far below half an
-// ulp of fp16, and a memory-bound kernel has no time for more. The sixteenths keep the reciprocal of 1 + exp(88)
-// normal.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Rows of fp32 take expf, erfcf and an IEEE division, on the side where nothing overflows or cancels. 16-bit rows take
+// the special function unit: a memory-bound kernel has no time for more, and ex2.approx is off by less than 2^-16 for
+// the arguments that leave a normal result, rcp.approx by 2^-23, far below half an ulp of fp16.
+
+// x * sigmoid(z), z being x or a polynomial of x.
 template <typename T>
 __device__ __forceinline__ float times_sigmoid(float x, float z) {
   if constexpr (sizeof(T) == 4) {
-    return x / (1.f + expf(-z));
+    const float power = expf(-fabsf(z));
+    const float y = x / (1.f + power);
+    return z < 0.f ? y * power : y;
   } else {
-    float power, reciprocal;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(z * -1.4426950408889634f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(fmaf(power, 0.0625f, 0.0625f)));
-    return x * 0.0625f * reciprocal;
+    // The sixteenths keep the reciprocal of 1 + exp(88) normal.
+    const float power = fast_exp2(z * -1.4426950408889634f);
+    return x * 0.0625f * fast_reciprocal(fmaf(power, 0.0625f, 0.0625f));
+  }
+}
+
+// x / 2 * erfc(-x / sqrt(2)), which keeps its relative precision where 1 + erf cancels.
+template <typename T>
+__device__ __forceinline__ float gelu_erf(float x) {
+  if constexpr (sizeof(T) == 4) {
+    return 0.5f * x * erfcf(x * -0.70710678118654752f);
+  } else {
+    // erfc(a / sqrt(2)) / 2 = exp(-a^2 / 2) * p(t), t = 1 / (1 + 0.38 a), for a >= 0: a minimax fit of this project,
+    // with a relative error below 3.6e-5 up to a = 13.3, where the exponential ends.
+    const float t = fast_reciprocal(fmaf(fabsf(x), 0.38f, 1.f));
+    float p = fmaf(t, -0.0899286883f, 0.188877274f);
+    p = fmaf(t, p, 0.0919790904f);
+    p = fmaf(t, p, 0.157829677f);
+    p = fmaf(t, p, 0.151225118f);
+    const float tail = t * p * fast_exp2(x * x * -0.72134752044448170f);
+    return x * (x < 0.f ? tail : 1.f - tail);
   }
 }
 
 template <typename T, Activation A>
 __device__ __forceinline__ float activate(float x) {
   if constexpr (A == Activation::kSilu) return times_sigmoid<T>(x, x);
-  if constexpr (A == Activation::kGelu) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
+  if constexpr (A == Activation::kGelu) return gelu_erf<T>(x);
   // 2u = 2 sqrt(2 / pi) (x + 0.044715 x^3)
   return times_sigmoid<T>(x, x * fmaf(x * x, 0.071354816272600289f, 1.5957691216057308f));
 }
 
-template <typename T, Activation A, bool kPacked>
-__global__ void __launch_bounds__(256)
-    glu_kernel(const __grid_constant__ GluParams p, int64_t packs_per_row, bool bias_packed) {
+constexpr int kThreads = 256;
+
+struct PackedParams {
+  const char *gate, *up, *bias;  // gelu: no up
+  char* out;
+  int64_t gate_stride, up_stride, out_stride;  // of rows, in bytes
+  int64_t packs;                               // of a row
+  uint32_t chunks;                             // blocks of a row
+  DType bias_dtype;
+};
+
+template <typename T, Activation A, bool kGated>
+__global__ void __launch_bounds__(kThreads) glu_kernel(const __grid_constant__ PackedParams p) {
   constexpr int kWidth = kPackWidth<T>;
-  constexpr int kPacks = 2;
-  const int64_t packs = p.rows.count * packs_per_row;
-  const bool eager = p.rounding == Rounding::kEager;
-  Pack<T, kWidth> gate[kPacks], up[kPacks];
-  int64_t column[kPacks], out[kPacks];
+  // Four 16-byte loads in flight a thread.
+  constexpr int kPacks = kGated ? 2 : 4;
+  using P = Pack<T, kWidth>;
+  const uint32_t row = blockIdx.x / p.chunks, chunk = blockIdx.x - row * p.chunks;
+  const int64_t first = static_cast<int64_t>(chunk) * (kThreads * kPacks) + threadIdx.x;
+  const auto* gate = reinterpret_cast<const P*>(p.gate + row * p.gate_stride) + first;
+  const auto* up = reinterpret_cast<const P*>(p.up + row * p.up_stride) + first;
+  auto* out = reinterpret_cast<P*>(p.out + row * p.out_stride) + first;
+  const int64_t left = p.packs - first;
+  P gates[kPacks], ups[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
-    const int64_t pack = (static_cast<int64_t>(blockIdx.x) * kPacks + k) * blockDim.x + threadIdx.x;
-    column[k] = -1;
-    if (pack >= packs) continue;
-    // One long row divides nothing; otherwise 32 bits do where they suffice.
-    int64_t row = 0, index = pack;
-    if (p.rows.count > 1) {
-      row = packs <= 0xffffffffll ? static_cast<uint32_t>(pack) / static_cast<uint32_t>(packs_per_row)
-                                  : pack / packs_per_row;
-      index = pack - row * packs_per_row;
-    }
-    column[k] = index * kWidth;
-    int64_t gate_start = 0, up_start = 0, out_start = 0;
-    walk_row(p.rows, row, [&](int d, int64_t i) {
-      gate_start += i * p.gate.stride[d];
-      up_start += i * p.up.stride[d];
-      out_start += i * p.out.stride[d];
-    });
-    out[k] = out_start;
-    gate[k] = load_pack<T, kWidth>(static_cast<const T*>(p.gate.data) + gate_start, column[k], p.gate.column_stride,
-                                   p.rows.width, kPacked);
-    if (p.up.data) {
-      up[k] = load_pack<T, kWidth>(static_cast<const T*>(p.up.data) + up_start, column[k], p.up.column_stride,
-                                   p.rows.width, kPacked);
+    if (k * kThreads < left) {
+      gates[k] = gate[k * kThreads];
+      if constexpr (kGated) ups[k] = up[k * kThreads];
     }
   }
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
-    if (column[k] < 0) continue;
+    if (k * kThreads >= left) break;
     float x[kWidth];
-    unpack(gate[k], x);
-    if (p.bias.data) {
+    unpack(gates[k], x);
+    if (!kGated && p.bias) {
       float bias[kWidth];
-      load_floats<kWidth>(p.bias.data, p.bias.dtype, 0, column[k], p.bias.column_stride, p.rows.width, bias_packed,
-                          bias);
-      const DType dtype = promote(DTypeOf<T>::value, p.bias.dtype);
+      load_floats<kWidth>(p.bias, p.bias_dtype, 0, (first + k * kThreads) * kWidth, 1, 0, true, bias);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        x[i] = __fadd_rn(x[i], bias[i]);
-        if (eager) x[i] = round_to<T>(round_to(dtype, x[i]));
-      }
+      for (int i = 0; i < kWidth; ++i) x[i] = __fadd_rn(x[i], bias[i]);
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) x[i] = activate<T, A>(x[i]);
-    if (p.up.data) {
+    if constexpr (kGated) {
       float y[kWidth];
-      unpack(up[k], y);
+      unpack(ups[k], y);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        if (eager) x[i] = round_to<T>(x[i]);
-        x[i] = __fmul_rn(x[i], y[i]);
-      }
+      for (int i = 0; i < kWidth; ++i) x[i] = __fmul_rn(x[i], y[i]);
     }
-    store_pack(static_cast<T*>(p.out.data) + out[k], column[k], p.out.column_stride, p.rows.width, kPacked,
-               to_pack<T, kWidth>(x));
+    out[k * kThreads] = to_pack<T, kWidth>(x);
   }
 }
 
 template <typename T, Activation A>
-void launch(const GluParams& p, const Context& context) {
-  constexpr int kThreads = 256, kPacks = 2;
+__global__ void __launch_bounds__(kThreads)
+    glu_kernel_general(const __grid_constant__ GluParams p, int64_t packs_per_row) {
+  constexpr int kWidth = kPackWidth<T>;
+  const int64_t packs = p.rows.count * packs_per_row;
+  const int64_t pack = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (pack >= packs) return;
+  const int64_t row =
+      packs <= 0xffffffffll ? static_cast<uint32_t>(pack) / static_cast<uint32_t>(packs_per_row) : pack / packs_per_row;
+  const int64_t column = (pack - row * packs_per_row) * kWidth, width = p.rows.width;
+  int64_t gate = 0, up = 0, out = 0;
+  walk_row(p.rows, row, [&](int d, int64_t i) {
+    gate += i * p.gate.stride[d];
+    up += i * p.up.stride[d];
+    out += i * p.out.stride[d];
+  });
+  const bool eager = p.rounding == Rounding::kEager;
+  float x[kWidth], y[kWidth];
+  unpack(load_pack<T, kWidth>(static_cast<const T*>(p.gate.data) + gate, column, p.gate.column_stride, width, false),
+         x);
+  if (p.up.data) {
+    unpack(load_pack<T, kWidth>(static_cast<const T*>(p.up.data) + up, column, p.up.column_stride, width, false), y);
+  }
+  if (p.bias.data) {
+    float bias[kWidth];
+    load_floats<kWidth>(p.bias.data, p.bias.dtype, 0, column, p.bias.column_stride, width, false, bias);
+    const DType dtype = promote(DTypeOf<T>::value, p.bias.dtype);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      x[i] = __fadd_rn(x[i], bias[i]);
+      if (eager) x[i] = round_to<T>(round_to(dtype, x[i]));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    x[i] = activate<T, A>(x[i]);
+    if (p.up.data) x[i] = __fmul_rn(eager ? round_to<T>(x[i]) : x[i], y[i]);
+  }
+  store_pack(static_cast<T*>(p.out.data) + out, column, p.out.column_stride, width, false, to_pack<T, kWidth>(x));
+}
+
+// Whether glu_kernel takes the call: whole packs, rows that are one dimension, and not so short that most of a block
+// would idle. An eager chain of gelu or of 16-bit gates rounds between its steps; fp32 rows have nothing to round.
+template <typename T>
+bool is_main_line(const GluParams& p) {
   const auto packed = [&](const RowView& v) {
-    return is_packed(v.data, v.dtype, kPackWidth<T>, p.rows.width, v.column_stride, v.stride, p.rows.ndim);
+    return !v.data || is_packed(v.data, v.dtype, kPackWidth<T>, p.rows.width, v.column_stride, v.stride, p.rows.ndim);
   };
-  const int64_t packs_per_row = ceil_div(p.rows.width, kPackWidth<T>);
-  const unsigned grid = grid_size(ceil_div(p.rows.count * packs_per_row, kThreads * kPacks));
+  const bool rounds = p.rounding == Rounding::kEager && (p.up.data || p.bias.data);
+  return !rounds && p.rows.ndim <= 1 && packed(p.gate) && packed(p.up) && packed(p.bias) && packed(p.out) &&
+         (p.rows.count == 1 || p.rows.width / kPackWidth<T> >= kThreads / 4);
+}
+
+template <typename T, Activation A>
+void launch(const GluParams& p, const Context& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  if (packed(p.gate) && packed(p.out) && (!p.up.data || packed(p.up))) {
-    glu_kernel<T, A, true><<<grid, kThreads, 0, stream>>>(p, packs_per_row, packed(p.bias));
+  const int64_t packs_per_row = ceil_div(p.rows.width, kPackWidth<T>);
+  if (is_main_line<T>(p)) {
+    const auto row_stride = [&](const RowView& v) {
+      return p.rows.ndim == 1 ? v.stride[0] * static_cast<int64_t>(sizeof(T)) : 0;
+    };
+    const int64_t chunks = ceil_div(packs_per_row, kThreads * (p.up.data ? 2 : 4));
+    const unsigned grid = grid_size(p.rows.count * chunks);
+    const PackedParams q{static_cast<const char*>(p.gate.data),
+                         static_cast<const char*>(p.up.data),
+                         static_cast<const char*>(p.bias.data),
+                         static_cast<char*>(p.out.data),
+                         row_stride(p.gate),
+                         row_stride(p.up),
+                         row_stride(p.out),
+                         packs_per_row,
+                         static_cast<uint32_t>(chunks),
+                         p.bias.dtype};
+    if (p.up.data) {
+      glu_kernel<T, A, true><<<grid, kThreads, 0, stream>>>(q);
+    } else {
+      glu_kernel<T, A, false><<<grid, kThreads, 0, stream>>>(q);
+    }
   } else {
-    glu_kernel<T, A, false><<<grid, kThreads, 0, stream>>>(p, packs_per_row, packed(p.bias));
+    const unsigned grid = grid_size(ceil_div(p.rows.count * packs_per_row, kThreads));
+    glu_kernel_general<T, A><<<grid, kThreads, 0, stream>>>(p, packs_per_row);
   }
   check_launch("glu");
 }

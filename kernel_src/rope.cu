@@ -109,10 +109,18 @@ __device__ __forceinline__ float position_of(const RotaryAngles& angles, int64_t
 }
 
 // sin and cos of fp32(position) * frequency. Angles reach 1e5 and more, where sincosf turns to a reduction in local
-// memory; in half turns, reduced in fp64, the argument is exact to 2^-25 of a half turn.
+// memory. Here fp64 takes the quarter turns out, and what is left, at most an eighth of a turn, keeps its relative
+// precision in fp32.
 __device__ __forceinline__ void turn_by(float position, float frequency, float& sin, float& cos) {
   const double half_turns = static_cast<double>(__fmul_rn(position, frequency)) * 0.31830988618379067154;
-  sincospif(static_cast<float>(half_turns - 2.0 * rint(0.5 * half_turns)), &sin, &cos);
+  const double quarters = rint(2.0 * half_turns);
+  float s, c;
+  sincospif(static_cast<float>(fma(-0.5, quarters, half_turns)), &s, &c);
+  const int quadrant = static_cast<int>(static_cast<int64_t>(quarters) & 3);
+  sin = quadrant & 1 ? c : s;
+  cos = quadrant & 1 ? s : c;
+  if (quadrant == 2 || quadrant == 3) sin = -sin;
+  if (quadrant == 1 || quadrant == 2) cos = -cos;
 }
 
 // The same Turn from positions and frequencies.
@@ -347,14 +355,14 @@ __device__ __forceinline__ Pack<T, kWidth> select(bool first, const Pack<T, kWid
 }
 
 constexpr int kHeadsThreads = 256;
-// Heads that a thread loads before it stores the first: eight 16-byte loads in flight.
-constexpr int kHeadsAtOnce = 4;
+// Heads that a thread loads before it stores the first: four 16-byte loads in flight.
+constexpr int kHeadsAtOnce = 2;
 
 // grid: x = groups of tokens, y = runs of heads, z = operand (one where shared: the heads are then query's and key's).
 // `lanes` threads share a token, one a unit of a head; with a norm the next power of two, so that the lanes of a head
 // sum among themselves.
 template <typename T, typename Source, bool kInterleaved, bool kNorm>
-__global__ void __launch_bounds__(kHeadsThreads, 1)
+__global__ void __launch_bounds__(kHeadsThreads, 2)
     heads_kernel(const __grid_constant__ RotaryParams p, const __grid_constant__ typename Source::Angles angles,
                  int lanes, int units, int heads_per_block, bool shared) {
   constexpr int kWidth = kPackWidth<T>;
@@ -373,7 +381,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   const int a = active ? unit * kWidth : 0, b = a + static_cast<int>(p.head_dim) / 2;
 
   Source source;
-  source.load(p, angles, first_operand, batch, token, 0, a, b);
+  if (active) source.load(p, angles, first_operand, batch, token, 0, a, b);
   Pack<T, kWidth> weight_a[2], weight_b[2];
   if constexpr (kNorm) {
 #pragma unroll
@@ -390,7 +398,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
     Pack<T, kWidth> raw_a[kHeadsAtOnce], raw_b[kHeadsAtOnce];
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; ++i) {
-      if (head + i < end) {
+      if (active && head + i < end) {
         const bool second = head + i >= first_heads;
         const RotaryOperand& o = operand_of(p, shared, second);
         const int64_t start = offset(o.input_stride, batch, token, head + i - (second ? first_heads : 0));
@@ -516,7 +524,7 @@ __device__ __forceinline__ void find_turn(const RotaryParams& p, const RotaryOpe
 // grid: x = groups of tokens, y = runs of heads, z = operand. `lanes` threads share a token, one a unit of a head; with
 // a norm the next power of two, so that the lanes of a head sum among themselves.
 template <typename T, int kWidth, bool kNorm, typename Angles>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(kHeadsThreads, 1)
     heads_general(const __grid_constant__ RotaryParams p, const __grid_constant__ Angles angles,
                   const __grid_constant__ Units units, int lanes, int heads_per_block) {
   const RotaryOperand& o = p.operand[blockIdx.z];
@@ -542,11 +550,13 @@ __global__ void __launch_bounds__(256)
 #pragma unroll 1
   for (int head = first_head; head < last_head; ++head) {
     const int64_t start = offset(o.input_stride, batch, token, head);
-    float x_a[kWidth], x_b[kWidth];
-    unpack(load_input<T, kWidth>(o, packed_in, start, a), x_a);
-    unpack(load_input<T, kWidth>(o, packed_in, start, b), x_b);
+    float x_a[kWidth] = {}, x_b[kWidth] = {};
+    if (active) {
+      unpack(load_input<T, kWidth>(o, packed_in, start, a), x_a);
+      unpack(load_input<T, kWidth>(o, packed_in, start, b), x_b);
+    }
     if constexpr (kNorm) {
-      const float sum = lane_sum(active ? squares(x_a, x_b) : 0.f, lanes);
+      const float sum = lane_sum(squares(x_a, x_b), lanes);
       const float rstd = rsqrtf(sum / static_cast<float>(p.head_dim) + p.eps);
       const bool packed_weight = units.packed_weights >> blockIdx.z & 1;
       scale_by<T>(p, o, packed_weight, a, rstd, x_a);
@@ -567,7 +577,7 @@ __global__ void __launch_bounds__(256)
 // grid: x = rows, y = operand. A row is a token (norm across heads) or one long head of a token; the block owns it and
 // reads it twice.
 template <typename T, int kWidth>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(kMaxRowThreads, 1)
     row_general(const __grid_constant__ RotaryParams p, const __grid_constant__ Units units) {
   __shared__ float scratch[32];
   const RotaryOperand& o = p.operand[blockIdx.y];

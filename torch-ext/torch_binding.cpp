@@ -41,7 +41,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("gelu_out(Tensor(a!) out, " LTX_GELU_ARGS ") -> ()");
 
 #define LTX_ROPE_ARGS \
-  "Tensor query, Tensor key, Tensor? positions, int[] grid, int[] axis_dims, float[] theta, bool interleaved"
+  "Tensor query, Tensor key, Tensor? positions, SymInt[] grid, int[] axis_dims, float[] theta, bool interleaved"
   ops.def("rope(" LTX_ROPE_ARGS ") -> (Tensor, Tensor)");
   ops.def("rope_out(Tensor(a!) query_out, Tensor(b!) key_out, " LTX_ROPE_ARGS ") -> ()");
 
