@@ -54,7 +54,7 @@ LTX_INLINE F hidden_at(const RowData& row, int64_t c) {
 
 template <class T, bool kSquare>
 struct HiddenTerm {
-  const RowData& row;
+  RowData row;  // a copy: behind a reference every store would force its fields to be read again
   LTX_INLINE F operator()(int64_t c) const {
     const F h = hidden_at<T>(row, c);
     store(row.hidden + c, h);
@@ -65,7 +65,7 @@ struct HiddenTerm {
 
 // Step 1. Returns the sum of h (kLayer) or h^2 (kRms).
 template <class T>
-float read_row(const RowData& row, Statistic statistic) {
+float read_row(RowData row, Statistic statistic) {
   if (statistic == Statistic::kRms) return sum_row(row.width, HiddenTerm<T, true>{row});
   if (statistic == Statistic::kLayer) return sum_row(row.width, HiddenTerm<T, false>{row});
   for (int64_t c = 0; c < row.width; c += kLanes) {
@@ -97,7 +97,7 @@ float variance_about(const RowData& row, float mean) {
 
 // Step 3. mean is zero for kRms.
 template <class T>
-void write_row(const RowData& row, float mean, float rstd) {
+void write_row(RowData row, float mean, float rstd) {
   for (int64_t c = 0; c < row.width; c += kLanes) {
     F n = (load(row.hidden + c) - mean) * rstd;
     if (const float* weight = varying(row.weight)) n = n * load(weight + c);

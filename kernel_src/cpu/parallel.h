@@ -64,16 +64,26 @@ class RowIndex {
   int64_t index_[kMaxDims] = {};
 };
 
-// Uninitialised fp32 rows of `width` floats.
+// Uninitialised fp32 rows of `width` floats, each on a cache line of its own: a vector never straddles two.
 class Scratch {
  public:
-  Scratch(int rows, int64_t width) : width_(width), data_(new float[static_cast<size_t>(rows * width)]) {}
-  float* take() { return data_.get() + width_ * taken_++; }
+  Scratch(int rows, int64_t width)
+      : width_(round_up(width, kLine)), data_(new float[static_cast<size_t>(rows * width_ + kLine)]) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(data_.get());
+    next_ = data_.get() + (kLine - address / sizeof(float) % kLine) % kLine;
+  }
+
+  float* take() {
+    float* row = next_;
+    next_ += width_;
+    return row;
+  }
 
  private:
+  static constexpr int64_t kLine = 64 / sizeof(float);
   int64_t width_;
-  int64_t taken_ = 0;
   std::unique_ptr<float[]> data_;
+  float* next_;
 };
 
 }  // namespace cpu

@@ -22,15 +22,33 @@ constexpr int kSumLanes = 32;  // fp32 rows in scratch memory are padded to whol
 constexpr int kSumParts = kSumLanes / kLanes;
 constexpr int64_t kSumBlock = 512;
 
+// Vectors side by side in a long chain of dependent operations (activations): enough to hide its latency, few enough
+// for the registers.
+#if LTX_ISA_LEVEL == 2 || defined(__aarch64__)
+constexpr int kWide = 4;
+#else
+constexpr int kWide = 2;
+#endif
+
 typedef float F __attribute__((vector_size(kLanes * 4)));
 typedef int32_t I __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t U __attribute__((vector_size(kLanes * 4)));
 
 LTX_INLINE F splat(float value) { return F{} + value; }
-LTX_INLINE I splat_int(int32_t value) { return I{} + value; }
 LTX_INLINE U splat_bits(uint32_t value) { return U{} + value; }
-LTX_INLINE F select(I mask, F yes, F no) { return mask ? yes : no; }
-LTX_INLINE F absolute(F x) { return (F)((U)x & 0x7fffffffu); }
+
+// The bound where x is NaN.
+LTX_INLINE F minimum(F x, F bound) {
+#if LTX_ISA_LEVEL == 2
+  return (F)_mm512_maskz_min_ps(0xffff, (__m512)x, (__m512)bound);
+#elif LTX_ISA_LEVEL == 1
+  return (F)_mm256_min_ps((__m256)x, (__m256)bound);
+#elif defined(__x86_64__)
+  return (F)_mm_min_ps((__m128)x, (__m128)bound);
+#else
+  return x < bound ? x : bound;
+#endif
+}
 
 LTX_INLINE F load(const float* p) {
   typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
@@ -42,6 +60,16 @@ LTX_INLINE void store(float* p, F x) {
   *reinterpret_cast<Unaligned*>(p) = x;
 }
 
+LTX_INLINE U load_words(const void* p) {
+  typedef uint32_t Unaligned __attribute__((vector_size(kLanes * 4), aligned(2), may_alias));
+  return (U) * static_cast<const Unaligned*>(p);
+}
+
+LTX_INLINE void store_words(void* p, U x) {
+  typedef uint32_t Unaligned __attribute__((vector_size(kLanes * 4), aligned(2), may_alias));
+  *static_cast<Unaligned*>(p) = x;
+}
+
 // Storage types: what a dtype's element is in memory.
 struct Half {
   uint16_t bits;
@@ -50,12 +78,16 @@ struct BFloat {
   uint16_t bits;
 };
 
-// bfloat16 bits of x in the upper half of each lane, round to nearest even; a NaN stays one. The lower half is junk.
-LTX_INLINE U bfloat_upper(F x) {
+// bfloat16 bits of x in the upper half of each lane, round to nearest even. The lower half is junk. A NaN stays one if
+// its lower half is zero: of values that were bfloat16, or of an operation on those.
+LTX_INLINE U bfloat_upper_quiet(F x) {
   const U bits = (U)x;
-  const U rounded = bits + (0x7fffu + ((bits >> 16) & 1u));
-  return x != x ? bits | 0x00400000u : rounded;
+  const I minus_odd = (I)(bits << 15) >> 31;
+  return bits + 0x7fffu - (U)minus_odd;
 }
+
+// The same for any NaN.
+LTX_INLINE U bfloat_upper(F x) { return bfloat_upper_quiet(x) | (U)(x != x); }
 
 // kLanes elements of 16 bits as they lie in memory, and their conversions.
 #if LTX_ISA_LEVEL == 2
@@ -268,6 +300,25 @@ LTX_INLINE void add_lanes(Lanes& sum, const Lanes& other) {
   for (int p = 0; p < kSumParts; ++p) sum.part[p] = sum.part[p] + other.part[p];
 }
 
+// Lane i plus lane i + kLanes / 2, and so on down to one.
+LTX_INLINE float fold(F x) {
+#if defined(__aarch64__)
+  const float32x2_t pairs = vadd_f32(vget_low_f32((float32x4_t)x), vget_high_f32((float32x4_t)x));
+  return vget_lane_f32(pairs, 0) + vget_lane_f32(pairs, 1);
+#else
+#if LTX_ISA_LEVEL == 2
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#elif LTX_ISA_LEVEL == 1
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+#else
+  const __m128 four = (__m128)x;
+#endif
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#endif
+}
+
 // Lane i plus lane i + 16, then i + 8, and so on: the same tree for any native width.
 LTX_INLINE float fold_lanes(Lanes sum) {
 #pragma GCC unroll 8
@@ -275,14 +326,7 @@ LTX_INLINE float fold_lanes(Lanes sum) {
 #pragma GCC unroll 8
     for (int p = 0; p < half; ++p) sum.part[p] = sum.part[p] + sum.part[p + half];
   }
-  float lane[kLanes];
-  store(lane, sum.part[0]);
-#pragma GCC unroll 8
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i) lane[i] = lane[i] + lane[i + half];
-  }
-  return lane[0];
+  return fold(sum.part[0]);
 }
 
 // Sum of a row. The columns of a block of kSumBlock are added lane by lane, the blocks pairwise: at most 16 + 5 +
@@ -329,34 +373,136 @@ LTX_INLINE float sum_row(int64_t width, const Term& term) {
   }
 }
 
-// e^x = mantissa * 2^exponent, mantissa in [0.7, 1.42], for x = high + low in [-5000, 5000]. 1 ulp, by x = n ln 2 + r
-// and a minimax polynomial (relative error 2^-28). Kept in two parts because e^x underflows before e^x * y does.
-struct Exponential {
-  F mantissa;
-  I exponent;
+// kWide vectors that go through the same operations.
+struct Wide {
+  F part[kWide];
+};
+struct WideMask {
+  I part[kWide];
 };
 
-LTX_INLINE Exponential exponential(F high, F low) {
-  const float to_integer = 12582912.f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-  const F shifted = high * 1.44269504f + to_integer;
-  const F n = shifted - to_integer;
-  // ln 2 in two pieces, the first of so few bits that n times it is exact.
-  const F r = (high - n * 0.693359375f) - n * -2.12194440e-4f + low;
-  F p = splat(0.001381313893944025f);
-  p = p * r + 0.008369418792426586f;
-  p = p * r + 0.04166845604777336f;
-  p = p * r + 0.16666515171527863f;
-  p = p * r + 0.4999999403953552f;
-  return {(p * (r * r) + r) + 1.f, (I)shifted - 0x4b400000};
+#define LTX_EACH_PART _Pragma("GCC unroll 8") for (int p = 0; p < kWide; ++p)
+#define LTX_WIDE_OPERATOR(op)                          \
+  LTX_INLINE Wide operator op(Wide a, const Wide& b) { \
+    LTX_EACH_PART a.part[p] = a.part[p] op b.part[p];  \
+    return a;                                          \
+  }                                                    \
+  LTX_INLINE Wide operator op(Wide a, float b) {       \
+    LTX_EACH_PART a.part[p] = a.part[p] op b;          \
+    return a;                                          \
+  }                                                    \
+  LTX_INLINE Wide operator op(float a, Wide b) {       \
+    LTX_EACH_PART b.part[p] = a op b.part[p];          \
+    return b;                                          \
+  }
+LTX_WIDE_OPERATOR(+)
+LTX_WIDE_OPERATOR(-)
+LTX_WIDE_OPERATOR(*)
+LTX_WIDE_OPERATOR(/)
+#undef LTX_WIDE_OPERATOR
+
+LTX_INLINE WideMask operator<(const Wide& a, float b) {
+  WideMask mask;
+  LTX_EACH_PART mask.part[p] = a.part[p] < b;
+  return mask;
 }
 
-// 2^n for n in [-126, 127].
-LTX_INLINE F power_of_two(I n) { return (F)((n + 127) << 23); }
+LTX_INLINE Wide select(const WideMask& mask, Wide yes, const Wide& no) {
+  LTX_EACH_PART yes.part[p] = mask.part[p] ? yes.part[p] : no.part[p];
+  return yes;
+}
 
-// x * 2^n for n in [-252, 127], rounded once where the result is denormal.
-LTX_INLINE F scale_by_power(F x, I n) {
-  const I half = n >> 1;
-  return x * power_of_two(half) * power_of_two(n - half);
+LTX_INLINE Wide select(const WideMask& mask, Wide yes, float no) {
+  LTX_EACH_PART yes.part[p] = mask.part[p] ? yes.part[p] : splat(no);
+  return yes;
+}
+
+// Only the bits of `mask` in each lane: the absolute value, or the leading bits of the significand.
+LTX_INLINE Wide keep_bits(Wide x, uint32_t mask) {
+  LTX_EACH_PART x.part[p] = (F)((U)x.part[p] & mask);
+  return x;
+}
+
+LTX_INLINE Wide minimum(Wide x, float bound) {
+  LTX_EACH_PART x.part[p] = minimum(x.part[p], splat(bound));
+  return x;
+}
+
+// x * 2^n, n being the integer in the lowest bits of `shifted` (see to_integer), for exponents that stay in range.
+LTX_INLINE Wide scale_by_power(Wide x, const Wide& shifted) {
+  LTX_EACH_PART x.part[p] = (F)((I)x.part[p] + ((I)shifted.part[p] << 23));
+  return x;
+}
+
+// e^x underflows while e^x * y does not yet. So it is computed times 2^64, and the caller multiplies by kUnscale last.
+constexpr float kUnscale = 0x1p-64f;
+// 1.5 * 2^23 + 64: adding and subtracting it rounds to an integer, which, with 64 added, the lowest bits of the sum
+// hold.
+constexpr float kToInteger = 12582912.f + 64.f;
+
+// e^-x * 2^64 for x in [0, 130]: 1 ulp, by -x = n ln 2 - r and a minimax polynomial (relative error 2^-28).
+LTX_INLINE Wide scaled_exp_minus(const Wide& x) {
+  const Wide shifted = x * -1.44269504f + kToInteger;
+  const Wide n = shifted - kToInteger;
+  // ln 2 in two pieces, the first of so few bits that n times it is exact.
+  const Wide r = (x + n * 0.693359375f) + n * -2.12194440e-4f;
+  const Wide square = r * r;
+  const Wide polynomial =
+      (r * -0.16666515171527863f + 0.4999999403953552f) +
+      square * ((r * -0.008369418792426586f + 0.04166845604777336f) + square * 0.001381313893944025f);
+  return scale_by_power((polynomial * square - r) + 1.f, shifted);
+}
+
+// kWide vectors of storage. Each 32-bit word of bfloat16 holds two neighbours; one shift and one mask separate them, so
+// that a pair of vectors holds the even and the odd elements of its range. fp32 rows that join in are arranged alike.
+template <class T>
+LTX_INLINE Wide load_wide(const T* source) {
+  Wide x;
+  LTX_EACH_PART x.part[p] = load(source + p * kLanes);
+  return x;
+}
+template <>
+LTX_INLINE Wide load_wide<BFloat>(const BFloat* source) {
+  Wide x;
+#pragma GCC unroll 8
+  for (int p = 0; p < kWide; p += 2) {
+    const U words = load_words(source + p * kLanes);
+    x.part[p] = (F)(words << 16);
+    x.part[p + 1] = (F)(words & 0xffff0000u);
+  }
+  return x;
+}
+
+template <class T>
+LTX_INLINE void store_wide(T* target, const Wide& x) {
+  LTX_EACH_PART store(target + p * kLanes, x.part[p]);
+}
+template <>
+LTX_INLINE void store_wide<BFloat>(BFloat* target, const Wide& x) {
+#pragma GCC unroll 8
+  for (int p = 0; p < kWide; p += 2) {
+    const U even = bfloat_upper_quiet(x.part[p]), odd = bfloat_upper_quiet(x.part[p + 1]);
+    store_words(target + p * kLanes, (even >> 16) | (odd & 0xffff0000u));
+  }
+}
+
+// Brings an fp32 row, padded to whole Wides, into the order that load_wide<BFloat> gives, and its NaNs to the form that
+// store_wide<BFloat> expects.
+inline void arrange_bfloat(float* row, int64_t width) {
+  float pair[2 * kLanes];
+  for (int64_t begin = 0; begin < width; begin += 2 * kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      pair[i] = row[begin + 2 * i];
+      pair[kLanes + i] = row[begin + 2 * i + 1];
+    }
+    for (int i = 0; i < 2 * kLanes; ++i) row[begin + i] = pair[i] == pair[i] ? pair[i] : __builtin_nanf("");
+  }
+}
+
+template <class T>
+LTX_INLINE Wide round_to(Wide x) {
+  LTX_EACH_PART x.part[p] = round_to<T>(x.part[p]);
+  return x;
 }
 
 }  // namespace
