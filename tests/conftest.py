@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "sanitize: every op, dtype and geometry in small, for compute-sanitizer",
     ):
         config.addinivalue_line("markers", marker)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:  # or every worker takes all cores, and they wait for one another
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 @pytest.fixture(scope="session")

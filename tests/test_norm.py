@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -287,6 +289,25 @@ def test_same_row_same_bits(ltx, device, op, dtype, width):
         assert_same_bits(output, want.repeat(40, 1), "in a batch 40 times as large")
 
 
+@every_op
+def test_same_bits_from_every_thread(ltx, device, op):
+    """Any number of torch's threads, and several calls at once."""
+    case = norm_case(op, Make(device, torch.float32), (300, 264), modulation="[B, S, H]")
+    expected = case.run(ltx)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for output, want in zip(case.run(ltx), expected, strict=True):
+                assert_same_bits(output, want, f"{count} threads")
+    finally:
+        torch.set_num_threads(threads)
+    with ThreadPoolExecutor(4) as pool:
+        for outputs in pool.map(lambda _: case.run(ltx), range(20)):
+            for output, want in zip(outputs, expected, strict=True):
+                assert_same_bits(output, want, "several calls at once")
+
+
 # ---- Values
 
 
@@ -507,6 +528,20 @@ def test_more_than_2_31_elements(ltx, device, op, width):
     for first in places:
         part = Case(op, {name: t[first : first + 8] if t.dim() == 2 else t for name, t in kwargs.items()})
         assert_same_bits(out[first : first + 8], part.run(ltx)[0], f"rows from {first}")
+
+
+@pytest.mark.slow
+def test_more_than_2_32_rows(ltx, cuda):
+    """Rows past uint32 that do not merge into one dimension: a gate per batch, and inputs that are one number."""
+    try:
+        out = torch.empty(3, 2**31, 1, dtype=torch.bfloat16, device=cuda)
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"not enough memory: {error}")
+    x = torch.full((1, 1, 1), 2.0, dtype=torch.bfloat16, device=cuda).expand(out.shape)
+    gate = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16, device=cuda)[:, None]
+    ltx.gated_residual(x, x, gate, out=out)
+    for batch in range(3):
+        assert out[batch].min().item() == out[batch].max().item() == 2 + 2 * (batch + 1)
 
 
 # ---- GPU machinery

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -179,9 +180,37 @@ def test_head_widths(ltx, device, dtype, layout, width):
 
 @pytest.mark.sanitize
 @every_dtype
+@every_pairing
+@pytest.mark.parametrize("width", [768, 1026, 2048, 2050, 6144, 12288, 40000])
+def test_very_wide_heads(ltx, device, dtype, layout, width):
+    """Inner widths before the heads are split, and more columns than a block has threads."""
+    make = Make(device, dtype)
+    check(ltx, rotary_case(make, (2, 3, 1, width), layout=layout))
+    check(ltx, rotary_case(make, (1, 2, 2, width), table="[S, D/2]", layout=layout))
+    for across_heads in (True, False):
+        check(ltx, qk_norm_rope_case(make, (1, 2, 2, width), key=(3, 1), across_heads=across_heads, layout=layout))
+
+
+@pytest.mark.sanitize
+@every_dtype
 @pytest.mark.parametrize(
     ("heads", "width"),
-    [(1, 64), (2, 2), (3, 10), (5, 64), (32, 64), (32, 128), (24, 128), (1, 2048), (64, 128), (40, 128), (100, 130)],
+    [
+        (1, 64),
+        (2, 2),
+        (3, 10),
+        (5, 64),
+        (32, 64),
+        (32, 128),
+        (24, 128),
+        (1, 2048),
+        (64, 128),
+        (40, 128),
+        (100, 130),
+        (7, 1024),
+        (313, 128),
+        (2000, 4),
+    ],
 )
 def test_rows_across_heads(ltx, device, dtype, heads, width):
     """LTX-Video is 32 x 64, LTX-2 and Wan 14B are 32 x 128 and 40 x 128."""
@@ -376,6 +405,13 @@ def test_widest_rope_head(ltx, device):
 
 
 @every_function
+@pytest.mark.parametrize("sizes", [(70000, 1, 1, 4), (1, 70000, 1, 4), (1, 1, 70000, 4)])
+def test_many_batches_tokens_or_heads(ltx, device, name, sizes):
+    """Past 65535, the most blocks that two of a grid's dimensions have."""
+    check(ltx, cases(Make(device, torch.bfloat16), sizes=sizes)[name])
+
+
+@every_function
 @pytest.mark.parametrize("sizes", [(0, 5, 3, 16), (2, 0, 3, 16), (2, 5, 0, 16), (2, 5, 3, 0)])
 def test_empty(ltx, device, name, sizes):
     make = Make(device, torch.bfloat16)
@@ -509,6 +545,27 @@ def test_same_token_same_bits_any_place(ltx, device, dtype, across_heads):
         tables = {name: case.kwargs[name][first:last].contiguous() for name in ("cos", "sin")}
         for output, want in zip(case.replace(**part, **tables).run(ltx), expected, strict=True):
             assert_same_bits(output, want[:, first:last].contiguous())
+
+
+@every_function
+def test_same_bits_from_every_thread(ltx, device, name):
+    """Any number of torch's threads, and several calls at once (rope_1d and rope_3d keep frequencies per thread)."""
+    case = cases(Make(device, torch.float32), sizes=(2, 300, 3, 64))[name]
+    expected = case.run(ltx)
+    other = cases(Make(device, torch.float32), sizes=(2, 300, 3, 32))[name]
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for output, want in zip(case.run(ltx), expected, strict=True):
+                assert_same_bits(output, want, f"{count} threads")
+    finally:
+        torch.set_num_threads(threads)
+    with ThreadPoolExecutor(4) as pool:
+        both = list(pool.map(lambda i: (other if i % 2 else case).run(ltx), range(20)))
+    for outputs in both[::2]:
+        for output, want in zip(outputs, expected, strict=True):
+            assert_same_bits(output, want, "several calls at once")
 
 
 # ---- Values
