@@ -19,6 +19,7 @@ from helpers import (
     check_out,
     gate_and_up,
     place,
+    torch_threads,
     ulp,
 )
 
@@ -250,6 +251,15 @@ def test_same_element_same_bits(ltx, device, name, dtype):
     if ACTIVATIONS[name][2] != "packed":
         columns = case.map(lambda t: t[..., 7:40].contiguous())
         assert_same_bits(columns.run(ltx)[0], expected[:, 7:40].contiguous(), "columns 7:40")
+
+
+@every_activation
+def test_same_bits_from_every_thread(ltx, device, name):
+    case = activation_case(name, Make(device, torch.float32), (300, 1000))
+    expected = case.run(ltx)[0]
+    for count in (1, 3):
+        with torch_threads(count):
+            assert_same_bits(case.run(ltx)[0], expected, f"{count} threads")
 
 
 # ---- rounding="eager"

@@ -21,6 +21,7 @@ from helpers import (
     check_out,
     norm_case,
     place,
+    torch_threads,
 )
 
 # Every number of packs a thread may own, whole and ragged rows, one thread to more than the registers hold.
@@ -294,14 +295,10 @@ def test_same_bits_from_every_thread(ltx, device, op):
     """Any number of torch's threads, and several calls at once."""
     case = norm_case(op, Make(device, torch.float32), (300, 264), modulation="[B, S, H]")
     expected = case.run(ltx)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
+    for count in (1, 3):
+        with torch_threads(count):
             for output, want in zip(case.run(ltx), expected, strict=True):
                 assert_same_bits(output, want, f"{count} threads")
-    finally:
-        torch.set_num_threads(threads)
     with ThreadPoolExecutor(4) as pool:
         for outputs in pool.map(lambda _: case.run(ltx), range(20)):
             for output, want in zip(outputs, expected, strict=True):

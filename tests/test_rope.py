@@ -24,6 +24,7 @@ from helpers import (
     qk_norm_rope_case,
     rope_case,
     rotary_case,
+    torch_threads,
 )
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -553,14 +554,10 @@ def test_same_bits_from_every_thread(ltx, device, name):
     case = cases(Make(device, torch.float32), sizes=(2, 300, 3, 64))[name]
     expected = case.run(ltx)
     other = cases(Make(device, torch.float32), sizes=(2, 300, 3, 32))[name]
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
+    for count in (1, 3):
+        with torch_threads(count):
             for output, want in zip(case.run(ltx), expected, strict=True):
                 assert_same_bits(output, want, f"{count} threads")
-    finally:
-        torch.set_num_threads(threads)
     with ThreadPoolExecutor(4) as pool:
         both = list(pool.map(lambda i: (other if i % 2 else case).run(ltx), range(20)))
     for outputs in both[::2]:

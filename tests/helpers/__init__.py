@@ -18,7 +18,7 @@ from .cases import (
     rotary_case,
 )
 from .check import check, check_eager, check_out
-from .memory import LAYOUTS, Guarded, Layout, guarded_output, place, unchanged
+from .memory import LAYOUTS, Guarded, Layout, guarded_output, place, torch_threads, unchanged
 from .numeric import assert_close_to_eager, assert_close_to_fp64, assert_same_bits, ulp
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "qk_norm_rope_case",
     "rope_case",
     "rotary_case",
+    "torch_threads",
     "ulp",
     "unchanged",
 ]

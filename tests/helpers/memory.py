@@ -102,6 +102,16 @@ def guarded_output(like: Tensor, layout: Layout | str) -> Guarded:
     return Guarded(like.shape, like.dtype, str(like.device), layout)
 
 
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _storage(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
