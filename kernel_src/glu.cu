@@ -163,22 +163,22 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
-    x[i] = activate<T, A>(x[i]);
-    if (p.up.data) x[i] = __fmul_rn(eager ? round_to<T>(x[i]) : x[i], y[i]);
+    // An eager chain computes the activation in fp32 and rounds it.
+    x[i] = eager ? round_to<T>(activate<float, A>(x[i])) : activate<T, A>(x[i]);
+    if (p.up.data) x[i] = __fmul_rn(x[i], y[i]);
   }
   store_pack(static_cast<T*>(p.out.data) + out, column, p.out.column_stride, width, false, to_pack<T, kWidth>(x));
 }
 
 // Whether glu_kernel takes the call: whole packs, rows that are one dimension, and not so short that most of a block
-// would idle. An eager chain of gelu or of 16-bit gates rounds between its steps; fp32 rows have nothing to round.
+// would idle.
 template <typename T>
 bool is_main_line(const GluParams& p) {
   const auto packed = [&](const RowView& v) {
     return !v.data || is_packed(v.data, v.dtype, kPackWidth<T>, p.rows.width, v.column_stride, v.stride, p.rows.ndim);
   };
-  const bool rounds = p.rounding == Rounding::kEager && (p.up.data || p.bias.data);
-  return !rounds && p.rows.ndim <= 1 && packed(p.gate) && packed(p.up) && packed(p.bias) && packed(p.out) &&
-         (p.rows.count == 1 || p.rows.width / kPackWidth<T> >= kThreads / 4);
+  return p.rounding == Rounding::kFp32 && p.rows.ndim <= 1 && packed(p.gate) && packed(p.up) && packed(p.bias) &&
+         packed(p.out) && (p.rows.count == 1 || p.rows.width / kPackWidth<T> >= kThreads / 4);
 }
 
 template <typename T, Activation A>
