@@ -26,9 +26,10 @@
 #endif
 
 #define LTX_INLINE inline __attribute__((always_inline))
+#define LTX_COLD inline __attribute__((noinline, cold))
 
 #if defined(__GNUC__) && !defined(__clang__)
-// Every function that takes a vector by value is inlined, so that the ABI this warning is about is never used.
+// Vectors are passed by value only between functions of one instruction set in one file; the warning is about others.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 

@@ -126,11 +126,12 @@ void run_block(const Block& block) {
 
 template <class T>
 void run_block(const Block& block, Activation activation) {
+  // Eager rounding is there to give eager code's bits, so it takes the accurate gelu.
+  constexpr bool kCoarse = std::is_same<T, BFloat>::value;
   switch (activation) {
     case Activation::kGelu:
-      // Eager rounding is there to give eager code's bits, so it takes the accurate one.
-      return std::is_same<T, BFloat>::value && !block.eager ? run_block<T, Activation::kGelu, true>(block)
-                                                            : run_block<T, Activation::kGelu, false>(block);
+      return block.eager ? run_block<T, Activation::kGelu, false>(block)
+                         : run_block<T, Activation::kGelu, kCoarse>(block);
     case Activation::kGeluTanh:
       return run_block<T, Activation::kGeluTanh, false>(block);
     case Activation::kSilu:

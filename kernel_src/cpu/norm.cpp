@@ -33,101 +33,133 @@ namespace {
 // Columns handled at once where there is no statistic.
 constexpr int64_t kBlockColumns = 8192;
 
-// One row, or one column block of it: contiguous storage of the input's dtype, and fp32 rows. Absent operands are null.
+// Consecutive rows, or one column block of a row: contiguous storage of the input's dtype, a step (in bytes) apart, and
+// fp32 rows that all of them share. Absent operands are null.
 struct RowData {
   int64_t width;
-  const void *input, *residual;
-  void *out, *residual_out;
+  const char *input, *residual;
+  char *out, *residual_out;
+  int64_t input_step, residual_step, out_step, residual_out_step;
   float* hidden;
   const float *gate, *weight, *bias, *scale, *shift, *out_gate;
+  const float *factor, *addend;  // all that multiplies and all that is added after the normalisation, in one row each
+
+  LTX_INLINE void next() {
+    input += input_step;
+    out += out_step;
+    residual += residual == nullptr ? 0 : residual_step;
+    residual_out += residual_out == nullptr ? 0 : residual_out_step;
+  }
 };
 
 template <class T>
-LTX_INLINE F hidden_at(const RowData& row, int64_t c) {
-  F h = load_upto(static_cast<const T*>(row.input) + c, row.width - c);
+LTX_INLINE F load_row(const char* row, int64_t c, int64_t width) {
+  return load_upto(reinterpret_cast<const T*>(row) + c, width - c);
+}
+
+template <class T>
+LTX_INLINE void store_row(char* row, int64_t c, int64_t width, F x) {
+  store_upto(reinterpret_cast<T*>(row) + c, x, width - c);
+}
+
+template <class T>
+LTX_INLINE F compute_hidden(const RowData& row, int64_t c) {
+  F h = load_row<T>(row.input, c, row.width);
   if (const float* gate = varying(row.gate)) h = h * load(gate + c);
-  if (const void* residual = varying(row.residual)) {
-    h = load_upto(static_cast<const T*>(residual) + c, row.width - c) + h;
-  }
+  if (const char* residual = varying(row.residual)) h = load_row<T>(residual, c, row.width) + h;
   return h;
 }
 
+// Step 1 where h is not the input itself: into the scratch row.
 template <class T, bool kSquare>
-struct HiddenTerm {
-  RowData row;  // a copy: behind a reference every store would force its fields to be read again
+struct KeepTerm {
+  RowData row;  // a copy, here and below: behind a reference every store would force its fields to be read again
   LTX_INLINE F operator()(int64_t c) const {
-    const F h = hidden_at<T>(row, c);
+    const F h = compute_hidden<T>(row, c);
     store(row.hidden + c, h);
-    if (void* out = varying(row.residual_out)) store_upto(static_cast<T*>(out) + c, h, row.width - c);
+    if (char* out = varying(row.residual_out)) store_row<T>(out, c, row.width, h);
     return kSquare ? h * h : h;
   }
 };
 
-// Step 1. Returns the sum of h (kLayer) or h^2 (kRms).
-template <class T>
-float read_row(RowData row, Statistic statistic) {
-  if (statistic == Statistic::kRms) return sum_row(row.width, HiddenTerm<T, true>{row});
-  if (statistic == Statistic::kLayer) return sum_row(row.width, HiddenTerm<T, false>{row});
-  for (int64_t c = 0; c < row.width; c += kLanes) {
-    store_upto(static_cast<T*>(row.residual_out) + c, hidden_at<T>(row, c), row.width - c);
-  }
-  return 0.f;
+// h again, from where it is.
+template <class T, bool kKept>
+LTX_INLINE F hidden_at(const RowData& row, int64_t c) {
+  return kKept ? load(row.hidden + c) : load_row<T>(row.input, c, row.width);
 }
 
-struct KeptTerm {
-  const float* hidden;
-  LTX_INLINE F operator()(int64_t c) const { return load(hidden + c); }
-};
-
-struct SquareTerm {
-  const float* hidden;
+template <class T, bool kKept, bool kSquare>
+struct HiddenTerm {
+  RowData row;
   float mean;
   LTX_INLINE F operator()(int64_t c) const {
-    const F deviation = load(hidden + c) - mean;
-    return deviation * deviation;
+    F h = hidden_at<T, kKept>(row, c);
+    if (!kSquare) return h;
+    h = h - mean;
+    if (row.width - c < kLanes) h = first_lanes(h, row.width - c);
+    return h * h;
   }
 };
 
-// Step 2.
-float variance_about(const RowData& row, float mean) {
-  // The padding must not count: what equals the mean deviates by exactly zero.
-  for (int64_t c = row.width; c < round_up(row.width, kSumLanes); ++c) row.hidden[c] = mean;
-  return sum_row(row.width, SquareTerm{row.hidden, mean}) / static_cast<float>(row.width);
-}
-
-// Step 3. mean is zero for kRms.
-template <class T>
-void write_row(RowData row, float mean, float rstd) {
+template <class T, bool kKept>
+LTX_INLINE void write_row(RowData row, float mean, float rstd) {
   for (int64_t c = 0; c < row.width; c += kLanes) {
-    F n = (load(row.hidden + c) - mean) * rstd;
-    if (const float* weight = varying(row.weight)) n = n * load(weight + c);
-    if (const float* bias = varying(row.bias)) n = n + load(bias + c);
-    if (const float* scale = varying(row.scale)) n = n * load(scale + c);
-    if (const float* shift = varying(row.shift)) n = n + load(shift + c);
-    if (const float* out_gate = varying(row.out_gate)) n = n * load(out_gate + c);
-    store_upto(static_cast<T*>(row.out) + c, n, row.width - c);
+    F n = (hidden_at<T, kKept>(row, c) - mean) * rstd;
+    if (const float* factor = varying(row.factor)) n = n * load(factor + c);
+    if (const float* addend = varying(row.addend)) n = n + load(addend + c);
+    store_row<T>(row.out, c, row.width, n);
   }
 }
 
-float read_row(const RowData& row, DType dtype, Statistic statistic) {
-  if (dtype == DType::kFloat32) return read_row<float>(row, statistic);
-  return dtype == DType::kFloat16 ? read_row<Half>(row, statistic) : read_row<BFloat>(row, statistic);
-}
-
-void write_row(const RowData& row, DType dtype, float mean, float rstd) {
-  if (dtype == DType::kFloat32) return write_row<float>(row, mean, rstd);
-  return dtype == DType::kFloat16 ? write_row<Half>(row, mean, rstd) : write_row<BFloat>(row, mean, rstd);
-}
-
-void norm_row(const NormParams& p, const RowData& row) {
-  float mean = 0.f;
-  float variance = read_row(row, p.dtype, p.statistic) / static_cast<float>(row.width);
-  if (p.statistic == Statistic::kNone) return;
-  if (p.statistic == Statistic::kLayer) {
-    mean = variance;
-    variance = variance_about(row, mean);
+template <class T, bool kKept, bool kLayer>
+__attribute__((noinline)) void norm_rows(RowData row, int64_t count, float eps) {
+  const float width = static_cast<float>(row.width);
+  for (; count > 0; --count, row.next()) {
+    float mean = 0.f, variance = 0.f;
+    if (kKept) {
+      variance = sum_row(row.width, KeepTerm<T, !kLayer>{row}) / width;
+    } else {
+      variance = sum_row(row.width, HiddenTerm<T, kKept, !kLayer>{row, 0.f}) / width;
+    }
+    if (kLayer) {
+      mean = variance;
+      variance = sum_row(row.width, HiddenTerm<T, kKept, true>{row, mean}) / width;
+    }
+    write_row<T, kKept>(row, mean, 1.f / std::sqrt(variance + eps));
   }
-  write_row(row, p.dtype, mean, 1.f / std::sqrt(variance + p.eps));
+}
+
+template <class T>
+void add_rows(RowData row, int64_t count) {
+  for (; count > 0; --count, row.next()) {
+    for (int64_t c = 0; c < row.width; c += kLanes) {
+      store_row<T>(row.residual_out, c, row.width, compute_hidden<T>(row, c));
+    }
+  }
+}
+
+template <class T>
+void run_rows(const NormParams& p, const RowData& row, int64_t count) {
+  const bool kept = row.gate != nullptr || row.residual != nullptr || row.residual_out != nullptr;
+  switch (p.statistic) {
+    case Statistic::kNone:
+      return add_rows<T>(row, count);
+    case Statistic::kRms:
+      return kept ? norm_rows<T, true, false>(row, count, p.eps) : norm_rows<T, false, false>(row, count, p.eps);
+    case Statistic::kLayer:
+      return kept ? norm_rows<T, true, true>(row, count, p.eps) : norm_rows<T, false, true>(row, count, p.eps);
+  }
+}
+
+void run_rows(const NormParams& p, const RowData& row, int64_t count) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return run_rows<float>(p, row, count);
+    case DType::kFloat16:
+      return run_rows<Half>(p, row, count);
+    case DType::kBFloat16:
+      return run_rows<BFloat>(p, row, count);
+  }
 }
 
 // Eager steps over an fp32 row: the result of each is rounded to `dtype` (fp32: not at all).
@@ -169,6 +201,11 @@ struct ModulatorTypes {
   DType gate, scale, shift, out_gate;
 };
 
+float rstd_about(const RowData& row, float mean, float eps) {
+  const float sum = sum_row(row.width, HiddenTerm<float, true, true>{row, mean});
+  return 1.f / std::sqrt(sum / static_cast<float>(row.width) + eps);
+}
+
 // `spare` is one more fp32 row.
 void norm_row_eager(const NormParams& p, const ModulatorTypes& types, const RowData& row, float* spare) {
   float* n = row.hidden;
@@ -191,13 +228,13 @@ void norm_row_eager(const NormParams& p, const ModulatorTypes& types, const RowD
   dtype = p.dtype;
   if (p.statistic == Statistic::kLayer) {
     // torch's own layer norm: fp32 inside.
-    const float mean = sum_row(width, KeptTerm{n}) / static_cast<float>(width);
-    normalise_rounded(n, mean, 1.f / std::sqrt(variance_about(row, mean) + p.eps), DType::kFloat32, width);
+    const float mean = sum_row(width, HiddenTerm<float, true, false>{row, 0.f}) / static_cast<float>(width);
+    normalise_rounded(n, mean, rstd_about(row, mean, p.eps), DType::kFloat32, width);
     if (row.weight != nullptr) multiply_rounded(n, row.weight, DType::kFloat32, width);
     if (row.bias != nullptr) add_rounded(n, row.bias, DType::kFloat32, width);
     normalise_rounded(n, 0.f, 1.f, dtype, width);
   } else {
-    const float rstd = 1.f / std::sqrt(variance_about(row, 0.f) + p.eps);
+    const float rstd = rstd_about(row, 0.f, p.eps);
     // Gemma multiplies by 1 + weight in fp32; the others round first, then multiply.
     const bool weight_in_fp32 = row.weight != nullptr && p.weight_offset != 0.f;
     normalise_rounded(n, 0.f, rstd, weight_in_fp32 ? DType::kFloat32 : dtype, width);
@@ -221,33 +258,39 @@ void norm_row_eager(const NormParams& p, const ModulatorTypes& types, const RowD
   narrow(row.out, n, p.dtype, width);
 }
 
-// A row of the input's dtype, made contiguous where its columns are not.
+void norm_rows_eager(const NormParams& p, const ModulatorTypes& types, RowData row, int64_t count, float* spare) {
+  for (; count > 0; --count, row.next()) norm_row_eager(p, types, row, spare);
+}
+
+// Rows of the input's dtype, made contiguous where their columns are not.
 class RowStorage {
  public:
   RowStorage(const RowView& view, Scratch& scratch) : view_(view) {
-    if (scratch_rows(view) != 0) buffer_ = scratch.take();
+    if (scratch_rows(view) != 0) buffer_ = reinterpret_cast<char*>(scratch.take());
   }
 
   static int scratch_rows(const RowView& view) { return view.data != nullptr && view.column_stride != 1; }
 
+  bool in_place() const { return buffer_ == nullptr; }
+
   void move(const RowIndex& index, int64_t column) { start_ = index.pointer(view_, column); }
 
-  const void* read(int64_t width) const {
-    if (buffer_ == nullptr) return start_;
+  const char* read(int64_t width) const {
+    if (in_place()) return start_;
     gather(buffer_, start_, view_.dtype, view_.column_stride, width);
     return buffer_;
   }
 
   // Where to write, and what to call when that is done.
-  void* target() const { return buffer_ == nullptr ? static_cast<void*>(start_) : buffer_; }
+  char* target() const { return in_place() ? start_ : buffer_; }
   void finish(int64_t width) const {
-    if (buffer_ != nullptr) scatter(start_, view_.dtype, view_.column_stride, width, buffer_);
+    if (!in_place()) scatter(start_, view_.dtype, view_.column_stride, width, buffer_);
   }
 
  private:
   const RowView& view_;
   char* start_ = nullptr;
-  float* buffer_ = nullptr;
+  char* buffer_ = nullptr;
 };
 
 // An operand of any dtype as an fp32 row: weight, bias, or value + table of a modulator, with `offset` added.
@@ -269,11 +312,17 @@ class OperandRow {
   const float* row() const { return row_; }
   DType dtype() const { return dtype_; }
 
-  void move(const RowIndex& index, int64_t column, int64_t width) {
-    if (row_ == nullptr) return;
+  // Whether the rows of a run share it.
+  bool shared(const RowIndex& index) const {
+    return row_ == nullptr || (index.row_step(value_) == 0 && (table_row_ == nullptr || index.row_step(*table_) == 0));
+  }
+
+  // Goes to columns [column, column + width) of a row. True if row() holds something else now.
+  bool move(const RowIndex& index, int64_t column, int64_t width) {
+    if (row_ == nullptr) return false;
     const char* value = index.pointer(value_, column);
     const char* table = table_row_ == nullptr ? nullptr : index.pointer(*table_, column);
-    if (value == last_value_ && table == last_table_ && width == last_width_) return;
+    if (value == last_value_ && table == last_table_ && width == last_width_) return false;
     last_width_ = width;
     last_value_ = value;
     last_table_ = table;
@@ -282,11 +331,12 @@ class OperandRow {
       expand(table_row_, table, table_->dtype, table_->column_stride, width);
       add_rounded(row_, table_row_, eager_ ? dtype_ : DType::kFloat32, width);
     }
-    if (offset_ == 0.f) return;
+    if (offset_ == 0.f) return true;
     for (int64_t c = 0; c < width; c += kLanes) {
       const F sum = offset_ + load(row_ + c);
       store(row_ + c, eager_ ? round_to(dtype_, sum) : sum);
     }
+    return true;
   }
 
  private:
@@ -302,11 +352,31 @@ class OperandRow {
   const char* last_table_ = nullptr;
 };
 
+// factor = weight * scale * out_gate and addend = (bias * scale + shift) * out_gate, scale being 1 + scale already. A
+// product or sum of one operand is that operand's row; the others go to `rows`.
+void combine_operands(RowData& row, float* const rows[2]) {
+  const int64_t width = row.width;
+  const auto product = [width](const float* a, const float* b, float* target) -> const float* {
+    if (a == nullptr || b == nullptr) return a == nullptr ? b : a;
+    for (int64_t c = 0; c < width; c += kLanes) store(target + c, load(a + c) * load(b + c));
+    return target;
+  };
+  row.factor = product(product(row.weight, row.scale, rows[0]), row.out_gate, rows[0]);
+  row.addend = row.bias == nullptr ? nullptr : product(row.bias, row.scale, rows[1]);
+  if (row.addend != nullptr && row.shift != nullptr) {
+    for (int64_t c = 0; c < width; c += kLanes) store(rows[1] + c, load(row.addend + c) + load(row.shift + c));
+    row.addend = rows[1];
+  } else if (row.shift != nullptr) {
+    row.addend = row.shift;
+  }
+  if (row.addend != nullptr) row.addend = product(row.addend, row.out_gate, rows[1]);
+}
+
 // Units are rows, or blocks of kBlockColumns columns of a row where there is no statistic.
 void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end) {
   const int64_t unit_width = blocks == 1 ? p.rows.width : kBlockColumns;
   const bool eager = p.rounding == Rounding::kEager;
-  const int scratch_rows = 2 + RowStorage::scratch_rows(p.input) + RowStorage::scratch_rows(p.residual) +
+  const int scratch_rows = 4 + RowStorage::scratch_rows(p.input) + RowStorage::scratch_rows(p.residual) +
                            RowStorage::scratch_rows(p.out) + RowStorage::scratch_rows(p.residual_out) +
                            OperandRow::scratch_rows(p.weight) + OperandRow::scratch_rows(p.bias) +
                            OperandRow::scratch_rows(p.gate) + OperandRow::scratch_rows(p.scale) +
@@ -321,38 +391,52 @@ void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end)
   OperandRow out_gate(p.out_gate.value, &p.out_gate.table, 0.f, eager, scratch);
   const ModulatorTypes types = {gate.dtype(), scale.dtype(), shift.dtype(), out_gate.dtype()};
 
+  RowIndex index(p.rows, begin / blocks);
   RowData row = {};
   row.hidden = scratch.take();
-  float* spare = scratch.take();
+  float* const spare[2] = {scratch.take(), scratch.take()};
   row.gate = gate.row();
   row.weight = weight.row();
   row.bias = bias.row();
   row.scale = scale.row();
   row.shift = shift.row();
   row.out_gate = out_gate.row();
+  row.input_step = index.row_step(p.input);
+  row.residual_step = index.row_step(p.residual);
+  row.out_step = index.row_step(p.out);
+  row.residual_out_step = index.row_step(p.residual_out);
+  OperandRow* const operands[] = {&gate, &weight, &bias, &scale, &shift, &out_gate};
+  RowStorage* const storages[] = {&input, &residual, &out, &residual_out};
+  // Rows can be handed on together if they share their operands and lie where they are used.
+  bool together = blocks == 1;
+  for (const OperandRow* operand : operands) together = together && operand->shared(index);
+  for (const RowStorage* storage : storages) together = together && storage->in_place();
 
-  RowIndex index(p.rows, begin / blocks);
   int64_t block = begin % blocks;
-  for (int64_t unit = begin; unit < end; ++unit) {
+  for (int64_t unit = begin; unit < end;) {
     const int64_t column = block * unit_width;
     const int64_t width = std::min(unit_width, p.rows.width - column);
-    for (RowStorage* storage : {&input, &residual, &out, &residual_out}) storage->move(index, column);
-    for (OperandRow* operand : {&gate, &weight, &bias, &scale, &shift, &out_gate}) operand->move(index, column, width);
+    const int64_t count = together ? std::min(index.run(), end - unit) : 1;
+    for (RowStorage* storage : storages) storage->move(index, column);
+    bool moved = unit == begin;
+    for (OperandRow* operand : operands) moved = operand->move(index, column, width) || moved;
     row.width = width;
     row.input = input.read(width);
     row.residual = residual.read(width);
     row.out = out.target();
     row.residual_out = residual_out.target();
     if (eager) {
-      norm_row_eager(p, types, row, spare);
+      norm_rows_eager(p, types, row, count, spare[0]);
     } else {
-      norm_row(p, row);
+      if (moved) combine_operands(row, spare);
+      run_rows(p, row, count);
     }
     out.finish(width);
     residual_out.finish(width);
+    unit += count;
     if (++block == blocks) {
       block = 0;
-      index.next();
+      index.next(count);
     }
   }
 }

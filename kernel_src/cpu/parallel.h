@@ -44,10 +44,19 @@ class RowIndex {
     }
   }
 
-  void next() {
+  // Rows from this one on that differ in the last index only; in a view they are row_step(view) bytes apart.
+  int64_t run() const { return rows_.ndim == 0 ? 1 : rows_.size[rows_.ndim - 1] - index_[rows_.ndim - 1]; }
+  int64_t row_step(const RowView& view) const {
+    return rows_.ndim == 0 ? 0 : view.stride[rows_.ndim - 1] * static_cast<int64_t>(size_of(view.dtype));
+  }
+
+  // Moves on by `count` rows, at most to the end of the run.
+  void next(int64_t count = 1) {
     for (int d = rows_.ndim - 1; d >= 0; --d) {
-      if (++index_[d] < rows_.size[d]) return;
+      index_[d] += count;
+      if (index_[d] < rows_.size[d]) return;
       index_[d] = 0;
+      count = 1;
     }
   }
 

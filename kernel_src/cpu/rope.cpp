@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #define LTX_ISA_FILE "cpu/rope.cpp"
 #include "cpu/each_isa.h"
@@ -155,8 +156,9 @@ inline void compute_angles(const RotaryParams& p, const RotaryAngles& a, int64_t
     }
   } else {
     for (int64_t pair = 0; pair < pairs; ++pair) {
-      spare.cos[pair] = static_cast<float>(std::cos(static_cast<double>(angle[pair])));
-      spare.sin[pair] = static_cast<float>(std::sin(static_cast<double>(angle[pair])));
+      const double x = std::isfinite(angle[pair]) ? angle[pair] : std::numeric_limits<double>::quiet_NaN();
+      spare.cos[pair] = static_cast<float>(std::cos(x));
+      spare.sin[pair] = static_cast<float>(std::sin(x));
     }
   }
   spread_pairs(spare, p.rotary_dim, p.interleaved, turn);

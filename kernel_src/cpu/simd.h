@@ -79,15 +79,16 @@ struct BFloat {
 };
 
 // bfloat16 bits of x in the upper half of each lane, round to nearest even. The lower half is junk. A NaN stays one if
-// its lower half is zero: of values that were bfloat16, or of an operation on those.
-LTX_INLINE U bfloat_upper_quiet(F x) {
+// the lower half of its bits is zero, as in a bfloat16, in the NaN of an invalid operation, and in whatever arithmetic
+// makes of those; expand() sees to it for the operands of other dtypes.
+LTX_INLINE U bfloat_upper(F x) {
   const U bits = (U)x;
   const I minus_odd = (I)(bits << 15) >> 31;
   return bits + 0x7fffu - (U)minus_odd;
 }
 
-// The same for any NaN.
-LTX_INLINE U bfloat_upper(F x) { return bfloat_upper_quiet(x) | (U)(x != x); }
+// NaNs to one of zero payload.
+LTX_INLINE F plain_nan(F x) { return x != x ? splat(__builtin_nanf("")) : x; }
 
 // kLanes elements of 16 bits as they lie in memory, and their conversions.
 #if LTX_ISA_LEVEL == 2
@@ -139,7 +140,7 @@ LTX_INLINE Packed narrow_bfloat(F x) { return pack_lower(bfloat_upper(x) >> 16);
 
 // float16 without F16C, to the same bits. Denormals go through an fp32 addition that does the shift (and, towards
 // fp16, the rounding) without ever touching an fp32 denormal, so that flush-to-zero modes change nothing.
-LTX_INLINE F widen_half(Packed x) {
+LTX_COLD F widen_half(Packed x) {
   const U half = (U)_mm_unpacklo_epi16(x, _mm_setzero_si128());
   const U sign = (half & 0x8000u) << 16;
   const U magnitude = half & 0x7fffu;
@@ -151,7 +152,7 @@ LTX_INLINE F widen_half(Packed x) {
   const U finite = magnitude < 0x0400u ? denormal : normal;
   return (F)(sign | (magnitude >= 0x7c00u ? special : finite));
 }
-LTX_INLINE Packed narrow_half(F x) {
+LTX_COLD Packed narrow_half(F x) {
   const U bits = (U)x;
   const U sign = (bits >> 16) & 0x8000u;
   const U magnitude = bits & 0x7fffffffu;
@@ -170,21 +171,37 @@ LTX_INLINE F load(const BFloat* p) { return widen_bfloat(load_packed(p)); }
 LTX_INLINE void store(Half* p, F x) { store_packed(p, narrow_half(x)); }
 LTX_INLINE void store(BFloat* p, F x) { store_packed(p, narrow_bfloat(x)); }
 
-// The first `count` lanes only; the others read as zero and are not written. count may be kLanes and more.
 template <class T>
-LTX_INLINE F load_upto(const T* p, int64_t count) {
-  if (__builtin_expect(count >= kLanes, 1)) return load(p);
+LTX_COLD F load_tail(const T* p, int64_t count) {
   T tail[kLanes] = {};
   if (count > 0) __builtin_memcpy(tail, p, static_cast<size_t>(count) * sizeof(T));
   return load(tail);
 }
 
 template <class T>
-LTX_INLINE void store_upto(T* p, F x, int64_t count) {
-  if (__builtin_expect(count >= kLanes, 1)) return store(p, x);
+LTX_COLD void store_tail(T* p, F x, int64_t count) {
   T tail[kLanes];
   store(tail, x);
   if (count > 0) __builtin_memcpy(p, tail, static_cast<size_t>(count) * sizeof(T));
+}
+
+// The first `count` lanes only; the others read as zero and are not written. count may be kLanes and more.
+template <class T>
+LTX_INLINE F load_upto(const T* p, int64_t count) {
+  return __builtin_expect(count >= kLanes, 1) ? load(p) : load_tail(p, count);
+}
+
+template <class T>
+LTX_INLINE void store_upto(T* p, F x, int64_t count) {
+  __builtin_expect(count >= kLanes, 1) ? store(p, x) : store_tail(p, x, count);
+}
+
+// x with every lane from `count` on zero.
+LTX_COLD F first_lanes(F x, int64_t count) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i < count ? lanes[i] : 0.f;
+  return load(lanes);
 }
 
 // Hides that a pointer is the same in every turn of a loop. Without it -O3 copies the loop for each combination of
@@ -243,7 +260,9 @@ inline void scatter(void* row, DType dtype, int64_t stride, int64_t width, const
 template <class T>
 inline void widen_row(float* target, const void* row, int64_t width) {
   const T* source = static_cast<const T*>(row);
-  for (int64_t c = 0; c < round_up(width, kSumLanes); c += kLanes) store(target + c, load_upto(source + c, width - c));
+  for (int64_t c = 0; c < round_up(width, kSumLanes); c += kLanes) {
+    store(target + c, plain_nan(load_upto(source + c, width - c)));
+  }
 }
 
 template <class T>
@@ -481,13 +500,12 @@ template <>
 LTX_INLINE void store_wide<BFloat>(BFloat* target, const Wide& x) {
 #pragma GCC unroll 8
   for (int p = 0; p < kWide; p += 2) {
-    const U even = bfloat_upper_quiet(x.part[p]), odd = bfloat_upper_quiet(x.part[p + 1]);
+    const U even = bfloat_upper(x.part[p]), odd = bfloat_upper(x.part[p + 1]);
     store_words(target + p * kLanes, (even >> 16) | (odd & 0xffff0000u));
   }
 }
 
-// Brings an fp32 row, padded to whole Wides, into the order that load_wide<BFloat> gives, and its NaNs to the form that
-// store_wide<BFloat> expects.
+// Brings an fp32 row, padded to whole Wides, into the order that load_wide<BFloat> gives.
 inline void arrange_bfloat(float* row, int64_t width) {
   float pair[2 * kLanes];
   for (int64_t begin = 0; begin < width; begin += 2 * kLanes) {
@@ -495,7 +513,7 @@ inline void arrange_bfloat(float* row, int64_t width) {
       pair[i] = row[begin + 2 * i];
       pair[kLanes + i] = row[begin + 2 * i + 1];
     }
-    for (int i = 0; i < 2 * kLanes; ++i) row[begin + i] = pair[i] == pair[i] ? pair[i] : __builtin_nanf("");
+    for (int i = 0; i < 2 * kLanes; ++i) row[begin + i] = pair[i];
   }
 }
 
