@@ -235,7 +235,10 @@ def _norm_terms(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     if "layernorm" in op:
         n = n + magnitude.mean(-1, keepdim=True)
         h = h - h.mean(-1, keepdim=True)
-    n = n * torch.rsqrt(h.square().mean(-1, keepdim=True) + _eps(kwargs, op))
+    variance = h.square().mean(-1, keepdim=True) + _eps(kwargs, op)
+    if residual is not None:  # where residual and input cancel, so does the statistic
+        n = n + h.abs() * (h.abs() * magnitude).mean(-1, keepdim=True) / variance
+    n = n * torch.rsqrt(variance)
     weight, bias = wide("weight"), wide("bias")
     if weight is not None:
         n = n * (weight.abs() + abs(kwargs.get("weight_offset", 0.0)))

@@ -12,13 +12,19 @@ from .memory import Guarded, Layout, guarded_output, unchanged
 from .numeric import assert_close_to_eager, assert_close_to_fp64, assert_same_bits
 
 
-def check(ltx: Any, case: Case, *, eager_may_be_worse: bool = True) -> tuple[Tensor, ...]:
+def check(ltx: Any, case: Case) -> tuple[Tensor, ...]:
     """Runs the case: outputs within the bound of the fp64 truth, new, in the promised order; inputs as before."""
     with unchanged(**case.tensors):
         outputs = case.run(ltx)
     truths, terms = case.truth(ltx), case.terms(ltx)
     assert len(outputs) == len(truths)
     rotary = case.op.startswith(("apply_rotary", "rope", "qk_norm"))
+    # Activations may err as torch's own do in fp32: 1 + erf loses its digits on the negative side.
+    activation = case.op in ("geglu", "swiglu", "gelu")
+
+    def in_fp32() -> Tensor:
+        return case.map(lambda tensor: tensor.float()).eager()[0]
+
     for i, (output, truth, term) in enumerate(zip(outputs, truths, terms, strict=True)):
         what = f"{case.op} output {i}"
         like = case.inputs[i if rotary else 0]
@@ -30,8 +36,7 @@ def check(ltx: Any, case: Case, *, eager_may_be_worse: bool = True) -> tuple[Ten
             if output.numel() and tensor.numel():
                 shared = output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
                 assert not shared, f"{what} shares memory with {name}"
-        eager = (lambda i=i: case.eager()[i]) if eager_may_be_worse else None
-        assert_close_to_fp64(output, truth, term, eager=eager, what=what)
+        assert_close_to_fp64(output, truth, term, eager=in_fp32 if activation else None, what=what)
     return outputs
 
 
