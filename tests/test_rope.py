@@ -253,6 +253,27 @@ def test_own_table_of_the_key(ltx, device, dtype, across_heads, table):
         check(ltx, qk_norm_rope_case(make, SIZES, across_heads=across_heads, key=key, table=table, key_table=True))
 
 
+@every_pairing
+def test_tables_that_share_memory(ltx, device, layout):
+    """cos expanded where sin is not, and the reverse; pairs of tables with one cos or one sin; both in one tensor."""
+    make = Make(device, torch.float32)
+    apply, norm = (
+        rotary_case(make, SIZES, layout=layout),
+        qk_norm_rope_case(make, SIZES, across_heads=True, layout=layout),
+    )
+    cos, sin = make(5, 8), make(5, 8)
+    for c, s in ((cos[:1].expand(5, 8), sin), (cos, sin[:1].expand(5, 8)), (cos[:, :1].expand(5, 8), sin), (cos, cos)):
+        check(ltx, apply.replace(cos=c, sin=s))
+        check(ltx, norm.replace(cos=c, sin=s))
+    other = make(5, 8)
+    for c, s in (((cos, cos), (sin, other)), ((cos, other), (sin, sin)), ((cos, sin), (sin, cos))):
+        check(ltx, norm.replace(cos=c, sin=s))
+    both = make(5, 8, 2)
+    strided = both.view(5, 16)[:, ::2], both.view(5, 16)[:, :8]  # one first element, two column strides
+    check(ltx, norm.replace(cos=strided, sin=(sin, sin)))
+    check(ltx, norm.replace(cos=both[..., 0], sin=both[..., 1]))
+
+
 @every_dtype
 @every_pairing
 def test_key_longer_or_shorter(ltx, device, dtype, layout):
