@@ -374,10 +374,21 @@ void combine_operands(RowData& row, float* const rows[2]) {
   if (row.addend != nullptr) row.addend = product(row.addend, row.out_gate, rows[1]);
 }
 
+// Whether the loops of rounding "fp32" do eager code's operations: nothing rounds between the steps of an fp32 row, and
+// there is nothing to multiply out.
+bool eager_is_plain(const NormParams& p) {
+  const auto present = [](const RowView& view) { return view.data != nullptr ? 1 : 0; };
+  const int scale = present(p.scale.value), out_gate = present(p.out_gate.value);
+  const int addends = present(p.bias) + present(p.shift.value);
+  return p.dtype == DType::kFloat32 && present(p.weight) + scale + out_gate <= 1 && addends <= 1 &&
+         !(present(p.bias) && scale) && !(addends && out_gate);
+}
+
 // Units are rows, or blocks of kBlockColumns columns of a row where there is no statistic.
 void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end) {
   const int64_t unit_width = blocks == 1 ? p.rows.width : kBlockColumns;
   const bool eager = p.rounding == Rounding::kEager;
+  const bool plain = eager_is_plain(p);
   const int scratch_rows = 4 + RowStorage::scratch_rows(p.input) + RowStorage::scratch_rows(p.residual) +
                            RowStorage::scratch_rows(p.out) + RowStorage::scratch_rows(p.residual_out) +
                            OperandRow::scratch_rows(p.weight) + OperandRow::scratch_rows(p.bias) +
@@ -427,7 +438,7 @@ void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end)
     row.residual = residual.read(width);
     row.out = out.target();
     row.residual_out = residual_out.target();
-    if (eager) {
+    if (eager && !plain) {
       norm_rows_eager(p, types, row, count, spare[0]);
     } else {
       if (moved) combine_operands(row, spare);

@@ -1,13 +1,14 @@
 // CPU rotary embedding: optional RMSNorm of query and key, then rotation of the first rotary_dim columns of each head.
 //
 //   x      = input, or input * rstd * weight with rstd over a head or over all heads of a token
-//   out[a] = x[a] * cos[a] - x[b] * sin[a]      pair (a, b) = (2p, 2p + 1) when interleaved, else (p, p + rotary_dim /
-//   2) out[b] = x[b] * cos[b] + x[a] * sin[b]
+//   out[a] = x[a] * cos[a] - x[b] * sin[a]
+//   out[b] = x[b] * cos[b] + x[a] * sin[b]
+//   pair (a, b) = (2p, 2p + 1) when interleaved, else (p, p + rotary_dim / 2)
 //
 // The unit of work is a token, with all its heads, of query and key alike: angles or table rows are brought once to two
 // full-width fp32 rows (cos, and sin with the sign of its term) and used by every head that shares them, so that a
-// rotation is x * cos + partner(x) * sin. A head is read completely before a column of it is written where the two
-// would meet, so that the output may be the input.
+// rotation is x * cos + partner(x) * sin. Both columns of a pair are read before either is written, so that the output
+// may be the input.
 
 #ifndef LTX_ISA
 
@@ -231,12 +232,12 @@ void norm_row(const RotaryParams& p, const float* weight, int64_t width, float* 
   }
 }
 
-// The memory of one range of tokens.
+// Works through tokens; owns the scratch memory for that.
 class TokenRange {
  public:
   TokenRange(const RotaryParams& p, const RotaryAngles* angles)
-      : p_(p), angles_(angles), scratch_(kRows, row_width(p)), element_(static_cast<int64_t>(size_of(p.dtype))) {
-    turn_ = {scratch_.take(), scratch_.take()};
+      : p_(p), angles_(angles), element_(static_cast<int64_t>(size_of(p.dtype))), scratch_(kRows, row_width(p)) {
+    for (Turn& turn : turns_) turn = {scratch_.take(), scratch_.take()};
     spare_ = {scratch_.take(), scratch_.take()};
     normed_ = scratch_.take();
     input_buffer_ = scratch_.take();
@@ -250,22 +251,17 @@ class TokenRange {
     }
   }
 
-  // A token of both operands, as far as they reach.
-  void run(int64_t batch, int64_t token) {
-    if (angles_ != nullptr) compute_angles(p_, *angles_, batch, token, spare_, turn_);
-    for (int o = 0; o < p_.operands; ++o) {
-      const RotaryOperand& x = p_.operand[o];
-      if (token >= x.sequence) continue;
-      if (p_.norm == QkNorm::kAcrossHeads) norm_token(x, weight_[o], batch, token);
-      for (int64_t head = 0; head < x.heads; ++head) {
-        if (angles_ == nullptr) move_turn(x, batch, token, head);
-        run_head(x, weight_[o], batch, token, head);
-      }
+  // Tokens of one batch entry, query and key, as far as they reach.
+  void run(int64_t batch, int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; token += kTokens) {
+      run_block(batch, token, std::min<int64_t>(kTokens, end - token));
     }
   }
 
  private:
-  static constexpr int kRows = 9;
+  // Tokens whose angles are held at a time, so that heads which lie apart can be walked one by one.
+  static constexpr int kTokens = 8;
+  static constexpr int kRows = 2 * kTokens + 7;
 
   static int64_t row_width(const RotaryParams& p) {
     int64_t width = p.head_dim;
@@ -283,6 +279,59 @@ class TokenRange {
     return static_cast<const char*>(x.input) + offset(x.input_stride, batch, token, head) * element_;
   }
 
+  void run_block(int64_t batch, int64_t token, int64_t count) {
+    if (angles_ != nullptr) {
+      for (int64_t t = 0; t < count; ++t) compute_angles(p_, *angles_, batch, token + t, spare_, turns_[t]);
+    }
+    for (int o = 0; o < p_.operands; ++o) {
+      const RotaryOperand& x = p_.operand[o];
+      const int64_t tokens = std::min(count, x.sequence - token);
+      const bool shared_by_heads = angles_ != nullptr || (x.cos_stride.head == 0 && x.sin_stride.head == 0);
+      if (angles_ == nullptr && shared_by_heads && tokens > 0) read_tables(x, batch, token, tokens);
+      const auto run_one = [&](int64_t t, int64_t head) {
+        if (!shared_by_heads) read_table_at(x, batch, token + t, head, turns_[t]);
+        run_head(x, weight_[o], batch, token + t, head, turns_[t]);
+      };
+      if (p_.norm != QkNorm::kAcrossHeads && x.input_stride.head > x.input_stride.sequence) {
+        for (int64_t head = 0; head < x.heads; ++head) {
+          for (int64_t t = 0; t < tokens; ++t) run_one(t, head);
+        }
+      } else {
+        for (int64_t t = 0; t < tokens; ++t) {
+          if (p_.norm == QkNorm::kAcrossHeads) norm_token(x, weight_[o], batch, token + t);
+          for (int64_t head = 0; head < x.heads; ++head) run_one(t, head);
+        }
+      }
+      if (!shared_by_heads) last_cos_ = nullptr;
+    }
+  }
+
+  void read_table_at(const RotaryOperand& x, int64_t batch, int64_t token, int64_t head, const Turn& turn) {
+    const int64_t size = static_cast<int64_t>(size_of(p_.table_dtype));
+    const char* cos = static_cast<const char*>(x.cos) + offset(x.cos_stride, batch, token, head) * size;
+    const char* sin = static_cast<const char*>(x.sin) + offset(x.sin_stride, batch, token, head) * size;
+    read_table(p_, cos, sin, x.cos_stride.column, x.sin_stride.column, spare_, turn);
+  }
+
+  // Brings the table's entries for the tokens into turns_, unless they are there: query and key mostly share a table.
+  void read_tables(const RotaryOperand& x, int64_t batch, int64_t token, int64_t count) {
+    const auto same = [](const HeadStrides& a, const HeadStrides& b) {
+      return a.batch == b.batch && a.sequence == b.sequence && a.column == b.column;
+    };
+    if (last_cos_ == x.cos && last_sin_ == x.sin && last_batch_ == batch && last_token_ == token &&
+        last_count_ >= count && same(last_cos_stride_, x.cos_stride) && same(last_sin_stride_, x.sin_stride)) {
+      return;
+    }
+    for (int64_t t = 0; t < count; ++t) read_table_at(x, batch, token + t, 0, turns_[t]);
+    last_cos_ = x.cos;
+    last_sin_ = x.sin;
+    last_cos_stride_ = x.cos_stride;
+    last_sin_stride_ = x.sin_stride;
+    last_batch_ = batch;
+    last_token_ = token;
+    last_count_ = count;
+  }
+
   void norm_token(const RotaryOperand& x, const float* weight, int64_t batch, int64_t token) {
     const int64_t width = x.heads * p_.head_dim;
     if (x.input_stride.column == 1 && x.input_stride.head == p_.head_dim) {
@@ -297,22 +346,8 @@ class TokenRange {
     norm_row(p_, weight, width, normed_);
   }
 
-  // Brings the table's entry for a head into turn_, unless it is there already.
-  void move_turn(const RotaryOperand& x, int64_t batch, int64_t token, int64_t head) {
-    const int64_t size = static_cast<int64_t>(size_of(p_.table_dtype));
-    const char* cos = static_cast<const char*>(x.cos) + offset(x.cos_stride, batch, token, head) * size;
-    const char* sin = static_cast<const char*>(x.sin) + offset(x.sin_stride, batch, token, head) * size;
-    const int64_t cos_column = x.cos_stride.column, sin_column = x.sin_stride.column;
-    if (cos == last_cos_ && sin == last_sin_ && cos_column == last_cos_column_ && sin_column == last_sin_column_)
-      return;
-    last_cos_ = cos;
-    last_sin_ = sin;
-    last_cos_column_ = cos_column;
-    last_sin_column_ = sin_column;
-    read_table(p_, cos, sin, cos_column, sin_column, spare_, turn_);
-  }
-
-  void run_head(const RotaryOperand& x, const float* weight, int64_t batch, int64_t token, int64_t head) {
+  void run_head(const RotaryOperand& x, const float* weight, int64_t batch, int64_t token, int64_t head,
+                const Turn& turn) {
     const void* input = input_at(x, batch, token, head);
     char* output = static_cast<char*>(x.output) + offset(x.output_stride, batch, token, head) * element_;
     if (p_.norm == QkNorm::kAcrossHeads) {
@@ -326,21 +361,23 @@ class TokenRange {
       input = input_buffer_;
     }
     const bool normed = p_.norm != QkNorm::kNone;
-    if (x.output_stride.column == 1) return rotate_head(p_, input, normed, output, turn_);
-    rotate_head(p_, input, normed, output_buffer_, turn_);
+    if (x.output_stride.column == 1) return rotate_head(p_, input, normed, output, turn);
+    rotate_head(p_, input, normed, output_buffer_, turn);
     scatter(output, p_.dtype, x.output_stride.column, p_.head_dim, output_buffer_);
   }
 
   const RotaryParams& p_;
   const RotaryAngles* angles_;
-  Scratch scratch_;
   int64_t element_;
-  Turn turn_, spare_;
+  Scratch scratch_;
+  Turn turns_[kTokens], spare_;
   float *normed_, *input_buffer_, *output_buffer_;
   float* weight_[2] = {};
-  const char* last_cos_ = nullptr;
-  const char* last_sin_ = nullptr;
-  int64_t last_cos_column_ = 0, last_sin_column_ = 0;
+  // What turns_ holds.
+  const void* last_cos_ = nullptr;
+  const void* last_sin_ = nullptr;
+  HeadStrides last_cos_stride_, last_sin_stride_;
+  int64_t last_batch_ = 0, last_token_ = 0, last_count_ = 0;
 };
 
 void rotary(const RotaryParams& params, const RotaryAngles* angles, const Context& context) {
@@ -355,7 +392,12 @@ void rotary(const RotaryParams& params, const RotaryAngles* angles, const Contex
     int64_t tokens;
     void operator()(int64_t begin, int64_t end) const {
       TokenRange range(params, angles);
-      for (int64_t unit = begin; unit < end; ++unit) range.run(unit / tokens, unit % tokens);
+      for (int64_t unit = begin; unit < end;) {
+        const int64_t batch = unit / tokens, token = unit % tokens;
+        const int64_t count = std::min(end - unit, tokens - token);
+        range.run(batch, token, token + count);
+        unit += count;
+      }
     }
   };
   for_ranges(context, params.batch * tokens, heads * params.head_dim, Job{params, angles, tokens});

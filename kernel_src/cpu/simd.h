@@ -326,7 +326,8 @@ LTX_INLINE float fold(F x) {
   return vget_lane_f32(pairs, 0) + vget_lane_f32(pairs, 1);
 #else
 #if LTX_ISA_LEVEL == 2
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+  const __m256 eight =
+      _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, (__m512)x, 0), _mm512_maskz_extractf32x8_ps(0xff, (__m512)x, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
 #elif LTX_ISA_LEVEL == 1
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
