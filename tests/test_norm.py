@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import (
     DTYPES,
     LAYOUTS,
+    MODULATORS,
     NORM_OPS,
     Case,
     Make,
@@ -268,11 +269,13 @@ def test_expanded_input(ltx, device, op):
 @every_op
 @every_dtype
 @pytest.mark.parametrize("width", [1, 3, 33, 64, 250, 1024, 2050, 4096, 8192, 16384, 40000])
-def test_same_row_same_bits(ltx, device, op, dtype, width):
+@pytest.mark.parametrize("modulation", ["[B, S, H]", "vector"])
+def test_same_row_same_bits(ltx, device, op, dtype, width, modulation):
+    """Each row with modulators of its own, and all with the same."""
+    if modulation == "vector" and not set(MODULATORS) & set(NORM_OPS[op]):
+        pytest.skip("has no modulators")
     rows = 9
-    case = norm_case(op, Make(device, dtype, seed=3), (rows, width), modulation="[B, S, H]", eps=1e-3)
-    if op == "gated_residual":
-        del case.kwargs["eps"]
+    case = norm_case(op, Make(device, dtype, seed=3), (rows, width), modulation=modulation)
     expected = case.run(ltx)
 
     def same(other: Case, first: int, last: int, what: str) -> None:
@@ -288,6 +291,15 @@ def test_same_row_same_bits(ltx, device, op, dtype, width):
     many = case.map(lambda t: t.repeat(40, 1) if t.dim() == 2 else t)
     for output, want in zip(many.run(ltx), expected, strict=True):
         assert_same_bits(output, want.repeat(40, 1), "in a batch 40 times as large")
+    if modulation == "vector":  # the same numbers, said otherwise
+        full = case.map(lambda t: t)
+        for name in MODULATORS:
+            if name in full.kwargs:
+                full.kwargs[name] = full.kwargs[name].repeat(rows, 1)
+        same(full, 0, rows, "modulators repeated for every row")
+        first_name = next(name for name in MODULATORS if name in full.kwargs)
+        mixed = full.replace(**{first_name: case.kwargs[first_name]})
+        same(mixed, 0, rows, "one modulator repeated, one not")
 
 
 @every_op
