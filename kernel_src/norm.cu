@@ -536,7 +536,8 @@ struct GeneralLoader {
   }
 };
 
-// block and grid: as norm_kernel's, but x of the grid counts all rows.
+// block and grid: as norm_kernel's, but x of the grid counts all rows. Without an output (gated_residual) only h is
+// computed, whatever S.
 template <typename T, Statistic S>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_kernel_general(const __grid_constant__ NormParams p, uint32_t packed, float inverse_width) {
@@ -550,10 +551,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   RowStarts start;
   walk_row(p.rows, active ? row : 0, [&](int d, int64_t index) { start.add(p, d, index); });
   GeneralLoader<T> load{p, start, packed};
+  const bool normalises = p.out.data != nullptr;
   float mean = 0.f, rstd = 0.f, h[kWidth];
   // Outputs may lie in the inputs' memory: nothing is written before the last pass.
 #pragma unroll 1
-  for (int pass = S == Statistic::kLayer ? 0 : 1; S != Statistic::kNone && pass < 2; ++pass) {
+  for (int pass = S == Statistic::kLayer ? 0 : 1; normalises && pass < 2; ++pass) {
     float sum = 0.f;
 #pragma unroll 1
     for (load.column = first; load.column < width; load.column += step) {
@@ -575,7 +577,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       store_pack(static_cast<T*>(p.residual_out.data) + start.residual_out, load.column, p.residual_out.column_stride,
                  width, packed & kResidualOut, to_pack<T, kWidth>(h));
     }
-    if constexpr (S != Statistic::kNone) {
+    if (normalises) {
       float n[kWidth];
       normalise<S>(h, mean, rstd, n);
       if (load.eager()) {
@@ -721,7 +723,8 @@ void launch(const NormParams& p, const Context& context) {
   } else {
     const unsigned grid = grid_size(ceil_div(p.rows.count, block.y));
     const float inverse_width = 1.f / static_cast<float>(p.rows.width);
-    norm_kernel_general<T, S><<<grid, block, 0, stream>>>(p, packed, inverse_width);
+    constexpr Statistic kGeneral = S == Statistic::kNone ? Statistic::kRms : S;
+    norm_kernel_general<T, kGeneral><<<grid, block, 0, stream>>>(p, packed, inverse_width);
   }
   check_launch("norm");
 }
