@@ -37,7 +37,7 @@ namespace {
 // Half of the lanes as doubles, which fill a native vector.
 constexpr int kDoubles = kLanes / 2;
 typedef double D __attribute__((vector_size(kLanes * 4)));
-typedef int64_t L __attribute__((vector_size(kLanes * 4)));
+typedef uint64_t L __attribute__((vector_size(kLanes * 4)));
 typedef float FHalf __attribute__((vector_size(kLanes * 2)));
 
 // cos and sin of fp32 angles below 2^20 in magnitude, in double: half an fp32 ulp and a little. A multiple of pi / 2 is
@@ -55,7 +55,7 @@ LTX_INLINE void cos_sin(FHalf angle, FHalf* cosine, FHalf* sine) {
   const D c = 1.0 + z * (-0.5 + z * (0.041666654579759134 + z * (-0.0013887649460470487 + z * 2.4463166049196135e-05)));
   // shifted ends in the integer's bits. Odd quarter turns swap the two; the sign follows from the second bit.
   const L quarter = (L)shifted;
-  const L odd = (quarter & 1) != 0;
+  const auto odd = (quarter & 1) != 0;
   const L cosine_sign = ((quarter + 1) & 2) << 62;
   const L sine_sign = (quarter & 2) << 62;
   *cosine = __builtin_convertvector((D)((L)(odd ? s : c) ^ cosine_sign), FHalf);

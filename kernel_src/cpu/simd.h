@@ -450,7 +450,7 @@ LTX_INLINE Wide minimum(Wide x, float bound) {
 
 // x * 2^n, n being the integer in the lowest bits of `shifted` (see to_integer), for exponents that stay in range.
 LTX_INLINE Wide scale_by_power(Wide x, const Wide& shifted) {
-  LTX_EACH_PART x.part[p] = (F)((I)x.part[p] + ((I)shifted.part[p] << 23));
+  LTX_EACH_PART x.part[p] = (F)((U)x.part[p] + ((U)shifted.part[p] << 23));
   return x;
 }
 
