@@ -376,6 +376,7 @@ def test_second_device(ltx, cuda):
         assert_same_bits(output.to(cuda), case.run(ltx)[0])
 
 
+@pytest.mark.filterwarnings("ignore:ltx-kernels")
 def test_cpu_tensors_with_cuda_variant(ltx, cuda):
     for name in ACTIVATIONS:
         check(ltx, activation_case(name, Make("cpu", torch.bfloat16), (3, 40)))
