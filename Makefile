@@ -9,6 +9,7 @@
 
 VENV ?= .venv
 TEST_JOBS ?= 2
+TOOL ?= memcheck
 
 ifdef SYSTEM
   PYTHON ?= python3
@@ -28,7 +29,7 @@ BACKEND_ARG := $(if $(BACKEND),--backend $(BACKEND))
 RUN := LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build HF_HUB_DISABLE_TELEMETRY=1 $(PY)
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup build test test-all demo lint format check-all clean distclean
+.PHONY: help setup build test test-all sanitize demo lint format check-all clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -52,6 +53,10 @@ test: build  ## build, then run the tests but the slow ones
 
 test-all: build  ## build, then run all tests
 	$(RUN) -m pytest $(XDIST) $(PYTEST_ARGS)
+
+sanitize: build  ## compute-sanitizer over the marked tests, own kernels only; needs a GPU (TOOL=memcheck, racecheck, ...)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build \
+	  compute-sanitizer --tool $(TOOL) --kernel-regex kns=ltx --error-exitcode 1 $(PY) -m pytest -m sanitize $(PYTEST_ARGS)
 
 demo: build  ## build, then run examples/demo.py (MODEL=...)
 	$(if $(MODEL),MODEL="$(MODEL)") $(RUN) examples/demo.py
