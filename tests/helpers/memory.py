@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from .numeric import BITS
 
-GUARD = 64  # elements before and after; keeps the alignment of what lies between
+# Elements before and after, a number that keeps the alignment of what lies between. LTX_TEST_GUARD=0 leaves the ends of
+# buffers to AddressSanitizer or compute-sanitizer, which see every access past them.
+GUARD = int(os.environ.get("LTX_TEST_GUARD", "64"))
 CANARY = {  # NaNs that no op makes
     torch.float64: 0x7FF8DEADBEEFCAFE,
     torch.float32: 0x7FC0BEEF,
