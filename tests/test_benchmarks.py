@@ -1,0 +1,108 @@
+"""benchmarks/ops.py: every case in small, so that the columns it times compute the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import ops  # noqa: E402
+import timing  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ops.cases(ops.SMALL), ids=lambda case: case.name)
+def test_columns_agree(ltx: ModuleType, device: str, case: ops.Case, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs = case.build(ops.Make(dtype, device))
+    with torch.no_grad():
+        calls = ops.calls(ltx, case, inputs, compiled=False)
+        expected = ops.tensors(calls["eager"]())
+        for call in calls.values():
+            ops.assert_same(call(), expected)
+
+
+def test_a_wrong_result_is_noticed() -> None:
+    expected = torch.randn(4, 64).bfloat16()
+    with pytest.raises(AssertionError, match="relative error"):
+        ops.assert_same(expected * 1.1, [expected])
+    with pytest.raises(AssertionError, match="relative error"):
+        ops.assert_same(expected * float("nan"), [expected])
+
+
+class FixedTimer:
+    def measure(self, calls: dict[str, Callable[[], object]]) -> dict[str, timing.Timing]:
+        return {name: timing.Timing(median=2.0 if name == "copy" else 3.0, p90=4.0) for name in calls}
+
+
+def test_record(ltx: ModuleType, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns that do not apply are null; a peer that fails or computes something else is named, and not timed."""
+    liger, quack = ModuleType("liger"), ModuleType("quack")
+    liger.liger_rms_norm = lambda x, weight, eps: x
+    case = next(case for case in ops.cases(ops.SMALL) if case.op == "rmsnorm" and not case.host)
+    make = ops.Make(torch.bfloat16, device, {"liger": liger, "quack": quack})
+    with torch.no_grad():
+        record = ops.measure(ltx, FixedTimer(), case, make, "bf16", compiled=False)
+    assert record["us"] == {
+        "ours": 3,
+        "copy": 2,
+        "eager": 3,
+        "compile": None,
+        "native": 3,
+        "liger": None,
+        "quack": None,
+    }
+    assert record["p90"]["ours"] == 4
+    assert record["bytes"] == 2 * (1 * 64 * 2 + 64)
+    assert record["failed"]["liger"].startswith("AssertionError: relative error")
+    assert record["failed"]["quack"].startswith("AttributeError")
+    ops.print_table([record])
+    printed = capsys.readouterr().out
+    assert "1.50" in printed
+    assert "failed: liger on rmsnorm 1x64" in printed
+
+
+def test_each_peer_gets_its_own_module() -> None:
+    make = ops.Make(torch.float32, "cpu", {"liger": ModuleType("liger"), "quack": ModuleType("quack")})
+    calls = make.peers(liger=lambda module: module.__name__, quack=lambda module: module.__name__, other=str)
+    assert {name: call() for name, call in calls.items()} == {"liger": "liger", "quack": "quack"}
+
+
+def test_traffic() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    inputs = ops.Inputs((x, None, 1e-6), {"bias": weight, "approximate": "tanh"})
+    assert ops.traffic(inputs, [x]) == 4 * (2 * 3 * 64 + 64)
+
+
+def test_same_ops_in_every_size() -> None:
+    """What the test above covers is what is timed."""
+    assert {case.op for case in ops.cases(ops.FULL)} == {case.op for case in ops.cases(ops.SMALL)}
+
+
+def test_the_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "gpu-ops.json"
+    ops.write(path, {"device": "gpu"}, [])
+    ops.write(path, {"device": "gpu"}, [{"op": "rmsnorm"}])
+    assert json.loads(path.read_text()) == {"meta": {"device": "gpu"}, "records": [{"op": "rmsnorm"}]}
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_without_a_gpu() -> None:
+    process = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "ops.py")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 1
+    assert process.stderr.startswith("benchmarks/ops.py needs an NVIDIA GPU")
