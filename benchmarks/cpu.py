@@ -133,9 +133,7 @@ def norm_cases(ltx: ModuleType, name: str, dtype: torch.dtype, shape: tuple[int,
         lambda: ltx.adaln_zero(x, weight, scale, shift, gate),
         lambda: (rms(x) * (1 + scale) + shift) * gate,
     )
-    yield case(
-        "gated_residual", LIMIT, lambda: ltx.gated_residual(x, residual, gate), lambda: residual + x * gate
-    )
+    yield case("gated_residual", LIMIT, lambda: ltx.gated_residual(x, residual, gate), lambda: residual + x * gate)
     yield case(
         "gated_residual_adaln_rmsnorm",
         FUSED_LIMIT,
