@@ -403,7 +403,9 @@ def main() -> None:
         "driver": driver_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **{key: common_meta()[key] for key in ("commit", "date")},
+        "commit": package["provenance"]["kernel"]["commit"],
+        "dirty": package["provenance"]["kernel"]["dirty"],
+        "date": common_meta()["date"],
         "missing": missing,
         "package_id": package["id"],
     }

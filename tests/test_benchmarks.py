@@ -106,3 +106,10 @@ def test_without_a_gpu() -> None:
     )
     assert process.returncode == 1
     assert process.stderr.startswith("benchmarks/ops.py needs an NVIDIA GPU")
+
+
+def test_readme_shows_the_results() -> None:
+    process = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "readme.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
