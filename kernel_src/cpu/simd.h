@@ -37,16 +37,17 @@ typedef uint32_t U __attribute__((vector_size(kLanes * 4)));
 LTX_INLINE F splat(float value) { return F{} + value; }
 LTX_INLINE U splat_bits(uint32_t value) { return U{} + value; }
 
-// The bound where x is NaN.
-LTX_INLINE F minimum(F x, F bound) {
+// The smaller of |x| and the bound; the bound where x is NaN.
+LTX_INLINE F bounded_magnitude(F x, F bound) {
 #if LTX_ISA_LEVEL == 2
-  return (F)_mm512_maskz_min_ps(0xffff, (__m512)x, (__m512)bound);
+  return (F)_mm512_maskz_range_ps(0xffff, (__m512)x, (__m512)bound, 0b1010);  // minimum of magnitudes, sign cleared
 #elif LTX_ISA_LEVEL == 1
-  return (F)_mm256_min_ps((__m256)x, (__m256)bound);
+  return (F)_mm256_min_ps((__m256)((U)x & 0x7fffffffu), (__m256)bound);
 #elif defined(__x86_64__)
-  return (F)_mm_min_ps((__m128)x, (__m128)bound);
+  return (F)_mm_min_ps((__m128)((U)x & 0x7fffffffu), (__m128)bound);
 #else
-  return x < bound ? x : bound;
+  const F magnitude = (F)((U)x & 0x7fffffffu);
+  return magnitude < bound ? magnitude : bound;
 #endif
 }
 
@@ -443,8 +444,8 @@ LTX_INLINE Wide keep_bits(Wide x, uint32_t mask) {
   return x;
 }
 
-LTX_INLINE Wide minimum(Wide x, float bound) {
-  LTX_EACH_PART x.part[p] = minimum(x.part[p], splat(bound));
+LTX_INLINE Wide bounded_magnitude(Wide x, float bound) {
+  LTX_EACH_PART x.part[p] = bounded_magnitude(x.part[p], splat(bound));
   return x;
 }
 
