@@ -70,7 +70,6 @@ def test_basic(ltx, device, name, dtype):
     check(ltx, activation_case(name, Make(device, dtype), (2, 7, 256)))
 
 
-@pytest.mark.sanitize
 @every_activation
 @every_dtype
 def test_row_lengths(ltx, device, name, dtype):

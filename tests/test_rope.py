@@ -170,7 +170,6 @@ def test_basic(ltx, device, name, dtype, layout):
     check(ltx, cases(Make(device, dtype), layout)[name])
 
 
-@pytest.mark.sanitize
 @every_dtype
 @every_pairing
 @pytest.mark.parametrize("width", HEAD_WIDTHS)
@@ -179,7 +178,6 @@ def test_head_widths(ltx, device, dtype, layout, width):
         check(ltx, case)
 
 
-@pytest.mark.sanitize
 @every_dtype
 @every_pairing
 @pytest.mark.parametrize("width", [768, 1026, 2048, 2050, 6144, 12288, 40000])
@@ -192,7 +190,6 @@ def test_very_wide_heads(ltx, device, dtype, layout, width):
         check(ltx, qk_norm_rope_case(make, (1, 2, 2, width), key=(3, 1), across_heads=across_heads, layout=layout))
 
 
-@pytest.mark.sanitize
 @every_dtype
 @pytest.mark.parametrize(
     ("heads", "width"),
