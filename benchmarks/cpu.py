@@ -1,10 +1,10 @@
 """Times the CPU backend against the plain torch code that each op replaces.
 
     python tools/build.py --backend cpu
-    python benchmarks/cpu.py [--kernel PATH] [--threads 2] [--only NAME] [--seconds 0.5]
+    python benchmarks/cpu.py [--kernel PATH] [--threads 2] [--only NAME] [--rounds 15]
 
-Ours and eager take turns, call by call, so that both see the same machine; a row shows the median times and the median
-of ours / eager over the turns. Both allocate their outputs, as callers do. The result also goes to
+Ours and eager take turns within each round, so that both see the same machine; a row shows the median times and the
+median over the rounds of ours / eager. Both allocate their outputs, as callers do. The result also goes to
 benchmarks/results/cpu-<machine>.json. Exits with 1 and the list of rows where a limit is missed: 1.1 for every op, 0.5
 for the fused ones (norm + modulate, rotary), on inputs of 1 MB and more.
 """
@@ -16,10 +16,11 @@ import datetime
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LIMIT = 1.1
 FUSED_LIMIT = 0.5
 LIMIT_BYTES = 1_000_000  # smaller inputs fit the caches, and the call itself counts
-MIN_ROUNDS = 15
+SECONDS_PER_SAMPLE = 0.01
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # (batch, tokens, width): LTX-Video's hidden size, long rows, and rows of one attention head.
@@ -50,6 +51,17 @@ class Case:
     ours: Callable[[], Any]
     eager: Callable[[], Any]
     bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    ours_us: float
+    eager_us: float
+    ratio: float
+    limit: float | None  # None below LIMIT_BYTES
 
 
 def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -223,33 +235,34 @@ def cases(ltx: ModuleType) -> Iterator[Case]:
             yield from norm_cases(ltx, name, dtype, shape)
         for shape in WIDE:
             yield from unit_cases(ltx, name, dtype, shape)
-        for heads in HEADS:
-            yield from rotary_cases(ltx, name, dtype, heads)
+        for shape in HEADS:
+            yield from rotary_cases(ltx, name, dtype, shape)
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def seconds(call: Callable[[], Any], repeats: int) -> float:
     start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
 
 
-def measure(case: Case, seconds_per_case: float) -> dict[str, Any]:
-    calls = {"ours": case.ours, "eager": case.eager}
-    round_seconds = sum(seconds(call) for _ in range(3) for call in calls.values()) / 3  # and a warm-up
-    rounds = max(MIN_ROUNDS, round(seconds_per_case / round_seconds))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+def measure(case: Case, rounds: int) -> Row:
+    for call in (case.ours, case.eager):
+        call()
+    repeats = {call: max(1, round(SECONDS_PER_SAMPLE / seconds(call, 3))) for call in (case.ours, case.eager)}
+    ours, eager = [], []
     for _ in range(rounds):
-        for name, call in calls.items():
-            samples[name].append(seconds(call))
-    ratios = [ours / eager for ours, eager in zip(samples["ours"], samples["eager"])]
-    return {
-        "op": case.op,
-        "dtype": case.dtype,
-        "shape": case.shape,
-        "us": {name: round(statistics.median(values) * 1e6, 1) for name, values in samples.items()},
-        "ratio": round(statistics.median(ratios), 3),
-        "limit": case.limit if case.bytes >= LIMIT_BYTES else None,
-    }
+        ours.append(seconds(case.ours, repeats[case.ours]))
+        eager.append(seconds(case.eager, repeats[case.eager]))
+    return Row(
+        op=case.op,
+        dtype=case.dtype,
+        shape=case.shape,
+        ours_us=round(statistics.median(ours) * 1e6, 1),
+        eager_us=round(statistics.median(eager) * 1e6, 1),
+        ratio=round(statistics.median(a / b for a, b in zip(ours, eager)), 3),
+        limit=case.limit if case.bytes >= LIMIT_BYTES else None,
+    )
 
 
 def device_name() -> str:
@@ -259,54 +272,55 @@ def device_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def meta() -> dict[str, Any]:
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": device_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "commit": commit or None,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernel", type=Path, default=REPOSITORY, help="repository or variant (default: this one)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=0.5, help="per case (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only ops with this in their name")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="only ops whose name contains this")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/cpu-<machine>.json)")
     options = parser.parse_args()
 
     from kernels import get_local_kernel
 
-    ltx = get_local_kernel(options.kernel, backend="cpu")
-    package = json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())
-    source = package.get("provenance", {}).get("kernel", {})
+    ltx = get_local_kernel(options.kernel)
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    records = []
-    print(f"{'op':36}{'dtype':6}{'shape':16}{'ours us':>10}{'eager us':>10}{'ratio':>8}{'limit':>7}")
+    rows = []
+    print(f"{'op':36}{'dtype':6}{'shape':20}{'ours us':>10}{'eager us':>10}{'ratio':>8}{'limit':>7}")
     with torch.inference_mode():
         for case in cases(ltx):
             if options.only not in case.op:
                 continue
-            record = measure(case, options.seconds)
-            records.append(record)
-            us = record["us"]
+            row = measure(case, options.rounds)
+            rows.append(row)
+            shape = "x".join(map(str, row.shape))
             print(
-                f"{title(record)}{us['ours']:10.1f}{us['eager']:10.1f}{record['ratio']:8.3f}{record['limit'] or '':>7}"
+                f"{row.op:36}{row.dtype:6}{shape:20}{row.ours_us:10.1f}{row.eager_us:10.1f}{row.ratio:8.3f}"
+                f"{row.limit or '':>7}",
+                flush=True,
             )
-    meta = {
-        "device": device_name(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "commit": source.get("commit"),
-        "dirty": source.get("dirty"),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "threads": torch.get_num_threads(),
-    }
     output = options.output or REPOSITORY / f"benchmarks/results/cpu-{platform.machine()}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"meta": meta, "records": records}, indent=1) + "\n")
-    missed = [record for record in records if record["limit"] is not None and record["ratio"] > record["limit"]]
-    for record in missed:
-        print(f"{title(record)} took {record['ratio']} of eager's time, limit {record['limit']}", file=sys.stderr)
+    output.write_text(json.dumps({"meta": meta(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    missed = [row for row in rows if row.limit is not None and row.ratio > row.limit]
+    for row in missed:
+        shape = "x".join(map(str, row.shape))
+        print(f"{row.op} {row.dtype} {shape}: took {row.ratio} of eager's time, limit {row.limit}", file=sys.stderr)
     return 1 if missed else 0
-
-
-def title(record: dict[str, Any]) -> str:
-    return f"{record['op']:36}{record['dtype']:6}{'x'.join(map(str, record['shape'])):16}"
 
 
 if __name__ == "__main__":
