@@ -53,3 +53,10 @@ def cuda(device: str) -> str:
     if device != "cuda":
         pytest.skip("needs a GPU and the CUDA variant")
     return device
+
+
+@pytest.fixture(scope="session")
+def cuda_graphs(cuda: str) -> str:
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        pytest.skip("no capture with PYTORCH_NO_CUDA_MEMORY_CACHING: it calls cudaMalloc")
+    return cuda

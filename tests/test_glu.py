@@ -350,8 +350,8 @@ def test_more_than_2_31_elements(ltx, cuda, width):
 
 
 @every_activation
-def test_cuda_graph(ltx, cuda, name):
-    case, other = (activation_case(name, Make(cuda, torch.bfloat16, seed=seed), (60, 2048)) for seed in (0, 1))
+def test_cuda_graph(ltx, cuda_graphs, name):
+    case, other = (activation_case(name, Make(cuda_graphs, torch.bfloat16, seed=seed), (60, 2048)) for seed in (0, 1))
     expected = other.run(ltx)[0]
     case.run(ltx)
     torch.cuda.synchronize()

@@ -550,10 +550,10 @@ def test_more_than_2_32_rows(ltx, cuda):
 
 
 @every_op
-def test_cuda_graph(ltx, cuda, op):
+def test_cuda_graph(ltx, cuda_graphs, op):
     """Capture, then replay with other values; the second outputs are those of plain calls."""
-    case = norm_case(op, Make(cuda, torch.bfloat16), (2, 30, 2048))
-    other = norm_case(op, Make(cuda, torch.bfloat16, seed=1), (2, 30, 2048))
+    case = norm_case(op, Make(cuda_graphs, torch.bfloat16), (2, 30, 2048))
+    other = norm_case(op, Make(cuda_graphs, torch.bfloat16, seed=1), (2, 30, 2048))
     expected = other.run(ltx)
     case.run(ltx)
     torch.cuda.synchronize()

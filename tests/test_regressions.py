@@ -326,9 +326,9 @@ def test_variance_with_a_large_mean(ltx, device, dtype):
     assert_close_to_fp64(ltx.layernorm(x, eps=1e-6), truth, terms)
 
 
-def test_capture_of_every_function(ltx, cuda):
+def test_capture_of_every_function(ltx, cuda_graphs):
     """cudaMalloc or cudaFuncSetAttribute at every launch breaks graph capture, the first call included."""
-    make = Make(cuda, torch.bfloat16)
+    make = Make(cuda_graphs, torch.bfloat16)
     calls = [norm_case(op, make, (2, 3, 2048)) for op in NORM_OPS]
     calls += [activation_case(name, make, (6, 512)) for name in ("swiglu", "geglu tanh", "gelu tanh, bias")]
     calls += [

@@ -782,8 +782,8 @@ def test_more_than_2_31_elements(ltx, cuda):
 
 
 @every_function
-def test_cuda_graph(ltx, cuda, name):
-    case, other = (cases(Make(cuda, torch.bfloat16, seed=seed), sizes=(2, 50, 8, 64))[name] for seed in (0, 1))
+def test_cuda_graph(ltx, cuda_graphs, name):
+    case, other = (cases(Make(cuda_graphs, torch.bfloat16, seed=seed), sizes=(2, 50, 8, 64))[name] for seed in (0, 1))
     expected = other.run(ltx)
     case.run(ltx)
     torch.cuda.synchronize()
