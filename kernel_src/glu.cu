@@ -3,14 +3,11 @@
 //   out = activation(gate) * up            gate and up: halves of one packed row, or two tensors
 //   out = activation(input + bias)         gelu
 //
-//   gelu(x)      = x / 2 * (1 + erf(x / sqrt(2)))
-//   gelu_tanh(x) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3)     the same as x / 2 * (1 + tanh(u))
-//   silu(x)      = x * sigmoid(x)
-//
 // A thread owns kPacks packs of 16 bytes. Contiguous tensors come as one long row (the bindings flatten them); packed
 // gate and up as rows. glu_kernel takes these; glu_kernel_general any strides, alignment and rounding.
 #include <array>
 
+#include "ltx/activation.cuh"
 #include "ltx/launch.cuh"
 #include "ltx/params.h"
 #include "ltx/rows.cuh"
@@ -18,61 +15,6 @@
 
 namespace ltx {
 namespace {
-
-__device__ __forceinline__ float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Rows of fp32 take expf, erfcf and an IEEE division, on the side where nothing overflows or cancels. 16-bit rows take
-// the special function unit: a memory-bound kernel has no time for more, and ex2.approx is off by less than 2^-16 for
-// the arguments that leave a normal result, rcp.approx by 2^-23, far below half an ulp of fp16.
-
-// x * sigmoid(z), z being x or a polynomial of x.
-template <typename T>
-__device__ __forceinline__ float times_sigmoid(float x, float z) {
-  if constexpr (sizeof(T) == 4) {
-    const float power = expf(-fabsf(z));
-    const float y = x / (1.f + power);
-    return z < 0.f ? y * power : y;
-  } else {
-    // The sixteenths keep the reciprocal of 1 + exp(88) normal.
-    const float power = fast_exp2(z * -1.4426950408889634f);
-    return x * 0.0625f * fast_reciprocal(fmaf(power, 0.0625f, 0.0625f));
-  }
-}
-
-// x / 2 * erfc(-x / sqrt(2)), which keeps its relative precision where 1 + erf cancels.
-template <typename T>
-__device__ __forceinline__ float gelu_erf(float x) {
-  if constexpr (sizeof(T) == 4) {
-    return 0.5f * x * erfcf(x * -0.70710678118654752f);
-  } else {
-    // erfc(a / sqrt(2)) / 2 = exp(-a^2 / 2) * p(t), t = 1 / (1 + 0.38 a), for a >= 0: a minimax fit of this project,
-    // with a relative error below 3.6e-5 up to a = 13.3, where the exponential ends.
-    const float t = fast_reciprocal(fmaf(fabsf(x), 0.38f, 1.f));
-    float p = fmaf(t, -0.0899286883f, 0.188877274f);
-    p = fmaf(t, p, 0.0919790904f);
-    p = fmaf(t, p, 0.157829677f);
-    p = fmaf(t, p, 0.151225118f);
-    const float tail = t * p * fast_exp2(x * x * -0.72134752044448170f);
-    return x * (x < 0.f ? tail : 1.f - tail);
-  }
-}
-
-template <typename T, Activation A>
-__device__ __forceinline__ float activate(float x) {
-  if constexpr (A == Activation::kSilu) return times_sigmoid<T>(x, x);
-  if constexpr (A == Activation::kGelu) return gelu_erf<T>(x);
-  // 2u = 2 sqrt(2 / pi) (x + 0.044715 x^3)
-  return times_sigmoid<T>(x, x * fmaf(x * x, 0.071354816272600289f, 1.5957691216057308f));
-}
 
 constexpr int kThreads = 256;
 
