@@ -8,6 +8,7 @@
 #include <array>
 
 #include "ltx/activation.cuh"
+#include "ltx/force.cuh"
 #include "ltx/launch.cuh"
 #include "ltx/params.h"
 #include "ltx/rows.cuh"
@@ -127,7 +128,7 @@ template <typename T, Activation A>
 void launch(const GluParams& p, const Context& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const int64_t packs_per_row = ceil_div(p.rows.width, kPackWidth<T>);
-  if (is_main_line<T>(p)) {
+  if (takes_packed("glu", forced().glu, is_main_line<T>(p))) {
     const auto row_stride = [&](const RowView& v) {
       return p.rows.ndim == 1 ? v.stride[0] * static_cast<int64_t>(sizeof(T)) : 0;
     };

@@ -19,6 +19,7 @@
 #include <array>
 #include <type_traits>
 
+#include "ltx/force.cuh"
 #include "ltx/launch.cuh"
 #include "ltx/params.h"
 #include "ltx/reduce.cuh"
@@ -599,12 +600,22 @@ struct Geometry {
   int packs;
 };
 
+Geometry share(int64_t packs, int a_thread) {
+  const int64_t threads = ceil_div(packs, a_thread);
+  // Up to a warp, several rows share one.
+  return {threads <= 32 ? next_power_of_two(threads) : static_cast<int>(ceil_div(threads, 32) * 32), a_thread};
+}
+
 Geometry geometry(int64_t width, int pack_width) {
   const int64_t packs = ceil_div(width, pack_width);
-  if (packs <= 32) return {next_power_of_two(packs), 1};  // several rows a warp
-  if (packs <= 64) return {32, 2};
+  if (const int a_thread = forced().norm_packs) {
+    if (packs > a_thread * kMaxThreads) fail_forced("rows that fit", "norm_packs=" + std::to_string(a_thread));
+    return share(packs, a_thread);
+  }
+  if (packs <= 32) return share(packs, 1);
+  if (packs <= 64) return share(packs, 2);
   // Four packs a thread: four 16-byte loads of each input in flight, and the row's fixed costs spread over 32 columns.
-  if (packs <= 4 * kMaxThreads) return {static_cast<int>(ceil_div(packs, 128)) * 32, 4};
+  if (packs <= 4 * kMaxThreads) return share(packs, 4);
   return {kMaxThreads, 0};
 }
 
@@ -713,7 +724,7 @@ void launch(const NormParams& p, const Context& context) {
   bool fast = false, wide = false;
   const uint32_t packed = packed_operands<T>(p, fast, wide);
   PackedParams q;
-  if (fast && g.packs > 0 && pack_params(p, q)) {
+  if (takes_packed("norm", forced().norm, fast && g.packs > 0 && pack_params(p, q))) {
     const dim3 grid(grid_size(ceil_div(q.rows, block.y)), p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1);
     if (wide) {
       launch_packed<T, float, S, F>(q, g, grid, block, stream);
@@ -724,7 +735,8 @@ void launch(const NormParams& p, const Context& context) {
     const unsigned grid = grid_size(ceil_div(p.rows.count, block.y));
     const float inverse_width = 1.f / static_cast<float>(p.rows.width);
     constexpr Statistic kGeneral = S == Statistic::kNone ? Statistic::kRms : S;
-    norm_kernel_general<T, kGeneral><<<grid, block, 0, stream>>>(p, packed, inverse_width);
+    const uint32_t as_packs = forced().norm == Kernel::kElements ? 0 : packed;
+    norm_kernel_general<T, kGeneral><<<grid, block, 0, stream>>>(p, as_packs, inverse_width);
   }
   check_launch("norm");
 }

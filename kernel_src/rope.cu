@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "ltx/force.cuh"
 #include "ltx/launch.cuh"
 #include "ltx/params.h"
 #include "ltx/reduce.cuh"
@@ -702,7 +703,10 @@ void launch_heads_general(const RotaryParams& p, const Angles& angles, const Uni
 
 template <typename T, int kWidth>
 void launch_general(const RotaryParams& p, const RotaryAngles* angles, cudaStream_t stream) {
-  const Units units = make_units<T, kWidth>(p);
+  Units units = make_units<T, kWidth>(p);
+  if (forced().rotary == Kernel::kElements) {
+    units.packed_inputs = units.packed_outputs = units.packed_weights = units.packed_tables = 0;
+  }
   if (angles) return launch_heads_general<T, kWidth, false>(p, *angles, units, stream);
   if (p.norm == QkNorm::kNone) return launch_heads_general<T, kWidth, false>(p, NoAngles{}, units, stream);
   const bool across = p.norm == QkNorm::kAcrossHeads;
@@ -797,10 +801,15 @@ void rotary(const RotaryParams& p, const RotaryAngles* angles, const Context& co
   const auto stream = static_cast<cudaStream_t>(context.stream);
   dispatch(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (is_main_line<T>(p, angles != nullptr)) {
+    const Kernel kernel = forced().rotary;
+    if (takes_packed("rotary", kernel, is_main_line<T>(p, angles != nullptr))) {
       return p.interleaved ? dispatch_source<T, true>(p, angles, stream) : dispatch_source<T, false>(p, angles, stream);
     }
-    if (divides(p, kPackWidth<T>)) return launch_general<T, kPackWidth<T>>(p, angles, stream);
+    const bool whole = divides(p, kPackWidth<T>);
+    if (!whole && (kernel == Kernel::kGeneral || kernel == Kernel::kElements)) {
+      fail_forced("head widths that whole packs divide", "rotary=general or rotary=elements");
+    }
+    if (whole && kernel != Kernel::kSingle) return launch_general<T, kPackWidth<T>>(p, angles, stream);
     return launch_general<T, 1>(p, angles, stream);
   });
   check_launch("rotary");
