@@ -355,6 +355,6 @@ def test_readme_example_runs(ltx: ModuleType) -> None:
 
 def test_readme_has_every_function(ltx: ModuleType) -> None:
     table = README.split("## Operations")[1].split("## ")[0]
-    assert {name for name in re.findall(r"`(\w+)\(\w+, |`(\w+)\(input", table) for name in name if name} >= {
+    assert {name for name in re.findall(r"`(\w+)\(\w+, |`(\w+)\((?:input|weight)", table) for name in name if name} >= {
         name for name in ltx.__all__ if callable(getattr(ltx, name))
     }

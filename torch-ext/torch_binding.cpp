@@ -40,6 +40,20 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("gelu(" LTX_GELU_ARGS ") -> Tensor");
   ops.def("gelu_out(Tensor(a!) out, " LTX_GELU_ARGS ") -> ()");
 
+  // Quantised results: values (e4m3), scales (fp32, one a row) and, where there is one, the residual stream. They are
+  // always new. Statistic 0 quantises the row itself.
+  ops.def(
+      "norm_quant(Tensor input, Tensor? weight, Tensor? scale, Tensor? shift, Tensor? scale_table, Tensor? "
+      "shift_table, "
+      "Tensor? static_scale, float eps, float weight_offset, int statistic) -> (Tensor, Tensor)");
+  ops.def(
+      "residual_norm_quant(Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? scale, Tensor? shift, "
+      "Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? static_scale, float eps, "
+      "float weight_offset, int statistic) -> (Tensor, Tensor, Tensor)");
+  ops.def(
+      "glu_quant(Tensor input, Tensor? up, Tensor? static_scale, int activation, bool gate_first) -> (Tensor, Tensor)");
+  ops.def("gelu_quant(Tensor input, Tensor? bias, Tensor? static_scale, int activation) -> (Tensor, Tensor)");
+
 #define LTX_ROPE_ARGS \
   "Tensor query, Tensor key, Tensor? positions, SymInt[] grid, int[] axis_dims, float[] theta, bool interleaved"
   ops.def("rope(" LTX_ROPE_ARGS ") -> (Tensor, Tensor)");
@@ -79,6 +93,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(apply_rotary);
   LTX_IMPL(apply_rotary_qk);
   LTX_IMPL(qk_norm_rope);
+  ops.impl("norm_quant", TORCH_BOX(&ltx::host::norm_quant));
+  ops.impl("residual_norm_quant", TORCH_BOX(&ltx::host::residual_norm_quant));
+  ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));
+  ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -1,4 +1,4 @@
-// The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, rope.cpp and glu.cpp.
+// The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, rope.cpp, glu.cpp and quant.cpp.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -69,5 +69,18 @@ void glu_out(const Tensor& out, const Tensor& input, const OptionalTensor& up, i
 Tensor glu(const Tensor& input, const OptionalTensor& up, int64_t activation, bool gate_first, int64_t rounding);
 void gelu_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, int64_t activation, int64_t rounding);
 Tensor gelu(const Tensor& input, const OptionalTensor& bias, int64_t activation, int64_t rounding);
+std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& scale,
+                                      const OptionalTensor& shift, const OptionalTensor& scale_table,
+                                      const OptionalTensor& shift_table, const OptionalTensor& static_scale, double eps,
+                                      double weight_offset, int64_t statistic);
+std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
+    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
+    const OptionalTensor& scale_table, const OptionalTensor& shift_table, const OptionalTensor& static_scale,
+    double eps, double weight_offset, int64_t statistic);
+std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& static_scale,
+                                     int64_t activation, bool gate_first);
+std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias,
+                                      const OptionalTensor& static_scale, int64_t activation);
 
 }  // namespace ltx::host

@@ -1,6 +1,6 @@
 // Launch parameters: what the bindings hand to a backend, and all that a backend knows about the caller.
 //
-// The three entry points at the end are defined once by the CUDA sources (kernel_src/*.cu) and once by the CPU
+// The entry points at the end are defined once by the CUDA sources (kernel_src/*.cu) and once by the CPU
 // sources (kernel_src/cpu/*.cpp); a variant links one of the two sets. Plain data only: no torch and no CUDA header,
 // so that a kernel can be built, sanitised and timed without either.
 //
@@ -82,6 +82,18 @@ struct GluParams {
   RowView gate, up, bias, out;
 };
 
+// Where an op that quantises writes, in place of `out`: y is what `out` would hold before its rounding.
+//   scale  = max(static_scale, or amax(|y|) / 448 of the row, kMinScale)
+//   values = e4m3(y * (1 / scale)), to nearest even, saturating at +-448
+// All contiguous: row r of the op has its values at r * width and its scale at r. A NaN in y makes the row's amax NaN.
+constexpr float kE4m3Max = 448.f;
+constexpr float kMinScale = 0x1p-120f;  // of rows of zeros; it and its reciprocal are normal numbers
+struct QuantOutput {
+  uint8_t* values = nullptr;
+  float* scales = nullptr;
+  const float* static_scale = nullptr;  // one number where the rows are; null: each row has its own
+};
+
 // Strides of a [batch, sequence, heads, head_dim] tensor, whatever the order of its dimensions in memory.
 struct HeadStrides {
   int64_t batch = 0, sequence = 0, head = 0, column = 0;
@@ -134,5 +146,9 @@ struct RotaryAngles {
 void norm(const NormParams& params, const Context& context);
 void glu(const GluParams& params, const Context& context);
 void rotary(const RotaryParams& params, const RotaryAngles* angles, const Context& context);
+
+// `out` is absent from the params. norm_quant with kNone quantises h.
+void norm_quant(const NormParams& params, const QuantOutput& output, const Context& context);
+void glu_quant(const GluParams& params, const QuantOutput& output, const Context& context);
 
 }  // namespace ltx

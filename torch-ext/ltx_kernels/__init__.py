@@ -20,25 +20,49 @@ from .adaln import (
 )
 from .glu import geglu, gelu, swiglu
 from .norm import layernorm, rmsnorm, rmsnorm_residual
+from .quant import (
+    adaln_rmsnorm_quant,
+    gated_residual_adaln_rmsnorm_quant,
+    gated_residual_quant,
+    geglu_quant,
+    gelu_quant,
+    quantize_rows,
+    quantize_weight,
+    rmsnorm_quant,
+    rmsnorm_residual_quant,
+    scaled_linear,
+    swiglu_quant,
+)
 from .rope import apply_rotary, apply_rotary_qk, qk_norm_rope, rope_1d, rope_3d
 
 __all__ = [
     "adaln_layernorm",
     "adaln_rmsnorm",
+    "adaln_rmsnorm_quant",
     "adaln_zero",
     "apply_rotary",
     "apply_rotary_qk",
     "gated_residual",
     "gated_residual_adaln_layernorm",
     "gated_residual_adaln_rmsnorm",
+    "gated_residual_adaln_rmsnorm_quant",
+    "gated_residual_quant",
     "geglu",
+    "geglu_quant",
     "gelu",
+    "gelu_quant",
     "layernorm",
     "qk_norm_rope",
+    "quantize_rows",
+    "quantize_weight",
     "reference",
     "rmsnorm",
+    "rmsnorm_quant",
     "rmsnorm_residual",
+    "rmsnorm_residual_quant",
     "rope_1d",
     "rope_3d",
+    "scaled_linear",
     "swiglu",
+    "swiglu_quant",
 ]

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 # The int codes of the op schemas (kernel_src/ltx/params.h).
-RMS, LAYER = 1, 2
+NONE, RMS, LAYER = 0, 1, 2
 FP32, EAGER = 0, 1
 GELU, GELU_TANH, SILU = 0, 1, 2
 ROUNDING = {"fp32": FP32, "eager": EAGER}
@@ -26,6 +26,9 @@ APPROXIMATE = {"none": GELU, "tanh": GELU_TANH}
 INTERLEAVED = {"interleaved": True, "half": False}
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
+
+# The largest number of float8_e4m3fn, and the least scale (kernel_src/ltx/params.h).
+E4M3_MAX, MIN_SCALE = 448.0, 2.0**-120
 
 Code = TypeVar("Code", int, bool)
 
@@ -91,6 +94,15 @@ def differentiable(name: str, input: Tensor, *outs: object) -> None:
                 "call without out= or under torch.no_grad()"
             )
     _float_dtype(name, input, False)
+
+
+def no_gradient(*tensors: Tensor | None) -> None:
+    """What holds for a call with a quantised result."""
+    if torch.is_grad_enabled() and requires_grad(*tensors):
+        raise RuntimeError(
+            "input: expected no gradient to be needed, got a tensor that requires grad; "
+            "quantised results have none: call under torch.no_grad()"
+        )
 
 
 # ---- Texts
@@ -289,6 +301,68 @@ def check_glu(
     shape = (*input.shape[:-1], width)
     _output("out", out, "input", input, shape)
     return shape
+
+
+# ---- quant.cpp
+
+
+def _static_scale(static_scale: Tensor | None, input: Tensor) -> None:
+    if static_scale is not None:
+        _same_device("static_scale", static_scale, "input", input)
+        if static_scale.dtype != torch.float32:
+            _fail("static_scale", "dtype float32", _dtype_text(static_scale.dtype))
+        if static_scale.numel() != 1:
+            _fail("static_scale", "one element", "shape " + _shape_text(static_scale.shape))
+
+
+def check_norm_quant(input: Tensor, *, static_scale: Tensor | None, statistic: int, **arguments: Any) -> None:
+    """``check_norm`` with statistic NONE or RMS, and the scale."""
+    _code("statistic", statistic, NONE, RMS)
+    check_norm(input, statistic=statistic or None, **arguments)
+    _static_scale(static_scale, input)
+
+
+def check_glu_quant(input: Tensor, *, static_scale: Tensor | None, **arguments: Any) -> tuple[int, ...]:
+    """``check_glu``, and the scale."""
+    shape = check_glu(input, **arguments)
+    _static_scale(static_scale, input)
+    return shape
+
+
+# ---- quant.py
+
+
+def check_weight(weight: Tensor) -> None:
+    _dim("weight", weight, 2)
+    if weight.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        _float_dtype("weight", weight, False)
+
+
+def check_scaled_linear(
+    values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
+) -> None:
+    _dim("weight", weight, 2)
+    for name, tensor in (("values", values), ("weight", weight)):
+        if tensor.dtype != torch.float8_e4m3fn:
+            _fail(name, "dtype float8_e4m3fn", _dtype_text(tensor.dtype))
+    for name, tensor in (("scales", scales), ("weight_scales", weight_scales)):
+        if tensor.dtype != torch.float32:
+            _fail(name, "dtype float32", _dtype_text(tensor.dtype))
+    channels, width = weight.shape
+    if channels % 16 != 0 or width % 16 != 0:
+        _fail("weight", "sizes that are multiples of 16", "shape " + _shape_text(weight.shape))
+    if not weight.is_contiguous():
+        _fail("weight", "a contiguous tensor", f"strides {_shape_text(weight.stride())}")
+    _min_dim("values", values, 1)
+    if values.shape[-1] != width:
+        _fail("values", f"a last dimension of {width} (that of weight)", "shape " + _shape_text(values.shape))
+    _shape("scales", scales, (*values.shape[:-1], 1))
+    _shape("weight_scales", weight_scales, (channels,))
+    if bias is not None:
+        _shape("bias", bias, (channels,))
+        _same_device("bias", bias, "values", values)
+    for name, tensor in (("scales", scales), ("weight", weight), ("weight_scales", weight_scales)):
+        _same_device(name, tensor, "values", values)
 
 
 # ---- rope.cpp

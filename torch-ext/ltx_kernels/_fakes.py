@@ -4,7 +4,8 @@ A variant holds the kernels of one backend. For tensors on the other device (CPU
 reverse) its ops run the reference, and warn at the first use of each op.
 
 An op is written once, as ``body(outs, compute, *arguments)`` with the arguments of its schema: it checks them, and
-returns the results, without contents unless ``compute``. Its ``_out`` twin passes its leading arguments as ``outs``.
+returns the results, without contents unless ``compute``. Its ``_out`` twin, which the quantising ops have not, passes
+its leading arguments as ``outs``.
 """
 
 from __future__ import annotations
@@ -179,6 +180,113 @@ def _gelu(outs: Outs, compute: bool, input: Tensor, bias: Tensor | None, activat
     return _gated_unit(outs, compute, input, bias=bias, gated=False, activation=activation, rounding=rounding)
 
 
+def _quantised(input: Tensor, shape: Sequence[int]) -> Results:
+    return (
+        input.new_empty(shape, dtype=torch.float8_e4m3fn),
+        input.new_empty((*shape[:-1], 1), dtype=torch.float32),
+        input.new_empty(shape),
+    )
+
+
+def _norm_family_quant(compute: bool, input: Tensor, **arguments: Any) -> Results:
+    _checks.check_norm_quant(input, **arguments)
+    return reference.norm_family_quant(input, **arguments) if compute else _quantised(input, input.shape)
+
+
+def _norm_quant(
+    outs: Outs,
+    compute: bool,
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    scale_table: Tensor | None,
+    shift_table: Tensor | None,
+    static_scale: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    statistic: int,
+) -> Results:
+    return _norm_family_quant(
+        compute,
+        input,
+        weight=weight,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        static_scale=static_scale,
+        eps=eps,
+        weight_offset=weight_offset,
+        statistic=statistic,
+    )[:2]
+
+
+def _residual_norm_quant(
+    outs: Outs,
+    compute: bool,
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    gate_table: Tensor | None,
+    scale_table: Tensor | None,
+    shift_table: Tensor | None,
+    static_scale: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    statistic: int,
+) -> Results:
+    return _norm_family_quant(
+        compute,
+        input,
+        residual=residual,
+        gate=gate,
+        gate_table=gate_table,
+        weight=weight,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        static_scale=static_scale,
+        eps=eps,
+        weight_offset=weight_offset,
+        statistic=statistic,
+    )
+
+
+def _gated_unit_quant(compute: bool, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_glu_quant(input, **arguments)
+    return reference.gated_unit_quant(input, **arguments) if compute else _quantised(input, shape)[:2]
+
+
+def _glu_quant(
+    outs: Outs,
+    compute: bool,
+    input: Tensor,
+    up: Tensor | None,
+    static_scale: Tensor | None,
+    activation: int,
+    gate_first: bool,
+) -> Results:
+    return _gated_unit_quant(
+        compute, input, up=up, static_scale=static_scale, gated=True, gate_first=gate_first, activation=activation
+    )
+
+
+def _gelu_quant(
+    outs: Outs,
+    compute: bool,
+    input: Tensor,
+    bias: Tensor | None,
+    static_scale: Tensor | None,
+    activation: int,
+) -> Results:
+    return _gated_unit_quant(compute, input, bias=bias, static_scale=static_scale, gated=False, activation=activation)
+
+
 def _rotary(compute: bool, operands: list[RotaryInput], tables: list[RotaryTable], **arguments: Any) -> Results:
     if compute:
         return reference.rotary(operands, tables, **arguments)
@@ -312,11 +420,11 @@ def _warn_once(name: str, device: str, compiled: str | None) -> None:
     )
 
 
-def _register(name: str, results: int, body: Callable[..., Results]) -> None:
+def _register(name: str, results: int, body: Callable[..., Results], *, has_out: bool = True) -> None:
     functional, into_outs = add_op_namespace_prefix(name), add_op_namespace_prefix(name + "_out")
 
     def unpack(outs: Results) -> Any:
-        return outs[0] if results == 1 else (outs[0], outs[1])
+        return outs[0] if results == 1 else tuple(outs[:results])
 
     def fake(*arguments: Any) -> Any:
         return unpack(body(None, False, *arguments))
@@ -325,7 +433,8 @@ def _register(name: str, results: int, body: Callable[..., Results]) -> None:
         body(arguments[:results], False, *arguments[results:])
 
     torch.library.register_fake(functional, fake)
-    torch.library.register_fake(into_outs, fake_out)
+    if has_out:
+        torch.library.register_fake(into_outs, fake_out)
 
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     compiled = next((device for device in ("cuda", "cpu") if has_kernel(functional, device.upper())), None)
@@ -346,7 +455,8 @@ def _register(name: str, results: int, body: Callable[..., Results]) -> None:
                     out.copy_(result)
 
         torch.library.impl(functional, device)(kernel)
-        torch.library.impl(into_outs, device)(kernel_out)
+        if has_out:
+            torch.library.impl(into_outs, device)(kernel_out)
 
 
 _register("norm", 1, _norm)
@@ -359,3 +469,7 @@ _register("rope", 2, _rope)
 _register("apply_rotary", 1, _apply_rotary)
 _register("apply_rotary_qk", 2, _apply_rotary_qk)
 _register("qk_norm_rope", 2, _qk_norm_rope)
+_register("norm_quant", 2, _norm_quant, has_out=False)
+_register("residual_norm_quant", 3, _residual_norm_quant, has_out=False)
+_register("glu_quant", 2, _glu_quant, has_out=False)
+_register("gelu_quant", 2, _gelu_quant, has_out=False)

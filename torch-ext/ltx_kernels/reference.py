@@ -1,9 +1,9 @@
 """Every public function in plain torch: differentiable, on any device, with the errors of the compiled ops.
 
-The signatures are those of the package without ``out=``. Three functions do the work: ``norm_family``, ``gated_unit``
-and ``rotate``. The package runs them where there is no compiled kernel (a tensor on the variant's other device) and
-where autograd has to follow; tests and benchmarks use them as the definition. Math is in float32, or in float64 when
-the input is float64, which the compiled ops do not take.
+The signatures are those of the package without ``out=``. Four functions do the work: ``norm_family``, ``gated_unit``,
+``quantise`` and ``rotate``. The package runs them where there is no compiled kernel (a tensor on the variant's other
+device) and where autograd has to follow; tests and benchmarks use them as the definition. Math is in float32, or in
+float64 when the input is float64, which the compiled ops do not take.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch import Tensor
 from . import _checks
 from ._checks import (
     APPROXIMATE,
+    E4M3_MAX,
     EAGER,
     FP32,
     GELU_TANH,
     INTERLEAVED,
     LAYER,
+    MIN_SCALE,
+    NONE,
     RMS,
     ROUNDING,
     SILU,
@@ -35,24 +38,34 @@ from ._checks import (
 __all__ = [
     "adaln_layernorm",
     "adaln_rmsnorm",
+    "adaln_rmsnorm_quant",
     "adaln_zero",
     "apply_rotary",
     "apply_rotary_qk",
     "gated_residual",
     "gated_residual_adaln_layernorm",
     "gated_residual_adaln_rmsnorm",
+    "gated_residual_adaln_rmsnorm_quant",
+    "gated_residual_quant",
     "geglu",
+    "geglu_quant",
     "gelu",
+    "gelu_quant",
     "layernorm",
     "qk_norm_rope",
+    "quantize_rows",
     "rmsnorm",
+    "rmsnorm_quant",
     "rmsnorm_residual",
+    "rmsnorm_residual_quant",
     "rope_1d",
     "rope_3d",
     "swiglu",
+    "swiglu_quant",
 ]
 
 Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def rms_eps(eps: float | None, input: Tensor) -> float:
@@ -118,10 +131,12 @@ def norm_family(
     weight_offset: float = 0.0,
     statistic: int | None = RMS,
     rounding: int = FP32,
+    rounded: bool = True,
 ) -> Pair:
     """(normalised, h) of every op of the norm family: kernel_src/ltx/params.h has the formula.
 
-    Without residual and gate, h is the input. ``statistic=None`` stops at h and returns it twice.
+    Without residual and gate, h is the input. ``statistic=None`` stops at h and returns it twice. ``rounded=False``
+    leaves the first result in the dtype of the math.
     """
     dtype = input.dtype
     compute = _compute_dtype(input)
@@ -136,7 +151,7 @@ def norm_family(
         x = _add(residual, x)
     h = input if gate is None and residual is None else x.to(dtype).contiguous()
     if statistic is None:
-        return h, h
+        return h if rounded else x, h
     x = h.to(compute) if eager else x
 
     if statistic == LAYER:
@@ -163,7 +178,7 @@ def norm_family(
         n = _add(n, shift)
     if out_gate is not None:
         n = _multiply(n, out_gate)
-    return n.to(dtype).contiguous(), h
+    return n.to(dtype).contiguous() if rounded else n, h
 
 
 def _norm(input: Tensor, **arguments: Any) -> Pair:
@@ -402,8 +417,12 @@ def gated_unit(
     gate_first: bool = True,
     activation: int,
     rounding: int = FP32,
+    rounded: bool = True,
 ) -> Tensor:
-    """activation(gate) * up, or activation(input + bias) where not ``gated``."""
+    """activation(gate) * up, or activation(input + bias) where not ``gated``.
+
+    ``rounded=False`` leaves the result in the dtype of the math.
+    """
     dtype = input.dtype
     compute = _compute_dtype(input)
     gate = input
@@ -424,7 +443,7 @@ def gated_unit(
         out = _activate(out, activation)
         if up is not None:
             out = out * up.to(compute)
-    return out.to(dtype).contiguous()
+    return out.to(dtype).contiguous() if rounded else out
 
 
 def _glu(input: Tensor, **arguments: Any) -> Tensor:
@@ -481,6 +500,176 @@ def gelu(
         activation=choice("approximate", APPROXIMATE, approximate),
         rounding=choice("rounding", ROUNDING, rounding),
     )
+
+
+# ---- Quantised rows
+
+
+def quantise(y: Tensor, static_scale: Tensor | None) -> Pair:
+    """Rows in float32 (or float64) as (float8_e4m3fn values, float32 scales): y is about values * scales.
+
+    Rounded to nearest even, saturating. A row of zeros has the least scale, a row with a NaN the scale NaN.
+    """
+    if static_scale is not None:
+        scales = static_scale.to(y.dtype).reshape(()).expand(*y.shape[:-1], 1)
+    elif y.shape[-1] == 0:
+        scales = y.new_zeros((*y.shape[:-1], 1))
+    else:
+        scales = y.abs().amax(-1, keepdim=True) / E4M3_MAX
+    scales = scales.clamp(min=MIN_SCALE)
+    values = (y * scales.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return values.contiguous(), scales.to(torch.float32).contiguous()
+
+
+def norm_family_quant(input: Tensor, *, static_scale: Tensor | None, statistic: int, **arguments: Any) -> Triple:
+    """(values, scales, h) of ``norm_family``, of its first result before rounding."""
+    y, h = norm_family(input, statistic=statistic or None, rounded=False, **arguments)
+    return (*quantise(y, static_scale), h)
+
+
+def gated_unit_quant(input: Tensor, *, static_scale: Tensor | None, **arguments: Any) -> Pair:
+    """(values, scales) of ``gated_unit`` before its rounding."""
+    return quantise(gated_unit(input, rounded=False, **arguments), static_scale)
+
+
+def _norm_quant(input: Tensor, *, statistic: int = RMS, **arguments: Any) -> Triple:
+    _checks.check_norm_quant(input, statistic=statistic, float64=True, **arguments)
+    return norm_family_quant(input, statistic=statistic, **arguments)
+
+
+def _glu_quant(input: Tensor, **arguments: Any) -> Pair:
+    _checks.check_glu_quant(input, float64=True, **arguments)
+    return gated_unit_quant(input, **arguments)
+
+
+def quantize_rows(input: Tensor, *, static_scale: Tensor | None = None) -> Pair:
+    return _norm_quant(input, statistic=NONE, static_scale=static_scale)[:2]
+
+
+def rmsnorm_quant(
+    input: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    static_scale: Tensor | None = None,
+) -> Pair:
+    return _norm_quant(
+        input, weight=weight, eps=rms_eps(eps, input), weight_offset=weight_offset, static_scale=static_scale
+    )[:2]
+
+
+def rmsnorm_residual_quant(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    static_scale: Tensor | None = None,
+) -> Triple:
+    return _norm_quant(
+        input,
+        residual=residual,
+        weight=weight,
+        eps=rms_eps(eps, input),
+        weight_offset=weight_offset,
+        static_scale=static_scale,
+    )
+
+
+def adaln_rmsnorm_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> Pair:
+    return _norm_quant(
+        input,
+        weight=weight,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=rms_eps(eps, input),
+        static_scale=static_scale,
+    )[:2]
+
+
+def gated_residual_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    *,
+    gate_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> Triple:
+    return _norm_quant(
+        input, residual=residual, gate=gate, gate_table=gate_table, statistic=NONE, static_scale=static_scale
+    )
+
+
+def gated_residual_adaln_rmsnorm_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> Triple:
+    return _norm_quant(
+        input,
+        residual=residual,
+        gate=gate,
+        gate_table=gate_table,
+        weight=weight,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=rms_eps(eps, input),
+        static_scale=static_scale,
+    )
+
+
+def geglu_quant(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+    gate_first: bool = True,
+    static_scale: Tensor | None = None,
+) -> Pair:
+    activation = choice("approximate", APPROXIMATE, approximate)
+    return _glu_quant(input, up=up, gated=True, gate_first=gate_first, activation=activation, static_scale=static_scale)
+
+
+def swiglu_quant(
+    input: Tensor, up: Tensor | None = None, *, gate_first: bool = True, static_scale: Tensor | None = None
+) -> Pair:
+    return _glu_quant(input, up=up, gated=True, gate_first=gate_first, activation=SILU, static_scale=static_scale)
+
+
+def gelu_quant(
+    input: Tensor,
+    *,
+    bias: Tensor | None = None,
+    approximate: str = "none",
+    static_scale: Tensor | None = None,
+) -> Pair:
+    activation = choice("approximate", APPROXIMATE, approximate)
+    return _glu_quant(input, bias=bias, gated=False, activation=activation, static_scale=static_scale)
 
 
 # ---- Rotary

@@ -1,0 +1,95 @@
+// Quantising a row to fp8 (params.h, QuantOutput): the row's largest magnitude, its scale, and e4m3 values in packs.
+#pragma once
+
+#include "ltx/params.h"
+#include "ltx/vec.cuh"
+
+namespace ltx {
+
+// The larger of `most` and |x|; NaN if either is.
+__device__ __forceinline__ float larger_magnitude(float most, float x) {
+#if __CUDA_ARCH__ >= 800
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(most), "f"(fabsf(x)));
+  return most;
+#else
+  // As integers magnitudes keep their order, and NaNs are above them all.
+  return __uint_as_float(max(__float_as_uint(most), __float_as_uint(fabsf(x))));
+#endif
+}
+
+// Over all 32 lanes.
+__device__ __forceinline__ float warp_magnitude(float most) {
+#if __CUDA_ARCH__ >= 800
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(most)));
+#else
+  for (int offset = 16; offset > 0; offset /= 2) {
+    most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, offset));
+  }
+  return most;
+#endif
+}
+
+// Over the threads that share a row, as row_sum; `scratch` likewise.
+__device__ __forceinline__ float row_magnitude(float most, int threads, float* scratch) {
+  if (threads < 32) {
+    for (int offset = threads / 2; offset > 0; offset /= 2) {
+      most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, offset));
+    }
+    return most;
+  }
+  most = warp_magnitude(most);
+  if (threads == 32) return most;
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) scratch[threadIdx.x / 32] = most;
+  __syncthreads();
+  return warp_magnitude(lane < threads / 32 ? scratch[lane] : 0.f);
+}
+
+// Of a row whose largest magnitude is `most`, or one for all rows.
+__device__ __forceinline__ float quant_scale(float most, const float* static_scale) {
+  const float scale = static_scale ? *static_scale : __fdiv_rn(most, kE4m3Max);
+  return scale < kMinScale ? kMinScale : scale;  // a NaN stays
+}
+
+#if __CUDA_ARCH__ < 890
+// For GPUs without the conversion: its bits.
+__device__ __forceinline__ uint32_t to_e4m3(float x) {
+  const uint32_t magnitude = __float_as_uint(fabsf(x));
+  if (magnitude > 0x7f800000u) return 0x7fu;
+  const uint32_t finite = min(magnitude, __float_as_uint(kE4m3Max));
+  // Denormals, below 2^-6, go through an addition whose ulp is theirs, 2^-9.
+  const uint32_t value = finite < __float_as_uint(0x1p-6f)
+                             ? __float_as_uint(__fadd_rn(__uint_as_float(finite), 0x1p14f)) - __float_as_uint(0x1p14f)
+                             : ((finite + 0x7ffffu + ((finite >> 20) & 1u)) >> 20) - (120u << 3);
+  return value | ((__float_as_uint(x) >> 24) & 0x80u);
+}
+#endif
+
+// Two values as 16 bits, the first in the lower half.
+__device__ __forceinline__ uint32_t to_e4m3_pair(float first, float second) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  return to_e4m3(first) | to_e4m3(second) << 8;
+#endif
+}
+
+// y * inverse as kWidth (4 or 8) bytes.
+template <int kWidth>
+struct alignas(kWidth) E4m3Pack {
+  uint32_t word[kWidth / 4];
+
+  __device__ __forceinline__ E4m3Pack(const float (&y)[kWidth], float inverse) {
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 4) {
+      const uint32_t low = to_e4m3_pair(__fmul_rn(y[i], inverse), __fmul_rn(y[i + 1], inverse));
+      const uint32_t high = to_e4m3_pair(__fmul_rn(y[i + 2], inverse), __fmul_rn(y[i + 3], inverse));
+      word[i / 4] = low | high << 16;
+    }
+  }
+  __device__ __forceinline__ uint8_t byte(int i) const { return static_cast<uint8_t>(word[i / 4] >> (i % 4 * 8)); }
+};
+
+}  // namespace ltx

@@ -1,0 +1,502 @@
+"""Rows quantised to fp8 for matrix products: the ops that feed linear layers, with fp8 results, and such a layer.
+
+Throughout, a quantised row is float8_e4m3fn values and one float32 scale: the row is about ``values * scale``. The
+scale is amax(row) / 448, found in the same pass, so that the largest value is 448, or ``static_scale``, one number for
+all rows. Values are rounded once, from the float32 result of the op, to nearest even, and saturate at +-448.
+
+    a row of zeros        the scale 2**-120, the least there is, and values of zero
+    an infinity in a row  the scale inf; the infinity becomes NaN, all else zero
+    a NaN in a row        the scale NaN, and all values NaN (with ``static_scale``: that one value)
+
+There are no gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ._checks import (
+    APPROXIMATE,
+    FLOAT32_EPS,
+    NONE,
+    RMS,
+    SILU,
+    check_scaled_linear,
+    check_weight,
+    choice,
+    no_gradient,
+)
+from ._ops import ops
+
+_norm_quant = ops.norm_quant.default
+_residual_norm_quant = ops.residual_norm_quant.default
+_glu_quant = ops.glu_quant.default
+_gelu_quant = ops.gelu_quant.default
+
+Quantised = tuple[Tensor, Tensor]
+QuantisedAndResidual = tuple[Tensor, Tensor, Tensor]
+
+
+def quantize_rows(input: Tensor, *, static_scale: Tensor | None = None) -> Quantised:
+    """Quantises rows to fp8.
+
+    Equivalent to::
+
+        x = input.float()
+        scales = (x.abs().amax(-1, keepdim=True) / 448).clamp(min=2**-120)     # or static_scale
+        values = (x * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16, of any strides.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., H] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433).
+    """
+    no_gradient(input)
+    return _norm_quant(input, None, None, None, None, None, static_scale, 0.0, 0.0, NONE)
+
+
+def rmsnorm_quant(
+    input: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    static_scale: Tensor | None = None,
+) -> Quantised:
+    """``rmsnorm`` with a quantised result.
+
+    Equivalent to::
+
+        quantize_rows(rmsnorm(input.float(), weight, eps, weight_offset=weight_offset), static_scale=static_scale)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., H] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``rmsnorm`` and ``quantize_rows``.
+    """
+    no_gradient(input, weight)
+    eps = FLOAT32_EPS if eps is None else eps
+    return _norm_quant(input, weight, None, None, None, None, static_scale, eps, weight_offset, RMS)
+
+
+def rmsnorm_residual_quant(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    static_scale: Tensor | None = None,
+) -> QuantisedAndResidual:
+    """``rmsnorm_residual`` with a quantised first result.
+
+    Equivalent to::
+
+        h = residual.float() + input.float()
+        n = rmsnorm(h, weight, eps, weight_offset=weight_offset)
+        *quantize_rows(n, static_scale=static_scale), h.to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, sum): [..., H] float8_e4m3fn, [..., 1] float32 and [..., H] in the input's dtype, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``rmsnorm_residual`` and ``quantize_rows``.
+    """
+    no_gradient(input, residual, weight)
+    eps = FLOAT32_EPS if eps is None else eps
+    return _residual_norm_quant(
+        input, residual, None, weight, None, None, None, None, None, static_scale, eps, weight_offset, RMS
+    )
+
+
+def adaln_rmsnorm_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> Quantised:
+    """``adaln_rmsnorm`` with a quantised result.
+
+    Equivalent to::
+
+        n = adaln_rmsnorm(input.float(), weight, scale, shift, eps, scale_table=scale_table, shift_table=shift_table)
+        quantize_rows(n, static_scale=static_scale)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: The modulation (not of the quantisation): [B or 1, H] for an input [B, ..., H], or any shape that
+            broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., H] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``adaln_rmsnorm`` and ``quantize_rows``.
+    """
+    no_gradient(input, weight, scale, shift, scale_table, shift_table)
+    eps = FLOAT32_EPS if eps is None else eps
+    return _norm_quant(input, weight, scale, shift, scale_table, shift_table, static_scale, eps, 0.0, RMS)
+
+
+def gated_residual_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    *,
+    gate_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> QuantisedAndResidual:
+    """``gated_residual`` with its result both quantised and as the residual stream goes on.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        *quantize_rows(h, static_scale=static_scale), h.to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        gate_table: [H], added to gate; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, sum): [..., H] float8_e4m3fn, [..., 1] float32 and [..., H] in the input's dtype, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``gated_residual`` and ``quantize_rows``.
+    """
+    no_gradient(input, residual, gate, gate_table)
+    return _residual_norm_quant(
+        input, residual, gate, None, None, None, gate_table, None, None, static_scale, 0.0, 0.0, NONE
+    )
+
+
+def gated_residual_adaln_rmsnorm_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> QuantisedAndResidual:
+    """``gated_residual_adaln_rmsnorm`` with a quantised first result.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        n = adaln_rmsnorm(h, weight, scale, shift, eps, scale_table=scale_table, shift_table=shift_table)
+        *quantize_rows(n, static_scale=static_scale), h.to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+            None multiplies by nothing.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: The modulation (not of the quantisation), like gate, independent of its shape and dtype. None multiplies
+            by nothing.
+        shift: Like gate, independent of its shape and dtype. None adds nothing.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, sum): [..., H] float8_e4m3fn, [..., 1] float32 and [..., H] in the input's dtype, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``gated_residual_adaln_rmsnorm`` and ``quantize_rows``.
+    """
+    no_gradient(input, residual, gate, weight, scale, shift, gate_table, scale_table, shift_table)
+    eps = FLOAT32_EPS if eps is None else eps
+    return _residual_norm_quant(
+        input,
+        residual,
+        gate,
+        weight,
+        scale,
+        shift,
+        gate_table,
+        scale_table,
+        shift_table,
+        static_scale,
+        eps,
+        0.0,
+        RMS,
+    )
+
+
+def geglu_quant(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+    gate_first: bool = True,
+    static_scale: Tensor | None = None,
+) -> Quantised:
+    """``geglu`` with a quantised result.
+
+    Equivalent to::
+
+        y = geglu(input.float(), up.float(), approximate=approximate, gate_first=gate_first)
+        quantize_rows(y, static_scale=static_scale)
+
+    Args:
+        input: [..., 2N], gate and up side by side; with ``up``: the gate, [..., N]. float32, float16 or bfloat16.
+        up: None, or the linear part, like input in shape, dtype and device.
+        approximate: "tanh" or "none" (erf, diffusers' GEGLU).
+        gate_first: The order in a packed input; diffusers packs (up, gate): False.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., N] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+        ValueError: An unknown ``approximate``.
+
+    Source: as ``geglu`` and ``quantize_rows``.
+    """
+    activation = choice("approximate", APPROXIMATE, approximate)
+    no_gradient(input, up)
+    return _glu_quant(input, up, static_scale, activation, gate_first)
+
+
+def swiglu_quant(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    gate_first: bool = True,
+    static_scale: Tensor | None = None,
+) -> Quantised:
+    """``swiglu`` with a quantised result.
+
+    Equivalent to::
+
+        quantize_rows(swiglu(input.float(), up.float(), gate_first=gate_first), static_scale=static_scale)
+
+    Args:
+        input: [..., 2N], gate and up side by side; with ``up``: the gate, [..., N]. float32, float16 or bfloat16.
+        up: None, or the linear part, like input in shape, dtype and device.
+        gate_first: The order in a packed input; diffusers packs (up, gate): False.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., N] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``swiglu`` and ``quantize_rows``.
+    """
+    no_gradient(input, up)
+    return _glu_quant(input, up, static_scale, SILU, gate_first)
+
+
+def gelu_quant(
+    input: Tensor,
+    *,
+    bias: Tensor | None = None,
+    approximate: str = "none",
+    static_scale: Tensor | None = None,
+) -> Quantised:
+    """``gelu`` with a quantised result.
+
+    Equivalent to::
+
+        quantize_rows(gelu(input.float(), bias=bias, approximate=approximate), static_scale=static_scale)
+
+    Args:
+        input: [..., N], float32, float16 or bfloat16.
+        bias: [N], any of these dtypes; None adds nothing.
+        approximate: "none" (erf) or "tanh".
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., N] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+        ValueError: An unknown ``approximate``.
+
+    Source: as ``gelu`` and ``quantize_rows``.
+    """
+    activation = choice("approximate", APPROXIMATE, approximate)
+    no_gradient(input, bias)
+    return _gelu_quant(input, bias, static_scale, activation)
+
+
+# ---- Linear layers
+
+
+def quantize_weight(weight: Tensor) -> Quantised:
+    """Quantises the weight of a linear layer once, with one scale per output channel.
+
+    Equivalent to::
+
+        values, scales = quantize_rows(weight)
+        values, scales.squeeze(-1)
+
+    Args:
+        weight: [out, in], float32, float16 or bfloat16. A weight that is stored in fp8 without scales (diffusers'
+            layerwise casting) is taken for what it is: float8_e4m3fn stays, with scales of one; float8_e5m2 is
+            quantised as float32.
+
+    Returns:
+        (values, scales): [out, in] float8_e4m3fn and [out] float32, contiguous, not connected to the weight's gradient.
+
+    Raises:
+        RuntimeError: The shape or the dtype does not fit.
+    """
+    check_weight(weight)
+    weight = weight.detach()
+    if weight.dtype == torch.float8_e4m3fn:
+        return weight.contiguous(), torch.ones(weight.shape[0], device=weight.device)
+    if weight.dtype == torch.float8_e5m2:
+        weight = weight.float()
+    values, scales = quantize_rows(weight)
+    return values, scales.squeeze(-1)
+
+
+def fp8_obstacle(device: torch.device) -> str | None:
+    """Why ``scaled_linear`` cannot run on a device; None: it can."""
+    if device.type == "cpu" or device.type == "meta":
+        return None
+    if device.type != "cuda":
+        return f"a device of type {device.type}"
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) >= (8, 9):
+        return None
+    return f"{properties.name} ({properties.major}.{properties.minor})"
+
+
+_known_obstacle = functools.cache(fp8_obstacle)
+
+
+def scaled_linear(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = True,
+) -> Tensor:
+    """A linear layer of quantised rows and a quantised weight, on the fp8 tensor cores.
+
+    Equivalent to::
+
+        x = values.float() * scales
+        w = weight.float() * weight_scales[:, None]
+        torch.nn.functional.linear(x, w, bias.float()).to(out_dtype)
+
+    On a GPU this is torch._scaled_mm; on a CPU it is computed as written, for tests.
+
+    Args:
+        values: [..., in], float8_e4m3fn.
+        scales: [..., 1], float32, one per row: as the ops of this module return them.
+        weight: [out, in], float8_e4m3fn, contiguous; in and out are multiples of 16.
+        weight_scales: [out], float32, one per output channel: as ``quantize_weight`` returns them.
+        bias: [out], any float dtype, taken in ``out_dtype``; None adds nothing.
+        out_dtype: bfloat16, or what torch._scaled_mm offers beside it on the GPU at hand.
+        use_fast_accum: On Hopper, whether partial sums stay in the tensor cores' own precision, which is faster.
+
+    Returns:
+        [..., out], contiguous, in ``out_dtype``.
+
+    Raises:
+        RuntimeError: A shape or dtype does not fit, or the GPU is older than compute capability 8.9 (Ada, Hopper,
+            Blackwell and newer have fp8 tensor cores).
+    """
+    check_scaled_linear(values, scales, weight, weight_scales, bias)
+    # Under torch.compile the device is looked at while tracing.
+    obstacle = (fp8_obstacle if torch.compiler.is_compiling() else _known_obstacle)(values.device)
+    if obstacle is not None:
+        raise RuntimeError(
+            f"values: expected a GPU of compute capability 8.9 or newer for fp8 matrix products, got {obstacle}"
+        )
+    no_gradient(bias)
+    channels, width = weight.shape
+    leading = values.shape[:-1]
+    values, scales = values.reshape(-1, width), scales.reshape(-1, 1)
+    if bias is not None:
+        bias = bias.to(out_dtype)
+    if values.device.type == "cpu":
+        out = values.float() @ weight.float().t() * scales * weight_scales
+        out = (out if bias is None else out + bias.float()).to(out_dtype)
+    else:
+        out = torch._scaled_mm(
+            values,
+            weight.t(),
+            scale_a=scales,
+            scale_b=weight_scales.unsqueeze(0),
+            bias=bias,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    return out.view(*leading, channels)

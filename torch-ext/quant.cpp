@@ -1,0 +1,213 @@
+// Rows quantised to fp8: the norm family (norm_quant, residual_norm_quant) and the activations (glu_quant, gelu_quant).
+// Checks the tensors, fills the params of the op that is quantised and calls ltx::norm_quant or ltx::glu_quant.
+#include "tensor_checks.h"
+#include "torch_binding.h"
+
+namespace ltx::host {
+namespace {
+
+// The quantised rows, new: values in the input's shape with `width` columns, and one scale a row.
+struct Quantised {
+  Tensor values, scales;
+};
+
+Quantised empty_quantised(const Arg& input, int64_t width) {
+  Arg values = input, scales = input;
+  values.dtype = aoti_torch_dtype_float8_e4m3fn();
+  scales.dtype = aoti_torch_dtype_float32();
+  return {empty_rows(values, width), empty_rows(scales, 1)};
+}
+
+// Rows without columns have the scale of zeros.
+void finish_empty(Quantised& result) { torch::stable::fill_(result.scales, kMinScale); }
+
+QuantOutput output_of(const Quantised& result, const Arg& static_scale) {
+  QuantOutput output;
+  output.values = static_cast<uint8_t*>(result.values.mutable_data_ptr());
+  output.scales = static_cast<float*>(result.scales.mutable_data_ptr());
+  output.static_scale = static_cast<const float*>(static_scale.data);
+  return output;
+}
+
+void check_static_scale(const Arg& a, const Arg& input) {
+  if (!a) return;
+  check_same_device(a, input);
+  if (a.dtype != aoti_torch_dtype_float32()) fail(a.name, "dtype float32", dtype_text(a.dtype));
+  if (a.numel() != 1) fail(a.name, "one element", "shape " + shape_text(a));
+}
+
+// ---- Norms
+
+struct NormArgs {
+  Arg input, residual, weight;
+  Arg gate, gate_table, scale, scale_table, shift, shift_table, static_scale;
+  double eps = 0.0, weight_offset = 0.0;
+  Statistic statistic = Statistic::kNone;
+};
+
+void add_modulator(RowSpace& space, Modulator& modulator, const Arg& value, const Arg& table) {
+  if (table && !value) fail(table.name, "its modulation input to be given too", "a table alone");
+  space.add_broadcast(modulator.value, value);
+  space.add_vector(modulator.table, table);
+}
+
+// `residual_out`: null without a residual.
+Quantised run(const NormArgs& a, Tensor* residual_out) {
+  check_min_dim(a.input, 1);
+  NormParams p;
+  p.dtype = float_dtype(a.input);
+  p.statistic = a.statistic;
+  p.eps = check_eps(a.eps);
+  p.weight_offset = static_cast<float>(a.weight_offset);
+  RowSpace space(a.input, a.input.last());
+  space.add(p.input, a.input);
+  if (a.residual) {
+    check_same_device(a.residual, a.input);
+    check_same_dtype(a.residual, a.input);
+    check_shape(a.residual, a.input.size, a.input.dim);
+    space.add(p.residual, a.residual);
+  }
+  add_modulator(space, p.gate, a.gate, a.gate_table);
+  space.add_vector(p.weight, a.weight);
+  add_modulator(space, p.scale, a.scale, a.scale_table);
+  add_modulator(space, p.shift, a.shift, a.shift_table);
+  check_static_scale(a.static_scale, a.input);
+  Quantised result = empty_quantised(a.input, a.input.last());
+  Arg residual_out_arg;
+  if (residual_out) {
+    *residual_out = empty_rows(a.input, a.input.last());
+    residual_out_arg = arg("residual_out", *residual_out);
+    space.add(p.residual_out, residual_out_arg);
+  }
+  if (space.finish(p.rows)) {
+    Launch launch(a.input);
+    ltx::norm_quant(p, output_of(result, a.static_scale), launch.context());
+  } else {
+    finish_empty(result);
+  }
+  return result;
+}
+
+Statistic check_statistic(int64_t code) { return check_code("statistic", code, Statistic::kNone, Statistic::kRms); }
+
+// ---- Activations
+
+struct GluArgs {
+  Arg input, up, bias, static_scale;
+  bool gated = false, gate_first = true;
+  Activation activation = Activation::kGelu;
+};
+
+Activation check_activation(int64_t code) {
+  return check_code("activation", code, Activation::kGelu, Activation::kSilu);
+}
+
+Quantised run(const GluArgs& a) {
+  check_min_dim(a.input, 1);
+  const bool packed = a.gated && !a.up;
+  if (packed && a.input.last() % 2 != 0) {
+    fail(a.input.name, "an even last dimension (gate and up packed)", "shape " + shape_text(a.input));
+  }
+  const int64_t width = packed ? a.input.last() / 2 : a.input.last();
+  GluParams p;
+  p.dtype = float_dtype(a.input);
+  p.activation = a.activation;
+  RowSpace space(a.input, width);
+  space.add(p.gate, a.input);
+  if (a.up) {
+    check_same_device(a.up, a.input);
+    check_same_dtype(a.up, a.input);
+    check_shape(a.up, a.input.size, a.input.dim);
+    space.add(p.up, a.up);
+  } else if (packed) {
+    space.add(p.up, a.input);
+  }
+  space.add_vector(p.bias, a.bias);
+  check_static_scale(a.static_scale, a.input);
+  Quantised result = empty_quantised(a.input, width);
+  if (!space.finish(p.rows)) {
+    finish_empty(result);
+    return result;
+  }
+  if (packed) {
+    // Both views start at the input; the second half begins `width` columns later.
+    RowView& second = a.gate_first ? p.up : p.gate;
+    const int64_t stride = a.input.stride[a.input.dim - 1];
+    p.gate.column_stride = p.up.column_stride = stride;
+    second.data = static_cast<char*>(second.data) + width * stride * element_size(a.input);
+  }
+  Launch launch(a.input);
+  ltx::glu_quant(p, output_of(result, a.static_scale), launch.context());
+  return result;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& scale,
+                                      const OptionalTensor& shift, const OptionalTensor& scale_table,
+                                      const OptionalTensor& shift_table, const OptionalTensor& static_scale, double eps,
+                                      double weight_offset, int64_t statistic) {
+  NormArgs a;
+  a.input = arg("input", input);
+  a.weight = arg("weight", weight);
+  a.scale = arg("scale", scale);
+  a.shift = arg("shift", shift);
+  a.scale_table = arg("scale_table", scale_table);
+  a.shift_table = arg("shift_table", shift_table);
+  a.static_scale = arg("static_scale", static_scale);
+  a.eps = eps;
+  a.weight_offset = weight_offset;
+  a.statistic = check_statistic(statistic);
+  Quantised result = run(a, nullptr);
+  return {result.values, result.scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
+    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
+    const OptionalTensor& scale_table, const OptionalTensor& shift_table, const OptionalTensor& static_scale,
+    double eps, double weight_offset, int64_t statistic) {
+  NormArgs a;
+  a.input = arg("input", input);
+  a.residual = arg("residual", residual);
+  a.gate = arg("gate", gate);
+  a.weight = arg("weight", weight);
+  a.scale = arg("scale", scale);
+  a.shift = arg("shift", shift);
+  a.gate_table = arg("gate_table", gate_table);
+  a.scale_table = arg("scale_table", scale_table);
+  a.shift_table = arg("shift_table", shift_table);
+  a.static_scale = arg("static_scale", static_scale);
+  a.eps = eps;
+  a.weight_offset = weight_offset;
+  a.statistic = check_statistic(statistic);
+  Tensor residual_out;
+  Quantised result = run(a, &residual_out);
+  return {result.values, result.scales, residual_out};
+}
+
+std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& static_scale,
+                                     int64_t activation, bool gate_first) {
+  GluArgs a;
+  a.input = arg("input", input);
+  a.up = arg("up", up);
+  a.static_scale = arg("static_scale", static_scale);
+  a.gated = true;
+  a.gate_first = gate_first;
+  a.activation = check_activation(activation);
+  Quantised result = run(a);
+  return {result.values, result.scales};
+}
+
+std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias,
+                                      const OptionalTensor& static_scale, int64_t activation) {
+  GluArgs a;
+  a.input = arg("input", input);
+  a.bias = arg("bias", bias);
+  a.static_scale = arg("static_scale", static_scale);
+  a.activation = check_activation(activation);
+  Quantised result = run(a);
+  return {result.values, result.scales};
+}
+
+}  // namespace ltx::host
