@@ -19,6 +19,7 @@ from .adaln import (
     gated_residual_adaln_rmsnorm,
 )
 from .glu import geglu, gelu, swiglu
+from .integrations import optimize, restore
 from .norm import layernorm, rmsnorm, rmsnorm_residual
 from .quant import (
     adaln_rmsnorm_quant,
@@ -52,10 +53,12 @@ __all__ = [
     "gelu",
     "gelu_quant",
     "layernorm",
+    "optimize",
     "qk_norm_rope",
     "quantize_rows",
     "quantize_weight",
     "reference",
+    "restore",
     "rmsnorm",
     "rmsnorm_quant",
     "rmsnorm_residual",

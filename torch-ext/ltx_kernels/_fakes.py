@@ -405,14 +405,24 @@ def _qk_norm_rope(
 
 # ---- Registration
 
+
+def _compiled_device() -> str | None:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = add_op_namespace_prefix("norm")
+    return next((device for device in ("cuda", "cpu") if has_kernel(name, device.upper())), None)
+
+
+# The device whose kernels this variant holds.
+COMPILED_DEVICE = _compiled_device()
+
 _warned: set[str] = set()
 
 
-def _warn_once(name: str, device: str, compiled: str | None) -> None:
+def _warn_once(name: str, device: str) -> None:
     if name in _warned:
         return
     _warned.add(name)
-    holds = f"the kernels for {compiled}" if compiled else "no kernel"
+    holds = f"the kernels for {COMPILED_DEVICE}" if COMPILED_DEVICE else "no kernel"
     warnings.warn(
         f"ltx-kernels: {name} on a {device} tensor runs the plain torch reference, because this variant holds {holds}. "
         f'Load the {device} variant, get_kernel(..., backend="{device}"), for the compiled kernel.',
@@ -436,19 +446,17 @@ def _register(name: str, results: int, body: Callable[..., Results], *, has_out:
     if has_out:
         torch.library.register_fake(into_outs, fake_out)
 
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    compiled = next((device for device in ("cuda", "cpu") if has_kernel(functional, device.upper())), None)
     for device in ("cuda", "cpu"):
-        if device == compiled:
+        if device == COMPILED_DEVICE:
             continue
 
         def kernel(*arguments: Any, device: str = device) -> Any:
-            _warn_once(name, device, compiled)
+            _warn_once(name, device)
             with torch.no_grad():
                 return unpack(body(None, True, *arguments))
 
         def kernel_out(*arguments: Any, device: str = device) -> None:
-            _warn_once(name, device, compiled)
+            _warn_once(name, device)
             outs = arguments[:results]
             with torch.no_grad():
                 for out, result in zip(outs, body(outs, True, *arguments[results:])):

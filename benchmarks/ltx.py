@@ -1,0 +1,301 @@
+"""Times a denoising step of LTX-Video: stock, with this package, with torch.compile, and with both.
+
+    python tools/build.py
+    python benchmarks/ltx.py [--frames 49 161] [--configs baseline kernels] [--model random|tiny|ID] [--output PATH]
+
+A step is one forward of the transformer with the batch that guidance makes. The configurations share one set of weights
+and take turns. `first_step_s` is what it takes from the call that makes a configuration to the end of its first step;
+`peak_gb` the memory while a step runs, weights included; `error_vs_fp32` the relative L2 error of the result against
+the stock model in float32, and `psnr_vs_baseline` its likeness to the stock result in decibels. Beside the JSON goes a
+picture of where the time of a step goes on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from cpu import DTYPES, REPOSITORY
+from cpu import meta as common_meta
+from diffusers import LTXVideoTransformer3DModel
+from ops import driver_version, load_package, write
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+CONFIGS = ("baseline", "kernels", "compile", "kernels_compile")
+TINY = {"num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 256, "caption_channels": 64}
+TEXT_TOKENS = 128
+TEMPORAL, SPATIAL, FRAME_RATE = 8, 32, 25  # the VAE's compression
+
+# Device kernels by what they do, the first that fits; what is left is elementwise work of torch and torch.compile.
+KINDS = {
+    "attention": re.compile(r"fmha|flash|sdpa|attention|cudnn.*sm\d+.*knob", re.IGNORECASE),
+    "GEMM": re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitK|addmm", re.IGNORECASE),
+    "this package": re.compile(r"\bltx::"),
+}
+COLOURS = {"GEMM": "#4C72B0", "attention": "#8172B3", "this package": "#55A868", "elementwise": "#DD8452"}
+COLOURS["idle"] = "#CCCCCC"
+
+
+def load_model(name: str, dtype: torch.dtype, device: str) -> LTXVideoTransformer3DModel:
+    if name in ("random", "tiny"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = LTXVideoTransformer3DModel(**(TINY if name == "tiny" else {}))
+        for key, parameter in model.named_parameters():
+            if key.endswith(("norm_q.weight", "norm_k.weight")):
+                nn.init.normal_(parameter, 1.0, 0.1)  # as constructed they are all one
+        model = model.to(dtype)
+    else:
+        model = LTXVideoTransformer3DModel.from_pretrained(name, subfolder="transformer", torch_dtype=dtype).to(device)
+    return model.eval().requires_grad_(False)
+
+
+def make_inputs(model: nn.Module, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
+    """What LTXPipeline hands the transformer."""
+    grid = (frames - 1) // TEMPORAL + 1, height // SPATIAL, width // SPATIAL
+    options = {"device": model.device, "dtype": model.dtype}
+    mask = torch.ones(batch, TEXT_TOKENS, device=model.device, dtype=torch.int64)
+    mask[0, 10:] = 0  # a short negative prompt
+    mask[-1, 60:] = 0
+    return {
+        "hidden_states": torch.randn(batch, math.prod(grid), model.config.in_channels, **options),
+        "encoder_hidden_states": torch.randn(batch, TEXT_TOKENS, model.config.caption_channels, **options),
+        "timestep": torch.full((batch,), 500.0, device=model.device),
+        "encoder_attention_mask": mask,
+        "num_frames": grid[0],
+        "height": grid[1],
+        "width": grid[2],
+        "rope_interpolation_scale": (TEMPORAL / FRAME_RATE, SPATIAL, SPATIAL),
+        "return_dict": False,
+    }
+
+
+def view_of(model: nn.Module) -> nn.Module:
+    """Another model with the same parameters."""
+    return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
+
+
+def make_step(config: str, model: nn.Module, ltx: ModuleType, inputs: dict[str, Any]) -> Callable[[], Tensor]:
+    model = view_of(model)
+    if "kernels" in config:
+        ltx.optimize(model)
+    if "compile" in config:
+        model = torch.compile(model)
+    return lambda: model(**inputs)[0]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_steps(step: Callable[[], Tensor], steps: int, device: str) -> list[float]:
+    """Milliseconds of each; on a GPU device time, launched ahead."""
+    if device != "cuda":
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    step()  # the clocks settle, and the host gets ahead
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+
+
+def kernel_times(step: Callable[[], Tensor]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """(milliseconds of a step by kind of kernel, all kernels with their milliseconds and launches)."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("gpu_"):
+            by_name[event.name].append(event.device_time_total / 1e3)
+    by_kind: dict[str, float] = defaultdict(float)
+    kernels = []
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+        kind = next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "elementwise")
+        by_kind[kind] += sum(times)
+        kernels.append({"kernel": name, "kind": kind, "ms": round(sum(times), 3), "launches": len(times)})
+    return dict(by_kind), kernels
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def psnr(got: Tensor, expected: Tensor) -> float | None:
+    mean_square = (got.double() - expected.double()).square().mean().item()
+    span = (expected.max() - expected.min()).item()
+    return 10 * math.log10(span * span / mean_square) if mean_square else None
+
+
+def measure(
+    model: nn.Module, exact: nn.Module, ltx: ModuleType, inputs: dict[str, Any], options: Any, progress: Progress
+) -> list[dict[str, Any]]:
+    device = options.device
+    upcast = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    expected = exact(**upcast)[0]
+    steps: dict[str, Callable[[], Tensor]] = {}
+    records: dict[str, dict[str, Any]] = {}
+    results: dict[str, Tensor] = {}
+    task = progress.add_task(f"{options.now} frames", total=len(options.configs) * (options.rounds + 1))
+    for config in options.configs:
+        synchronize(device)
+        start = time.perf_counter()
+        steps[config] = make_step(config, model, ltx, inputs)
+        steps[config]()
+        synchronize(device)
+        records[config] = {"first_step_s": round(time.perf_counter() - start, 3)}
+        for _ in range(3):
+            steps[config]()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        results[config] = steps[config]().clone()
+        if device == "cuda":
+            records[config]["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        progress.advance(task)
+    times: dict[str, list[float]] = {config: [] for config in options.configs}
+    for _ in range(options.rounds):
+        for config in options.configs:
+            times[config] += time_steps(steps[config], options.steps, device)
+            progress.advance(task)
+    baseline = results.get("baseline")
+    for config, record in records.items():
+        record["step_ms"] = round(statistics.median(times[config]), 3)
+        record["p90_ms"] = round(statistics.quantiles(times[config], n=10)[-1], 3)
+        record["error_vs_fp32"] = float(f"{error(results[config], expected):.4g}")
+        record["psnr_vs_baseline"] = None if baseline is None else psnr(results[config], baseline)
+        if device == "cuda":
+            by_kind, record["kernels"] = kernel_times(steps[config])
+            by_kind["idle"] = max(0.0, record["step_ms"] - sum(by_kind.values()))
+            record["ms_by_kind"] = {kind: round(ms, 3) for kind, ms in by_kind.items()}
+    return [{"config": config, **record} for config, record in records.items()]
+
+
+def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    frames = sorted({record["frames"] for record in records})
+    figure, axes = pyplot.subplots(1, len(frames), figsize=(5.2 * len(frames), 3.6), squeeze=False)
+    for axis, count in zip(axes[0], frames):
+        shown = [record for record in records if record["frames"] == count]
+        bottom = [0.0] * len(shown)
+        names = [record["config"].replace("_", " + ") for record in shown]
+        for kind, colour in COLOURS.items():
+            heights = [record["ms_by_kind"].get(kind, 0.0) for record in shown]
+            axis.bar(names, heights, bottom=bottom, color=colour, label=kind, width=0.7)
+            bottom = [b + h for b, h in zip(bottom, heights)]
+        for i, record in enumerate(shown):
+            axis.text(i, bottom[i], f"{record['step_ms']:.1f} ms", ha="center", va="bottom", fontsize=9)
+        axis.set_title(f"{count} frames")
+        axis.set_ylim(0, max(bottom) * 1.12)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(axis="x", labelsize=8)
+    axes[0][0].set_ylabel("ms a denoising step")
+    axes[0][-1].legend(frameon=False, fontsize=8, loc="upper right")
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=150)
+
+
+def print_table(records: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="LTX-Video, one denoising step")
+    for column in ("frames", "configuration", "ms", "p90", "speed-up", "first step s", "peak GiB", "error", "PSNR dB"):
+        table.add_column(column, justify="left" if column == "configuration" else "right")
+    for record in records:
+        stock = [r for r in records if r["frames"] == record["frames"] and r["config"] == "baseline"]
+        table.add_row(
+            str(record["frames"]),
+            record["config"].replace("_", " + "),
+            f"{record['step_ms']:.2f}",
+            f"{record['p90_ms']:.2f}",
+            f"{stock[0]['step_ms'] / record['step_ms']:.3f}" if stock else "",
+            f"{record['first_step_s']:.1f}",
+            f"{record['peak_gb']:.2f}" if "peak_gb" in record else "",
+            f"{record['error_vs_fp32']:.2e}",
+            "" if record["psnr_vs_baseline"] is None else f"{record['psnr_vs_baseline']:.1f}",
+        )
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--frames", type=int, nargs="+", default=[49, 161])
+    parser.add_argument("--height", type=int, default=512)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=2, help="2 is one clip with guidance (default: 2)")
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--model", default="random", help="random (the 2B shape), tiny, a folder, or a Hub id")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="steps of a configuration in a round (default: 5)")
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-ltx.json)")
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 130)
+
+    ltx, metadata = load_package()
+    cuda = options.device == "cuda"
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    slug = name.lower().replace("nvidia", "").split()[0]
+    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-ltx.json"
+    meta = {
+        **common_meta(),
+        "device": name,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "kernels": metadata["id"],
+        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
+        "model": options.model,
+        "dtype": options.dtype,
+        "psnr": "of the transformer's output, peak: the range of the stock output",
+    }
+    records: list[dict[str, Any]] = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with torch.no_grad(), Progress(*columns, console=console) as progress:
+        model = load_model(options.model, DTYPES[options.dtype], options.device)
+        exact = copy.deepcopy(model).float()
+        for frames in options.frames:
+            options.now = frames
+            torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
+            torch.manual_seed(frames)
+            inputs = make_inputs(model, options.batch, frames, options.height, options.width)
+            shape = {"frames": frames, "height": options.height, "width": options.width, "batch": options.batch}
+            records += [{**shape, **r} for r in measure(model, exact, ltx, inputs, options, progress)]
+            write(output, meta, records)
+    if cuda:
+        title = f"LTX-Video 2B, batch {options.batch}, {options.height}x{options.width}, {options.dtype}, {name}"
+        draw(records, output, title)
+    print_table(records, console)
+    console.print(str(output), highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

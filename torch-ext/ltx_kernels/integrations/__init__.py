@@ -1,0 +1,148 @@
+"""Puts the package's ops into models of other libraries, and takes them out again."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from .._checks import ROUNDING, choice
+from . import diffusers
+from ._sites import ATTRIBUTE, Plan, Report, Site, class_of, install, uninstall, why_not
+
+LEVELS = ("norms", "block")
+# What a pipeline's call spends its time in. Text encoders run once, and a VAE's norms see memory formats of their own.
+DENOISERS = ("transformer", "transformer_2", "unet")
+
+
+def optimize(
+    obj: Any,
+    *,
+    level: str = "block",
+    rounding: str = "fp32",
+    components: Sequence[str] | None = None,
+    strict: bool = False,
+) -> Report:
+    """Puts the package's ops into a model or a pipeline, in place.
+
+    Modules are recognised by their exact class, and keep it and their parameters; each gets another ``forward``. At a
+    call that the ops cannot take (a gradient is needed, autocast is on, weights are quantised, offloaded or somewhere
+    else) the stock forward runs, and the report counts it. The weights of an attention's query, key and value move into
+    one storage, side by side, of which they become views; this takes no memory. Called again, it replaces what an
+    earlier call did.
+
+    To undo it::
+
+        ltx.restore(pipe)                   # or report.restore()
+        with ltx.optimize(pipe): ...        # only within
+
+    Args:
+        obj: A pipeline of diffusers, or a module: a whole model or a part of one.
+        level: "block" replaces the work of whole transformer blocks where their class is known (LTX-Video), and norms
+            and activations everywhere; "norms" only the norms.
+        rounding: "fp32" rounds each result once. "eager" rounds where the stock modules do, and leaves out what
+            cannot: packed GEMMs and the GELU epilogue.
+        components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
+            unet), as far as it has them.
+        strict: Raise, and change nothing, where something of a known class has to be left alone, or nothing is known.
+
+    Returns:
+        A report of what was replaced, what was left alone and why; print it, before and after a run.
+
+    Raises:
+        TypeError: ``obj`` is neither a module nor a pipeline.
+        ValueError: An unknown ``level``, ``rounding`` or component.
+        RuntimeError: With ``strict``, something has to be left alone; the text says what and why.
+    """
+    if level not in LEVELS:
+        raise ValueError(f'level: expected "norms" or "block", got {level!r}')
+    choice("rounding", ROUNDING, rounding)
+    roots = _roots(obj, components)
+    plan = _plan(roots, level, rounding)
+    if strict and plan.left_alone:
+        lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
+        raise RuntimeError("strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines))
+    for root in roots.values():
+        restore(root)
+
+    report = Report(f"{type(obj).__name__}, level {level}, rounding {rounding}", left_alone=plan.left_alone)
+    sites: dict[str, Site] = {}
+    for module, entry in plan.modules.values():
+        name = class_of(module)
+        if name not in sites:
+            sites[name] = Site(entry, name, rounding, entry.settings(module))
+            report.sites.append(sites[name])
+        install(module, sites[name])
+        report._modules.append(weakref.ref(module))
+    if rounding == "fp32":
+        attentions = [m for m, entry in plan.modules.values() if entry.forward is diffusers.ltx_attention_forward]
+        unpacked = Counter(filter(None, map(diffusers.pack_attention, attentions)))
+        report.notes += [f"not packed, {count} attentions: {reason}" for reason, count in unpacked.items()]
+    if not report.sites:
+        warnings.warn(f"ltx-kernels: nothing was replaced\n{report}", stacklevel=2)
+    return report
+
+
+def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
+    """Gives every module its stock forward back.
+
+    Packed weights stay where they are, as views of one storage: they are the same parameters with the same values.
+
+    Args:
+        obj: What was given to `optimize`, a deepcopy of it, or a part of either.
+        components: As in `optimize`; None: all that a pipeline has.
+
+    Raises:
+        TypeError: ``obj`` is neither a module nor a pipeline.
+        ValueError: An unknown component.
+    """
+    for root in _roots(obj, components, default=None).values():
+        for module in root.modules():
+            if ATTRIBUTE in module.__dict__:
+                uninstall(module)
+
+
+def _roots(
+    obj: Any, components: Sequence[str] | None, default: Sequence[str] | None = DENOISERS
+) -> dict[str, nn.Module]:
+    """The modules to search, by the name of the component; one without a name if there are no components."""
+    if isinstance(obj, nn.Module):
+        if components is not None:
+            raise ValueError(f"components: expected None with a module, got {list(components)!r}")
+        return {"": obj}
+    held = getattr(obj, "components", None)
+    if not isinstance(held, Mapping):
+        raise TypeError(f"obj: expected a torch.nn.Module or a pipeline with components, got {class_of(obj)}")
+    modules = {name: value for name, value in held.items() if isinstance(value, nn.Module)}
+    if components is None:
+        return {name: m for name, m in modules.items() if default is None or name in default}
+    for name in components:
+        if name not in modules:
+            raise ValueError(f"components: expected names among {', '.join(modules)}, got {name!r}")
+    return {name: modules[name] for name in components}
+
+
+def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
+    plan = Plan()
+    for component, root in roots.items():
+        known = False
+        for name, module in root.named_modules(prefix=component):
+            entry = diffusers.ENTRIES.get(class_of(module))
+            if entry is None or (level == "norms" and entry.level != "norms") or rounding not in entry.roundings:
+                continue
+            known = True
+            reason = why_not(module, entry)
+            if reason:
+                plan.left_alone[name] = reason
+            else:
+                plan.modules[name] = module, entry
+        if not known:
+            plan.left_alone[component] = f"nothing in {class_of(root)} is of a class that is known at level {level}"
+    if not roots:
+        plan.left_alone["the pipeline"] = f"it has none of the components {', '.join(DENOISERS)}"
+    diffusers.keep_table_readers_together(plan)
+    return plan

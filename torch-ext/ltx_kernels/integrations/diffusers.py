@@ -1,0 +1,411 @@
+"""Models of diffusers, recognised by the names of their classes: nothing of diffusers is imported.
+
+LTX-Video, block by block: norm and modulation in one pass over strided views of table and timestep, which are never
+added up in memory; one GEMM for query, key and value; norm and rotation of query and key in one launch; gated residual;
+residual, norm and modulation in one launch; GELU in the epilogue of its GEMM. The rotary table is computed once per
+shape and kept at half its width, since each angle serves a pair. Attention itself stays with diffusers.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op
+from .._linear import packed_linear as packed_linear_now
+from ..adaln import adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
+from ..glu import gelu
+from ..norm import layernorm, rmsnorm
+from ..rope import qk_norm_rope
+from ._sites import (
+    Entry,
+    Plan,
+    class_of,
+    hooked,
+    plain_linear,
+    plain_parameters,
+    trainable,
+    why_not_input,
+)
+
+RMSNORM = "diffusers.models.normalization.RMSNorm"
+TORCH_RMSNORM = "torch.nn.modules.normalization.RMSNorm"
+TORCH_LAYERNORM = "torch.nn.modules.normalization.LayerNorm"
+GELU = "diffusers.models.activations.GELU"
+LTX_BLOCK = "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock"
+LTX_ATTENTION = "diffusers.models.transformers.transformer_ltx.LTXAttention"
+LTX_PROCESSOR = "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor"
+LTX_ROPE = "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed"
+
+# Shapes whose rotary table is kept: a multi-scale pipeline goes back and forth between two.
+ROPE_TABLES = 4
+
+
+def _stock(module: nn.Module, reason: str, *arguments: Any, **options: Any) -> Any:
+    module._ltx_kernels.count_fallback(reason)
+    return type(module).forward(module, *arguments, **options)
+
+
+# ---- Norms and activations
+
+
+def _why_not_norm_call(module: nn.Module, input: Tensor) -> str:
+    weight = module.weight
+    if weight is not None and weight.device != input.device:
+        return f"its weight is on {weight.device}"
+    if not plain_parameters(module, input.dtype):
+        return f"its weight is not an ordinary one of {input.dtype}"
+    return why_not_input(input) or ("a gradient is needed" if trainable(module) else "")
+
+
+def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    reason = _why_not_norm_call(self, hidden_states)
+    if reason:
+        return _stock(self, reason, hidden_states)
+    self._ltx_kernels.count_call()
+    # torch.nn.RMSNorm rounds once, and a norm without weight has nothing to round between.
+    return rmsnorm(hidden_states, self.weight, self.eps)
+
+
+def torch_rms_norm_forward(self: nn.Module, x: Tensor) -> Tensor:
+    return rms_norm_forward(self, x)
+
+
+def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
+    reason = _why_not_norm_call(self, input)
+    if reason:
+        return _stock(self, reason, input)
+    self._ltx_kernels.count_call()
+    return layernorm(input, self.weight, self.bias, self.eps)
+
+
+def why_not_diffusers_rms_norm(module: nn.Module) -> str:
+    return "diffusers' RMSNorm with a weight may change the dtype" if module.weight is not None else ""
+
+
+def why_not_torch_norm(module: nn.Module) -> str:
+    dimensions = len(module.normalized_shape)
+    return f"it normalises {dimensions} dimensions" if dimensions != 1 else ""
+
+
+def gelu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    reason = why_not_input(hidden_states) or ("a gradient is needed" if trainable(self.proj) else "")
+    if reason:
+        return _stock(self, reason, hidden_states)
+    self._ltx_kernels.count_call()
+    linear = self.proj
+    if self.approximate == "tanh" and linear.bias is not None and plain_linear(linear, hidden_states.dtype):
+        function = linear_gelu_op if torch.compiler.is_compiling() else linear_gelu
+        return function(hidden_states, linear.weight, linear.bias)
+    return gelu(linear(hidden_states), approximate=self.approximate)
+
+
+# ---- LTX-Video
+
+
+def _stock_table(table: Tensor, width: int) -> Tensor:
+    """A rotary table as the stock modules take it: each angle at both places of its pair."""
+    return table if table.shape[-1] == width else table.repeat_interleave(2, -1)
+
+
+def ltx_rope_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    rope_interpolation_scale: tuple[Tensor, float, float] | None = None,
+    video_coords: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The stock table, each angle once: [B, S, D / 2], with B = 1 where the samples of a batch share it."""
+    site = self._ltx_kernels
+    site.count_call()
+
+    def table() -> tuple[Tensor, Tensor]:
+        one = hidden_states[:1] if video_coords is None else hidden_states
+        stock = type(self).forward(self, one, num_frames, height, width, rope_interpolation_scale, video_coords)
+        return stock[0][..., ::2].contiguous(), stock[1][..., ::2].contiguous()
+
+    if torch.compiler.is_compiling():
+        return table()
+    model = self.dim, self.theta, self.patch_size, self.patch_size_t
+    model += self.base_num_frames, self.base_height, self.base_width
+    shape = num_frames, height, width, rope_interpolation_scale, hidden_states.device
+    scales = rope_interpolation_scale or ()
+    if video_coords is not None:
+        # Pipelines hand the same tensor to every step.
+        if video_coords.is_inference():
+            return table()
+        key = (*model, "coordinates", id(video_coords), video_coords._version)
+    elif any(isinstance(scale, Tensor) for scale in scales):
+        return table()
+    else:
+        key = (*model, *shape)
+    tables = site.cache
+    capturing = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+    found = tables.get(key)
+    if found is not None and (video_coords is None or found[1]() is video_coords):
+        if capturing:
+            _captured.append(found[0])
+        return found[0]
+    made = table()
+    if not capturing:  # memory that is made during a capture belongs to the graph
+        while len(tables) >= ROPE_TABLES:
+            del tables[next(iter(tables))]
+        tables[key] = made, None if video_coords is None else weakref.ref(video_coords)
+    return made
+
+
+# Tables that a CUDA graph reads: they stay where they are, whatever happens to the module.
+_captured: list[tuple[Tensor, Tensor]] = []
+
+
+def _why_not_attention_call(self: nn.Module, hidden_states: Tensor) -> str:
+    if class_of(self.processor) != LTX_PROCESSOR:
+        return f"the processor is {class_of(self.processor)}"
+    for norm in (self.norm_q, self.norm_k):
+        if hooked(norm):
+            return "norm_q or norm_k has a hook"
+        reason = _why_not_norm_call(norm, hidden_states)
+        if reason:
+            return f"norm_q or norm_k: {reason}"
+    return ""
+
+
+def _project(linears: tuple[nn.Module, ...], input: Tensor, pack: bool) -> tuple[tuple[Tensor, ...], bool]:
+    """(the output of each linear layer, whether they are views of one new tensor)."""
+    if pack and all(plain_linear(linear, input.dtype) for linear in linears):
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        sizes = [weight.shape[0] for weight in weights]
+        if len(biases) in (0, len(weights)):
+            if torch.compiler.is_compiling():
+                return packed_linear_op(input, weights, biases).split(sizes, -1), False
+            if adjacent(weights) and (not biases or adjacent(biases)):
+                return packed_linear_now(input, weights, biases).split(sizes, -1), True
+    return tuple(linear(input) for linear in linears), False
+
+
+def ltx_attention_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    site = self._ltx_kernels
+    reason = _why_not_attention_call(self, hidden_states)
+    if kwargs:
+        reason = f"arguments {', '.join(kwargs)}"
+    elif (encoder_hidden_states is None) != (image_rotary_emb is not None):
+        reason = "self-attention without rotary table, or cross-attention with one"
+    elif attention_mask is not None and (
+        attention_mask.dim() != 3
+        or attention_mask.shape[1] != 1
+        or encoder_hidden_states is None
+        or attention_mask.shape[2] != encoder_hidden_states.shape[1]
+    ):
+        reason = "a mask of another shape than [B, 1, text]"
+    if reason:
+        if image_rotary_emb is not None:
+            cos, sin = image_rotary_emb
+            image_rotary_emb = _stock_table(cos, self.inner_dim), _stock_table(sin, self.inner_dim)
+        return _stock(self, reason, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, **kwargs)
+    site.count_call()
+    pack = site.rounding == "fp32"
+    heads = self.heads
+    if encoder_hidden_states is None:
+        (query, key, value), packed = _project((self.to_q, self.to_k, self.to_v), hidden_states, pack)
+        query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
+        query, key = qk_norm_rope(
+            query,
+            key,
+            self.norm_q.weight,
+            self.norm_k.weight,
+            *image_rotary_emb,
+            self.norm_q.eps,
+            across_heads=True,
+            rounding=site.rounding,
+            out=(query, key) if packed and not torch.is_grad_enabled() else None,
+        )
+    else:
+        query = self.to_q(hidden_states)
+        (key, value), _ = _project((self.to_k, self.to_v), encoder_hidden_states, pack)
+        query = rmsnorm(query, self.norm_q.weight, self.norm_q.eps).unflatten(-1, (heads, -1))
+        key = rmsnorm(key, self.norm_k.weight, self.norm_k.eps).unflatten(-1, (heads, -1))
+    if attention_mask is not None:
+        attention_mask = attention_mask.unsqueeze(1).expand(-1, heads, -1, -1)
+    processor = self.processor
+    output = site.settings["dispatch"](
+        query,
+        key,
+        value.unflatten(-1, (heads, -1)),
+        attn_mask=attention_mask,
+        dropout_p=0.0,
+        is_causal=False,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config,
+    )
+    output = self.to_out[0](output.flatten(2, 3).to(query.dtype))
+    return self.to_out[1](output) if self.training or hooked(self.to_out[1]) else output
+
+
+def why_not_ltx_attention(module: nn.Module) -> str:
+    if class_of(module.processor) != LTX_PROCESSOR:
+        return f"its processor is {class_of(module.processor)}"
+    if any(class_of(norm) != TORCH_RMSNORM for norm in (module.norm_q, module.norm_k)):
+        return "norm_q or norm_k is not torch.nn.RMSNorm"
+    if module.norm_q.eps != module.norm_k.eps or module.norm_q.weight is None or module.norm_k.weight is None:
+        return "norm_q and norm_k differ in eps, or have no weight"
+    return ""
+
+
+def attention_settings(module: nn.Module) -> Mapping[str, Any]:
+    # From where the processor takes it: another copy of diffusers, or a patched function, is followed.
+    return {"dispatch": sys.modules[type(module.processor).__module__].dispatch_attention_fn}
+
+
+def pack_attention(attention: nn.Module) -> str:
+    """Moves the weights of query, key and value into one storage, as views; or why not."""
+    linears = [attention.to_k, attention.to_v]
+    if attention.to_q.in_features == attention.to_k.in_features:
+        linears.insert(0, attention.to_q)  # a cross-attention finds the last two adjacent as well
+    parameters = [p for linear in linears for p in linear.parameters(recurse=False)]
+    if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
+        return "to_q, to_k or to_v is no plain nn.Linear"
+    first = parameters[0]
+    for p in parameters:
+        if type(p) is not nn.Parameter or p.is_inference() or (p.device, p.dtype) != (first.device, first.dtype):
+            return "to_q, to_k or to_v has other than ordinary parameters of one device and dtype"
+        if p.device.type not in ("cuda", "cpu"):
+            return f"to_q, to_k or to_v is on {p.device}"
+    make_adjacent([linear.weight for linear in linears])
+    if all(linear.bias is not None for linear in linears):
+        make_adjacent([linear.bias for linear in linears])
+    return ""
+
+
+def _why_not_block_call(self: nn.Module, hidden_states: Tensor, temb: Tensor) -> str:
+    table = self.scale_shift_table
+    if type(table) is not nn.Parameter or table.device != hidden_states.device:
+        return f"scale_shift_table is on {table.device}, or no ordinary parameter"
+    if not table.dtype == temb.dtype == hidden_states.dtype:
+        return f"dtypes {hidden_states.dtype}, timestep {temb.dtype}, table {table.dtype}"
+    if temb.dim() != 3 or temb.shape[-1] != table.numel():
+        return f"a timestep embedding of shape {list(temb.shape)}"
+    if torch.is_grad_enabled() and (table.requires_grad or temb.requires_grad):
+        return "a gradient is needed"
+    if hooked(self.norm1) or hooked(self.norm2):
+        return "norm1 or norm2 has a hook"
+    return why_not_input(hidden_states)
+
+
+def ltx_block_forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    encoder_attention_mask: Tensor | None = None,
+) -> Tensor:
+    site = self._ltx_kernels
+    reason = _why_not_block_call(self, hidden_states, temb)
+    if reason:
+        return _stock(
+            self, reason, hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask
+        )
+    site.count_call()
+    rounding = site.rounding
+    tables = self.scale_shift_table.unbind(0)
+    shift1, scale1, gate1, shift2, scale2, gate2 = temb.unflatten(-1, (len(tables), -1)).unbind(2)
+    branch = adaln_rmsnorm(
+        hidden_states,
+        self.norm1.weight,
+        scale1,
+        shift1,
+        self.norm1.eps,
+        scale_table=tables[1],
+        shift_table=tables[0],
+        rounding=rounding,
+    )
+    branch = self.attn1(branch, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
+    hidden_states = gated_residual(branch, hidden_states, gate1, gate_table=tables[2], rounding=rounding)
+    branch = self.attn2(
+        hidden_states,
+        encoder_hidden_states=encoder_hidden_states,
+        image_rotary_emb=None,
+        attention_mask=encoder_attention_mask,
+    )
+    branch, hidden_states = gated_residual_adaln_rmsnorm(
+        branch,
+        hidden_states,
+        None,
+        self.norm2.weight,
+        scale2,
+        shift2,
+        self.norm2.eps,
+        scale_table=tables[4],
+        shift_table=tables[3],
+        rounding=rounding,
+    )
+    return gated_residual(self.ff(branch), hidden_states, gate2, gate_table=tables[5], rounding=rounding)
+
+
+def keep_table_readers_together(plan: Plan) -> None:
+    """Leaves the rotary table of a transformer as it is, unless all that read it know the compact form."""
+    for name, (_, entry) in list(plan.modules.items()):
+        if entry.forward is not ltx_rope_forward:
+            continue
+        model = name[: -len("rope")]
+        readers = [other for other in plan.left_alone if other.startswith(model) and other.endswith("attn1")]
+        if readers:
+            del plan.modules[name]
+            plan.left_alone[name] = f"{readers[0]}, which reads its table, is left alone"
+
+
+def why_not_ltx_block(module: nn.Module) -> str:
+    for norm in (module.norm1, module.norm2):
+        if class_of(norm) != RMSNORM:
+            return f"norm1 or norm2 is {class_of(norm)}"
+        if norm.weight is not None:
+            return "norm1 or norm2 has a weight"
+    if module.scale_shift_table.shape[0] != 6:
+        return f"scale_shift_table has {module.scale_shift_table.shape[0]} rows, expected 6"
+    return ""
+
+
+ENTRIES: Mapping[str, Entry] = {
+    RMSNORM: Entry(
+        rms_norm_forward, ("rmsnorm",), ("hidden_states",), level="norms", why_not=why_not_diffusers_rms_norm
+    ),
+    TORCH_RMSNORM: Entry(torch_rms_norm_forward, ("rmsnorm",), ("x",), level="norms", why_not=why_not_torch_norm),
+    TORCH_LAYERNORM: Entry(layer_norm_forward, ("layernorm",), ("input",), level="norms", why_not=why_not_torch_norm),
+    # The epilogue does not round before the GELU, so "eager" leaves it to torch.
+    GELU: Entry(gelu_forward, ("gelu",), ("hidden_states",), frozenset({"proj"}), roundings=("fp32",)),
+    LTX_BLOCK: Entry(
+        ltx_block_forward,
+        ("adaln_rmsnorm", "gated_residual", "gated_residual_adaln_rmsnorm"),
+        ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
+        frozenset({"norm1", "attn1", "norm2", "attn2", "ff"}),
+        why_not=why_not_ltx_block,
+    ),
+    LTX_ATTENTION: Entry(
+        ltx_attention_forward,
+        ("qk_norm_rope", "rmsnorm"),
+        ("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
+        frozenset({"norm_q", "norm_k", "to_q", "to_k", "to_v", "to_out"}),
+        why_not=why_not_ltx_attention,
+        settings=attention_settings,
+    ),
+    LTX_ROPE: Entry(
+        ltx_rope_forward,
+        (),
+        ("hidden_states", "num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
+    ),
+}
