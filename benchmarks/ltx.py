@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import math
 import re
 import statistics
@@ -119,7 +120,7 @@ def time_steps(step: Callable[[], Tensor], steps: int, device: str) -> list[floa
         step()
         event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def kernel_times(step: Callable[[], Tensor]) -> tuple[dict[str, float], list[dict[str, Any]]]:

@@ -23,11 +23,7 @@ def adjacent(tensors: Sequence[Tensor]) -> bool:
     address = tensors[0].data_ptr()
     storage = tensors[0].untyped_storage().data_ptr()
     for tensor in tensors:
-        if (
-            tensor.data_ptr() != address
-            or tensor.untyped_storage().data_ptr() != storage
-            or not tensor.is_contiguous()
-        ):
+        if tensor.data_ptr() != address or tensor.untyped_storage().data_ptr() != storage or not tensor.is_contiguous():
             return False
         address += tensor.nbytes
     return True
@@ -68,7 +64,7 @@ def packed_linear(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
     """
     if adjacent(weights) and (not biases or adjacent(biases)):
         return F.linear(input, _stacked(weights), _stacked(biases) if biases else None)
-    outputs = [F.linear(input, w, b) for w, b in zip(weights, biases or [None] * len(weights))]
+    outputs = [F.linear(input, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
     return torch.cat(outputs, -1)
 
 

@@ -114,7 +114,10 @@ def hooked(module: nn.Module) -> bool:
     if forward is None:
         return False
     site = module.__dict__.get(ATTRIBUTE)
-    return site is None or getattr(forward, "__func__", None) is not site.entry.forward
+    if site is None or type(forward) is not types.MethodType:  # hooks are functools.partial
+        return True
+    # torch.compile of torch 2.11 takes one function for two, so there the type has to do.
+    return not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward
 
 
 def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -122,7 +125,7 @@ def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
     return type(module) is nn.Linear and plain_parameters(module, dtype) and not hooked(module)
 
 
-def plain_parameters(module: nn.Module, dtype: torch.dtype) -> bool:
+def plain_parameters(module: Any, dtype: torch.dtype) -> bool:
     """Whether weight and bias, where there are any, are ordinary ones (not quantised, not distributed) of a dtype."""
     for parameter in (module.weight, getattr(module, "bias", None)):
         if parameter is not None and (type(parameter) is not nn.Parameter or parameter.dtype != dtype):

@@ -42,11 +42,14 @@ LTX_ATTENTION = "diffusers.models.transformers.transformer_ltx.LTXAttention"
 LTX_PROCESSOR = "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor"
 LTX_ROPE = "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed"
 
+# A module whose class is known by its name, and with it its attributes.
+Known = Any
+
 # Shapes whose rotary table is kept: a multi-scale pipeline goes back and forth between two.
 ROPE_TABLES = 4
 
 
-def _stock(module: nn.Module, reason: str, *arguments: Any, **options: Any) -> Any:
+def _stock(module: Known, reason: str, *arguments: Any, **options: Any) -> Any:
     module._ltx_kernels.count_fallback(reason)
     return type(module).forward(module, *arguments, **options)
 
@@ -54,7 +57,7 @@ def _stock(module: nn.Module, reason: str, *arguments: Any, **options: Any) -> A
 # ---- Norms and activations
 
 
-def _why_not_norm_call(module: nn.Module, input: Tensor) -> str:
+def _why_not_norm_call(module: Known, input: Tensor) -> str:
     weight = module.weight
     if weight is not None and weight.device != input.device:
         return f"its weight is on {weight.device}"
@@ -63,7 +66,7 @@ def _why_not_norm_call(module: nn.Module, input: Tensor) -> str:
     return why_not_input(input) or ("a gradient is needed" if trainable(module) else "")
 
 
-def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def rms_norm_forward(self: Known, hidden_states: Tensor) -> Tensor:
     reason = _why_not_norm_call(self, hidden_states)
     if reason:
         return _stock(self, reason, hidden_states)
@@ -72,11 +75,11 @@ def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     return rmsnorm(hidden_states, self.weight, self.eps)
 
 
-def torch_rms_norm_forward(self: nn.Module, x: Tensor) -> Tensor:
+def torch_rms_norm_forward(self: Known, x: Tensor) -> Tensor:
     return rms_norm_forward(self, x)
 
 
-def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
+def layer_norm_forward(self: Known, input: Tensor) -> Tensor:
     reason = _why_not_norm_call(self, input)
     if reason:
         return _stock(self, reason, input)
@@ -84,16 +87,16 @@ def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
     return layernorm(input, self.weight, self.bias, self.eps)
 
 
-def why_not_diffusers_rms_norm(module: nn.Module) -> str:
+def why_not_diffusers_rms_norm(module: Known) -> str:
     return "diffusers' RMSNorm with a weight may change the dtype" if module.weight is not None else ""
 
 
-def why_not_torch_norm(module: nn.Module) -> str:
+def why_not_torch_norm(module: Known) -> str:
     dimensions = len(module.normalized_shape)
     return f"it normalises {dimensions} dimensions" if dimensions != 1 else ""
 
 
-def gelu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def gelu_forward(self: Known, hidden_states: Tensor) -> Tensor:
     reason = why_not_input(hidden_states) or ("a gradient is needed" if trainable(self.proj) else "")
     if reason:
         return _stock(self, reason, hidden_states)
@@ -114,7 +117,7 @@ def _stock_table(table: Tensor, width: int) -> Tensor:
 
 
 def ltx_rope_forward(
-    self: nn.Module,
+    self: Known,
     hidden_states: Tensor,
     num_frames: int | None = None,
     height: int | None = None,
@@ -133,28 +136,25 @@ def ltx_rope_forward(
 
     if torch.compiler.is_compiling():
         return table()
-    model = self.dim, self.theta, self.patch_size, self.patch_size_t
-    model += self.base_num_frames, self.base_height, self.base_width
-    shape = num_frames, height, width, rope_interpolation_scale, hidden_states.device
     scales = rope_interpolation_scale or ()
-    if video_coords is not None:
-        # Pipelines hand the same tensor to every step.
-        if video_coords.is_inference():
-            return table()
-        key = (*model, "coordinates", id(video_coords), video_coords._version)
-    elif any(isinstance(scale, Tensor) for scale in scales):
-        return table()
-    else:
-        key = (*model, *shape)
+    if any(isinstance(scale, Tensor) for scale in scales) or (video_coords is not None and video_coords.is_inference()):
+        return table()  # what these hold may change without a sign
+    coordinates = None
+    if video_coords is not None:  # pipelines hand the same tensor to every step
+        coordinates = id(video_coords), video_coords._version
+    model = self.dim, self.theta, self.patch_size, self.patch_size_t
+    base = self.base_num_frames, self.base_height, self.base_width
+    key = model, base, num_frames, height, width, scales, hidden_states.device, coordinates
     tables = site.cache
     capturing = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
-    found = tables.get(key)
-    if found is not None and (video_coords is None or found[1]() is video_coords):
-        if capturing:
-            _captured.append(found[0])
-        return found[0]
+    if key in tables:
+        found, of = tables[key]
+        if of is None or of() is video_coords:
+            if capturing:
+                _captured.append(found)
+            return found
     made = table()
-    if not capturing:  # memory that is made during a capture belongs to the graph
+    if not capturing:  # memory that is allocated during a capture belongs to the graph
         while len(tables) >= ROPE_TABLES:
             del tables[next(iter(tables))]
         tables[key] = made, None if video_coords is None else weakref.ref(video_coords)
@@ -165,7 +165,7 @@ def ltx_rope_forward(
 _captured: list[tuple[Tensor, Tensor]] = []
 
 
-def _why_not_attention_call(self: nn.Module, hidden_states: Tensor) -> str:
+def _why_not_attention_call(self: Known, hidden_states: Tensor) -> str:
     if class_of(self.processor) != LTX_PROCESSOR:
         return f"the processor is {class_of(self.processor)}"
     for norm in (self.norm_q, self.norm_k):
@@ -177,7 +177,7 @@ def _why_not_attention_call(self: nn.Module, hidden_states: Tensor) -> str:
     return ""
 
 
-def _project(linears: tuple[nn.Module, ...], input: Tensor, pack: bool) -> tuple[tuple[Tensor, ...], bool]:
+def _project(linears: tuple[Known, ...], input: Tensor, pack: bool) -> tuple[tuple[Tensor, ...], bool]:
     """(the output of each linear layer, whether they are views of one new tensor)."""
     if pack and all(plain_linear(linear, input.dtype) for linear in linears):
         weights = [linear.weight for linear in linears]
@@ -192,7 +192,7 @@ def _project(linears: tuple[nn.Module, ...], input: Tensor, pack: bool) -> tuple
 
 
 def ltx_attention_forward(
-    self: nn.Module,
+    self: Known,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -203,7 +203,7 @@ def ltx_attention_forward(
     reason = _why_not_attention_call(self, hidden_states)
     if kwargs:
         reason = f"arguments {', '.join(kwargs)}"
-    elif (encoder_hidden_states is None) != (image_rotary_emb is not None):
+    elif (encoder_hidden_states is None) == (image_rotary_emb is None):
         reason = "self-attention without rotary table, or cross-attention with one"
     elif attention_mask is not None and (
         attention_mask.dim() != 3
@@ -220,7 +220,7 @@ def ltx_attention_forward(
     site.count_call()
     pack = site.rounding == "fp32"
     heads = self.heads
-    if encoder_hidden_states is None:
+    if image_rotary_emb is not None:
         (query, key, value), packed = _project((self.to_q, self.to_k, self.to_v), hidden_states, pack)
         query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
         query, key = qk_norm_rope(
@@ -235,6 +235,7 @@ def ltx_attention_forward(
             out=(query, key) if packed and not torch.is_grad_enabled() else None,
         )
     else:
+        assert encoder_hidden_states is not None  # or it would have neither
         query = self.to_q(hidden_states)
         (key, value), _ = _project((self.to_k, self.to_v), encoder_hidden_states, pack)
         query = rmsnorm(query, self.norm_q.weight, self.norm_q.eps).unflatten(-1, (heads, -1))
@@ -256,7 +257,7 @@ def ltx_attention_forward(
     return self.to_out[1](output) if self.training or hooked(self.to_out[1]) else output
 
 
-def why_not_ltx_attention(module: nn.Module) -> str:
+def why_not_ltx_attention(module: Known) -> str:
     if class_of(module.processor) != LTX_PROCESSOR:
         return f"its processor is {class_of(module.processor)}"
     if any(class_of(norm) != TORCH_RMSNORM for norm in (module.norm_q, module.norm_k)):
@@ -266,12 +267,12 @@ def why_not_ltx_attention(module: nn.Module) -> str:
     return ""
 
 
-def attention_settings(module: nn.Module) -> Mapping[str, Any]:
+def attention_settings(module: Known) -> Mapping[str, Any]:
     # From where the processor takes it: another copy of diffusers, or a patched function, is followed.
     return {"dispatch": sys.modules[type(module.processor).__module__].dispatch_attention_fn}
 
 
-def pack_attention(attention: nn.Module) -> str:
+def pack_attention(attention: Known) -> str:
     """Moves the weights of query, key and value into one storage, as views; or why not."""
     linears = [attention.to_k, attention.to_v]
     if attention.to_q.in_features == attention.to_k.in_features:
@@ -291,7 +292,7 @@ def pack_attention(attention: nn.Module) -> str:
     return ""
 
 
-def _why_not_block_call(self: nn.Module, hidden_states: Tensor, temb: Tensor) -> str:
+def _why_not_block_call(self: Known, hidden_states: Tensor, temb: Tensor) -> str:
     table = self.scale_shift_table
     if type(table) is not nn.Parameter or table.device != hidden_states.device:
         return f"scale_shift_table is on {table.device}, or no ordinary parameter"
@@ -307,7 +308,7 @@ def _why_not_block_call(self: nn.Module, hidden_states: Tensor, temb: Tensor) ->
 
 
 def ltx_block_forward(
-    self: nn.Module,
+    self: Known,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,
@@ -369,7 +370,7 @@ def keep_table_readers_together(plan: Plan) -> None:
             plan.left_alone[name] = f"{readers[0]}, which reads its table, is left alone"
 
 
-def why_not_ltx_block(module: nn.Module) -> str:
+def why_not_ltx_block(module: Known) -> str:
     for norm in (module.norm1, module.norm2):
         if class_of(norm) != RMSNORM:
             return f"norm1 or norm2 is {class_of(norm)}"
