@@ -6,10 +6,11 @@
 #   BUILD_ARGS=...           more arguments for tools/build.py, for example --cuda-from-pypi
 #   PYTEST_ARGS=...          more arguments for pytest, for example "-k rope -x"
 #   MODEL=...                handed to examples/demo.py
+#   N=50000                  how many calls `make fuzz` makes
 
 VENV ?= .venv
 TEST_JOBS ?= 2
-TOOL ?= memcheck
+N ?= 50000
 
 ifdef SYSTEM
   PYTHON ?= python3
@@ -29,7 +30,7 @@ BACKEND_ARG := $(if $(BACKEND),--backend $(BACKEND))
 RUN := LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build HF_HUB_DISABLE_TELEMETRY=1 $(PY)
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup build test test-all sanitize demo lint format check-all clean distclean
+.PHONY: help setup build test test-all fuzz sanitize demo lint format check-all clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -54,9 +55,11 @@ test: build  ## build, then run the tests but the slow ones
 test-all: build  ## build, then run all tests
 	$(RUN) -m pytest $(XDIST) $(PYTEST_ARGS)
 
-sanitize: build  ## compute-sanitizer over the marked tests, own kernels only; needs a GPU (TOOL=memcheck, racecheck, ...)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build \
-	  compute-sanitizer --tool $(TOOL) --kernel-regex kns=ltx --error-exitcode 1 $(PY) -m pytest -m sanitize $(PYTEST_ARGS)
+fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
+	$(RUN) tests/fuzz.py --cases $(N) $(FUZZ_ARGS)
+
+sanitize: build  ## every tool of compute-sanitizer over tests/test_sanitize.py, own kernels only; needs a GPU
+	$(RUN) tests/sanitize.py $(SANITIZE_ARGS)
 
 demo: build  ## build, then run examples/demo.py (MODEL=...)
 	$(if $(MODEL),MODEL="$(MODEL)") $(RUN) examples/demo.py

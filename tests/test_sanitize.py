@@ -1,10 +1,7 @@
-"""Every op, dtype and geometry in small, for compute-sanitizer:
+"""Every op, dtype and geometry in small, for compute-sanitizer: tests/sanitize.py (make sanitize) runs its tools.
 
-    LTX_TEST_GUARD=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool memcheck --kernel-name kns=ltx python -m pytest tests/test_sanitize.py
-
-and the same with racecheck, initcheck and synccheck. Nothing but this package's kernels and copies runs on the device:
-tensors are made and compared on the CPU. So initcheck knows every write, although it looks at these kernels alone.
+Nothing but this package's kernels and copies runs on the device: tensors are made and compared on the CPU. So initcheck
+knows every write, although it looks at these kernels alone.
 """
 
 from __future__ import annotations
@@ -20,15 +17,13 @@ from helpers import (
     Case,
     Make,
     activation_case,
-    assert_close_to_fp64,
-    assert_same_bits,
-    guarded_output,
+    check_everywhere,
     norm_case,
     qk_norm_rope_case,
     rope_case,
     rotary_case,
+    torch_threads,
 )
-from torch import Tensor
 
 pytestmark = pytest.mark.sanitize
 
@@ -42,37 +37,10 @@ WORKING_LAYOUTS = ["contiguous", "rows misaligned", "columns strided", "permuted
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def copied(tensor: Tensor, device: str) -> Tensor:
-    """The tensor with all of its storage on the device, gaps included, by one copy."""
-    flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    return flat.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def copied_back(tensor: Tensor) -> Tensor:
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    return flat.cpu().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
 def run(ltx, device: str, case: Case) -> None:
-    """In each layout: new outputs against the fp64 truth, given ones against those, bit by bit."""
-    truths, terms = case.truth(ltx), case.terms(ltx)
-    eager = case.map(lambda tensor: tensor.float()).eager() if case.op in ("geglu", "swiglu", "gelu") else None
-    for layout in WORKING_LAYOUTS:
-        moved = case.in_layout(layout).map(lambda tensor: copied(tensor, device))
-        outputs = [copied_back(output) for output in moved.run(ltx)]
-        for i, output in enumerate(outputs):
-            reference = None if eager is None else lambda i=i: eager[i]
-            assert_close_to_fp64(output, truths[i], terms[i], eager=reference, what=f"{case.op} output {i}, {layout}")
-        given = [guarded_output(output, layout) for output in outputs]
-        views = [copied(guarded.view, device) for guarded in given]
-        if case.output_names == ("out", "residual_out"):
-            moved.run(ltx, out=views[0], residual_out=views[1])
-        else:
-            moved.run(ltx, out=tuple(views) if len(views) > 1 else views[0])
-        for view, output in zip(views, outputs, strict=True):
-            assert_same_bits(copied_back(view).contiguous(), output.contiguous(), f"{case.op} into {layout}")
-        if "rounding" not in case.kwargs and case.op not in ("rope_1d", "rope_3d"):
-            moved.replace(rounding="eager").run(ltx)
+    with torch_threads(1):  # small tensors, and a process for each tool and function
+        for layout in WORKING_LAYOUTS:
+            check_everywhere(ltx, case.in_layout(layout), device, out_layout=layout)
 
 
 @pytest.mark.parametrize("op", NORM_OPS)

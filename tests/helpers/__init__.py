@@ -17,7 +17,7 @@ from .cases import (
     rope_case,
     rotary_case,
 )
-from .check import check, check_eager, check_out
+from .check import check, check_eager, check_everywhere, check_out
 from .memory import LAYOUTS, Guarded, Layout, guarded_output, place, torch_threads, unchanged
 from .numeric import assert_close_to_eager, assert_close_to_fp64, assert_same_bits, ulp
 
@@ -39,6 +39,7 @@ __all__ = [
     "assert_same_bits",
     "check",
     "check_eager",
+    "check_everywhere",
     "check_out",
     "gate_and_up",
     "guarded_output",

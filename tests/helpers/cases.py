@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .memory import LAYOUTS, Layout, place
+from .memory import LAYOUTS, Layout, copied, place
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -90,6 +90,18 @@ class Case:
         return found
 
     @property
+    def is_activation(self) -> bool:
+        return self.op in ("geglu", "swiglu", "gelu")
+
+    @property
+    def is_rotary(self) -> bool:
+        return self.op.startswith(("apply_rotary", "rope", "qk_norm"))
+
+    @property
+    def takes_rounding(self) -> bool:
+        return self.op not in ("rope_1d", "rope_3d")
+
+    @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that outputs are like."""
         if "query" in self.kwargs:
@@ -115,6 +127,11 @@ class Case:
 
         return dataclasses.replace(self, kwargs={name: mapped(value) for name, value in self.kwargs.items()})
 
+    def on(self, device: str) -> Case:
+        """The same call on copies of all memory."""
+        copies = iter(copied(device, *self.tensors.values()))
+        return self.map(lambda _: next(copies))
+
     def in_layout(self, layout: Layout | str) -> Case:
         return self.map(lambda tensor: place(tensor, layout))
 
@@ -135,7 +152,7 @@ class Case:
     def terms(self, ltx: Any) -> tuple[Tensor, ...]:
         if self.op in NORM_OPS:
             return _norm_terms(self.op, self.kwargs)
-        if self.op in ("geglu", "swiglu", "gelu"):
+        if self.is_activation:
             return (_activation_terms(self.op, self.kwargs),)
         return _rotary_terms(self, ltx)
 
@@ -143,7 +160,7 @@ class Case:
         """Plain torch in the tensors' own dtypes, as the model libraries write it."""
         if self.op in NORM_OPS:
             return _norm_eager(self.op, self.kwargs)
-        if self.op in ("geglu", "swiglu", "gelu"):
+        if self.is_activation:
             return (_activation_eager(self.op, self.kwargs),)
         return _rotary_eager(self)
 

@@ -77,11 +77,12 @@ class Guarded:
         self._where = (tuple(shape), tuple(strides), GUARD + layout.offset)
         self.view = self._bits.view(dtype).as_strided(*self._where)
 
-    def check(self, what: str = "output") -> None:
-        """Nothing but the view has been written to."""
-        outside = torch.ones_like(self._bits, dtype=torch.bool)
+    def check(self, what: str = "output", view: Tensor | None = None) -> None:
+        """Nothing but the view has been written to; or nothing but `view`, which is a `copied` one."""
+        bits = self._bits if view is None else _storage(view).view(self._bits.dtype)
+        outside = torch.ones_like(bits, dtype=torch.bool)
         outside.as_strided(*self._where).fill_(False)
-        touched = outside & (self._bits != CANARY[self.view.dtype])
+        touched = outside & (bits != CANARY[self.view.dtype])
         if bool(touched.any()):
             places = (touched.nonzero().flatten() - self._where[2]).tolist()
             raise AssertionError(
@@ -105,6 +106,19 @@ def guarded_output(like: Tensor, layout: Layout | str) -> Guarded:
     return Guarded(like.shape, like.dtype, str(like.device), layout)
 
 
+def copied(device: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with all of their memory, gaps included, on a device; those that share memory still do."""
+    storages: dict[int, Tensor] = {}
+    copies = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in storages:
+            storages[storage] = _storage(tensor).to(device, copy=True)
+        flat = torch.empty(0, dtype=tensor.dtype, device=device).set_(storages[storage].untyped_storage())
+        copies.append(flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+    return tuple(copies)
+
+
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -126,3 +140,8 @@ def unchanged(**tensors: Tensor) -> Iterator[None]:
     yield
     for name, tensor in tensors.items():
         assert torch.equal(_storage(tensor), before[name]), f"{name}: its memory was modified"
+
+
+def assert_same_memory(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Every byte of the tensors' memory, gaps included."""
+    assert torch.equal(_storage(actual), _storage(expected)), f"{what}: its memory was modified"

@@ -44,7 +44,7 @@ def report(
     return "\n".join(lines)
 
 
-def _errors(actual: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+def errors(actual: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     """|actual - truth| in fp64, and where one is nan or infinite and the other is not alike.
 
     An overflow counts as the next number past the largest, so that rounding near it may go either way.
@@ -57,6 +57,11 @@ def _errors(actual: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     return error.nan_to_num(nan=0.0), wrong_kind
 
 
+def bound(truth: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """The error allowed: OUTPUT_ULPS of the truth, and SUM_ERROR times the absolute terms of its sums."""
+    return OUTPUT_ULPS[dtype] * ulp(truth, dtype) + SUM_ERROR * terms.nan_to_num(0.0, 0.0, 0.0)
+
+
 def assert_close_to_fp64(
     actual: Tensor,
     truth: Tensor,
@@ -64,23 +69,24 @@ def assert_close_to_fp64(
     *,
     eager: Callable[[], Tensor] | None = None,
     what: str = "output",
-) -> None:
-    """Every element within OUTPUT_ULPS of `truth` (fp64) plus SUM_ERROR times the absolute terms of its sums.
+) -> Tensor:
+    """Every element within its `bound` of `truth` (fp64); returns the error that was allowed.
 
     Where `eager` (the plain torch code in the tensors' own dtypes) is farther from the truth than that somewhere in the
     case, the op may be as far.
     """
     assert truth.dtype == torch.float64, "the truth has to be computed in float64"
     assert actual.shape == truth.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
-    terms = torch.as_tensor(terms, dtype=torch.float64, device=truth.device).nan_to_num(0.0, 0.0, 0.0)
-    allowed = OUTPUT_ULPS[actual.dtype] * ulp(truth, actual.dtype) + SUM_ERROR * terms
-    error, wrong_kind = _errors(actual, truth)
+    allowed = bound(truth, torch.as_tensor(terms, dtype=torch.float64, device=truth.device), actual.dtype)
+    error, wrong_kind = errors(actual, truth)
+    if eager is not None and bool((wrong_kind | (error > allowed)).any()):
+        other_error, other_wrong_kind = errors(eager(), truth)
+        allowed = allowed.clamp(min=torch.where(other_wrong_kind, 0.0, other_error).max())
+        wrong_kind &= ~other_wrong_kind
+        error = torch.where(other_wrong_kind, 0.0, error)
     wrong = wrong_kind | (error > allowed)
-    if eager is not None and bool(wrong.any()):
-        other_error, other_wrong_kind = _errors(eager(), truth)
-        worst = torch.where(other_wrong_kind, 0.0, other_error).max()
-        wrong &= ~other_wrong_kind & (wrong_kind | (error > worst))
     assert not bool(wrong.any()), report(actual, truth, wrong, what, error, allowed)
+    return allowed
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "output") -> None:

@@ -1,0 +1,116 @@
+"""Runs many random calls of every op (helpers/fuzz.py) in parallel, and writes what they measured to a JSON file.
+
+python tests/fuzz.py --cases 50000          # or make fuzz N=50000
+
+On a GPU where there is one and a CUDA build, else on the CPU. Truth and expectations are computed on the CPU. A failure
+prints the smallest call that hypothesis found for it, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
+
+import torch  # noqa: E402
+from helpers import fuzz  # noqa: E402
+from helpers.build import REPO_ID, build_directory, use_own_build_by_default  # noqa: E402
+from helpers.tally import Tally  # noqa: E402
+
+CHUNK = 500
+
+
+def load() -> tuple[Any, dict[str, Any]]:
+    """The package as users load it, and its metadata."""
+    from kernels import get_kernel
+
+    ltx = get_kernel(REPO_ID, version=1)
+    return ltx, json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())
+
+
+def run_chunk(device: str, family: str, cases: int, seed: int) -> tuple[list[dict[str, Any]], str | None]:
+    tally, failure = Tally(), None
+    ltx, _ = load()
+    try:
+        fuzz.run(ltx, device, family, cases, tally, seed)
+    except Exception as error:  # whatever an op may do
+        failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return tally.records(), failure
+
+
+def chunks(cases: int, seed: int) -> list[tuple[str, int, int]]:
+    """(family, cases, seed) of every chunk."""
+    found = []
+    for family, (_, part) in fuzz.FAMILIES.items():
+        left = round(cases * part)
+        while left > 0:
+            found.append((family, min(CHUNK, left), seed + len(found)))
+            left -= CHUNK
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=50000)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seed", type=int, default=0, help="of the first chunk of 500 cases (default: 0)")
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/fuzz-<device>.json)")
+    options = parser.parse_args()
+
+    use_own_build_by_default()
+    directory = build_directory()
+    if directory is None or not directory.exists():
+        sys.exit(f"{directory} does not exist: run `make build`")
+    _, package = load()
+    device = "cuda" if package["backend"]["type"] == "cuda" and torch.cuda.is_available() else "cpu"
+    from cpu import meta as common_meta
+
+    meta = common_meta()
+    meta["threads"] = options.jobs
+    if device == "cuda":
+        meta |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    kernel = package["provenance"].get("kernel", {})
+    meta |= {"commit": kernel.get("commit"), "dirty": kernel.get("dirty"), "package_id": package["id"]}
+
+    tally, failures, done = Tally(), [], 0
+    start = time.perf_counter()
+    work = chunks(options.cases, options.seed)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        running = [pool.submit(run_chunk, device, *chunk) for chunk in work]
+        for future in concurrent.futures.as_completed(running):
+            records, failure = future.result()
+            tally.merge(records)
+            done += 1
+            if failure is not None:
+                failures.append(failure)
+                print(failure, flush=True)
+            if done % max(1, len(work) // 10) == 0:
+                print(f"{tally.cases} cases, {len(failures)} failures", flush=True)
+    seconds = round(time.perf_counter() - start, 1)
+
+    slug = meta["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") if device == "cuda" else "cpu"
+    output = options.output or REPOSITORY / f"benchmarks/results/fuzz-{slug}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    result = {
+        "meta": {**meta, "seed": options.seed, "seconds": seconds},
+        "cases": tally.cases,
+        "failures": failures,
+        "records": tally.records(),
+    }
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{tally.cases} cases, {len(failures)} failures, {seconds} s: {output}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

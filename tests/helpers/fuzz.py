@@ -1,0 +1,390 @@
+"""Random calls of every function, over shapes, layouts, dtypes, broadcasts, options, values and aliasing.
+
+A family is a frozen dataclass of plain numbers and names with a hypothesis strategy, so that hypothesis shrinks a
+failure and prints it as Python that runs it again: `Norm(op="rmsnorm", ...).check(ltx, device)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import torch
+from torch import Tensor
+
+from .cases import (
+    ACTIVATIONS,
+    DTYPES,
+    MODULATORS,
+    NORM_OPS,
+    TABLES,
+    Case,
+    Make,
+    activation_case,
+    modulator_shape,
+    norm_case,
+    qk_norm_rope_case,
+    rope_case,
+    rotary_case,
+)
+from .check import check_everywhere
+from .memory import LAYOUTS, place, torch_threads
+from .tally import Tally
+
+MAIN = ("input", "residual", "query", "key", "up")
+# How the values of the main tensors are spread.
+VALUES = ["normal", "integers", "small", "large", "offset", "zero rows", "denormal", "special"]
+ELEMENTS = 2**16  # of the input, so that a case takes milliseconds
+
+dtypes = st.sampled_from(DTYPES)
+layouts = st.sampled_from(list(LAYOUTS))
+seeds = st.integers(0, 2**16)
+values = st.one_of(st.just("normal"), st.sampled_from(VALUES))
+widths = st.one_of(
+    st.integers(1, 70),
+    st.sampled_from([127, 128, 250, 264, 512, 1000, 1024, 2048, 2050, 4096, 5120, 8192, 16384, 32768]),
+    st.integers(71, 32768),
+)
+head_halves = st.one_of(st.integers(1, 70), st.sampled_from([32, 64, 128, 256, 512]))
+eps = st.sampled_from([None, 0.0, 1e-12, 1e-6, 1e-5, 0.3, 7.0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Layouts of the tensors in turn, of the outputs, what to overwrite, and how the values are spread."""
+
+    layouts: tuple[str, ...]
+    out_layout: str
+    in_place: tuple[str, ...]
+    expanded: bool
+    values: str
+    seed: int
+
+    def check(self, ltx: Any, device: str, case: Case, tally: Tally | None) -> None:
+        for name in MAIN:
+            if name in case.kwargs:
+                case = case.replace(**{name: spread(case.kwargs[name], self.values, self.seed)})
+        if self.values == "denormal" and case.kwargs.get("eps") in (0.0, 1e-12):  # their squares are zero in fp32
+            case = case.replace(eps=1e-6)
+        if self.expanded:
+            for name in MAIN:
+                if name in case.kwargs and case.kwargs[name].dim() > 1 and case.kwargs[name].shape[0] > 1:
+                    case = case.replace(**{name: case.kwargs[name][:1].expand(case.kwargs[name].shape)})
+        names = list(case.tensors)
+        for i, layout in enumerate(self.layouts):
+            name = names[i % len(names)]
+            # Not one of a pair of tables, and no memory that tensors share.
+            if name in case.kwargs and not (self.expanded and name in MAIN):
+                case = case.replace(**{name: place(case.kwargs[name], layout)})
+        # A mean far above the deviation: what the order of its sum changes, every element of the row shows.
+        tolerance = {"flipped": 1.0, "steps": 8} if self.values == "offset" else {}
+        check_everywhere(
+            ltx, case, device, out_layout=self.out_layout, in_place=self.in_place, tally=tally, **tolerance
+        )
+
+
+memories = st.builds(
+    Memory,
+    layouts=st.lists(layouts, max_size=8).map(tuple),
+    out_layout=layouts,
+    in_place=st.sets(st.sampled_from(["input", "residual", "query", "up"]), max_size=2).map(lambda s: tuple(sorted(s))),
+    expanded=st.sampled_from([False, False, False, True]),
+    values=values,
+    seed=seeds,
+)
+
+
+def spread(x: Tensor, kind: str, seed: int) -> Tensor:
+    half = x.dtype == torch.float16
+    if kind == "integers":
+        return (2 * x).round()
+    if kind == "small":
+        return x * 2.0 ** (-10 if half else -20)
+    if kind == "large":
+        return x * 2.0 ** (8 if half else 20)
+    if kind == "offset":
+        return x * 0.01 + 64
+    if kind == "denormal":
+        return x * (torch.finfo(x.dtype).smallest_normal / 4)
+    x = x.clone()
+    if kind == "zero rows" and x.dim() > 1:
+        x[:1] = 0
+    if kind == "special" and x.numel():
+        generator = torch.Generator().manual_seed(seed)
+        places = torch.randint(x.numel(), (2,), generator=generator)
+        x.view(-1)[places] = torch.tensor([math.inf, math.nan], dtype=x.dtype)
+    return x
+
+
+def bounded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with leading sizes halved until it is small enough."""
+    sizes = list(shape)
+    while math.prod(sizes) > ELEMENTS and max(sizes[:-1], default=1) > 1:
+        largest = sizes.index(max(sizes[:-1]))
+        sizes[largest] = (sizes[largest] + 1) // 2
+    return tuple(sizes)
+
+
+@st.composite
+def shapes(draw: Any) -> tuple[int, ...]:
+    smallest = 0 if draw(st.integers(0, 19)) == 0 else 1
+    leading = draw(st.lists(st.integers(smallest, draw(st.sampled_from([4, 4, 4, 70]))), max_size=4))
+    return bounded((*leading, draw(widths)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    param_dtype: torch.dtype
+    modulation_dtype: torch.dtype
+    modulations: tuple[str, str, str]
+    packed: bool  # modulators that are views of one [B, 3, H], as LTX-Video's are
+    without: tuple[str, ...]
+    tables: tuple[str, ...]
+    same_residual: bool
+    eps: float | None
+    weight_offset: float
+    memory: Memory
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        required = set() if self.op.startswith("gated_residual_adaln") else set(MODULATORS)
+        make = Make("cpu", self.dtype, self.memory.seed)
+        case = norm_case(
+            self.op,
+            make,
+            self.shape,
+            param_dtype=self.param_dtype,
+            modulation="vector",
+            without=[name for name in self.without if name not in required],
+        )
+        hidden = self.shape[-1]
+        packed = make(self.shape[0], 3, hidden, dtype=self.modulation_dtype) if self.packed else None
+        for i, (name, kind) in enumerate(zip(MODULATORS, self.modulations, strict=True)):
+            if case.kwargs.get(name) is not None:
+                shape = modulator_shape(kind, self.shape)
+                case.kwargs[name] = make(*shape, dtype=self.modulation_dtype) if packed is None else packed[:, i]
+                if name in self.tables:
+                    case.kwargs[f"{name}_table"] = make(hidden)
+        if self.op != "gated_residual":
+            case.kwargs["eps"] = self.eps if self.eps is not None or "layernorm" not in self.op else 1e-5
+        if self.op in ("rmsnorm", "rmsnorm_residual"):
+            case.kwargs["weight_offset"] = self.weight_offset
+        if self.same_residual and "residual" in case.kwargs:
+            case.kwargs["residual"] = case.kwargs["input"]
+        self.memory.check(ltx, device, case, tally)
+
+
+@st.composite
+def norms(draw: Any) -> Norm:
+    shape = draw(shapes())
+    kinds = {
+        1: ["vector", "one number"],
+        2: ["vector", "one number", "one for all batches", "[B, S, H]", "[B, S, 1]"],
+        3: ["vector", "one number", "per batch", "one for all batches", "[B, 1, H]", "[1, S, H]", "[B, S, H]"],
+    }.get(len(shape), ["vector", "per batch", "[B, 1, H]", "[1, S, H]", "[S, H]", "[B, S, H]", "[B, S, 1]"])
+    return Norm(
+        op=draw(st.sampled_from(list(NORM_OPS))),
+        shape=shape,
+        dtype=draw(dtypes),
+        param_dtype=draw(dtypes),
+        modulation_dtype=draw(dtypes),
+        modulations=tuple(draw(st.sampled_from(kinds)) for _ in MODULATORS),
+        packed=len(shape) > 2 and draw(st.booleans()),
+        without=tuple(sorted(draw(st.sets(st.sampled_from(["weight", "bias", *MODULATORS]), max_size=2)))),
+        tables=tuple(sorted(draw(st.sets(st.sampled_from(MODULATORS))))),
+        same_residual=draw(st.sampled_from([False, False, False, True])),
+        eps=draw(eps),
+        weight_offset=draw(st.sampled_from([0.0, 1.0, -0.5])),
+        memory=draw(memories),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    param_dtype: torch.dtype
+    memory: Memory
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        make = Make("cpu", self.dtype, self.memory.seed)
+        options = {"param_dtype": self.param_dtype} if "bias" in self.name else {}
+        self.memory.check(ltx, device, activation_case(self.name, make, self.shape, **options), tally)
+
+
+activations = st.builds(
+    Activation,
+    name=st.sampled_from(list(ACTIVATIONS)),
+    shape=shapes(),
+    dtype=dtypes,
+    param_dtype=dtypes,
+    memory=memories,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    kind: str  # apply_rotary, apply_rotary_qk, per head, across heads
+    sizes: tuple[int, int, int, int]  # batch, sequence, heads, half of D
+    key: tuple[int, int]
+    packed: bool  # query and key are views of one projection [B, S, query | key]
+    table: str
+    key_table: bool
+    rotary_half: int | None
+    layout: str
+    heads_first: bool
+    dtype: torch.dtype
+    table_is_fp32: bool
+    weight_dtype: torch.dtype
+    weights: bool
+    eps: float | None
+    memory: Memory
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        make = Make("cpu", self.dtype, self.memory.seed)
+        batch, sequence, heads, half = self.sizes
+        # Heads and sequence must differ, or [B, S, H, W] and [B, H, S, W] are one shape.
+        key = (self.key[0], heads if "H" in self.table else self.key[1])
+        if self.packed or self.kind == "apply_rotary":
+            key = (sequence, key[1])
+        if self.kind == "apply_rotary":
+            key = (sequence, heads)
+        hypothesis.assume(not {sequence, key[0], max(sequence, key[0])} & {heads, key[1], 1})
+        sizes = (batch, sequence, heads, 2 * half)
+        options: dict[str, Any] = {
+            "table": self.table,
+            "table_dtype": torch.float32 if self.table_is_fp32 else self.dtype,
+            "layout": self.layout,
+        }
+        partial = self.rotary_half is not None and self.rotary_half < half and "H" not in self.table
+        if self.kind.startswith("apply"):
+            options["rotary_dim"] = 2 * self.rotary_half if partial and self.rotary_half else None
+            if self.kind == "apply_rotary_qk":
+                options["key"] = key
+            case = rotary_case(make, sizes, heads_first=self.heads_first, **options)
+            if options["rotary_dim"]:
+                case = case.replace(rotary_dim=options["rotary_dim"])
+        else:
+            case = qk_norm_rope_case(
+                make,
+                sizes,
+                key=key,
+                across_heads=self.kind == "across heads",
+                key_table=self.key_table,
+                weight_dtype=self.weight_dtype,
+                weights=self.weights,
+                eps=self.eps,
+                **options,
+            )
+        if self.packed and "query" in case.kwargs and not case.kwargs.get("sequence_dim"):
+            whole = torch.cat((case.kwargs["query"], case.kwargs["key"]), 2)
+            query, key_view = whole.split((heads, key[1]), 2)
+            case = case.replace(query=query, key=key_view)
+        self.memory.check(ltx, device, case, tally)
+
+
+rotaries = st.builds(
+    Rotary,
+    kind=st.sampled_from(["apply_rotary", "apply_rotary_qk", "per head", "across heads"]),
+    sizes=st.tuples(
+        st.integers(1, 3), st.integers(2, 9), st.one_of(st.integers(1, 6), st.sampled_from([24, 32])), head_halves
+    ),
+    key=st.tuples(st.integers(2, 9), st.integers(1, 6)),
+    packed=st.booleans(),
+    table=st.sampled_from([name for name in TABLES if name != "[1, D]"]),
+    key_table=st.booleans(),
+    rotary_half=st.none() | st.integers(1, 64),
+    layout=st.sampled_from(["interleaved", "half"]),
+    heads_first=st.booleans(),
+    dtype=dtypes,
+    table_is_fp32=st.booleans(),
+    weight_dtype=dtypes,
+    weights=st.sampled_from([True, True, False]),
+    eps=eps,
+    memory=memories,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    sizes: tuple[int, int, int]  # batch, heads, half of D
+    key_heads: int
+    sequence: int
+    grid: tuple[int, int, int] | None
+    theta_base: float | tuple[float, float, float]
+    positions: str
+    layout: str
+    dtype: torch.dtype
+    memory: Memory
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        make = Make("cpu", self.dtype, self.memory.seed)
+        batch, heads, half = self.sizes
+        options: dict[str, Any] = {"layout": self.layout, "theta_base": self.theta_base, "key_heads": self.key_heads}
+        if self.grid is not None:
+            case = rope_case(make, (batch, heads, 2 * half), grid=self.grid, **options)
+        else:
+            if isinstance(self.theta_base, tuple):
+                options["theta_base"] = self.theta_base[0]
+            generator = torch.Generator().manual_seed(self.memory.seed)
+            positions = torch.randint(-50, 5000, (batch, self.sequence), generator=generator)
+            given = {
+                "none": None,
+                "int64": positions,
+                "int32": positions[0].int(),
+                "float32": positions[:1].float() / 7,
+            }[self.positions]
+            if given is not None:
+                options["positions"] = given
+            case = rope_case(make, (batch, heads, 2 * half), sequence=self.sequence, **options)
+        self.memory.check(ltx, device, case, tally)
+
+
+thetas = st.sampled_from([1.0, 10.0, 10000.0, 1e6])
+ropes = st.builds(
+    Rope,
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 5), head_halves),
+    key_heads=st.integers(1, 5),
+    sequence=st.integers(1, 12),
+    grid=st.none() | st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
+    theta_base=thetas | st.tuples(thetas, thetas, thetas),
+    positions=st.sampled_from(["none", "int64", "int32", "float32"]),
+    layout=st.sampled_from(["interleaved", "half"]),
+    dtype=dtypes,
+    memory=memories,
+)
+
+# Each with its part of the cases.
+FAMILIES = {
+    "norms": (norms(), 0.4),
+    "activations": (activations, 0.15),
+    "rotary": (rotaries, 0.3),
+    "rope": (ropes, 0.15),
+}
+
+
+def run(ltx: Any, device: str, family: str, cases: int, tally: Tally, seed: int | None = None) -> None:
+    """Runs at least `cases` of a family: the same ones every time, or those of a seed."""
+    strategy, _ = FAMILIES[family]
+    settings = hypothesis.settings(
+        max_examples=cases,
+        derandomize=seed is None,
+        database=None,
+        deadline=None,
+        print_blob=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+    @settings
+    @hypothesis.given(example=strategy)
+    def each(example: Any) -> None:
+        example.check(ltx, device, tally)
+
+    with torch_threads(1):  # the tensors are small, and other workers have the other cores
+        (each if seed is None else hypothesis.seed(seed)(each))()

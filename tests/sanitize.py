@@ -1,0 +1,117 @@
+"""Runs the tools of compute-sanitizer over tests/test_sanitize.py and writes what they found to a JSON file.
+
+python tests/sanitize.py                   # or make sanitize; needs a GPU and a CUDA build
+python tests/sanitize.py --tools memcheck -k activations
+
+Every tool looks at this package's kernels alone. The runs go in parallel, one for each tool and test function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
+
+TESTS = REPOSITORY / "tests" / "test_sanitize.py"
+TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
+FAULTS = re.compile(r"^========= (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
+ENVIRONMENT = {
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # or what lies past a tensor is torch's memory, too
+    "LTX_TEST_GUARD": "0",  # and so that nothing of ours lies there
+}
+
+
+def command(sanitizer: str, tool: str, function: str, extra: list[str]) -> list[str]:
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{TESTS}::{function}", *extra]
+    return [sanitizer, "--tool", tool, "--kernel-regex", "kns=ltx", "--error-exitcode", "99", *tests]
+
+
+def run(arguments: list[str]) -> tuple[dict[str, Any], str]:
+    start = time.perf_counter()
+    process = subprocess.run(
+        arguments, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    output = process.stdout + process.stderr
+    passed = re.search(r"(\d+) passed", output)
+    faults = [int(a or b) for a, b in FAULTS.findall(output)]
+    result = {
+        "tests": int(passed[1]) if passed else 0,
+        "faults": sum(faults) if faults else None,  # None: the tool did not come to its summary
+        "status": process.returncode,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    return result, output
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/sanitize-<device>.json)")
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="handed to pytest")
+    options = parser.parse_args()
+
+    import torch
+    from cpu import meta as common_meta
+    from helpers.build import build_directory, use_own_build_by_default
+
+    use_own_build_by_default()
+    if not torch.cuda.is_available():
+        sys.exit("tests/sanitize.py needs an NVIDIA GPU")
+    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if sanitizer is None:
+        sys.exit("tests/sanitize.py needs compute-sanitizer, of the CUDA toolkit, in PATH")
+    functions = re.findall(r"^def (test_\w+)", TESTS.read_text(), re.MULTILINE)
+    extra = ["-k", options.k] if options.k else []
+    start = time.perf_counter()
+    tools: dict[str, Any] = {tool: {} for tool in options.tools}
+    good = True
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        running = {
+            pool.submit(run, command(sanitizer, tool, function, extra)): (tool, function)
+            for function in functions
+            for tool in options.tools
+        }
+        for future in concurrent.futures.as_completed(running):
+            tool, function = running[future]
+            result, output = future.result()
+            tools[tool][function] = result
+            print(tool, function, *(f"{name} {value}" for name, value in result.items()), flush=True)
+            if result["status"] != 0 or result["faults"] != 0:
+                good = False
+                print(output[-6000:], flush=True)
+    device = torch.cuda.get_device_name()
+    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False).stdout
+    directory = build_directory()
+    assert directory is not None
+    (metadata,) = directory.glob("*-cu*/metadata.json")
+    package = json.loads(metadata.read_text())
+    meta = {
+        **common_meta(),
+        "device": device,
+        "cuda": torch.version.cuda,
+        "sanitizer": (re.findall(r"Version (\S+)", version) or [None])[0],
+        "commit": package["provenance"].get("kernel", {}).get("commit"),
+        "package_id": package["id"],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    output_file = options.output or REPOSITORY / f"benchmarks/results/sanitize-{slug}.json"
+    output_file.write_text(json.dumps({"meta": meta, "tools": tools}, indent=1) + "\n")
+    print(f"{'clean' if good else 'NOT CLEAN'}, {meta['seconds']} s: {output_file}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
