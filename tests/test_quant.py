@@ -1,0 +1,653 @@
+"""Rows quantised to fp8: every `*_quant` function, quantize_rows, quantize_weight and scaled_linear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    ACTIVATIONS,
+    DTYPES,
+    LAYOUTS,
+    MODULATORS,
+    NORM_OPS,
+    Case,
+    Make,
+    activation_case,
+    assert_same_bits,
+    norm_case,
+    place,
+    torch_threads,
+    unchanged,
+)
+from helpers.numeric import SUM_ERROR, report
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+E4M3 = torch.float8_e4m3fn
+MAX, MIN_SCALE = 448.0, 2.0**-120
+NORMS = [op for op in NORM_OPS if "layernorm" not in op and op != "adaln_zero"]
+# One row length for each way that rows are shared out among threads, and lengths that are no whole packs.
+WIDTHS = [1, 2, 3, 7, 8, 33, 64, 250, 256, 264, 512, 520, 1024, 1985, 2048, 4096, 8192, 16384, 16392, 40000]
+# The activations of 16-bit rows take the special function unit on CUDA.
+APPROXIMATION = {torch.float32: 2.0**-20, torch.float16: 5e-5, torch.bfloat16: 5e-5}
+
+every_norm = pytest.mark.parametrize("op", NORMS)
+every_activation = pytest.mark.parametrize("name", ACTIVATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def run(module: Any, case: Case, **options: Any) -> tuple[Tensor, ...]:
+    return getattr(module, f"{case.op}_quant")(**case.kwargs, **options)
+
+
+def codes(values: Tensor) -> Tensor:
+    """The bits; those of NaN without its sign, which has no meaning."""
+    bits = values.contiguous().view(torch.uint8)
+    return torch.where((bits & 0x7F) == 0x7F, 0x7F, bits)
+
+
+def exactly(x: Tensor, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """torch's own conversion of fp32 rows."""
+    x = x.float().cpu()
+    scales = x.abs().amax(-1, keepdim=True) / MAX
+    if static_scale is not None:
+        scales = static_scale.cpu().reshape(()).expand_as(scales).contiguous()
+    scales = scales.clamp(min=MIN_SCALE)
+    return (x * (1 / scales)).clamp(-MAX, MAX).to(E4M3), scales
+
+
+def assert_exactly(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str = "") -> None:
+    values, scales = (tensor.cpu() for tensor in result)
+    assert values.dtype == E4M3 and scales.dtype == torch.float32
+    assert values.is_contiguous() and scales.is_contiguous()
+    assert torch.equal(scales.isnan(), expected[1].isnan())
+    assert_same_bits(scales.nan_to_num(nan=-1.0), expected[1].nan_to_num(nan=-1.0), f"scales {what}")
+    assert_same_bits(codes(values), codes(expected[0]), f"values {what}")
+
+
+def spacing(x: Tensor) -> Tensor:
+    """Of e4m3 numbers at each fp64 number."""
+    _, exponent = torch.frexp(x.abs().clamp(2.0**-6, MAX))
+    return torch.ldexp(torch.ones_like(x), exponent - 4)
+
+
+def check(ltx: Any, case: Case, static_scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Scales and values within one rounding of the fp64 truth; the residual stream as the unquantised op has it."""
+    tensors = dict(case.tensors) if static_scale is None else {**case.tensors, "static_scale": static_scale}
+    with unchanged(**tensors):
+        outputs = run(ltx, case, static_scale=static_scale)
+    values, scales = outputs[:2]
+    truth, terms = case.truth(ltx)[0], case.terms(ltx)[0]
+    assert values.dtype == E4M3 and values.shape == truth.shape and values.is_contiguous()
+    assert scales.dtype == torch.float32 and scales.shape == (*truth.shape[:-1], 1) and scales.is_contiguous()
+    relative = 2.0**-22 if case.op in NORM_OPS else APPROXIMATION[case.inputs[0].dtype]
+    slack = 2 * SUM_ERROR * terms + relative * truth.abs() + 1e-37
+    if static_scale is None:
+        most = truth.abs().amax(-1, keepdim=True)
+        expected = (most / MAX).clamp(min=MIN_SCALE)
+        allowed = slack.amax(-1, keepdim=True) / MAX + expected * 2.0**-22
+        error = (scales.double() - expected).abs()
+        assert not bool((error > allowed).any()), report(scales, expected, error > allowed, "scales", error, allowed)
+        assert bool((values.float().abs().amax(-1) == MAX).all() | (truth == 0).all())
+    else:
+        assert bool((scales == static_scale).all())
+    scale = scales.double()
+    quotient = (truth / scale).clamp(-MAX, MAX)
+    error = (values.double() - quotient).abs()
+    allowed = spacing(quotient * (1 + 2.0**-20)) / 2 + slack / scale + quotient.abs() * 2.0**-22
+    assert not bool((error > allowed).any()), report(
+        values.float(), quotient, error > allowed, f"{case.op} values", error, allowed
+    )
+    if len(outputs) > 2:
+        assert_same_bits(outputs[2], case.run(ltx)[-1], "residual_out")
+        assert outputs[2].is_contiguous()
+    return outputs
+
+
+# ---- quantize_rows: the bits of torch's own conversion
+
+
+@pytest.mark.kernels_ci
+@every_dtype
+def test_bits(ltx, device, dtype):
+    static_scale = torch.tensor(0.003, device=device)
+    for width in WIDTHS:
+        x = Make(device, dtype, seed=width)(5, width, std=3.0)
+        assert_exactly(ltx.quantize_rows(x), exactly(x), str(width))
+        result = ltx.quantize_rows(x, static_scale=static_scale)
+        assert_exactly(result, exactly(x, static_scale), f"{width}, static")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_bits_of_every_number(ltx, device, dtype):
+    """As one row, and with scales that saturate most and denormalise most of them; as fp32 too."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = x[x.isfinite()].reshape(2, -1).to(device)
+    for static in (None, 1.0, 2.0**-10, 1000.0, 3e-38):
+        static_scale = None if static is None else torch.tensor([static], device=device)
+        for y in (x, x.float()):
+            assert_exactly(ltx.quantize_rows(y, static_scale=static_scale), exactly(y, static_scale), str(static))
+
+
+def test_bits_at_every_tie(ltx, device):
+    """Halfway between neighbouring e4m3 numbers, and one fp32 number to either side."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    middle = torch.cat((middle, torch.tensor([2.0**-10, 456.0, 464.0, 480.0, 512.0])))
+    zero, top = torch.zeros(()), torch.tensor(math.inf)
+    x = torch.stack((middle.nextafter(zero), middle, middle.nextafter(top), -middle)).to(device)
+    one = torch.ones((), device=device)
+    assert_exactly(ltx.quantize_rows(x, static_scale=one), exactly(x, one))
+    assert ltx.quantize_rows(x, static_scale=one)[0].float().abs().max() == MAX
+
+
+@every_dtype
+@every_layout
+def test_layouts_of_rows(ltx, device, dtype, layout):
+    for shape in ((2, 3, 4, 40), (2, 5, 264), (3, 1, 17), (2, 2, 2048)):
+        x = Make(device, dtype)(*shape, layout=layout)
+        assert_exactly(ltx.quantize_rows(x), exactly(x), str(shape))
+
+
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (2, 3, 4, 40), (300, 8), (5, 1, 1), (70000, 1), (3, 70001, 8)])
+@every_dtype
+def test_shapes(ltx, device, shape, dtype):
+    x = Make(device, dtype)(*shape)
+    assert_exactly(ltx.quantize_rows(x), exactly(x))
+    if len(shape) > 2:
+        x = x.transpose(0, 1)
+        assert_exactly(ltx.quantize_rows(x), exactly(x))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 40), (2, 0, 40), (3, 0)])
+def test_empty(ltx, device, shape):
+    make = Make(device, torch.bfloat16)
+    x = make(*shape)
+    results = [
+        ltx.quantize_rows(x),
+        ltx.rmsnorm_quant(x),
+        ltx.gelu_quant(x),
+        ltx.swiglu_quant(x, x),
+        ltx.gated_residual_quant(x, x, x),
+    ]
+    for values, scales, *residual in results:
+        assert values.shape == shape and values.dtype == E4M3
+        assert scales.shape == (*shape[:-1], 1) and bool((scales == MIN_SCALE).all())
+        assert all(r.shape == shape and r.dtype == x.dtype for r in residual)
+
+
+@every_dtype
+def test_special_rows(ltx, device, dtype):
+    """Zeros (and denormals alone) give zeros, an infinity becomes NaN beside zeros, a NaN takes its row along."""
+    width = 264
+    x = torch.ones(6, width, dtype=dtype)
+    x[0] = 0
+    x[1, 7] = math.inf
+    x[2, 100] = math.nan
+    x[3] = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * 3
+    x[4, 1::2] = -0.0
+    x[5, 200] = -math.inf
+    for rows in (x.to(device), place(x.to(device), "columns strided")):
+        values, scales = ltx.quantize_rows(rows)
+        assert_exactly((values, scales), exactly(x))
+        scales, dequantised = scales.cpu().flatten(), values.cpu().float() * scales.cpu()
+        assert scales[0] == MIN_SCALE and scales[1] == math.inf and scales[2].isnan() and scales[5] == math.inf
+        assert bool((dequantised[0] == 0).all()) and bool(dequantised[2].isnan().all())
+        assert bool(values[1, 7].float().isnan()) and bool((values.cpu().float()[1, 8:] == 0).all())
+        torch.testing.assert_close(dequantised[3], x[3].float(), rtol=1e-6, atol=1e-37)
+        static_scale = torch.ones((), device=device)
+        assert_exactly(ltx.quantize_rows(rows, static_scale=static_scale), exactly(x, static_scale))
+
+
+def test_special_rows_of_other_ops(ltx, device):
+    x = torch.ones(4, 64, device=device, dtype=torch.bfloat16)
+    x[0] = 0
+    x[1, 3] = math.nan
+    for values, scales, *_ in (
+        ltx.rmsnorm_quant(x),
+        ltx.gelu_quant(x),
+        ltx.swiglu_quant(x, x),
+        ltx.gated_residual_quant(x, x, x),
+        ltx.rmsnorm_residual_quant(x, x),
+    ):
+        assert bool((values[0].float() == 0).all()) and scales[0] == MIN_SCALE
+        assert bool(values[1].float().isnan().all()) and bool(scales[1].isnan())
+        assert bool(values[2:].float().isfinite().all())
+
+
+def test_least_static_scale(ltx, device):
+    x = torch.ones(2, 64, device=device)
+    for number in (0.0, -1.0, 1e-40):
+        values, scales = ltx.quantize_rows(x, static_scale=torch.tensor(number, device=device))
+        assert bool((scales == MIN_SCALE).all()) and bool((values.float() == MAX).all())
+
+
+# ---- The other ops: one rounding from the fp64 truth
+
+
+@pytest.mark.kernels_ci
+@every_norm
+@every_dtype
+def test_norms(ltx, device, op, dtype):
+    for modulation in ("[B, 1, H]", "per batch", "[B, S, H]", "vector", "[B, S, 1]"):
+        check(ltx, norm_case(op, Make(device, dtype), (2, 7, 256), modulation=modulation))
+
+
+@every_norm
+@every_dtype
+def test_norm_row_lengths(ltx, device, op, dtype):
+    tables = [name for name in MODULATORS if name in NORM_OPS[op]]
+    for width in WIDTHS:
+        check(ltx, norm_case(op, Make(device, dtype, seed=width), (2, 3, width)))
+        check(ltx, norm_case(op, Make(device, dtype, seed=width), (2, 3, width), tables=tables, without=["weight"]))
+
+
+@every_norm
+@every_dtype
+def test_norm_dtypes(ltx, device, op, dtype):
+    for param_dtype in DTYPES:
+        for modulation_dtype in DTYPES:
+            make = Make(device, dtype)
+            case = norm_case(op, make, (2, 3, 264), param_dtype=param_dtype, modulation_dtype=modulation_dtype)
+            check(ltx, case)
+
+
+@every_norm
+def test_norm_options(ltx, device, op):
+    make = Make(device, torch.bfloat16)
+    if op != "gated_residual":
+        check(ltx, norm_case(op, make, (2, 3, 64), eps=0.3))
+        check(ltx, norm_case(op, make, (2, 3, 64), eps=None))
+    if op in ("rmsnorm", "rmsnorm_residual"):
+        check(ltx, norm_case(op, make, (2, 3, 64), weight_offset=1.0))
+    if op == "gated_residual_adaln_rmsnorm":
+        for without in (["gate"], ["scale"], ["shift"], ["gate", "scale", "shift", "weight"]):
+            for width in (64, 65):
+                check(ltx, norm_case(op, make, (2, 3, width), without=without))
+
+
+@every_norm
+@every_dtype
+@every_layout
+def test_norm_layouts(ltx, device, op, dtype, layout):
+    """The bits of contiguous tensors, within the bounds."""
+    tables = [name for name in MODULATORS if name in NORM_OPS[op]]
+    for shape in ((2, 3, 4, 40), (2, 5, 264), (3, 1, 17)):
+        case = norm_case(op, Make(device, dtype), shape, tables=tables)
+        outputs = check(ltx, case.in_layout(layout))
+        for output, plain in zip(outputs, run(ltx, case), strict=True):
+            assert_same_bits(output, plain, layout)
+
+
+@every_activation
+@every_dtype
+def test_activations(ltx, device, name, dtype):
+    for width in WIDTHS:
+        check(ltx, activation_case(name, Make(device, dtype, seed=width), (3, width)))
+
+
+@every_activation
+@every_dtype
+@every_layout
+def test_activation_layouts(ltx, device, name, dtype, layout):
+    for shape in ((2, 3, 4, 40), (2, 5, 264), (3, 1, 17)):
+        case = activation_case(name, Make(device, dtype), shape)
+        outputs = check(ltx, case.in_layout(layout))
+        for output, plain in zip(outputs, run(ltx, case), strict=True):
+            assert_same_bits(output, plain, layout)
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if "bias" in name])
+@every_dtype
+def test_bias_dtypes(ltx, device, name, dtype):
+    for param_dtype in DTYPES:
+        check(ltx, activation_case(name, Make(device, dtype), (4, 264), param_dtype=param_dtype))
+
+
+@every_dtype
+def test_static_scale(ltx, device, dtype):
+    make = Make(device, dtype)
+    for number in (0.002, 0.05):  # one that saturates, one that does not
+        static_scale = torch.tensor([number], device=device)
+        for op in NORMS:
+            for width in (64, 250, 2048, 20000):
+                check(ltx, norm_case(op, make, (2, 3, width)), static_scale)
+        for name in ACTIVATIONS:
+            for width in (64, 250, 2048, 20000):
+                check(ltx, activation_case(name, make, (3, width)), static_scale)
+
+
+def test_residual_is_not_quantised(ltx, device):
+    """The values come from the unrounded sum, the residual stream is the sum rounded to the input's dtype."""
+    x = torch.full((1, 64), 2.0**-9, device=device, dtype=torch.bfloat16)
+    r = torch.ones(1, 64, device=device, dtype=torch.bfloat16)
+    for values, scales, residual in (
+        ltx.gated_residual_quant(x, r, torch.ones(64, device=device)),
+        ltx.gated_residual_quant(place(x, "misaligned"), r, torch.ones(64, device=device)),
+    ):
+        assert scales.item() == torch.tensor(1 + 2.0**-9) / MAX
+        assert bool((values.float() == MAX).all()) and bool((residual == 1).all())
+
+
+# ---- The same row, the same bits
+
+
+@every_dtype
+def test_rows_do_not_depend_on_their_batch(ltx, device, dtype):
+    for width in (40, 264, 2048, 20000):
+        make = Make(device, dtype, seed=width)
+        x, r, gate, scale, shift = (make(1, 9, width) for _ in range(5))
+        whole = ltx.gated_residual_adaln_rmsnorm_quant(x, r, gate, None, scale, shift)
+        for rows in (slice(0, 1), slice(3, 8), slice(1, 9, 3)):
+            parts = [tensor[:, rows] for tensor in (x, r, gate, scale, shift)]
+            part = ltx.gated_residual_adaln_rmsnorm_quant(*parts[:3], None, *parts[3:])
+            for one, all_rows in zip(part, whole, strict=True):
+                assert_same_bits(one, all_rows[:, rows].contiguous(), f"rows {rows} of width {width}")
+
+
+def test_threads_change_nothing(ltx, device):
+    if device != "cpu":
+        pytest.skip("threads of the CPU")
+    case = norm_case("gated_residual_adaln_rmsnorm", Make(device, torch.bfloat16), (2, 130, 1000))
+    with torch_threads(1):
+        expected = run(ltx, case)
+    with torch_threads(4):
+        for output, one in zip(run(ltx, case), expected, strict=True):
+            assert_same_bits(output, one)
+
+
+def test_cuda_graph(ltx, cuda_graphs):
+    make = Make("cuda", torch.bfloat16)
+    x, r = make(4, 16, 256), make(4, 16, 256)
+    for _ in range(2):
+        ltx.rmsnorm_residual_quant(x, r)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ltx.rmsnorm_residual_quant(x, r)
+    x.copy_(make(4, 16, 256))
+    graph.replay()
+    for output, expected in zip(captured, ltx.rmsnorm_residual_quant(x, r), strict=True):
+        assert_same_bits(output, expected)
+
+
+# ---- Errors, fakes and torch.compile
+
+
+def ones(device: str) -> Callable[..., Tensor]:
+    return lambda *shape, dtype=torch.float32: torch.ones(shape, dtype=dtype, device=device)
+
+
+FLOATS = "dtype float32, float16 or bfloat16"
+ERRORS: dict[str, list[Callable[[Any, Any], Any]]] = {
+    "input: expected at least 1 dimension, got shape []": [
+        lambda f, t: f.quantize_rows(t()),
+        lambda f, t: f.gelu_quant(t()),
+    ],
+    f"input: expected {FLOATS}, got int64": [
+        lambda f, t: f.quantize_rows(t(2, 8, dtype=torch.int64)),
+        lambda f, t: f.rmsnorm_quant(t(2, 8, dtype=torch.int64)),
+        lambda f, t: f.swiglu_quant(t(2, 8, dtype=torch.int64)),
+    ],
+    f"input: expected {FLOATS}, got float8_e4m3fn": [lambda f, t: f.quantize_rows(t(2, 8, dtype=E4M3))],
+    "input: expected an even last dimension (gate and up packed), got shape [2, 7]": [
+        lambda f, t: f.geglu_quant(t(2, 7)),
+    ],
+    "up: expected shape [2, 8], got [2, 7]": [lambda f, t: f.swiglu_quant(t(2, 8), t(2, 7))],
+    f"up: expected {FLOATS[:13]} (that of input), got float16": [
+        lambda f, t: f.swiglu_quant(t(2, 8), t(2, 8, dtype=torch.float16)),
+    ],
+    "bias: expected shape [8], got [7]": [lambda f, t: f.gelu_quant(t(2, 8), bias=t(7))],
+    "weight: expected shape [8], got [7]": [
+        lambda f, t: f.rmsnorm_quant(t(2, 8), t(7)),
+        lambda f, t: f.rmsnorm_residual_quant(t(2, 8), t(2, 8), t(7)),
+    ],
+    "residual: expected shape [2, 3, 8], got [3, 8]": [
+        lambda f, t: f.gated_residual_quant(t(2, 3, 8), t(3, 8), t(8)),
+        lambda f, t: f.gated_residual_adaln_rmsnorm_quant(t(2, 3, 8), t(3, 8)),
+    ],
+    "scale: expected a shape that broadcasts to [2, 3, 8] (or [2, 8], per batch), got [5, 8]": [
+        lambda f, t: f.adaln_rmsnorm_quant(t(2, 3, 8), None, t(5, 8), t(8)),
+        lambda f, t: f.gated_residual_adaln_rmsnorm_quant(t(2, 3, 8), t(2, 3, 8), scale=t(5, 8)),
+    ],
+    "shift_table: expected its modulation input to be given too, got a table alone": [
+        lambda f, t: f.gated_residual_adaln_rmsnorm_quant(t(2, 8), t(2, 8), shift_table=t(8)),
+    ],
+    "eps: expected a finite number >= 0, got -1": [
+        lambda f, t: f.rmsnorm_quant(t(2, 8), eps=-1.0),
+        lambda f, t: f.gated_residual_adaln_rmsnorm_quant(t(2, 8), t(2, 8), eps=-1.0),
+    ],
+    "static_scale: expected dtype float32, got float16": [
+        lambda f, t: f.quantize_rows(t(2, 8), static_scale=t(dtype=torch.float16)),
+        lambda f, t: f.gelu_quant(t(2, 8), static_scale=t(dtype=torch.float16)),
+        lambda f, t: f.rmsnorm_residual_quant(t(2, 8), t(2, 8), static_scale=t(dtype=torch.float16)),
+    ],
+    "static_scale: expected one element, got shape [2, 1]": [
+        lambda f, t: f.adaln_rmsnorm_quant(t(2, 8), None, t(8), t(8), static_scale=t(2, 1)),
+        lambda f, t: f.geglu_quant(t(2, 8), static_scale=t(2, 1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_errors(ltx, device, text):
+    """The same text from the compiled op, the fake and the reference."""
+    for call in ERRORS[text]:
+        for package, make in ((ltx, ones(device)), (ltx.reference, ones(device)), (ltx, ones("meta"))):
+            with pytest.raises(RuntimeError) as error:
+                call(package, make)
+            assert str(error.value) == text
+        with FakeTensorMode(), pytest.raises(RuntimeError) as error:
+            call(ltx, ones(device))
+        assert str(error.value) == text
+
+
+def test_error_of_a_code(ltx, device):
+    for t in (ones(device), ones("meta")):
+        with pytest.raises(RuntimeError, match=r"^statistic: expected a code from 0 to 1, got 2$"):
+            ltx._ops.ops.norm_quant(t(2, 8), None, None, None, None, None, None, 1e-6, 0.0, 2)
+        with pytest.raises(RuntimeError, match=r"^activation: expected a code from 0 to 2, got 3$"):
+            ltx._ops.ops.gelu_quant(t(2, 8), None, None, 3)
+
+
+def test_error_of_a_choice(ltx, device):
+    for f in (ltx, ltx.reference):
+        for call in (f.geglu_quant, f.gelu_quant):
+            with pytest.raises(ValueError, match=r"^approximate: expected"):
+                call(ones(device)(2, 8), approximate="erf")
+
+
+def test_error_where_a_gradient_is_needed(ltx, device):
+    x = torch.ones(2, 8, device=device)
+    needs = torch.ones(2, 8, device=device, requires_grad=True)
+    calls = [
+        lambda a, b: ltx.quantize_rows(b),
+        lambda a, b: ltx.rmsnorm_quant(a, b[0]),
+        lambda a, b: ltx.rmsnorm_residual_quant(a, b),
+        lambda a, b: ltx.adaln_rmsnorm_quant(a, None, a, b),
+        lambda a, b: ltx.gated_residual_quant(a, a, b),
+        lambda a, b: ltx.gated_residual_adaln_rmsnorm_quant(a, a, scale=b),
+        lambda a, b: ltx.geglu_quant(b),
+        lambda a, b: ltx.swiglu_quant(a, b),
+        lambda a, b: ltx.gelu_quant(a, bias=b[0]),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"^input: expected no gradient to be needed, got a tensor that"):
+            call(x, needs)
+        with torch.no_grad():
+            outputs = call(x, needs)
+        assert not any(output.requires_grad for output in outputs)
+
+
+OPS = ["norm_quant", "residual_norm_quant", "glu_quant", "gelu_quant"]
+
+
+def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    make = Make(device, dtype)
+    x, w, v, s = make(2, 6, 24), make(24), make(2, 1, 24), torch.tensor(0.1, device=device)
+    return {
+        "norm_quant": [
+            (x, None, None, None, None, None, None, 0.0, 0.0, 0),
+            (x.transpose(0, 1), w, w, v[:1], w, w, s, 1e-6, 0.0, 1),
+        ],
+        "residual_norm_quant": [
+            (x, x, v, None, None, None, w, None, None, s, 0.0, 0.0, 0),
+            (x, x, None, w, v, v, None, None, w, None, 1e-6, 0.0, 1),
+        ],
+        "glu_quant": [(x, None, None, 1, True), (x, x, s, 2, True)],
+        "gelu_quant": [(x, None, s, 0), (x, w, None, 1)],
+    }[name]
+
+
+@pytest.mark.parametrize("name", OPS)
+@every_dtype
+def test_opcheck(ltx, device, name, dtype):
+    for sample in op_samples(name, device, dtype):
+        torch.library.opcheck(getattr(ltx._ops.ops, name).default, sample)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_both_devices_have_kernels(ltx, name):
+    op = f"{ltx.__name__}::{name}"
+    for key in ("CPU", "CUDA"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def block(ltx: Any, x: Tensor, r: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    values, scales = ltx.adaln_rmsnorm_quant(x, None, v, v)
+    y = values.to(x.dtype) * scales.to(x.dtype)
+    *first, r = ltx.gated_residual_quant(y, r, v)
+    *second, r = ltx.gated_residual_adaln_rmsnorm_quant(y, r, v, None, v, v)
+    *third, r = ltx.rmsnorm_residual_quant(y, r)
+    return (
+        *first,
+        *second,
+        *third,
+        r,
+        *ltx.rmsnorm_quant(r),
+        *ltx.geglu_quant(r),
+        *ltx.swiglu_quant(r, r),
+        *ltx.gelu_quant(r),
+        *ltx.quantize_rows(r),
+    )
+
+
+@pytest.mark.kernels_ci
+def test_compiles(ltx, device):
+    """Without a break, and once for all sizes."""
+    torch.compiler.reset()
+    make = Make(device, torch.bfloat16)
+    function = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    try:
+        for batch, tokens in ((5, 12), (4, 10), (7, 28)):
+            arguments = make(batch, tokens, 24), make(batch, tokens, 24), make(batch, 1, 24)
+            for output, expected in zip(function(ltx, *arguments), block(ltx, *arguments), strict=True):
+                assert_same_bits(output, expected)
+            torch.compiler.set_stance("fail_on_recompile")
+    finally:
+        torch.compiler.set_stance("default")
+
+
+# ---- Linear layers
+
+
+def linear_inputs(ltx: Any, device: str, rows: tuple[int, ...] = (2, 5)) -> tuple[Tensor, ...]:
+    make = Make(device, torch.bfloat16)
+    x, weight, bias = make(*rows, 64), make(96, 64, std=0.1), make(96)
+    return (*ltx.quantize_rows(x), *ltx.quantize_weight(weight), bias, x, weight)
+
+
+def test_weight(ltx, device):
+    weight = torch.nn.Parameter(Make(device, torch.bfloat16)(96, 64))
+    values, scales = ltx.quantize_weight(weight)
+    expected = exactly(weight.detach())
+    assert_exactly((values, scales[:, None]), expected)
+    assert scales.shape == (96,) and not values.requires_grad
+    assert_exactly((*ltx.quantize_weight(weight.detach().float())[:1], scales[:, None]), expected)
+
+
+def test_weight_that_is_stored_in_fp8(ltx, device):
+    weight = Make(device, torch.bfloat16)(96, 64)
+    stored = weight.to(E4M3)
+    values, scales = ltx.quantize_weight(stored)
+    assert torch.equal(values.float() * scales[:, None], stored.float())
+    stored = weight.to(torch.float8_e5m2)
+    values, scales = ltx.quantize_weight(stored)
+    assert_exactly((values, scales[:, None]), exactly(stored))
+
+
+@pytest.mark.parametrize("rows", [(2, 5), (7,), (), (2, 3, 4)])
+def test_linear(ltx, device, rows):
+    if ltx.quant.fp8_obstacle(torch.device(device)):
+        pytest.skip("no fp8 matrix products")
+    values, scales, weight, weight_scales, bias, x, original = linear_inputs(ltx, device, rows)
+    exact_x, exact_w = values.double() * scales, weight.double() * weight_scales[:, None]
+    for own_bias in (None, bias, bias.float()):
+        output = ltx.scaled_linear(values, scales, weight, weight_scales, own_bias)
+        assert output.dtype == torch.bfloat16 and output.shape == (*rows, 96) and output.is_contiguous()
+        exact = F.linear(exact_x, exact_w, None if own_bias is None else own_bias.double())
+        magnitude = F.linear(exact_x.abs(), exact_w.abs()) + 4
+        assert bool(((output - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-11 * magnitude).all())
+        wanted = F.linear(x.double(), original.double(), None if own_bias is None else own_bias.double())
+        assert (output - wanted).norm() < 0.06 * wanted.norm()
+
+
+def test_linear_compiles(ltx, device):
+    if ltx.quant.fp8_obstacle(torch.device(device)):
+        pytest.skip("no fp8 matrix products")
+    torch.compiler.reset()
+    values, scales, weight, weight_scales, bias, *_ = linear_inputs(ltx, device)
+    function = torch.compile(lambda *args: ltx.scaled_linear(*args), fullgraph=True, backend="aot_eager")
+    arguments = values, scales, weight, weight_scales, bias
+    assert_same_bits(function(*arguments), ltx.scaled_linear(*arguments))
+
+
+def test_errors_of_linear_layers(ltx, device):
+    def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.ones(shape, device=device).to(dtype)
+
+    q, s, w, ws = t(2, 32, dtype=E4M3), t(2, 1), t(16, 32, dtype=E4M3), t(16)
+    calls = {
+        "values: expected dtype float8_e4m3fn, got float32": lambda: ltx.scaled_linear(t(2, 32), s, w, ws),
+        "weight: expected dtype float8_e4m3fn, got bfloat16": lambda: ltx.scaled_linear(
+            q, s, t(16, 32, dtype=torch.bfloat16), ws
+        ),
+        "scales: expected dtype float32, got float16": lambda: ltx.scaled_linear(
+            q, t(2, 1, dtype=torch.float16), w, ws
+        ),
+        "weight: expected sizes that are multiples of 16, got shape [15, 32]": lambda: ltx.scaled_linear(
+            q, s, t(15, 32, dtype=E4M3), t(15)
+        ),
+        "weight: expected a contiguous tensor, got strides [1, 16]": lambda: ltx.scaled_linear(
+            q, s, t(32, 16, dtype=E4M3).t(), ws
+        ),
+        "values: expected a last dimension of 32 (that of weight), got shape [2, 16]": lambda: ltx.scaled_linear(
+            t(2, 16, dtype=E4M3), s, w, ws
+        ),
+        "scales: expected shape [2, 1], got [2]": lambda: ltx.scaled_linear(q, t(2), w, ws),
+        "weight_scales: expected shape [16], got [16, 1]": lambda: ltx.scaled_linear(q, s, w, t(16, 1)),
+        "bias: expected shape [16], got [15]": lambda: ltx.scaled_linear(q, s, w, ws, t(15)),
+        "weight: expected 2 dimensions, got shape [16]": lambda: ltx.quantize_weight(t(16)),
+        f"weight: expected {FLOATS}, got int64": lambda: ltx.quantize_weight(t(16, 16, dtype=torch.int64)),
+    }
+    for text, call in calls.items():
+        with pytest.raises(RuntimeError) as error:
+            call()
+        assert str(error.value) == text
+
+
+def test_error_of_an_old_gpu(ltx, monkeypatch):
+    class Properties:
+        name, major, minor = "NVIDIA A100-SXM4-80GB", 8, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert ltx.quant.fp8_obstacle(torch.device("cuda:0")) == "NVIDIA A100-SXM4-80GB (8.0)"
+    monkeypatch.setattr(ltx.quant, "_known_obstacle", lambda device: "NVIDIA A100-SXM4-80GB (8.0)")
+    values, scales, weight, weight_scales, *_ = linear_inputs(ltx, "cpu")
+    with pytest.raises(RuntimeError, match=r"^values: expected a GPU of compute capability 8.9 .* got NVIDIA A100"):
+        ltx.scaled_linear(values, scales, weight, weight_scales)
