@@ -12,7 +12,7 @@ from torch import nn
 
 from .._checks import ROUNDING, choice
 from . import diffusers
-from ._sites import ATTRIBUTE, Plan, Report, Site, class_of, install, uninstall, why_not
+from ._sites import Plan, Report, Site, class_of, install, uninstall_all, why_not
 
 LEVELS = ("norms", "block")
 # What a pipeline's call spends its time in. Text encoders run once, and a VAE's norms see memory formats of their own.
@@ -66,10 +66,10 @@ def optimize(
     if strict and plan.left_alone:
         lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
         raise RuntimeError("strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines))
-    for root in roots.values():
-        restore(root)
-
     report = Report(f"{type(obj).__name__}, level {level}, rounding {rounding}", left_alone=plan.left_alone)
+    for root in roots.values():
+        uninstall_all(root)
+        report._roots.append(weakref.ref(root))
     sites: dict[str, Site] = {}
     for module, entry in plan.modules.values():
         name = class_of(module)
@@ -77,7 +77,6 @@ def optimize(
             sites[name] = Site(entry, name, rounding, entry.settings(module))
             report.sites.append(sites[name])
         install(module, sites[name])
-        report._modules.append(weakref.ref(module))
     if rounding == "fp32":
         attentions = [m for m, entry in plan.modules.values() if entry.forward is diffusers.ltx_attention_forward]
         unpacked = Counter(filter(None, map(diffusers.pack_attention, attentions)))
@@ -101,9 +100,7 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
         ValueError: An unknown component.
     """
     for root in _roots(obj, components, default=None).values():
-        for module in root.modules():
-            if ATTRIBUTE in module.__dict__:
-                uninstall(module)
+        uninstall_all(root)
 
 
 def _roots(

@@ -220,6 +220,12 @@ def uninstall(module: nn.Module) -> None:
             _put(holder, key, types.MethodType(type(module).forward, module))
 
 
+def uninstall_all(root: nn.Module) -> None:
+    for module in root.modules():
+        if ATTRIBUTE in module.__dict__:
+            uninstall(module)
+
+
 # ---- The report
 
 
@@ -249,7 +255,7 @@ class Report:
     sites: list[Site] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _modules: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
+    _roots: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -262,12 +268,11 @@ class Report:
         return {site.name: dict(site.fallbacks) for site in self.sites if site.fallbacks}
 
     def restore(self) -> None:
-        """Puts back what was there before."""
-        for reference in self._modules:
-            module = reference()
-            if module is not None and ATTRIBUTE in module.__dict__:
-                uninstall(module)
-        self._modules.clear()
+        """Gives every module of what was optimized its stock forward back."""
+        for reference in self._roots:
+            root = reference()
+            if root is not None:
+                uninstall_all(root)
 
     def __enter__(self) -> Report:
         return self

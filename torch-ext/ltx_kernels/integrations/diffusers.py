@@ -223,12 +223,16 @@ def ltx_attention_forward(
     if image_rotary_emb is not None:
         (query, key, value), packed = _project((self.to_q, self.to_k, self.to_v), hidden_states, pack)
         query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
+        cos, sin = image_rotary_emb
+        if heads == 2:  # half of both heads' width would be taken for the whole of one
+            cos, sin = _stock_table(cos, self.inner_dim), _stock_table(sin, self.inner_dim)
         query, key = qk_norm_rope(
             query,
             key,
             self.norm_q.weight,
             self.norm_k.weight,
-            *image_rotary_emb,
+            cos,
+            sin,
             self.norm_q.eps,
             across_heads=True,
             rounding=site.rounding,
@@ -293,6 +297,9 @@ def pack_attention(attention: Known) -> str:
 
 
 def _why_not_block_call(self: Known, hidden_states: Tensor, temb: Tensor) -> str:
+    reason = why_not_input(hidden_states)
+    if reason:
+        return reason
     table = self.scale_shift_table
     if type(table) is not nn.Parameter or table.device != hidden_states.device:
         return f"scale_shift_table is on {table.device}, or no ordinary parameter"
@@ -304,7 +311,7 @@ def _why_not_block_call(self: Known, hidden_states: Tensor, temb: Tensor) -> str
         return "a gradient is needed"
     if hooked(self.norm1) or hooked(self.norm2):
         return "norm1 or norm2 has a hook"
-    return why_not_input(hidden_states)
+    return ""
 
 
 def ltx_block_forward(

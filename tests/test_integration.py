@@ -1,0 +1,778 @@
+"""`optimize` on diffusers' LTX-Video: parity with the stock model, and everything that goes on around a model.
+
+The model is small and random, of diffusers' own classes. Most tests compare three forwards: stock, optimized, and the
+stock model in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+diffusers = pytest.importorskip("diffusers")
+from diffusers import LTXVideoTransformer3DModel  # noqa: E402
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor  # noqa: E402
+
+LAYERS = 2
+TEXT = 8
+GRID = 2, 3, 4  # latent frames, height, width
+BLOCK, ATTENTION = "diffusers.LTXVideoTransformerBlock", "diffusers.LTXAttention"
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+def make_model(device: str, dtype: torch.dtype = torch.float32, **config: Any) -> LTXVideoTransformer3DModel:
+    torch.manual_seed(0)
+    shape = {"num_layers": LAYERS, "num_attention_heads": 4, "attention_head_dim": 16, "cross_attention_dim": 64}
+    model = LTXVideoTransformer3DModel(
+        **{**shape, "in_channels": 8, "out_channels": 8, "caption_channels": 48, **config}
+    )
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm_q.weight", "norm_k.weight")):
+            nn.init.normal_(parameter, 1.0, 0.2)  # as constructed they are all one
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, 0.0, 0.1)
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def make_inputs(
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    grid: tuple[int, int, int] = GRID,
+    per_token: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    torch.manual_seed(1)
+    tokens = grid[0] * grid[1] * grid[2]
+    mask = torch.ones(2, TEXT, dtype=torch.int64)
+    mask[0, 3:] = 0
+    timestep = torch.rand(2, tokens) * 1000 if per_token else torch.tensor([500.0, 300.0])
+    tensors = {
+        "hidden_states": torch.randn(2, tokens, 8).to(dtype),
+        "encoder_hidden_states": torch.randn(2, TEXT, 48).to(dtype),
+        "timestep": timestep,
+        "encoder_attention_mask": mask,
+    }
+    sizes = dict(zip(("num_frames", "height", "width"), grid))
+    scale = {"rope_interpolation_scale": (8 / 25, 32, 32)}
+    return {**{k: v.to(device) for k, v in tensors.items()}, **sizes, **scale, "return_dict": False, **more}
+
+
+def coordinates(device: str) -> Tensor:
+    torch.manual_seed(2)
+    return (torch.rand(2, 3, GRID[0] * GRID[1] * GRID[2]) * 500).to(device)
+
+
+def exactly(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """The stock forward in float32 of the same weights and inputs."""
+    model = copy.deepcopy(model).float()
+    return model(**{k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()})[
+        0
+    ]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def assert_close(got: Tensor, stock: Tensor) -> None:
+    """Not further from stock than the order of sums in float32, or a few roundings to half precision, can take it."""
+    assert got.dtype == stock.dtype and got.shape == stock.shape
+    limit = 1e-5 if got.dtype == torch.float32 else 2 * torch.finfo(got.dtype).eps
+    assert distance(got, stock) < limit
+
+
+def patched(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if "_ltx_kernels" in m.__dict__ or "forward" in m.__dict__]
+
+
+# ---- Parity
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["timestep", "timestep per token"])
+@pytest.mark.parametrize("coords", [False, True], ids=["grid", "coordinates"])
+@pytest.mark.parametrize("rounding", ["fp32", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_forward(
+    ltx: ModuleType, device: str, dtype: torch.dtype, rounding: str, coords: bool, per_token: bool
+) -> None:
+    model = make_model(device, dtype)
+    more = {"video_coords": coordinates(device), "rope_interpolation_scale": None} if coords else {}
+    inputs = make_inputs(device, dtype, per_token=per_token, **more)
+    stock, exact = model(**inputs)[0], exactly(model, inputs)
+    report = ltx.optimize(model, rounding=rounding)
+    ours = model(**inputs)[0]
+    assert report.fallbacks == {} and report.left_alone == {}
+    assert_close(ours, stock)
+    if dtype != torch.float32:
+        assert distance(ours, exact) <= 1.15 * distance(stock, exact)  # one small model: the ratio has its own noise
+    if dtype != torch.float32 and rounding == "eager":
+        # Only sums differ, so most elements of the result are the same to the bit.
+        assert distance(ours, stock) < 0.6 * distance(stock, exact)
+    report.restore()
+    assert torch.equal(model(**inputs)[0], stock) or dtype == torch.float32
+    assert patched(model) == []
+
+
+def test_error_over_seeds(ltx: ModuleType, device: str) -> None:
+    """Averaged over inputs and weights, the error against float32 is that of the stock model."""
+    stock_errors, our_errors = [], []
+    for seed in range(6):
+        model = make_model(device, torch.bfloat16, num_attention_heads=8, cross_attention_dim=128)
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+        inputs = make_inputs(device, torch.bfloat16)
+        inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
+        exact = exactly(model, inputs)
+        stock_errors.append(distance(model(**inputs)[0], exact))
+        ltx.optimize(model)
+        our_errors.append(distance(model(**inputs)[0], exact))
+    assert sum(our_errors) <= 1.05 * sum(stock_errors)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_any_number_of_heads(ltx: ModuleType, device: str, heads: int) -> None:
+    """With two heads, half the width of the rotary table is one head's whole width."""
+    model = make_model(device, num_attention_heads=heads, attention_head_dim=32, cross_attention_dim=32 * heads)
+    inputs = make_inputs(device)
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+    assert_close(model(**inputs)[0], stock)
+
+
+@pytest.mark.parametrize("level", ["norms", "block"])
+def test_faults_would_show(ltx: ModuleType, device: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is not blind: weights that a fused path might forget move the result far more than rounding."""
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    ltx.optimize(model, level=level)
+    for name in (
+        "attn1.norm_q.weight",
+        "attn2.norm_k.weight",
+        "attn1.to_k.bias",
+        "ff.net.0.proj.bias",
+        "scale_shift_table",
+    ):
+        parameter = model.transformer_blocks[0].get_parameter(name)
+        kept = parameter.clone()
+        parameter.add_(0.1 * torch.randn_like(parameter))
+        assert distance(model(**inputs)[0], stock) > 1e-4, name
+        parameter.copy_(kept)
+    assert_close(model(**inputs)[0], stock)
+
+
+def test_no_mask_and_no_text_padding(ltx: ModuleType, device: str) -> None:
+    model = make_model(device)
+    inputs = make_inputs(device, encoder_attention_mask=None)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model)
+    assert_close(model(**inputs)[0], stock)
+    assert report.fallbacks == {}
+
+
+# ---- The report, and taking it back
+
+
+def test_report(ltx: ModuleType, device: str) -> None:
+    model = make_model(device)
+    report = ltx.optimize(model)
+    assert report.replaced == {
+        BLOCK: LAYERS,
+        ATTENTION: 2 * LAYERS,
+        "diffusers.LTXVideoRotaryPosEmbed": 1,
+        "diffusers.GELU": LAYERS,
+        "diffusers.RMSNorm": 2 * LAYERS,
+        "torch.RMSNorm": 4 * LAYERS,
+        "torch.LayerNorm": 1,
+    }
+    assert all(site.calls == 0 for site in report.sites)  # nothing has run, and nothing is claimed
+    model(**make_inputs(device))
+    calls = {site.name: site.calls for site in report.sites}
+    # The block does the work of its norms, and the attentions that of theirs.
+    assert (calls[BLOCK], calls[ATTENTION], calls["torch.RMSNorm"], calls["torch.LayerNorm"]) == (
+        LAYERS,
+        2 * LAYERS,
+        0,
+        1,
+    )
+    lines = str(report).splitlines()
+    (line,) = [line for line in lines if BLOCK in line]
+    assert line.split()[:5] == [str(LAYERS), BLOCK, str(LAYERS), "0", "0"] and "adaln_rmsnorm" in line
+
+
+def test_level_norms(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device, torch.bfloat16), make_inputs(device, torch.bfloat16)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model, level="norms")
+    assert set(report.replaced) == {"diffusers.RMSNorm", "torch.RMSNorm", "torch.LayerNorm"}
+    assert_close(model(**inputs)[0], stock)
+    assert sum(site.calls for site in report.sites) == 6 * LAYERS + 1
+
+
+def test_compiled_ops_run(ltx: ModuleType, device: str) -> None:
+    """What the report counts as calls are calls of compiled ops, as torch's dispatcher sees them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == ltx._ops.ops.name:
+                seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    model = make_model(device)
+    ltx.optimize(model)
+    with Watch():
+        model(**make_inputs(device))
+    in_block = ["adaln_norm", "gated_residual", "gated_residual", "residual_norm", "norm", "norm"]
+    found = {name: seen.count(name) for name in set(seen)}
+    assert found.pop("qk_norm_rope", 0) + found.pop("qk_norm_rope_out", 0) == LAYERS
+    assert found.pop("gelu", 0) == (LAYERS if device == "cpu" else 0)
+    assert found == {name: in_block.count(name) * LAYERS + (name == "norm") for name in in_block}
+
+
+def test_context_manager_and_second_optimize(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device, torch.bfloat16), make_inputs(device, torch.bfloat16)
+    stock = model(**inputs)[0]
+    classes = {name: type(m) for name, m in model.named_modules()}
+    parameters = dict(model.named_parameters())
+    with ltx.optimize(model, rounding="eager") as first:
+        eager = model(**inputs)[0]
+        second = ltx.optimize(model)  # other settings: replaces the first
+        assert second.replaced[BLOCK] == first.replaced[BLOCK] == LAYERS
+        fp32 = model(**inputs)[0]
+        assert not torch.equal(eager, fp32)
+        assert {name: type(m) for name, m in model.named_modules()} == classes
+        assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert patched(model) == []
+    assert torch.equal(model(**inputs)[0], stock)
+    ltx.restore(model)  # nothing to do is no error
+
+
+def test_two_models_are_independent(ltx: ModuleType, device: str) -> None:
+    one, other, inputs = make_model(device), make_model(device), make_inputs(device)
+    first, second = ltx.optimize(one), ltx.optimize(other, rounding="eager")
+    one(**inputs)
+    assert first.sites[0].calls == 1 and second.sites[0].calls == 0
+    first.restore()
+    assert patched(one) == [] and patched(other)
+
+
+def test_deepcopy(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    want = model(**inputs)[0]
+    counted = {site.name: site.calls for site in report.sites}
+    copied = copy.deepcopy(model)
+    assert_close(copied(**inputs)[0], want)
+    assert {site.name: site.calls for site in report.sites} == counted  # the copy has a report of its own
+    assert all(m.forward.__self__ is m for m in copied.modules() if "forward" in m.__dict__)
+    ltx.restore(copied)
+    assert patched(copied) == [] and patched(model)
+    assert torch.equal(model(**inputs)[0], want)
+
+
+def test_report_does_not_keep_the_model(ltx: ModuleType, device: str) -> None:
+    model = make_model(device)
+    report = ltx.optimize(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    report.restore()
+
+
+def test_strict_changes_nothing(ltx: ModuleType, device: str) -> None:
+    model = make_model(device)
+    model.transformer_blocks[1].attn1.forward = lambda *args, **kwargs: None
+    before = patched(model)
+    with pytest.raises(RuntimeError, match=r"transformer_blocks.1.attn1: its forward is patched already"):
+        ltx.optimize(model, strict=True)
+    assert patched(model) == before
+    report = ltx.optimize(model)
+    # The rotary table stays at full width for it.
+    assert set(report.left_alone) == {"transformer_blocks.1.attn1", "rope"}
+    assert "transformer_blocks.1.attn1: its forward is patched already" in str(report)
+
+
+def test_changed_classes_are_left_alone(ltx: ModuleType, device: str) -> None:
+    class Norm(nn.RMSNorm):
+        pass
+
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    block = model.transformer_blocks[0]
+    block.attn2.norm_q.__class__ = Norm
+    block.extra = nn.Identity()
+    report = ltx.optimize(model)
+    assert "norm_q or norm_k is not torch.nn.RMSNorm" in report.left_alone["transformer_blocks.0.attn2"]
+    assert "extra" in report.left_alone["transformer_blocks.0"]
+    assert_close(model(**inputs)[0], stock)
+
+
+def test_changed_signature_is_left_alone(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(device)
+    block = type(model.transformer_blocks[0])
+    stock = block.forward
+
+    def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, mask=None, added=None):
+        return stock(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, mask)
+
+    monkeypatch.setattr(block, "forward", forward)
+    report = ltx.optimize(model)
+    assert BLOCK not in report.replaced and report.replaced[ATTENTION] == 2 * LAYERS
+    assert "its forward takes (hidden_states" in report.left_alone["transformer_blocks.0"]
+
+
+def test_wrong_arguments(ltx: ModuleType, device: str) -> None:
+    model = make_model(device)
+    for arguments, error, text in (
+        ({"level": "all"}, ValueError, "level: expected"),
+        ({"rounding": "bf16"}, ValueError, "rounding: expected"),
+        ({"components": ["transformer"]}, ValueError, "components: expected None with a module"),
+    ):
+        with pytest.raises(error, match=text):
+            ltx.optimize(model, **arguments)
+    with pytest.raises(TypeError, match=r"obj: expected a torch.nn.Module or a pipeline"):
+        ltx.optimize("model")
+    assert patched(model) == []
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        ltx.optimize(nn.Linear(2, 2))
+
+
+# ---- Calls that the ops cannot take
+
+
+def test_gradients_run_stock(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device).requires_grad_(True), make_inputs(device)
+    report = ltx.optimize(model)
+
+    def gradients() -> list[Tensor]:
+        with torch.enable_grad():
+            loss = model(**inputs)[0].square().sum()
+        return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+    ours = gradients()
+    assert report.fallbacks[BLOCK] == {"a gradient is needed": LAYERS}
+    model.enable_gradient_checkpointing()
+    checkpointed = gradients()
+    model.disable_gradient_checkpointing()
+    report.restore()
+    for got, again, want in zip(ours, checkpointed, gradients()):
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(again, want, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_runs_stock(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    with torch.autocast(device, torch.bfloat16):
+        ours = model(**inputs)[0]
+    assert report.fallbacks[BLOCK] == {"autocast is on": LAYERS}
+    report.restore()
+    with torch.autocast(device, torch.bfloat16):
+        assert_close(ours.float(), model(**inputs)[0].float())
+
+
+def test_other_processor_runs_stock(ltx: ModuleType, device: str) -> None:
+    """Set after `optimize`: the attention falls back, and sees the rotary table at full width."""
+
+    class Processor(LTXVideoAttnProcessor):
+        def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            return super().__call__(attn, *args, **kwargs)
+
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model)
+    model.transformer_blocks[0].attn1.set_processor(Processor())
+    assert_close(model(**inputs)[0], stock)
+    ((reason, count),) = report.fallbacks[ATTENTION].items()
+    assert count == 1 and "Processor" in reason and "stock call of diffusers.LTXAttention, 1 x" in str(report)
+
+
+def test_hooks_on_modules_still_run(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+    block = model.transformer_blocks[0]
+    seen: list[str] = []
+    for name in ("norm1", "attn1", "attn1.norm_q", "attn1.to_q", "attn1.to_out.1", "ff", "ff.net.0.proj", "attn2.to_v"):
+        block.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    assert_close(model(**inputs)[0], stock)
+    assert sorted(seen) == sorted(
+        ["norm1", "attn1", "attn1.norm_q", "attn1.to_q", "attn1.to_out.1", "ff", "ff.net.0.proj", "attn2.to_v"]
+    )
+
+
+def test_tensor_subclass_runs_stock(ltx: ModuleType, device: str) -> None:
+    class Marked(Tensor):
+        pass
+
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model)
+    inputs["hidden_states"] = inputs["hidden_states"].as_subclass(Marked)
+    assert_close(model(**inputs)[0].as_subclass(Tensor), stock)
+    assert report.fallbacks[BLOCK] == {"the input is a Marked": LAYERS}
+
+
+# ---- Weights
+
+
+def adjacent(attention: nn.Module) -> bool:
+    weights = [attention.to_q.weight, attention.to_k.weight, attention.to_v.weight]
+    return all(b.data_ptr() == a.data_ptr() + a.nbytes for a, b in itertools.pairwise(weights))
+
+
+def test_packed_weights_are_the_parameters(ltx: ModuleType, device: str, tmp_path: Any) -> None:
+    model, inputs = make_model(device, torch.bfloat16), make_inputs(device, torch.bfloat16)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    ltx.optimize(model)
+    assert all(adjacent(block.attn1) and adjacent(block.attn2) for block in model.transformer_blocks)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    want = model(**inputs)[0]
+    # What is written into the parameters is what runs.
+    model.load_state_dict({name: value * 0.5 for name, value in state.items()})
+    changed = model(**inputs)[0]
+    assert distance(changed, want) > 0.01
+    model.load_state_dict(state)
+    assert torch.equal(model(**inputs)[0], want)
+    model.save_pretrained(tmp_path)
+    loaded = LTXVideoTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16).to(device)
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+    ltx.optimize(loaded)
+    assert torch.equal(loaded(**inputs)[0], want)
+
+
+def test_lost_packing_is_noticed(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    want = model(**inputs)[0]
+    attention = model.transformer_blocks[0].attn1
+    attention.to_k.weight.data = attention.to_k.weight.data.clone() * 2
+    assert not adjacent(attention)
+    stretched = model(**inputs)[0]
+    assert distance(stretched, want) > 1e-5  # the new weight runs, not the one behind to_q
+    attention.to_k.weight.data.mul_(0.5)
+    assert_close(model(**inputs)[0], want)
+
+
+def test_projection_without_bias(ltx: ModuleType, device: str) -> None:
+    model = make_model(device, attention_bias=False, attention_out_bias=False)
+    inputs = make_inputs(device)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model)
+    assert adjacent(model.transformer_blocks[0].attn1) and report.notes == []
+    assert_close(model(**inputs)[0], stock)
+
+
+def test_cross_attention_of_another_width(ltx: ModuleType, device: str) -> None:
+    model = make_model(device, num_attention_heads=8)  # of 16
+    block = model.transformer_blocks[0]
+    block.attn2.to_k = nn.Linear(128, 128, device=device).requires_grad_(False)
+    assert ltx.optimize(model).notes == []
+
+
+def test_lora(ltx: ModuleType, device: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = make_model(device), make_inputs(device)
+    bare = model(**inputs)[0]
+    report = ltx.optimize(model)
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj"]
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    model.requires_grad_(False)
+    ours = model(**inputs)[0]
+    ltx.restore(model)
+    stock = model(**inputs)[0]
+    assert distance(stock, bare) > 0.01
+    assert_close(ours, stock)
+    ltx.optimize(model)  # with the adapter in place
+    assert_close(model(**inputs)[0], stock)
+    model.fuse_lora()
+    assert_close(model(**inputs)[0], stock)
+    model.unfuse_lora()
+    assert_close(model(**inputs)[0], stock)
+    model.delete_adapters("default")
+    assert_close(model(**inputs)[0], bare)
+    assert report.left_alone == {}
+
+
+def test_quantised_linears(ltx: ModuleType, device: str) -> None:
+    """A linear layer of another class, and one whose weight is another kind of tensor, are called as modules."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model, inputs = make_model(device, torch.bfloat16), make_inputs(device, torch.bfloat16)
+    ltx.optimize(model)
+    quantization.quantize_(model.transformer_blocks, quantization.Int8WeightOnlyConfig())
+    ours = model(**inputs)[0]
+    ltx.restore(model)
+    assert_close(ours, model(**inputs)[0])
+    report = ltx.optimize(model)
+    assert "ordinary parameters" in report.notes[0]
+    assert_close(model(**inputs)[0], ours)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+def test_layerwise_casting(ltx: ModuleType, device: str, before: bool) -> None:
+    def cast(model: nn.Module) -> None:
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+
+    inputs = make_inputs(device, torch.bfloat16)
+    stock_model, model = make_model(device, torch.bfloat16), make_model(device, torch.bfloat16)
+    cast(stock_model)
+    stock = stock_model(**inputs)[0]
+    if before:
+        cast(model)
+    report = ltx.optimize(model)
+    if not before:
+        cast(model)
+    assert_close(model(**inputs)[0], stock)
+    assert BLOCK not in report.fallbacks
+
+
+# ---- Offload
+
+
+def offload_model(model: nn.Module, device: str) -> None:
+    pytest.importorskip("accelerate").cpu_offload_with_hook(model, execution_device=device)
+
+
+def offload_sequentially(model: nn.Module, device: str) -> None:
+    pytest.importorskip("accelerate").cpu_offload(model, execution_device=device)
+
+
+def offload_groups(kind: str) -> Callable[[nn.Module, str], None]:
+    def offload(model: nn.Module, device: str) -> None:
+        model.enable_group_offload(
+            onload_device=torch.device(device),
+            offload_device=torch.device("cpu"),
+            offload_type=kind,
+            num_blocks_per_group=1 if kind == "block_level" else None,
+        )
+
+    return offload
+
+
+@pytest.mark.parametrize("order", ["offload first", "optimize first"])
+@pytest.mark.parametrize(
+    "offload",
+    [offload_model, offload_sequentially, offload_groups("block_level"), offload_groups("leaf_level")],
+    ids=["model", "sequential", "group, blocks", "group, leaves"],
+)
+def test_offload(ltx: ModuleType, device: str, offload: Callable[[nn.Module, str], None], order: str) -> None:
+    inputs = make_inputs(device)
+    stock = make_model(device)(**inputs)[0]
+    model = make_model("cpu")
+    if order == "offload first":
+        offload(model, device)
+        report = ltx.optimize(model)
+    else:
+        report = ltx.optimize(model)
+        offload(model, device)
+    for _ in range(2):
+        assert_close(model(**inputs)[0], stock)
+    assert report.sites[0].calls > 0
+    ltx.restore(model)
+    assert_close(model(**inputs)[0], stock)
+    assert not any("_ltx_kernels" in m.__dict__ for m in model.modules())
+
+
+def test_restore_below_a_hook_and_above(ltx: ModuleType, device: str) -> None:
+    """accelerate's hooks that come and go leave the ops in place, or the stock forward."""
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model)
+    accelerate.cpu_offload(model, execution_device=device)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    model.to(device)
+    report.sites[0].calls = 0
+    assert_close(model(**inputs)[0], stock)
+    assert {site.name: site.calls for site in report.sites}[BLOCK] > 0
+    ltx.restore(model)
+    assert torch.equal(model(**inputs)[0], stock)
+
+
+# ---- Caches, attention backends
+
+
+@pytest.mark.parametrize("order", ["cache first", "optimize first"])
+@pytest.mark.parametrize("kind", ["first block", "attention broadcast"])
+def test_caches(ltx: ModuleType, device: str, kind: str, order: str) -> None:
+    def enable(model: nn.Module) -> None:
+        if kind == "first block":
+            model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.05))
+        else:
+            step = [700]
+            model.enable_cache(
+                diffusers.PyramidAttentionBroadcastConfig(
+                    spatial_attention_block_skip_range=2,
+                    cross_attention_block_skip_range=2,
+                    spatial_attention_timestep_skip_range=(100, 800),
+                    cross_attention_timestep_skip_range=(100, 800),
+                    spatial_attention_block_identifiers=["transformer_blocks.*attn1"],
+                    cross_attention_block_identifiers=["transformer_blocks.*attn2"],
+                    current_timestep_callback=lambda: step[0],
+                )
+            )
+
+    def run(model: nn.Module) -> list[Tensor]:
+        outputs = []
+        for step in range(3):
+            inputs = make_inputs(device)
+            inputs["hidden_states"] = inputs["hidden_states"] * (1 + 0.01 * step)
+            with model.cache_context("cond"):
+                outputs.append(model(**inputs)[0])
+        return outputs
+
+    bare, stock_model, model = make_model(device), make_model(device), make_model(device)
+    enable(stock_model)
+    if order == "cache first":
+        enable(model)
+    report = ltx.optimize(model)
+    if order == "optimize first":
+        enable(model)
+    stock = run(stock_model)
+    inputs = make_inputs(device)
+    inputs["hidden_states"] = inputs["hidden_states"] * 1.01
+    assert distance(stock[1], bare(**inputs)[0]) > 1e-6  # the cache was used
+    for got, want in zip(run(model), stock):
+        assert_close(got, want)
+    calls = {site.name: site.calls for site in report.sites}
+    assert 0 < calls[BLOCK if kind == "first block" else ATTENTION] < 3 * LAYERS * (1 if kind == "first block" else 2)
+    assert report.fallbacks == {}
+
+
+def test_attention_backend_and_parallel_config_are_kept(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.models.transformers import transformer_ltx
+
+    seen: list[tuple[Any, Any]] = []
+    stock = transformer_ltx.dispatch_attention_fn
+
+    def watch(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((kwargs["backend"], kwargs["parallel_config"]))
+        return stock(*args, **{**kwargs, "parallel_config": None})
+
+    monkeypatch.setattr(transformer_ltx, "dispatch_attention_fn", watch)
+    model, inputs = make_model(device), make_inputs(device)
+    want = model(**inputs)[0]
+    ltx.optimize(model)
+    model.set_attention_backend("_native_math")
+    marker = object()
+    model.transformer_blocks[0].attn1.processor._parallel_config = marker
+    seen.clear()
+    assert_close(model(**inputs)[0], want)
+    assert [str(getattr(backend, "value", backend)) for backend, _ in seen] == ["_native_math"] * 2 * LAYERS
+    assert [config is marker for _, config in seen] == [True] + [False] * (2 * LAYERS - 1)
+
+
+# ---- The rotary table
+
+
+def test_rotary_table_is_made_once_per_shape(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+
+    def table(**more: Any) -> tuple[Tensor, Tensor]:
+        names = "hidden_states", "num_frames", "height", "width", "rope_interpolation_scale"
+        return model.rope(**{**{name: inputs[name] for name in names}, **more})
+
+    first = table()
+    assert first[0].shape == (1, 24, 32)
+    assert table()[0] is first[0]
+    assert table(rope_interpolation_scale=(1.0, 2.0, 3.0))[0] is not first[0]
+    assert table(num_frames=1, height=6)[0] is not first[0]
+    scale = torch.tensor(0.5, device=device)
+    by_tensor = [table(rope_interpolation_scale=(scale, 32, 32))[0] for _ in range(2)]
+    assert by_tensor[0] is not by_tensor[1]  # its value may change unseen
+    coords = coordinates(device)
+    given = table(video_coords=coords)[0]
+    assert given.shape == (2, 24, 32) and table(video_coords=coords)[0] is given
+    coords += 1
+    assert not torch.equal(table(video_coords=coords)[0], given)
+
+
+# ---- torch.compile, CUDA graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["fp32", "eager"])
+def test_compile_whole(ltx: ModuleType, device: str, rounding: str) -> None:
+    model, inputs = make_model(device, torch.bfloat16), make_inputs(device, torch.bfloat16)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model, rounding=rounding)
+    compiled = torch.compile(model, fullgraph=True)
+    assert_close(compiled(**inputs)[0], stock)
+    traced = {site.name: site.traces for site in report.sites}
+    assert report.fallbacks == {} and traced[BLOCK] == LAYERS and traced[ATTENTION] == 2 * LAYERS
+    # Other lengths: once more for sizes that vary, and then never again.
+    compiled(**make_inputs(device, torch.bfloat16, grid=(3, 3, 4)))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(**make_inputs(device, torch.bfloat16, grid=(5, 3, 4)))
+
+
+@pytest.mark.slow
+def test_compile_repeated_blocks(ltx: ModuleType, device: str) -> None:
+    model = make_model(device, torch.bfloat16, num_layers=4)
+    inputs = make_inputs(device, torch.bfloat16)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model)
+    model.compile_repeated_blocks(fullgraph=True)
+    assert_close(model(**inputs)[0], stock)
+    assert report.fallbacks == {}
+    # One compilation serves all blocks.
+    assert {site.name: site.traces for site in report.sites}[BLOCK] == 1
+
+
+def test_optimize_after_compile(ltx: ModuleType, device: str) -> None:
+    """A compiled model that is optimized, and restored, runs what it holds at the time."""
+    model, inputs = make_model(device), make_inputs(device)
+    compiled = torch.compile(model, backend="eager")
+    stock = compiled(**inputs)[0]
+    report = ltx.optimize(compiled)
+    assert_close(compiled(**inputs)[0], stock)
+    assert {site.name: site.traces for site in report.sites}[BLOCK] == LAYERS
+    ltx.restore(compiled)
+    assert_close(compiled(**inputs)[0], stock)
+
+
+def test_cuda_graph(ltx: ModuleType, cuda_graphs: str) -> None:
+    model, inputs = make_model("cuda", torch.bfloat16), make_inputs("cuda", torch.bfloat16)
+    ltx.optimize(model)
+    want = model(**inputs)[0]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        model(**inputs)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = model(**inputs)[0]
+    # Shapes that come later do not take away the table that the graph reads.
+    for frames in range(1, 9):
+        model(**make_inputs("cuda", torch.bfloat16, grid=(frames, 2, 2)))
+    inputs["hidden_states"].mul_(1)
+    graph.replay()
+    assert torch.equal(got, want)
+    inputs["hidden_states"].mul_(2)
+    graph.replay()
+    assert torch.equal(got, model(**inputs)[0]) and not torch.equal(got, want)
