@@ -229,7 +229,12 @@ Tensor empty_in_order(const Tensor& input, const Arg& a) {
     contiguous = a.stride[d] == step && a.size[d] > 0;
     step *= a.size[d];
   }
-  return contiguous ? empty_strided(a.size, a.stride, a.dim, a) : torch::stable::empty_like(input);
+  if (contiguous) return empty_strided(a.size, a.stride, a.dim, a);
+  try {
+    return torch::stable::empty_like(input);
+  } catch (const std::runtime_error&) {
+    fail_memory(a.size, a.dim, a);
+  }
 }
 
 Tensor set_fresh_output(Operand& operand, const char* name, const Tensor& input) {

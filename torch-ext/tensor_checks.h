@@ -181,15 +181,32 @@ inline int64_t extent(const Arg& a) {
   return n;
 }
 
+// Whether no two elements lie in one place. Strides that do not nest count as if some did: torch makes no such tensors.
+inline bool has_own_memory(const Arg& a) {
+  int64_t nested = 0, wanted = 0, last = 0, reach = 0;
+  for (int64_t d = 0; d < a.dim; ++d) {
+    if (a.size[d] == 0) return true;
+    wanted += a.size[d] > 1;
+  }
+  for (; nested < wanted; ++nested) {  // the dimensions by their strides, smallest first
+    int64_t next = -1;
+    for (int64_t d = 0; d < a.dim; ++d) {
+      if (a.size[d] > 1 && a.stride[d] > last && (next < 0 || a.stride[d] < a.stride[next])) next = d;
+    }
+    if (next < 0 || a.stride[next] <= reach) return false;
+    last = a.stride[next];
+    reach += (a.size[next] - 1) * last;
+  }
+  return true;
+}
+
 // The output has the wanted shape, the dtype and device of `as`, and no two elements in one place.
 inline void check_output(const Arg& out, const Arg& as, const int64_t* size, int64_t dim) {
   check_shape(out, size, dim);
   check_same_dtype(out, as);
   check_same_device(out, as);
-  for (int64_t d = 0; d < out.dim; ++d) {
-    if (out.size[d] > 1 && out.stride[d] == 0) {
-      fail(out.name, "memory of its own for every element", "strides " + shape_text(out.stride, out.dim));
-    }
+  if (!has_own_memory(out)) {
+    fail(out.name, "memory of its own for every element", "strides " + shape_text(out.stride, out.dim));
   }
 }
 
@@ -221,10 +238,19 @@ inline void check_overlap(const Arg& out, const Arg& other, bool may_be_same) {
 
 // ---- Outputs
 
+// The stable ABI keeps torch's own exception to itself. Code that retries with a smaller batch looks for the last
+// words.
+[[noreturn]] inline void fail_memory(const int64_t* size, int64_t dim, const Arg& as) {
+  fail("output",
+       text("memory for shape ", shape_text(size, dim), " of ", dtype_text(as.dtype), " on ", device_text(as)),
+       "none: out of memory.");
+}
+
 inline Tensor empty_strided(const int64_t* size, const int64_t* stride, int64_t dim, const Arg& as) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dim, size, stride, as.dtype, as.device_type, as.device_index, &handle));
+  if (aoti_torch_empty_strided(dim, size, stride, as.dtype, as.device_type, as.device_index, &handle)) {
+    fail_memory(size, dim, as);
+  }
   return Tensor(handle);
 }
 

@@ -495,6 +495,26 @@ def rope_case(
     )
 
 
+def every_case(make: Make) -> dict[str, Case]:
+    """One small call of every op, by name, with all the tensors that it takes."""
+    found = {}
+    for op, tensors in NORM_OPS.items():
+        tables = [name for name in MODULATORS if name in tensors]
+        found[op] = norm_case(op, make, (2, 3, 64), tables=tables)
+    for name in ("geglu of two", "swiglu of two", "geglu erf", "gelu tanh, bias"):
+        found[name] = activation_case(name, make, (2, 3, 64))
+    sizes = (2, 5, 3, 16)
+    found["apply_rotary"] = rotary_case(make, sizes)
+    found["apply_rotary_qk"] = rotary_case(make, sizes, key=(4, 7), table="[S, D/2]")
+    for across_heads in (True, False):
+        name = f"qk_norm_rope {'across heads' if across_heads else 'per head'}"
+        found[name] = qk_norm_rope_case(make, sizes, across_heads=across_heads, key=(4, 7), key_table=True)
+    positions = torch.arange(5, device=make.device)
+    found["rope_1d"] = rope_case(make, (2, 3, 16), sequence=5, key_heads=1, positions=positions)
+    found["rope_3d"] = rope_case(make, (2, 3, 16), grid=(1, 5, 1), key_heads=1)
+    return found
+
+
 def _with_tables(case: Case) -> Case:
     """rope_1d and rope_3d as apply_rotary_qk with the fp64 table that they stand for."""
     assert case.table is not None
@@ -583,6 +603,7 @@ __all__ = [
     "Make",
     "activation_case",
     "angle_table",
+    "every_case",
     "gate_and_up",
     "modulator_shape",
     "norm_case",

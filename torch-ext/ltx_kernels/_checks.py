@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # The int codes of the op schemas (kernel_src/ltx/params.h).
 NONE, RMS, LAYER = 0, 1, 2
@@ -79,6 +80,9 @@ def rope_axes(
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd has to follow a call: a gradient is needed, or forward-mode differentiation is on."""
+    if forward_ad._current_level >= 0:  # what carries a tangent cannot be told for the wrappers of torch.func
+        return True
     for tensor in tensors:  # noqa: SIM110 (any() over a generator takes twice as long, in every call)
         if tensor is not None and tensor.requires_grad:
             return True

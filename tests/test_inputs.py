@@ -1,0 +1,200 @@
+"""Bad input, systematically: every tensor argument of every op, spoiled in every way that a tensor can be.
+
+The reference is the judge: it raises, and the op raises the same text and leaves its outputs alone; or it takes the
+input, and the op gives the same result. tests/test_errors.py has the texts themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Case, Make, every_case, guarded_output
+from torch import Tensor
+
+NAMES = list(every_case(Make("cpu", torch.float32)))
+every_call = pytest.mark.parametrize("name", NAMES)
+
+SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
+    "int64": lambda t: t.long(),
+    "float64": lambda t: t.double(),
+    "complex64": lambda t: t.to(torch.complex64),
+    "bool": lambda t: t.bool(),
+    "float8": lambda t: t.to(torch.float8_e4m3fn),
+    "float16": lambda t: t.half(),
+    "one more dimension": lambda t: t[None],
+    "one less dimension": lambda t: t[0],
+    "a trailing dimension": lambda t: t[..., None],
+    "no dimension": lambda t: t.flatten()[0],
+    "first size longer": lambda t: torch.cat((t, t[:1])),
+    "first size shorter": lambda t: t[1:],
+    "first size one": lambda t: t[:1],
+    "last size longer": lambda t: torch.cat((t, t[..., :1]), -1),
+    "last size shorter": lambda t: t[..., 1:],
+    "last size halved": lambda t: t[..., : t.shape[-1] // 2],
+    "last size one": lambda t: t[..., :1],
+    "last size zero": lambda t: t[..., :0],
+    "first size zero": lambda t: t[:0],
+    "transposed": lambda t: t.transpose(0, -1),
+    "overlapping rows": lambda t: t[:1].expand(t.shape),
+    "reversed": lambda t: t.flip(-1),  # torch copies: it has no negative strides
+    "another device": lambda t: t.to("meta"),
+}
+
+
+def spoiled(case: Case, name: str, how: str) -> Case:
+    """The case with its tensor `name` ("cos[1]" of a pair) spoiled."""
+    operand, _, index = name.removesuffix("]").partition("[")
+    value = case.kwargs[operand]
+    if index:
+        items = list(value)
+        items[int(index)] = SPOILED[how](items[int(index)])
+        return case.replace(**{operand: tuple(items)})
+    return case.replace(**{operand: SPOILED[how](value)})
+
+
+def outcome(call: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...] | None, str]:
+    try:
+        return call(), ""
+    except RuntimeError as error:
+        return None, str(error)
+
+
+@every_call
+@pytest.mark.parametrize("how", SPOILED)
+def test_every_argument(ltx: Any, device: str, name: str, how: str) -> None:
+    case = every_case(Make(device, torch.float32))[name]
+    # Into what is given, too: outputs of the right shape and dtype, in guarded memory.
+    expected = case.run(ltx)
+    for operand in case.tensors:
+        bad = spoiled(case, operand, how)
+        results, text = outcome(lambda bad=bad: bad.run(ltx.reference))
+        if any(tensor.device.type == "meta" for tensor in bad.tensors.values()) and len(case.tensors) == 1:
+            continue  # all of them on one device: no error
+        got, own_text = outcome(lambda bad=bad: bad.run(ltx))
+        if how == "float64" and operand in ("input", "query"):  # the reference's alone
+            text = f"{operand}: expected dtype float32, float16 or bfloat16, got float64"
+        assert own_text == text, f"{operand}, {how}"
+        if not text:
+            assert got is not None and results is not None
+            for output, want in zip(got, results, strict=True):
+                torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+            continue
+        assert ": expected " in text, f"{operand}, {how}: {text}"
+        guarded = [guarded_output(output, "rows apart") for output in expected]
+        for g in guarded:
+            g.view.fill_(math.nan)
+        views = tuple(g.view for g in guarded)
+        outs = (
+            dict(zip(case.output_names, views, strict=True))
+            if len(case.output_names) > 1
+            else {"out": views if len(views) > 1 else views[0]}
+        )
+        _, text = outcome(lambda bad=bad, outs=outs: bad.run(ltx, **outs))
+        assert text, f"{operand}, {how}: no error with given outputs"
+        for g in guarded:
+            assert bool(g.view.isnan().all()), f"{operand}, {how}: an output was written"
+            g.check()
+
+
+@every_call
+@pytest.mark.parametrize("how", [how for how in SPOILED if how not in ("transposed", "reversed")])
+def test_every_output(ltx: Any, backend: str, device: str, name: str, how: str) -> None:
+    """A spoiled output is named; none is written, the other one neither."""
+    case = every_case(Make(device, torch.float32))[name]
+    expected = case.run(ltx)
+    names = case.output_names if len(case.output_names) == len(expected) else ("out[0]", "out[1]")
+    for i, argument in enumerate(names):
+        outputs = [torch.full_like(output, math.nan) for output in expected]
+        outputs[i] = SPOILED[how](outputs[i])
+        same = outputs[i].shape == expected[i].shape and outputs[i].dtype == torch.float32
+        if same and not (how == "another device" or (how == "overlapping rows" and backend == device)):
+            continue
+        outs = (
+            dict(zip(case.output_names, outputs, strict=True))
+            if len(case.output_names) > 1
+            else {"out": tuple(outputs) if len(outputs) > 1 else outputs[0]}
+        )
+        before = [output.clone() for output in outputs]
+        _, text = outcome(lambda outs=outs: case.run(ltx, **outs))
+        assert text.startswith(f"{argument}: expected "), f"{argument}, {how}: {text!r}"
+        for output, old in zip(outputs, before, strict=True):
+            if output.device.type != "meta":
+                torch.testing.assert_close(output, old, rtol=0, atol=0, equal_nan=True)
+
+
+@every_call
+def test_outputs_in_one_place(ltx: Any, backend: str, device: str, name: str) -> None:
+    """Strides under which elements share memory, whatever they are; ones that skip memory are fine."""
+    if backend != device:
+        pytest.skip("the reference does not look at memory")
+    case = every_case(Make(device, torch.float32))[name]
+    output = case.run(ltx)[0]
+    flat = torch.full((output.shape[-1] * output.numel(),), math.nan, device=device)
+    for strides in ([1] * output.dim(), [0] * output.dim(), [*output.stride()[:-1], output.stride(-2)]):
+        bad = flat.as_strided(output.shape, strides)
+        outs = {"out": (bad, *(torch.empty_like(t) for t in case.inputs[1:])) if case.is_rotary else bad}
+        if len(case.inputs) == 1:
+            outs = {"out": bad}
+        _, text = outcome(lambda outs=outs: case.run(ltx, **outs))
+        assert "expected memory of its own for every element" in text, strides
+    assert bool(flat.isnan().all())
+
+
+@every_call
+@pytest.mark.parametrize("eps", [math.nan, math.inf, -math.inf, -1e-30])
+def test_eps(ltx: Any, device: str, name: str, eps: float) -> None:
+    case = every_case(Make(device, torch.float32))[name]
+    if "eps" not in inspect.signature(getattr(ltx, case.op)).parameters:
+        pytest.skip("takes no eps")
+    out = tuple(torch.full_like(output, math.nan) for output in case.run(ltx))
+    outs = {"out": out if case.is_rotary else out[0]}
+    for module, arguments in ((ltx, {}), (ltx.reference, {}), (ltx, outs)):
+        _, text = outcome(lambda module=module, arguments=arguments: case.replace(eps=eps).run(module, **arguments))
+        assert text.startswith("eps: expected a finite number >= 0, got ")
+    assert all(bool(output.isnan().all()) for output in out)
+
+
+# ---- Sizes
+
+
+@every_call
+def test_huge_sizes_on_meta(ltx: Any, name: str) -> None:
+    """2^40 batches: every size is 64 bits wide."""
+    case = every_case(Make("cpu", torch.bfloat16))[name].map(lambda tensor: tensor.to("meta"))
+    huge = 2**40
+
+    def grow(tensor: Tensor) -> Tensor:
+        return tensor[:1].expand(huge, *tensor.shape[1:]) if tensor.shape[:1] == (2,) else tensor
+
+    grown = case.map(grow)
+    for output, like in zip(grown.run(ltx), case.run(ltx), strict=True):
+        assert output.shape == (huge, *like.shape[1:])
+        assert output.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("op", ["rmsnorm", "gelu", "apply_rotary"])
+def test_no_memory_for_the_output(ltx: Any, backend: str, device: str, op: str) -> None:
+    """An input of 2^50 elements in the memory of a few: the error says what was wanted, and that memory is out."""
+    if backend != device:
+        pytest.skip("the reference's error is torch's")
+    x = torch.zeros(1, 1, 1, 64, device=device).expand(2**44, 1, 1, 64)
+    table = torch.zeros(1, 64, device=device)
+    arguments = (x, table, table) if op == "apply_rotary" else (x,)
+    with pytest.raises(RuntimeError, match=r"output: expected memory for shape .* of float32 on .*: out of memory\.$"):
+        getattr(ltx, op)(*arguments)
+    small = torch.ones(1, 64, device=device)
+    assert bool(ltx.rmsnorm(small).isfinite().all())
+
+
+def test_too_many_dimensions(ltx: Any, device: str) -> None:
+    """Sixteen that merge are no problem; nine that do not are named."""
+    merging = torch.randn(*([2] * 15), 4, device=device)
+    torch.testing.assert_close(ltx.rmsnorm(merging), ltx.reference.rmsnorm(merging))
+    apart = torch.randn(*([2] * 9), 4, device=device).permute(*reversed(range(9)), 9)
+    _, text = outcome(lambda: (ltx.rmsnorm(apart),))
+    assert not text or text.startswith("input: expected at most 8 leading dimensions that cannot be merged, got shape")

@@ -1,0 +1,164 @@
+"""Several threads, streams and processes: the same bits as one call at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from helpers import Make, assert_same_bits, every_case
+from helpers.build import REPO_ID
+
+THREADS, ROUNDS = 8, 60
+
+
+def sums(device: str) -> dict[str, list[str]]:
+    """What a process gets from every op, bit by bit, as text that travels."""
+    from kernels import get_kernel
+
+    ltx = get_kernel(REPO_ID, version=1)
+    found = {}
+    for name, case in every_case(Make(device, torch.float32)).items():
+        found[name] = [output.cpu().contiguous().view(torch.int32).flatten().tolist() for output in case.run(ltx)]
+    return found
+
+
+def test_threads(ltx: Any, device: str) -> None:
+    """Threads that call every op at once, each in an order of its own, on a GPU each on a stream of its own."""
+    cases = every_case(Make(device, torch.bfloat16))
+    expected = {name: case.run(ltx) for name, case in cases.items()}
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+    def work(thread: int) -> None:
+        order = random.Random(thread)
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with torch.cuda.stream(stream):
+            for _ in range(ROUNDS):
+                name = order.choice(list(cases))
+                outputs = cases[name].run(ltx)
+                if stream is not None:
+                    stream.synchronize()
+                for output, want in zip(outputs, expected[name], strict=True):
+                    assert_same_bits(output, want, f"{name} in thread {thread}")
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for future in [pool.submit(work, thread) for thread in range(THREADS)]:
+            future.result()
+
+
+def test_threads_that_fail(ltx: Any, device: str) -> None:
+    """An error in one thread stays there."""
+    case = every_case(Make(device, torch.float32))["rmsnorm"]
+    expected = case.run(ltx)[0]
+    bad = case.replace(weight=torch.ones(3, device=device))
+
+    def work(index: int) -> str:
+        try:
+            assert_same_bits((bad if index % 2 else case).run(ltx)[0], expected)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        texts = list(pool.map(work, range(200)))
+    assert texts[::2] == [""] * 100
+    assert texts[1::2] == ["weight: expected shape [64], got [3]"] * 100
+
+
+def test_spawned_workers(ltx: Any, device: str) -> None:
+    """Processes that load the package themselves get the bits that this one gets."""
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        for found in pool.map(sums, [device] * 2):
+            assert found == sums(device)
+
+
+def forked_child(ltx: Any, cases: dict[str, Any], write: int) -> None:
+    torch.set_num_threads(1)  # as DataLoader does in its workers: OpenMP's pool does not survive a fork
+    same = all(
+        torch.equal(output, want)
+        for case, expected in cases.values()
+        for output, want in zip(case.run(ltx), expected, strict=True)
+    )
+    os.write(write, b"same" if same else b"different")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_forked_workers(ltx: Any, backend: str) -> None:
+    """A child that inherited the loaded package, after its parent used it with several threads."""
+    if backend != "cpu":
+        pytest.skip("a forked process has no CUDA; CPU tensors run plain torch there")
+    cases = {name: (case, case.run(ltx)) for name, case in every_case(Make("cpu", torch.float32)).items()}
+    large = torch.randn(300, 1000)
+    ltx.rmsnorm(large)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            forked_child(ltx, cases, write)
+        finally:
+            os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    assert os.read(read, 100) == b"same"
+    os.close(read)
+    assert status == 0
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, ltx: Any):
+        self.ltx = ltx
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.ltx.rmsnorm(torch.full((2, 64), float(index + 1)) + torch.arange(64))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_data_loader_workers(ltx: Any) -> None:
+    """Forked workers of torch's own; with a CUDA variant they run the reference, on CPU tensors."""
+    rows = Rows(ltx)
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, num_workers=2, multiprocessing_context="fork")
+    for batch, want in zip(torch.cat(list(loader)), [rows[i] for i in range(16)], strict=True):
+        assert_same_bits(batch, want)
+
+
+# ---- GPU
+
+
+@pytest.mark.parametrize("name", list(every_case(Make("cpu", torch.float32))))
+def test_streams(ltx: Any, cuda: str, name: str) -> None:
+    """Every op launches on the current stream, behind what was put there before it."""
+    case = every_case(Make(cuda, torch.bfloat16))[name]
+    expected = case.run(ltx)
+    late = case.map(torch.zeros_like)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for operand, tensor in late.tensors.items():
+            tensor.copy_(case.tensors[operand])
+        outputs = late.run(ltx)
+    stream.synchronize()
+    for output, want in zip(outputs, expected, strict=True):
+        assert_same_bits(output, want)
+
+
+@pytest.mark.parametrize("name", list(every_case(Make("cpu", torch.float32))))
+def test_second_device(ltx: Any, cuda: str, name: str) -> None:
+    """The tensors' device is where an op runs, while another one is current, and stays current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    case = every_case(Make(cuda, torch.bfloat16))[name]
+    there = case.map(lambda tensor: tensor.to("cuda:1"))
+    torch.cuda.set_device(0)
+    for output, want in zip(there.run(ltx), case.run(ltx), strict=True):
+        assert output.device == torch.device("cuda:1")
+        assert_same_bits(output.to(cuda), want)
+    assert torch.cuda.current_device() == 0
