@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""What a release consists of, and its checks: the variants, the API, the version and the changelog.
+
+    python tools/release.py variants            the variants that Nix must build, one a line
+    python tools/release.py table [--write]     which variant serves whom, for docs/hub.md
+    python tools/release.py api                 the signatures of the public API
+    python tools/release.py check [TAG]         the API against the last release; with a tag, also version and changelog
+    python tools/release.py complete BUILD      is every variant in BUILD, whole, from this commit, and fit to publish?
+    python tools/release.py sign BUILD          cosign signs every metadata.json below BUILD
+
+Nothing but the standard library is needed, and nothing is imported from the package: its sources are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools import build as builder
+
+ROOT = builder.ROOT
+SYSTEMS = ("x86_64-linux", "aarch64-linux")
+# What the kernel-builder that flake.lock pins has, for a stable-ABI kernel of torch 2.11.
+CUDA_VERSIONS = ((12, 6), (13, 0), (13, 2))
+TABLE_MARKS = ("<!-- variants -->", "<!-- /variants -->")
+
+
+class ReleaseError(RuntimeError):
+    """What keeps this from being released; the message says what to do."""
+
+
+def variants(project: builder.Project, systems: Sequence[str] = SYSTEMS) -> list[str]:
+    """Names of the variants, as `nix eval .#packages.<system>.variants` must give them."""
+    names = []
+    for system in systems:
+        for backend in sorted(project.backends):
+            abi = "".join(map(str, project.stable_abi[backend]))
+            computes = [f"cu{major}{minor}" for major, minor in CUDA_VERSIONS] if backend == "cuda" else [backend]
+            names += [f"torch-stable-abi{abi}-{compute}-{system}" for compute in computes]
+    return names
+
+
+def variant_table(project: builder.Project) -> str:
+    """A Markdown table: what torch there is, the variant that it gets, and the GPUs that this one has code for."""
+    abi = ".".join(map(str, min(project.stable_abi.values())))
+    lines = ["| torch | variant | GPUs: machine code for | and by PTX |", "|---|---|---|---|"]
+    lines.append(f"| {abi} or newer, for CPUs | `{variants(project)[0].removesuffix('-' + SYSTEMS[0])}` | | |")
+    for version in CUDA_VERSIONS:
+        later = [v for v in CUDA_VERSIONS if v[0] == version[0] and v > version]
+        until = f" to {version[0]}.{later[0][1] - 1}" if later else f" and later {version[0]}.x"
+        served = f"{abi} or newer, for CUDA {version[0]}.{version[1]}{until}"
+        name = f"torch-stable-abi{abi.replace('.', '')}-cu{version[0]}{version[1]}"
+        archs = sorted(project.capabilities(version), key=builder.parse_version)
+        machine_code = ", ".join(arch.removesuffix("+PTX") for arch in archs)
+        ptx = ", ".join(f"{arch.removesuffix('+PTX')} and newer" for arch in archs if arch.endswith("+PTX"))
+        lines.append(f"| {served} | `{name}` | {machine_code} | {ptx} |")
+    lines.append("")
+    lines.append("Each in two builds, " + " and ".join(f"`-{system}`" for system in SYSTEMS) + ".")
+    return "\n".join(lines)
+
+
+def write_table(project: builder.Project, file: Path) -> None:
+    start, end = TABLE_MARKS
+    before, rest = file.read_text().split(start)
+    _, after = rest.split(end)
+    file.write_text(f"{before}{start}\n{variant_table(project)}\n{end}{after}")
+
+
+def public_signatures(package: Path) -> dict[str, str]:
+    """`name(parameters)` of each name in `__all__`, read from the sources; of a module or class its name alone."""
+    tree = ast.parse((package / "__init__.py").read_text())
+    exported = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    sources = {
+        (alias.asname or alias.name): (node.module, alias.name)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+        for alias in node.names
+    }
+    return {name: _signature(package, *sources.get(name, (None, name))) for name in sorted(exported)}
+
+
+def _signature(package: Path, module: str | None, name: str) -> str:
+    if module is None and not (package / "__init__.py").read_text().count(f"def {name}("):
+        return name  # a module of the package
+    file = package / (module.replace(".", "/") if module else "__init__")
+    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    tree = ast.parse(file.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return f"{name}({ast.unparse(node.args)})"
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return name
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    inner = file.parent.relative_to(package).as_posix().replace("/", ".").strip(".")
+                    return _signature(package, ".".join(filter(None, [inner, node.module])), alias.name)
+    return name
+
+
+def breaking_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """What a caller of `old` would trip over: a name that is gone, or a call that no longer means what it meant."""
+    broken = [f"{name}: gone" for name in old if name not in new]
+    for name in sorted(set(old) & set(new)):
+        if reason := _breaks(old[name], new[name]):
+            broken.append(f"{name}: {reason}\n  was {old[name]}\n  is  {new[name]}")
+    return broken
+
+
+def _parameters(signature: str) -> tuple[dict[str, tuple[str, str | None]], list[str]]:
+    """Of each parameter its kind and default, and the names that can be given by position, in order."""
+    if "(" not in signature:
+        return {}, []
+    function = ast.parse(f"def {signature}: ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    missing = len(positional) - len(arguments.defaults)
+    defaults = [None] * missing + [ast.unparse(value) for value in arguments.defaults]
+    found = {a.arg: ("positional", default) for a, default in zip(positional, defaults)}
+    for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults):
+        found[argument.arg] = ("keyword", None if value is None else ast.unparse(value))
+    return found, [a.arg for a in positional]
+
+
+def _breaks(old: str, new: str) -> str:
+    if ("(" in old) != ("(" in new):
+        return "no longer the same kind of thing"
+    before, order = _parameters(old)
+    after, new_order = _parameters(new)
+    if gone := [name for name in before if name not in after]:
+        return f"argument {', '.join(gone)} gone"
+    if new_order[: len(order)] != order:
+        return "arguments by position changed"
+    if demanded := [name for name in after if name not in before and after[name][1] is None]:
+        return f"new argument {', '.join(demanded)} has no default"
+    if changed := [name for name in before if before[name][1] not in (None, after[name][1])]:
+        return f"default of {', '.join(changed)} changed"
+    return ""
+
+
+def git(root: Path, *arguments: str) -> str:
+    return builder.run(["git", *arguments], cwd=root).strip()
+
+
+def last_release(root: Path, before: str | None = None) -> str | None:
+    """The newest release tag that HEAD descends from, `before` itself left out."""
+    tags = git(root, "tag", "--merged", "HEAD", "--list", "v[0-9]*", "--sort=-version:refname").split()
+    return next((tag for tag in tags if tag != before), None)
+
+
+def check_api(root: Path, tag: str | None = None) -> str:
+    """The API may grow within a version; anything else needs the next `version` in build.toml."""
+    release = last_release(root, before=tag)
+    if release is None:
+        return "no release yet: nothing of the API is frozen"
+    with tempfile.TemporaryDirectory() as directory:
+        archive = Path(directory) / "release.tar"
+        git(root, "archive", "--output", str(archive), release, "build.toml", "torch-ext")
+        builder.run(["tar", "-xf", str(archive), "-C", directory])
+        released_version = builder.read_toml(Path(directory) / "build.toml")["general"]["version"]
+        released = public_signatures(next((Path(directory) / "torch-ext").glob("*/__init__.py")).parent)
+    general = builder.read_toml(root / "build.toml")["general"]
+    current = public_signatures(root / "torch-ext" / general["name"].replace("-", "_"))
+    broken = breaking_changes(released, current)
+    if broken and general["version"] == released_version:
+        raise ReleaseError(
+            f"the API of {release} changed, and `version` in build.toml is still {released_version}: "
+            "restore it, or raise the version\n" + "\n".join(broken)
+        )
+    added = sorted(set(current) - set(released))
+    return f"API compatible with {release}" + (f"; new: {', '.join(added)}" if added else "")
+
+
+def check_tag(root: Path, tag: str) -> str:
+    match = re.fullmatch(r"v(\d+)\.(\d+)", tag)
+    if match is None:
+        raise ReleaseError(f"{tag}: a release tag is v<version>.<number>, for example v1.0")
+    version = builder.read_toml(root / "build.toml")["general"]["version"]
+    if int(match[1]) != version:
+        raise ReleaseError(f"{tag}: `version` in build.toml is {version}")
+    wanted = [f"Version {match[1]}.{match[2]}"] + ([f"Version {match[1]}"] if match[2] == "0" else [])
+    changelog = (root / "CHANGELOG.md").read_text()
+    if not re.search(rf"^##+ ({'|'.join(map(re.escape, wanted))})\b(?!\.).*\n+(?!#)\S", changelog, re.MULTILINE):
+        raise ReleaseError(f"{tag}: CHANGELOG.md has no text under a heading `## {wanted[0]}`")
+    return f"{tag}: version and changelog agree"
+
+
+def check_complete(project: builder.Project, build: Path, systems: Sequence[str] = SYSTEMS) -> str:
+    """Every variant, one commit, nothing dirty, every digest right."""
+    found = {path.name for path in build.iterdir() if (path / "metadata.json").is_file()}
+    wanted = set(variants(project, systems))
+    if found != wanted:
+        raise ReleaseError(
+            f"missing: {sorted(wanted - found) or 'none'}; not expected: {sorted(found - wanted) or 'none'}"
+        )
+    commits = set()
+    for name in sorted(found):
+        metadata = json.loads((build / name / "metadata.json").read_text())
+        if metadata["version"] != project.version:
+            raise ReleaseError(f"{name}: version {metadata['version']}, expected {project.version}")
+        if metadata["digest"]["files"] != builder.hash_variant(build / name):
+            raise ReleaseError(f"{name}: its files are not those that its metadata was written for")
+        kernel = metadata.get("provenance", {}).get("kernel")
+        if kernel is None or kernel["dirty"]:
+            raise ReleaseError(f"{name}: built from a dirty tree; commit first")
+        commits.add(kernel["commit"])
+        violations = [v for library in (build / name).glob("*.so") for v in builder.manylinux_violations(library)]
+        if violations:
+            raise ReleaseError(f"{name}: {', '.join(violations)} are newer than manylinux_2_28: build it with Nix")
+    if len(commits) != 1:
+        raise ReleaseError(f"built from different commits: {', '.join(sorted(commits))}")
+    return f"{len(found)} variants of {commits.pop()[:12]}"
+
+
+def sign(build: Path) -> None:
+    """Keyless, as the workflow that runs it; locally cosign asks for a log-in in the browser."""
+    for metadata in sorted(build.glob("*/metadata.json")):
+        builder.run(["cosign", "sign-blob", str(metadata), "--bundle", f"{metadata}.sigstore", "--yes"])
+        print(f"signed {metadata}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("variants")
+    listing.add_argument("--system", action="append", choices=SYSTEMS)
+    table = commands.add_parser("table")
+    table.add_argument("--write", action="store_true", help="into docs/hub.md")
+    commands.add_parser("api")
+    commands.add_parser("check").add_argument("tag", nargs="?")
+    for name in ("complete", "sign"):
+        commands.add_parser(name).add_argument("build", type=Path)
+    args = parser.parse_args(arguments)
+    try:
+        project = builder.load_project(ROOT)
+        if args.command == "variants":
+            print("\n".join(variants(project, args.system or SYSTEMS)))
+        elif args.command == "table" and args.write:
+            write_table(project, ROOT / "docs" / "hub.md")
+        elif args.command == "table":
+            print(variant_table(project))
+        elif args.command == "api":
+            print("\n".join(public_signatures(project.package_dir).values()))
+        elif args.command == "check":
+            if args.tag:
+                print(check_tag(ROOT, args.tag))
+            print(check_api(ROOT, args.tag))
+        elif args.command == "complete":
+            print(check_complete(project, args.build))
+        else:
+            sign(args.build)
+    except (ReleaseError, builder.BuildError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
