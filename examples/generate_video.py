@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Generate videos with LTX-Video, with this package's kernels or without, compiled or not, and say where the time went.
+
+    python examples/generate_video.py --use-optimized-kernels
+    python examples/generate_video.py --no-optimized-kernels --compile --num-frames 49 --height 512 --width 768
+
+Without --model a model with random weights is made, which needs no network: its times are those of the real model, its
+video shows nothing. `--model Lightricks/LTX-Video` loads that. The video's name ends in what made it: `_optimized`,
+`_baseline`, `_optimized_compile` or, without the kernels, `_compile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from ltx_pipeline import (
+    DTYPES,
+    OFFLOADS,
+    ROOT,
+    Clip,
+    ExampleError,
+    Generator,
+    add_arguments,
+    at_least,
+    load_kernels,
+    load_pipeline,
+    origin,
+    parse,
+    progress_bar,
+    quiet,
+    replaced,
+    write_video,
+)
+from rich.console import Console
+from rich.table import Table
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kernels = parser.add_mutually_exclusive_group()
+    kernels.add_argument("--use-optimized-kernels", dest="optimized", action="store_true", help="(default)")
+    kernels.add_argument("--no-optimized-kernels", dest="optimized", action="store_false", help="the stock modules")
+    parser.set_defaults(optimized=True)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the transformer; with kernels or without")
+    add_arguments(parser)
+    parser.add_argument("--batch-size", type=at_least(1), default=1, help="clips, of one seed after the other")
+    parser.add_argument(
+        "--warmup-iterations", type=at_least(0), default=1, metavar="N",
+        help="clips of 2 steps before the one that is timed (default: 1)",
+    )  # fmt: skip
+    parser.add_argument("--offload", choices=OFFLOADS, default="none", help="what is on the GPU only while it computes")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "demo" / "video.mp4", metavar="PATH",
+        help="of the video; what made it is added to its name (default: demo/video.mp4)",
+    )  # fmt: skip
+    parser.add_argument("--gif", action="store_true", help="write a GIF too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all that is printed to this file")
+    args = parse(parser, arguments)
+    if args.offload != "none" and args.device == "cpu":
+        parser.error(f"argument --offload: {args.offload} needs a GPU, and --device is cpu")
+    if args.offload in ("sequential", "group") and args.compile:
+        parser.error(f"argument --offload: {args.offload} moves weights within what --compile compiles")
+    return args
+
+
+def suffix(optimized: bool, compiled: bool) -> str:
+    if compiled:
+        return "_optimized_compile" if optimized else "_compile"
+    return "_optimized" if optimized else "_baseline"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on a GPU since the last reset, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str, Any]]:
+    """One clip, or a batch of them, and what is to be said about it."""
+    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+    ltx = load_kernels(device) if args.optimized else None
+    result = origin(device, ltx)
+    console.print(
+        f"{result['machine']['device']}, {args.dtype}, {args.frames} frames of {args.height}x{args.width}, "
+        f"{args.steps} steps, batch {args.batch_size}, model {args.model}, "
+        f"{'optimized kernels' if args.optimized else 'stock modules'}"
+        f"{', torch.compile' if args.compile else ''}"
+        f"{f', {args.offload} offload' if args.offload != 'none' else ''}",
+        highlight=False,
+    )
+    pipe = load_pipeline(args.model, device, dtype, args.seed, args.offload)
+    report = ltx.optimize(pipe) if ltx else None
+    if args.compile:
+        pipe.transformer.compile()
+
+    with progress_bar(console) as progress:
+        start = time.perf_counter()
+        generator = Generator(pipe, args, progress, args.batch_size)
+        for i in range(args.warmup_iterations):
+            generator(f"warm-up {i + 1}", 2)
+        warm_up = time.perf_counter() - start
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        text = generator.encode()
+        clip = generator("denoising", args.steps)
+
+    total, denoise = text + clip.seconds, sum(clip.steps)
+    settings = "model", "frames", "height", "width", "steps", "guidance_scale", "batch_size", "seed", "dtype", "offload"
+    result["run"] = {key: getattr(args, key) for key in ("optimized", "compile", *settings, "warmup_iterations")}
+    result["seconds"] = {
+        "warm_up": warm_up,
+        "total": total,
+        "per_frame": total / (args.batch_size * args.frames),
+        "text": text,
+        "denoise": denoise,
+        "step_median": statistics.median(clip.steps),
+        "steps": clip.steps,
+        "vae": clip.decode,
+    }
+    result["iterations_per_second"] = len(clip.steps) / denoise
+    result["peak_memory_bytes"] = peak_memory(device)
+    result["report"] = None
+    if report is not None:
+        result["report"] = {
+            "replaced": replaced(report),
+            "left_alone": report.left_alone,
+            "notes": report.notes,
+            "text": str(report),
+        }
+    return clip, result
+
+
+def ran(report: dict[str, Any]) -> bool:
+    """Whether the package's ops did anything; a replaced module that never ran them says nothing."""
+    return any(site["calls"] + site["traces"] for site in report["replaced"] if site["ops"])
+
+
+def make_table(result: dict[str, Any]) -> Table:
+    seconds, run = result["seconds"], result["run"]
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    compiled = ", compilation included" if run["compile"] and run["warmup_iterations"] else ""
+    for label, value in (
+        (f"warm-up{compiled} (not in the total)", f"{seconds['warm_up']:.2f} s"),
+        ("total", f"{seconds['total']:.3f} s"),
+        ("per frame", f"{seconds['per_frame'] * 1e3:.1f} ms"),
+        ("text encoder", f"{seconds['text'] * 1e3:.1f} ms"),
+        ("denoising", f"{seconds['denoise']:.3f} s"),
+        ("per step (median)", f"{seconds['step_median'] * 1e3:.1f} ms"),
+        ("iterations per second", f"{result['iterations_per_second']:.2f}"),
+        ("VAE", f"{seconds['vae'] * 1e3:.1f} ms"),
+        ("peak memory", f"{result['peak_memory_bytes'] / 2**30:.2f} GiB"),
+    ):
+        table.add_row(label, value)
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    quiet()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    try:
+        clip, result = generate(args, console)
+    except ExampleError as error:
+        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        return 1
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    stem = args.output.stem if args.output.suffix in (".mp4", ".gif") else args.output.name
+    files, note = [], ""
+    for i, frames in enumerate(clip.frames):
+        number = f"_{i}" if args.batch_size > 1 else ""
+        name = f"{stem}{number}{suffix(args.optimized, args.compile)}"
+        written, note = write_video(frames, args.output.with_name(name), args.gif)
+        files += written
+    result["files"] = [str(path) for path in files]
+
+    report = result["report"]
+    if report:
+        console.print(f"\n{report['text']}", highlight=False, soft_wrap=True, markup=False)
+    console.print(make_table(result))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        files.append(args.json)
+    for path in files:
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True, markup=False)
+    if note:
+        console.print(note, highlight=False)
+    if report and not ran(report):
+        console.print("fault: none of the package's ops ran; the report says why", style="red", highlight=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

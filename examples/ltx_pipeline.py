@@ -1,0 +1,424 @@
+"""What the examples share: arguments, LTX-Video pipelines (with random weights, or loaded), timed clips, videos.
+
+Nothing here is about this package but `load_kernels`; `inject_ltx.py` shows how it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+REPO_ID = "org/ltx-kernels"
+os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
+
+import diffusers  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from diffusers import (  # noqa: E402
+    AutoencoderKLLTXVideo,
+    FlowMatchEulerDiscreteScheduler,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+)
+from diffusers.hooks import apply_group_offloading  # noqa: E402
+from kernels import get_kernel  # noqa: E402
+from PIL import Image  # noqa: E402
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+PROMPT = "A red kite over a beach at sunset, waves rolling in, slow camera pan"
+NEGATIVE_PROMPT = "worst quality, inconsistent motion, blurry, jittery, distorted"
+FRAME_RATE = 25
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+OFFLOADS = ("none", "model", "sequential", "group")
+
+
+class ExampleError(RuntimeError):
+    """What stops an example; the message says what to do."""
+
+
+# ---- Arguments
+
+
+def frames(text: str) -> int:
+    value = int(text)
+    if value < 1 or value % 8 != 1:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 8, plus 1, got {value}")
+    return value
+
+
+def pixels(text: str) -> int:
+    value = int(text)
+    if value < 32 or value % 32:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 32, got {value}")
+    return value
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
+        return value
+
+    return integer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default=os.environ.get("MODEL"), metavar="MODEL",
+        help="random (weights; the shape of the 2B model), tiny (random, and small), a folder, or a Hub id such as "
+        "Lightricks/LTX-Video (default: $MODEL; without it tiny, on a GPU random)",
+    )  # fmt: skip
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--negative-prompt", default=NEGATIVE_PROMPT)
+    parser.add_argument(
+        "--num-frames", "--frames", type=frames, dest="frames", metavar="N",
+        help="a multiple of 8, plus 1 (default: 25; on a GPU 49)",
+    )  # fmt: skip
+    parser.add_argument("--height", type=pixels, help="a multiple of 32 (default: 128; on a GPU 512)")
+    parser.add_argument("--width", type=pixels, help="a multiple of 32 (default: 192; on a GPU 768)")
+    # The scheduler's noise levels, which end at one that is given, need two.
+    parser.add_argument("--steps", type=at_least(2), help="of denoising, at least 2 (default: 8; on a GPU 20)")
+    parser.add_argument("--guidance-scale", type=float, default=3.0, help="1 or less: no guidance (default: 3)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    args = parser.parse_args(arguments)
+    kind = args.device.split(":")[0]
+    if kind not in ("cuda", "cpu"):
+        parser.error(f"argument --device: expected cuda or cpu, got {args.device}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        parser.error(f"argument --device: {args.device}, but torch {torch.__version__} sees no GPU")
+    for name, small, large in (
+        ("model", "tiny", "random"),
+        ("frames", 25, 49),
+        ("height", 128, 512),
+        ("width", 192, 768),
+        ("steps", 8, 20),
+    ):
+        setattr(args, name, getattr(args, name) or (large if kind == "cuda" else small))
+    return args
+
+
+# ---- The package and the pipeline
+
+
+def load_kernels(device: torch.device) -> ModuleType:
+    try:
+        return get_kernel(REPO_ID, version=1, backend="cpu" if device.type == "cpu" else None)
+    except Exception as error:
+        raise ExampleError(
+            f"{REPO_ID} could not be loaded: {error}\n"
+            f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}; `make build` or `python tools/build.py` fills build/"
+        ) from error
+
+
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer that needs no download: one token per byte, with T5's special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    symbols = ["<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=128
+    )
+
+
+def random_pipeline(model: str, device: torch.device, seed: int) -> LTXPipeline:
+    """LTX-Video from its configuration, with random weights.
+
+    "random" has the transformer and the VAE of the 2B model, "tiny" small ones; the text encoder is small in either.
+    """
+    if model == "random":
+        caption_channels, shape, vae = 4096, {}, {}
+    else:
+        caption_channels = 64
+        shape = {"num_layers": 3, "num_attention_heads": 4, "cross_attention_dim": 256}
+        vae = {
+            "block_out_channels": (8, 16, 16, 16),
+            "decoder_block_out_channels": (16, 32, 32, 32),
+            "layers_per_block": (1, 1, 1, 1, 1),
+            "decoder_layers_per_block": (1, 1, 1, 1, 1),
+        }
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(seed)
+    with device:
+        pipe = LTXPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(
+                use_dynamic_shifting=True,
+                base_image_seq_len=1024,
+                max_image_seq_len=4096,
+                base_shift=0.95,
+                max_shift=2.05,
+                shift_terminal=0.1,
+            ),
+            vae=AutoencoderKLLTXVideo(**vae),
+            text_encoder=transformers.T5EncoderModel(
+                transformers.T5Config(
+                    vocab_size=len(tokenizer), d_model=caption_channels, d_kv=16, d_ff=256, num_layers=2, num_heads=4
+                )
+            ),
+            tokenizer=tokenizer,
+            transformer=LTXVideoTransformer3DModel(caption_channels=caption_channels, **shape),
+        )
+        # As constructed, the weights of norm_q and norm_k are all one, which would hide that they are left out.
+        for name, parameter in pipe.transformer.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_k.weight")):
+                torch.nn.init.normal_(parameter, 1.0, 0.1)
+        smooth_upsampling(pipe.vae)
+    return pipe
+
+
+@torch.no_grad()
+def smooth_upsampling(vae: AutoencoderKLLTXVideo) -> None:
+    """Makes a random decoder draw patches of colour, on which a difference can be seen, instead of single pixels.
+
+    A convolution before a pixel shuffle gets the same weights for every place it is shuffled to (ICNR,
+    arXiv:1707.02937), and the last one more contrast.
+    """
+    shuffled = [(vae.decoder.conv_out.conv, vae.config.patch_size_t * vae.config.patch_size**2)]
+    for block in vae.decoder.up_blocks:
+        for upsampler in block.upsamplers or ():
+            shuffled.append((upsampler.conv.conv, math.prod(upsampler.stride)))
+    for conv, places in shuffled:
+        for parameter in (conv.weight, conv.bias):
+            parameter.copy_(parameter[::places].repeat_interleave(places, 0))
+    shuffled[0][0].weight.mul_(2)
+
+
+def load_pipeline(
+    model: str, device: torch.device, dtype: torch.dtype, seed: int = 0, offload: str = "none"
+) -> LTXPipeline:
+    """A pipeline for inference; `model` is "random", "tiny", a folder, or a Hub id."""
+    if model in ("random", "tiny"):
+        pipe = random_pipeline(model, device if offload == "none" else torch.device("cpu"), seed).to(dtype=dtype)
+    else:
+        try:
+            pipe = LTXPipeline.from_pretrained(model, dtype=dtype)
+        except (OSError, ValueError, ImportError) as error:
+            raise ExampleError(
+                f"{model}: {error}\nA Hub id needs the network, and its tokenizer `pip install sentencepiece`; "
+                "--model tiny and --model random make a model with random weights"
+            ) from error
+    for component in (pipe.transformer, pipe.vae, pipe.text_encoder):
+        component.eval().requires_grad_(False)
+    if offload == "none":
+        return pipe.to(device)
+    start_offload(pipe, offload, device)
+    return pipe
+
+
+def start_offload(pipe: LTXPipeline, offload: str, device: torch.device) -> None:
+    """Keeps the weights on the CPU but for the part that computes: a whole model, a layer, or a block."""
+    if offload == "group":
+        stream = device.type == "cuda"  # the next block comes while this one computes
+        pipe.transformer.enable_group_offload(
+            onload_device=device, offload_type="block_level", num_blocks_per_group=1, use_stream=stream
+        )
+        for component in (pipe.text_encoder, pipe.vae):
+            apply_group_offloading(component, onload_device=device, offload_type="leaf_level", use_stream=stream)
+        return
+    enable = pipe.enable_model_cpu_offload if offload == "model" else pipe.enable_sequential_cpu_offload
+    try:
+        enable(device=device)
+    except ImportError as error:
+        raise ExampleError(f"--offload {offload}: {error} `pip install accelerate`") from error
+
+
+# ---- Clips
+
+
+@dataclasses.dataclass
+class Clip:
+    latents: Tensor  # float32, as the scheduler left them
+    frames: np.ndarray  # [batch, frames, height, width, 3] in 0..1
+    seconds: float  # the whole pipeline call but the text encoder
+    steps: list[float]  # seconds of each denoising step
+    decode: float  # seconds of the VAE
+
+
+class Stopwatch:
+    """Times between marks: device events on a GPU, so that nothing waits for it, and the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        pairs = list(zip(self.marks, self.marks[1:]))
+        if not self.cuda:
+            return [b - a for a, b in pairs]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+
+
+def progress_bar(console: Any) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console)
+
+
+class Generator:
+    """Makes clips from the same arguments and the same noise again and again, and times them."""
+
+    def __init__(self, pipe: LTXPipeline, args: argparse.Namespace, progress: Progress, batch: int = 1):
+        self.pipe, self.args, self.progress, self.batch = pipe, args, progress, batch
+        self.device = torch.device(args.device)
+        self.encode()
+
+    def encode(self) -> float:
+        """Encodes the prompts for the clips to come; the seconds that it takes."""
+        stopwatch = Stopwatch(self.device)
+        stopwatch.mark()
+        with torch.no_grad():
+            encoded = self.pipe.encode_prompt(
+                [self.args.prompt] * self.batch,
+                [self.args.negative_prompt] * self.batch,
+                do_classifier_free_guidance=self.args.guidance_scale > 1,
+                device=self.device,
+            )
+        stopwatch.mark()
+        names = "prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask"
+        self.text = {name: value for name, value in zip(names, encoded) if value is not None}
+        return stopwatch.seconds()[0]
+
+    def __call__(self, label: str, steps: int) -> Clip:
+        task = self.progress.add_task(label, total=steps)
+        stopwatch, last = Stopwatch(self.device), {}
+
+        @contextlib.contextmanager
+        def denoising(total: int) -> Iterator[Any]:
+            stopwatch.mark()
+            yield SimpleNamespace(update=lambda: self.progress.advance(task))
+
+        def on_step_end(
+            pipe: LTXPipeline, step: int, timestep: Tensor, tensors: dict[str, Tensor]
+        ) -> dict[str, Tensor]:
+            stopwatch.mark()
+            last.update(tensors)
+            return {}
+
+        dtype = self.pipe.transformer.dtype
+        text = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.text.items()}
+        self.pipe.progress_bar = denoising  # what the pipeline enters right before its first step
+        stopwatch.mark()
+        clip = self.pipe(
+            **text,
+            num_frames=self.args.frames,
+            height=self.args.height,
+            width=self.args.width,
+            frame_rate=FRAME_RATE,
+            num_inference_steps=steps,
+            guidance_scale=self.args.guidance_scale,
+            # Drawn on the CPU: the same noise on every device; one seed a clip: the same clip in every batch.
+            generator=[torch.Generator().manual_seed(self.args.seed + i) for i in range(self.batch)],
+            # For VAEs that are told how noisy the latents are (LTX-Video 0.9.1 and later).
+            decode_timestep=0.05,
+            decode_noise_scale=0.025,
+            output_type="np",
+            callback_on_step_end=on_step_end,
+        ).frames
+        stopwatch.mark()
+        del self.pipe.progress_bar
+        _, *per_step, decode = seconds = stopwatch.seconds()
+        return Clip(last["latents"], clip, sum(seconds), per_step, decode)
+
+
+def write_gif(images: np.ndarray, path: Path) -> None:
+    first, *rest = (Image.fromarray(image) for image in images)
+    first.save(path, save_all=True, append_images=rest, duration=1000 / FRAME_RATE, loop=0)
+
+
+def write_video(frames: np.ndarray, path: Path, gif: bool = False) -> tuple[list[Path], str]:
+    """Writes an MP4, with `gif` or where imageio-ffmpeg is not installed a GIF; the paths, and what to say about them.
+
+    Args:
+        frames: [frames, height, width, 3] in 0..1.
+        path: Without suffix.
+        gif: Write one in any case.
+    """
+    images = (frames * 255).round().astype(np.uint8)
+    files, note = [], ""
+    if importlib.util.find_spec("imageio") and importlib.util.find_spec("imageio_ffmpeg"):
+        import imageio
+
+        files.append(path.with_name(f"{path.name}.mp4"))
+        imageio.mimwrite(files[0], list(images), fps=FRAME_RATE, quality=8)
+    elif not gif:
+        note = "a GIF, with its palette of 256 colours: `pip install imageio imageio-ffmpeg` makes it an MP4"
+    if gif or not files:
+        files.append(path.with_name(f"{path.name}.gif"))
+        write_gif(images, files[-1])
+    return files, note
+
+
+# ---- What a result says of its origin
+
+
+def origin(device: torch.device, ltx: ModuleType | None) -> dict[str, Any]:
+    """When and where a result was made, and with which build of the package."""
+    packages = "torch", "diffusers", "transformers"
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            **{package: importlib.metadata.version(package) for package in packages},
+        },
+    }
+    if ltx is not None:
+        variant = Path(ltx.__file__).parent
+        metadata = json.loads((variant / "metadata.json").read_text())
+        commit = metadata.get("provenance", {}).get("kernel", {})
+        result["kernels"] = {"variant": variant.name, "id": metadata["id"], **commit}
+    return result
+
+
+def replaced(report: Any) -> list[dict[str, Any]]:
+    """The sites of a report, for JSON."""
+    return [
+        {
+            "class": site.class_name,
+            "modules": site.modules,
+            "calls": site.calls,
+            "traces": site.traces,
+            "fallbacks": dict(site.fallbacks),
+            "ops": list(site.entry.ops),
+        }
+        for site in report.sites
+    ]
+
+
+def quiet() -> None:
+    """Warnings of the libraries about random weights and missing packages are not the examples' to show."""
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
