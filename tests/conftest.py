@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.build import REPO_ID, build_directory, use_own_build_by_default
+from helpers.build import BACKEND, REPO_ID, build_directory, use_own_build_by_default
 
 use_own_build_by_default()
 
@@ -34,7 +34,7 @@ def ltx() -> ModuleType:
         pytest.fail(f"LOCAL_KERNELS has no entry for {REPO_ID}", pytrace=False)
     if not directory.exists():
         pytest.fail(f"{directory} does not exist: run `make build`", pytrace=False)
-    return kernels.get_kernel(REPO_ID, version=1)
+    return kernels.get_kernel(REPO_ID, version=1, backend=BACKEND)
 
 
 @pytest.fixture(scope="session")

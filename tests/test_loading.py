@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.build import REPO_ID, build_directory
+from helpers.build import BACKEND, REPO_ID, build_directory
 
 kernels = pytest.importorskip("kernels")
 
@@ -45,17 +45,17 @@ def works(module, device: str) -> bool:
 
 def test_get_kernel(ltx, device):
     assert works(ltx, device)
-    assert kernels.get_kernel(REPO_ID, version=1) is ltx
+    assert kernels.get_kernel(REPO_ID, version=1, backend=BACKEND) is ltx
     assert Path(ltx.__file__).parent.parent == build_directory()
 
 
 def test_get_kernel_by_revision(ltx):
     """LOCAL_KERNELS overrides whatever revision is asked for."""
-    assert kernels.get_kernel(REPO_ID, revision="main") is ltx
+    assert kernels.get_kernel(REPO_ID, revision="main", backend=BACKEND) is ltx
 
 
 def test_has_kernel(ltx):
-    assert kernels.has_kernel(REPO_ID, version=1)
+    assert kernels.has_kernel(REPO_ID, version=1, backend=BACKEND)
 
 
 @pytest.mark.parametrize("path", ["build", "parent", "variant", "relative"])
@@ -68,7 +68,8 @@ def test_get_local_kernel(ltx, device, path, monkeypatch):
     if path == "relative":
         monkeypatch.chdir(build.parent)
     module = kernels.get_local_kernel(
-        {"build": build, "parent": build.parent, "variant": variant, "relative": Path(build.name)}[path]
+        {"build": build, "parent": build.parent, "variant": variant, "relative": Path(build.name)}[path],
+        backend=BACKEND,
     )
     assert works(module, device)
     assert Path(module.__file__).samefile(ltx.__file__)
@@ -113,7 +114,7 @@ def test_imports_nothing_but_torch(ltx):
     code = (
         "import sys, torch, kernels\n"
         f"before = set(sys.modules)\n"
-        f"module = kernels.get_kernel({REPO_ID!r}, version=1)\n"
+        f"module = kernels.get_kernel({REPO_ID!r}, version=1, backend={BACKEND!r})\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "own = module.__name__\n"
         "foreign = {n for n in new - {own, 'torch'} - set(sys.stdlib_module_names) if n[0] != '_'}\n"
@@ -134,7 +135,7 @@ def test_loads_without_a_network(ltx):
         "    raise AssertionError('the network was used')\n"
         "socket.create_connection = socket.getaddrinfo = refuse\n"
         "import kernels, torch\n"
-        f"module = kernels.get_kernel({REPO_ID!r}, version=1)\n"
+        f"module = kernels.get_kernel({REPO_ID!r}, version=1, backend={BACKEND!r})\n"
         "print(module.rmsnorm(torch.full((1, 4), 2.0)).tolist())\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))

@@ -7,6 +7,9 @@
     python tools/release.py check [TAG]         the API against the last release; with a tag, also version and changelog
     python tools/release.py complete BUILD      is every variant in BUILD, whole, from this commit, and fit to publish?
     python tools/release.py sign BUILD          cosign signs every metadata.json below BUILD
+    python tools/release.py upload BUILD        kernel-builder uploads BUILD to the repository that build.toml names
+    python tools/release.py nix-matrix          what Nix would build, compared with `variants`; the matrix of build.yml
+    python tools/release.py collect RESULT VARIANT BUILD    a variant that Nix built, into BUILD
 
 Nothing but the standard library is needed, and nothing is imported from the package: its sources are read.
 """
@@ -16,7 +19,10 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,7 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import build as builder
 
 ROOT = builder.ROOT
-SYSTEMS = ("x86_64-linux", "aarch64-linux")
+# What is built for, each with the GitHub runner that is one.
+RUNNERS = {"x86_64-linux": "ubuntu-latest", "aarch64-linux": "ubuntu-24.04-arm"}
+SYSTEMS = tuple(RUNNERS)
 # What the kernel-builder that flake.lock pins has, for a stable-ABI kernel of torch 2.11.
 CUDA_VERSIONS = ((12, 6), (13, 0), (13, 2))
 TABLE_MARKS = ("<!-- variants -->", "<!-- /variants -->")
@@ -231,6 +239,44 @@ def sign(build: Path) -> None:
         print(f"signed {metadata}")
 
 
+def upload_command(project: builder.Project, build: Path) -> list[str]:
+    """kernel-builder of the revision that built the variants; it takes the version's branch from the metadata."""
+    repo_id = builder.read_toml(project.root / "build.toml")["general"]["hub"]["repo-id"]
+    if repo_id.startswith("org/"):
+        raise ReleaseError(f"{repo_id} is a placeholder: set repo-id of [general.hub] in build.toml")
+    lock = json.loads((project.root / "flake.lock").read_text())
+    revision = lock["nodes"]["kernel-builder"]["locked"]["rev"]
+    flake = f"github:huggingface/kernels/{revision}#kernel-builder"
+    return ["nix", "run", "-L", flake, "--", "upload", "--repo-id", repo_id, str(build)]
+
+
+def nix_matrix(project: builder.Project) -> str:
+    """The matrix of the build jobs, after a look whether Nix and this project mean the same variants."""
+    jobs = []
+    for system, runner in RUNNERS.items():
+        found = json.loads(builder.run(["nix", "eval", "--json", f".#packages.{system}.variants"], cwd=project.root))
+        expected = variants(project, [system])
+        if sorted(found) != sorted(expected):
+            raise ReleaseError(f"Nix builds {sorted(found)}; this project expects {sorted(expected)}")
+        jobs += [{"variant": variant, "runner": runner} for variant in found]
+    return json.dumps({"include": jobs})
+
+
+def collect(result: Path, variant: str, build: Path) -> Path:
+    """Copy what `nix build .#redistributable.<variant>` made, which Nix keeps read-only, to `build`/<variant>."""
+    found = sorted([*result.glob("metadata.json"), *result.glob("*/metadata.json")])
+    if len(found) != 1:
+        raise ReleaseError(f"{result}: expected one variant, found {len(found)}")
+    target = build / variant
+    shutil.rmtree(target, ignore_errors=True)
+    for file in sorted(found[0].parent.rglob("*")):
+        if file.is_file():
+            copy = target / file.relative_to(found[0].parent)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    return target
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -240,7 +286,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.add_argument("--write", action="store_true", help="into docs/hub.md")
     commands.add_parser("api")
     commands.add_parser("check").add_argument("tag", nargs="?")
-    for name in ("complete", "sign"):
+    commands.add_parser("nix-matrix")
+    collecting = commands.add_parser("collect")
+    collecting.add_argument("result", type=Path)
+    collecting.add_argument("variant")
+    collecting.add_argument("build", type=Path)
+    for name in ("complete", "sign", "upload"):
         commands.add_parser(name).add_argument("build", type=Path)
     args = parser.parse_args(arguments)
     try:
@@ -259,8 +310,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(check_api(ROOT, args.tag))
         elif args.command == "complete":
             print(check_complete(project, args.build))
-        else:
+        elif args.command == "nix-matrix":
+            matrix = nix_matrix(project)
+            print(matrix)
+            if output := os.environ.get("GITHUB_OUTPUT"):
+                with open(output, "a") as file:
+                    file.write(f"matrix={matrix}\n")
+        elif args.command == "collect":
+            print(collect(args.result, args.variant, args.build))
+        elif args.command == "sign":
             sign(args.build)
+        elif subprocess.run(upload_command(project, args.build), check=False).returncode != 0:
+            raise ReleaseError("upload failed (see above)")
     except (ReleaseError, builder.BuildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

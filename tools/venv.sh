@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make the virtual environment $1 for development: Python 3.11 or newer with the pins of requirements/.
-# Honours PYTHON. Downloads a CPU torch where no NVIDIA GPU is found and the CPU index of PyTorch can be reached.
+# Honours PYTHON. With TORCH=2.11 (or newest) that torch, and the few pins of requirements/versions.txt.
+# Downloads a CPU torch where no NVIDIA GPU is found and the CPU index of PyTorch can be reached.
 set -euo pipefail
 venv=$1
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -8,7 +9,7 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 usable() {
   command -v "$1" >/dev/null && "$1" - <<'PY' >/dev/null 2>&1
 import ensurepip, os, sys, sysconfig, venv
-assert sys.version_info >= (3, 11)
+assert sys.version_info >= ((3, 10) if os.environ.get("TORCH") else (3, 11))
 assert os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h"))
 PY
 }
@@ -41,6 +42,13 @@ urllib.request.urlopen(sys.argv[1], timeout=3)
 PY
     index=(--extra-index-url "$cpu_index") # 2.x.y+cpu counts as newer than 2.x.y, so pip prefers it
   fi
+fi
+if [ -n "${TORCH:-}" ]; then
+  torch="torch==$TORCH.*"
+  case $TORCH in newest) torch=torch ;; *.*.*) torch="torch==$TORCH" ;; esac
+  pip install -qq --upgrade "${index[@]}" "$torch"
+  pip install -qq -r "$here/requirements/versions.txt"
+  exit
 fi
 pip install -qq "${index[@]}" -r "$here/requirements/torch.txt" -c "$here/requirements/dev.txt"
 pip install -qq -r "$here/requirements/dev.txt"

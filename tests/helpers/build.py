@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 REPO_ID = "org/ltx-kernels"
+# A CUDA torch takes the CPU variant only where it is told to: for tests of that torch on a machine without a GPU.
+BACKEND = os.environ.get("LTX_KERNELS_BACKEND")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

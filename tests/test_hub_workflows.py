@@ -1,0 +1,96 @@
+"""The workflows in .github: pinned, with few rights, and made of commands that also run locally."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build_checks import ROOT
+
+yaml = pytest.importorskip("yaml")
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PINS = {
+    "actions/checkout": "3d3c42e5aac5ba805825da76410c181273ba90b1",
+    "DeterminateSystems/nix-installer-action": "ef8a148080ab6020fd15196c2084a2eea5ff2d25",
+    "cachix/cachix-action": "5f2d7c5294214f71b873db4b969586b980625e71",
+    "actions/upload-artifact": "043fb46d1a93c77aae656e7c1c64a875d1fc6a0a",
+    "actions/download-artifact": "3e5f45b2cfb9172054b4087a40e8e0b5a5461e7c",
+    "actions/setup-python": "5fda3b95a4ea91299a34e894583c3862153e4b97",
+    "sigstore/cosign-installer": "6f9f17788090df1f26f669e9d70d6ae9567deba6",
+}
+# Rights beyond reading the repository.
+RIGHTS = {("release.yml", "publish"): {"contents": "read", "id-token": "write"}}
+
+
+def load(workflow: Path) -> dict[str, Any]:
+    return yaml.load(workflow.read_text(), Loader=yaml.BaseLoader)  # in YAML 1.1 the key `on` is a boolean
+
+
+def steps(workflow: Path) -> list[tuple[str, dict[str, Any]]]:
+    jobs = load(workflow)["jobs"].items()
+    return [(name, step) for name, job in jobs for step in job.get("steps", [])]
+
+
+def test_there_are_four():
+    assert [w.name for w in WORKFLOWS] == ["build.yml", "gpu.yml", "release.yml", "test.yml"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda w: w.name)
+def test_actions_are_pinned(workflow: Path):
+    for line in re.findall(r"uses: *(.*)", workflow.read_text()):
+        if line.startswith("./"):
+            assert (ROOT / line).is_file()
+            continue
+        match = re.fullmatch(r"([\w/-]+)@([0-9a-f]{40}) # v[\d.]+", line)
+        assert match is not None, f"{line}: pin a commit, and name its version in a comment"
+        assert PINS[match[1]] == match[2]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda w: w.name)
+def test_rights(workflow: Path):
+    content = load(workflow)
+    assert content["permissions"] == {"contents": "read"}
+    assert content["concurrency"]["group"]
+    assert "pull_request_target" not in content["on"], "it runs a stranger's code with this repository's secrets"
+    for name, job in content["jobs"].items():
+        assert job.get("permissions") == RIGHTS.get((workflow.name, name))
+        assert "uses" in job or int(job["timeout-minutes"]) > 0
+    for _, step in steps(workflow):
+        if step.get("uses", "").startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] == "false"
+        if "pull_request" in content["on"]:
+            assert "secrets." not in str(step)
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda w: w.name)
+def test_commands_run_locally_too(workflow: Path):
+    """One make command, or one script, without anything that GitHub would fill in: values come by the environment."""
+    for name, step in steps(workflow):
+        if "run" not in step:
+            continue
+        words = step["run"].split()
+        assert "${{" not in step["run"] and "\n" not in step["run"].strip()
+        if words[0] == "make":
+            given = [word for word in words[1:] if "=" not in word]
+            assert given and set(given) <= make_targets(), f"{workflow.name}, {name}: {step['run']}"
+        else:
+            assert words == [".ci/run"] and (ROOT / words[0]).stat().st_mode & 0o100
+
+
+def test_actionlint():
+    actionlint = shutil.which("actionlint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if actionlint is None:
+        pytest.skip("NOT RUN: actionlint is not installed (`make actionlint` installs it, from GitHub, and runs it)")
+    result = subprocess.run([actionlint, *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Run the tests of the commit that is checked out on a GPU of Hugging Face Jobs: HF_TOKEN pays, FLAVOR says which GPU.
+#   DRY_RUN=1   show what would be submitted
+# The job fetches the public sources itself and is given no secret.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+flavor=${FLAVOR:-l4x1}
+if [ -z "${HF_TOKEN:-}" ] && [ -z "${DRY_RUN:-}" ]; then
+  echo "NOT RUN: GPU tests on $flavor: no HF_TOKEN"
+  exit 0
+fi
+if [ -n "${GITHUB_REPOSITORY:-}" ]; then
+  url=https://github.com/$GITHUB_REPOSITORY
+else
+  url=$(git remote get-url origin)
+fi
+commit=$(git rev-parse HEAD)
+# The image has git, make and g++; the CUDA compiler comes as wheels.
+job="git clone --quiet '$url' ltx && cd ltx && git checkout --quiet $commit"
+job+=" && make test-all BUILD_ARGS=--cuda-from-pypi"
+exec "${HF:-hf}" jobs run --flavor "$flavor" --timeout 90m ${DRY_RUN:+--dry-run} python:3.12 -- bash -euc "$job"
