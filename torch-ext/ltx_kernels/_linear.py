@@ -41,7 +41,7 @@ def make_adjacent(parameters: Sequence[torch.nn.Parameter]) -> None:
             start += parameter.numel()
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Adjacent tensors as one, along their first dimension."""
     first = tensors[0]
     return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
@@ -63,7 +63,7 @@ def packed_linear(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
         [..., sum of N_i].
     """
     if adjacent(weights) and (not biases or adjacent(biases)):
-        return F.linear(input, _stacked(weights), _stacked(biases) if biases else None)
+        return F.linear(input, stacked(weights), stacked(biases) if biases else None)
     outputs = [F.linear(input, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
     return torch.cat(outputs, -1)
 

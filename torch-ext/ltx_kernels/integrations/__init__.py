@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import warnings
 import weakref
 from collections import Counter
@@ -11,10 +12,13 @@ from typing import Any
 from torch import nn
 
 from .._checks import ROUNDING, choice
-from . import diffusers
+from ..quant import fp8_obstacle
+from . import _fp8, diffusers
 from ._sites import Plan, Report, Site, class_of, install, uninstall_all, why_not
 
 LEVELS = ("norms", "block")
+PRECISIONS = ("native", "fp8")
+LINEAR = "torch.nn.modules.linear.Linear"
 # What a pipeline's call spends its time in. Text encoders run once, and a VAE's norms see memory formats of their own.
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -23,8 +27,11 @@ def optimize(
     obj: Any,
     *,
     level: str = "block",
+    precision: str = "native",
     rounding: str = "fp32",
     components: Sequence[str] | None = None,
+    skip: Sequence[str] | None = None,
+    free_weights: bool = False,
     strict: bool = False,
 ) -> Report:
     """Puts the package's ops into a model or a pipeline, in place.
@@ -44,10 +51,18 @@ def optimize(
         obj: A pipeline of diffusers, or a module: a whole model or a part of one.
         level: "block" replaces the work of whole transformer blocks where their class is known (LTX-Video), and norms
             and activations everywhere; "norms" only the norms.
+        precision: "native" leaves the linear layers as they are. "fp8" quantises those of the blocks it knows: the
+            weights now, per output channel, the activations in the ops that make them, per row. It needs bfloat16 and a
+            GPU of compute capability 8.9 or newer. Fuse a LoRA first, and call again after one is fused or unfused.
         rounding: "fp32" rounds each result once. "eager" rounds where the stock modules do, and leaves out what
             cannot: packed GEMMs and the GELU epilogue.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
             unet), as far as it has them.
+        skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
+            few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
+            (its branch has no gate) and its key and value (of a few text tokens).
+        free_weights: With "fp8", give the memory of the quantised weights' originals back. There is no `restore` then,
+            and the model cannot be saved.
         strict: Raise, and change nothing, where something of a known class has to be left alone, or nothing is known.
 
     Returns:
@@ -55,18 +70,19 @@ def optimize(
 
     Raises:
         TypeError: ``obj`` is neither a module nor a pipeline.
-        ValueError: An unknown ``level``, ``rounding`` or component.
-        RuntimeError: With ``strict``, something has to be left alone; the text says what and why.
+        ValueError: An unknown ``level``, ``precision``, ``rounding`` or component, or options that do not go together.
+        RuntimeError: With ``strict``, something has to be left alone; the text says what and why. With "fp8", the GPU
+            is too old. Nothing was changed then.
     """
-    if level not in LEVELS:
-        raise ValueError(f'level: expected "norms" or "block", got {level!r}')
-    choice("rounding", ROUNDING, rounding)
+    _check_options(level, precision, rounding, skip, free_weights)
     roots = _roots(obj, components)
     plan = _plan(roots, level, rounding)
+    groups = _plan_fp8(plan, skip) if precision == "fp8" else []
     if strict and plan.left_alone:
         lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
         raise RuntimeError("strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines))
-    report = Report(f"{type(obj).__name__}, level {level}, rounding {rounding}", left_alone=plan.left_alone)
+    title = f"{type(obj).__name__}, level {level}, precision {precision}, rounding {rounding}"
+    report = Report(title, left_alone=plan.left_alone)
     for root in roots.values():
         uninstall_all(root)
         report._roots.append(weakref.ref(root))
@@ -77,6 +93,10 @@ def optimize(
             sites[name] = Site(entry, name, rounding, entry.settings(module))
             report.sites.append(sites[name])
         install(module, sites[name])
+    for linears in groups:
+        _fp8.quantise_weights(linears)
+    if groups:
+        report.notes.append(_fp8.summary([linear for group in groups for linear in group], free_weights))
     if rounding == "fp32":
         attentions = [m for m, entry in plan.modules.values() if entry.forward is diffusers.ltx_attention_forward]
         unpacked = Counter(filter(None, map(diffusers.pack_attention, attentions)))
@@ -101,6 +121,23 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
     """
     for root in _roots(obj, components, default=None).values():
         uninstall_all(root)
+
+
+def _check_options(level: str, precision: str, rounding: str, skip: Sequence[str] | None, free_weights: bool) -> None:
+    if level not in LEVELS:
+        raise ValueError(f'level: expected "norms" or "block", got {level!r}')
+    if precision not in PRECISIONS:
+        raise ValueError(f'precision: expected "native" or "fp8", got {precision!r}')
+    choice("rounding", ROUNDING, rounding)
+    if precision == "fp8":
+        if level != "block" or rounding != "fp32":
+            raise ValueError(
+                f'precision: "fp8" goes with level "block" and rounding "fp32", got {level} and {rounding}'
+            )
+    elif skip is not None or free_weights:
+        raise ValueError(f'skip and free_weights: expected precision "fp8" with them, got {precision!r}')
+    if isinstance(skip, str):
+        raise ValueError(f"skip: expected a list of patterns, got the string {skip!r}")
 
 
 def _roots(
@@ -143,3 +180,35 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
         plan.left_alone["the pipeline"] = f"it has none of the components {', '.join(DENOISERS)}"
     diffusers.keep_table_readers_together(plan)
     return plan
+
+
+def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Module]]:
+    """Adds the linear layers of known blocks to the plan; those that share an input, together."""
+    groups = []
+    for block_name, (block, entry) in list(plan.modules.items()):
+        patterns = entry.fp8_skip if skip is None else skip
+        for paths in entry.fp8:
+            group = []
+            for path in paths:
+                name = f"{block_name}.{path}" if block_name else path
+                if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                    continue
+                linear: Any = block.get_submodule(path)
+                if class_of(linear) != LINEAR:
+                    plan.left_alone[name] = f"it is {class_of(linear)}, not {LINEAR}"
+                    continue
+                obstacle = fp8_obstacle(linear.weight.device)
+                if obstacle:
+                    raise RuntimeError(
+                        f'precision: expected a GPU of compute capability 8.9 or newer for "fp8", got {obstacle}; '
+                        "nothing was changed"
+                    )
+                reason = why_not(linear, _fp8.LINEAR)
+                if reason:
+                    plan.left_alone[name] = reason
+                else:
+                    plan.modules[name] = linear, _fp8.LINEAR
+                    group.append(linear)
+            if group:
+                groups.append(group)
+    return groups

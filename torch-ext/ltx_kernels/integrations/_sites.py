@@ -45,6 +45,13 @@ class Entry:
     why_not: Callable[[nn.Module], str] = lambda module: ""
     # What the site has to know beside the rounding, from the first module of the class.
     settings: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
+    # Why `restore` cannot put this module back, and what it has to undo beside the forward.
+    why_not_restored: Callable[[nn.Module], str] = lambda module: ""
+    release: Callable[[nn.Module], None] = lambda module: None
+    # The linear layers below such a module that precision="fp8" quantises, those that share an input together, and
+    # patterns of those that it leaves in their own precision unless told otherwise.
+    fp8: tuple[tuple[str, ...], ...] = ()
+    fp8_skip: tuple[str, ...] = ()
 
 
 @dataclass
@@ -94,6 +101,12 @@ class Site:
             self.fallbacks[reason] += 1
 
 
+def stock_forward(module: Any, reason: str, *arguments: Any, **options: Any) -> Any:
+    """What the stock module would do, counted as a fallback."""
+    module._ltx_kernels.count_fallback(reason)
+    return type(module).forward(module, *arguments, **options)
+
+
 @torch.compiler.assume_constant_result
 def _count_trace(number: int, reason: str) -> None:
     """Runs while torch.compile traces, and leaves nothing in the graph."""
@@ -122,7 +135,12 @@ def hooked(module: nn.Module) -> bool:
 
 def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a module is nn.Linear and nothing else, with a weight that a GEMM in this dtype can take."""
-    return type(module) is nn.Linear and plain_parameters(module, dtype) and not hooked(module)
+    return (
+        type(module) is nn.Linear
+        and "forward" not in module.__dict__
+        and plain_parameters(module, dtype)
+        and not hooked(module)
+    )
 
 
 def plain_parameters(module: Any, dtype: torch.dtype) -> bool:
@@ -211,6 +229,7 @@ def install(module: nn.Module, site: Site) -> None:
 
 def uninstall(module: nn.Module) -> None:
     site = module.__dict__.pop(ATTRIBUTE)
+    site.entry.release(module)
     for holder, key, forward in list(_slots(module)):
         if not _is_bound(forward, module, site.entry.forward):
             continue
@@ -221,9 +240,13 @@ def uninstall(module: nn.Module) -> None:
 
 
 def uninstall_all(root: nn.Module) -> None:
-    for module in root.modules():
-        if ATTRIBUTE in module.__dict__:
-            uninstall(module)
+    ours = {name: module for name, module in root.named_modules() if ATTRIBUTE in module.__dict__}
+    for name, module in ours.items():
+        reason = module.__dict__[ATTRIBUTE].entry.why_not_restored(module)
+        if reason:
+            raise RuntimeError(f"{name or class_of(module)} cannot be restored, and nothing was: {reason}")
+    for module in ours.values():
+        uninstall(module)
 
 
 # ---- The report

@@ -21,7 +21,9 @@ from .._linear import packed_linear as packed_linear_now
 from ..adaln import adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
 from ..glu import gelu
 from ..norm import layernorm, rmsnorm
+from ..quant import adaln_rmsnorm_quant, gated_residual_adaln_rmsnorm_quant, gated_residual_quant, gelu_quant
 from ..rope import qk_norm_rope
+from ._fp8 import Rows, apply_rows, in_fp8, takes_rows
 from ._sites import (
     Entry,
     Plan,
@@ -29,6 +31,7 @@ from ._sites import (
     hooked,
     plain_linear,
     plain_parameters,
+    stock_forward,
     trainable,
     why_not_input,
 )
@@ -37,6 +40,7 @@ RMSNORM = "diffusers.models.normalization.RMSNorm"
 TORCH_RMSNORM = "torch.nn.modules.normalization.RMSNorm"
 TORCH_LAYERNORM = "torch.nn.modules.normalization.LayerNorm"
 GELU = "diffusers.models.activations.GELU"
+FEED_FORWARD = "diffusers.models.attention.FeedForward"
 LTX_BLOCK = "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock"
 LTX_ATTENTION = "diffusers.models.transformers.transformer_ltx.LTXAttention"
 LTX_PROCESSOR = "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor"
@@ -47,11 +51,6 @@ Known = Any
 
 # Shapes whose rotary table is kept: a multi-scale pipeline goes back and forth between two.
 ROPE_TABLES = 4
-
-
-def _stock(module: Known, reason: str, *arguments: Any, **options: Any) -> Any:
-    module._ltx_kernels.count_fallback(reason)
-    return type(module).forward(module, *arguments, **options)
 
 
 # ---- Norms and activations
@@ -69,7 +68,7 @@ def _why_not_norm_call(module: Known, input: Tensor) -> str:
 def rms_norm_forward(self: Known, hidden_states: Tensor) -> Tensor:
     reason = _why_not_norm_call(self, hidden_states)
     if reason:
-        return _stock(self, reason, hidden_states)
+        return stock_forward(self, reason, hidden_states)
     self._ltx_kernels.count_call()
     # torch.nn.RMSNorm rounds once, and a norm without weight has nothing to round between.
     return rmsnorm(hidden_states, self.weight, self.eps)
@@ -82,7 +81,7 @@ def torch_rms_norm_forward(self: Known, x: Tensor) -> Tensor:
 def layer_norm_forward(self: Known, input: Tensor) -> Tensor:
     reason = _why_not_norm_call(self, input)
     if reason:
-        return _stock(self, reason, input)
+        return stock_forward(self, reason, input)
     self._ltx_kernels.count_call()
     return layernorm(input, self.weight, self.bias, self.eps)
 
@@ -99,7 +98,7 @@ def why_not_torch_norm(module: Known) -> str:
 def gelu_forward(self: Known, hidden_states: Tensor) -> Tensor:
     reason = why_not_input(hidden_states) or ("a gradient is needed" if trainable(self.proj) else "")
     if reason:
-        return _stock(self, reason, hidden_states)
+        return stock_forward(self, reason, hidden_states)
     self._ltx_kernels.count_call()
     linear = self.proj
     if self.approximate == "tanh" and linear.bias is not None and plain_linear(linear, hidden_states.dtype):
@@ -165,7 +164,27 @@ def ltx_rope_forward(
 _captured: list[tuple[Tensor, Tensor]] = []
 
 
-def _why_not_attention_call(self: Known, hidden_states: Tensor) -> str:
+def _why_not_attention_call(
+    self: Known,
+    hidden_states: Tensor | Rows,
+    encoder_hidden_states: Tensor | None,
+    attention_mask: Tensor | None,
+    image_rotary_emb: tuple[Tensor, Tensor] | None,
+    kwargs: Mapping[str, Any],
+) -> str:
+    if isinstance(hidden_states, tuple):
+        return ""  # asked before
+    if kwargs:
+        return f"arguments {', '.join(kwargs)}"
+    if (encoder_hidden_states is None) == (image_rotary_emb is None):
+        return "self-attention without rotary table, or cross-attention with one"
+    if attention_mask is not None and (
+        attention_mask.dim() != 3
+        or attention_mask.shape[1] != 1
+        or encoder_hidden_states is None
+        or attention_mask.shape[2] != encoder_hidden_states.shape[1]
+    ):
+        return "a mask of another shape than [B, 1, text]"
     if class_of(self.processor) != LTX_PROCESSOR:
         return f"the processor is {class_of(self.processor)}"
     for norm in (self.norm_q, self.norm_k):
@@ -177,8 +196,24 @@ def _why_not_attention_call(self: Known, hidden_states: Tensor) -> str:
     return ""
 
 
-def _project(linears: tuple[Known, ...], input: Tensor, pack: bool) -> tuple[tuple[Tensor, ...], bool]:
+def _takes_rows(
+    attention: Known, linears: tuple[Known, ...], hidden_states: Tensor, context: tuple[Any, Any, Any]
+) -> bool:
+    """Whether an attention can be handed quantised rows of what would have been like `hidden_states`; `context` is the
+    rest of its arguments."""
+    site = attention.__dict__.get("_ltx_kernels")
+    return (
+        site is not None
+        and not hooked(attention)
+        and not _why_not_attention_call(attention, hidden_states, *context, {})
+        and takes_rows(linears, hidden_states)
+    )
+
+
+def _project(linears: tuple[Known, ...], input: Tensor | Rows, pack: bool) -> tuple[tuple[Tensor, ...], bool]:
     """(the output of each linear layer, whether they are views of one new tensor)."""
+    if isinstance(input, tuple):
+        return apply_rows(linears, input), not torch.compiler.is_compiling()
     if pack and all(plain_linear(linear, input.dtype) for linear in linears):
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -193,30 +228,24 @@ def _project(linears: tuple[Known, ...], input: Tensor, pack: bool) -> tuple[tup
 
 def ltx_attention_forward(
     self: Known,
-    hidden_states: Tensor,
+    hidden_states: Tensor | Rows,
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
     image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
+    """The stock forward; a block that has quantised the input already, and asked `_takes_rows`, hands over the rows."""
     site = self._ltx_kernels
-    reason = _why_not_attention_call(self, hidden_states)
-    if kwargs:
-        reason = f"arguments {', '.join(kwargs)}"
-    elif (encoder_hidden_states is None) == (image_rotary_emb is None):
-        reason = "self-attention without rotary table, or cross-attention with one"
-    elif attention_mask is not None and (
-        attention_mask.dim() != 3
-        or attention_mask.shape[1] != 1
-        or encoder_hidden_states is None
-        or attention_mask.shape[2] != encoder_hidden_states.shape[1]
-    ):
-        reason = "a mask of another shape than [B, 1, text]"
+    reason = _why_not_attention_call(
+        self, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, kwargs
+    )
     if reason:
         if image_rotary_emb is not None:
             cos, sin = image_rotary_emb
             image_rotary_emb = _stock_table(cos, self.inner_dim), _stock_table(sin, self.inner_dim)
-        return _stock(self, reason, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, **kwargs)
+        return stock_forward(
+            self, reason, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, **kwargs
+        )
     site.count_call()
     pack = site.rounding == "fp32"
     heads = self.heads
@@ -240,7 +269,7 @@ def ltx_attention_forward(
         )
     else:
         assert encoder_hidden_states is not None  # or it would have neither
-        query = self.to_q(hidden_states)
+        ((query,), _) = _project((self.to_q,), hidden_states, False)
         (key, value), _ = _project((self.to_k, self.to_v), encoder_hidden_states, pack)
         query = rmsnorm(query, self.norm_q.weight, self.norm_q.eps).unflatten(-1, (heads, -1))
         key = rmsnorm(key, self.norm_k.weight, self.norm_k.eps).unflatten(-1, (heads, -1))
@@ -281,6 +310,9 @@ def pack_attention(attention: Known) -> str:
     linears = [attention.to_k, attention.to_v]
     if attention.to_q.in_features == attention.to_k.in_features:
         linears.insert(0, attention.to_q)  # a cross-attention finds the last two adjacent as well
+    linears = [linear for linear in linears if not in_fp8(linear)]
+    if not linears:
+        return ""
     parameters = [p for linear in linears for p in linear.parameters(recurse=False)]
     if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
         return "to_q, to_k or to_v is no plain nn.Linear"
@@ -325,44 +357,73 @@ def ltx_block_forward(
     site = self._ltx_kernels
     reason = _why_not_block_call(self, hidden_states, temb)
     if reason:
-        return _stock(
+        return stock_forward(
             self, reason, hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask
         )
     site.count_call()
     rounding = site.rounding
-    tables = self.scale_shift_table.unbind(0)
-    shift1, scale1, gate1, shift2, scale2, gate2 = temb.unflatten(-1, (len(tables), -1)).unbind(2)
-    branch = adaln_rmsnorm(
-        hidden_states,
-        self.norm1.weight,
-        scale1,
-        shift1,
-        self.norm1.eps,
-        scale_table=tables[1],
-        shift_table=tables[0],
-        rounding=rounding,
-    )
-    branch = self.attn1(branch, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
-    hidden_states = gated_residual(branch, hidden_states, gate1, gate_table=tables[2], rounding=rounding)
-    branch = self.attn2(
-        hidden_states,
+    shift1_table, scale1_table, gate1_table, shift2_table, scale2_table, gate2_table = self.scale_shift_table.unbind(0)
+    shift1, scale1, gate1, shift2, scale2, gate2 = temb.unflatten(-1, (6, -1)).unbind(2)
+    attn1, attn2, ff = self.attn1, self.attn2, self.ff
+    rope, text = (None, None, image_rotary_emb), (encoder_hidden_states, encoder_attention_mask, None)
+
+    branch: Tensor | Rows
+    modulation1 = {"scale_table": scale1_table, "shift_table": shift1_table}
+    if _takes_rows(attn1, (attn1.to_q, attn1.to_k, attn1.to_v), hidden_states, rope):
+        branch = adaln_rmsnorm_quant(hidden_states, None, scale1, shift1, self.norm1.eps, **modulation1)
+    else:
+        branch = adaln_rmsnorm(hidden_states, None, scale1, shift1, self.norm1.eps, **modulation1, rounding=rounding)
+    # By name, as the stock block does: hooks may look for them.
+    attended = attn1(hidden_states=branch, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
+
+    if _takes_rows(attn2, (attn2.to_q,), hidden_states, text):
+        values, scales, hidden_states = gated_residual_quant(attended, hidden_states, gate1, gate_table=gate1_table)
+        branch = values, scales
+    else:
+        hidden_states = gated_residual(attended, hidden_states, gate1, gate_table=gate1_table, rounding=rounding)
+        branch = hidden_states
+    attended = attn2(
+        hidden_states=branch,
         encoder_hidden_states=encoder_hidden_states,
-        image_rotary_emb=None,
         attention_mask=encoder_attention_mask,
+        image_rotary_emb=None,
     )
-    branch, hidden_states = gated_residual_adaln_rmsnorm(
-        branch,
-        hidden_states,
-        None,
-        self.norm2.weight,
-        scale2,
-        shift2,
-        self.norm2.eps,
-        scale_table=tables[4],
-        shift_table=tables[3],
-        rounding=rounding,
+
+    modulation2 = {"scale_table": scale2_table, "shift_table": shift2_table}
+    norm2 = None, None, scale2, shift2, self.norm2.eps
+    if _ff_takes_rows(ff, hidden_states):
+        values, scales, hidden_states = gated_residual_adaln_rmsnorm_quant(
+            attended, hidden_states, *norm2, **modulation2
+        )
+        output = _ff_of_rows(ff, (values, scales))
+    else:
+        branch, hidden_states = gated_residual_adaln_rmsnorm(
+            attended, hidden_states, *norm2, **modulation2, rounding=rounding
+        )
+        output = ff(branch)
+    return gated_residual(output, hidden_states, gate2, gate_table=gate2_table, rounding=rounding)
+
+
+def _ff_takes_rows(ff: Known, hidden_states: Tensor) -> bool:
+    """Whether a feed-forward is Linear, GELU, Linear and nothing else, the first of them in fp8."""
+    if class_of(ff) != FEED_FORWARD or hooked(ff) or ff.training or len(ff.net) != 3:
+        return False
+    activation, dropout, _ = ff.net
+    return (
+        class_of(activation) == GELU
+        and not hooked(activation)
+        and not hooked(dropout)
+        and takes_rows((activation.proj,), hidden_states)
     )
-    return gated_residual(self.ff(branch), hidden_states, gate2, gate_table=tables[5], rounding=rounding)
+
+
+def _ff_of_rows(ff: Known, rows: Rows) -> Tensor:
+    activation, _, down = ff.net
+    (hidden,) = apply_rows((activation.proj,), rows)
+    if takes_rows((down,), hidden):
+        (output,) = apply_rows((down,), gelu_quant(hidden, approximate=activation.approximate))
+        return output
+    return down(gelu(hidden, approximate=activation.approximate))
 
 
 def keep_table_readers_together(plan: Plan) -> None:
@@ -402,6 +463,16 @@ ENTRIES: Mapping[str, Entry] = {
         ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
         frozenset({"norm1", "attn1", "norm2", "attn2", "ff"}),
         why_not=why_not_ltx_block,
+        fp8=(
+            ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+            ("attn1.to_out.0",),
+            ("attn2.to_q",),
+            ("attn2.to_k", "attn2.to_v"),
+            ("attn2.to_out.0",),
+            ("ff.net.0.proj",),
+            ("ff.net.2",),
+        ),
+        fp8_skip=("*.attn2.to_k", "*.attn2.to_v", "*.attn2.to_out.0"),
     ),
     LTX_ATTENTION: Entry(
         ltx_attention_forward,

@@ -1,0 +1,183 @@
+"""Linear layers in fp8: their weights quantised once, per output channel, their inputs row by row at every call.
+
+The fp8 weight lies beside the stock one, as buffers that are not saved. ``forward`` of the layer quantises its input,
+so that whatever calls it works; a fused block hands it rows that an op has quantised already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._linear import adjacent, stacked
+from .._ops import add_op_namespace_prefix
+from ..quant import quantize_rows, quantize_weight, scaled_linear
+from ._sites import Entry, hooked, stock_forward, why_not_input
+
+VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"
+STATE = "_ltx_fp8_of"  # the version of the weight that was quantised, or FREED
+FREED = "freed"
+
+Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
+
+
+def why_not_fp8(linear: Any) -> str:
+    """Why the weight of a linear layer cannot be quantised; empty if it can."""
+    if type(linear.weight) is not nn.Parameter or linear.weight.device.type == "meta":
+        return f"its weight is no ordinary parameter ({type(linear.weight).__name__} on {linear.weight.device})"
+    if linear.in_features % 16 or linear.out_features % 16:
+        return f"fp8 GEMMs need multiples of 16, not {linear.in_features} x {linear.out_features}"
+    return ""
+
+
+def quantise_weights(linears: Sequence[Any]) -> None:
+    """Gives layers that share an input their fp8 weights, one behind the other."""
+    quantised = [quantize_weight(linear.weight) for linear in linears]
+    values, scales = (torch.cat(parts) for parts in zip(*quantised))
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.register_buffer(VALUES, values[start:end], persistent=False)
+        linear.register_buffer(SCALES, scales[start:end], persistent=False)
+        linear.__dict__[STATE] = linear.weight._version
+        start = end
+
+
+def drop_weights(linear: Any) -> None:
+    """What `restore` does beside giving the layer its forward back."""
+    for name in (VALUES, SCALES):
+        linear._buffers.pop(name, None)
+        linear._non_persistent_buffers_set.discard(name)
+    linear.__dict__.pop(STATE, None)
+
+
+def freed(linear: Any) -> bool:
+    return linear.__dict__.get(STATE) == FREED
+
+
+def free_weight(linear: Any) -> int:
+    """Gives the memory of the stock weight back; the bytes."""
+    size = linear.weight.nbytes
+    linear.weight.data = torch.empty(0, dtype=linear.weight.dtype, device=linear.weight.device)
+    linear.__dict__[STATE] = FREED
+    linear.register_state_dict_pre_hook(_refuse_to_save)
+    return size
+
+
+def summary(linears: Sequence[Any], free_weights: bool) -> str:
+    """Frees the stock weights if that is wished; what to tell about the memory."""
+    added = sum(linear.ltx_fp8_values.nbytes + linear.ltx_fp8_scales.nbytes for linear in linears)
+    text = f"fp8: {len(linears)} linear layers, {added / 2**20:.1f} MiB of weights"
+    if not free_weights:
+        return f"{text} beside the stock ones"
+    saved = sum(map(free_weight, linears))
+    return f"{text} in place of {saved / 2**20:.1f} MiB, which are freed: there is no restore"
+
+
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError(
+        f"{prefix}weight was freed by optimize(..., free_weights=True) and cannot be saved: load the model again"
+    )
+
+
+def _changed(linear: Any) -> bool:
+    """Whether the stock weight was written to after it was quantised (through .data it can be, unseen)."""
+    version = linear.weight._version
+    if version < linear.__dict__[STATE]:  # a copy, which counts anew
+        linear.__dict__[STATE] = version
+    return version > linear.__dict__[STATE]
+
+
+def _why_not_call(linear: Any, input: Tensor) -> str:
+    if input.dtype != torch.bfloat16:
+        return f"fp8 takes bfloat16 activations, not {input.dtype}"
+    values = linear._buffers.get(VALUES)
+    if values is None or values.dtype != torch.float8_e4m3fn or values.device != input.device:
+        return "the fp8 weight was converted or is on another device"
+    if not torch.compiler.is_compiling() and not freed(linear) and _changed(linear):
+        return "the weight has changed since it was quantised: call optimize again"
+    return why_not_input(input)
+
+
+def linear_forward(self: Any, input: Tensor) -> Tensor:
+    reason = _why_not_call(self, input)
+    if reason and not freed(self):
+        return stock_forward(self, reason, input)
+    if reason:
+        raise RuntimeError(f"a linear layer whose weight was freed by optimize(..., free_weights=True): {reason}")
+    self._ltx_kernels.count_call()
+    return scaled_linear(*quantize_rows(input), self.ltx_fp8_values, self.ltx_fp8_scales, self.bias)
+
+
+def why_not_restored(linear: Any) -> str:
+    return (
+        "its stock weight was freed by optimize(..., free_weights=True): load the model again" if freed(linear) else ""
+    )
+
+
+LINEAR = Entry(
+    linear_forward,
+    ("quantize_rows", "scaled_linear"),
+    ("input",),
+    why_not=why_not_fp8,
+    why_not_restored=why_not_restored,
+    release=drop_weights,
+)
+
+
+def in_fp8(linear: Any) -> bool:
+    site = linear.__dict__.get("_ltx_kernels")
+    return site is not None and site.entry is LINEAR
+
+
+def takes_rows(linears: Sequence[Any], input: Tensor) -> bool:
+    """Whether linear layers can be handed quantised rows of what would have been a tensor like `input`."""
+    return all(in_fp8(linear) and not hooked(linear) and not _why_not_call(linear, input) for linear in linears)
+
+
+def apply_rows(linears: Sequence[Any], rows: Rows) -> tuple[Tensor, ...]:
+    """The outputs of linear layers for quantised rows; one GEMM where their weights are adjacent."""
+    values = [linear.ltx_fp8_values for linear in linears]
+    scales = [linear.ltx_fp8_scales for linear in linears]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    for linear in linears:
+        linear._ltx_kernels.count_call()
+    if len(linears) == 1:
+        return (scaled_linear(*rows, values[0], scales[0], biases[0] if biases else None),)
+    function = packed_scaled_linear_op if torch.compiler.is_compiling() else packed_scaled_linear
+    return function(*rows, values, scales, biases).split([v.shape[0] for v in values], -1)
+
+
+def packed_scaled_linear(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    """``scaled_linear`` of several layers with one input, their outputs side by side."""
+    if adjacent(weights) and adjacent(weight_scales) and (not biases or adjacent(biases)):
+        bias = stacked(biases) if biases else None
+        return scaled_linear(values, scales, stacked(weights), stacked(weight_scales), bias)
+    outputs = [
+        scaled_linear(values, scales, weight, weight_scales[i], biases[i] if biases else None)
+        for i, weight in enumerate(weights)
+    ]
+    return torch.cat(outputs, -1)
+
+
+@torch.library.custom_op(
+    add_op_namespace_prefix("packed_scaled_linear"),
+    mutates_args=(),
+    schema="(Tensor values, Tensor scales, Tensor[] weights, Tensor[] weight_scales, Tensor[] biases) -> Tensor",
+)
+def packed_scaled_linear_op(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    return packed_scaled_linear(values, scales, weights, weight_scales, biases)
+
+
+@packed_scaled_linear_op.register_fake
+def _(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    return values.new_empty(*values.shape[:-1], sum(w.shape[0] for w in weights), dtype=torch.bfloat16)
