@@ -107,7 +107,6 @@ def stock_forward(module: Any, reason: str, *arguments: Any, **options: Any) -> 
     return type(module).forward(module, *arguments, **options)
 
 
-@torch.compiler.assume_constant_result
 def _count_trace(number: int, reason: str) -> None:
     """Runs while torch.compile traces, and leaves nothing in the graph."""
     site = _by_number.get(number)
@@ -117,6 +116,10 @@ def _count_trace(number: int, reason: str) -> None:
         site.fallbacks[f"{reason} (compiled)"] += 1
     else:
         site.traces += 1
+
+
+# What torch.compiler.assume_constant_result does; calling it here would import torch._dynamo, 2 s for every user.
+vars(_count_trace)["_dynamo_marked_constant"] = True
 
 
 def hooked(module: nn.Module) -> bool:
