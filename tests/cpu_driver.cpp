@@ -1,4 +1,4 @@
-// The CPU kernels without torch: runs all three entry points over std::thread ranges and prints a checksum per case.
+// The CPU kernels without torch: runs all entry points over std::thread ranges and prints a checksum per case.
 //
 // Built with ThreadSanitizer it finds races; built with -DLTX_CPU_MAX_ISA=0, 1 and 2, and run with 1 and more threads,
 // it must print the same text, for a row's bits depend on neither. From the repository root:
@@ -73,11 +73,29 @@ struct Tensor {
   std::vector<unsigned char> bytes;
 };
 
-void print(const std::string& name, const Tensor& tensor) {
+void print(const std::string& name, const void* data, size_t bytes) {
   uint64_t hash = 1469598103934665603u;
-  for (const unsigned char byte : tensor.bytes) hash = (hash ^ byte) * 1099511628211u;
+  for (size_t i = 0; i < bytes; ++i) hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 1099511628211u;
   std::printf("%s %016llx\n", name.c_str(), static_cast<unsigned long long>(hash));
 }
+void print(const std::string& name, const Tensor& tensor) { print(name, tensor.bytes.data(), tensor.bytes.size()); }
+
+// Rows of fp8 and their scales.
+struct Quantised {
+  Quantised(int64_t count, int64_t width)
+      : values(static_cast<size_t>(count * width)), scales(static_cast<size_t>(count)) {
+    output.values = values.data();
+    output.scales = scales.data();
+  }
+  void print_as(const std::string& name) const {
+    print(name + " values", values.data(), values.size());
+    print(name + " scales", scales.data(), scales.size() * sizeof(float));
+  }
+
+  std::vector<uint8_t> values;
+  std::vector<float> scales;
+  ltx::QuantOutput output;
+};
 
 ltx::Rows rows_of(int64_t count, int64_t width) {
   ltx::Rows rows;
@@ -119,6 +137,10 @@ void run_norm(ltx::DType dtype, ltx::Rounding rounding, int64_t width, const ltx
   ltx::norm(p, context);
   print("block " + name, out);
   print("block residual " + name, residual_out);
+  Quantised quantised(count, width);
+  p.out = ltx::RowView();
+  ltx::norm_quant(p, quantised.output, context);
+  quantised.print_as("block quantised " + name);
   p.statistic = ltx::Statistic::kNone;
   p.out = ltx::RowView();
   p.residual_out = residual.view(width);  // in place
@@ -144,6 +166,11 @@ void run_glu(ltx::DType dtype, ltx::Rounding rounding, int64_t width, const ltx:
                              (rounding == ltx::Rounding::kEager ? " eager " : " fp32 ") + std::to_string(width);
     ltx::glu(p, context);
     print(activations[activation] + name, out);
+    Quantised quantised(count, width);
+    p.out = ltx::RowView();
+    ltx::glu_quant(p, quantised.output, context);
+    quantised.print_as(std::string("quantised ") + activations[activation] + name);
+    p.out = out.view(width);
     p.up = ltx::RowView();
     p.bias = bias.view(0);
     ltx::glu(p, context);

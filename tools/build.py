@@ -828,8 +828,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(build_variant(project, backend, torch, cuda, output, options, args.jobs, args.verbose))
         print_table(results)
         if options.sanitize:
-            runtime = run([find_tool("CXX", ["g++", "c++"], "install g++"), "-print-file-name=libasan.so"]).strip()
-            print(f"\nRun Python with LD_PRELOAD={runtime} ASAN_OPTIONS=detect_leaks=0 to load this build.")
+            # libstdc++ too: the runtime looks for the exceptions' functions when Python starts, which has none.
+            cxx = find_tool("CXX", ["g++", "c++"], "install g++")
+            preload = ":".join(run([cxx, f"-print-file-name=lib{name}.so"]).strip() for name in ("asan", "stdc++"))
+            print(f"\nRun Python with LD_PRELOAD={preload} ASAN_OPTIONS=detect_leaks=0 to load this build.")
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -132,6 +132,26 @@ class Case:
         copies = iter(copied(device, *self.tensors.values()))
         return self.map(lambda _: next(copies))
 
+    def batch(self, index: int) -> Case | None:
+        """The same call on one entry of the first dimension, in views; None where there is but one."""
+        first = self.inputs[0]
+        count = first.shape[0] if first.dim() > 1 else 1
+        if count < 2:
+            return None
+
+        def narrowed(name: str, value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(narrowed(name, item) for item in value)
+            if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != count:
+                return value
+            if self.is_rotary:
+                has_batch = name in ("input", "query", "key") or value.dim() > 2 or name == "positions"
+            else:  # two dimensions are per batch, all others broadcast
+                has_batch = value.dim() == 2 or value.dim() == first.dim()
+            return value[index : index + 1] if has_batch else value
+
+        return dataclasses.replace(self, kwargs={name: narrowed(name, value) for name, value in self.kwargs.items()})
+
     def in_layout(self, layout: Layout | str) -> Case:
         return self.map(lambda tensor: place(tensor, layout))
 

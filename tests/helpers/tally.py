@@ -22,6 +22,7 @@ class Figures:
     share: float = 0.0  # largest error as a part of what the bound allows
     eager_elements: int = 0  # compared with eager torch, rounding="eager"
     eager_different: int = 0
+    repeats: int = 0  # of a case, whole or one batch of it, that had to give the same bits
 
     def add(self, other: Figures) -> None:
         for field in dataclasses.fields(self):
@@ -63,6 +64,9 @@ class Tally:
             figures = self.of(op, output.dtype)
             figures.eager_elements += output.numel()
             figures.eager_different += int(((output != eager) & ~(output.isnan() & eager.isnan())).sum())
+
+    def add_repeats(self, op: str, dtype: torch.dtype, count: int) -> None:
+        self.of(op, dtype).repeats += count
 
     def merge(self, records: Iterable[dict[str, Any]]) -> None:
         for record in records:

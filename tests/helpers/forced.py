@@ -1,0 +1,84 @@
+"""One process with one LTX_KERNELS_FORCE: checks calls against fp64 and writes their outputs, or the error, to a file.
+
+python tests/helpers/forced.py norm outputs.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from helpers import (
+    ACTIVATIONS,
+    DTYPES,
+    MODULATORS,
+    NORM_OPS,
+    Case,
+    Make,
+    activation_case,
+    check,
+    norm_case,
+    qk_norm_rope_case,
+    rope_case,
+    rotary_case,
+)
+from helpers.build import REPO_ID
+
+# Rows of a part of a warp, a warp, several, and as many as one block takes: see geometry() in kernel_src/norm.cu.
+NORM_WIDTHS = [8, 64, 256, 512, 1024, 2048, 4096, 8192, 16384]
+GLU_WIDTHS = [8, 64, 1024, 4096, 8192]
+HEADS = [(3, 64), (32, 64), (24, 128), (2, 256), (5, 16)]
+
+
+def cases(family: str, device: str) -> dict[str, Case]:
+    """Calls that every kernel of a family can run: contiguous, aligned, whole packs."""
+    found = {}
+    for dtype in DTYPES:
+        make = Make(device, dtype)
+        if family == "norm":
+            for op in NORM_OPS:
+                tables = [name for name in MODULATORS if name in NORM_OPS[op]]
+                for width in NORM_WIDTHS:
+                    found[f"{op} {dtype} {width}"] = norm_case(op, make, (2, 5, width), tables=tables)
+                    wide = norm_case(op, make, (2, 5, width), param_dtype=torch.float32, modulation_dtype=torch.float32)
+                    found[f"{op} {dtype} {width} fp32"] = wide
+        elif family == "glu":
+            for name in ACTIVATIONS:
+                for width in GLU_WIDTHS:
+                    found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))
+        else:
+            for heads, width in HEADS:
+                for layout in ("interleaved", "half"):
+                    key = f"{dtype} {heads}x{width} {layout}"
+                    sizes = (2, 7, heads, width)
+                    found[f"rotary {key}"] = rotary_case(make, sizes, layout=layout, key=(5, 2))
+                    found[f"rope_3d {key}"] = rope_case(make, (2, heads, width), grid=(1, 7, 1), layout=layout)
+                    for across in (True, False):
+                        case = qk_norm_rope_case(make, sizes, across_heads=across, layout=layout)
+                        found[f"qk_norm_rope {across} {key}"] = case
+    return found
+
+
+def main() -> None:
+    from kernels import get_kernel
+
+    family, path = sys.argv[1:]
+    ltx = get_kernel(REPO_ID, version=1)
+    results: dict[str, list[torch.Tensor] | str] = {}
+    for key, case in cases(family, "cuda" if torch.cuda.is_available() else "cpu").items():
+        try:
+            results[key] = [output.cpu() for output in check(ltx, case)]
+        except RuntimeError as error:
+            if "LTX_KERNELS_FORCE" not in str(error):
+                raise
+            results[key] = str(error)
+    torch.save(results, path)
+
+
+if __name__ == "__main__":
+    main()

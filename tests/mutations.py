@@ -1,0 +1,287 @@
+"""Plants defects in copies of the sources, and writes down which test fails for each.
+
+python tests/mutations.py                         # on the CPU backend; minutes, for each defect is built
+python tests/mutations.py --backend cuda          # needs nvcc and a GPU
+python tests/mutations.py --backend cuda --build-only /tmp/mutants    # and, where the GPU is:
+python tests/mutations.py --backend cuda --built /tmp/mutants
+
+A defect that no test notices is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
+
+# In this order until one fails: the named regressions of other packages' defects come first.
+TESTS = ["regressions", "norm", "adaln", "rope", "glu", "inputs", "properties"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """`old`, which stands in `file` once, becomes `new`."""
+
+    defect: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = tuple(TESTS)
+    backends: tuple[str, ...] = ("cpu",)
+
+
+BOTH = ("cpu", "cuda")
+PYTHON = "torch-ext/ltx_kernels/"
+CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
+
+MUTATIONS = [
+    Mutation(
+        "int32 row offset",
+        CPU_PARALLEL,
+        "int64_t offset = column * view.column_stride;\n"
+        "    for (int d = 0; d < rows_.ndim; ++d) offset += index_[d] * view.stride[d];",
+        "int32_t offset = static_cast<int32_t>(column * view.column_stride);\n"
+        "    for (int d = 0; d < rows_.ndim; ++d) offset += static_cast<int32_t>(index_[d] * view.stride[d]);",
+    ),
+    Mutation(
+        "int32 row offset, rotary",
+        CPU_ROPE,
+        "return batch * stride.batch + token * stride.sequence + head * stride.head;",
+        "return static_cast<int32_t>(batch * stride.batch + token * stride.sequence + head * stride.head);",
+    ),
+    Mutation("eps ignored", "torch-ext/norm.cpp", "p.eps = check_eps(a.eps);", "p.eps = check_eps(a.eps) * 0 + 1e-6f;"),
+    Mutation(
+        "eps hard-coded in q/k norm and rotary", "torch-ext/rope.cpp", "p.eps = check_eps(", "p.eps = 0 * check_eps("
+    ),
+    Mutation(
+        "weight multiplied before the cast",
+        CPU_NORM,
+        "normalise_rounded(n, 0.f, rstd, weight_in_fp32 ? DType::kFloat32 : dtype, width);",
+        "normalise_rounded(n, 0.f, rstd, DType::kFloat32, width);",
+    ),
+    Mutation(
+        "shift and scale swapped",
+        "torch-ext/norm.cpp",
+        'a.scale = arg("scale", scale);\n  a.shift = arg("shift", shift);\n  a.out_gate',
+        'a.scale = arg("scale", shift);\n  a.shift = arg("shift", scale);\n  a.out_gate',
+    ),
+    Mutation(
+        "gate from the wrong half",
+        "torch-ext/glu.cpp",
+        "RowView& second = a.gate_first ? p.up : p.gate;",
+        "RowView& second = a.gate_first ? p.gate : p.up;",
+    ),
+    Mutation(
+        "last column unwritten",
+        "kernel_src/cpu/simd.h",
+        "__builtin_expect(count >= kLanes, 1) ? store(p, x) : store_tail(p, x, count);",
+        "__builtin_expect(count >= kLanes, 1) ? store(p, x) : store_tail(p, x, count > 1 ? count - 1 : count);",
+    ),
+    Mutation(
+        "one element past the row read",
+        "kernel_src/cpu/simd.h",
+        "return __builtin_expect(count >= kLanes, 1) ? load(p) : load_tail(p, count);",
+        "return __builtin_expect(count >= kLanes, 1) ? load(p) : load_tail(p, count + 1);",
+    ),
+    Mutation(
+        "geometry chosen by row count",
+        CPU_NORM,
+        "  for (; count > 0; --count, row.next()) {\n    float mean = 0.f, variance = 0.f;\n    if (kKept) {",
+        "  const float nudge = count > 4 ? 0x1p-22f : 0.f;\n"
+        "  for (; count > 0; --count, row.next()) {\n    float mean = 0.f, variance = 0.f;\n    eps += eps * nudge;\n"
+        "    if (kKept) {",
+    ),
+    Mutation(
+        "`out` ignored",
+        PYTHON + "norm.py",
+        "_norm_out(out, input, weight, None,",
+        "_norm_out(out.clone(), input, weight, None,",
+    ),
+    Mutation(
+        "rope pairs half-rotated",
+        CPU_ROPE,
+        "store_upto(out + half + c, turned(second, first, half + c), half - c);",
+        "store_upto(out + half + c, second, half - c);",
+    ),
+    Mutation(
+        "rope pairs half-rotated, interleaved",
+        CPU_ROPE,
+        "turn.sin[2 * p + 1] = pairs.sin[p];",
+        "turn.sin[2 * p + 1] = 0.f;",
+    ),
+    Mutation(
+        "variance as E[x^2] - mean^2",
+        CPU_NORM,
+        "variance = sum_row(row.width, HiddenTerm<T, kKept, true>{row, mean}) / width;",
+        "variance = sum_row(row.width, HiddenTerm<T, kKept, true>{row, 0.f}) / width - mean * mean;",
+    ),
+    Mutation(
+        "rope exponent over half the dimension",
+        "torch-ext/rope.cpp",
+        "2.0 * j / dim",
+        "4.0 * j / dim",
+    ),
+    Mutation(
+        "a table of one batch read as one of each",
+        "torch-ext/tensor_checks.h",
+        "if (e.per_batch) return d == 0 && e.a.size[0] != 1 ? e.a.stride[0] : 0;",
+        "if (e.per_batch) return d == 0 ? e.a.stride[0] : 0;",
+        backends=BOTH,
+    ),
+    Mutation(
+        "fp32 weight read as the input's dtype",
+        "torch-ext/tensor_checks.h",
+        "view.dtype = float_dtype(a);",
+        "view.dtype = float_dtype(input_);",
+        backends=BOTH,
+    ),
+    Mutation(
+        "a scale for each token read as one for each batch",
+        "torch-ext/tensor_checks.h",
+        "const bool per_batch = a.dim == 2 && input_.dim >= 3;",
+        "const bool per_batch = a.dim >= 2 && input_.dim >= 3;",
+        backends=BOTH,
+    ),
+    Mutation(
+        "an output with the input's strides",
+        "torch-ext/norm.cpp",
+        "return empty_rows(a, a.last());",
+        "return torch::stable::empty_like(input);",
+    ),
+    Mutation(
+        "an unsupported dtype falls through",
+        "torch-ext/tensor_checks.h",
+        '  fail(a.name, "dtype float32, float16 or bfloat16", dtype_text(a.dtype));',
+        "  return DType::kFloat32;",
+    ),
+    Mutation(
+        "outputs that overlap themselves taken",
+        "torch-ext/tensor_checks.h",
+        "if (!has_own_memory(out)) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "forward-mode tangents dropped",
+        PYTHON + "_checks.py",
+        "if forward_ad._current_level >= 0:",
+        "if False:",
+        tests=("tensor_kinds",),
+    ),
+]
+
+
+def copy_sources(directory: Path) -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    for name in files.splitlines():
+        if (REPOSITORY / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(REPOSITORY / name, directory / name)
+
+
+def build(directory: Path, mutation: Mutation | None, backend: str, output: Path, arguments: list[str]) -> None:
+    """Builds the copy with the defect, and takes the defect out again."""
+    edited, text = None, ""
+    if mutation is not None:
+        edited = directory / mutation.file
+        text = edited.read_text()
+        if text.count(mutation.old) != 1:
+            raise SystemExit(f"{mutation.defect}: {mutation.file} has its text {text.count(mutation.old)} times")
+        edited.write_text(text.replace(mutation.old, mutation.new))
+    command = [sys.executable, "tools/build.py", "--backend", backend, "--output", str(output), *arguments]
+    try:
+        process = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    finally:
+        if edited is not None:
+            edited.write_text(text)
+    if process.returncode != 0:
+        raise SystemExit(f"{mutation}: does not build\n{process.stdout}{process.stderr}")
+
+
+def first_failure(built: Path, tests: tuple[str, ...], extra: list[str]) -> str | None:
+    """The first test that fails, or the way in which the tests died."""
+    for name in tests:
+        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *extra]
+        process = subprocess.run(
+            [*pytest, f"tests/test_{name}.py"],
+            cwd=REPOSITORY,
+            env={**os.environ, "LOCAL_KERNELS": f"org/ltx-kernels={built}", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if process.returncode != 0:
+            if failed := re.search(r"^(?:FAILED|ERROR) tests/(\S+)", process.stdout, re.MULTILINE):
+                return failed[1]
+            died = re.search(r"tests/test_\w+\.py\", line \d+ in (test_\w+)", process.stderr)  # faulthandler's stack
+            return f"test_{name}.py::{died[1] if died else '?'} (status {process.returncode})"
+    return None
+
+
+def write(output: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    """What was run now, beside what was run before."""
+    before = json.loads(output.read_text())["records"] if output.exists() else []
+    known = {record["defect"]: record for record in [*before, *records]}
+    kept = [known[m.defect] for m in MUTATIONS if m.defect in known]
+    output.write_text(json.dumps({"meta": meta, "records": kept}, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", default="", help="only defects with this in their name")
+    parser.add_argument("--build-only", type=Path, metavar="DIR", help="build into DIR and run nothing")
+    parser.add_argument("--built", type=Path, metavar="DIR", help="run what --build-only built")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/ltx-mutations"), help="for the copy of the sources")
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/mutations-<backend>.json)")
+    parser.add_argument("--build-args", default="", help="handed to tools/build.py")
+    options, extra = parser.parse_known_args()
+
+    from cpu import meta as common_meta
+
+    selected = [m for m in MUTATIONS if options.backend in m.backends and options.only in m.defect]
+    if options.built is None:
+        shutil.rmtree(options.work / "sources", ignore_errors=True)
+        copy_sources(options.work / "sources")
+    output = options.output or REPOSITORY / f"benchmarks/results/mutations-{options.backend}.json"
+    meta = {key: value for key, value in common_meta().items() if key in ("torch", "commit", "date", "device")}
+    records: list[dict[str, Any]] = []
+    for i, mutation in enumerate(selected):
+        start = time.perf_counter()
+        number = MUTATIONS.index(mutation)
+        built = (options.built or options.build_only or options.work) / f"{number:02}"
+        if options.built is None:
+            build(options.work / "sources", mutation, options.backend, built, options.build_args.split())
+        seconds = time.perf_counter() - start
+        if options.build_only is not None:
+            print(f"{i + 1}/{len(selected)} {mutation.defect}: built in {seconds:.0f} s", flush=True)
+            continue
+        caught = first_failure(built, mutation.tests, extra)
+        records.append({"defect": mutation.defect, "file": mutation.file, "caught_by": caught})
+        write(output, meta, records)
+        total = time.perf_counter() - start
+        print(
+            f"{i + 1}/{len(selected)} {mutation.defect}: {caught} ({seconds:.0f} s + {total - seconds:.0f} s)",
+            flush=True,
+        )
+    if options.build_only is not None:
+        return 0
+    missed = [record["defect"] for record in records if record["caught_by"] is None]
+    print(
+        f"{len(records) - len(missed)} of {len(records)} caught" + (f"; missed: {', '.join(missed)}" if missed else "")
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
