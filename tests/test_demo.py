@@ -31,6 +31,8 @@ from helpers.video import decoded  # noqa: E402
 from PIL import Image  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FRAMES, HEIGHT, WIDTH, STEPS, LAYERS = 9, 64, 96, 2, 3
 TINY = f"--model tiny --frames {FRAMES} --height {HEIGHT} --width {WIDTH} --steps {STEPS}".split()
 

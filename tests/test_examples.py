@@ -1,0 +1,260 @@
+"""examples/generate_video.py and examples/inject_ltx.py: what they write and print, and that their numbers hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import generate_video  # noqa: E402
+import inject_ltx  # noqa: E402
+import numpy as np  # noqa: E402
+from diffusers import LTXPipeline  # noqa: E402
+from helpers.video import decoded  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Without the encoder every video is a GIF.
+VIDEO = "mp4" if importlib.util.find_spec("imageio") and importlib.util.find_spec("imageio_ffmpeg") else "gif"
+FRAMES, HEIGHT, WIDTH, STEPS, LAYERS = 9, 64, 96, 3, 3
+TINY = f"--model tiny --num-frames {FRAMES} --height {HEIGHT} --width {WIDTH} --steps {STEPS}".split()
+CALLS = {  # in one forward
+    "diffusers.LTXVideoRotaryPosEmbed": 1,
+    "diffusers.LTXVideoTransformerBlock": LAYERS,
+    "diffusers.RMSNorm": 0,
+    "diffusers.LTXAttention": 2 * LAYERS,
+    "torch.RMSNorm": 0,
+    "diffusers.GELU": LAYERS,
+    "torch.LayerNorm": 1,
+}
+
+
+class Run:
+    """One run of generate_video.py's main: its files, its JSON, what it printed, how long it took."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path, device: str, *options: str):
+        files = ["--output", str(folder / "clip.mp4"), "--json", str(folder / "result.json")]
+        capsys.readouterr()
+        start = time.perf_counter()
+        self.status = generate_video.main([*TINY, "--device", device, *files, *options])
+        self.wall = time.perf_counter() - start
+        self.output = capsys.readouterr().out
+        self.result = json.loads((folder / "result.json").read_text())
+        self.names = sorted(Path(path).name for path in self.result["files"])
+
+    def calls(self, key: str = "calls") -> dict[str, int]:
+        """By class, in the report."""
+        rows = self.result["report"]["replaced"]
+        return {f"{row['class'].split('.')[0]}.{row['class'].split('.')[-1]}": row[key] for row in rows}
+
+
+def clip(device: str, *options: str, offload: str = "none") -> np.ndarray:
+    """The clips themselves, in float32 unless told otherwise."""
+    args = generate_video.parse_arguments([*TINY, "--device", device, "--dtype", "float32", *options])
+    args.offload = offload
+    return generate_video.generate(args, Console(quiet=True))[0].frames
+
+
+def assert_numbers_hold(run: Run, clips: int = 1) -> None:
+    seconds = run.result["seconds"]
+    assert len(seconds["steps"]) == STEPS and min(seconds["steps"]) > 0
+    assert seconds["denoise"] == pytest.approx(sum(seconds["steps"]))
+    assert seconds["step_median"] == statistics.median(seconds["steps"])
+    assert run.result["iterations_per_second"] == pytest.approx(STEPS / seconds["denoise"])
+    assert seconds["per_frame"] == pytest.approx(seconds["total"] / (clips * FRAMES))
+    parts = seconds["text"] + seconds["denoise"] + seconds["vae"]
+    assert min(seconds["text"], seconds["vae"]) > 0 and parts < seconds["total"] < parts + 1
+    assert seconds["total"] + seconds["warm_up"] < run.wall
+    assert 2**20 < run.result["peak_memory_bytes"] < 2**40
+    for label, text in (
+        ("total", f"{seconds['total']:.3f} s"),
+        ("per frame", f"{seconds['per_frame'] * 1e3:.1f} ms"),
+        ("per step (median)", f"{seconds['step_median'] * 1e3:.1f} ms"),
+        ("denoising", f"{seconds['denoise']:.3f} s"),
+        ("text encoder", f"{seconds['text'] * 1e3:.1f} ms"),
+        ("VAE", f"{seconds['vae'] * 1e3:.1f} ms"),
+        ("iterations per second", f"{run.result['iterations_per_second']:.2f}"),
+        ("peak memory", f"{run.result['peak_memory_bytes'] / 2**30:.2f} GiB"),
+    ):
+        (line,) = [line for line in run.output.splitlines() if line.startswith(f"│ {label} ")]
+        assert line.split("│")[2].strip() == text
+
+
+def test_optimized_and_baseline(
+    ltx: ModuleType, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimized = Run(capsys, tmp_path, device, "--use-optimized-kernels", "--gif")
+    assert optimized.status == 0 and optimized.names == sorted({"clip_optimized.gif", f"clip_optimized.{VIDEO}"})
+    assert f"{FRAMES} frames of {HEIGHT}x{WIDTH}, {STEPS} steps" in optimized.output
+    assert "bfloat16" in optimized.output and "optimized kernels" in optimized.output
+    assert_numbers_hold(optimized)
+    # The report is of the whole run: two steps of warm-up, and those of the clip.
+    assert optimized.calls() == {name: (2 + STEPS) * calls for name, calls in CALLS.items()}
+    assert not any(optimized.calls("fallbacks").values()) and optimized.result["report"]["left_alone"] == {}
+    assert optimized.result["report"]["text"] in optimized.output
+    assert optimized.result["kernels"]["id"] == ltx._ops.ops.name
+
+    baseline = Run(capsys, tmp_path, device, "--no-optimized-kernels", "--warmup-iterations", "0")
+    assert baseline.status == 0 and baseline.names == [f"clip_baseline.{VIDEO}"]
+    assert "stock modules" in baseline.output and "ltx-kernels:" not in baseline.output
+    assert_numbers_hold(baseline)
+    assert baseline.result["report"] is None and "kernels" not in baseline.result
+
+    for run in (optimized, baseline):
+        assert all(f"wrote {tmp_path / name}" in run.output for name in (*run.names, "result.json"))
+    ours, stock = (decoded(tmp_path / f"clip_{name}.{VIDEO}").astype(int) for name in ("optimized", "baseline"))
+    assert ours.shape == stock.shape == decoded(tmp_path / "clip_optimized.gif").shape == (FRAMES, HEIGHT, WIDTH, 3)
+    assert all(frame.std() > 5 for frame in stock)
+    assert np.abs(stock - ours).mean() < 0.25 * np.abs(stock - stock[::-1]).mean()
+
+
+def test_baseline_needs_no_build(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("LOCAL_KERNELS", f"org/ltx-kernels={tmp_path}")
+    assert Run(capsys, tmp_path, device, "--no-optimized-kernels").status == 0
+    assert generate_video.main([*TINY, "--device", device]) == 1
+    assert "make build" in capsys.readouterr().out
+
+
+def test_same_clip_with_and_without(device: str) -> None:
+    np.testing.assert_allclose(clip(device), clip(device, "--no-optimized-kernels"), atol=2e-3)
+
+
+def test_batch_is_of_one_seed_after_the_other(device: str, tmp_path: Path, capsys: Any) -> None:
+    run = Run(capsys, tmp_path, device, "--batch-size", "2", "--seed", "5")
+    assert run.names == [f"clip_{i}_optimized.{VIDEO}" for i in range(2)]
+    assert_numbers_hold(run, clips=2)
+    both = clip(device, "--batch-size", "2", "--model", "tiny")
+    assert both.shape == (2, FRAMES, HEIGHT, WIDTH, 3)
+    assert np.abs(both[0] - both[1]).max() > 0.05
+    np.testing.assert_allclose(both[:1], clip(device), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "option", ["--prompt=A blue whale", "--negative-prompt=sharp", "--guidance-scale=7", "--seed=1", "--steps=4"]
+)
+def test_options_have_an_effect(device: str, option: str) -> None:
+    assert np.abs(clip(device, option) - clip(device)).max() > 2e-2
+
+
+def test_without_guidance(device: str) -> None:
+    """No batch of two, and no negative prompt."""
+    alone = clip(device, "--guidance-scale", "1")
+    np.testing.assert_allclose(alone, clip(device, "--guidance-scale", "1", "--negative-prompt", "sharp"), atol=1e-5)
+    assert np.abs(alone - clip(device)).max() > 2e-2
+
+
+@pytest.mark.parametrize("optimized", [True, False])
+def test_compile(device: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, optimized: bool) -> None:
+    """Traced and run, but not compiled, which takes minutes; the test below compiles."""
+    compiled: list[nn.Module] = []
+    stock_compile = nn.Module.compile
+
+    def traced(module: nn.Module) -> None:
+        compiled.append(module)
+        stock_compile(module, backend="eager", fullgraph=True)
+
+    monkeypatch.setattr(nn.Module, "compile", traced)
+    torch.compiler.reset()
+    run = Run(capsys, tmp_path, device, "--compile", *([] if optimized else ["--no-optimized-kernels"]))
+    assert run.status == 0 and run.names == [f"clip_{'optimized_' if optimized else ''}compile.{VIDEO}"]
+    assert [type(module).__name__ for module in compiled] == ["LTXVideoTransformer3DModel"]
+    assert_numbers_hold(run)
+    assert "compilation included" in run.output
+    if optimized:
+        assert run.calls("traces") == CALLS and not any(run.calls().values())
+
+
+@pytest.mark.slow
+def test_compile_for_real(device: str, tmp_path: Path, capsys: Any) -> None:
+    torch.compiler.reset()
+    run = Run(capsys, tmp_path, device, "--compile", "--dtype", "float32")
+    assert run.status == 0 and run.calls("traces") == CALLS
+    assert_numbers_hold(run)
+    compiled = decoded(tmp_path / f"clip_optimized_compile.{VIDEO}").astype(int)
+    assert Run(capsys, tmp_path, device, "--dtype", "float32").status == 0
+    assert np.abs(compiled - decoded(tmp_path / f"clip_optimized.{VIDEO}")).mean() < 1
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential", "group"])
+def test_offload(device: str, monkeypatch: pytest.MonkeyPatch, offload: str) -> None:
+    """The same clip; on a CPU, which main refuses, all of the machinery but the moves between devices runs too."""
+    if offload != "group":
+        accelerate = pytest.importorskip("accelerate")
+    if (device, offload) == ("cpu", "sequential"):
+
+        def enable(pipe: LTXPipeline, device: torch.device) -> None:
+            for model in (pipe.transformer, pipe.vae, pipe.text_encoder):
+                accelerate.cpu_offload(model, device)  # diffusers would call the device cpu:0, which is not cpu
+
+        monkeypatch.setattr(LTXPipeline, "enable_sequential_cpu_offload", enable)
+    options = ["--warmup-iterations", "0"]
+    np.testing.assert_allclose(clip(device, *options, offload=offload), clip("cpu", *options), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ("--num-frames 10", "--num-frames/--frames: expected a multiple of 8, plus 1, got 10"),
+        ("--height 100", "--height: expected a multiple of 32, got 100"),
+        ("--width 0", "--width: expected a multiple of 32, got 0"),
+        ("--steps 1", "--steps: expected at least 2, got 1"),
+        ("--batch-size 0", "--batch-size: expected at least 1, got 0"),
+        ("--warmup-iterations -1", "--warmup-iterations: expected at least 0, got -1"),
+        ("--device cpu --offload model", "--offload: model needs a GPU, and --device is cpu"),
+        ("--offload some", "--offload: invalid choice: 'some'"),
+        ("--use-optimized-kernels --no-optimized-kernels", "--no-optimized-kernels: not allowed with argument"),
+    ],
+)
+def test_wrong_arguments(wrong: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        generate_video.parse_arguments(wrong.split())
+    assert raised.value.code == 2 and f"error: argument {expected}" in capsys.readouterr().err
+
+
+def test_no_compile_below_offload(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = ["--device", "cuda", "--compile", "--offload"]
+    assert generate_video.parse_arguments([*options, "model"]).compile
+    for offload in ("sequential", "group"):
+        with pytest.raises(SystemExit):
+            generate_video.parse_arguments([*options, offload])
+        assert f"--offload: {offload} moves weights within" in capsys.readouterr().err
+
+
+def test_says_so_if_no_op_runs(
+    ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(generate_video, "load_kernels", lambda device: ltx)
+    monkeypatch.setattr(ltx.integrations.diffusers, "why_not_input", lambda tensor: "it is Saturday")
+    run = Run(capsys, tmp_path, device)
+    assert run.status == 1
+    assert "fault: none of the package's ops ran" in run.output
+    assert "stock call of diffusers.LTXVideoTransformerBlock, 15 x: it is Saturday" in run.output
+
+
+def test_inject(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints what its docstring says, and is as short as a minimal integration has to be."""
+    monkeypatch.setattr(sys, "argv", ["inject_ltx.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    inject_ltx.main()
+    assert inject_ltx.__doc__ is not None
+    documented = inject_ltx.__doc__.split("For the tiny model:\n\n")[1]
+    assert capsys.readouterr().out == "".join(f"{line[4:]}\n" for line in documented.splitlines())
+    assert len((EXAMPLES / "inject_ltx.py").read_text().splitlines()) < 60
