@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -49,6 +50,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     kernels.add_argument("--use-optimized-kernels", dest="optimized", action="store_true", help="(default)")
     kernels.add_argument("--no-optimized-kernels", dest="optimized", action="store_false", help="the stock modules")
     parser.set_defaults(optimized=True)
+    parser.add_argument(
+        "--precision", choices=("native", "fp8"), default="native",
+        help="of the linear layers, with the kernels: fp8 needs compute capability 8.9 (default: native)",
+    )  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="torch.compile the transformer; with kernels or without")
     add_arguments(parser)
     parser.add_argument("--batch-size", type=at_least(1), default=1, help="clips, of one seed after the other")
@@ -64,6 +69,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gif", action="store_true", help="write a GIF too")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all that is printed to this file")
     args = parse(parser, arguments)
+    if args.precision != "native" and not args.optimized:
+        parser.error(f"argument --precision: {args.precision} needs the optimized kernels")
     if args.offload != "none" and args.device == "cpu":
         parser.error(f"argument --offload: {args.offload} needs a GPU, and --device is cpu")
     if args.offload in ("sequential", "group") and args.compile:
@@ -84,6 +91,13 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def optimize(ltx: ModuleType, pipe: Any, precision: str) -> Any:
+    try:
+        return ltx.optimize(pipe, precision=precision)
+    except RuntimeError as error:
+        raise ExampleError(str(error)) from error
+
+
 def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str, Any]]:
     """One clip, or a batch of them, and what is to be said about it."""
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
@@ -93,12 +107,13 @@ def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str
         f"{result['machine']['device']}, {args.dtype}, {args.frames} frames of {args.height}x{args.width}, "
         f"{args.steps} steps, batch {args.batch_size}, model {args.model}, "
         f"{'optimized kernels' if args.optimized else 'stock modules'}"
+        f"{', fp8' if args.precision == 'fp8' else ''}"
         f"{', torch.compile' if args.compile else ''}"
         f"{f', {args.offload} offload' if args.offload != 'none' else ''}",
         highlight=False,
     )
     pipe = load_pipeline(args.model, device, dtype, args.seed, args.offload)
-    report = ltx.optimize(pipe) if ltx else None
+    report = optimize(ltx, pipe, args.precision) if ltx else None
     if args.compile:
         pipe.transformer.compile()
 
@@ -115,7 +130,9 @@ def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str
 
     total, denoise = text + clip.seconds, sum(clip.steps)
     settings = "model", "frames", "height", "width", "steps", "guidance_scale", "batch_size", "seed", "dtype", "offload"
-    result["run"] = {key: getattr(args, key) for key in ("optimized", "compile", *settings, "warmup_iterations")}
+    result["run"] = {
+        key: getattr(args, key) for key in ("optimized", "precision", "compile", *settings, "warmup_iterations")
+    }
     result["seconds"] = {
         "warm_up": warm_up,
         "total": total,

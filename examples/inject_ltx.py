@@ -6,7 +6,7 @@
 It prints the report of what was replaced, with the calls that ran the ops (norms of a block have none of their own: the
 block's launches do their work), what was left alone, and what `restore` leaves. For the tiny model:
 
-    ltx-kernels: LTXPipeline, level block, rounding fp32
+    ltx-kernels: LTXPipeline, level block, precision native, rounding fp32
     modules  class                               calls  traced  stock calls  ops
           1  diffusers.LTXVideoRotaryPosEmbed        4       0            0
           3  diffusers.LTXVideoTransformerBlock     12       0            0  adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm

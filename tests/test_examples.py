@@ -136,6 +136,18 @@ def test_same_clip_with_and_without(device: str) -> None:
     np.testing.assert_allclose(clip(device), clip(device, "--no-optimized-kernels"), atol=2e-3)
 
 
+def test_fp8(device: str, tmp_path: Path, capsys: Any) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        assert generate_video.main([*TINY, "--device", device, "--precision", "fp8"]) == 1
+        assert "error: precision: expected a GPU of compute capability 8.9" in capsys.readouterr().out
+        return
+    run = Run(capsys, tmp_path, device, "--precision", "fp8")
+    assert run.status == 0 and run.result["run"]["precision"] == "fp8" and ", fp8" in run.output
+    assert run.calls()["torch.Linear"] > 0 and run.result["report"]["notes"][0].startswith("fp8: ")
+    native, fp8 = (clip(device, "--dtype", "bfloat16", *p) for p in ([], ["--precision", "fp8"]))
+    assert np.abs(fp8 - native).max() > 1e-3 and np.square(fp8 - native).mean() < 1e-3
+
+
 def test_batch_is_of_one_seed_after_the_other(device: str, tmp_path: Path, capsys: Any) -> None:
     run = Run(capsys, tmp_path, device, "--batch-size", "2", "--seed", "5")
     assert run.names == [f"clip_{i}_optimized.{VIDEO}" for i in range(2)]
@@ -219,6 +231,7 @@ def test_offload(device: str, monkeypatch: pytest.MonkeyPatch, offload: str) -> 
         ("--warmup-iterations -1", "--warmup-iterations: expected at least 0, got -1"),
         ("--device cpu --offload model", "--offload: model needs a GPU, and --device is cpu"),
         ("--offload some", "--offload: invalid choice: 'some'"),
+        ("--no-optimized-kernels --precision fp8", "--precision: fp8 needs the optimized kernels"),
         ("--use-optimized-kernels --no-optimized-kernels", "--no-optimized-kernels: not allowed with argument"),
     ],
 )
