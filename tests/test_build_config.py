@@ -168,6 +168,42 @@ def test_registrations_are_prefixed(file: Path):
             assert "_ops" not in ast.unparse(statement), f"{file.name}:{statement.lineno}: no fallback for _ops"
 
 
+def layer_problems(tree: ast.Module) -> list[str]:
+    """What the Hub forbids in a layer: anything but `forward`, and the two members that say what it can do."""
+    problems = []
+    for node in [n for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]:
+        if not any(ast.unparse(base).endswith("Module") for base in node.bases):
+            problems.append(f"{node.name} is no nn.Module")
+        for member in node.body:
+            if isinstance(member, ast.FunctionDef):
+                if member.name != "forward":
+                    problems.append(f"{node.name}.{member.name}: a layer has forward alone")
+            elif isinstance(member, (ast.Assign, ast.AnnAssign)):
+                targets = member.targets if isinstance(member, ast.Assign) else [member.target]
+                names = {ast.unparse(target) for target in targets}
+                declared = isinstance(member, ast.AnnAssign) and member.value is None  # of the module it stands in for
+                if not declared and not names <= {"has_backward", "can_torch_compile"}:
+                    problems.append(f"{node.name}.{', '.join(names)}: not a member of a layer")
+            elif not (isinstance(member, ast.Expr) and isinstance(member.value, ast.Constant)):
+                problems.append(f"{node.name}: {ast.unparse(member)}")
+    return problems
+
+
+def test_layers_are_pure():
+    files = [f for f in PYTHON_FILES if f.relative_to(PACKAGE).parts[0] in ("layers.py", "layers")]
+    if not files:
+        pytest.skip("the package has no layers")
+    assert [p for file in files for p in layer_problems(ast.parse(file.read_text()))] == []
+
+
+def test_impure_layers_are_found():
+    pure = "class A(nn.Module):\n  'doc'\n  has_backward: bool = True\n  eps: float\n  def forward(self, x): ...\n"
+    assert layer_problems(ast.parse(pure)) == []
+    for line in ("def __init__(self): ...", "def extra(self): ...", "eps = 1e-6", "other: int = 1"):
+        assert len(layer_problems(ast.parse(pure + f"  {line}\n"))) == 1, line
+    assert layer_problems(ast.parse(pure.replace("nn.Module", "object"))) == ["A is no nn.Module"]
+
+
 def test_all_is_a_literal_list():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (value,) = [

@@ -39,6 +39,13 @@ def test_signatures_are_those_of_the_package(ltx):
                 assert eval(default) == parameter.default, (name, parameter.name)
 
 
+def test_docs_have_the_current_variant_table():
+    """`python tools/release.py table --write` writes it."""
+    start, end = release.TABLE_MARKS
+    text = (ROOT / "docs" / "hub.md").read_text()
+    assert text.partition(start)[2].partition(end)[0].strip() == release.variant_table(builder.load_project())
+
+
 SOURCE = """\
 from .ops import norm as norm
 from .ops import old as old

@@ -34,6 +34,8 @@ class Client:
     hub: HubServer
     home: Path
 
+    cwd: Path = Path("/")
+
     def process(self, *arguments: str, offline: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
         # kernels 0.17.2 sends a header that httpx refuses where telemetry is off: see test_telemetry_switched_off.
         inherited = {k: v for k, v in os.environ.items() if k not in ("LOCAL_KERNELS", "HF_HUB_DISABLE_TELEMETRY")}
@@ -43,7 +45,7 @@ class Client:
         }  # fmt: skip
         command = [sys.executable, *arguments]
         return subprocess.run(
-            command, env=inherited | environment, capture_output=True, text=True, check=False, cwd="/"
+            command, env=inherited | environment, capture_output=True, text=True, check=False, cwd=self.cwd
         )
 
     def run(self, code: str, *, offline: bool = False, **environment: str) -> str:
@@ -375,6 +377,62 @@ def test_which_variant_is_chosen(client: Client):
         assert not answers[system]["has"], name
         kind = "RuntimeError: Kernel" if "capability" in system else "FileNotFoundError: Cannot find a build variant"
         assert answers[system]["error"].startswith(kind) and text in answers[system]["error"], answers[system]
+
+
+# Texts of the loader that the tests above see; docs/hub.md tells what to do about each.
+MESSAGES = [
+    "Cannot find a build variant for this system", "is not from a trusted publisher",
+    "could not verify publisher trust status", "Illegal header value", "is not available in the local cache",
+    "Cannot find a local snapshot", "Version 7 not found, available versions: 1",
+    "A kernel version or revision must be specified", "You are using version 1 of",
+    *(text for _, text in SYSTEMS.values()),
+]  # fmt: skip
+DOCS = (ROOT / "docs" / "hub.md").read_text()
+
+
+def test_docs_explain_every_error():
+    rows = re.findall(r"^\| `(.*?)`[^|]*\| (.+) \|$", DOCS.partition("## When it does not load")[2], re.MULTILINE)
+    assert {text for text, _ in rows} >= set(MESSAGES)
+
+
+def test_docs_snippets(client: Client, hub: HubServer, tmp_path: Path):
+    """Every Python block of docs/hub.md and of the card, against this Hub; the local build in a process of its own."""
+    client.cwd = tmp_path
+    (tmp_path / "build").symlink_to(ROOT / "build")
+    project = make_project(tmp_path / "project", UNTRUSTED)
+    hub.trusted.add("org")
+    assert client.cli(["lock", str(project)]) == [""]
+    hub.trusted.remove("org")
+    shutil.copyfile(project / "kernels.lock", tmp_path / "kernels.lock")
+    card = pytest.importorskip("jinja2").Template((ROOT / "CARD.md").read_text()).render(repo_id=UNTRUSTED, version=1)
+    blocks = re.findall(r"```python\n(.*?)```", DOCS + card, re.DOTALL)
+    assert len(blocks) >= 8
+    commit = hub.repository(UNTRUSTED).branches["v1"]
+    blocks = [block.replace("COMMIT", commit) for block in blocks]
+    use = "if 'ltx' in globals(): assert ltx.rmsnorm(torch.ones(1, 4)).sum().round() == 4; del ltx\n"
+    local = [block for block in blocks if "get_local_kernel" in block]
+    for group in (local, [block for block in blocks if block not in local]):
+        for block, output in zip(group, client.outcomes(*(block + use for block in group)), strict=True):
+            assert "Error" not in output, f"{block}\n{output}"
+            if "get_kernel_variants" in block:
+                assert output.splitlines()[0] == f"{built_variant('cpu').name} fits"
+            if "verify_variant" in block:
+                assert output.count("SignatureBundleMissing()") == 8
+
+
+def test_example(client: Client):
+    """examples/hub_kernels.py: what the Hub gives is used, what it does not give is said and left out."""
+    script = str(ROOT / "examples" / "hub_kernels.py")
+    online = client.process(script, "--repo-id", TRUSTED)
+    assert online.returncode == 0, online.stdout + online.stderr
+    assert f"{TRUSTED}, version 1, from the Hub\n  rmsnorm" in online.stdout
+    assert "left out: could not be fetched" in online.stdout  # this Hub has no kernels-community
+    offline = client.process(script, "--repo-id", "nobody/ltx-kernels", "--build", str(ROOT / "build"), offline=True)
+    assert offline.returncode == 0, offline.stdout + offline.stderr
+    assert "could not be fetched; going on with the local build" in offline.stdout
+    for result in (online, offline):
+        assert "WRONG" not in result.stdout and "2 nn.RMSNorm replaced" in result.stdout
+        assert len(re.findall(r"difference \S+   ok$", result.stdout, re.MULTILINE)) == 4
 
 
 BENCHMARK = """\
