@@ -191,6 +191,10 @@ def main(arguments: list[str] | None = None) -> int:
     except ExampleError as error:
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         return 1
+    except torch.OutOfMemoryError as error:
+        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        console.print("--offload, fewer frames, a smaller size or a smaller batch take less memory.", highlight=False)
+        return 1
     args.output.parent.mkdir(parents=True, exist_ok=True)
     stem = args.output.stem if args.output.suffix in (".mp4", ".gif") else args.output.name
     files, note = [], ""

@@ -233,12 +233,14 @@ def load_pipeline(
 def start_offload(pipe: LTXPipeline, offload: str, device: torch.device) -> None:
     """Keeps the weights on the CPU but for the part that computes: a whole model, a layer, or a block."""
     if offload == "group":
-        stream = device.type == "cuda"  # the next block comes while this one computes
         pipe.transformer.enable_group_offload(
-            onload_device=device, offload_type="block_level", num_blocks_per_group=1, use_stream=stream
+            onload_device=device,
+            offload_type="block_level",
+            num_blocks_per_group=1,
+            use_stream=device.type == "cuda",  # the next block comes while this one computes
         )
         for component in (pipe.text_encoder, pipe.vae):
-            apply_group_offloading(component, onload_device=device, offload_type="leaf_level", use_stream=stream)
+            apply_group_offloading(component, onload_device=device, offload_type="leaf_level")
         return
     enable = pipe.enable_model_cpu_offload if offload == "model" else pipe.enable_sequential_cpu_offload
     try:
@@ -263,13 +265,13 @@ class Stopwatch:
     """Times between marks: device events on a GPU, so that nothing waits for it, and the host's clock elsewhere."""
 
     def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self.marks: list[Any] = []
 
     def mark(self) -> None:
         if self.cuda:
             self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
+            self.marks[-1].record(torch.cuda.current_stream(self.device))
         else:
             self.marks.append(time.perf_counter())
 
@@ -277,7 +279,7 @@ class Stopwatch:
         pairs = list(zip(self.marks, self.marks[1:]))
         if not self.cuda:
             return [b - a for a, b in pairs]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
 

@@ -262,6 +262,16 @@ def test_says_so_if_no_op_runs(
     assert "stock call of diffusers.LTXVideoTransformerBlock, 15 x: it is Saturday" in run.output
 
 
+def test_out_of_memory(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(generate_video, "load_pipeline", full)
+    assert generate_video.main([*TINY, "--device", device]) == 1
+    output = capsys.readouterr().out
+    assert "error: CUDA out of memory. Tried to allocate 2.00 GiB" in output and "--offload" in output
+
+
 def test_inject(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It prints what its docstring says, and is as short as a minimal integration has to be."""
     monkeypatch.setattr(sys, "argv", ["inject_ltx.py"])
