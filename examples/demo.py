@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from ltx_pipeline import (
     DTYPES,
+    REPO_ID,
     ROOT,
     Clip,
     ExampleError,
@@ -44,7 +45,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # How much further from float32 than the stock modules the package's ops may be before the demo calls it a fault.
 ERROR_LIMIT = 1.5
-
 
 # Ops that serve several functions, by the one that the model calls; the blank is for the statistic.
 FUNCTIONS = {"norm": "{}norm", "adaln_norm": "adaln_{}norm", "residual_norm": "gated_residual_adaln_{}norm"}
@@ -200,7 +200,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     ltx = load_kernels(device)
-    console.print(f"{ltx.__file__}", highlight=False, soft_wrap=True)
+    console.print(f"{REPO_ID}: {Path(ltx.__file__).parent}", highlight=False, soft_wrap=True)
     pipe = load_pipeline(args.model, device, dtype, args.seed)
     transformer = pipe.transformer
 

@@ -53,6 +53,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, device: str) -> tuple[Pat
 
 def test_videos_and_picture_are_real(finished: tuple[Path, dict[str, Any], str]) -> None:
     folder, result, output = finished
+    assert output.startswith("org/ltx-kernels: ") and result["kernels"]["variant"] in output
     assert {path.name for path in folder.iterdir()} == {
         "result.json", "comparison.png", *(Path(result["files"][key]).name for key in ("stock", "ltx_kernels"))
     }  # fmt: skip
@@ -145,6 +146,17 @@ def test_model_from_a_folder(tmp_path: Path, device: str, monkeypatch: pytest.Mo
         assert decoded(Path(result["files"][key])).shape == (FRAMES, HEIGHT, WIDTH, 3)
     assert result["errors"]["ltx_kernels_to_stock"]["forward"]["relative_l2"] < 1e-5
     assert result["errors"]["stock_to_float32"] is None
+
+
+def test_eager_rounding(device: str, tmp_path: Path) -> None:
+    """It leaves out the GELU in the GEMM's epilogue, and is closer to the stock modules than to float32."""
+    assert demo.main([*TINY, "--device", device, "--rounding", "eager", "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert "gelu" not in result["compiled_calls"] and result["compiled_calls"]["qk_norm_rope"] == LAYERS
+    between, exact = (
+        result["errors"][f"ltx_kernels_to_{key}"]["forward"]["relative_l2"] for key in ("stock", "float32")
+    )
+    assert between < 0.5 * exact
 
 
 def test_missing_build_says_what_to_do(
