@@ -144,28 +144,70 @@ def prefixed_names(tree: ast.Module) -> set[str]:
     return prefixed - other
 
 
+def unprefixed(tree: ast.Module) -> list[str]:
+    """Registrations of ops whose name does not come from add_op_namespace_prefix."""
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.library"
+        for alias in node.names
+    }
+    decorators = {id(d) for node in ast.walk(tree) for d in getattr(node, "decorator_list", [])}
+    found = []
+    for node in [n for n in ast.walk(tree) if isinstance(n, ast.Call)]:
+        name = ast.unparse(node.func)
+        *owner, last = name.split(".")
+        if not ("library" in owner or (name in imported and not owner)):
+            continue
+        if last == "Library":
+            found.append(f"line {node.lineno}: torch.library.Library opens a namespace of its own")
+        elif last in REGISTRATIONS:
+            first = ast.unparse(node.args[0]) if node.args else ""
+            # kernel-builder reads decorators, and only as they are written; a plain call may use a variable.
+            if not (first.startswith(PREFIX) or (first in prefixed_names(tree) and id(node) not in decorators)):
+                found.append(f"line {node.lineno}: {name}({first}, ...)")
+    return found
+
+
 @pytest.mark.parametrize("file", PYTHON_FILES, ids=lambda p: p.name)
 def test_registrations_are_prefixed(file: Path):
     text = file.read_text()
     assert not re.search(r"[\"']_?ltx_kernels\w*::", text), f"{file.name} names a fixed op namespace"
     assert not re.search(r"torch\.ops\.\w*ltx", text), f"{file.name} reaches the ops by a fixed name"
     tree = ast.parse(text)
-    decorators = {id(d) for node in ast.walk(tree) for d in getattr(node, "decorator_list", [])}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = ast.unparse(node.func)
-        parts = name.split(".")
-        if parts[-1] == "Library" and "library" in parts:
-            pytest.fail(f"{file.name}:{node.lineno}: torch.library.Library opens a namespace of its own")
-        if parts[-1] in REGISTRATIONS and "library" in parts:
-            first = ast.unparse(node.args[0])
-            # kernel-builder reads decorators, and only as they are written; a plain call may use a variable.
-            prefixed = first.startswith(PREFIX) or (first in prefixed_names(tree) and id(node) not in decorators)
-            assert prefixed, f"{file.name}:{node.lineno}: {name}({first}, ...)"
+    assert unprefixed(tree) == []
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Try):
             assert "_ops" not in ast.unparse(statement), f"{file.name}:{statement.lineno}: no fallback for _ops"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '@torch.library.register_fake("ltx::norm")\ndef f(x): ...',
+        "@torch.library.custom_op(name, mutates_args=())\ndef f(x): ...",
+        'from torch.library import register_fake\n@register_fake("ltx::norm")\ndef f(x): ...',
+        'name = add_op_namespace_prefix("norm")\n@torch.library.register_fake(name)\ndef f(x): ...',
+        'torch.library.define("ltx::norm", "(Tensor x) -> Tensor")',
+        'torch.library.Library("ltx", "DEF")',
+    ],
+)
+def test_unprefixed_registrations_are_found(line: str):
+    assert len(unprefixed(ast.parse(line))) == 1
+
+
+def test_tests_register_no_op_of_a_fixed_name():
+    """kernel-builder puts tests into its builds and holds them to the same rule."""
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        assert unprefixed(ast.parse(file.read_text())) == [], file
+
+
+def test_ops_are_registered_in_the_generated_namespace():
+    """In C++: the macros that expand TORCH_EXTENSION_NAME, and no others, which would take a name as it stands."""
+    for file in (ROOT / "torch-ext").glob("*.cpp"):
+        for macro, namespace in re.findall(r"\b((?:STABLE_)?TORCH_LIBRARY\w*)\(\s*(\w+)", file.read_text()):
+            assert macro in ("STABLE_TORCH_LIBRARY_EXPAND", "STABLE_TORCH_LIBRARY_IMPL_EXPAND"), file
+            assert namespace == "TORCH_EXTENSION_NAME", file
 
 
 def layer_problems(tree: ast.Module) -> list[str]:
