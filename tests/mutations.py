@@ -41,8 +41,8 @@ class Mutation:
     backends: tuple[str, ...] = ("cpu",)
 
 
-BOTH = ("cpu", "cuda")
 PYTHON = "torch-ext/ltx_kernels/"
+CUDA_NORM, CUDA_ROPE = "kernel_src/norm.cu", "kernel_src/rope.cu"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 
 MUTATIONS = [
@@ -137,21 +137,18 @@ MUTATIONS = [
         "torch-ext/tensor_checks.h",
         "if (e.per_batch) return d == 0 && e.a.size[0] != 1 ? e.a.stride[0] : 0;",
         "if (e.per_batch) return d == 0 ? e.a.stride[0] : 0;",
-        backends=BOTH,
     ),
     Mutation(
         "fp32 weight read as the input's dtype",
         "torch-ext/tensor_checks.h",
         "view.dtype = float_dtype(a);",
         "view.dtype = float_dtype(input_);",
-        backends=BOTH,
     ),
     Mutation(
         "a scale for each token read as one for each batch",
         "torch-ext/tensor_checks.h",
         "const bool per_batch = a.dim == 2 && input_.dim >= 3;",
         "const bool per_batch = a.dim >= 2 && input_.dim >= 3;",
-        backends=BOTH,
     ),
     Mutation(
         "an output with the input's strides",
@@ -170,6 +167,59 @@ MUTATIONS = [
         "torch-ext/tensor_checks.h",
         "if (!has_own_memory(out)) {",
         "if (false) {",
+    ),
+    Mutation(
+        "32-bit row offset (CUDA)",
+        CUDA_NORM,
+        "return view.data + static_cast<uint64_t>(view.outer) * blockIdx.y + static_cast<uint64_t>(view.inner) * row;",
+        "return view.data + (view.outer * blockIdx.y + view.inner * row);",
+        backends=("cuda",),
+    ),
+    Mutation(
+        "last column unwritten (CUDA)",
+        CUDA_NORM,
+        "load.column, p.out.column_stride, width, packed & kOut,",
+        "load.column, p.out.column_stride, width - 1, packed & kOut,",
+        backends=("cuda",),
+    ),
+    Mutation(
+        "one element past the row read (CUDA)",
+        CUDA_NORM,
+        "p.rows.width, packed & kInput),",
+        "p.rows.width + 1, packed & kInput),",
+        backends=("cuda",),
+    ),
+    Mutation(
+        "geometry chosen by row count (CUDA)",
+        CUDA_NORM,
+        "const Geometry g = geometry(p.rows.width, kPackWidth<T>);",
+        "const int64_t all_packs = ceil_div(p.rows.width, kPackWidth<T>);\n"
+        "  const Geometry g = p.rows.count < 4 && all_packs <= 256 ? share(all_packs, 1)\n"
+        "                                                          : geometry(p.rows.width, kPackWidth<T>);",
+        backends=("cuda",),
+    ),
+    Mutation(
+        "variance as E[x^2] - mean^2 (CUDA)",
+        CUDA_NORM,
+        "__fsub_rn(h[i], mean) : h[i];\n    if (i < count) sum[i % 2] = fmaf(x, x, sum[i % 2]);",
+        "__fsub_rn(h[i], 0.f) : h[i];\n"
+        "    if (i < count) sum[i % 2] = fmaf(x, x, sum[i % 2]) - (kCentred ? mean * mean : 0.f);",
+        backends=("cuda",),
+    ),
+    Mutation(
+        "rope pairs half-rotated (CUDA)",
+        CUDA_ROPE,
+        "b[i] = turn_one(b[i], a0, turn.cos_b[i], turn.sin_b[i], eager, dtype);",
+        "b[i] = turn_one(b[i], 0.f, turn.cos_b[i], turn.sin_b[i], eager, dtype);",
+        backends=("cuda",),
+    ),
+    Mutation(
+        "a missing device guard (CUDA)",
+        "torch-ext/tensor_checks.h",
+        "!= input.device_index) guard_.emplace(input.device_index);",
+        '< 0) throw std::runtime_error("no device");',
+        tests=("processes", "sass"),
+        backends=("cuda",),
     ),
     Mutation(
         "forward-mode tangents dropped",
@@ -215,7 +265,12 @@ def first_failure(built: Path, tests: tuple[str, ...], extra: list[str]) -> str 
         process = subprocess.run(
             [*pytest, f"tests/test_{name}.py"],
             cwd=REPOSITORY,
-            env={**os.environ, "LOCAL_KERNELS": f"org/ltx-kernels={built}", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "LOCAL_KERNELS": f"org/ltx-kernels={built}",
+                "LTX_KERNELS_VARIANTS": str(built),
+                "OMP_NUM_THREADS": "1",
+            },
             capture_output=True,
             text=True,
             check=False,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -162,3 +164,23 @@ def test_second_device(ltx: Any, cuda: str, name: str) -> None:
         assert output.device == torch.device("cuda:1")
         assert_same_bits(output.to(cuda), want)
     assert torch.cuda.current_device() == 0
+
+
+def test_forked_process_has_no_cuda(cuda: str) -> None:
+    """An inherited CUDA tensor raises in the child; it neither hangs nor ends the process."""
+    code = (
+        "import os, torch, kernels; ltx = kernels.get_kernel('org/ltx-kernels', version=1)\n"
+        "x = torch.ones(2, 64, device='cuda'); ltx.rmsnorm(x); torch.cuda.synchronize()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try:\n"
+        "        ltx.rmsnorm(x)\n"
+        "    except RuntimeError as error:\n"
+        "        os.write(1, str(error).encode())\n"
+        "        os._exit(0)\n"
+        "    os._exit(1)\n"
+        "print(os.waitpid(child, 0)[1], ltx.rmsnorm(x).isfinite().all().item())\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "CUDA" in process.stdout
+    assert process.stdout.endswith("0 True\n")

@@ -1,0 +1,145 @@
+"""Writes the measured parts of docs/guarantees.md from benchmarks/results/*.json.
+
+python benchmarks/guarantees.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+DTYPES = ["float32", "float16", "bfloat16"]
+MISSING = "Not measured yet.\n"
+
+
+def load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]) + "\n"
+
+
+def source(name: str, meta: dict[str, Any]) -> str:
+    commit = str(meta.get("commit") or "unknown")[:9]
+    return f"[{name}](../benchmarks/results/{name}): {meta['device']}, torch {meta['torch']}, commit {commit}, " + (
+        f"{meta['date'][:10]}."
+    )
+
+
+def fuzz(name: str) -> str:
+    """Cases, failures, and the largest errors of each op and dtype."""
+    result = load(name)
+    if result is None:
+        return MISSING
+    records = {(record["op"], record["dtype"]): record for record in result["records"]}
+    rows = []
+    for op in sorted({op for op, _ in records}):
+        cells = [f"`{op}`"]
+        for dtype in DTYPES:
+            record = records.get((op, dtype))
+            cells.append("" if record is None else f"{record['ulp']:.2f} ({100 * record['share']:.0f} %)")
+        cells.append(str(sum(records[op, dtype]["cases"] for dtype in DTYPES if (op, dtype) in records)))
+        rows.append(cells)
+    elements = sum(record["elements"] for record in records.values())
+    repeats = sum(record["repeats"] for record in records.values())
+    different = sum(r["eager_different"] for r in records.values() if r["dtype"] != "float32")
+    compared = sum(r["eager_elements"] for r in records.values() if r["dtype"] != "float32")
+    head = ["op", *(f"{dtype}: ulp (part of the bound)" for dtype in DTYPES), "cases"]
+    return (
+        f"{source(name, result['meta'])} **{result['cases']} cases, {len(result['failures'])} failures**, "
+        f"{elements / 1e6:.0f} million numbers compared with fp64. {repeats} repeated calls, whole or one batch alone, "
+        f'gave the same bits. With `rounding="eager"`, {different} of {compared / 1e6:.0f} million 16-bit numbers '
+        f"differ from those of plain torch.\n\n{table(head, rows)}"
+    )
+
+
+def sanitizers(name: str) -> str:
+    result = load(name)
+    if result is None:
+        return MISSING
+    rows = []
+    for tool, functions in result["tools"].items():
+        faults = [function["faults"] for function in functions.values()]
+        tests = sum(function["tests"] for function in functions.values())
+        seconds = max(function["seconds"] for function in functions.values())
+        found = "did not finish" if None in faults else str(sum(faults))
+        rows.append([tool, str(tests), found, f"{seconds:.0f} s"])
+    version = result["meta"]["sanitizer"]
+    return f"{source(name, result['meta'])} compute-sanitizer {version}.\n\n" + table(
+        ["tool", "tests", "faults", "longest process"], rows
+    )
+
+
+def suites(name: str) -> str:
+    result = load(name)
+    if result is None:
+        return MISSING
+    rows = []
+    for suite, counts in result["suites"].items():
+        build, _, file = suite.rpartition(" ")
+        numbers = [str(counts.get(key, 0)) for key in ("passed", "failed", "skipped")]
+        rows.append([f"`test_{file}.py`", build or "this GPU's", *numbers])
+    return f"{source(name, result['meta'])}\n\n" + table(["tests", "machine code", "passed", "failed", "skipped"], rows)
+
+
+def mutations() -> str:
+    rows, caught, all_of_them = [], 0, 0
+    for name in ("mutations-cpu.json", "mutations-cuda.json"):
+        result = load(name)
+        for record in result["records"] if result else ():
+            test = record["caught_by"]
+            all_of_them += 1
+            caught += test is not None
+            rows.append([record["defect"], f"`{record['file']}`", f"`{test}`" if test else "**nothing**"])
+    if not rows:
+        return MISSING
+    return f"{caught} of {all_of_them} planted defects are caught.\n\n" + table(
+        ["defect", "planted in", "first test that fails"], rows
+    )
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "fuzz-cpu": lambda: fuzz("fuzz-cpu.json"),
+    "fuzz-gpu": lambda: fuzz("fuzz-h200.json"),
+    "sanitizers": lambda: sanitizers("sanitize-h200.json"),
+    "suites": lambda: suites("suites-h200.json"),
+    "mutations": mutations,
+}
+
+
+def written(text: str) -> str:
+    """The page with every part made anew."""
+    for name, part in PARTS.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        if not re.search(pattern, text, re.DOTALL):
+            sys.exit(f"docs/guarantees.md: no part named {name}")
+        text = re.sub(pattern, lambda m, part=part: m[1] + part() + m[2], text, flags=re.DOTALL)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if the page is not what the results say")
+    arguments = parser.parse_args()
+    page = REPOSITORY / "docs" / "guarantees.md"
+    text = page.read_text()
+    wanted = written(text)
+    if arguments.check:
+        if wanted != text:
+            print("docs/guarantees.md is not that of benchmarks/results; run python benchmarks/guarantees.py")
+        return int(wanted != text)
+    page.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""docs/guarantees.md says what the result files say, and the results are those of the tests that are here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutations import MUTATIONS
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_the_page_shows_the_results() -> None:
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "guarantees.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.defect)
+def test_planted_defects_can_be_planted(mutation) -> None:
+    """Their text stands in the sources once; if the code there changes, so must the mutation."""
+    assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_every_planted_defect_was_caught(backend: str) -> None:
+    path = RESULTS / f"mutations-{backend}.json"
+    if not path.exists():
+        pytest.skip(f"NOT RUN: {path.name} has not been made")
+    caught = {record["defect"]: record["caught_by"] for record in json.loads(path.read_text())["records"]}
+    assert all(caught.values())
+    assert {m.defect for m in MUTATIONS if backend in m.backends} == set(caught)
