@@ -26,6 +26,7 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 FILES = ["norm", "adaln", "rope", "glu", "quant", "regressions", "inputs", "errors", "tensor_kinds", "processes"]
 FILES += ["compile", "forced", "properties"]
+SPLIT = ["norm", "rope", "forced"]  # the longest
 PTX_FILES = ["regressions", "sanitize", "glu", "adaln"]
 
 
@@ -82,7 +83,8 @@ def main() -> int:
 
     work: list[tuple[str, list[str], dict[str, str]]] = []
     for name in FILES:
-        work.append((name, *pytest(name, str(build), ["-m", options.m])))
+        extra = ["-n", "4"] if name in SPLIT else []
+        work.append((name, *pytest(name, str(build), ["-m", options.m, *extra])))
     for directory in options.ptx:
         (metadata,) = Path(directory).glob("*/metadata.json")
         arch = json.loads(metadata.read_text())["backend"]["archs"][0].removesuffix("+PTX")

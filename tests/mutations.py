@@ -11,6 +11,7 @@ A defect that no test notices is an error.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -297,6 +298,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only defects with this in their name")
     parser.add_argument("--build-only", type=Path, metavar="DIR", help="build into DIR and run nothing")
     parser.add_argument("--built", type=Path, metavar="DIR", help="run what --build-only built")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="of --built, at a time")
     parser.add_argument("--work", type=Path, default=Path("/tmp/ltx-mutations"), help="for the copy of the sources")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/mutations-<backend>.json)")
     parser.add_argument("--build-args", default="", help="handed to tools/build.py")
@@ -311,12 +313,19 @@ def main() -> int:
     output = options.output or REPOSITORY / f"benchmarks/results/mutations-{options.backend}.json"
     meta = {key: value for key, value in common_meta().items() if key in ("torch", "commit", "date", "device")}
     records: list[dict[str, Any]] = []
+    if options.built is not None:  # nothing to build: all at once
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            directories = [options.built / f"{MUTATIONS.index(m):02}" for m in selected]
+            found = pool.map(first_failure, directories, [m.tests for m in selected], [extra] * len(selected))
+            for mutation, caught in zip(selected, found, strict=True):
+                records.append({"defect": mutation.defect, "file": mutation.file, "caught_by": caught})
+                print(f"{mutation.defect}: {caught}", flush=True)
+        write(output, meta, records)
+        selected = []
     for i, mutation in enumerate(selected):
         start = time.perf_counter()
-        number = MUTATIONS.index(mutation)
-        built = (options.built or options.build_only or options.work) / f"{number:02}"
-        if options.built is None:
-            build(options.work / "sources", mutation, options.backend, built, options.build_args.split())
+        built = (options.build_only or options.work) / f"{MUTATIONS.index(mutation):02}"
+        build(options.work / "sources", mutation, options.backend, built, options.build_args.split())
         seconds = time.perf_counter() - start
         if options.build_only is not None:
             print(f"{i + 1}/{len(selected)} {mutation.defect}: built in {seconds:.0f} s", flush=True)

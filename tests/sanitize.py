@@ -3,7 +3,7 @@
 python tests/sanitize.py                   # or make sanitize; needs a GPU and a CUDA build
 python tests/sanitize.py --tools memcheck -k activations
 
-Every tool looks at this package's kernels alone. The runs go in parallel, one for each tool and test function.
+Every tool looks at this package's kernels alone. The runs go in parallel, one for each tool, test function and dtype.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 TESTS = REPOSITORY / "tests" / "test_sanitize.py"
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
+DTYPES = ["float32", "float16", "bfloat16"]
 FAULTS = re.compile(r"^========= (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
 ENVIRONMENT = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # or what lies past a tensor is torch's memory, too
@@ -32,8 +33,9 @@ ENVIRONMENT = {
 }
 
 
-def command(sanitizer: str, tool: str, function: str, extra: list[str]) -> list[str]:
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{TESTS}::{function}", *extra]
+def command(sanitizer: str, tool: str, function: str, dtype: str, only: str) -> list[str]:
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{TESTS}::{function}"]
+    tests += ["-k", f"torch.{dtype} and ({only})" if only else f"torch.{dtype}"]
     return [sanitizer, "--tool", tool, "--kernel-regex", "kns=ltx", "--error-exitcode", "99", *tests]
 
 
@@ -73,14 +75,14 @@ def main() -> int:
     if sanitizer is None:
         sys.exit("tests/sanitize.py needs compute-sanitizer, of the CUDA toolkit, in PATH")
     functions = re.findall(r"^def (test_\w+)", TESTS.read_text(), re.MULTILINE)
-    extra = ["-k", options.k] if options.k else []
     start = time.perf_counter()
     tools: dict[str, Any] = {tool: {} for tool in options.tools}
     good = True
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         running = {
-            pool.submit(run, command(sanitizer, tool, function, extra)): (tool, function)
+            pool.submit(run, command(sanitizer, tool, function, dtype, options.k)): (tool, f"{function} {dtype}")
             for function in functions
+            for dtype in DTYPES
             for tool in options.tools
         }
         for future in concurrent.futures.as_completed(running):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,11 @@ from helpers import assert_same_bits
 
 CHILD = Path(__file__).parent / "helpers" / "forced.py"
 Results = dict[str, "list[torch.Tensor] | str"]
+
+
+def run_all(family: str, choices: list[str], directory: Path) -> list[Results]:
+    with ThreadPoolExecutor(len(choices)) as pool:
+        return list(pool.map(lambda choice: run(family, choice, directory), choices))
 
 
 def run(family: str, choice: str, directory: Path) -> Results:
@@ -51,9 +57,9 @@ def errors(results: Results) -> set[str]:
 @pytest.mark.parametrize("packs", [0, 1, 2, 4])
 def test_norm(cuda: str, packs: int, tmp_path: Path) -> None:
     shared = f",norm_packs={packs}" if packs else ""
-    general = run("norm", "norm=general" + shared, tmp_path)
-    for kernel in ("elements", "packed"):
-        results = run("norm", f"norm={kernel}{shared}", tmp_path)
+    kernels = ("general", "elements", "packed")
+    general, *others = run_all("norm", [f"norm={kernel}{shared}" for kernel in kernels], tmp_path)
+    for kernel, results in zip(kernels[1:], others, strict=True):
         assert assert_alike(results, general, f"{kernel} against general, {packs or 'any'} packs") > 100
         fits = f"LTX_KERNELS_FORCE: expected rows that fit, got norm_packs={packs}"
         allowed = {fits} if packs else set()
@@ -69,17 +75,17 @@ def test_norm(cuda: str, packs: int, tmp_path: Path) -> None:
 
 
 def test_rotary(cuda: str, tmp_path: Path) -> None:
-    general = run("rotary", "rotary=general", tmp_path)
+    kernels = ("general", "elements", "packed", "single")
+    general, *others = run_all("rotary", [f"rotary={kernel}" for kernel in kernels], tmp_path)
     assert not errors(general)
-    for kernel in ("elements", "packed", "single"):
-        results = run("rotary", f"rotary={kernel}", tmp_path)
+    for kernel, results in zip(kernels[1:], others, strict=True):
         # One element a pack is another order of the norm's sums.
         assert assert_alike(results, general, f"{kernel} against general", only="ro" if kernel == "single" else "") > 50
         assert kernel == "packed" or not errors(results)
 
 
 def test_glu(cuda: str, tmp_path: Path) -> None:
-    general, packed = run("glu", "glu=general", tmp_path), run("glu", "glu=packed", tmp_path)
+    general, packed = run_all("glu", ["glu=general", "glu=packed"], tmp_path)
     assert assert_alike(packed, general, "packed against general") == sum(map(len, general.values()))
 
 

@@ -82,7 +82,8 @@ def test_every_argument(ltx: Any, device: str, name: str, how: str) -> None:
         if not text:
             assert got is not None and results is not None
             for output, want in zip(got, results, strict=True):
-                torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+                near = 1e-5 if output.dtype == torch.float32 else 2e-3
+                torch.testing.assert_close(output, want, rtol=near, atol=near, equal_nan=True)
             continue
         assert ": expected " in text, f"{operand}, {how}: {text}"
         guarded = [guarded_output(output, "rows apart") for output in expected]
@@ -185,7 +186,7 @@ def test_no_memory_for_the_output(ltx: Any, backend: str, device: str, op: str) 
     x = torch.zeros(1, 1, 1, 64, device=device).expand(2**44, 1, 1, 64)
     table = torch.zeros(1, 64, device=device)
     arguments = (x, table, table) if op == "apply_rotary" else (x,)
-    with pytest.raises(RuntimeError, match=r"output: expected memory for shape .* of float32 on .*: out of memory\.$"):
+    with pytest.raises(RuntimeError, match=r"output: expected memory for shape .* of float32 on .* out of memory\.$"):
         getattr(ltx, op)(*arguments)
     small = torch.ones(1, 64, device=device)
     assert bool(ltx.rmsnorm(small).isfinite().all())

@@ -182,5 +182,5 @@ def test_forked_process_has_no_cuda(cuda: str) -> None:
         "print(os.waitpid(child, 0)[1], ltx.rmsnorm(x).isfinite().all().item())\n"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert "CUDA" in process.stdout
+    assert process.stdout.startswith("output: expected memory for shape [2, 64] of float32 on cuda:0, got none")
     assert process.stdout.endswith("0 True\n")

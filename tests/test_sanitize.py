@@ -32,15 +32,17 @@ NORM_WIDTHS = [1, 3, 8, 64, 250, 256, 512, 1024, 2050, 4096, 8192, 16384, 40000]
 GLU_WIDTHS = [1, 7, 8, 250, 1024, 4096, 5001]
 HEAD_WIDTHS = [2, 6, 8, 10, 64, 66, 96, 128, 256, 512, 1026, 4096]
 ROWS = 3
-WORKING_LAYOUTS = ["contiguous", "rows misaligned", "columns strided", "permuted"]
+OTHER_LAYOUTS = ["rows misaligned", "columns strided", "permuted"]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def run(ltx, device: str, case: Case) -> None:
-    with torch_threads(1):  # small tensors, and a process for each tool and function
-        for layout in WORKING_LAYOUTS:
-            check_everywhere(ltx, case.in_layout(layout), device, out_layout=layout)
+    """Contiguous, and in one of the other layouts in turn."""
+    turn = sum(case.inputs[0].shape) % len(OTHER_LAYOUTS)
+    with torch_threads(1):  # small tensors, and many processes
+        for layout in ("contiguous", OTHER_LAYOUTS[turn]):
+            check_everywhere(ltx, case.in_layout(layout), device, out_layout=layout, repeat=False, eager=False)
 
 
 @pytest.mark.parametrize("op", NORM_OPS)

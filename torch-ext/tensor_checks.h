@@ -243,7 +243,7 @@ inline void check_overlap(const Arg& out, const Arg& other, bool may_be_same) {
 [[noreturn]] inline void fail_memory(const int64_t* size, int64_t dim, const Arg& as) {
   fail("output",
        text("memory for shape ", shape_text(size, dim), " of ", dtype_text(as.dtype), " on ", device_text(as)),
-       "none: out of memory.");
+       "none: no usable device, or out of memory.");
 }
 
 inline Tensor empty_strided(const int64_t* size, const int64_t* stride, int64_t dim, const Arg& as) {

@@ -82,7 +82,14 @@ class Memory:
         # A mean far above the deviation: what the order of its sum changes, every element of the row shows.
         tolerance = {"flipped": 1.0, "steps": 8} if self.values == "offset" else {}
         check_everywhere(
-            ltx, case, device, out_layout=self.out_layout, in_place=self.in_place, tally=tally, **tolerance
+            ltx,
+            case,
+            device,
+            out_layout=self.out_layout,
+            in_place=self.in_place,
+            tally=tally,
+            eager=self.values != "denormal",  # plain torch's own denormals differ from release to release
+            **tolerance,
         )
 
 
