@@ -1,19 +1,23 @@
-"""Times a denoising step of LTX-Video: stock, with this package, with torch.compile, and with both.
+"""Times a denoising step of LTX-Video: stock, with this package, with torch.compile, with both, and all that in fp8.
 
     python tools/build.py
     python benchmarks/ltx.py [--frames 49 161] [--configs baseline kernels] [--model random|tiny|ID] [--output PATH]
 
 A step is one forward of the transformer with the batch that guidance makes. The configurations share one set of weights
-and take turns. `first_step_s` is what it takes from the call that makes a configuration to the end of its first step;
-`peak_gb` the memory while a step runs, weights included; `error_vs_fp32` the relative L2 error of the result against
-the stock model in float32, and `psnr_vs_baseline` its likeness to the stock result in decibels. Beside the JSON goes a
-picture of where the time of a step goes on the device.
+and take turns. fp8 is optimize(precision="fp8"), and torchao's dynamic quantisation per row of the same blocks' linear
+layers (where torchao is installed).
+
+`first_step_s` is what it takes from the call that makes a configuration to the end of its first step; `peak_gb` its
+weights and what a step needs beside them; `error_vs_fp32` the relative L2 error of the result against the stock model
+in float32, and `psnr_vs_baseline` its likeness to the stock result in decibels. Beside the JSON goes a picture of where
+the time of a step goes on the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import itertools
 import math
 import re
@@ -22,6 +26,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +42,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 CONFIGS = ("baseline", "kernels", "compile", "kernels_compile")
+FP8_CONFIGS = ("kernels_fp8", "torchao_fp8_compile", "kernels_fp8_compile")
+PROFILED_STEPS = 5
 TINY = {"num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 256, "caption_channels": 64}
 TEXT_TOKENS = 128
 TEMPORAL, SPATIAL, FRAME_RATE = 8, 32, 25  # the VAE's compression
@@ -90,13 +97,27 @@ def view_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
 
 
-def make_step(config: str, model: nn.Module, ltx: ModuleType, inputs: dict[str, Any]) -> Callable[[], Tensor]:
+def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     model = view_of(model)
-    if "kernels" in config:
-        ltx.optimize(model)
-    if "compile" in config:
-        model = torch.compile(model)
-    return lambda: model(**inputs)[0]
+    if config.startswith("kernels"):
+        ltx.optimize(model, precision="fp8" if "fp8" in config else "native")
+    elif config.startswith("torchao"):
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+        quantize_(model.transformer_blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    if config.endswith("compile"):
+        model.compile()
+    return model
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """What a model's parameters and buffers take; a storage that several share counts once."""
+    storages = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        parts = [getattr(tensor, name) for name in getattr(tensor, "tensor_data_names", ())] or [tensor]
+        for part in parts:
+            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def synchronize(device: str) -> None:
@@ -124,22 +145,31 @@ def time_steps(step: Callable[[], Tensor], steps: int, device: str) -> list[floa
 
 
 def kernel_times(step: Callable[[], Tensor]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """(milliseconds of a step by kind of kernel, all kernels with their milliseconds and launches)."""
+    """(milliseconds of a step by kind of kernel, all kernels with their milliseconds and launches).
+
+    Of steps that follow one another: alone, a step finds a cooler chip and a higher clock.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    step()
     with torch.profiler.profile(activities=activities) as profile:
-        step()
+        for _ in range(PROFILED_STEPS):
+            step()
         torch.cuda.synchronize()
     by_name: dict[str, list[float]] = defaultdict(list)
+    start, end = math.inf, 0.0
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("gpu_"):
             by_name[event.name].append(event.device_time_total / 1e3)
+            start, end = min(start, event.time_range.start), max(end, event.time_range.end)
     by_kind: dict[str, float] = defaultdict(float)
     kernels = []
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
         kind = next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "elementwise")
-        by_kind[kind] += sum(times)
-        kernels.append({"kernel": name, "kind": kind, "ms": round(sum(times), 3), "launches": len(times)})
-    return dict(by_kind), kernels
+        ms, launches = sum(times) / PROFILED_STEPS, round(len(times) / PROFILED_STEPS)
+        by_kind[kind] += ms
+        kernels.append({"kernel": name, "kind": kind, "ms": round(ms, 3), "launches": launches})
+    by_kind["idle"] = max(0.0, (end - start) / 1e3 / PROFILED_STEPS - sum(by_kind.values()))
+    return {kind: round(ms, 3) for kind, ms in by_kind.items()}, kernels
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -165,17 +195,21 @@ def measure(
     for config in options.configs:
         synchronize(device)
         start = time.perf_counter()
-        steps[config] = make_step(config, model, ltx, inputs)
+        made = make_model(config, model, ltx)
+        steps[config] = lambda made=made: made(**inputs)[0]
         steps[config]()
         synchronize(device)
         records[config] = {"first_step_s": round(time.perf_counter() - start, 3)}
         for _ in range(3):
             steps[config]()
+        before = 0
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         results[config] = steps[config]().clone()
         if device == "cuda":
-            records[config]["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+            peak = weight_bytes(made) + torch.cuda.max_memory_allocated() - before
+            records[config]["peak_gb"] = round(peak / 2**30, 3)
         progress.advance(task)
     times: dict[str, list[float]] = {config: [] for config in options.configs}
     for _ in range(options.rounds):
@@ -189,10 +223,12 @@ def measure(
         record["error_vs_fp32"] = float(f"{error(results[config], expected):.4g}")
         record["psnr_vs_baseline"] = None if baseline is None else psnr(results[config], baseline)
         if device == "cuda":
-            by_kind, record["kernels"] = kernel_times(steps[config])
-            by_kind["idle"] = max(0.0, record["step_ms"] - sum(by_kind.values()))
-            record["ms_by_kind"] = {kind: round(ms, 3) for kind, ms in by_kind.items()}
+            record["ms_by_kind"], record["kernels"] = kernel_times(steps[config])
     return [{"config": config, **record} for config, record in records.items()]
+
+
+def label(config: str) -> str:
+    return config.replace("_fp8", " fp8").replace("_", " + ")
 
 
 def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -202,11 +238,11 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     frames = sorted({record["frames"] for record in records})
-    figure, axes = pyplot.subplots(1, len(frames), figsize=(5.2 * len(frames), 3.6), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(frames), figsize=(6.4 * len(frames), 3.8), squeeze=False)
     for axis, count in zip(axes[0], frames):
         shown = [record for record in records if record["frames"] == count]
         bottom = [0.0] * len(shown)
-        names = [record["config"].replace("_", " + ") for record in shown]
+        names = [label(record["config"]).replace(" + ", "\n+ ") for record in shown]
         for kind, colour in COLOURS.items():
             heights = [record["ms_by_kind"].get(kind, 0.0) for record in shown]
             axis.bar(names, heights, bottom=bottom, color=colour, label=kind, width=0.7)
@@ -218,7 +254,7 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="x", labelsize=8)
     axes[0][0].set_ylabel("ms a denoising step")
-    axes[0][-1].legend(frameon=False, fontsize=8, loc="upper right")
+    axes[0][0].legend(frameon=False, fontsize=8, loc="upper right")
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     for suffix in (".png", ".svg"):
@@ -233,7 +269,7 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
         stock = [r for r in records if r["frames"] == record["frames"] and r["config"] == "baseline"]
         table.add_row(
             str(record["frames"]),
-            record["config"].replace("_", " + "),
+            label(record["config"]),
             f"{record['step_ms']:.2f}",
             f"{record['p90_ms']:.2f}",
             f"{stock[0]['step_ms'] / record['step_ms']:.3f}" if stock else "",
@@ -251,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--height", type=int, default=512)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--batch", type=int, default=2, help="2 is one clip with guidance (default: 2)")
-    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS + FP8_CONFIGS, help="(default: all)")
     parser.add_argument("--model", default="random", help="random (the 2B shape), tiny, a folder, or a Hub id")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -261,10 +297,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 130)
 
+    torchao = version("torchao") if importlib.util.find_spec("torchao") else None
+    if options.configs is None:
+        options.configs = [*CONFIGS, *FP8_CONFIGS]
+        if torchao is None:
+            options.configs.remove("torchao_fp8_compile")
+            console.print("missing: torchao, and with it torchao_fp8_compile")
+
     ltx, metadata = load_package()
     cuda = options.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = name.lower().replace("nvidia", "").split()[0]
+    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-ltx.json"
     meta = {
         **common_meta(),
@@ -275,6 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
         "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
         "model": options.model,
         "dtype": options.dtype,
+        "torchao": torchao,
         "psnr": "of the transformer's output, peak: the range of the stock output",
     }
     records: list[dict[str, Any]] = []
