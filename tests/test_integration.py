@@ -381,6 +381,24 @@ def test_gradients_run_stock(ltx: ModuleType, device: str) -> None:
             torch.testing.assert_close(again, want, rtol=1e-4, atol=1e-5)
 
 
+def test_gradient_of_one_weight(ltx: ModuleType, device: str) -> None:
+    """The rest is frozen, so that the blocks take the ops: the gradient goes through them."""
+    names = [f"transformer_blocks.0.{n}" for n in ("attn1.to_k.weight", "attn2.to_v.bias", "ff.net.0.proj.weight")]
+    for name in names:
+        model, inputs = make_model(device), make_inputs(device)
+        parameter = model.get_parameter(name).requires_grad_(True)
+
+        def gradient(model: nn.Module = model, parameter: nn.Parameter = parameter) -> Tensor:
+            with torch.enable_grad():
+                loss = model(**make_inputs(device))[0].square().sum()
+            return torch.autograd.grad(loss, parameter)[0]
+
+        ltx.optimize(model)
+        ours = gradient()
+        ltx.restore(model)
+        torch.testing.assert_close(ours, gradient(), rtol=1e-4, atol=1e-5)
+
+
 def test_autocast_runs_stock(ltx: ModuleType, device: str) -> None:
     model, inputs = make_model(device), make_inputs(device)
     report = ltx.optimize(model)

@@ -109,7 +109,7 @@ def linear_forward(self: Any, input: Tensor) -> Tensor:
     if reason:
         raise RuntimeError(f"a linear layer whose weight was freed by optimize(..., free_weights=True): {reason}")
     self._ltx_kernels.count_call()
-    return scaled_linear(*quantize_rows(input), self.ltx_fp8_values, self.ltx_fp8_scales, self.bias)
+    return scaled_linear(*quantize_rows(input), self._buffers[VALUES], self._buffers[SCALES], self.bias)
 
 
 def why_not_restored(linear: Any) -> str:
@@ -140,8 +140,8 @@ def takes_rows(linears: Sequence[Any], input: Tensor) -> bool:
 
 def apply_rows(linears: Sequence[Any], rows: Rows) -> tuple[Tensor, ...]:
     """The outputs of linear layers for quantised rows; one GEMM where their weights are adjacent."""
-    values = [linear.ltx_fp8_values for linear in linears]
-    scales = [linear.ltx_fp8_scales for linear in linears]
+    values = [linear._buffers[VALUES] for linear in linears]
+    scales = [linear._buffers[SCALES] for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]
     for linear in linears:
         linear._ltx_kernels.count_call()

@@ -136,20 +136,22 @@ def hooked(module: nn.Module) -> bool:
     return not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward
 
 
+def children(module: nn.Module, *names: str) -> tuple[Any, ...]:
+    """Submodules by name, where attribute access by nn.Module's __getattr__ is too slow: it takes ten times as long."""
+    modules = module._modules
+    return tuple(modules[name] for name in names)
+
+
 def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module is nn.Linear and nothing else, with a weight that a GEMM in this dtype can take."""
-    return (
-        type(module) is nn.Linear
-        and "forward" not in module.__dict__
-        and plain_parameters(module, dtype)
-        and not hooked(module)
-    )
-
-
-def plain_parameters(module: Any, dtype: torch.dtype) -> bool:
-    """Whether weight and bias, where there are any, are ordinary ones (not quantised, not distributed) of a dtype."""
-    for parameter in (module.weight, getattr(module, "bias", None)):
-        if parameter is not None and (type(parameter) is not nn.Parameter or parameter.dtype != dtype):
+    """Whether a module is nn.Linear and nothing else, with ordinary parameters (not quantised, not distributed) that
+    need no gradient."""
+    if type(module) is not nn.Linear or "forward" in module.__dict__ or hooked(module):
+        return False
+    grad = torch.is_grad_enabled()
+    for parameter in module._parameters.values():
+        if parameter is not None and (
+            type(parameter) is not nn.Parameter or parameter.dtype != dtype or (grad and parameter.requires_grad)
+        ):
             return False
     return True
 
@@ -171,10 +173,6 @@ def why_not_input(tensor: Tensor) -> str:
     if not torch.compiler.is_compiling() and type(tensor) is not Tensor:
         return f"the input is a {type(tensor).__name__}"
     return ""
-
-
-def trainable(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
 
 
 # ---- Installing and removing

@@ -27,12 +27,11 @@ from ._fp8 import Rows, apply_rows, in_fp8, takes_rows
 from ._sites import (
     Entry,
     Plan,
+    children,
     class_of,
     hooked,
     plain_linear,
-    plain_parameters,
     stock_forward,
-    trainable,
     why_not_input,
 )
 
@@ -56,13 +55,20 @@ ROPE_TABLES = 4
 # ---- Norms and activations
 
 
+def _why_not_norm_weight(module: Known, input: Tensor) -> str:
+    """Why a norm's weight and bias cannot go with an input now; empty if they can."""
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter or parameter.device != input.device or parameter.dtype != input.dtype:
+            return f"its weight is not an ordinary one of {input.dtype} on {input.device}"
+        if parameter.requires_grad and torch.is_grad_enabled():
+            return "a gradient is needed"
+    return ""
+
+
 def _why_not_norm_call(module: Known, input: Tensor) -> str:
-    weight = module.weight
-    if weight is not None and weight.device != input.device:
-        return f"its weight is on {weight.device}"
-    if not plain_parameters(module, input.dtype):
-        return f"its weight is not an ordinary one of {input.dtype}"
-    return why_not_input(input) or ("a gradient is needed" if trainable(module) else "")
+    return why_not_input(input) or _why_not_norm_weight(module, input)
 
 
 def rms_norm_forward(self: Known, hidden_states: Tensor) -> Tensor:
@@ -96,11 +102,11 @@ def why_not_torch_norm(module: Known) -> str:
 
 
 def gelu_forward(self: Known, hidden_states: Tensor) -> Tensor:
-    reason = why_not_input(hidden_states) or ("a gradient is needed" if trainable(self.proj) else "")
+    (linear,) = children(self, "proj")
+    reason = why_not_input(hidden_states)
     if reason:
         return stock_forward(self, reason, hidden_states)
     self._ltx_kernels.count_call()
-    linear = self.proj
     if self.approximate == "tanh" and linear.bias is not None and plain_linear(linear, hidden_states.dtype):
         function = linear_gelu_op if torch.compiler.is_compiling() else linear_gelu
         return function(hidden_states, linear.weight, linear.bias)
@@ -185,15 +191,16 @@ def _why_not_attention_call(
         or attention_mask.shape[2] != encoder_hidden_states.shape[1]
     ):
         return "a mask of another shape than [B, 1, text]"
-    if class_of(self.processor) != LTX_PROCESSOR:
+    if type(self.processor) is not self._ltx_kernels.settings["processor"]:
         return f"the processor is {class_of(self.processor)}"
-    for norm in (self.norm_q, self.norm_k):
+    for name in ("norm_q", "norm_k"):
+        norm = self._modules[name]
         if hooked(norm):
-            return "norm_q or norm_k has a hook"
-        reason = _why_not_norm_call(norm, hidden_states)
+            return f"{name} has a hook"
+        reason = _why_not_norm_weight(norm, hidden_states)
         if reason:
-            return f"norm_q or norm_k: {reason}"
-    return ""
+            return f"{name}: {reason}"
+    return why_not_input(hidden_states)
 
 
 def _takes_rows(
@@ -249,8 +256,9 @@ def ltx_attention_forward(
     site.count_call()
     pack = site.rounding == "fp32"
     heads = self.heads
+    to_q, to_k, to_v, norm_q, norm_k, to_out = children(self, "to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out")
     if image_rotary_emb is not None:
-        (query, key, value), packed = _project((self.to_q, self.to_k, self.to_v), hidden_states, pack)
+        (query, key, value), packed = _project((to_q, to_k, to_v), hidden_states, pack)
         query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
         cos, sin = image_rotary_emb
         if heads == 2:  # half of both heads' width would be taken for the whole of one
@@ -258,21 +266,21 @@ def ltx_attention_forward(
         query, key = qk_norm_rope(
             query,
             key,
-            self.norm_q.weight,
-            self.norm_k.weight,
+            norm_q.weight,
+            norm_k.weight,
             cos,
             sin,
-            self.norm_q.eps,
+            norm_q.eps,
             across_heads=True,
             rounding=site.rounding,
             out=(query, key) if packed and not torch.is_grad_enabled() else None,
         )
     else:
         assert encoder_hidden_states is not None  # or it would have neither
-        ((query,), _) = _project((self.to_q,), hidden_states, False)
-        (key, value), _ = _project((self.to_k, self.to_v), encoder_hidden_states, pack)
-        query = rmsnorm(query, self.norm_q.weight, self.norm_q.eps).unflatten(-1, (heads, -1))
-        key = rmsnorm(key, self.norm_k.weight, self.norm_k.eps).unflatten(-1, (heads, -1))
+        ((query,), _) = _project((to_q,), hidden_states, False)
+        (key, value), _ = _project((to_k, to_v), encoder_hidden_states, pack)
+        query = rmsnorm(query, norm_q.weight, norm_q.eps).unflatten(-1, (heads, -1))
+        key = rmsnorm(key, norm_k.weight, norm_k.eps).unflatten(-1, (heads, -1))
     if attention_mask is not None:
         attention_mask = attention_mask.unsqueeze(1).expand(-1, heads, -1, -1)
     processor = self.processor
@@ -286,8 +294,9 @@ def ltx_attention_forward(
         backend=processor._attention_backend,
         parallel_config=processor._parallel_config,
     )
-    output = self.to_out[0](output.flatten(2, 3).to(query.dtype))
-    return self.to_out[1](output) if self.training or hooked(self.to_out[1]) else output
+    projection, dropout = children(to_out, "0", "1")
+    output = projection(output.flatten(2, 3).to(query.dtype))
+    return dropout(output) if self.training or hooked(dropout) else output
 
 
 def why_not_ltx_attention(module: Known) -> str:
@@ -302,7 +311,8 @@ def why_not_ltx_attention(module: Known) -> str:
 
 def attention_settings(module: Known) -> Mapping[str, Any]:
     # From where the processor takes it: another copy of diffusers, or a patched function, is followed.
-    return {"dispatch": sys.modules[type(module.processor).__module__].dispatch_attention_fn}
+    processor = type(module.processor)
+    return {"dispatch": sys.modules[processor.__module__].dispatch_attention_fn, "processor": processor}
 
 
 def pack_attention(attention: Known) -> str:
@@ -341,7 +351,7 @@ def _why_not_block_call(self: Known, hidden_states: Tensor, temb: Tensor) -> str
         return f"a timestep embedding of shape {list(temb.shape)}"
     if torch.is_grad_enabled() and (table.requires_grad or temb.requires_grad):
         return "a gradient is needed"
-    if hooked(self.norm1) or hooked(self.norm2):
+    if any(hooked(norm) for norm in children(self, "norm1", "norm2")):
         return "norm1 or norm2 has a hook"
     return ""
 
@@ -364,19 +374,19 @@ def ltx_block_forward(
     rounding = site.rounding
     shift1_table, scale1_table, gate1_table, shift2_table, scale2_table, gate2_table = self.scale_shift_table.unbind(0)
     shift1, scale1, gate1, shift2, scale2, gate2 = temb.unflatten(-1, (6, -1)).unbind(2)
-    attn1, attn2, ff = self.attn1, self.attn2, self.ff
+    norm1, attn1, norm2, attn2, ff = children(self, "norm1", "attn1", "norm2", "attn2", "ff")
     rope, text = (None, None, image_rotary_emb), (encoder_hidden_states, encoder_attention_mask, None)
 
     branch: Tensor | Rows
     modulation1 = {"scale_table": scale1_table, "shift_table": shift1_table}
-    if _takes_rows(attn1, (attn1.to_q, attn1.to_k, attn1.to_v), hidden_states, rope):
-        branch = adaln_rmsnorm_quant(hidden_states, None, scale1, shift1, self.norm1.eps, **modulation1)
+    if _takes_rows(attn1, children(attn1, "to_q", "to_k", "to_v"), hidden_states, rope):
+        branch = adaln_rmsnorm_quant(hidden_states, None, scale1, shift1, norm1.eps, **modulation1)
     else:
-        branch = adaln_rmsnorm(hidden_states, None, scale1, shift1, self.norm1.eps, **modulation1, rounding=rounding)
+        branch = adaln_rmsnorm(hidden_states, None, scale1, shift1, norm1.eps, **modulation1, rounding=rounding)
     # By name, as the stock block does: hooks may look for them.
     attended = attn1(hidden_states=branch, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
 
-    if _takes_rows(attn2, (attn2.to_q,), hidden_states, text):
+    if _takes_rows(attn2, children(attn2, "to_q"), hidden_states, text):
         values, scales, hidden_states = gated_residual_quant(attended, hidden_states, gate1, gate_table=gate1_table)
         branch = values, scales
     else:
@@ -390,15 +400,15 @@ def ltx_block_forward(
     )
 
     modulation2 = {"scale_table": scale2_table, "shift_table": shift2_table}
-    norm2 = None, None, scale2, shift2, self.norm2.eps
+    after = None, None, scale2, shift2, norm2.eps
     if _ff_takes_rows(ff, hidden_states):
         values, scales, hidden_states = gated_residual_adaln_rmsnorm_quant(
-            attended, hidden_states, *norm2, **modulation2
+            attended, hidden_states, *after, **modulation2
         )
         output = _ff_of_rows(ff, (values, scales))
     else:
         branch, hidden_states = gated_residual_adaln_rmsnorm(
-            attended, hidden_states, *norm2, **modulation2, rounding=rounding
+            attended, hidden_states, *after, **modulation2, rounding=rounding
         )
         output = ff(branch)
     return gated_residual(output, hidden_states, gate2, gate_table=gate2_table, rounding=rounding)

@@ -1,0 +1,276 @@
+"""`optimize(precision="fp8")` on diffusers' LTX-Video: what it computes, what it leaves alone, memory, and the way back."""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+from test_integration import (
+    ATTENTION,
+    BLOCK,
+    LAYERS,
+    assert_close,
+    distance,
+    exactly,
+    make_inputs,
+    make_model,
+    offload_groups,
+    offload_model,
+    offload_sequentially,
+    patched,
+)
+
+LINEARS = 7  # of a block, by default
+SKIPPED = ("attn2.to_k", "attn2.to_v", "attn2.to_out.0")
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def fp8_device(device: str) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+
+
+@pytest.fixture
+def model(device: str) -> nn.Module:
+    return make_model(device, torch.bfloat16)
+
+
+@pytest.fixture
+def inputs(device: str) -> dict[str, Any]:
+    return make_inputs(device, torch.bfloat16)
+
+
+def with_quantised_weights(ltx: ModuleType, model: nn.Module) -> nn.Module:
+    """The stock model with the weights that fp8 stands for, its activations in bf16."""
+    other = copy.deepcopy(model)
+    for block in other.transformer_blocks:
+        for name, linear in block.named_modules():
+            if isinstance(linear, nn.Linear) and name not in SKIPPED:
+                values, scales = ltx.quantize_weight(linear.weight)
+                linear.weight.copy_(values.float() * scales[:, None])
+    return other
+
+
+def test_forward(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    stock, exact = model(**inputs)[0], exactly(model, inputs)
+    weights_alone = distance(with_quantised_weights(ltx, model)(**inputs)[0], exact)
+    report = ltx.optimize(model, precision="fp8")
+    ours = model(**inputs)[0]
+    assert report.fallbacks == {} and report.left_alone == {}
+    calls = {site.name: site.calls for site in report.sites}
+    assert calls[BLOCK] == LAYERS and calls[ATTENTION] == 2 * LAYERS and calls["torch.Linear"] == LINEARS * LAYERS
+    # Rounding to e4m3 is 2^-4 of a value at most: the activations add about as much as the weights, not more.
+    assert distance(stock, exact) < distance(ours, exact) < 2.5 * weights_alone
+    report.restore()
+    assert torch.equal(model(**inputs)[0], stock) and patched(model) == []
+    assert list(model.named_buffers()) == []
+
+
+def test_only_fused_ops_quantise_what_they_make(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """A block quantises in the ops that it runs anyway; rows of their own are quantised for the attention's output."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == ltx._ops.ops.name and "quant" in func._opname:
+                seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    ltx.optimize(model, precision="fp8")
+    with Watch():
+        model(**inputs)
+    # adaln_rmsnorm_quant and quantize_rows; gated_residual_quant and gated_residual_adaln_rmsnorm_quant; gelu_quant.
+    assert sorted(seen) == sorted((["norm_quant"] * 2 + ["residual_norm_quant"] * 2 + ["gelu_quant"]) * LAYERS)
+
+
+def test_skip(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    exact = exactly(model, inputs)
+    errors = {}
+    for skip, linears in (((), 10 * LAYERS), (None, LINEARS * LAYERS), (("*.attn*",), 2 * LAYERS), (("*",), 0)):
+        report = ltx.optimize(model, precision="fp8", skip=skip)
+        assert report.replaced.get("torch.Linear", 0) == linears
+        errors[skip] = distance(model(**inputs)[0], exact)
+        assert report.fallbacks == {}
+    assert errors[()] > errors[None] > errors[("*",)]
+
+
+def test_what_cannot_be_quantised_is_left_alone(ltx: ModuleType, device: str) -> None:
+    model = make_model(device, torch.bfloat16)
+    inputs = make_inputs(device, torch.bfloat16)
+
+    class Other(nn.Linear):
+        pass
+
+    model.transformer_blocks[0].attn1.to_k.__class__ = Other
+    down = model.transformer_blocks[1].ff.net[2]
+    model.transformer_blocks[1].ff.net[2] = nn.Linear(down.in_features, 64, bias=False, device=device).bfloat16()
+    model.transformer_blocks[1].ff.net[2].weight = down.weight
+    with pytest.raises(RuntimeError, match=r"transformer_blocks.0.attn1.to_k: it is .*Other, not torch.nn"):
+        ltx.optimize(model, precision="fp8", strict=True)
+    assert patched(model) == []
+    report = ltx.optimize(model, precision="fp8")
+    assert list(report.left_alone) == ["transformer_blocks.0.attn1.to_k"]
+    assert distance(model(**inputs)[0], exactly(copy.deepcopy(model), inputs)) < 0.1
+
+
+def test_float32_runs_stock(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model, precision="fp8")
+    assert_close(model(**inputs)[0], stock)
+    ((reason, count),) = report.fallbacks["torch.Linear"].items()
+    assert "bfloat16" in reason and count == LINEARS * LAYERS
+
+
+def test_changed_weights_are_noticed(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    report = ltx.optimize(model, precision="fp8")
+    before = model(**inputs)[0]
+    state = {name: value * 0.5 for name, value in model.state_dict().items()}
+    assert not any("fp8" in name for name in state)
+    model.load_state_dict(state)
+    ours = model(**inputs)[0]
+    assert "call optimize again" in next(iter(report.fallbacks["torch.Linear"]))
+    assert distance(ours, before) > 0.01
+    ltx.optimize(model, precision="fp8")
+    assert distance(model(**inputs)[0], ours) < 0.1
+
+
+def test_deepcopy(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    ltx.optimize(model, precision="fp8")
+    want = model(**inputs)[0]
+    copied = copy.deepcopy(model)
+    ltx.restore(model)
+    assert torch.equal(copied(**inputs)[0], want)
+    ltx.restore(copied)
+    assert patched(copied) == []
+
+
+def test_freed_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], tmp_path: Any) -> None:
+    def held() -> int:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}
+        return sum(storages.values())
+
+    ltx.optimize(model, precision="fp8")
+    want, before = model(**inputs)[0], held()
+    ltx.restore(model)
+    report = ltx.optimize(model, precision="fp8", free_weights=True)
+    assert torch.equal(model(**inputs)[0], want)
+    assert held() < 0.6 * before and "there is no restore" in str(report)
+    for call in (lambda: ltx.restore(model), lambda: ltx.optimize(model)):
+        with pytest.raises(RuntimeError, match=r"transformer_blocks.0.attn1.to_q cannot be restored, and nothing was"):
+            call()
+    with pytest.raises(RuntimeError, match=r"transformer_blocks.0.attn1.to_q.weight was freed"):
+        model.save_pretrained(tmp_path)
+    assert torch.equal(model(**inputs)[0], want)
+
+
+def test_weights_that_are_stored_in_fp8(ltx: ModuleType, device: str, inputs: dict[str, Any]) -> None:
+    """A checkpoint in fp8 (diffusers' layerwise casting): its values are taken as they are."""
+    model = make_model(device, torch.bfloat16)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model, precision="fp8")
+    linear = model.transformer_blocks[0].attn1.to_q
+    assert torch.equal(linear.ltx_fp8_values.float(), linear.weight.float())
+    assert distance(model(**inputs)[0], stock) < 0.1
+    assert report.replaced["torch.Linear"] == LINEARS * LAYERS
+
+
+def test_lora(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Beside the fp8 weights where it is not fused, in them where it is."""
+    peft = pytest.importorskip("peft")
+    ltx.optimize(model, precision="fp8")
+    bare = model(**inputs)[0]
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "to_v", "ff.net.2"], init_lora_weights=False))
+    model.requires_grad_(False)
+    beside = model(**inputs)[0]
+    assert distance(beside, bare) > 0.01
+    ltx.restore(model)
+    assert distance(beside, model(**inputs)[0]) < 0.1
+    model.fuse_lora()
+    fused = model(**inputs)[0]
+    model.unload_lora() if hasattr(model, "unload_lora") else None
+    report = ltx.optimize(model, precision="fp8")
+    assert distance(model(**inputs)[0], fused) < 0.1
+    assert report.fallbacks == {}
+
+
+@pytest.mark.parametrize("order", ["offload first", "optimize first"])
+@pytest.mark.parametrize(
+    "offload",
+    [offload_model, offload_sequentially, offload_groups("block_level"), offload_groups("leaf_level")],
+    ids=["model", "sequential", "group, blocks", "group, leaves"],
+)
+def test_offload(ltx: ModuleType, device: str, inputs: dict[str, Any], offload: Any, order: str) -> None:
+    reference = make_model(device, torch.bfloat16)
+    ltx.optimize(reference, precision="fp8")
+    want = reference(**inputs)[0]
+    model = make_model("cpu", torch.bfloat16)
+    if order == "offload first":
+        offload(model, device)
+    ltx.optimize(model, precision="fp8")
+    if order == "optimize first":
+        offload(model, device)
+    for _ in range(2):
+        assert distance(model(**inputs)[0], want) < 0.05
+    ltx.restore(model)
+
+
+def test_options_that_do_not_go_together(ltx: ModuleType, model: nn.Module) -> None:
+    for options, text in (
+        ({"precision": "int8"}, "precision: expected"),
+        ({"precision": "fp8", "level": "norms"}, "goes with level"),
+        ({"precision": "fp8", "rounding": "eager"}, "goes with level"),
+        ({"skip": ()}, "skip and free_weights"),
+        ({"free_weights": True}, "skip and free_weights"),
+        ({"precision": "fp8", "skip": "*.ff.*"}, "skip: expected a list"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ltx.optimize(model, **options)
+    assert patched(model) == []
+
+
+def test_old_gpu(ltx: ModuleType, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ltx.integrations, "fp8_obstacle", lambda device: "NVIDIA A100 (8.0)")
+    with pytest.raises(RuntimeError, match=r"precision: expected .* 8.9 or newer .* got NVIDIA A100 \(8.0\)"):
+        ltx.optimize(model, precision="fp8")
+    assert patched(model) == []
+
+
+@pytest.mark.slow
+def test_compile(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    report = ltx.optimize(model, precision="fp8")
+    want = model(**inputs)[0]
+    got: Tensor = torch.compile(model, fullgraph=True)(**inputs)[0]
+    assert distance(got, want) < 0.02
+    assert report.fallbacks == {} and {site.name: site.traces for site in report.sites}[BLOCK] == LAYERS
+
+
+def test_cuda_graph(ltx: ModuleType, cuda_graphs: str, model: nn.Module, inputs: dict[str, Any]) -> None:
+    ltx.optimize(model, precision="fp8")
+    want = model(**inputs)[0]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        model(**inputs)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = model(**inputs)[0]
+    graph.replay()
+    assert torch.equal(got, want)
