@@ -17,3 +17,14 @@ def test_random_calls(ltx, device, family):
     tally = Tally()
     fuzz.run(ltx, device, family, int(CASES * fuzz.FAMILIES[family][1]), tally)
     assert tally.cases >= 0.9 * CASES * fuzz.FAMILIES[family][1]
+
+
+def test_every_function_is_called(ltx, device):
+    """But those that call others of them, or torch's own matrix products."""
+    found = set()
+    for family in fuzz.FAMILIES:
+        tally = Tally()
+        fuzz.run(ltx, device, family, 300, tally)
+        found |= {op for op, _ in tally.figures}
+    others = {"optimize", "restore", "reference", "quantize_weight", "scaled_linear"}
+    assert set(ltx.__all__) - others == found

@@ -63,7 +63,8 @@ class Memory:
     values: str
     seed: int
 
-    def check(self, ltx: Any, device: str, case: Case, tally: Tally | None) -> None:
+    def prepare(self, case: Case) -> Case:
+        """The case with its values spread, and its tensors expanded and in their layouts."""
         for name in MAIN:
             if name in case.kwargs:
                 case = case.replace(**{name: spread(case.kwargs[name], self.values, self.seed)})
@@ -79,11 +80,14 @@ class Memory:
             # Not one of a pair of tables, and no memory that tensors share.
             if name in case.kwargs and not (self.expanded and name in MAIN):
                 case = case.replace(**{name: place(case.kwargs[name], layout)})
+        return case
+
+    def check(self, ltx: Any, device: str, case: Case, tally: Tally | None) -> None:
         # A mean far above the deviation: what the order of its sum changes, every element of the row shows.
         tolerance = {"flipped": 1.0, "steps": 8} if self.values == "offset" else {}
         check_everywhere(
             ltx,
-            case,
+            self.prepare(case),
             device,
             out_layout=self.out_layout,
             in_place=self.in_place,
@@ -159,6 +163,9 @@ class Norm:
     memory: Memory
 
     def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        self.memory.check(ltx, device, self.case(), tally)
+
+    def case(self) -> Case:
         required = set() if self.op.startswith("gated_residual_adaln") else set(MODULATORS)
         make = Make("cpu", self.dtype, self.memory.seed)
         case = norm_case(
@@ -183,7 +190,7 @@ class Norm:
             case.kwargs["weight_offset"] = self.weight_offset
         if self.same_residual and "residual" in case.kwargs:
             case.kwargs["residual"] = case.kwargs["input"]
-        self.memory.check(ltx, device, case, tally)
+        return case
 
 
 @st.composite
@@ -220,9 +227,12 @@ class Activation:
     memory: Memory
 
     def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        self.memory.check(ltx, device, self.case(), tally)
+
+    def case(self) -> Case:
         make = Make("cpu", self.dtype, self.memory.seed)
         options = {"param_dtype": self.param_dtype} if "bias" in self.name else {}
-        self.memory.check(ltx, device, activation_case(self.name, make, self.shape, **options), tally)
+        return activation_case(self.name, make, self.shape, **options)
 
 
 activations = st.builds(
@@ -367,12 +377,54 @@ ropes = st.builds(
     memory=memories,
 )
 
+
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """A call of a `_quant` function, or of quantize_rows, with the checkers of tests/test_quant.py."""
+
+    of: Norm | Activation
+    rows_alone: bool
+    static_scale: float | None
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        import test_quant
+
+        case = self.of.memory.prepare(self.of.case()).on(device)
+        static = None if self.static_scale is None else torch.tensor(self.static_scale, device=device)
+        if self.rows_alone:
+            x = case.kwargs["input"]
+            result = ltx.quantize_rows(x, static_scale=static)
+            test_quant.assert_exactly(result, test_quant.exactly(x, static))
+        else:
+            test_quant.check(ltx, case, static)
+        if tally is not None:
+            op = "quantize_rows" if self.rows_alone else f"{case.op}_quant"
+            tally.of(op, case.inputs[0].dtype).cases += 1
+
+
+def quantisable(of: Norm | Activation) -> Norm | Activation:
+    """The example with an op that has a quantising twin, values of which fp8 keeps something, and a row."""
+    spread_as = of.memory.values if of.memory.values in ("normal", "integers", "zero rows") else "normal"
+    of = dataclasses.replace(of, memory=dataclasses.replace(of.memory, values=spread_as))
+    if isinstance(of, Norm) and ("layernorm" in of.op or of.op == "adaln_zero"):
+        return dataclasses.replace(of, op="adaln_rmsnorm")
+    return of
+
+
+quantised = st.builds(
+    Quantised,
+    of=st.one_of(norms(), activations).map(quantisable).filter(lambda of: 0 not in of.shape),
+    rows_alone=st.sampled_from([False, False, True]),
+    static_scale=st.sampled_from([None, None, 0.01, 3.0]),
+)
+
 # Each with its part of the cases.
 FAMILIES = {
-    "norms": (norms(), 0.4),
+    "norms": (norms(), 0.35),
     "activations": (activations, 0.15),
     "rotary": (rotaries, 0.3),
-    "rope": (ropes, 0.15),
+    "rope": (ropes, 0.1),
+    "quantised": (quantised, 0.1),
 }
 
 
