@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from build_checks import (
     ROOT,
     builder,
@@ -191,6 +192,37 @@ def test_cuda_architectures(project: Path):
         assert held == {("ptx", int(arch.replace(".", "")))}
         # The driver compiles PTX for whatever is newer, and `kernels` must not refuse it.
         assert json.loads((variant / "metadata.json").read_text())["backend"]["archs"] == [f"{arch}+PTX"]
+
+
+CHOOSE = """
+import json, pathlib, torch
+from kernels.variants import get_variants_local, resolve_variant
+chosen = {}
+for torch.version.cuda in ("13.0", "13.1", "13.2", "13.4", "12.8"):
+    best, _ = resolve_variant(get_variants_local(pathlib.Path(%r)), None)
+    chosen[torch.version.cuda] = best and best.arch.backend.variant_str
+print(json.dumps(chosen))
+"""
+
+
+@pytest.mark.slow
+def test_two_cuda_versions_side_by_side(project: Path):
+    """With compilers from PyPI. Each torch takes the newest that its CUDA covers; a CUDA torch loads it."""
+    (ROOT / builder.CUDA_TOOLCHAIN_DIR).mkdir(exist_ok=True)
+    (project / builder.CUDA_TOOLCHAIN_DIR).symlink_to(ROOT / builder.CUDA_TOOLCHAIN_DIR)  # downloaded once
+    for version in ("13.0", "13.2"):
+        result = run_build(project, "--backend", "cuda", "--cuda-from-pypi", version, check=False)
+        if "pip could not install" in result.stderr:
+            pytest.skip(f"NOT RUN: no compiler of CUDA {version}: {result.stderr}")
+        assert result.returncode == 0, result.stderr
+    variants = {path.name.split("-")[3]: path for path in (project / "build").glob("torch-*")}
+    assert sorted(variants) == ["cu130", "cu132"]
+    assert ops_id(variants["cu130"]) == ops_id(variants["cu132"])  # made of the same sources: one of them is loaded
+    chosen = json.loads(run_python(CHOOSE % str(project / "build")))
+    assert chosen == {"13.0": "cu130", "13.1": "cu130", "13.2": "cu132", "13.4": "cu132", "12.8": None}
+    if torch.version.cuda in chosen:
+        code = f"import pathlib, kernels; print(kernels.get_local_kernel(pathlib.Path({str(project / 'build')!r})))"
+        assert variants[chosen[torch.version.cuda]].name in run_python(code)
 
 
 @pytest.mark.parametrize(

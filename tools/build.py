@@ -40,6 +40,7 @@ CXX_SUFFIXES = (".cpp", ".cc")
 PY_LIMITED_API = "0x03090000"
 MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 CUDA_TOOLCHAIN_DIR = ".cuda"
+STD_SYMBOL = re.compile(r"_ZN?K?St")
 
 # The compiler of CUDA 13.x is complete on PyPI; that of 12.x is not (its wheels hold ptxas alone).
 CUDA_WHEELS = {
@@ -577,7 +578,8 @@ def compile_variant(library: Path, cache: Path, jobs: int, verbose: bool) -> Non
 def check_defined(library: Path) -> None:
     """A shared library links with symbols missing, and then fails at import, on the user's machine: fail here."""
     undefined = [line.split()[-1] for line in run(["nm", "-D", "--undefined-only", str(library)]).splitlines()]
-    missing = [symbol for symbol in undefined if symbol.startswith("_Z") and "@" not in symbol]
+    # Those of std have no version either where the linker met them in libtorch_cpu.so first, as in torch's wheels.
+    missing = [s for s in undefined if s.startswith("_Z") and "@" not in s and not STD_SYMBOL.match(s)]
     if missing:
         names = run(["c++filt", *missing]).strip().replace("\n", ", ")
         raise BuildError(
