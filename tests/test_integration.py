@@ -385,7 +385,7 @@ def test_gradient_of_one_weight(ltx: ModuleType, device: str) -> None:
     """The rest is frozen, so that the blocks take the ops: the gradient goes through them."""
     names = [f"transformer_blocks.0.{n}" for n in ("attn1.to_k.weight", "attn2.to_v.bias", "ff.net.0.proj.weight")]
     for name in names:
-        model, inputs = make_model(device), make_inputs(device)
+        model = make_model(device)
         parameter = model.get_parameter(name).requires_grad_(True)
 
         def gradient(model: nn.Module = model, parameter: nn.Parameter = parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""`optimize(precision="fp8")` on diffusers' LTX-Video: what it computes, what it leaves alone, memory, and the way back."""
+"""`optimize(precision="fp8")` on diffusers' LTX-Video: what it computes and leaves alone, memory, and the way back."""
 
 from __future__ import annotations
 
