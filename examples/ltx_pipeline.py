@@ -259,6 +259,7 @@ class Clip:
     seconds: float  # the whole pipeline call but the text encoder
     steps: list[float]  # seconds of each denoising step
     decode: float  # seconds of the VAE
+    history: list[Tensor]  # latents after each step, where they were asked for
 
 
 class Stopwatch:
@@ -312,9 +313,9 @@ class Generator:
         self.text = {name: value for name, value in zip(names, encoded) if value is not None}
         return stopwatch.seconds()[0]
 
-    def __call__(self, label: str, steps: int) -> Clip:
+    def __call__(self, label: str, steps: int, keep_history: bool = False) -> Clip:
         task = self.progress.add_task(label, total=steps)
-        stopwatch, last = Stopwatch(self.device), {}
+        stopwatch, last, history = Stopwatch(self.device), {}, []
 
         @contextlib.contextmanager
         def denoising(total: int) -> Iterator[Any]:
@@ -326,6 +327,8 @@ class Generator:
         ) -> dict[str, Tensor]:
             stopwatch.mark()
             last.update(tensors)
+            if keep_history:
+                history.append(tensors["latents"].clone())
             return {}
 
         dtype = self.pipe.transformer.dtype
@@ -351,7 +354,7 @@ class Generator:
         stopwatch.mark()
         del self.pipe.progress_bar
         _, *per_step, decode = seconds = stopwatch.seconds()
-        return Clip(last["latents"], clip, sum(seconds), per_step, decode)
+        return Clip(last["latents"], clip, sum(seconds), per_step, decode, history)
 
 
 def write_gif(images: np.ndarray, path: Path) -> None:

@@ -1,0 +1,205 @@
+"""How far recipes of precision take LTX-Video from float32, over whole denoising loops, and what they cost and save.
+
+    python tools/build.py
+    python benchmarks/fp8.py [--seeds 3] [--steps 30] [--model random|tiny|ID] [--output PATH]
+
+Each recipe denoises the same noise with diffusers' LTXPipeline, guidance and all; the stock model in float32 does it
+too, and its latents after every step and its decoded frames are what the others are compared with: relative L2 error of
+the latents, PSNR and SSIM of the frames (SSIM where scikit-image is installed). With random weights the frames show
+nothing, but their differences are the model's. The JSON has the means over the seeds; beside it go pictures of the
+error by step, and of error against time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import statistics
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from cpu import REPOSITORY
+from cpu import meta as common_meta
+from ltx import error, weight_bytes
+from ops import driver_version, load_package, write
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import ltx_pipeline
+
+# optimize()'s arguments; the recipes between "kernels" and "fp8, all" are the frontier of time against error.
+TEXT = ("*.attn2.to_k", "*.attn2.to_v")
+CROSS_OUTPUT = "*.attn2.to_out.0"
+RECIPES: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "kernels": {},
+    "fp8": {"precision": "fp8"},
+    "fp8, feed-forward alone": {"precision": "fp8", "skip": ("*.attn*",)},
+    "fp8, no cross-attention": {"precision": "fp8", "skip": ("*.attn2.*",)},
+    "fp8, cross output too": {"precision": "fp8", "skip": TEXT},
+    "fp8, all": {"precision": "fp8", "skip": ()},
+}
+TORCHAO = "torchao fp8 + compile"
+
+
+def make_transformer(recipe: str, transformer: nn.Module, ltx: ModuleType) -> nn.Module:
+    model = copy.deepcopy(transformer, {id(p): p for p in transformer.parameters()})
+    if recipe == TORCHAO:
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+        quantize_(model.transformer_blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+        model.compile()
+    elif RECIPES[recipe] is not None:
+        ltx.optimize(model, **RECIPES[recipe])
+    return model
+
+
+def likeness(frames: np.ndarray, expected: np.ndarray) -> dict[str, float | None]:
+    mean_square = np.square(frames.astype(np.float64) - expected).mean()
+    found: dict[str, float | None] = {"psnr_db": float(-10 * np.log10(mean_square)), "ssim": None}
+    if importlib.util.find_spec("skimage"):
+        from skimage.metrics import structural_similarity
+
+        pairs = [(a, b) for clip, other in zip(frames, expected) for a, b in zip(clip, other)]
+        found["ssim"] = statistics.mean(
+            float(structural_similarity(a, b, channel_axis=-1, data_range=1.0))
+            for a, b in pairs[:: len(pairs) // 8 or 1]
+        )
+    return found
+
+
+def measure(
+    ltx: ModuleType, pipe: Any, args: argparse.Namespace, recipes: list[str], console: Console
+) -> list[dict[str, Any]]:
+    stock = pipe.transformer
+    seeds = range(args.seed, args.seed + args.seeds)
+    with ltx_pipeline.progress_bar(console) as progress:
+        generate = ltx_pipeline.Generator(pipe, args, progress)
+
+        def clips(label: str) -> list[ltx_pipeline.Clip]:
+            found = []
+            for seed in seeds:
+                args.seed = seed
+                found.append(generate(f"{label}, seed {seed}", args.steps, keep_history=True))
+            return found
+
+        pipe.transformer = copy.deepcopy(stock).float()
+        expected = clips("float32")
+        pipe.transformer = None
+        records = []
+        for recipe in recipes:
+            pipe.transformer = make_transformer(recipe, stock, ltx)
+            generate("warm-up", 2)
+            found = clips(recipe)
+            by_step = [[error(a, b) for a, b in zip(c.history, e.history)] for c, e in zip(found, expected)]
+            frames = [likeness(c.frames, e.frames) for c, e in zip(found, expected)]
+            mean = {key: [f[key] for f in frames] for key in ("psnr_db", "ssim")}
+            records.append(
+                {
+                    "recipe": recipe,
+                    "step_ms": round(statistics.median(s for c in found for s in c.steps[1:]) * 1e3, 3),
+                    "weights_gb": round(weight_bytes(pipe.transformer) / 2**30, 3),
+                    "latents_error": statistics.mean(errors[-1] for errors in by_step),
+                    "latents_error_by_seed": [errors[-1] for errors in by_step],
+                    "error_by_step": [statistics.mean(at) for at in zip(*by_step)],
+                    **{key: None if None in values else statistics.mean(values) for key, values in mean.items()},
+                }
+            )
+            pipe.transformer = None
+    return records
+
+
+def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for record in records:
+        steps = range(1, len(record["error_by_step"]) + 1)
+        (line,) = left.plot(steps, record["error_by_step"], label=record["recipe"])
+        right.plot(record["step_ms"], record["latents_error"], "o", color=line.get_color())
+        right.annotate(
+            record["recipe"],
+            (record["step_ms"], record["latents_error"]),
+            (5, 4),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    left.set_xlabel("denoising step")
+    left.set_ylabel("relative error of the latents against float32")
+    left.set_yscale("log")
+    left.legend(frameon=False, fontsize=8)
+    right.set_xlabel("ms a step")
+    right.set_ylabel("error after the last step")
+    right.set_ylim(bottom=0)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=150)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ltx_pipeline.add_arguments(parser)
+    parser.add_argument("--seeds", type=ltx_pipeline.at_least(1), default=3, metavar="N", help="(default: 3)")
+    parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, TORCHAO], help="(default: all)")
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8.json)")
+    parser.set_defaults(steps=30)
+    args = ltx_pipeline.parse(parser, arguments)
+    ltx_pipeline.quiet()
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    torchao = version("torchao") if importlib.util.find_spec("torchao") else None
+    recipes = args.recipes or [*RECIPES, *([TORCHAO] if torchao and args.device != "cpu" else [])]
+    if TORCHAO not in recipes:
+        console.print("not run: torchao, which needs a GPU and to be installed")
+    device = torch.device(args.device)
+    ltx, metadata = load_package()
+    pipe = ltx_pipeline.load_pipeline(args.model, device, ltx_pipeline.DTYPES[args.dtype], args.seed)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    meta = {
+        **common_meta(),
+        "device": name,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "kernels": metadata["id"],
+        "commit": metadata["provenance"]["kernel"]["commit"],
+        "torchao": torchao,
+        **{key: getattr(args, key) for key in ("model", "dtype", "frames", "height", "width", "steps", "seeds")},
+    }
+    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    output = args.output or REPOSITORY / f"benchmarks/results/{slug}-fp8.json"
+    with torch.no_grad():
+        records = measure(ltx, pipe, args, recipes, console)
+    write(output, meta, records)
+    draw(records, output, f"LTX-Video, {args.frames} frames of {args.height}x{args.width}, {args.steps} steps, {name}")
+    table = Table(title="Distance from the stock model in float32")
+    for column in ("recipe", "ms a step", "weights GiB", "error of the latents", "PSNR dB", "SSIM"):
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    for record in records:
+        table.add_row(
+            record["recipe"],
+            f"{record['step_ms']:.2f}",
+            f"{record['weights_gb']:.2f}",
+            f"{record['latents_error']:.3e}",
+            f"{record['psnr_db']:.1f}",
+            "" if record["ssim"] is None else f"{record['ssim']:.4f}",
+        )
+    console.print(table)
+    console.print(str(output), highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
