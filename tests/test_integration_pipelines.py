@@ -1,0 +1,100 @@
+"""`optimize` on the pipelines of diffusers that hold an LTX-Video transformer: what each hands it, end to end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import ltx_pipeline  # noqa: E402
+from PIL import Image  # noqa: E402
+
+HEIGHT, WIDTH, FRAMES, STEPS = 64, 96, 9, 2
+
+
+@pytest.fixture(scope="module")
+def components(device: str) -> dict[str, Any]:
+    ltx_pipeline.quiet()
+    return ltx_pipeline.load_pipeline("tiny", torch.device(device), torch.float32).components
+
+
+def with_plain_scheduler(pipeline: type) -> Any:
+    """For the pipelines whose noise levels are not shifted by the number of tokens."""
+    return lambda parts: pipeline(**{**parts, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()})
+
+
+picture = Image.linear_gradient("L").convert("RGB").resize((WIDTH, HEIGHT))
+# (pipeline, its image argument, whether each token has a timestep of its own)
+KINDS = {
+    "text": (lambda parts: diffusers.LTXPipeline(**parts), {}, False),
+    "image": (lambda parts: diffusers.LTXImageToVideoPipeline(**parts), {"image": picture}, True),
+    "condition": (with_plain_scheduler(diffusers.LTXConditionPipeline), {"image": picture}, True),
+    "long": (with_plain_scheduler(diffusers.LTXI2VLongMultiPromptPipeline), {"cond_image": picture}, True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pipeline(ltx: ModuleType, device: str, components: dict[str, Any], kind: str) -> None:
+    make, arguments, per_token = KINDS[kind]
+    pipe = make(components)
+    pipe.set_progress_bar_config(disable=True)
+    shapes: list[int] = []
+    hook = pipe.transformer.transformer_blocks[0].register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["temb"].shape[1]), with_kwargs=True
+    )
+
+    def generate() -> Tensor:
+        with torch.no_grad():
+            return pipe(
+                prompt="a kite",
+                negative_prompt="blurry",
+                height=HEIGHT,
+                width=WIDTH,
+                num_frames=FRAMES,
+                num_inference_steps=STEPS,
+                guidance_scale=3.0,
+                generator=torch.Generator().manual_seed(0),
+                output_type="latent",
+                return_dict=False,
+                **arguments,
+            )[0]
+
+    stock = generate()
+    report = ltx.optimize(pipe)
+    assert report.target.startswith(type(pipe).__name__) and report.left_alone == {}
+    ours = generate()
+    ltx.restore(pipe)
+    hook.remove()
+    assert torch.equal(generate(), stock)
+    assert all((count > 1) == per_token for count in shapes)
+    assert report.fallbacks == {}
+    assert {site.name: site.calls for site in report.sites}["diffusers.LTXVideoTransformerBlock"] >= STEPS
+    assert ((ours - stock).norm() / stock.norm()).item() < 1e-4
+
+
+def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
+    pipe = diffusers.LTXPipeline(**components)
+    report = ltx.optimize(pipe)
+    touched = [
+        n
+        for n, part in components.items()
+        if isinstance(part, torch.nn.Module)
+        for m in part.modules()
+        if "forward" in m.__dict__
+    ]
+    assert set(touched) == {"transformer"}  # text encoder and VAE stay as they are unless asked for
+    report.restore()
+    both = ltx.optimize(pipe, components=["transformer", "text_encoder"])
+    # Nothing of T5 is known, and that is said.
+    assert "text_encoder" in both.left_alone
+    ltx.restore(pipe)
+    with pytest.raises(ValueError, match=r"components: expected names among .*transformer.*, got 'decoder'"):
+        ltx.optimize(pipe, components=["decoder"])
