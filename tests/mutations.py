@@ -193,10 +193,8 @@ MUTATIONS = [
     Mutation(
         "geometry chosen by row count (CUDA)",
         CUDA_NORM,
-        "const Geometry g = geometry(p.rows.width, kPackWidth<T>);",
-        "const int64_t all_packs = ceil_div(p.rows.width, kPackWidth<T>);\n"
-        "  const Geometry g = p.rows.count < 4 && all_packs <= 256 ? share(all_packs, 1)\n"
-        "                                                          : geometry(p.rows.width, kPackWidth<T>);",
+        "const Geometry g = geometry(p.rows.width,",
+        "const Geometry g = geometry(p.rows.count < 4 ? 2 * p.rows.width : p.rows.width,",
         backends=("cuda",),
     ),
     Mutation(
