@@ -39,7 +39,7 @@ RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .PHONY: help setup build test test-all test-torch test-versions fuzz sanitize demo lint actionlint format check-all
-.PHONY: nix-matrix nix-build check-variants check-complete check-release sign upload gpu-job clean distclean
+.PHONY: nix-matrix nix-build check-variants check-complete check-release sign card upload gpu-job clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -121,7 +121,10 @@ check-release:  ## the API against the last release; with TAG=v1.0 also version 
 sign:  ## sign the metadata of each variant in VARIANTS (needs cosign)
 	$(RELEASE) sign $(VARIANTS)
 
-upload:  ## upload VARIANTS to the repository that build.toml names (needs nix and HF_TOKEN)
+card: $(READY)  ## put what the Hub shows beside the variants in VARIANTS: CARD.md filled in, the benchmark script
+	$(PY) tools/release.py card $(VARIANTS)
+
+upload:  ## upload VARIANTS, with card and benchmarks, to the repository that build.toml names (needs nix and HF_TOKEN)
 	$(RELEASE) upload $(VARIANTS)
 
 gpu-job: $(READY)  ## all tests on a GPU of Hugging Face Jobs (HF_TOKEN, FLAVOR=l4x1; DRY_RUN=1 shows the job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -184,6 +185,73 @@ def test_an_unfit_set(gathered: Path, damage: str, message: str):
         (variant / "metadata.json").write_text(json.dumps(metadata))
     with pytest.raises(release.ReleaseError, match=message):
         release.check_complete(builder.load_project(), gathered)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for nix and cosign; what they were asked is in the file that this is."""
+    log, binaries = tmp_path / "log", tmp_path / "bin"
+    binaries.mkdir()
+    script = f'#!/bin/sh\necho "$0 $@" >> {log}\n'
+    script += "".join(f'case "$*" in *{s}*) cat {tmp_path}/{s}; esac\n' for s in release.SYSTEMS)
+    for name in ("nix", "cosign"):
+        (binaries / name).write_text(script)
+        (binaries / name).chmod(0o755)
+    for system in release.SYSTEMS:
+        (tmp_path / system).write_text(json.dumps(release.variants(builder.load_project(), [system])[::-1]))
+    monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
+    return log
+
+
+def test_nix_matrix(commands: Path, tmp_path: Path):
+    project = builder.load_project()
+    jobs = json.loads(release.nix_matrix(project))["include"]
+    assert sorted(job["variant"] for job in jobs) == sorted(release.variants(project))
+    assert {job["runner"] for job in jobs if "aarch64" in job["variant"]} == {"ubuntu-24.04-arm"}
+    assert "nix eval --json .#packages.aarch64-linux.variants" in commands.read_text()
+    (tmp_path / "x86_64-linux").write_text('["torch-stable-abi212-cpu-x86_64-linux"]')
+    with pytest.raises(release.ReleaseError, match=r"Nix builds .*abi212.* this project expects"):
+        release.nix_matrix(project)
+
+
+def test_sign(commands: Path, gathered: Path):
+    release.sign(gathered)
+    for name in release.variants(builder.load_project()):
+        metadata = gathered / name / "metadata.json"
+        assert f"cosign sign-blob {metadata} --bundle {metadata}.sigstore --yes\n" in commands.read_text()
+
+
+def test_collect(tmp_path: Path):
+    """What Nix made is read-only, and lies in `result` itself or one directory below."""
+    variant = built_variant("cpu")
+    shutil.copytree(variant, tmp_path / "result" / variant.name)
+    target = release.collect(tmp_path / "result", variant.name, tmp_path / "dist" / "build")
+    assert target == tmp_path / "dist" / "build" / variant.name
+    assert builder.hash_variant(target) == builder.hash_variant(variant)
+    assert builder.hash_variant(release.collect(target, "again", tmp_path)) == builder.hash_variant(variant)
+    with pytest.raises(release.ReleaseError, match="expected one variant, found 0"):
+        release.collect(tmp_path / "dist", "none", tmp_path)
+
+
+def test_card_and_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("jinja2")
+    project, build = builder.load_project(), tmp_path / "dist" / "build"
+    build.mkdir(parents=True)
+    for command in (release.stage_card, release.upload_command):
+        with pytest.raises(release.ReleaseError, match="org/ltx-kernels is a placeholder"):
+            command(project, build)
+    monkeypatch.setattr(release, "hub_repository", lambda _: "someone/ltx-kernels")
+    release.stage_card(project, build)
+    card = (build / "CARD.md").read_text()
+    assert 'get_kernel("someone/ltx-kernels", version=1' in card and "- `rmsnorm`" in card and "{{" not in card
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("benchmark*.py")}
+    assert {path.name for path in (tmp_path / "dist" / "benchmarks").iterdir()} == scripts
+    assert ("kernels benchmark someone/ltx-kernels" in card) == bool(scripts)
+    flake = "github:huggingface/kernels/8ac69fc542a4306eade0759ef7c45b4f2ae57df0#kernel-builder"
+    upload = ["nix", "run", "-L", flake, "--", "upload", "--repo-id", "someone/ltx-kernels", str(tmp_path / "dist")]
+    assert release.upload_command(project, build) == upload
+    with pytest.raises(release.ReleaseError, match="local builds"):
+        release.stage_card(project, ROOT / "build")
 
 
 def test_local_builds_are_not_publishable(gathered: Path, monkeypatch: pytest.MonkeyPatch):

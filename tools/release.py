@@ -7,11 +7,13 @@
     python tools/release.py check [TAG]         the API against the last release; with a tag, also version and changelog
     python tools/release.py complete BUILD      is every variant in BUILD, whole, from this commit, and fit to publish?
     python tools/release.py sign BUILD          cosign signs every metadata.json below BUILD
-    python tools/release.py upload BUILD        kernel-builder uploads BUILD to the repository that build.toml names
+    python tools/release.py card BUILD          CARD.md filled in, and benchmarks, where the upload wants them
+    python tools/release.py upload BUILD        kernel-builder uploads these to the repository that build.toml names
     python tools/release.py nix-matrix          what Nix would build, compared with `variants`; the matrix of build.yml
     python tools/release.py collect RESULT VARIANT BUILD    a variant that Nix built, into BUILD
 
-Nothing but the standard library is needed, and nothing is imported from the package: its sources are read.
+Nothing but the standard library is needed (for the card also jinja2), and nothing is imported from the package: its
+sources are read.
 """
 
 from __future__ import annotations
@@ -239,15 +241,54 @@ def sign(build: Path) -> None:
         print(f"signed {metadata}")
 
 
-def upload_command(project: builder.Project, build: Path) -> list[str]:
-    """kernel-builder of the revision that built the variants; it takes the version's branch from the metadata."""
+def hub_repository(project: builder.Project) -> str:
     repo_id = builder.read_toml(project.root / "build.toml")["general"]["hub"]["repo-id"]
     if repo_id.startswith("org/"):
         raise ReleaseError(f"{repo_id} is a placeholder: set repo-id of [general.hub] in build.toml")
+    return str(repo_id)
+
+
+def render_card(project: builder.Project, repo_id: str) -> str:
+    """CARD.md with the variables that kernel-builder gives it."""
+    import jinja2
+
+    functions = [name for name, text in public_signatures(project.package_dir).items() if "(" in text]
+    modules = [
+        f for f in project.python_files() if f.relative_to(project.package_dir).parts[0] in ("layers.py", "layers")
+    ]
+    definitions = [node for file in modules for node in ast.parse(file.read_text()).body]
+    layers = [node.name for node in definitions if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string((project.root / "CARD.md").read_text()).render(
+        repo_id=repo_id,
+        version=project.version,
+        license=project.license.lower(),
+        functions=functions,
+        layers=layers,
+        has_benchmark=any((project.root / "benchmarks").glob("benchmark*.py")),
+        upstream=None,
+        source=project.source,
+    )
+
+
+def stage_card(project: builder.Project, build: Path) -> None:
+    """kernel-builder uploads build/CARD.md as README.md, and benchmarks/benchmark*.py from beside build/."""
+    if build.resolve() == project.root / "build":
+        raise ReleaseError(f"{build} is for local builds: gather what Nix built in a directory of its own, dist/build")
+    (build / "CARD.md").write_text(render_card(project, hub_repository(project)))
+    benchmarks = build.parent / "benchmarks"
+    benchmarks.mkdir(exist_ok=True)
+    for file in (project.root / "benchmarks").glob("benchmark*.py"):
+        shutil.copyfile(file, benchmarks / file.name)
+
+
+def upload_command(project: builder.Project, build: Path) -> list[str]:
+    """kernel-builder of the revision that built the variants; it takes the version's branch from the metadata."""
+    repo_id = hub_repository(project)
     lock = json.loads((project.root / "flake.lock").read_text())
     revision = lock["nodes"]["kernel-builder"]["locked"]["rev"]
     flake = f"github:huggingface/kernels/{revision}#kernel-builder"
-    return ["nix", "run", "-L", flake, "--", "upload", "--repo-id", repo_id, str(build)]
+    return ["nix", "run", "-L", flake, "--", "upload", "--repo-id", repo_id, str(build.parent)]
 
 
 def nix_matrix(project: builder.Project) -> str:
@@ -291,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     collecting.add_argument("result", type=Path)
     collecting.add_argument("variant")
     collecting.add_argument("build", type=Path)
-    for name in ("complete", "sign", "upload"):
+    for name in ("complete", "sign", "card", "upload"):
         commands.add_parser(name).add_argument("build", type=Path)
     args = parser.parse_args(arguments)
     try:
@@ -318,6 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     file.write(f"matrix={matrix}\n")
         elif args.command == "collect":
             print(collect(args.result, args.variant, args.build))
+        elif args.command == "card":
+            stage_card(project, args.build)
         elif args.command == "sign":
             sign(args.build)
         elif subprocess.run(upload_command(project, args.build), check=False).returncode != 0:
