@@ -7,13 +7,22 @@
 // 16-bit rows are read once (2 bytes an element, and as many for a residual or an up) and written once (1 byte, and 2
 // for the residual stream); y stays in registers while the row finds its largest magnitude.
 //
-// A row belongs to `threads` neighbouring threads; thread t owns the 16-byte packs t, t + threads, ... As in norm.cu,
-// `geometry` looks at the row's length and dtype alone, the *_kernel take rows of whole aligned packs that fit the
-// registers, and the *_kernel_general take everything else, walking the row once for the norm's sum, once for the
-// magnitude and once for the values, from cache after the first pass.
+// Three kinds of kernel, that share the ownership of packs, the order of a row's sum and the arithmetic:
+//   *_kernel, not kHeld  a row in registers, each of its bytes read once; blocks come and go.
+//   *_kernel, kHeld      norms whose vectors are the same for all rows of a block: it computes factor and addend of a
+//                        row once, holds them in shared memory, and takes one row after the other, the next one being
+//                        on its way while one is worked on. H200, adaln_rmsnorm 2x8064x2048: 33 us, without 42.
+//   *_kernel_general     rows that are too long, strided or misaligned: element by element, once for the norm's sum,
+//   once
+//                        for the magnitude and once for the values, from cache after the first pass.
+// How many threads share a row depends on its length and dtype, and on the op, alone.
+#include <algorithm>
 #include <array>
+#include <string>
+#include <type_traits>
 
 #include "ltx/activation.cuh"
+#include "ltx/force.cuh"
 #include "ltx/fp8.cuh"
 #include "ltx/launch.cuh"
 #include "ltx/params.h"
@@ -23,8 +32,6 @@
 
 namespace ltx {
 namespace {
-
-constexpr int kMaxThreads = 512;  // of a row: leaves 128 registers a thread
 
 // ---- Shared by all kernels
 
@@ -66,9 +73,9 @@ __device__ __forceinline__ void each(float (&x)[kWidth], const Op& op) {
 template <typename T, int kWidth>
 __device__ __forceinline__ void activate(Activation activation, float (&x)[kWidth]) {
   if (activation == Activation::kSilu) {
-    each(x, [](float v) { return ltx::activate<T, Activation::kSilu>(v); });
+    each(x, [](float v) { return ltx::activate<T, Activation::kSilu, false>(v); });
   } else if (activation == Activation::kGeluTanh) {
-    each(x, [](float v) { return ltx::activate<T, Activation::kGeluTanh>(v); });
+    each(x, [](float v) { return sizeof(T) == 4 ? ltx::activate<T, Activation::kGeluTanh>(v) : gelu_by_tanh(v); });
   } else {
     each(x, [](float v) { return ltx::activate<T, Activation::kGelu>(v); });
   }
@@ -81,6 +88,67 @@ __device__ __forceinline__ float pack_magnitude(float most, const float (&y)[kWi
   return most;
 }
 
+// The largest magnitude of a thread's packs, in chains side by side.
+template <int kPacks, int kWidth>
+__device__ __forceinline__ float magnitude(const float (&y)[kPacks][kWidth]) {
+  float most[4] = {};
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) most[i % 4] = larger_magnitude(most[i % 4], y[k][i]);
+  }
+  return larger_magnitude(larger_magnitude(most[0], most[1]), larger_magnitude(most[2], most[3]));
+}
+
+// block: x = the threads of a row, y = rows, which work on their own; rows of more than a warp meet at a barrier of
+// their own.
+__device__ __forceinline__ void row_barrier() {
+  asm volatile("bar.sync %0, %1;" : : "r"(threadIdx.y), "r"(blockDim.x) : "memory");
+}
+
+// The sum or the largest magnitude over the threads of a row. No other reduction of the same row may use `scratch`, one
+// number a warp, so that one barrier is enough.
+struct Sum {
+  __device__ __forceinline__ float operator()(float x, float y) const { return x + y; }
+  __device__ __forceinline__ float lanes(float x, int count) const { return lane_sum(x, count); }
+};
+struct Magnitude {
+  __device__ __forceinline__ float operator()(float x, float y) const { return larger_magnitude(x, y); }
+  __device__ __forceinline__ float lanes(float x, int count) const { return lane_magnitude(x, count); }
+};
+
+template <typename Op>
+__device__ __forceinline__ float row_reduce(float x, float* scratch, const Op& op) {
+  const int threads = static_cast<int>(blockDim.x);
+  if (threads <= 32) return op.lanes(x, threads);
+  x = op.lanes(x, 32);
+  const int lane = threadIdx.x % 32, warps = threads / 32;
+  scratch += threadIdx.y * warps;
+  if (lane == 0) scratch[threadIdx.x / 32] = x;
+  row_barrier();
+  if (warps > 4) return op.lanes(lane < warps ? scratch[lane] : 0.f, 32);
+  // A few warps: every thread takes their numbers itself, which is shorter than shuffles.
+  float all = scratch[0];
+#pragma unroll
+  for (int i = 1; i < 4; ++i) {
+    if (i < warps) all = op(all, scratch[i]);
+  }
+  return all;
+}
+
+// Which packs of a row are a thread's: a warp owns 32 * kPacks neighbouring ones, a lane those 32 apart, beginning with
+// number first_pack. Rows of less than a warp have one pack a thread.
+constexpr int kPackStep = 32;
+// Threads of a block: several rows, that hold vectors together or at least start together, or one long row.
+// H200, us of 2x8064x2048, blocks of 64, 128 and 256: quantize_rows 47, 35, 29.
+constexpr int kBlock = 256, kMaxThreads = 512;
+constexpr int kWarps = kMaxThreads / 32;
+
+__device__ __forceinline__ int first_pack(int packs) {
+  const int thread = static_cast<int>(threadIdx.x);
+  return thread / 32 * 32 * packs + thread % 32;
+}
+
 // ---- In registers. Rows have at most two dimensions, of which the outer one is the grid's y.
 
 struct RowPointer {
@@ -90,177 +158,237 @@ struct RowPointer {
   __device__ __forceinline__ char* at(uint32_t row) const { return data + outer * blockIdx.y + inner * row; }
 };
 
-// A thread's packs of a row of T: number k of them begins at column(k), if inside(k).
-// block: x = the threads of a row, y = rows. grid: x = rows of the inner dimension, y = the outer dimension.
-template <typename T>
+// A thread's kPacks packs of a row, and of the rows that are `stride` further on.
+template <typename T, int kPacks, int kOperands>
 struct RowShare {
   static constexpr int kWidth = kPackWidth<T>;
-  uint32_t rows, row;
-  int width;
-  bool active;
+  using P = Pack<T, kWidth>;
+  uint32_t rows, row, stride;
+  int first;
+  bool inside[kPacks];
+  const char* source[kOperands];
+  int64_t number;  // of the row in the whole op
 
-  // Rows past the last are row 0 and write nothing: every thread must reach every shuffle and barrier.
-  __device__ __forceinline__ RowShare(uint32_t rows, int width)
-      : rows(rows), row(blockIdx.x * blockDim.y + threadIdx.y), width(width), active(row < rows) {
-    if (!active) row = 0;
+  __device__ __forceinline__ RowShare(uint32_t row_count, int width, const RowPointer (&operands)[kOperands])
+      : rows(row_count),
+        row(blockIdx.x * blockDim.y + threadIdx.y),
+        stride(gridDim.x * blockDim.y),
+        first(first_pack(kPacks) * kWidth) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) inside[k] = column(k) < width;
+#pragma unroll
+    for (int i = 0; i < kOperands; ++i) {
+      source[i] = operands[i].at(row) + first * sizeof(T);
+    }
+    number = static_cast<int64_t>(blockIdx.y) * rows + row;
   }
-  __device__ __forceinline__ int threads() const { return static_cast<int>(blockDim.x); }
-  __device__ __forceinline__ int column(int k) const { return static_cast<int>(threadIdx.x + k * blockDim.x) * kWidth; }
-  __device__ __forceinline__ bool inside(int k) const { return column(k) < width; }
+  __device__ __forceinline__ int column(int k) const { return first + k * kPackStep * kWidth; }
+  __device__ __forceinline__ bool active() const { return row < rows; }
+  // The rows of a block end together: every thread must reach every shuffle.
+  __device__ __forceinline__ bool more() const { return row - threadIdx.y < rows; }
 
-  // Pack k of a row of any dtype.
-  template <typename M>
-  __device__ __forceinline__ Pack<M, kWidth> load(const char* data, int k) const {
-    return *reinterpret_cast<const Pack<M, kWidth>*>(reinterpret_cast<const M*>(data) + column(k));
+  // The packs of the row (or of the one after it, when `source` has gone on already): zeros past its end and past the
+  // last row.
+  __device__ __forceinline__ void load(uint32_t at, P (&packs)[kOperands][kPacks]) const {
+#pragma unroll
+    for (int i = 0; i < kOperands; ++i) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        packs[i][k] = P{};
+        if (at < rows && inside[k]) packs[i][k] = reinterpret_cast<const P*>(source[i])[k * kPackStep];
+      }
+    }
   }
-  template <typename M>
-  __device__ __forceinline__ void get(const char* data, int k, float (&x)[kWidth]) const {
-    load_floats_as<M, kWidth>(data, 0, column(k), 1, 0, true, x);
+  __device__ __forceinline__ void load(P (&packs)[kOperands][kPacks]) const { load(row, packs); }
+  __device__ __forceinline__ void load_next(const RowPointer (&operands)[kOperands], P (&packs)[kOperands][kPacks]) {
+#pragma unroll
+    for (int i = 0; i < kOperands; ++i) source[i] += operands[i].inner * stride;
+    load(row + stride, packs);
+  }
+  __device__ __forceinline__ void advance() {
+    row += stride;
+    number += stride;
   }
 
-  // Writes y, whose largest magnitude among the thread's own packs is `most`.
-  template <int kPacks>
-  __device__ __forceinline__ void quantise(const float (&y)[kPacks][kWidth], float most, const QuantOutput& output,
+  __device__ __forceinline__ void quantise(const float (&y)[kPacks][kWidth], const QuantOutput& output, int width,
                                            float* scratch) const {
-    if (!output.static_scale) most = row_magnitude(most, threads(), scratch);
-    if (!active) return;
+    float most = 0.f;
+    if (!output.static_scale) most = row_reduce(magnitude(y), scratch, Magnitude());
+    if (!active()) return;
     const float scale = quant_scale(most, output.static_scale);
     const float inverse = __frcp_rn(scale);
-    const int64_t number = static_cast<int64_t>(blockIdx.y) * rows + row;
     if (threadIdx.x == 0) output.scales[number] = scale;
-    uint8_t* values = output.values + number * width;
+    uint8_t* values = output.values + number * width + first;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
-      if (inside(k)) *reinterpret_cast<E4m3Pack<kWidth>*>(values + column(k)) = E4m3Pack<kWidth>(y[k], inverse);
+      if (inside[k]) reinterpret_cast<E4m3Pack<kWidth>*>(values)[k * kPackStep] = E4m3Pack<kWidth>(y[k], inverse);
     }
   }
 };
 
-// y = h * rstd * (weight_offset + weight) * (factor_offset + factor + factor_table) + shift + shift_table
-// The factor is the modulation's 1 + scale or, where there is none, the weight.
+// value + table, of any dtypes.
+struct RowModulator {
+  RowPointer value;
+  const char* table;
+  DType value_dtype, table_dtype;
+
+  // kWidth elements of a row's modulator; `absent` where there is none.
+  template <int kWidth>
+  __device__ __forceinline__ void get(uint32_t row, int column, float absent, float (&m)[kWidth]) const {
+    each(m, [&](float) { return absent; });
+    if (!value.data) return;
+    load_floats<kWidth>(value.at(row), value_dtype, 0, column, 1, 0, true, m);
+    if (table) {
+      float t[kWidth];
+      load_floats<kWidth>(table, table_dtype, 0, column, 1, 0, true, t);
+      add(m, t);
+    }
+  }
+};
+
+// As NormParams. operands: input, and the residual where there is one.
+template <int kOperands>
 struct NormRowParams {
-  RowPointer input, residual, residual_out, gate, factor, shift;
-  const char *gate_table, *weight, *factor_table, *shift_table;
+  RowPointer operands[kOperands], residual_out;
+  RowModulator weight, gate, scale, shift;
   QuantOutput output;
   uint32_t rows;  // of the inner dimension
   int32_t width;
-  float inverse_width, eps, weight_offset, factor_offset;
+  float inverse_width, eps, weight_offset;
+
+  // y = h * rstd * factor + addend
+  template <int kWidth>
+  __device__ __forceinline__ void get_factors(uint32_t row, int column, float (&factor)[kWidth],
+                                              float (&addend)[kWidth]) const {
+    float m[kWidth];
+    weight.get(row, column, 1.f, factor);
+    scale.get(row, column, 0.f, m);
+    shift.get(row, column, -0.f, addend);  // x + -0 is x, for every x
+    if (weight_offset != 0.f) each(factor, [&](float w) { return __fadd_rn(weight_offset, w); });
+    each(m, [](float x) { return __fadd_rn(1.f, x); });
+    multiply(factor, m);
+  }
 };
 
-// T: of the rows; M: of all vectors and modulators.
-template <typename T, typename M, bool kResidual, bool kNorm, int kPacks>
-__global__ void __launch_bounds__(kMaxThreads, 1) norm_quant_kernel(const __grid_constant__ NormRowParams p) {
-  constexpr int kWidth = kPackWidth<T>;
-  __shared__ float scratch[2][32];
-  const RowShare<T> share(p.rows, p.width);
-  const char *input_row = p.input.at(share.row), *residual_row = p.residual.at(share.row);
-  const char *gate_row = p.gate.at(share.row), *factor_row = p.factor.at(share.row), *shift_row = p.shift.at(share.row);
-  const bool gated = kResidual && p.gate.data, scaled = kNorm && p.factor.data, shifted = kNorm && p.shift.data;
+// Vectors of fp32 in shared memory, in fours: the first fours of all packs, then the second ones, so that the lanes of
+// a warp read neighbours.
+extern __shared__ float4 held_vectors[];
 
-  // All is on its way before any is used; but fp32 vectors beside 16-bit rows would take too many registers.
-  constexpr bool kAhead = sizeof(M) == sizeof(T);
-  Pack<T, kWidth> input[kPacks], residual[kPacks];
-  Pack<M, kWidth> gate[kPacks], factor[kPacks], shift[kPacks];
+template <int kWidth>
+__device__ __forceinline__ void hold(int vector, int packs, int pack, const float (&x)[kWidth]) {
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    if (!share.inside(k)) continue;
-    input[k] = share.template load<T>(input_row, k);
-    if constexpr (kResidual) residual[k] = share.template load<T>(residual_row, k);
-    if (kAhead && gated) gate[k] = share.template load<M>(gate_row, k);
+  for (int i = 0; i < kWidth / 4; ++i) {
+    held_vectors[(vector * (kWidth / 4) + i) * packs + pack] =
+        make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
   }
+}
+template <int kWidth>
+__device__ __forceinline__ void get_held(int vector, int packs, int pack, float (&x)[kWidth]) {
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    if (!share.inside(k)) continue;
-    if (kAhead && scaled) factor[k] = share.template load<M>(factor_row, k);
-    if (kAhead && shifted) shift[k] = share.template load<M>(shift_row, k);
+  for (int i = 0; i < kWidth / 4; ++i) {
+    const float4 four = held_vectors[(vector * (kWidth / 4) + i) * packs + pack];
+    x[4 * i] = four.x;
+    x[4 * i + 1] = four.y;
+    x[4 * i + 2] = four.z;
+    x[4 * i + 3] = four.w;
   }
-  // value + table of a modulator.
-  const auto get_modulator = [&](const Pack<M, kWidth>& ahead, const char* row, const char* table, int k,
-                                 float (&m)[kWidth]) {
-    if constexpr (kAhead) {
-      unpack(ahead, m);
-    } else {
-      share.template get<M>(row, k, m);
-    }
-    if (table) {
-      float t[kWidth];
-      share.template get<M>(table, k, t);
-      add(m, t);
-    }
-  };
-
-  float y[kPacks][kWidth];
-  if constexpr (kResidual) {
-    char* residual_out = p.residual_out.at(share.row);
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      if (!share.inside(k)) continue;
-      float r[kWidth];
-      unpack(residual[k], r);
-      unpack(input[k], y[k]);
-      if (gated) {
-        float g[kWidth];
-        get_modulator(gate[k], gate_row, p.gate_table, k, g);
-        multiply_add(y[k], g, r);
-      } else {
-        add(y[k], r);
-      }
-      if (share.active) {
-        *(reinterpret_cast<Pack<T, kWidth>*>(residual_out) + share.column(k) / kWidth) = to_pack<T, kWidth>(y[k]);
-      }
-    }
-  }
-  float rstd = 1.f;
-  if constexpr (kNorm) {
-    float sum = 0.f;
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      if (!share.inside(k)) continue;
-      if constexpr (kResidual) {
-        sum += pack_squares(y[k]);
-      } else {
-        // The row stays packed, in half the registers, until the sum is known.
-        float h[kWidth];
-        unpack(input[k], h);
-        sum += pack_squares(h);
-      }
-    }
-    rstd = rsqrtf(fmaf(row_sum(sum, share.threads(), scratch[0]), p.inverse_width, p.eps));
-  }
-  float most = 0.f;
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    if (!share.inside(k)) continue;
-    if constexpr (!kResidual) unpack(input[k], y[k]);
-    if constexpr (kNorm) {
-      float m[kWidth], s[kWidth];
-      each(y[k], [&](float h) { return __fmul_rn(h, rstd); });
-      if (p.weight) {
-        share.template get<M>(p.weight, k, m);
-        each(m, [&](float w) { return __fadd_rn(p.weight_offset, w); });
-        multiply(y[k], m);
-      }
-      if (scaled) {
-        get_modulator(factor[k], factor_row, p.factor_table, k, m);
-        each(m, [&](float f) { return __fadd_rn(p.factor_offset, f); });
-      }
-      if (shifted) get_modulator(shift[k], shift_row, p.shift_table, k, s);
-      if (scaled && shifted) {
-        multiply_add(y[k], m, s);
-      } else if (scaled) {
-        multiply(y[k], m);
-      } else if (shifted) {
-        add(y[k], s);
-      }
-    }
-    most = pack_magnitude(most, y[k]);
-  }
-  share.quantise(y, most, p.output, scratch[1]);
 }
 
+// Threads of a multiprocessor for which a kernel that holds vectors gets its registers, and its grid.
+// H200, us of 2x8064x2048: adaln_rmsnorm 34.6 (512), 33.2 (768), 44.5 (1024, spills); gated_residual_adaln_rmsnorm
+// 64.9 (512), 72 (640).
+constexpr int held_threads(bool residual) { return residual ? 512 : 768; }
+
+// kHeld: the vectors are the same for all rows of a block, which holds them in shared memory.
+template <typename T, bool kResidual, bool kNorm, bool kHeld, int kPacks>
+__global__ void __launch_bounds__(kHeld ? held_threads(kResidual) : kMaxThreads, 1)
+    norm_quant_kernel(const __grid_constant__ NormRowParams<kResidual + 1> p) {
+  constexpr int kWidth = kPackWidth<T>;
+  enum { kFactor, kAddend, kGate };
+  __shared__ float scratch[2][2][kWarps];
+  RowShare<T, kPacks, kResidual + 1> share(p.rows, p.width, p.operands);
+  Pack<T, kWidth> packs[kResidual + 1][kPacks];
+  share.load(packs);
+  const int width_packs = p.width / kWidth;
+  if constexpr (kHeld) {
+    const int threads = blockDim.x * blockDim.y;
+    for (int pack = threadIdx.y * blockDim.x + threadIdx.x; pack < width_packs; pack += threads) {
+      float factor[kWidth], addend[kWidth];
+      if constexpr (kNorm) {
+        p.get_factors(0, pack * kWidth, factor, addend);
+        hold(kFactor, width_packs, pack, factor);
+        hold(kAddend, width_packs, pack, addend);
+      }
+      if constexpr (kResidual) {
+        p.gate.get(0, pack * kWidth, 1.f, factor);
+        hold(kGate, width_packs, pack, factor);
+      }
+    }
+  }
+  char* residual_out = kResidual ? p.residual_out.at(share.row) + share.first * sizeof(T) : nullptr;
+  if constexpr (kHeld) __syncthreads();
+#pragma unroll 1
+  for (int parity = 0; share.more(); parity ^= 1) {
+    const uint32_t vector_row = share.active() ? share.row : 0;
+    const int first = share.first / kWidth;
+    float y[kPacks][kWidth];
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      unpack(packs[0][k], y[k]);
+      if constexpr (kResidual) {
+        float x[kWidth], gate[kWidth];
+        unpack(packs[1][k], x);
+        if (!share.inside[k]) continue;
+        if constexpr (kHeld) {
+          get_held(kGate, width_packs, first + k * kPackStep, gate);
+        } else {
+          p.gate.get(vector_row, share.column(k), 1.f, gate);
+        }
+        multiply_add(y[k], gate, x);
+      }
+    }
+    // The next row is on its way while this one is worked on.
+    if constexpr (kHeld) share.load_next(p.operands, packs);
+    if constexpr (kResidual) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (share.active() && share.inside[k]) {
+          reinterpret_cast<Pack<T, kWidth>*>(residual_out)[k * kPackStep] = to_pack<T, kWidth>(y[k]);
+        }
+      }
+      residual_out += p.residual_out.inner * share.stride;
+    }
+    if constexpr (kNorm) {
+      float sum = 0.f;
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) sum += pack_squares(y[k]);
+      sum = row_reduce(sum, scratch[parity][0], Sum());
+      const float rstd = rsqrtf(fmaf(sum, p.inverse_width, p.eps));
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (!share.inside[k]) continue;
+        float factor[kWidth], addend[kWidth];
+        if constexpr (kHeld) {
+          get_held(kFactor, width_packs, first + k * kPackStep, factor);
+          get_held(kAddend, width_packs, first + k * kPackStep, addend);
+        } else {
+          p.get_factors(vector_row, share.column(k), factor, addend);
+        }
+        each(y[k], [&](float h) { return __fmul_rn(h, rstd); });
+        multiply_add(y[k], factor, addend);
+      }
+    }
+    share.quantise(y, p.output, p.width, scratch[parity][1]);
+    if constexpr (!kHeld) return;
+    share.advance();
+  }
+}
+
+// operands: the gate, and what it multiplies (not for gelu).
+template <int kOperands>
 struct GluRowParams {
-  RowPointer gate, up;  // gelu: no up
-  const char* bias;     // of the rows' dtype
+  RowPointer operands[kOperands];
+  RowModulator bias;
   QuantOutput output;
   uint32_t rows;
   int32_t width;
@@ -268,69 +396,66 @@ struct GluRowParams {
 };
 
 template <typename T, bool kGated, int kPacks>
-__global__ void __launch_bounds__(kMaxThreads, 1) glu_quant_kernel(const __grid_constant__ GluRowParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) glu_quant_kernel(const __grid_constant__ GluRowParams<kGated + 1> p) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ float scratch[32];
-  const RowShare<T> share(p.rows, p.width);
-  const char *gate_row = p.gate.at(share.row), *up_row = p.up.at(share.row);
-  Pack<T, kWidth> gate[kPacks], up[kPacks];
+  __shared__ float scratch[kWarps];
+  RowShare<T, kPacks, kGated + 1> share(p.rows, p.width, p.operands);
+  Pack<T, kWidth> packs[kGated + 1][kPacks];
+  share.load(packs);
+  float y[kPacks][kWidth];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
-    if (!share.inside(k)) continue;
-    gate[k] = share.template load<T>(gate_row, k);
-    if constexpr (kGated) up[k] = share.template load<T>(up_row, k);
-  }
-  float y[kPacks][kWidth], most = 0.f;
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    if (!share.inside(k)) continue;
     float other[kWidth];
-    unpack(gate[k], y[k]);
-    if (!kGated && p.bias) {
-      share.template get<T>(p.bias, k, other);
+    unpack(packs[0][k], y[k]);
+    if (!kGated && p.bias.value.data && share.inside[k]) {
+      p.bias.get(0, share.column(k), 0.f, other);
       add(y[k], other);
     }
     activate<T>(p.activation, y[k]);
     if constexpr (kGated) {
-      unpack(up[k], other);
+      unpack(packs[1][k], other);
       multiply(y[k], other);
     }
-    most = pack_magnitude(most, y[k]);
   }
-  share.quantise(y, most, p.output, scratch);
+  share.quantise(y, p.output, p.width, scratch);
 }
 
 // ---- Everything else. block: as above; grid: x counts all rows.
 
-// Calls at(column) for the thread's packs of a row, of any length.
+// Calls at(column) for the thread's packs of a row of any length: of each stretch of threads * packs packs, the same as
+// in registers.
 template <typename T, typename At>
-__device__ __forceinline__ void for_packs(int64_t width, const At& at) {
+__device__ __forceinline__ void for_packs(int64_t width, int packs, const At& at) {
+  const int64_t stretch = static_cast<int64_t>(blockDim.x) * packs * kPackWidth<T>;
 #pragma unroll 1
-  for (int64_t column = static_cast<int64_t>(threadIdx.x) * kPackWidth<T>; column < width;
-       column += static_cast<int64_t>(blockDim.x) * kPackWidth<T>) {
-    at(column);
+  for (int64_t start = first_pack(packs) * kPackWidth<T>; start < width; start += stretch) {
+#pragma unroll 1
+    for (int k = 0; k < packs; ++k) {
+      const int64_t column = start + k * kPackStep * kPackWidth<T>;
+      if (column < width) at(column);
+    }
   }
 }
 
 // Writes the row that get(column, y) gives, zero past its end.
 template <typename T, typename Get>
-__device__ __forceinline__ void quantise_general(int64_t row, bool active, int64_t width, const QuantOutput& output,
-                                                 float* scratch, const Get& get) {
+__device__ __forceinline__ void quantise_general(int64_t row, bool active, int64_t width, int packs,
+                                                 const QuantOutput& output, float* scratch, const Get& get) {
   constexpr int kWidth = kPackWidth<T>;
   float y[kWidth], most = 0.f;
   if (!output.static_scale) {
-    for_packs<T>(width, [&](int64_t column) {
+    for_packs<T>(width, packs, [&](int64_t column) {
       get(column, y);
       most = pack_magnitude(most, y);
     });
-    most = row_magnitude(most, static_cast<int>(blockDim.x), scratch);
+    most = row_reduce(most, scratch, Magnitude());
   }
   if (!active) return;
   const float scale = quant_scale(most, output.static_scale);
   const float inverse = __frcp_rn(scale);
   if (threadIdx.x == 0) output.scales[row] = scale;
   uint8_t* values = output.values + row * width;
-  for_packs<T>(width, [&](int64_t column) {
+  for_packs<T>(width, packs, [&](int64_t column) {
     get(column, y);
     const E4m3Pack<kWidth> pack(y, inverse);
 #pragma unroll
@@ -343,9 +468,9 @@ __device__ __forceinline__ void quantise_general(int64_t row, bool active, int64
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_quant_kernel_general(const __grid_constant__ NormParams p, const __grid_constant__ QuantOutput output,
-                              float inverse_width) {
+                              int packs, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ float scratch[2][32];
+  __shared__ float scratch[2][kWarps];
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
   const bool active = number < p.rows.count;
   int64_t input = 0, residual = 0, residual_out = 0, gate = 0, scale = 0, shift = 0;
@@ -384,7 +509,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const bool normalises = p.statistic == Statistic::kRms;
   float sum = 0.f;
   if (normalises || p.residual_out.data) {
-    for_packs<T>(width, [&](int64_t column) {
+    for_packs<T>(width, packs, [&](int64_t column) {
       float h[kWidth];
       get_h(column, h);
       sum += pack_squares(h);
@@ -396,38 +521,35 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   float rstd = 1.f;
   if (normalises) {
-    rstd = rsqrtf(fmaf(row_sum(sum, static_cast<int>(blockDim.x), scratch[0]), inverse_width, p.eps));
+    rstd = rsqrtf(fmaf(row_reduce(sum, scratch[0], Sum()), inverse_width, p.eps));
   }
-  quantise_general<T>(number, active, width, output, scratch[1], [&](int64_t column, float (&y)[kWidth]) {
+  quantise_general<T>(number, active, width, packs, output, scratch[1], [&](int64_t column, float (&y)[kWidth]) {
     get_h(column, y);
     if (!normalises) return;
-    float m[kWidth], s[kWidth];
-    each(y, [&](float h) { return __fmul_rn(h, rstd); });
+    float factor[kWidth], addend[kWidth], m[kWidth];
+    each(factor, [](float) { return 1.f; });
+    each(addend, [](float) { return -0.f; });
     if (p.weight.data) {
-      get(p.weight, 0, column, m);
-      each(m, [&](float w) { return __fadd_rn(p.weight_offset, w); });
-      multiply(y, m);
+      get(p.weight, 0, column, factor);
+      if (p.weight_offset != 0.f) each(factor, [&](float w) { return __fadd_rn(p.weight_offset, w); });
     }
     if (p.scale.value.data) {
       get_modulator(p.scale, scale, column, m);
-      each(m, [&](float f) { return __fadd_rn(1.f, f); });
+      each(m, [](float x) { return __fadd_rn(1.f, x); });
+      multiply(factor, m);
     }
-    if (p.shift.value.data) get_modulator(p.shift, shift, column, s);
-    if (p.scale.value.data && p.shift.value.data) {
-      multiply_add(y, m, s);
-    } else if (p.scale.value.data) {
-      multiply(y, m);
-    } else if (p.shift.value.data) {
-      add(y, s);
-    }
+    if (p.shift.value.data) get_modulator(p.shift, shift, column, addend);
+    each(y, [&](float h) { return __fmul_rn(h, rstd); });
+    multiply_add(y, factor, addend);
   });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    glu_quant_kernel_general(const __grid_constant__ GluParams p, const __grid_constant__ QuantOutput output) {
+    glu_quant_kernel_general(const __grid_constant__ GluParams p, const __grid_constant__ QuantOutput output,
+                             int packs) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ float scratch[32];
+  __shared__ float scratch[kWarps];
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
   const bool active = number < p.rows.count;
   int64_t gate = 0, up = 0;
@@ -438,7 +560,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const auto get = [&](const RowView& view, int64_t row, int64_t column, float (&x)[kWidth]) {
     load_floats<kWidth>(view.data, view.dtype, row, column, view.column_stride, width, false, x);
   };
-  quantise_general<T>(number, active, width, output, scratch, [&](int64_t column, float (&y)[kWidth]) {
+  quantise_general<T>(number, active, width, packs, output, scratch, [&](int64_t column, float (&y)[kWidth]) {
     float other[kWidth];
     get(p.gate, gate, column, y);
     if (p.bias.data) {
@@ -455,37 +577,63 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 // ---- Launch
 
-// How a row is shared out: `threads` a row, `packs` a thread (0: more than the registers hold).
+// How a row is shared out: `threads` a row, `packs` a thread.
 struct Geometry {
   int threads;
   int packs;
 };
 
-Geometry geometry(int64_t width, int pack_width) {
+// Four packs a thread spread the fixed costs of a row; with a residual, two leave registers for more warps.
+// H200, us, four and two: 2x8064x2048 quantize_rows 28.6 and 33.8, adaln_rmsnorm 33.2 and 35.3, gated_residual 65.1 and
+// 61.3, gated_residual_adaln_rmsnorm 65.7 and 65.0; 16128x8192 gelu 104 and 135, swiglu 158 and 166.
+Geometry geometry(int64_t width, int pack_width, bool residual) {
   const int64_t packs = ceil_div(width, pack_width);
-  if (packs <= 32) return {next_power_of_two(packs), 1};  // several rows a warp
-  if (packs <= 64) return {32, 2};
-  if (packs <= 4 * kMaxThreads) return {static_cast<int>(ceil_div(packs, 128)) * 32, 4};
-  return {kMaxThreads, 0};
+  int a_thread = packs <= 32 ? 1 : packs <= 64 || (residual && packs <= 2 * kMaxThreads) ? 2 : 4;
+  if (const int wanted = forced().quant_packs) {
+    if (packs > wanted * kMaxThreads) fail_forced("rows that fit", "quant_packs=" + std::to_string(wanted));
+    a_thread = wanted;
+  }
+  const int64_t threads = ceil_div(packs, a_thread);
+  if (a_thread == 1 && threads <= 32) return {next_power_of_two(threads), 1};  // several rows a warp
+  return {static_cast<int>(std::min<int64_t>(ceil_div(threads, 32) * 32, kMaxThreads)), a_thread};
 }
 
-// A launch of rows of `width` columns: short rows share a block of four warps, a longer one has a block to itself.
+// A launch of rows of `width` columns.
 template <typename T>
 struct Launch {
   Geometry shape;
-  dim3 block;
+  bool in_registers;
+  int device;
   cudaStream_t stream;
+  dim3 block, grid;
 
-  Launch(int64_t width, const Context& context)
-      : shape(geometry(width, kPackWidth<T>)),
-        block(static_cast<unsigned>(shape.threads),
-              shape.threads > 32 ? 1u : static_cast<unsigned>(128 / shape.threads)),
+  Launch(int64_t width, bool residual, const Context& context)
+      : shape(geometry(width, kPackWidth<T>, residual)),
+        in_registers(width <= static_cast<int64_t>(shape.threads) * shape.packs * kPackWidth<T>),
+        device(context.device),
         stream(static_cast<cudaStream_t>(context.stream)) {}
 
-  dim3 grid(int64_t rows, int64_t outer = 1) const {
-    return {grid_size(ceil_div(rows, block.y)), static_cast<unsigned>(outer)};
+  // Gives every row its part of a block; with `at_once`, in no more blocks than these threads of a multiprocessor.
+  void share(int64_t rows, int64_t outer, int at_once = 0) {
+    block = dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(std::max(1, kBlock / shape.threads)));
+    int64_t blocks = ceil_div(rows, block.y);
+    if (at_once > 0) {
+      const int64_t running = multiprocessors(device) * (at_once / static_cast<int64_t>(block.x * block.y));
+      blocks = std::min(blocks, std::max<int64_t>(1, running / outer));
+    }
+    grid = dim3(grid_size(blocks), static_cast<unsigned>(outer));
   }
 };
+
+// Calls run(std::integral_constant<int, packs>).
+template <typename Run>
+void with_packs(int packs, const Run& run) {
+  if (packs == 1) return run(std::integral_constant<int, 1>());
+  if (packs == 2) return run(std::integral_constant<int, 2>());
+  run(std::integral_constant<int, 4>());
+}
+
+constexpr int64_t kHeldBytes = 47 << 10;  // what a kernel gets without asking, less its other arrays
 
 // Takes operands for a *_kernel; `fits` until one of them does not.
 template <typename T>
@@ -493,128 +641,115 @@ class RowOperands {
  public:
   explicit RowOperands(const Rows& rows) : rows_(rows) {
     inner_ = rows.ndim == 2 ? rows.size[1] : rows.count;
-    fits_ = rows.ndim <= 2 && (rows.ndim < 2 || rows.size[0] <= 65535) && inner_ <= 0xffffffffll;
+    fits_ = rows.ndim <= 2 && (rows.ndim < 2 || rows.size[0] <= 65535) && inner_ <= 0x7fffffffll;
   }
 
   bool fits() const { return fits_; }
+  bool varying() const { return varying_; }
   int64_t inner() const { return inner_; }
   int64_t outer() const { return rows_.ndim == 2 ? rows_.size[0] : 1; }
 
   RowPointer row(const RowView& view) {
-    check(view);
+    fits_ = fits_ && (!view.data || is_packed(view.data, view.dtype, kPackWidth<T>, rows_.width, view.column_stride,
+                                              view.stride, rows_.ndim));
     const int64_t bytes = element_size(view.dtype);
     return {static_cast<char*>(view.data), rows_.ndim > 0 ? view.stride[rows_.ndim - 1] * bytes : 0,
             rows_.ndim == 2 ? view.stride[0] * bytes : 0};
   }
-  const char* vector(const RowView& view) {
-    check(view);
-    return static_cast<const char*>(view.data);
+  RowModulator modulator(const RowView& value, const RowView& table) {
+    const RowModulator modulator{row(value), row(table).data, value.dtype, table.dtype};
+    varying_ = varying_ || modulator.value.inner != 0;
+    return modulator;
   }
 
  private:
-  void check(const RowView& v) {
-    fits_ = fits_ &&
-            (!v.data || is_packed(v.data, v.dtype, kPackWidth<T>, rows_.width, v.column_stride, v.stride, rows_.ndim));
-  }
-
   const Rows& rows_;
   int64_t inner_;
-  bool fits_;
+  bool fits_, varying_ = false;
 };
 
-template <typename T, typename M, bool kResidual, bool kNorm>
-void launch_norm(const NormRowParams& p, const Launch<T>& launch, dim3 grid) {
-  switch (launch.shape.packs) {
-    case 1:
-      return norm_quant_kernel<T, M, kResidual, kNorm, 1><<<grid, launch.block, 0, launch.stream>>>(p);
-    case 2:
-      return norm_quant_kernel<T, M, kResidual, kNorm, 2><<<grid, launch.block, 0, launch.stream>>>(p);
-    default:
-      return norm_quant_kernel<T, M, kResidual, kNorm, 4><<<grid, launch.block, 0, launch.stream>>>(p);
-  }
+template <typename T, bool kResidual, bool kNorm, bool kHeld>
+void launch_norm(const NormRowParams<kResidual + 1>& p, int64_t outer, int64_t held, Launch<T>& launch) {
+  launch.share(p.rows, outer, kHeld ? held_threads(kResidual) : 0);
+  with_packs(launch.shape.packs, [&](auto packs) {
+    norm_quant_kernel<T, kResidual, kNorm, kHeld, decltype(packs)::value>
+        <<<launch.grid, launch.block, static_cast<size_t>(held), launch.stream>>>(p);
+  });
 }
 
-template <typename T, typename M>
-void launch_norm(const NormRowParams& p, bool normalises, const Launch<T>& launch, dim3 grid) {
-  if (p.residual.data) {
-    return normalises ? launch_norm<T, M, true, true>(p, launch, grid)
-                      : launch_norm<T, M, true, false>(p, launch, grid);
-  }
-  if (normalises) return launch_norm<T, M, false, true>(p, launch, grid);
-  return launch_norm<T, T, false, false>(p, launch, grid);  // no vectors
-}
-
-template <typename T>
-void norm_quant(const NormParams& p, const QuantOutput& output, const Context& context) {
-  const Launch<T> launch(p.rows.width, context);
-  RowOperands<T> operands(p.rows);
-  NormRowParams q;
-  q.input = operands.row(p.input);
-  q.residual = operands.row(p.residual);
+template <typename T, bool kResidual, bool kNorm>
+void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>& operands, Launch<T>& launch) {
+  NormRowParams<kResidual + 1> q;
+  q.operands[0] = operands.row(p.input);
+  if constexpr (kResidual) q.operands[1] = operands.row(p.residual);
   q.residual_out = operands.row(p.residual_out);
-  q.gate = operands.row(p.gate.value);
-  const bool scaled = p.scale.value.data;
-  q.factor = operands.row(scaled ? p.scale.value : p.weight);
-  q.shift = operands.row(p.shift.value);
-  q.gate_table = operands.vector(p.gate.table);
-  q.weight = scaled ? operands.vector(p.weight) : nullptr;
-  q.factor_table = operands.vector(p.scale.table);
-  q.shift_table = operands.vector(p.shift.table);
+  q.weight = operands.modulator(p.weight, RowView());
+  q.gate = operands.modulator(p.gate.value, p.gate.table);
+  q.scale = operands.modulator(p.scale.value, p.scale.table);
+  q.shift = operands.modulator(p.shift.value, p.shift.table);
   q.output = output;
   q.rows = static_cast<uint32_t>(operands.inner());
   q.width = static_cast<int32_t>(p.rows.width);
   q.inverse_width = 1.f / static_cast<float>(p.rows.width);
   q.eps = p.eps;
-  q.weight_offset = p.weight_offset;
-  q.factor_offset = scaled ? 1.f : p.weight_offset;
-  bool narrow = false, wide = false, other = false;
-  for (const RowView* v :
-       {&p.gate.value, &p.gate.table, &p.weight, &p.scale.value, &p.scale.table, &p.shift.value, &p.shift.table}) {
-    if (!v->data) continue;
-    (v->dtype == DTypeOf<T>::value ? narrow : v->dtype == DType::kFloat32 ? wide : other) = true;
-  }
-  if (launch.shape.packs > 0 && operands.fits() && !other && !(narrow && wide)) {
-    const bool normalises = p.statistic == Statistic::kRms;
-    const dim3 grid = launch.grid(operands.inner(), operands.outer());
-    wide ? launch_norm<T, float>(q, normalises, launch, grid) : launch_norm<T, T>(q, normalises, launch, grid);
+  q.weight_offset = p.weight.data ? p.weight_offset : 0.f;
+  const int64_t held = (kResidual ? 3 : 2) * p.rows.width * 4;
+  if (takes_packed("quant", forced().quant, launch.in_registers && operands.fits())) {
+    if constexpr (kNorm) {
+      if (!operands.varying() && held <= kHeldBytes) {
+        launch_norm<T, kResidual, kNorm, true>(q, operands.outer(), held, launch);
+        return check_launch("norm_quant");
+      }
+    }
+    launch_norm<T, kResidual, kNorm, false>(q, operands.outer(), 0, launch);
   } else {
+    launch.share(p.rows.count, 1);
     norm_quant_kernel_general<T>
-        <<<launch.grid(p.rows.count), launch.block, 0, launch.stream>>>(p, output, q.inverse_width);
+        <<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs, q.inverse_width);
   }
   check_launch("norm_quant");
 }
 
-template <typename T, bool kGated>
-void launch_glu(const GluRowParams& p, const Launch<T>& launch, dim3 grid) {
-  switch (launch.shape.packs) {
-    case 1:
-      return glu_quant_kernel<T, kGated, 1><<<grid, launch.block, 0, launch.stream>>>(p);
-    case 2:
-      return glu_quant_kernel<T, kGated, 2><<<grid, launch.block, 0, launch.stream>>>(p);
-    default:
-      return glu_quant_kernel<T, kGated, 4><<<grid, launch.block, 0, launch.stream>>>(p);
+template <typename T>
+void norm_quant(const NormParams& p, const QuantOutput& output, const Context& context) {
+  Launch<T> launch(p.rows.width, p.residual.data != nullptr, context);
+  RowOperands<T> operands(p.rows);
+  const bool normalises = p.statistic == Statistic::kRms;
+  if (p.residual.data) {
+    return normalises ? launch_norm<T, true, true>(p, output, operands, launch)
+                      : launch_norm<T, true, false>(p, output, operands, launch);
   }
+  normalises ? launch_norm<T, false, true>(p, output, operands, launch)
+             : launch_norm<T, false, false>(p, output, operands, launch);
+}
+
+template <typename T, bool kGated>
+void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& operands, Launch<T>& launch) {
+  GluRowParams<kGated + 1> q;
+  q.operands[0] = operands.row(p.gate);
+  if constexpr (kGated) q.operands[1] = operands.row(p.up);
+  q.bias = operands.modulator(p.bias, RowView());
+  q.output = output;
+  q.rows = static_cast<uint32_t>(operands.inner());
+  q.width = static_cast<int32_t>(p.rows.width);
+  q.activation = p.activation;
+  if (takes_packed("quant", forced().quant, launch.in_registers && operands.fits())) {
+    launch.share(q.rows, operands.outer());
+    with_packs(launch.shape.packs, [&](auto packs) {
+      glu_quant_kernel<T, kGated, decltype(packs)::value><<<launch.grid, launch.block, 0, launch.stream>>>(q);
+    });
+  } else {
+    launch.share(p.rows.count, 1);
+    glu_quant_kernel_general<T><<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs);
+  }
+  check_launch("glu_quant");
 }
 
 template <typename T>
 void glu_quant(const GluParams& p, const QuantOutput& output, const Context& context) {
-  const Launch<T> launch(p.rows.width, context);
+  Launch<T> launch(p.rows.width, false, context);
   RowOperands<T> operands(p.rows);
-  const GluRowParams q{operands.row(p.gate),
-                       operands.row(p.up),
-                       operands.vector(p.bias),
-                       output,
-                       static_cast<uint32_t>(operands.inner()),
-                       static_cast<int32_t>(p.rows.width),
-                       p.activation};
-  const bool plain_bias = !p.bias.data || p.bias.dtype == DTypeOf<T>::value;
-  if (launch.shape.packs > 0 && operands.fits() && plain_bias) {
-    const dim3 grid = launch.grid(operands.inner(), operands.outer());
-    p.up.data ? launch_glu<T, true>(q, launch, grid) : launch_glu<T, false>(q, launch, grid);
-  } else {
-    glu_quant_kernel_general<T><<<launch.grid(p.rows.count), launch.block, 0, launch.stream>>>(p, output);
-  }
-  check_launch("glu_quant");
+  p.up.data ? launch_glu<T, true>(p, output, operands, launch) : launch_glu<T, false>(p, output, operands, launch);
 }
 
 // The slices of for_each_slice, with the part of the output that each writes.

@@ -26,17 +26,23 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
 // the special function unit: a memory-bound kernel has no time for more, and ex2.approx is off by less than 2^-16 for
 // the arguments that leave a normal result, rcp.approx by 2^-23, far below half an ulp of fp16.
 
-// x * sigmoid(z), z being x or a polynomial of x.
+// What times_sigmoid takes the exponent in: 16-bit rows take 2^x.
 template <typename T>
-__device__ __forceinline__ float times_sigmoid(float x, float z) {
+constexpr float kExponentUnit = sizeof(T) == 4 ? 1.f : -1.4426950408889634f;
+
+// x * sigmoid(x * t / kExponentUnit<T>). kTiny: keeps results below 2^-126 * |x|, which 16-bit rows can hold.
+template <typename T, bool kTiny>
+__device__ __forceinline__ float times_sigmoid(float x, float t) {
+  const float z = x * t;
   if constexpr (sizeof(T) == 4) {
     const float power = expf(-fabsf(z));
     const float y = x / (1.f + power);
     return z < 0.f ? y * power : y;
   } else {
+    const float power = fast_exp2(z);
     // The sixteenths keep the reciprocal of 1 + exp(88) normal.
-    const float power = fast_exp2(z * -1.4426950408889634f);
-    return x * 0.0625f * fast_reciprocal(fmaf(power, 0.0625f, 0.0625f));
+    if constexpr (kTiny) return x * 0.0625f * fast_reciprocal(fmaf(power, 0.0625f, 0.0625f));
+    return x * fast_reciprocal(1.f + power);
   }
 }
 
@@ -58,12 +64,21 @@ __device__ __forceinline__ float gelu_erf(float x) {
   }
 }
 
-template <typename T, Activation A>
+// tanh-GELU by the hardware's tanh, to |x| * 2^-12: one special function where times_sigmoid takes two, for results
+// that are about to lose as much to quantisation.
+__device__ __forceinline__ float gelu_by_tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x * fmaf(x * x, 0.035677408136300144f, 0.79788456080286541f)));
+  return fmaf(0.5f * x, y, 0.5f * x);
+}
+
+template <typename T, Activation A, bool kTiny = true>
 __device__ __forceinline__ float activate(float x) {
-  if constexpr (A == Activation::kSilu) return times_sigmoid<T>(x, x);
+  constexpr float kUnit = kExponentUnit<T>;
+  if constexpr (A == Activation::kSilu) return times_sigmoid<T, kTiny>(x, kUnit);
   if constexpr (A == Activation::kGelu) return gelu_erf<T>(x);
   // 2u = 2 sqrt(2 / pi) (x + 0.044715 x^3)
-  return times_sigmoid<T>(x, x * fmaf(x * x, 0.071354816272600289f, 1.5957691216057308f));
+  return times_sigmoid<T, kTiny>(x, fmaf(x * x, 0.071354816272600289f * kUnit, 1.5957691216057308f * kUnit));
 }
 
 }  // namespace ltx

@@ -4,6 +4,8 @@
 //   norm_packs=1|2|4                       16-byte packs of a row that a thread owns: the order of a row's sums
 //   rotary=packed|general|elements|single  the kernel of the rotary family; single: packs of one element
 //   glu=packed|general                     the kernel of the activations
+//   quant=packed|general                   the kernel of the quantising ops
+//   quant_packs=1|2|4                      as norm_packs, for these
 // Anything else is an error, and so is a choice that a call cannot use.
 #pragma once
 
@@ -17,8 +19,8 @@ namespace ltx {
 enum class Kernel { kAny, kPacked, kGeneral, kElements, kSingle };
 
 struct Forced {
-  Kernel norm = Kernel::kAny, rotary = Kernel::kAny, glu = Kernel::kAny;
-  int norm_packs = 0;
+  Kernel norm = Kernel::kAny, rotary = Kernel::kAny, glu = Kernel::kAny, quant = Kernel::kAny;
+  int norm_packs = 0, quant_packs = 0;
 };
 
 [[noreturn]] inline void fail_forced(const std::string& expected, const std::string& got) {
@@ -49,6 +51,11 @@ inline Forced parse_forced(const std::string& text) {
     choose("rotary=single", forced.rotary, Kernel::kSingle);
     choose("glu=packed", forced.glu, Kernel::kPacked);
     choose("glu=general", forced.glu, Kernel::kGeneral);
+    choose("quant=packed", forced.quant, Kernel::kPacked);
+    choose("quant=general", forced.quant, Kernel::kGeneral);
+    choose("quant_packs=1", forced.quant_packs, 1);
+    choose("quant_packs=2", forced.quant_packs, 2);
+    choose("quant_packs=4", forced.quant_packs, 4);
     if (!known) fail_forced("a choice that kernel_src/ltx/force.cuh lists", "'" + item + "'");
   }
   return forced;

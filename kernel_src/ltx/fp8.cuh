@@ -17,32 +17,15 @@ __device__ __forceinline__ float larger_magnitude(float most, float x) {
 #endif
 }
 
-// Over all 32 lanes.
-__device__ __forceinline__ float warp_magnitude(float most) {
+// Over `lanes` neighbouring lanes, as lane_sum.
+__device__ __forceinline__ float lane_magnitude(float most, int lanes) {
 #if __CUDA_ARCH__ >= 800
-  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(most)));
-#else
-  for (int offset = 16; offset > 0; offset /= 2) {
+  if (lanes == 32) return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(most)));
+#endif
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, offset));
   }
   return most;
-#endif
-}
-
-// Over the threads that share a row, as row_sum; `scratch` likewise.
-__device__ __forceinline__ float row_magnitude(float most, int threads, float* scratch) {
-  if (threads < 32) {
-    for (int offset = threads / 2; offset > 0; offset /= 2) {
-      most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, offset));
-    }
-    return most;
-  }
-  most = warp_magnitude(most);
-  if (threads == 32) return most;
-  const int lane = threadIdx.x % 32;
-  if (lane == 0) scratch[threadIdx.x / 32] = most;
-  __syncthreads();
-  return warp_magnitude(lane < threads / 32 ? scratch[lane] : 0.f);
 }
 
 // Of a row whose largest magnitude is `most`, or one for all rows.

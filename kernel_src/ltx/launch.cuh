@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -31,6 +32,17 @@ inline unsigned grid_size(int64_t blocks) {
   if (blocks > 0x7fffffff)
     throw std::runtime_error("input: expected fewer rows, got a grid of more than 2^31 - 1 blocks");
   return static_cast<unsigned>(blocks);
+}
+
+inline int multiprocessors(int device) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // asked once: a query costs as much as a launch
+  int count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
 }
 
 inline void check_launch(const char* kernel) {
