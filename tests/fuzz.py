@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -48,14 +49,13 @@ def run_chunk(device: str, family: str, cases: int, seed: int) -> tuple[list[dic
 
 
 def chunks(cases: int, seed: int) -> list[tuple[str, int, int]]:
-    """(family, cases, seed) of every chunk."""
+    """(family, cases, seed) of every chunk; the families advance side by side."""
     found = []
     for family, (_, part) in fuzz.FAMILIES.items():
-        left = round(cases * part)
-        while left > 0:
-            found.append((family, min(CHUNK, left), seed + len(found)))
-            left -= CHUNK
-    return found
+        total = round(cases * part)
+        for begin in range(0, total, CHUNK):
+            found.append((begin / total, family, min(CHUNK, total - begin)))
+    return [(family, count, seed + i) for i, (_, family, count) in enumerate(sorted(found))]
 
 
 def main() -> int:
@@ -63,6 +63,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=50000)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0, help="of the first chunk of 500 cases (default: 0)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after this long")
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="results of other seeds, to count with these")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/fuzz-<device>.json)")
     options = parser.parse_args()
 
@@ -88,6 +90,11 @@ def main() -> int:
     with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         running = [pool.submit(run_chunk, device, *chunk) for chunk in work]
         for future in concurrent.futures.as_completed(running):
+            if time.perf_counter() - start > options.seconds:
+                for other in running:
+                    other.cancel()
+            if future.cancelled():
+                continue
             records, failure = future.result()
             tally.merge(records)
             done += 1
@@ -97,12 +104,18 @@ def main() -> int:
             if done % max(1, len(work) // 10) == 0:
                 print(f"{tally.cases} cases, {len(failures)} failures", flush=True)
     seconds = round(time.perf_counter() - start, 1)
+    seeds = [f"{options.seed}-{options.seed + len(work) - 1}"]
+    for path in options.add:
+        other = json.loads(path.read_text())
+        tally.merge(other["records"])
+        failures += other["failures"]
+        seeds += other["meta"]["seeds"]
 
     slug = meta["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") if device == "cuda" else "cpu"
     output = options.output or REPOSITORY / f"benchmarks/results/fuzz-{slug}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     result = {
-        "meta": {**meta, "seed": options.seed, "seconds": seconds},
+        "meta": {**meta, "seeds": seeds, "seconds": seconds},
         "cases": tally.cases,
         "failures": failures,
         "records": tally.records(),

@@ -98,10 +98,8 @@ MUTATIONS = [
     Mutation(
         "geometry chosen by row count",
         CPU_NORM,
-        "  for (; count > 0; --count, row.next()) {\n    float mean = 0.f, variance = 0.f;\n    if (kKept) {",
-        "  const float nudge = count > 4 ? 0x1p-22f : 0.f;\n"
-        "  for (; count > 0; --count, row.next()) {\n    float mean = 0.f, variance = 0.f;\n    eps += eps * nudge;\n"
-        "    if (kKept) {",
+        "write_row<T, kKept>(row, mean, 1.f / std::sqrt(variance + eps));",
+        "write_row<T, kKept>(row, mean, (count > 4 ? 1.0000002f : 1.f) / std::sqrt(variance + eps));",
     ),
     Mutation(
         "`out` ignored",
@@ -275,7 +273,7 @@ def first_failure(built: Path, tests: tuple[str, ...], extra: list[str]) -> str 
             check=False,
         )
         if process.returncode != 0:
-            if failed := re.search(r"^(?:FAILED|ERROR) tests/(\S+)", process.stdout, re.MULTILINE):
+            if failed := re.search(r"^(?:FAILED|ERROR) tests/(.*?)(?: - |$)", process.stdout, re.MULTILINE):
                 return failed[1]
             died = re.search(r"tests/test_\w+\.py\", line \d+ in (test_\w+)", process.stderr)  # faulthandler's stack
             return f"test_{name}.py::{died[1] if died else '?'} (status {process.returncode})"
@@ -313,6 +311,7 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     if options.built is not None:  # nothing to build: all at once
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            selected = [m for m in selected if (options.built / f"{MUTATIONS.index(m):02}").exists()]
             directories = [options.built / f"{MUTATIONS.index(m):02}" for m in selected]
             found = pool.map(first_failure, directories, [m.tests for m in selected], [extra] * len(selected))
             for mutation, caught in zip(selected, found, strict=True):
