@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,26 @@ def test_variants_are_those_of_the_project():
     computes = ("cpu", "cu126", "cu130", "cu132")
     expected = {f"torch-stable-abi211-{c}-{system}-linux" for c in computes for system in ("x86_64", "aarch64")}
     assert set(release.variants(builder.load_project())) == expected
+
+
+@pytest.mark.slow
+def test_ci_test_of_a_nix_build(tmp_path: Path):
+    """`nix run .#ci-test`: tests and torch-ext and nothing else, with pytest, torch and kernels and nothing else."""
+    for name in ("tests", "torch-ext"):
+        shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copyfile(ROOT / "build.toml", tmp_path / "source" / "build.toml")
+    for module in ("hypothesis", "diffusers", "transformers", "xdist"):
+        (tmp_path / f"{module}.py").write_text("raise ImportError('not in a Nix build')\n")
+    environment = {
+        **os.environ,
+        "LOCAL_KERNELS": f"someone/ltx-kernels={built_variant('cpu').parent}",
+        "PYTHONPATH": str(tmp_path),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", str(tmp_path / "source" / "tests"), "-m", "kernels_ci"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert re.search(r"\b[1-9]\d\d+ passed", result.stdout)
 
 
 def test_sources_of_a_nix_build():

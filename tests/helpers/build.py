@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-REPO_ID = "org/ltx-kernels"
+
+def local_kernels() -> dict[str, str]:
+    return dict(entry.split("=", 1) for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry)
+
+
+# `nix run .#ci-test` names the build after the repository of build.toml, which is another for other publishers.
+REPO_ID = next((name for name in local_kernels() if name.endswith("/ltx-kernels")), "org/ltx-kernels")
 # A CUDA torch takes the CPU variant only where it is told to: for tests of that torch on a machine without a GPU.
 BACKEND = os.environ.get("LTX_KERNELS_BACKEND")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -16,5 +22,5 @@ def use_own_build_by_default() -> None:
 
 
 def build_directory() -> Path | None:
-    entries = dict(entry.split("=", 1) for entry in os.environ["LOCAL_KERNELS"].split(":"))
-    return Path(entries[REPO_ID]) if REPO_ID in entries else None
+    path = local_kernels().get(REPO_ID)
+    return None if path is None else Path(path)
