@@ -8,9 +8,8 @@
 //
 // A thread owns units: two packs of kWidth columns, A and B = A + R / 2, so that both members of every pair are in one
 // thread in either layout (interleaved pairs lie inside a pack).
-//   heads_kernel    one unit column of one token, for a run of query and key heads that share its cos and sin; with a
-//   norm
-//                   per head, the lanes of a head sum by shuffles.
+//   heads_kernel    one unit column of one token, for a run of heads, of batches or of both that share its cos and sin;
+//                   with a norm per head, the lanes of a head sum by shuffles.
 //   row_kernel      all heads of a token, query and key together (norm across heads).
 //   heads_general, row_general: the same for everything unusual: widths that packs do not divide, misaligned or strided
 //                   columns, partial rotary, angles of each head's own, long rows, eager rounding.
@@ -190,6 +189,27 @@ __device__ __forceinline__ void rotate_general(const RotaryParams& p, const Turn
   }
 }
 
+// Where all heads of a token share cos and sin and the norm's weight, the two are multiplied out once: a pack is then
+// normalised and turned by rstd and the products alone. `weight_a` and `weight_b` belong to the columns of A and B.
+template <bool kInterleaved, int kWidth>
+__device__ __forceinline__ void weigh(const float (&weight_a)[kWidth], const float (&weight_b)[kWidth],
+                                      Turn<kWidth>& turn) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    turn.cos_a[i] = __fmul_rn(turn.cos_a[i], weight_a[i]);
+    turn.cos_b[i] = __fmul_rn(turn.cos_b[i], weight_b[i]);
+    // sin goes with the other member of the pair.
+    turn.sin_a[i] = __fmul_rn(turn.sin_a[i], kInterleaved && kWidth > 1 ? weight_a[i ^ 1] : weight_b[i]);
+    turn.sin_b[i] = __fmul_rn(turn.sin_b[i], kInterleaved && kWidth > 1 ? weight_b[i ^ 1] : weight_a[i]);
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ void multiply(float factor, float (&x)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) x[i] = __fmul_rn(x[i], factor);
+}
+
 // x * rstd * weight. torch.nn.RMSNorm, the q/k norm of the models, multiplies in fp32 and rounds once.
 template <typename T, int kWidth>
 __device__ __forceinline__ void scale_by(const RotaryParams& p, const RotaryOperand& o, bool packed, int64_t column,
@@ -228,35 +248,18 @@ __device__ __forceinline__ void store_output(const RotaryOperand& o, bool packed
 
 // ---- The main line: whole packs, full rotary, fp32 rounding, one table form an instance
 
-// kCount table entries in their own dtype, so that several loads are in flight before the first conversion.
-template <typename C, int kCount>
-struct Entries {
-  static constexpr int kStep = kCount < kPackWidth<C> ? kCount : kPackWidth<C>;
-  Pack<C, kStep> pack[kCount / kStep];
-
-  __device__ __forceinline__ void load(const void* table, int64_t start) {
-#pragma unroll
-    for (int s = 0; s < kCount / kStep; ++s) {
-      pack[s] = load_pack<C, kStep>(static_cast<const C*>(table) + start, s * kStep, 1, 0, true);
-    }
-  }
-  __device__ __forceinline__ void get(float (&x)[kCount]) const {
-#pragma unroll
-    for (int s = 0; s < kCount / kStep; ++s) {
-      float part[kStep];
-      unpack(pack[s], part);
-#pragma unroll
-      for (int i = 0; i < kStep; ++i) x[s * kStep + i] = part[i];
-    }
-  }
-};
+// Sources bound row_kernel's registers: kRowThreads of its threads would fit a multiprocessor. fp16 needs more to
+// convert.
+template <typename T>
+constexpr bool kConvertsLong = std::is_same_v<T, __half>;
 
 // Where a Turn comes from: a full-width table of C,
 template <typename T, typename C, bool kInterleaved>
 struct FullTable {
   static constexpr int kWidth = kPackWidth<T>;
+  static constexpr int kRowThreads = kConvertsLong<T> ? 512 : 640;
   struct Angles {};
-  Entries<C, kWidth> cos_a, cos_b, sin_a, sin_b;
+  Elements<C, kWidth> cos_a, cos_b, sin_a, sin_b;
 
   __device__ __forceinline__ void load(const RotaryParams&, const Angles&, const RotaryOperand& o, int64_t batch,
                                        int64_t token, int head, int a, int b) {
@@ -278,10 +281,11 @@ struct FullTable {
 template <typename T, bool kInterleaved>
 struct HalfTable {
   static constexpr int kWidth = kPackWidth<T>;
+  static constexpr int kRowThreads = kConvertsLong<T> ? 512 : 768;
   // Interleaved, a pack holds kWidth / 2 pairs; otherwise A and B are the two sides of kWidth pairs.
   static constexpr int kEntries = kInterleaved ? kWidth / 2 : kWidth;
   struct Angles {};
-  Entries<float, kEntries> cos_a, cos_b, sin_a, sin_b;
+  Elements<float, kEntries> cos_a, cos_b, sin_a, sin_b;
 
   __device__ __forceinline__ void load(const RotaryParams&, const Angles&, const RotaryOperand& o, int64_t batch,
                                        int64_t token, int head, int a, int b) {
@@ -293,7 +297,7 @@ struct HalfTable {
       sin_b.load(o.sin, sin + b / 2);
     }
   }
-  static __device__ __forceinline__ void spread(const Entries<float, kEntries>& entries, float (&x)[kWidth]) {
+  static __device__ __forceinline__ void spread(const Elements<float, kEntries>& entries, float (&x)[kWidth]) {
     float pairs[kEntries];
     entries.get(pairs);
 #pragma unroll
@@ -307,16 +311,26 @@ struct HalfTable {
   }
 };
 
-// or positions and frequencies.
+// or positions and frequencies: the block computes the angles of its tokens once, as cos and sin in shared memory.
+constexpr int kMaxAngles = 1024;  // tokens times pairs
+
 template <typename T, bool kInterleaved>
 struct Computed {
   static constexpr int kWidth = kPackWidth<T>;
   using Angles = RotaryAngles;
   Turn<kWidth> turn;
 
-  __device__ __forceinline__ void load(const RotaryParams& p, const RotaryAngles& angles, const RotaryOperand&,
-                                       int64_t batch, int64_t token, int, int a, int b) {
-    compute_turn<kInterleaved>(p, angles, batch, token, a, b, turn);
+  // `pairs`: of the token.
+  __device__ __forceinline__ void load(const float2* pairs, int a, int b) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float2 x = pairs[kInterleaved ? (a + i) / 2 : a + i];
+      const float2 y = kInterleaved ? pairs[(b + i) / 2] : x;
+      turn.cos_a[i] = x.x;
+      turn.sin_a[i] = x.y;
+      turn.cos_b[i] = y.x;
+      turn.sin_b[i] = y.y;
+    }
   }
   __device__ __forceinline__ void get(Turn<kWidth>& t) const { t = turn; }
 };
@@ -344,161 +358,220 @@ __device__ __forceinline__ void load_weight(const RotaryOperand& o, int column, 
   if (o.weight) weight = load_pack<T, kWidth>(static_cast<const T*>(o.weight), column, 1, 0, true);
 }
 
-// Word by word: a choice between two arrays would put both into local memory.
-template <typename T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> select(bool first, const Pack<T, kWidth>& x, const Pack<T, kWidth>& y) {
-  Pack<T, kWidth> pack;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(pack.word) / sizeof(pack.word[0])); ++i) {
-    pack.word[i] = first ? x.word[i] : y.word[i];
-  }
-  return pack;
-}
+// Small blocks end at different times, and with 128 registers a thread four of them fit a multiprocessor.
+constexpr int kHeadsThreads = 128;
+// Heads that a thread loads before it stores the first: eight 16-byte loads in flight.
+constexpr int kHeadsAtOnce = 4;
 
-constexpr int kHeadsThreads = 256;
-// Heads that a thread loads before it stores the first: four 16-byte loads in flight.
-constexpr int kHeadsAtOnce = 2;
+// What a block of heads_kernel walks: `inner` heads, and that for `outer` batches; over_batches: `inner` batches.
+// count[o]: runs of operand o's heads. `slots` threads share a run, each taking every slots-th head.
+struct Runs {
+  int32_t inner, outer, slots, count[2];
+  uint32_t batches;  // that are not in a run
+  bool over_batches;
+};
 
-// grid: x = groups of tokens, y = runs of heads, z = operand (one where shared: the heads are then query's and key's).
-// `lanes` threads share a token, one a unit of a head; with a norm the next power of two, so that the lanes of a head
-// sum among themselves.
+// grid: x = groups of tokens, the runs of each side by side. `lanes` threads share a token, one a unit of a head; with
+// a norm the next power of two, so that the lanes of a head sum among themselves.
 template <typename T, typename Source, bool kInterleaved, bool kNorm>
-__global__ void __launch_bounds__(kHeadsThreads, 2)
+__global__ void __launch_bounds__(kHeadsThreads, 4)
     heads_kernel(const __grid_constant__ RotaryParams p, const __grid_constant__ typename Source::Angles angles,
-                 int lanes, int units, int heads_per_block, bool shared) {
+                 const __grid_constant__ Runs runs, int lanes, int units, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
-  const RotaryOperand& first_operand = operand_of(p, shared, 0);
-  const uint32_t thread = blockIdx.x * kHeadsThreads + threadIdx.x;
-  const uint32_t row = thread / static_cast<uint32_t>(lanes);
-  const int unit = static_cast<int>(thread - row * static_cast<uint32_t>(lanes));
-  const uint32_t batches = static_cast<uint32_t>(p.batch);
-  const int first_heads = static_cast<int>(first_operand.heads);
-  const int heads = first_heads + (shared ? static_cast<int>(p.operand[1].heads) : 0);
-  const int begin = static_cast<int>(blockIdx.y) * heads_per_block, end = min(begin + heads_per_block, heads);
-  const bool active = row < batches * static_cast<uint32_t>(first_operand.sequence) && unit < units;
-  if (!kNorm && !active) return;  // with a norm, every lane must reach the shuffles
+  using P = Pack<T, kWidth>;
+  const uint32_t total = static_cast<uint32_t>(runs.count[0] + runs.count[1]);
+  const uint32_t group = blockIdx.x / total;
+  int run = static_cast<int>(blockIdx.x - group * total);
+  const bool second = run >= runs.count[0];
+  if (second) run -= runs.count[0];
+  const RotaryOperand& o = p.operand[second];
+  constexpr bool kComputed = std::is_same_v<typename Source::Angles, RotaryAngles>;
+  const uint32_t slots = kComputed ? static_cast<uint32_t>(runs.slots) : 1,
+                 threads = static_cast<uint32_t>(lanes) * slots;
+  // Rows of a block: whole ones where the angles are the block's.
+  const uint32_t first_thread = kComputed ? group * (kHeadsThreads / threads) * threads : group * kHeadsThreads;
+  const uint32_t thread = first_thread + threadIdx.x, row = thread / threads;
+  const uint32_t place = thread - row * threads, slot = place / static_cast<uint32_t>(lanes);
+  const int unit = static_cast<int>(place - slot * static_cast<uint32_t>(lanes));
   // Batches side by side: they may share a table, which then comes from cache.
-  const int64_t token = active ? row / batches : 0, batch = active ? row % batches : 0;
-  const int a = active ? unit * kWidth : 0, b = a + static_cast<int>(p.head_dim) / 2;
+  uint32_t token = row / runs.batches, batch = row - token * runs.batches;
+  const bool active =
+      token < o.sequence && unit < units && (!kComputed || threadIdx.x < kHeadsThreads / threads * threads);
+  if (!kNorm && !kComputed && !active) return;  // with a norm, every lane must reach the shuffles
+  if (!active) token = batch = 0;
+  const int a = active ? unit * kWidth : 0, half = static_cast<int>(p.head_dim) / 2;
+
+  const int first = (runs.over_batches ? 0 : run * runs.inner) + static_cast<int>(slot);
+  const int in_run = runs.over_batches ? runs.inner : min(runs.inner, static_cast<int>(o.heads) - run * runs.inner);
+  const int count =
+      active || kNorm ? (in_run - static_cast<int>(slot) + static_cast<int>(slots) - 1) / static_cast<int>(slots) : 0;
+  const int64_t in_step = (runs.over_batches ? o.input_stride.batch : o.input_stride.head) * slots;
+  const int64_t out_step = (runs.over_batches ? o.output_stride.batch : o.output_stride.head) * slots;
+  const T* in =
+      static_cast<const T*>(o.input) + offset(o.input_stride, batch, token, runs.over_batches ? 0 : first) + a;
+  T* out = static_cast<T*>(o.output) + offset(o.output_stride, batch, token, runs.over_batches ? 0 : first) + a;
+
+  const T* x = in;
+  P raw_a[kHeadsAtOnce], raw_b[kHeadsAtOnce];
+  const auto load_heads = [&](int left) {
+#pragma unroll
+    for (int j = 0; j < kHeadsAtOnce; ++j) {
+      if (j < left) {
+        raw_a[j] = *reinterpret_cast<const P*>(x);
+        raw_b[j] = *reinterpret_cast<const P*>(x + half);
+      }
+      x += in_step;
+    }
+  };
+  // Before the angles, so that both are under way together.
+  load_heads(active ? count : 0);
 
   Source source;
-  if (active) source.load(p, angles, first_operand, batch, token, 0, a, b);
-  Pack<T, kWidth> weight_a[2], weight_b[2];
-  if constexpr (kNorm) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i == 0 || shared) {
-        load_weight<T>(operand_of(p, shared, i), a, weight_a[i]);
-        load_weight<T>(operand_of(p, shared, i), b, weight_b[i]);
-      }
+  P weight_a, weight_b;
+  if constexpr (kComputed) {
+    __shared__ float2 table[kMaxAngles];
+    const int pairs = static_cast<int>(p.head_dim) / 2, rows = kHeadsThreads / static_cast<int>(threads);
+    const uint32_t first_row = first_thread / threads;
+    for (int i = static_cast<int>(threadIdx.x); i < rows * pairs; i += kHeadsThreads) {
+      const int local = i / pairs, pair = i - local * pairs;
+      const uint32_t r = first_row + static_cast<uint32_t>(local), t = r / runs.batches;
+      if (t >= o.sequence) break;
+      float sin, cos;
+      turn_by(position_of(angles, r - t * runs.batches, t, pair), angles.inverse_frequency[pair], sin, cos);
+      table[i] = {cos, sin};
+    }
+    __syncthreads();
+    if (active) source.load(table + (row - first_row) * static_cast<uint32_t>(pairs), a, a + half);
+  } else {
+    if (active) source.load(p, angles, o, batch, token, 0, a, a + half);
+    if constexpr (kNorm) {
+      load_weight<T>(o, a, weight_a);
+      load_weight<T>(o, a + half, weight_b);
     }
   }
   Turn<kWidth> turn;
   source.get(turn);
-  for (int head = begin; head < end; head += kHeadsAtOnce) {
-    Pack<T, kWidth> raw_a[kHeadsAtOnce], raw_b[kHeadsAtOnce];
-#pragma unroll
-    for (int i = 0; i < kHeadsAtOnce; ++i) {
-      if (active && head + i < end) {
-        const bool second = head + i >= first_heads;
-        const RotaryOperand& o = operand_of(p, shared, second);
-        const int64_t start = offset(o.input_stride, batch, token, head + i - (second ? first_heads : 0));
-        raw_a[i] = load_input<T, kWidth>(o, true, start, a);
-        raw_b[i] = load_input<T, kWidth>(o, true, start, b);
-      }
+  if (kNorm && o.weight) {
+    float w_a[kWidth], w_b[kWidth];
+    unpack(weight_a, w_a);
+    unpack(weight_b, w_b);
+    weigh<kInterleaved>(w_a, w_b, turn);
+  }
+  const auto turn_head = [&](const P& raw_a, const P& raw_b, T* y) {
+    float x_a[kWidth], x_b[kWidth];
+    unpack(raw_a, x_a);
+    unpack(raw_b, x_b);
+    if constexpr (kNorm) {
+      const float sum = lane_sum(active ? squares(x_a, x_b) : 0.f, lanes);
+      const float rstd = reciprocal_root(sum, inverse_width, p.eps);
+      multiply(rstd, x_a);
+      multiply(rstd, x_b);
     }
-#pragma unroll
-    for (int i = 0; i < kHeadsAtOnce; ++i) {
-      if (head + i < end) {
-        const bool second = head + i >= first_heads;
-        const RotaryOperand& o = operand_of(p, shared, second);
-        float x_a[kWidth], x_b[kWidth];
-        unpack(raw_a[i], x_a);
-        unpack(raw_b[i], x_b);
-        if constexpr (kNorm) {
-          const float sum = lane_sum(active ? squares(x_a, x_b) : 0.f, lanes);
-          const float rstd = rsqrtf(sum / static_cast<float>(p.head_dim) + p.eps);
-          scale_held(o.weight, select(second, weight_a[1], weight_a[0]), rstd, x_a);
-          scale_held(o.weight, select(second, weight_b[1], weight_b[0]), rstd, x_b);
-        }
-        rotate<T, kInterleaved, false>(p, turn, x_a, x_b);
-        if (active) {
-          const int64_t start = offset(o.output_stride, batch, token, head + i - (second ? first_heads : 0));
-          store_output<T>(o, true, start, a, x_a);
-          store_output<T>(o, true, start, b, x_b);
-        }
-      }
+    rotate<T, kInterleaved, false>(p, turn, x_a, x_b);
+    if (active) {
+      *reinterpret_cast<P*>(y) = to_pack<T, kWidth>(x_a);
+      *reinterpret_cast<P*>(y + half) = to_pack<T, kWidth>(x_b);
     }
+  };
+#pragma unroll 1
+  for (int i = 0; i < runs.outer; ++i) {
+    T* y = out;
+    if (i > 0) {
+      x = in += o.input_stride.batch;
+      load_heads(active ? count : 0);
+    }
+#pragma unroll 1
+    for (int left = count; left > 0; left -= kHeadsAtOnce) {
+#pragma unroll
+      for (int j = 0; j < kHeadsAtOnce; ++j) {
+        if (j < left) turn_head(raw_a[j], raw_b[j], y);
+        y += out_step;
+      }
+      if (active) load_heads(left - kHeadsAtOnce);
+    }
+    out += o.output_stride.batch;
   }
 }
 
 constexpr int kMaxRowThreads = 512;
 
-// grid: x = tokens, z = operand (one where shared). The block owns a token, each thread a unit of query and of key.
+// grid: x = tokens, z = operand (one where shared). The block owns a token, in `run` batches, which share its table;
+// each thread a unit of query and of key.
 template <typename T, typename Source, bool kInterleaved>
-__global__ void __launch_bounds__(kMaxRowThreads, 1)
-    row_kernel(const __grid_constant__ RotaryParams p, int units, bool shared) {
+__global__ void __launch_bounds__(Source::kRowThreads, 1)
+    row_kernel(const __grid_constant__ RotaryParams p, int units, bool shared, uint32_t run,
+               const float2 inverse_widths) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ float scratch[2][32];
+  using P = Pack<T, kWidth>;
+  __shared__ Scratch<2> scratch[2];
   const RotaryOperand& first_operand = operand_of(p, shared, 0);
-  const uint32_t batches = static_cast<uint32_t>(p.batch);
-  const int64_t token = blockIdx.x / batches, batch = blockIdx.x % batches;
+  const uint32_t runs = static_cast<uint32_t>(p.batch) / run;
+  const uint32_t token = blockIdx.x / runs, first_batch = (blockIdx.x - token * runs) * run;
   if (token >= first_operand.sequence) return;  // the whole block: the other operand is longer
   const int head = static_cast<int>(threadIdx.x) / units, unit = static_cast<int>(threadIdx.x) - head * units;
   const bool active = head < first_operand.heads;
-  const int a = unit * kWidth, b = a + static_cast<int>(p.head_dim) / 2;
-  const int row = head * static_cast<int>(p.head_dim);
+  const int half = static_cast<int>(p.head_dim) / 2;
+  const int a = unit * kWidth, b = a + half;
+  const int column = head * static_cast<int>(p.head_dim);
 
-  Pack<T, kWidth> raw_a[2], raw_b[2], weight_a[2], weight_b[2];
+  P raw_a[2], raw_b[2], weight_a[2], weight_b[2];
+  const auto load_batch = [&](uint32_t batch) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (active && (i == 0 || shared)) {
+        const RotaryOperand& o = operand_of(p, shared, i);
+        const T* const x = static_cast<const T*>(o.input) + offset(o.input_stride, batch, token, head) + a;
+        raw_a[i] = *reinterpret_cast<const P*>(x);
+        raw_b[i] = *reinterpret_cast<const P*>(x + half);
+      }
+    }
+  };
+  load_batch(first_batch);
   Source source;
   if (active) {
+    source.load(p, {}, first_operand, first_batch, token, head, a, b);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == 0 || shared) {
+        load_weight<T>(operand_of(p, shared, i), column + a, weight_a[i]);
+        load_weight<T>(operand_of(p, shared, i), column + b, weight_b[i]);
+      }
+    }
+  }
+#pragma unroll 1
+  for (uint32_t j = 0; j < run; ++j) {
+    float sums[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (active && (i == 0 || shared)) {
+        float x_a[kWidth], x_b[kWidth];
+        unpack(raw_a[i], x_a);
+        unpack(raw_b[i], x_b);
+        sums[i] = squares(x_a, x_b);
+      }
+    }
+    row_sums(sums, static_cast<int>(blockDim.x), scratch[j % 2]);
+    if (!active) continue;
+    Turn<kWidth> turn;
+    source.get(turn);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (i == 0 || shared) {
         const RotaryOperand& o = operand_of(p, shared, i);
-        const int64_t start = offset(o.input_stride, batch, token, head);
-        raw_a[i] = load_input<T, kWidth>(o, true, start, a);
-        raw_b[i] = load_input<T, kWidth>(o, true, start, b);
+        const float inverse_width = i == 1 || blockIdx.z == 1 ? inverse_widths.y : inverse_widths.x;
+        const float rstd = reciprocal_root(sums[i], inverse_width, p.eps);
+        float x_a[kWidth], x_b[kWidth];
+        unpack(raw_a[i], x_a);
+        unpack(raw_b[i], x_b);
+        scale_held(o.weight, weight_a[i], rstd, x_a);
+        scale_held(o.weight, weight_b[i], rstd, x_b);
+        rotate<T, kInterleaved, false>(p, turn, x_a, x_b);
+        T* const y = static_cast<T*>(o.output) + offset(o.output_stride, first_batch + j, token, head) + a;
+        *reinterpret_cast<P*>(y) = to_pack<T, kWidth>(x_a);
+        *reinterpret_cast<P*>(y + half) = to_pack<T, kWidth>(x_b);
       }
     }
-    source.load(p, {}, first_operand, batch, token, head, a, b);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i == 0 || shared) {
-        load_weight<T>(operand_of(p, shared, i), row + a, weight_a[i]);
-        load_weight<T>(operand_of(p, shared, i), row + b, weight_b[i]);
-      }
-    }
-  }
-  float sums[2] = {0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (active && (i == 0 || shared)) {
-      float x_a[kWidth], x_b[kWidth];
-      unpack(raw_a[i], x_a);
-      unpack(raw_b[i], x_b);
-      sums[i] = squares(x_a, x_b);
-    }
-  }
-  row_sums(sums, static_cast<int>(blockDim.x), scratch);
-  if (!active) return;
-  Turn<kWidth> turn;
-  source.get(turn);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (i == 0 || shared) {
-      const RotaryOperand& o = operand_of(p, shared, i);
-      const float rstd = rsqrtf(sums[i] / static_cast<float>(o.heads * p.head_dim) + p.eps);
-      float x_a[kWidth], x_b[kWidth];
-      unpack(raw_a[i], x_a);
-      unpack(raw_b[i], x_b);
-      scale_held(o.weight, weight_a[i], rstd, x_a);
-      scale_held(o.weight, weight_b[i], rstd, x_b);
-      rotate<T, kInterleaved, false>(p, turn, x_a, x_b);
-      const int64_t start = offset(o.output_stride, batch, token, head);
-      store_output<T>(o, true, start, a, x_a);
-      store_output<T>(o, true, start, b, x_b);
-    }
+    if (j + 1 < run) load_batch(first_batch + j + 1);
   }
 }
 
@@ -544,9 +617,23 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   int a = 0, b = 0;
   unit_columns<kWidth>(p, units, active ? unit : 0, a, b);
   const bool turns = active && unit < units.rotated;
-  const bool own_angles = o.cos_stride.head != 0 || o.sin_stride.head != 0;
+  const bool own_angles = o.heads > 1 && (o.cos_stride.head != 0 || o.sin_stride.head != 0);
   Turn<kWidth> turn;
   if (turns && !own_angles) find_turn(p, o, angles, packed_table, batch, token, 0, a, b, turn);
+  // As heads_kernel; where the weight cannot be multiplied out, scale_by applies it.
+  const bool weighed = kNorm && turns && !own_angles && p.rounding == Rounding::kFp32;
+  if (weighed && o.weight) {
+    float w_a[kWidth], w_b[kWidth];
+    load_floats<kWidth>(o.weight, o.weight_dtype, 0, a, o.weight_stride, INT64_MAX,
+                        units.packed_weights >> blockIdx.z & 1, w_a);
+    load_floats<kWidth>(o.weight, o.weight_dtype, 0, b, o.weight_stride, INT64_MAX,
+                        units.packed_weights >> blockIdx.z & 1, w_b);
+    if (p.interleaved) {
+      weigh<true>(w_a, w_b, turn);
+    } else {
+      weigh<false>(w_a, w_b, turn);
+    }
+  }
 
 #pragma unroll 1
   for (int head = first_head; head < last_head; ++head) {
@@ -558,10 +645,15 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
     }
     if constexpr (kNorm) {
       const float sum = lane_sum(squares(x_a, x_b), lanes);
-      const float rstd = rsqrtf(sum / static_cast<float>(p.head_dim) + p.eps);
+      const float rstd = reciprocal_root(sum, 1.f / static_cast<float>(p.head_dim), p.eps);
       const bool packed_weight = units.packed_weights >> blockIdx.z & 1;
-      scale_by<T>(p, o, packed_weight, a, rstd, x_a);
-      scale_by<T>(p, o, packed_weight, b, rstd, x_b);
+      if (weighed) {
+        multiply(rstd, x_a);
+        multiply(rstd, x_b);
+      } else {
+        scale_by<T>(p, o, packed_weight, a, rstd, x_a);
+        scale_by<T>(p, o, packed_weight, b, rstd, x_b);
+      }
     }
     if (turns) {
       if (own_angles) find_turn(p, o, angles, packed_table, batch, token, head, a, b, turn);
@@ -580,7 +672,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     row_general(const __grid_constant__ RotaryParams p, const __grid_constant__ Units units) {
-  __shared__ float scratch[32];
+  __shared__ Scratch<1> scratch;
   const RotaryOperand& o = p.operand[blockIdx.y];
   const bool packed_in = units.packed_inputs >> blockIdx.y & 1, packed_out = units.packed_outputs >> blockIdx.y & 1;
   const bool packed_table = units.packed_tables >> blockIdx.y & 1;
@@ -641,8 +733,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     load(place(u), raw_a, raw_b);
     sum += sum_of(raw_a, raw_b);
   }
-  const float mean = row_sum(sum, threads, scratch) / static_cast<float>(heads * p.head_dim);
-  const float rstd = rsqrtf(mean + p.eps);
+  const float inverse_width = 1.f / static_cast<float>(heads * p.head_dim);
+  const float rstd = reciprocal_root(row_sum(sum, threads, scratch), inverse_width, p.eps);
 #pragma unroll 1
   for (int u = threadIdx.x; u < count; u += threads) {
     const Place at = place(u);
@@ -732,8 +824,10 @@ template <typename T>
 bool is_main_line(const RotaryParams& p, bool computed) {
   constexpr int kWidth = kPackWidth<T>;
   if (p.rounding != Rounding::kFp32 || p.rotary_dim != p.head_dim || !divides(p, kWidth)) return false;
-  if (p.batch * longest(p) * std::max<int64_t>(p.head_dim / 2 / kWidth, 32) > 0x7fffffff) return false;  // 32-bit rows
+  // Threads are counted in 32 bits.
+  if (p.batch * longest(p) * std::max<int64_t>(p.head_dim / 2 / kWidth, kHeadsThreads) > 0x7fffffff) return false;
   if (p.half_width_table && p.table_dtype != DType::kFloat32) return false;
+  if (computed && p.head_dim / 2 > kMaxAngles / 2) return false;
   const Units units = make_units<T, kWidth>(p);
   const uint32_t all = (1u << p.operands) - 1;
   if (units.packed_inputs != all || units.packed_outputs != all || (!computed && units.packed_tables != all)) {
@@ -750,8 +844,56 @@ bool is_main_line(const RotaryParams& p, bool computed) {
   return p.norm != QkNorm::kPerHead || units.per_head <= 32;
 }
 
+// Heads a thread (H200, bf16: qk_norm_rope per head 1x4608x24x128 1.14 x a copy with up to 12 heads and one run for
+// 1536 threads of a multiprocessor, 1.20 with 24 and 768; apply_rotary_qk 4x4096x32x8x128 1.07 and 1.09). With computed
+// angles a run is a block's, `slots` heads wide.
+constexpr int kRunThreads = 1536, kTableRun = 12, kComputedRun = 64, kSlots = 8;
+// Batches whose token row_kernel turns by one table in one block (2x2688x32x64: 1.10 against 1.12 for one a block).
+constexpr int kBatchRun = 2;
+
+uint32_t batch_run(int64_t batch) {
+  uint32_t run = static_cast<uint32_t>(std::min<int64_t>(batch, kBatchRun));
+  while (batch % run) --run;
+  return run;
+}
+
+bool angles_differ(const RotaryAngles& angles) { return angles.positions && angles.position_stride_batch != 0; }
+template <typename Angles>
+bool angles_differ(const Angles&) {
+  return false;
+}
+
+// Enough heads a thread to pay for its cos and sin, few enough to fill the GPU `device` with short sequences.
+Runs make_runs(const RotaryParams& p, int lanes, bool common, bool computed, int device) {
+  const int64_t q_heads = p.operand[0].heads, k_heads = p.operands == 2 ? p.operand[1].heads : 0;
+  const int64_t heads = std::max(q_heads, k_heads), items = p.batch * longest(p) * lanes * (q_heads + k_heads);
+  const int64_t spare = std::max<int64_t>(items / (static_cast<int64_t>(multiprocessors(device)) * kRunThreads), 1);
+  Runs runs{};
+  // Computed angles are shared through the block: its threads take several heads at a time, but each enough of them to
+  // pay for what it shares (12 heads in one batch: 1.11 x a copy with one slot, 1.17 with four, 1.62 with eight).
+  int64_t slots = 1;
+  if (computed) {
+    const int64_t most = std::min<int64_t>(std::min<int64_t>(kSlots, kHeadsThreads / lanes), heads);
+    slots = spare == 1 ? most : std::min(std::max<int64_t>(heads * (common ? p.batch : 1) / 8, 1), most);
+  }
+  runs.slots = static_cast<int32_t>(slots);
+  const int64_t length =
+      computed ? std::min<int64_t>(spare * slots, kComputedRun) : std::min<int64_t>(spare, kTableRun);
+  const bool over_batches = heads == 1 && common && length >= p.batch && !computed;
+  const int64_t inner = over_batches ? p.batch : std::min(length, heads);
+  // Batches are all in the run or none.
+  const bool all = over_batches || (common && length >= inner * p.batch);
+  runs.over_batches = over_batches;
+  runs.inner = static_cast<int32_t>(inner);
+  runs.outer = static_cast<int32_t>(all && !over_batches ? p.batch : 1);
+  runs.batches = static_cast<uint32_t>(all ? 1 : p.batch);
+  runs.count[0] = static_cast<int32_t>(over_batches ? 1 : ceil_div(q_heads, inner));
+  runs.count[1] = p.operands == 2 ? static_cast<int32_t>(over_batches ? 1 : ceil_div(k_heads, inner)) : 0;
+  return runs;
+}
+
 template <typename T, typename Source, bool kInterleaved>
-void launch_main_line(const RotaryParams& p, const typename Source::Angles& angles, cudaStream_t stream) {
+void launch_main_line(const RotaryParams& p, const typename Source::Angles& angles, int device, cudaStream_t stream) {
   const RotaryOperand &q = p.operand[0], &k = p.operand[1];
   const int units = static_cast<int>(p.head_dim / 2 / kPackWidth<T>);
   const bool across = p.norm == QkNorm::kAcrossHeads;
@@ -760,39 +902,51 @@ void launch_main_line(const RotaryParams& p, const typename Source::Angles& angl
                       (!across || q.heads == k.heads);
   const unsigned operands = shared ? 1 : static_cast<unsigned>(p.operands);
   constexpr bool kComputed = std::is_same_v<typename Source::Angles, RotaryAngles>;
+  // Whether the batches of a token turn by the same angles.
+  bool common = kComputed ? !angles_differ(angles) : true;
+  for (int i = 0; i < p.operands && !kComputed; ++i) {
+    common = common && p.operand[i].cos_stride.batch == 0 && p.operand[i].sin_stride.batch == 0;
+  }
   if constexpr (!kComputed) {
     if (across) {
       const int64_t threads = ceil_div(std::max(q.heads, p.operands == 2 ? k.heads : 0) * units, 32) * 32;
-      const dim3 grid(grid_size(p.batch * longest(p)), 1, operands);
-      row_kernel<T, Source, kInterleaved><<<grid, static_cast<unsigned>(threads), 0, stream>>>(p, units, shared);
+      const uint32_t run =
+          common && p.batch * longest(p) > 2 * multiprocessors(device) * 2048 / threads ? batch_run(p.batch) : 1;
+      const dim3 grid(grid_size(p.batch / run * longest(p)), 1, operands);
+      const float2 inverse_widths = {1.f / static_cast<float>(q.heads * p.head_dim),
+                                     1.f / static_cast<float>((p.operands == 2 ? k.heads : 1) * p.head_dim)};
+      row_kernel<T, Source, kInterleaved>
+          <<<grid, static_cast<unsigned>(threads), 0, stream>>>(p, units, shared, run, inverse_widths);
       return;
     }
   }
   const bool norm = p.norm == QkNorm::kPerHead;
   const int lanes = norm ? next_power_of_two(units) : units;
-  const int64_t heads = shared ? q.heads + k.heads : std::max(q.heads, p.operands == 2 ? k.heads : 0);
-  const int run = heads_per_block(heads, kComputed);
-  const dim3 grid(grid_size(ceil_div(p.batch * longest(p) * lanes, kHeadsThreads)),
-                  static_cast<unsigned>(ceil_div(heads, run)), operands);
+  const Runs runs = make_runs(p, lanes, common, kComputed, device);
+  const int64_t rows = runs.batches * longest(p);
+  const int64_t groups =
+      kComputed ? ceil_div(rows, kHeadsThreads / (lanes * runs.slots)) : ceil_div(rows * lanes, kHeadsThreads);
+  const dim3 grid(grid_size(groups * (runs.count[0] + runs.count[1])));
+  const float inverse_width = 1.f / static_cast<float>(p.head_dim);
   if constexpr (!kComputed) {
     if (norm) {
       heads_kernel<T, Source, kInterleaved, true>
-          <<<grid, kHeadsThreads, 0, stream>>>(p, angles, lanes, units, run, shared);
+          <<<grid, kHeadsThreads, 0, stream>>>(p, angles, runs, lanes, units, inverse_width);
       return;
     }
   }
   heads_kernel<T, Source, kInterleaved, false>
-      <<<grid, kHeadsThreads, 0, stream>>>(p, angles, lanes, units, run, shared);
+      <<<grid, kHeadsThreads, 0, stream>>>(p, angles, runs, lanes, units, inverse_width);
 }
 
 template <typename T, bool kInterleaved>
-void dispatch_source(const RotaryParams& p, const RotaryAngles* angles, cudaStream_t stream) {
-  if (angles) return launch_main_line<T, Computed<T, kInterleaved>, kInterleaved>(p, *angles, stream);
-  if (p.half_width_table) return launch_main_line<T, HalfTable<T, kInterleaved>, kInterleaved>(p, {}, stream);
+void dispatch_source(const RotaryParams& p, const RotaryAngles* angles, int device, cudaStream_t stream) {
+  if (angles) return launch_main_line<T, Computed<T, kInterleaved>, kInterleaved>(p, *angles, device, stream);
+  if (p.half_width_table) return launch_main_line<T, HalfTable<T, kInterleaved>, kInterleaved>(p, {}, device, stream);
   if (p.table_dtype == DType::kFloat32) {
-    return launch_main_line<T, FullTable<T, float, kInterleaved>, kInterleaved>(p, {}, stream);
+    return launch_main_line<T, FullTable<T, float, kInterleaved>, kInterleaved>(p, {}, device, stream);
   }
-  return launch_main_line<T, FullTable<T, T, kInterleaved>, kInterleaved>(p, {}, stream);
+  return launch_main_line<T, FullTable<T, T, kInterleaved>, kInterleaved>(p, {}, device, stream);
 }
 
 }  // namespace
@@ -803,7 +957,8 @@ void rotary(const RotaryParams& p, const RotaryAngles* angles, const Context& co
     using T = decltype(zero);
     const Kernel kernel = forced().rotary;
     if (takes_packed("rotary", kernel, is_main_line<T>(p, angles != nullptr))) {
-      return p.interleaved ? dispatch_source<T, true>(p, angles, stream) : dispatch_source<T, false>(p, angles, stream);
+      return p.interleaved ? dispatch_source<T, true>(p, angles, context.device, stream)
+                           : dispatch_source<T, false>(p, angles, context.device, stream);
     }
     const bool whole = divides(p, kPackWidth<T>);
     if (!whole && (kernel == Kernel::kGeneral || kernel == Kernel::kElements)) {

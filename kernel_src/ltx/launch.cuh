@@ -34,15 +34,39 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
-inline int multiprocessors(int device) {
+// Asked once a device: a query costs as much as a launch.
+template <cudaDeviceAttr kAttribute>
+int device_attribute(int device) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];  // asked once: a query costs as much as a launch
-  int count = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (count == 0) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
+  static std::atomic<int> known[kDevices];  // plus one; zero: not asked yet
+  int value = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (value == 0) {
+    cudaDeviceGetAttribute(&value, kAttribute, device);
+    ++value;
+    if (device < kDevices) known[device].store(value, std::memory_order_relaxed);
   }
-  return count;
+  return value - 1;
+}
+
+inline int multiprocessors(int device) { return device_attribute<cudaDevAttrMultiProcessorCount>(device); }
+
+// Clusters of blocks that read one another's shared memory: compute capability 9.0.
+inline bool has_clusters(int device) { return device_attribute<cudaDevAttrComputeCapabilityMajor>(device) >= 9; }
+
+// Launches `blocks` neighbouring blocks of gridDim.x as one cluster.
+template <typename... Parameters, typename... Arguments>
+void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, int blocks, cudaStream_t stream,
+                     const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = blocks > 1 ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 inline void check_launch(const char* kernel) {

@@ -2,6 +2,10 @@
 // depends on the row's length and dtype alone: the same row always gives the same bits.
 #pragma once
 
+#include <cooperative_groups.h>
+
+#include <cstdint>
+
 namespace ltx {
 
 // Over `lanes` neighbouring lanes, a power of two up to 32; every lane gets the sum.
@@ -10,29 +14,87 @@ __device__ __forceinline__ float lane_sum(float x, int lanes) {
   return x;
 }
 
-// Over `threads` neighbouring threads that own one row: up to 32 lanes of a warp, or the whole block. `scratch` is a
-// shared array of 32 that no other sum of the same row uses, so that one barrier is enough.
-__device__ __forceinline__ float row_sum(float x, int threads, float* scratch) {
-  if (threads <= 32) return lane_sum(x, threads);
-  // A row of more than a warp owns the block, whose x dimension it is.
-  x = lane_sum(x, 32);
-  const int lane = threadIdx.x % 32;
-  if (lane == 0) scratch[threadIdx.x / 32] = x;
+// kRows sums over the threads of a block, for blocks of at most 16 warps: a partial sum a warp and row.
+template <int kRows>
+struct Scratch {
+  float4 sums[kRows][4];
+  float total[kRows];  // of a block, for the other blocks of its cluster
+};
+
+// A thread's summands of kRows rows (one or two) give their sums over `threads` neighbouring threads that own the rows:
+// up to 32 lanes of a warp, or the whole block. No other sum of the same rows may use `scratch`, so that one barrier is
+// enough.
+template <int kRows>
+__device__ __forceinline__ void row_sums(float (&x)[kRows], int threads, Scratch<kRows>& scratch) {
+  static_assert(kRows == 1 || kRows == 2);
+  if (threads <= 32) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r] = lane_sum(x[r], threads);
+    return;
+  }
+  // Rows of more than a warp own the block, whose x dimension they are.
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = threads / 32;
+  // Two rows: after the first exchange the lower half of the warp adds up row 0 and the upper half row 1.
+  const bool upper = kRows == 2 && lane >= 16;
+  float sum = x[0];
+  if constexpr (kRows == 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, upper ? x[0] : x[1], 16);
+    sum = (upper ? x[1] : x[0]) + other;
+  } else {
+    sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+  }
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  float* const sums = &scratch.sums[0][0].x + (upper ? 16 : 0);
+  if (lane % (kRows == 2 ? 16 : 32) == 0) sums[warp] = sum;
+  // Zeros in the places up to the next multiple of four that belong to no warp.
+  if (warp == 0 && lane % 16 >= warps && lane < 16 * kRows) sums[lane % 16] = 0.f;
   __syncthreads();
-  return lane_sum(lane < threads / 32 ? scratch[lane] : 0.f, 32);
+  // Every thread adds up the warps' sums itself: shorter than shuffles.
+  const auto add = [](const float4& y) { return (y.x + y.y) + (y.z + y.w); };
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r] = add(scratch.sums[r][0]);
+#pragma unroll 1
+  for (int i = 1; 4 * i < warps; ++i) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r] += add(scratch.sums[r][i]);
+  }
 }
 
-// Two sums over the whole block (whole warps) behind one barrier.
-__device__ __forceinline__ void row_sums(float (&x)[2], int threads, float (&scratch)[2][32]) {
-  const int lane = threadIdx.x % 32;
+// The same over `blocks` blocks of a cluster that share their rows, each with the sums of its own part in x.
+template <int kRows>
+__device__ __forceinline__ void cluster_sums(float (&x)[kRows], uint32_t blocks, Scratch<kRows>& scratch) {
+#if __CUDA_ARCH__ >= 900
+  const auto cluster = cooperative_groups::this_cluster();
+  if (threadIdx.x == 0) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    x[i] = lane_sum(x[i], 32);
-    if (lane == 0) scratch[i][threadIdx.x / 32] = x[i];
+    for (int r = 0; r < kRows; ++r) scratch.total[r] = x[r];
   }
-  __syncthreads();
+  cluster.sync();
 #pragma unroll
-  for (int i = 0; i < 2; ++i) x[i] = lane_sum(lane < threads / 32 ? scratch[i][lane] : 0.f, 32);
+  for (int r = 0; r < kRows; ++r) {
+    float sum = 0.f;
+    for (uint32_t b = 0; b < blocks; ++b) sum += *cluster.map_shared_rank(&scratch.total[r], b);
+    x[r] = sum;
+  }
+#endif
+}
+
+// Before a block of a cluster ends: the others may still read its shared memory.
+__device__ __forceinline__ void leave_cluster() {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::this_cluster().sync();
+#endif
+}
+
+__device__ __forceinline__ float row_sum(float x, int threads, Scratch<1>& scratch) {
+  float sums[1] = {x};
+  row_sums(sums, threads, scratch);
+  return sums[0];
+}
+
+__device__ __forceinline__ float reciprocal_root(float sum, float inverse_width, float eps) {
+  return rsqrtf(fmaf(sum, inverse_width, eps));
 }
 
 // The sum of a thread's own elements, as a tree: its error grows with the depth, not with the count.

@@ -147,6 +147,29 @@ __device__ __forceinline__ Pack<T, kWidth> load_pack(const T* row, int64_t colum
   return pack;
 }
 
+// kCount elements of a row of C, at most 16 bytes an access, held as they lie in memory.
+template <typename C, int kCount>
+struct Elements {
+  static constexpr int kStep = kCount < kPackWidth<C> ? kCount : kPackWidth<C>;
+  Pack<C, kStep> pack[kCount / kStep];
+
+  __device__ __forceinline__ void load(const void* row, int64_t column) {
+#pragma unroll
+    for (int s = 0; s < kCount / kStep; ++s) {
+      pack[s] = load_pack<C, kStep>(static_cast<const C*>(row) + column, s * kStep, 1, 0, true);
+    }
+  }
+  __device__ __forceinline__ void get(float (&x)[kCount]) const {
+#pragma unroll
+    for (int s = 0; s < kCount / kStep; ++s) {
+      float part[kStep];
+      unpack(pack[s], part);
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) x[s * kStep + i] = part[i];
+    }
+  }
+};
+
 template <typename T, int kWidth>
 __device__ __forceinline__ void store_pack(T* row, int64_t column, int64_t column_stride, int64_t width, bool packed,
                                            const Pack<T, kWidth>& pack) {
