@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 FILES = ["norm", "adaln", "rope", "glu", "quant", "regressions", "inputs", "errors", "tensor_kinds", "processes"]
-FILES += ["compile", "forced", "properties"]
+FILES += ["compile", "forced", "parity", "properties"]
 SPLIT = ["norm", "rope", "forced"]  # the longest
 PTX_FILES = ["regressions", "sanitize", "glu", "adaln"]
 
@@ -61,6 +61,8 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=50000, help="random calls (0: none)")
     parser.add_argument("--fuzz-jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 3), help="test files at a time")
+    parser.add_argument("--files", nargs="*", default=FILES, help=f"tests to run (default: {' '.join(FILES)})")
+    parser.add_argument("--ptx-files", nargs="*", default=PTX_FILES, help=f"(default: {' '.join(PTX_FILES)})")
     parser.add_argument("--no-sanitizer", action="store_true")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for each process")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
@@ -82,13 +84,13 @@ def main() -> int:
     python, tests = sys.executable, REPOSITORY / "tests"
 
     work: list[tuple[str, list[str], dict[str, str]]] = []
-    for name in FILES:
+    for name in options.files:
         extra = ["-n", "4"] if name in SPLIT else []
         work.append((name, *pytest(name, str(build), ["-m", options.m, *extra])))
     for directory in options.ptx:
         (metadata,) = Path(directory).glob("*/metadata.json")
         arch = json.loads(metadata.read_text())["backend"]["archs"][0].removesuffix("+PTX")
-        work += [(f"PTX {arch} {name}", *pytest(name, directory, ["-m", "not slow"])) for name in PTX_FILES]
+        work += [(f"PTX {arch} {name}", *pytest(name, directory, ["-m", "not slow"])) for name in options.ptx_files]
     large: list[tuple[str, list[str], dict[str, str]]] = []
     if not options.no_sanitizer:
         output = options.output / f"sanitize-{slug}.json"

@@ -19,7 +19,7 @@ from .cases import (
     rotary_case,
 )
 from .check import check, check_eager, check_everywhere, check_out
-from .memory import LAYOUTS, Guarded, Layout, guarded_output, place, torch_threads, unchanged
+from .memory import LAYOUTS, Guarded, Layout, copied, guarded_output, place, torch_threads, unchanged
 from .numeric import assert_close_to_eager, assert_close_to_fp64, assert_same_bits, ulp
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "check_eager",
     "check_everywhere",
     "check_out",
+    "copied",
     "every_case",
     "gate_and_up",
     "guarded_output",
