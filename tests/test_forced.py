@@ -89,6 +89,14 @@ def test_glu(cuda: str, tmp_path: Path) -> None:
     assert assert_alike(packed, general, "packed against general") == sum(map(len, general.values()))
 
 
+@pytest.mark.parametrize("packs", [0, 1, 2, 4])
+def test_quantised(cuda: str, packs: int, tmp_path: Path) -> None:
+    """The largest of a row is the same in any order; what the norm's sums give is, in one geometry."""
+    shared = f",quant_packs={packs}" if packs else ""
+    general, packed = run_all("quant", [f"quant={kernel}{shared}" for kernel in ("general", "packed")], tmp_path)
+    assert assert_alike(packed, general, f"packed against general, {packs or 'any'} packs") > 20
+
+
 @pytest.mark.parametrize("choice", ["norm=fast", "norm_packs=3", "nonsense", "norm=packed,", ",", "norm = packed"])
 def test_unknown_choice(cuda: str, choice: str) -> None:
     code = (

@@ -51,6 +51,13 @@ def cases(family: str, device: str) -> dict[str, Case]:
             for name in ACTIVATIONS:
                 for width in GLU_WIDTHS:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))
+        elif family == "quant":
+            for op in ("rmsnorm", "gated_residual_adaln_rmsnorm"):
+                for width in NORM_WIDTHS:
+                    found[f"{op} {dtype} {width}"] = norm_case(op, make, (2, 5, width))
+            for name in ("swiglu", "geglu erf, gate last", "gelu tanh, bias"):
+                for width in GLU_WIDTHS:
+                    found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))
         else:
             for heads, width in HEADS:
                 for layout in ("interleaved", "half"):
@@ -66,13 +73,15 @@ def cases(family: str, device: str) -> dict[str, Case]:
 
 def main() -> None:
     from kernels import get_kernel
+    from test_quant import check as check_quantised
 
     family, path = sys.argv[1:]
     ltx = get_kernel(REPO_ID, version=1)
     results: dict[str, list[torch.Tensor] | str] = {}
     for key, case in cases(family, "cuda" if torch.cuda.is_available() else "cpu").items():
         try:
-            results[key] = [output.cpu() for output in check(ltx, case)]
+            outputs = check_quantised(ltx, case) if family == "quant" else check(ltx, case)
+            results[key] = [output.view(torch.uint8).cpu() for output in outputs]
         except RuntimeError as error:
             if "LTX_KERNELS_FORCE" not in str(error):
                 raise
