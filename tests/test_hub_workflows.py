@@ -94,3 +94,24 @@ def test_actionlint():
         pytest.skip("NOT RUN: actionlint is not installed (`make actionlint` installs it, from GitHub, and runs it)")
     result = subprocess.run([actionlint, *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
+
+
+def test_gpu_job():
+    """Without a token it says that nothing was run; a dry run shows the job, which is given no secret."""
+    hf = shutil.which("hf", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hf is None or not (ROOT / ".git").exists():
+        pytest.skip("NOT RUN: it needs the hf command, and a git checkout")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "DRY_RUN"))}
+    environment |= {
+        "FLAVOR": "h200",
+        "GITHUB_REPOSITORY": "someone/ltx-kernels",
+        "HF": hf,
+    }
+    script = str(ROOT / "tools" / "gpu_job.sh")
+    result = subprocess.run([script], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "NOT RUN: GPU tests on h200: no HF_TOKEN\n"
+    environment |= {"DRY_RUN": "1", "HF_TOKEN": "hf_secret"}
+    result = subprocess.run([script], env=environment, capture_output=True, text=True, check=True)
+    assert re.search(r"flavor\s+h200", result.stdout) and "(dry run) Job not submitted." in result.stdout
+    assert "bash -euc 'git clone" in result.stdout and "https://github.com/someone/ltx-kernels" in result.stdout
+    assert "hf_secret" not in result.stdout and "secrets" not in result.stdout
