@@ -210,6 +210,7 @@ def measure(
         if device == "cuda":
             peak = weight_bytes(made) + torch.cuda.max_memory_allocated() - before
             records[config]["peak_gb"] = round(peak / 2**30, 3)
+        progress.console.print(f"{options.now} frames, {label(config)}: first step {records[config]['first_step_s']} s")
         progress.advance(task)
     times: dict[str, list[float]] = {config: [] for config in options.configs}
     for _ in range(options.rounds):
