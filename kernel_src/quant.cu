@@ -232,12 +232,25 @@ struct RowModulator {
   const char* table;
   DType value_dtype, table_dtype;
 
-  // kWidth elements of a row's modulator; `absent` where there is none.
-  template <int kWidth>
-  __device__ __forceinline__ void get(uint32_t row, int column, float absent, float (&m)[kWidth]) const {
+  // The value's elements, on their way ahead of get, if they have dtype T.
+  template <typename T, int kWidth>
+  __device__ __forceinline__ void fetch(uint32_t row, int column, Pack<T, kWidth>& pack) const {
+    if (value.data && value_dtype == DTypeOf<T>::value) {
+      pack = load_pack<T, kWidth>(reinterpret_cast<const T*>(value.at(row)), column, 1, 0, true);
+    }
+  }
+
+  // kWidth elements of a row's modulator; `absent` where there is none. `fetched`: what fetch was given, or null.
+  template <typename T, int kWidth>
+  __device__ __forceinline__ void get(uint32_t row, int column, float absent, const Pack<T, kWidth>* fetched,
+                                      float (&m)[kWidth]) const {
     each(m, [&](float) { return absent; });
     if (!value.data) return;
-    load_floats<kWidth>(value.at(row), value_dtype, 0, column, 1, 0, true, m);
+    if (fetched && value_dtype == DTypeOf<T>::value) {
+      unpack(*fetched, m);
+    } else {
+      load_floats<kWidth>(value.at(row), value_dtype, 0, column, 1, 0, true, m);
+    }
     if (table) {
       float t[kWidth];
       load_floats<kWidth>(table, table_dtype, 0, column, 1, 0, true, t);
@@ -256,14 +269,16 @@ struct NormRowParams {
   int32_t width;
   float inverse_width, eps, weight_offset;
 
-  // y = h * rstd * factor + addend
-  template <int kWidth>
-  __device__ __forceinline__ void get_factors(uint32_t row, int column, float (&factor)[kWidth],
+  // y = h * rstd * factor + addend. `fetched`: scale and shift, or null.
+  template <typename T, int kWidth>
+  __device__ __forceinline__ void get_factors(uint32_t row, int column, const Pack<T, kWidth>* fetched_scale,
+                                              const Pack<T, kWidth>* fetched_shift, float (&factor)[kWidth],
                                               float (&addend)[kWidth]) const {
+    constexpr const Pack<T, kWidth>* kNone = nullptr;
     float m[kWidth];
-    weight.get(row, column, 1.f, factor);
-    scale.get(row, column, 0.f, m);
-    shift.get(row, column, -0.f, addend);  // x + -0 is x, for every x
+    weight.get(row, column, 1.f, kNone, factor);
+    scale.get(row, column, 0.f, fetched_scale, m);
+    shift.get(row, column, -0.f, fetched_shift, addend);  // x + -0 is x, for every x
     if (weight_offset != 0.f) each(factor, [&](float w) { return __fadd_rn(weight_offset, w); });
     each(m, [](float x) { return __fadd_rn(1.f, x); });
     multiply(factor, m);
@@ -299,30 +314,56 @@ __device__ __forceinline__ void get_held(int vector, int packs, int pack, float 
 // 64.9 (512), 72 (640).
 constexpr int held_threads(bool residual) { return residual ? 512 : 768; }
 
+// The most threads of a block, which bound the registers. Other architectures than Hopper would spill at 768.
+template <bool kResidual, bool kHeld>
+constexpr int norm_bound() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  return kMaxThreads;
+#else
+  return kHeld ? held_threads(kResidual) : kMaxThreads;
+#endif
+}
+
 // kHeld: the vectors are the same for all rows of a block, which holds them in shared memory.
 template <typename T, bool kResidual, bool kNorm, bool kHeld, int kPacks>
-__global__ void __launch_bounds__(kHeld ? held_threads(kResidual) : kMaxThreads, 1)
+__global__ void __launch_bounds__(norm_bound<kResidual, kHeld>(), 1)
     norm_quant_kernel(const __grid_constant__ NormRowParams<kResidual + 1> p) {
   constexpr int kWidth = kPackWidth<T>;
-  enum { kFactor, kAddend, kGate };
+  using P = Pack<T, kWidth>;
   __shared__ float scratch[2][2][kWarps];
   RowShare<T, kPacks, kResidual + 1> share(p.rows, p.width, p.operands);
-  Pack<T, kWidth> packs[kResidual + 1][kPacks];
+  P packs[kResidual + 1][kPacks];
   share.load(packs);
   const int width_packs = p.width / kWidth;
+  const bool gated = kResidual && p.gate.value.data, shifted = kNorm && p.shift.value.data;
+  // Where held: the factor, the gate and the addend, as far as there are any.
+  const int held_gate = kNorm, held_addend = held_gate + gated;
+  // Where not: the packs of scale, shift and gate.
+  constexpr int kFetched = kHeld ? 0 : kPacks;
+  P scale[kFetched + 1], shift[kFetched + 1], gate[kFetched + 1];
   if constexpr (kHeld) {
+    constexpr const P* kNone = nullptr;
     const int threads = blockDim.x * blockDim.y;
     for (int pack = threadIdx.y * blockDim.x + threadIdx.x; pack < width_packs; pack += threads) {
       float factor[kWidth], addend[kWidth];
       if constexpr (kNorm) {
-        p.get_factors(0, pack * kWidth, factor, addend);
-        hold(kFactor, width_packs, pack, factor);
-        hold(kAddend, width_packs, pack, addend);
+        p.get_factors(0, pack * kWidth, kNone, kNone, factor, addend);
+        hold(0, width_packs, pack, factor);
+        if (shifted) hold(held_addend, width_packs, pack, addend);
       }
-      if constexpr (kResidual) {
-        p.gate.get(0, pack * kWidth, 1.f, factor);
-        hold(kGate, width_packs, pack, factor);
+      if (gated) {
+        p.gate.get(0, pack * kWidth, 1.f, kNone, factor);
+        hold(held_gate, width_packs, pack, factor);
       }
+    }
+  } else {
+    const uint32_t row = share.active() ? share.row : 0;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      if (!share.inside[k]) continue;
+      if constexpr (kResidual) p.gate.fetch(row, share.column(k), gate[k]);
+      if constexpr (kNorm) p.scale.fetch(row, share.column(k), scale[k]);
+      if constexpr (kNorm) p.shift.fetch(row, share.column(k), shift[k]);
     }
   }
   char* residual_out = kResidual ? p.residual_out.at(share.row) + share.first * sizeof(T) : nullptr;
@@ -336,15 +377,19 @@ __global__ void __launch_bounds__(kHeld ? held_threads(kResidual) : kMaxThreads,
     for (int k = 0; k < kPacks; ++k) {
       unpack(packs[0][k], y[k]);
       if constexpr (kResidual) {
-        float x[kWidth], gate[kWidth];
+        float x[kWidth], g[kWidth];
         unpack(packs[1][k], x);
         if (!share.inside[k]) continue;
-        if constexpr (kHeld) {
-          get_held(kGate, width_packs, first + k * kPackStep, gate);
+        if (gated) {
+          if constexpr (kHeld) {
+            get_held(held_gate, width_packs, first + k * kPackStep, g);
+          } else {
+            p.gate.get(vector_row, share.column(k), 1.f, &gate[k], g);
+          }
+          multiply_add(y[k], g, x);
         } else {
-          p.gate.get(vector_row, share.column(k), 1.f, gate);
+          add(y[k], x);
         }
-        multiply_add(y[k], gate, x);
       }
     }
     // The next row is on its way while this one is worked on.
@@ -369,13 +414,17 @@ __global__ void __launch_bounds__(kHeld ? held_threads(kResidual) : kMaxThreads,
         if (!share.inside[k]) continue;
         float factor[kWidth], addend[kWidth];
         if constexpr (kHeld) {
-          get_held(kFactor, width_packs, first + k * kPackStep, factor);
-          get_held(kAddend, width_packs, first + k * kPackStep, addend);
+          get_held(0, width_packs, first + k * kPackStep, factor);
+          if (shifted) get_held(held_addend, width_packs, first + k * kPackStep, addend);
         } else {
-          p.get_factors(vector_row, share.column(k), factor, addend);
+          p.get_factors(vector_row, share.column(k), &scale[k], &shift[k], factor, addend);
         }
         each(y[k], [&](float h) { return __fmul_rn(h, rstd); });
-        multiply_add(y[k], factor, addend);
+        if (shifted) {
+          multiply_add(y[k], factor, addend);
+        } else {
+          multiply(y[k], factor);
+        }
       }
     }
     share.quantise(y, p.output, p.width, scratch[parity][1]);
@@ -408,7 +457,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) glu_quant_kernel(const __grid_
     float other[kWidth];
     unpack(packs[0][k], y[k]);
     if (!kGated && p.bias.value.data && share.inside[k]) {
-      p.bias.get(0, share.column(k), 0.f, other);
+      constexpr const Pack<T, kWidth>* kNone = nullptr;
+      p.bias.get(0, share.column(k), 0.f, kNone, other);
       add(y[k], other);
     }
     activate<T>(p.activation, y[k]);
@@ -545,7 +595,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kBlock, 1)
     glu_quant_kernel_general(const __grid_constant__ GluParams p, const __grid_constant__ QuantOutput output,
                              int packs) {
   constexpr int kWidth = kPackWidth<T>;
@@ -693,7 +743,8 @@ void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>&
   q.inverse_width = 1.f / static_cast<float>(p.rows.width);
   q.eps = p.eps;
   q.weight_offset = p.weight.data ? p.weight_offset : 0.f;
-  const int64_t held = (kResidual ? 3 : 2) * p.rows.width * 4;
+  const int vectors = 1 + (p.gate.value.data != nullptr) + (p.shift.value.data != nullptr);
+  const int64_t held = vectors * p.rows.width * 4;
   if (takes_packed("quant", forced().quant, launch.in_registers && operands.fits())) {
     if constexpr (kNorm) {
       if (!operands.varying() && held <= kHeldBytes) {
@@ -739,6 +790,8 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
       glu_quant_kernel<T, kGated, decltype(packs)::value><<<launch.grid, launch.block, 0, launch.stream>>>(q);
     });
   } else {
+    // No sum depends on the number of threads.
+    launch.shape.threads = std::min(launch.shape.threads, kBlock);
     launch.share(p.rows.count, 1);
     glu_quant_kernel_general<T><<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs);
   }
