@@ -761,6 +761,18 @@ def test_compile_repeated_blocks(ltx: ModuleType, device: str) -> None:
     assert {site.name: site.traces for site in report.sites}[BLOCK] == 1
 
 
+@pytest.mark.parametrize("reason", ["a gradient is needed", "autocast is on"])
+def test_compile_of_stock_calls(ltx: ModuleType, device: str, reason: str) -> None:
+    """Without graph breaks too, though diffusers marks its blocks allow_in_graph, which hides their class."""
+    grad = reason == "a gradient is needed"
+    model, inputs = make_model(device).requires_grad_(grad), make_inputs(device)
+    with torch.set_grad_enabled(grad), torch.autocast(device, torch.bfloat16, enabled=not grad):
+        stock = model(**inputs)[0]
+        report = ltx.optimize(model)
+        assert_close(torch.compile(model, fullgraph=True, backend="eager")(**inputs)[0], stock)
+    assert report.fallbacks[BLOCK] == {f"{reason} (compiled)": LAYERS}
+
+
 def test_optimize_after_compile(ltx: ModuleType, device: str) -> None:
     """A compiled model that is optimized, and restored, runs what it holds at the time."""
     model, inputs = make_model(device), make_inputs(device)

@@ -90,7 +90,7 @@ def optimize(
     for module, entry in plan.modules.values():
         name = class_of(module)
         if name not in sites:
-            sites[name] = Site(entry, name, rounding, entry.settings(module))
+            sites[name] = Site(entry, type(module).forward, name, rounding, entry.settings(module))
             report.sites.append(sites[name])
         install(module, sites[name])
     for linears in groups:

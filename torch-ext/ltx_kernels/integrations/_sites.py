@@ -65,8 +65,12 @@ class Plan:
 class Site:
     """The modules of one class in one optimized object: their settings, and what has happened at run time."""
 
-    def __init__(self, entry: Entry, class_name: str, rounding: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, entry: Entry, stock: Callable[..., Any], class_name: str, rounding: str, settings: Mapping[str, Any]
+    ) -> None:
         self.entry, self.class_name, self.rounding, self.settings = entry, class_name, rounding, settings
+        # The class's forward. torch.compile cannot take it from a class that diffusers marks allow_in_graph, a block's.
+        self.stock = stock
         self.modules = 0
         self.calls = 0  # that ran the package's ops
         self.traces = 0  # by torch.compile, of calls that will run them
@@ -83,7 +87,7 @@ class Site:
         return f"{parts[0]}.{parts[-1]}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        copied = Site(self.entry, self.class_name, self.rounding, self.settings)
+        copied = Site(self.entry, self.stock, self.class_name, self.rounding, self.settings)
         copied.modules = self.modules
         memo[id(self)] = copied
         return copied
@@ -103,8 +107,9 @@ class Site:
 
 def stock_forward(module: Any, reason: str, *arguments: Any, **options: Any) -> Any:
     """What the stock module would do, counted as a fallback."""
-    module._ltx_kernels.count_fallback(reason)
-    return type(module).forward(module, *arguments, **options)
+    site = module._ltx_kernels
+    site.count_fallback(reason)
+    return site.stock(module, *arguments, **options)
 
 
 def _count_trace(number: int, reason: str) -> None:

@@ -136,7 +136,7 @@ def ltx_rope_forward(
 
     def table() -> tuple[Tensor, Tensor]:
         one = hidden_states[:1] if video_coords is None else hidden_states
-        stock = type(self).forward(self, one, num_frames, height, width, rope_interpolation_scale, video_coords)
+        stock = site.stock(self, one, num_frames, height, width, rope_interpolation_scale, video_coords)
         return stock[0][..., ::2].contiguous(), stock[1][..., ::2].contiguous()
 
     if torch.compiler.is_compiling():
