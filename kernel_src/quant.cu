@@ -12,9 +12,8 @@
 //   *_kernel, kHeld      norms whose vectors are the same for all rows of a block: it computes factor and addend of a
 //                        row once, holds them in shared memory, and takes one row after the other, the next one being
 //                        on its way while one is worked on. H200, adaln_rmsnorm 2x8064x2048: 33 us, without 42.
-//   *_kernel_general     rows that are too long, strided or misaligned: element by element, once for the norm's sum,
-//   once
-//                        for the magnitude and once for the values, from cache after the first pass.
+//   *_kernel_general     rows that are too long, strided or misaligned: element by element, for the norm's sum, for the
+//                        magnitude and for the values, from cache after the first time.
 // How many threads share a row depends on its length and dtype, and on the op, alone.
 #include <algorithm>
 #include <array>
@@ -408,7 +407,7 @@ __global__ void __launch_bounds__(norm_bound<kResidual, kHeld>(), 1)
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) sum += pack_squares(y[k]);
       sum = row_reduce(sum, scratch[parity][0], Sum());
-      const float rstd = rsqrtf(fmaf(sum, p.inverse_width, p.eps));
+      const float rstd = reciprocal_root(sum, p.inverse_width, p.eps);
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
         if (!share.inside[k]) continue;
@@ -571,7 +570,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   float rstd = 1.f;
   if (normalises) {
-    rstd = rsqrtf(fmaf(row_reduce(sum, scratch[0], Sum()), inverse_width, p.eps));
+    rstd = reciprocal_root(row_reduce(sum, scratch[0], Sum()), inverse_width, p.eps);
   }
   quantise_general<T>(number, active, width, packs, output, scratch[1], [&](int64_t column, float (&y)[kWidth]) {
     get_h(column, y);

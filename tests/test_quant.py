@@ -350,6 +350,31 @@ def test_residual_is_not_quantised(ltx, device):
         assert bool((values.float() == MAX).all()) and bool((residual == 1).all())
 
 
+# ---- For compute-sanitizer: nothing but own kernels and copies on the device (see test_sanitize.py)
+
+
+@pytest.mark.sanitize
+@every_dtype
+def test_every_kernel_in_small(ltx, device, dtype):
+    for width in (1, 8, 250, 256, 512, 1024, 2048, 8192, 16392):
+        make = Make("cpu", dtype, seed=width)
+        cases = [activation_case(name, make, (2, 3, width)) for name in ACTIVATIONS]
+        for op in NORMS:
+            tables = [name for name in MODULATORS if name in NORM_OPS[op]]
+            cases.append(norm_case(op, make, (2, 3, width), tables=tables))
+            cases.append(norm_case(op, make, (2, 3, width), param_dtype=torch.float32, modulation="[B, S, H]"))
+        for case in cases:
+            values, scales, *residual = run(ltx.reference, case)
+            expected, spacing_of_zero = values.float() * scales, scales * 2.0**-9
+            for layout in ("contiguous", "rows misaligned", "columns strided"):
+                moved = case.in_layout(layout).on(device)
+                values, scales, *ours = (output.cpu() for output in run(ltx, moved))
+                error = (values.float() * scales - expected).abs()
+                assert bool((error <= torch.maximum(expected.abs() / 7, 1.01 * spacing_of_zero)).all()), case.op
+                for a, b in zip(ours, residual, strict=True):
+                    torch.testing.assert_close(a, b, rtol=2.0**-7, atol=1e-5)
+
+
 # ---- The same row, the same bits
 
 
