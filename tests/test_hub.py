@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -454,21 +455,32 @@ class RMSNorm(Benchmark):
 """
 
 
+def kernels_benchmark(directory: Path, output: Path) -> list[dict[str, Any]]:
+    pytest.importorskip("tabulate", reason="NOT RUN: `kernels benchmark` needs tabulate")
+    command = ["benchmark", "./", "--iterations", "3", "--warmup", "1", "--output", str(output)]
+    process = subprocess.run(
+        [sys.executable, "-c", "from kernels.cli import main; main()", *command],
+        capture_output=True, text=True, check=False, cwd=directory,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return json.loads(output.read_text())["results"]
+
+
 def test_benchmark_command(tmp_path: Path):
     """`kernels benchmark ./` runs the benchmarks/benchmark*.py of a checkout on its build/, and compares results."""
-    pytest.importorskip("tabulate", reason="NOT RUN: `kernels benchmark` needs tabulate")
     (tmp_path / "build").symlink_to(ROOT / "build")
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "benchmark.py").write_text(BENCHMARK)
-    command = ["benchmark", "./", "--iterations", "3", "--warmup", "1", "--output", "result.json"]
-    process = subprocess.run(
-        [sys.executable, "-c", "from kernels.cli import main; main()", *command],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    (result,) = json.loads((tmp_path / "result.json").read_text())["results"]
+    (result,) = kernels_benchmark(tmp_path, tmp_path / "result.json")
     assert result["workload"] == "RMSNorm.small" and result["verified"] is True
     assert result["timingResults"]["iterations"] == 3
+
+
+def test_benchmarks_of_this_package(tmp_path: Path):
+    if not (ROOT / "benchmarks" / "benchmark.py").is_file():
+        pytest.skip("NOT RUN: there is no benchmarks/benchmark.py")
+    results = kernels_benchmark(ROOT, tmp_path / "result.json")
+    assert results and all(result["verified"] is True for result in results)
 
 
 @pytest.mark.parametrize(
