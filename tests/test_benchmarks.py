@@ -19,9 +19,11 @@ sys.path.insert(0, str(BENCHMARKS))
 import ops  # noqa: E402
 import timing  # noqa: E402
 
+SMALL = [op.case(op.small) for op in ops.OPS]
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ops.cases(ops.SMALL), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_columns_agree(ltx: ModuleType, device: str, case: ops.Case, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     inputs = case.build(ops.Make(dtype, device))
@@ -49,10 +51,10 @@ def test_record(ltx: ModuleType, device: str, capsys: pytest.CaptureFixture[str]
     """Columns that do not apply are null; a peer that fails or computes something else is named, and not timed."""
     liger, quack = ModuleType("liger"), ModuleType("quack")
     liger.liger_rms_norm = lambda x, weight, eps: x
-    case = next(case for case in ops.cases(ops.SMALL) if case.op == "rmsnorm" and not case.host)
+    case = next(case for case in SMALL if case.op == "rmsnorm")
     make = ops.Make(torch.bfloat16, device, {"liger": liger, "quack": quack})
     with torch.no_grad():
-        record = ops.measure(ltx, FixedTimer(), case, make, "bf16", compiled=False)
+        record = ops.measure(ltx, FixedTimer(), case, make, compiled=False)
     assert record["us"] == {
         "ours": 3,
         "copy": 2,
@@ -63,13 +65,13 @@ def test_record(ltx: ModuleType, device: str, capsys: pytest.CaptureFixture[str]
         "quack": None,
     }
     assert record["p90"]["ours"] == 4
-    assert record["bytes"] == 2 * (1 * 64 * 2 + 64)
+    assert record["bytes"] == 2 * (3 * 128 * 2 + 128)
     assert record["failed"]["liger"].startswith("AssertionError: relative error")
     assert record["failed"]["quack"].startswith("AttributeError")
     ops.print_table([record])
     printed = capsys.readouterr().out
     assert "1.50" in printed
-    assert "failed: liger on rmsnorm 1x64" in printed
+    assert "failed: liger on rmsnorm 3x128" in printed
 
 
 def test_each_peer_gets_its_own_module() -> None:
@@ -84,9 +86,12 @@ def test_traffic() -> None:
     assert ops.traffic(inputs, [x]) == 4 * (2 * 3 * 64 + 64)
 
 
-def test_same_ops_in_every_size() -> None:
-    """What the test above covers is what is timed."""
-    assert {case.op for case in ops.cases(ops.FULL)} == {case.op for case in ops.cases(ops.SMALL)}
+def test_cases() -> None:
+    """What the test above covers is what is timed, each case once, and the one of the host among them."""
+    cases = ops.cases()
+    assert {case.op for case in cases} == {case.op for case in SMALL}
+    assert len({case.name for case in cases}) == len(cases)
+    assert ops.HOST_CASE in [(case.op, case.shape, case.dtype) for case in cases]
 
 
 def test_the_file_is_replaced(tmp_path: Path) -> None:
