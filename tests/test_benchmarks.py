@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import ops  # noqa: E402
+import plots  # noqa: E402
 import timing  # noqa: E402
 
 SMALL = [op.case(op.small) for op in ops.OPS]
@@ -92,6 +93,7 @@ def test_cases() -> None:
     assert {case.op for case in cases} == {case.op for case in SMALL}
     assert len({case.name for case in cases}) == len(cases)
     assert ops.HOST_CASE in [(case.op, case.shape, case.dtype) for case in cases]
+    assert {plots.family(case.op) for case in cases} == set(plots.FAMILIES)
 
 
 def test_the_file_is_replaced(tmp_path: Path) -> None:
