@@ -47,7 +47,7 @@ RECIPES: dict[str, dict[str, Any] | None] = {
     "fp8, cross output too": {"precision": "fp8", "skip": TEXT},
     "fp8, all": {"precision": "fp8", "skip": ()},
 }
-TORCHAO = "torchao fp8 + compile"
+TORCHAO = "torchao fp8"
 
 
 def make_transformer(recipe: str, transformer: nn.Module, ltx: ModuleType) -> nn.Module:
@@ -56,7 +56,6 @@ def make_transformer(recipe: str, transformer: nn.Module, ltx: ModuleType) -> nn
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
         quantize_(model.transformer_blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
-        model.compile()
     elif RECIPES[recipe] is not None:
         ltx.optimize(model, **RECIPES[recipe])
     return model

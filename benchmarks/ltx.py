@@ -183,7 +183,13 @@ def psnr(got: Tensor, expected: Tensor) -> float | None:
 
 
 def measure(
-    model: nn.Module, exact: nn.Module, ltx: ModuleType, inputs: dict[str, Any], options: Any, progress: Progress
+    model: nn.Module,
+    exact: nn.Module,
+    ltx: ModuleType,
+    inputs: dict[str, Any],
+    configs: list[str],
+    options: Any,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     device = options.device
     upcast = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
@@ -191,8 +197,8 @@ def measure(
     steps: dict[str, Callable[[], Tensor]] = {}
     records: dict[str, dict[str, Any]] = {}
     results: dict[str, Tensor] = {}
-    task = progress.add_task(f"{options.now} frames", total=len(options.configs) * (options.rounds + 1))
-    for config in options.configs:
+    task = progress.add_task(f"{options.now} frames", total=len(configs) * (options.rounds + 1))
+    for config in configs:
         synchronize(device)
         start = time.perf_counter()
         made = make_model(config, model, ltx)
@@ -212,9 +218,9 @@ def measure(
             records[config]["peak_gb"] = round(peak / 2**30, 3)
         progress.console.print(f"{options.now} frames, {label(config)}: first step {records[config]['first_step_s']} s")
         progress.advance(task)
-    times: dict[str, list[float]] = {config: [] for config in options.configs}
+    times: dict[str, list[float]] = {config: [] for config in configs}
     for _ in range(options.rounds):
-        for config in options.configs:
+        for config in configs:
             times[config] += time_steps(steps[config], options.steps, device)
             progress.advance(task)
     baseline = results.get("baseline")
@@ -289,6 +295,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--batch", type=int, default=2, help="2 is one clip with guidance (default: 2)")
     parser.add_argument("--configs", nargs="+", choices=CONFIGS + FP8_CONFIGS, help="(default: all)")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], metavar="FRAMES:CONFIG", help="leave out, to save its compilation"
+    )
     parser.add_argument("--model", default="random", help="random (the 2B shape), tiny, a folder, or a Hub id")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -320,6 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
         "model": options.model,
         "dtype": options.dtype,
         "torchao": torchao,
+        "skipped": options.skip,
         "psnr": "of the transformer's output, peak: the range of the stock output",
     }
     records: list[dict[str, Any]] = []
@@ -329,11 +339,12 @@ def main(arguments: list[str] | None = None) -> int:
         exact = copy.deepcopy(model).float()
         for frames in options.frames:
             options.now = frames
+            chosen = [config for config in options.configs if f"{frames}:{config}" not in options.skip]
             torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
             torch.manual_seed(frames)
             inputs = make_inputs(model, options.batch, frames, options.height, options.width)
             shape = {"frames": frames, "height": options.height, "width": options.width, "batch": options.batch}
-            records += [{**shape, **r} for r in measure(model, exact, ltx, inputs, options, progress)]
+            records += [{**shape, **r} for r in measure(model, exact, ltx, inputs, chosen, options, progress)]
             write(output, meta, records)
     if cuda:
         title = f"LTX-Video 2B, batch {options.batch}, {options.height}x{options.width}, {options.dtype}, {name}"
