@@ -485,6 +485,19 @@ def scaled_linear(
             f"values: expected a GPU of compute capability 8.9 or newer for fp8 matrix products, got {obstacle}"
         )
     no_gradient(bias)
+    return multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum)
+
+
+def multiply(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = True,
+) -> Tensor:
+    """``scaled_linear`` of arguments that are known to fit: the checks take longer than launching it."""
     channels, width = weight.shape
     leading = values.shape[:-1]
     values, scales = values.reshape(-1, width), scales.reshape(-1, 1)

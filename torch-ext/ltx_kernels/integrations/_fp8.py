@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._linear import adjacent, stacked
 from .._ops import add_op_namespace_prefix
-from ..quant import quantize_rows, quantize_weight, scaled_linear
+from ..quant import multiply, quantize_rows, quantize_weight
 from ._sites import Entry, hooked, stock_forward, why_not_input
 
 VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"
@@ -91,25 +91,29 @@ def _changed(linear: Any) -> bool:
     return version > linear.__dict__[STATE]
 
 
-def _why_not_call(linear: Any, input: Tensor) -> str:
+def _why_not_input(input: Tensor) -> str:
     if input.dtype != torch.bfloat16:
         return f"fp8 takes bfloat16 activations, not {input.dtype}"
+    return why_not_input(input)
+
+
+def _why_not_weight(linear: Any, input: Tensor) -> str:
     values = linear._buffers.get(VALUES)
     if values is None or values.dtype != torch.float8_e4m3fn or values.device != input.device:
         return "the fp8 weight was converted or is on another device"
     if not torch.compiler.is_compiling() and not freed(linear) and _changed(linear):
         return "the weight has changed since it was quantised: call optimize again"
-    return why_not_input(input)
+    return ""
 
 
 def linear_forward(self: Any, input: Tensor) -> Tensor:
-    reason = _why_not_call(self, input)
+    reason = _why_not_input(input) or _why_not_weight(self, input)
     if reason and not freed(self):
         return stock_forward(self, reason, input)
     if reason:
         raise RuntimeError(f"a linear layer whose weight was freed by optimize(..., free_weights=True): {reason}")
     self._ltx_kernels.count_call()
-    return scaled_linear(*quantize_rows(input), self._buffers[VALUES], self._buffers[SCALES], self.bias)
+    return multiply(*quantize_rows(input), self._buffers[VALUES], self._buffers[SCALES], self.bias)
 
 
 def why_not_restored(linear: Any) -> str:
@@ -135,7 +139,9 @@ def in_fp8(linear: Any) -> bool:
 
 def takes_rows(linears: Sequence[Any], input: Tensor) -> bool:
     """Whether linear layers can be handed quantised rows of what would have been a tensor like `input`."""
-    return all(in_fp8(linear) and not hooked(linear) and not _why_not_call(linear, input) for linear in linears)
+    if _why_not_input(input):
+        return False
+    return all(in_fp8(linear) and not hooked(linear) and not _why_not_weight(linear, input) for linear in linears)
 
 
 def apply_rows(linears: Sequence[Any], rows: Rows) -> tuple[Tensor, ...]:
@@ -146,7 +152,7 @@ def apply_rows(linears: Sequence[Any], rows: Rows) -> tuple[Tensor, ...]:
     for linear in linears:
         linear._ltx_kernels.count_call()
     if len(linears) == 1:
-        return (scaled_linear(*rows, values[0], scales[0], biases[0] if biases else None),)
+        return (multiply(*rows, values[0], scales[0], biases[0] if biases else None),)
     function = packed_scaled_linear_op if torch.compiler.is_compiling() else packed_scaled_linear
     return function(*rows, values, scales, biases).split([v.shape[0] for v in values], -1)
 
@@ -157,9 +163,9 @@ def packed_scaled_linear(
     """``scaled_linear`` of several layers with one input, their outputs side by side."""
     if adjacent(weights) and adjacent(weight_scales) and (not biases or adjacent(biases)):
         bias = stacked(biases) if biases else None
-        return scaled_linear(values, scales, stacked(weights), stacked(weight_scales), bias)
+        return multiply(values, scales, stacked(weights), stacked(weight_scales), bias)
     outputs = [
-        scaled_linear(values, scales, weight, weight_scales[i], biases[i] if biases else None)
+        multiply(values, scales, weight, weight_scales[i], biases[i] if biases else None)
         for i, weight in enumerate(weights)
     ]
     return torch.cat(outputs, -1)
