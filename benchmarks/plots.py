@@ -24,6 +24,7 @@ FAMILIES = {  # how the names of the ops begin
     "q/k norm + rotary": ("qk_norm_rope",),
     "rotary": ("apply_rotary", "rope"),
     "GLU and GELU": ("swiglu", "geglu", "gelu"),
+    "quantised to fp8": ("quant",),
 }
 
 
@@ -35,8 +36,13 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def measured(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The families that there are results of."""
+    return [name for name in FAMILIES if any(family(record["op"]) == name for record in records)]
+
+
 def draw_floor(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    for name in FAMILIES:
+    for name in measured(records):
         members = [record for record in records if family(record["op"]) == name]
         axes.scatter(
             [record["bytes"] / 1e6 for record in members],
@@ -54,9 +60,9 @@ def draw_floor(axes: Any, records: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_peers(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    height = 0.8 / len(PEERS)
+    height, families = 0.8 / len(PEERS), measured(records)
     for i, (peer, label) in enumerate(PEERS.items()):
-        for row, name in enumerate(FAMILIES):
+        for row, name in enumerate(families):
             ratios = [
                 record["us"][peer] / record["us"]["ours"]
                 for record in records
@@ -67,7 +73,7 @@ def draw_peers(axes: Any, records: Sequence[dict[str, Any]]) -> None:
                 axes.barh(y, mean, height, color=f"C{i}", label=label if row == 0 else None)
                 axes.plot([min(ratios), max(ratios)], [y, y], color="black", linewidth=0.8)
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(FAMILIES)), list(FAMILIES), fontsize=8)
+    axes.set_yticks(range(len(families)), families, fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xticks([0.8, 1, 1.5, 2, 3, 5], ["0.8", "1", "1.5", "2", "3", "5"])

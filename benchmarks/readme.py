@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plots import FAMILIES, PEERS, RESULTS, family, geometric_mean
+from plots import PEERS, RESULTS, family, geometric_mean, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
@@ -43,7 +43,7 @@ def behind(records: list[dict[str, Any]]) -> list[str]:
 def means(records: list[dict[str, Any]]) -> str:
     """Family by family, how many times as fast as the fastest peer."""
     parts = []
-    for name in FAMILIES:
+    for name in measured(records):
         ratios = [
             min(us[key] for key in PEERS if us.get(key)) / us["ours"]
             for us in (record["us"] for record in records if family(record["op"]) == name)
