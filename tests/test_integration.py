@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import pickle
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -287,6 +288,15 @@ def test_deepcopy(ltx: ModuleType, device: str) -> None:
     ltx.restore(copied)
     assert patched(copied) == [] and patched(model)
     assert torch.equal(model(**inputs)[0], want)
+
+
+def test_pickle_asks_for_restore(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    with pytest.raises(pickle.PicklingError, match="restore it first"):
+        pickle.dumps(model)
+    ltx.restore(model)
+    assert_close(pickle.loads(pickle.dumps(model))(**inputs)[0], model(**inputs)[0])
 
 
 def test_report_does_not_keep_the_model(ltx: ModuleType, device: str) -> None:

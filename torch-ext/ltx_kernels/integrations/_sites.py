@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import pickle
 import types
 import weakref
 from collections import Counter
@@ -91,6 +92,9 @@ class Site:
         copied.modules = self.modules
         memo[id(self)] = copied
         return copied
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("an optimized model cannot be pickled: restore it first, or save its state_dict")
 
     def count_call(self) -> None:
         if torch.compiler.is_compiling():
