@@ -76,18 +76,62 @@ def tuned() -> str:
     return "; ".join(cells)
 
 
+# The configurations of benchmarks/ltx.py, in the order of the table.
+CONFIGS = {
+    "baseline": "diffusers",
+    "compile": "torch.compile",
+    "kernels": "`ltx.optimize(pipe)`",
+    "kernels_compile": "`ltx.optimize(pipe)` and torch.compile",
+    "kernels_fp8": '`ltx.optimize(pipe, precision="fp8")`',
+}
+
+
+def step() -> list[str]:
+    """A denoising step, whole: a table of h200-ltx.json and h200-ltx-161.json."""
+    lines = [
+        "A denoising step of LTX-Video 2B (batch 2, 512x768, bf16) on one NVIDIA H200, torch 2.11.0+cu130; the error "
+        "is that of one forward against the model in fp32, with random weights:",
+        "",
+        "| frames | | ms | speed-up | first step | error | commit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for file in ("h200-ltx.json", "h200-ltx-161.json"):
+        result = json.loads((RESULTS / file).read_text())
+        records = {r["config"]: r for r in result["records"]}
+        for config, name in CONFIGS.items():
+            if config not in records:
+                continue
+            r = records[config]
+            faster = records["baseline"]["step_ms"] / r["step_ms"]
+            lines.append(
+                f"| {r['frames']} | {name} | {r['step_ms']:.1f} | {faster:.2f} | {r['first_step_s']:.1f} s | "
+                f"{r['error_vs_fp32']:.2e} | {result['meta']['commit'][:7]} |"
+            )
+    note = json.loads((RESULTS / "h200-ltx.json").read_text())["meta"]["note"]
+    return [
+        *lines,
+        "",
+        '<img src="benchmarks/results/h200-ltx.png" width="80%" alt="Where the time of a step goes">',
+        "",
+        "The two numbers of frames were run apart. At 49 frames the fp8 step waits for the host: its kernels take "
+        f"{_kernels_ms('h200-ltx.json', 'kernels_fp8'):.1f} ms ([fp8.md](docs/fp8.md)). {note[0].upper()}{note[1:]}. "
+        "What `optimize` does to a block, and when a call runs the stock modules: [optimize.md](docs/optimize.md).",
+        "",
+    ]
+
+
+def _kernels_ms(file: str, config: str) -> float:
+    (record,) = [r for r in json.loads((RESULTS / file).read_text())["records"] if r["config"] == config]
+    return sum(ms for kind, ms in record["ms_by_kind"].items() if kind != "idle")
+
+
 def table() -> str:
     ops = json.loads((RESULTS / "h200-ops.json").read_text())
-    demo = json.loads((RESULTS / "h200-demo.json").read_text())
-    stock, ours = (demo["seconds"][name]["step_median"] * 1e3 for name in ("stock", "ltx_kernels"))
-    run = demo["run"]
     records = ops["records"]
     peers = {key: name for key, name in PEERS.items() if any(r["us"].get(key) for r in records)}
     lines = [
-        f"Measured on one {ops['meta']['device']}, torch {ops['meta']['torch']}, bf16. A denoising step of LTX-Video "
-        f"({run['frames']} frames of {run['height']}x{run['width']}, `make demo`, norms and rotary embedding replaced, "
-        f"the rest untouched) takes **{ours:.1f} ms instead of {stock:.1f} ms, {stock / ours:.2f} times as fast**, "
-        "with the same error against fp32. The ops, in µs:",
+        *step(),
+        f"The ops on one {ops['meta']['device']}, torch {ops['meta']['torch']}, bf16, in µs:",
         "",
         "| op | shape | this package | copy of the same bytes | " + " | ".join(peers.values()) + " | plain torch |",
         "|---" * (5 + len(peers)) + "|",
