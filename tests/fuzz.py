@@ -44,7 +44,8 @@ def run_chunk(device: str, family: str, cases: int, seed: int) -> tuple[list[dic
     try:
         fuzz.run(ltx, device, family, cases, tally, seed)
     except Exception as error:  # whatever an op may do
-        failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        each = getattr(error, "exceptions", [error])  # hypothesis groups failures that differ
+        failure = "\n".join(line for e in each for line in (f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ())))
     return tally.records(), failure
 
 

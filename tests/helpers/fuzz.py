@@ -404,17 +404,24 @@ class Quantised:
 
 
 def quantisable(of: Norm | Activation) -> Norm | Activation:
-    """The example with an op that has a quantising twin, values of which fp8 keeps something, and a row."""
+    """The example with an op that has a quantising twin, and values of which fp8 keeps something."""
     spread_as = of.memory.values if of.memory.values in ("normal", "integers", "zero rows") else "normal"
     of = dataclasses.replace(of, memory=dataclasses.replace(of.memory, values=spread_as))
+    if isinstance(of, Norm) and of.eps == 0.0:  # rows of zeros would be NaN
+        of = dataclasses.replace(of, eps=1e-6)
     if isinstance(of, Norm) and ("layernorm" in of.op or of.op == "adaln_zero"):
         return dataclasses.replace(of, op="adaln_rmsnorm")
     return of
 
 
+def has_whole_rows(of: Norm | Activation) -> bool:
+    """A row whose largest number is in the tail of an activation would have no digits to compare."""
+    return 0 not in of.shape and (isinstance(of, Norm) or of.shape[-1] >= 16)
+
+
 quantised = st.builds(
     Quantised,
-    of=st.one_of(norms(), activations).map(quantisable).filter(lambda of: 0 not in of.shape),
+    of=st.one_of(norms(), activations).map(quantisable).filter(has_whole_rows),
     rows_alone=st.sampled_from([False, False, True]),
     static_scale=st.sampled_from([None, None, 0.01, 3.0]),
 )
