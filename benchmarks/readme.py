@@ -1,4 +1,4 @@
-"""Writes the results table of README.md from benchmarks/results/*.json.
+"""Writes the results of README.md and of docs/fp8.md from benchmarks/results/*.json.
 
 python benchmarks/readme.py [--check]
 """
@@ -14,7 +14,6 @@ from typing import Any
 from plots import PEERS, RESULTS, family, geometric_mean, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- results -->\n", "<!-- /results -->"
 # What the first screen shows; all cases are in the file, and the losses below the table.
 SHOWN = [
     ("qk_norm_rope across heads, full table", [2, 8064, 32, 64], "q/k norm + rotary, LTX-Video"),
@@ -169,20 +168,52 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def loop() -> str:
+    """What fp8 costs over a whole denoising loop: h200-fp8.json."""
+    result = json.loads((RESULTS / "h200-fp8.json").read_text())
+    meta = result["meta"]
+    lines = [
+        f"{meta['steps']} steps at {meta['frames']} frames of {meta['height']}x{meta['width']}, random weights, "
+        f"{meta['seeds']} seed, against the stock model in float32:",
+        "",
+        "| recipe | error of the latents | PSNR of the frames | SSIM |",
+        "|---|---|---|---|",
+        *(
+            f"| {r['recipe']} | {r['latents_error']:.2e} | {r['psnr_db']:.1f} dB | {r['ssim']:.4f} |"
+            for r in result["records"]
+        ),
+        "",
+        '<img src="../benchmarks/results/h200-fp8.png" width="100%" alt="Error by step, and error against time">',
+        "",
+        "The times in the picture are the host's: steps this short wait for it.",
+        "" if meta["torchao"] else "torchao was not part of this run.",
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+# What is written where, between <!-- NAME --> and <!-- /NAME -->.
+BLOCKS = {"README.md": ("results", table), "docs/fp8.md": ("loop", loop)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail if README.md is not what the results say")
+    parser.add_argument("--check", action="store_true", help="fail if a page is not what the results say")
     arguments = parser.parse_args()
-    readme = REPOSITORY / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    wanted = before + BEGIN + table() + END + rest.split(END, 1)[1]
-    if arguments.check:
-        if wanted != text:
-            print("README.md: the results table is not that of benchmarks/results; run python benchmarks/readme.py")
-            return 1
-        return 0
-    readme.write_text(wanted)
+    stale = []
+    for page, (name, make) in BLOCKS.items():
+        path = REPOSITORY / page
+        text = path.read_text()
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, rest = text.split(begin)
+        wanted = before + begin + make() + end + rest.split(end, 1)[1]
+        if wanted == text:
+            continue
+        stale.append(page)
+        if not arguments.check:
+            path.write_text(wanted)
+    if arguments.check and stale:
+        print(f"{', '.join(stale)}: not what benchmarks/results says; run python benchmarks/readme.py")
+        return 1
     return 0
 
 
