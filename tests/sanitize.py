@@ -106,6 +106,7 @@ def main() -> int:
         "sanitizer": (re.findall(r"Version (\S+)", version) or [None])[0],
         "commit": package["provenance"].get("kernel", {}).get("commit"),
         "package_id": package["id"],
+        "only": options.k,
         "seconds": round(time.perf_counter() - start, 1),
     }
     slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
