@@ -248,16 +248,22 @@ __device__ __forceinline__ void store_output(const RotaryOperand& o, bool packed
 
 // ---- The main line: whole packs, full rotary, fp32 rounding, one table form an instance
 
-// Sources bound row_kernel's registers: kRowThreads of its threads would fit a multiprocessor. fp16 needs more to
-// convert.
+// Sources bound row_kernel's registers: row_threads of its threads would fit a multiprocessor. fp16, which needs more
+// to convert, and Blackwell would spill.
 template <typename T>
-constexpr bool kConvertsLong = std::is_same_v<T, __half>;
+constexpr int row_threads(int most) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return 512;
+#else
+  return std::is_same_v<T, __half> ? 512 : most;
+#endif
+}
 
 // Where a Turn comes from: a full-width table of C,
 template <typename T, typename C, bool kInterleaved>
 struct FullTable {
   static constexpr int kWidth = kPackWidth<T>;
-  static constexpr int kRowThreads = kConvertsLong<T> ? 512 : 640;
+  static constexpr int kRowThreads = row_threads<T>(640);
   struct Angles {};
   Elements<C, kWidth> cos_a, cos_b, sin_a, sin_b;
 
@@ -281,7 +287,7 @@ struct FullTable {
 template <typename T, bool kInterleaved>
 struct HalfTable {
   static constexpr int kWidth = kPackWidth<T>;
-  static constexpr int kRowThreads = kConvertsLong<T> ? 512 : 768;
+  static constexpr int kRowThreads = row_threads<T>(768);
   // Interleaved, a pack holds kWidth / 2 pairs; otherwise A and B are the two sides of kWidth pairs.
   static constexpr int kEntries = kInterleaved ? kWidth / 2 : kWidth;
   struct Angles {};
