@@ -369,8 +369,15 @@ constexpr uint32_t loaded_ahead(Statistic s, int packs, uint32_t known, bool wid
   return s == Statistic::kLayer ? kGate : kMain | kGate;
 }
 
-// Bounds the registers: 96 a thread for one or two packs, 128 for more.
-constexpr int register_threads(int packs) { return packs <= 2 ? 640 : 512; }
+// Bounds the registers: 96 a thread for one or two packs, 128 for more, and for all on Blackwell, whose code takes
+// more.
+constexpr int register_threads(int packs) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return 512;
+#else
+  return packs <= 2 ? 640 : 512;
+#endif
+}
 
 // block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
 // one.
