@@ -1,4 +1,4 @@
-"""Runs the tools of compute-sanitizer over tests/test_sanitize.py and writes what they found to a JSON file.
+"""Runs the tools of compute-sanitizer over the tests marked `sanitize` and writes what they found to a JSON file.
 
 python tests/sanitize.py                   # or make sanitize; needs a GPU and a CUDA build
 python tests/sanitize.py --tools memcheck -k activations
@@ -23,7 +23,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
-TESTS = REPOSITORY / "tests" / "test_sanitize.py"
+WHOLE_FILE = "pytestmark = pytest.mark.sanitize"
+ONE_TEST = re.compile(r"^@pytest\.mark\.sanitize\n(?:@.*\n)*def (test_\w+)", re.MULTILINE)
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 DTYPES = ["float32", "float16", "bfloat16"]
 FAULTS = re.compile(r"^========= (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
@@ -33,8 +34,18 @@ ENVIRONMENT = {
 }
 
 
+def marked_tests() -> list[str]:
+    """file::function of every test that is marked; found in the text, for pytest would take a process and torch."""
+    found = []
+    for file in sorted((REPOSITORY / "tests").glob("test_*.py")):
+        text = file.read_text()
+        names = re.findall(r"^def (test_\w+)", text, re.MULTILINE) if WHOLE_FILE in text else ONE_TEST.findall(text)
+        found += [f"{file}::{name}" for name in names]
+    return found
+
+
 def command(sanitizer: str, tool: str, function: str, dtype: str, only: str) -> list[str]:
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{TESTS}::{function}"]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", function]
     tests += ["-k", f"torch.{dtype} and ({only})" if only else f"torch.{dtype}"]
     return [sanitizer, "--tool", tool, "--kernel-regex", "kns=ltx", "--error-exitcode", "99", *tests]
 
@@ -74,14 +85,16 @@ def main() -> int:
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if sanitizer is None:
         sys.exit("tests/sanitize.py needs compute-sanitizer, of the CUDA toolkit, in PATH")
-    functions = re.findall(r"^def (test_\w+)", TESTS.read_text(), re.MULTILINE)
     start = time.perf_counter()
     tools: dict[str, Any] = {tool: {} for tool in options.tools}
     good = True
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         running = {
-            pool.submit(run, command(sanitizer, tool, function, dtype, options.k)): (tool, f"{function} {dtype}")
-            for function in functions
+            pool.submit(run, command(sanitizer, tool, function, dtype, options.k)): (
+                tool,
+                f"{function.rpartition('::')[2]} {dtype}",
+            )
+            for function in marked_tests()
             for dtype in DTYPES
             for tool in options.tools
         }
