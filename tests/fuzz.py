@@ -100,6 +100,7 @@ def main() -> int:
             tally.merge(records)
             done += 1
             if failure is not None:
+                failure = failure.replace(f"{REPOSITORY}/", "")  # a path of this machine tells others nothing
                 failures.append(failure)
                 print(failure, flush=True)
             if done % max(1, len(work) // 10) == 0:
