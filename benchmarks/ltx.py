@@ -185,6 +185,7 @@ def measure(
     exact: nn.Module,
     ltx: ModuleType,
     inputs: dict[str, Any],
+    frames: int,
     configs: list[str],
     options: Any,
     progress: Progress,
@@ -195,7 +196,7 @@ def measure(
     steps: dict[str, Callable[[], Tensor]] = {}
     records: dict[str, dict[str, Any]] = {}
     results: dict[str, Tensor] = {}
-    task = progress.add_task(f"{options.now} frames", total=len(configs) * (options.rounds + 1))
+    task = progress.add_task(f"{frames} frames", total=len(configs) * (options.rounds + 1))
     for config in configs:
         synchronize(device)
         start = time.perf_counter()
@@ -214,7 +215,7 @@ def measure(
         if device == "cuda":
             peak = weight_bytes(made) + torch.cuda.max_memory_allocated() - before
             records[config]["peak_gb"] = round(peak / 2**30, 3)
-        progress.console.print(f"{options.now} frames, {label(config)}: first step {records[config]['first_step_s']} s")
+        progress.console.print(f"{frames} frames, {label(config)}: first step {records[config]['first_step_s']} s")
         progress.advance(task)
     times: dict[str, list[float]] = {config: [] for config in configs}
     for _ in range(options.rounds):
@@ -339,13 +340,12 @@ def main(arguments: list[str] | None = None) -> int:
         model = load_model(options.model, DTYPES[options.dtype], options.device)
         exact = copy.deepcopy(model).float()
         for frames in options.frames:
-            options.now = frames
             chosen = [config for config in options.configs if f"{frames}:{config}" not in options.skip]
             torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
             torch.manual_seed(frames)
             inputs = make_inputs(model, options.batch, frames, options.height, options.width)
             shape = {"frames": frames, "height": options.height, "width": options.width, "batch": options.batch}
-            records += [{**shape, **r} for r in measure(model, exact, ltx, inputs, chosen, options, progress)]
+            records += [{**shape, **r} for r in measure(model, exact, ltx, inputs, frames, chosen, options, progress)]
             write(output, meta, records)
     if cuda:
         title = f"LTX-Video 2B, batch {options.batch}, {options.height}x{options.width}, {options.dtype}, {name}"

@@ -351,6 +351,24 @@ def test_changed_signature_is_left_alone(ltx: ModuleType, device: str, monkeypat
     assert "its forward takes (hidden_states" in report.left_alone["transformer_blocks.0"]
 
 
+def test_parts_that_share_a_rotary_table(ltx: ModuleType, device: str) -> None:
+    """Its compact form is for optimized attentions alone."""
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        ltx.optimize(model.rope)
+    ltx.optimize(model)
+    for act in (ltx.restore, lambda part: ltx.optimize(part, level="norms")):
+        with pytest.raises(RuntimeError, match=r"together with .*LTXVideoRotaryPosEmbed.*: give the whole model"):
+            act(model.transformer_blocks[0])
+    assert_close(model(**inputs)[0], stock)
+    ltx.restore(model)
+    ltx.optimize(model.transformer_blocks[0])  # alone, with the table at full width
+    assert_close(model(**inputs)[0], stock)
+    ltx.restore(model.transformer_blocks[0])
+    assert patched(model) == []
+
+
 def test_wrong_arguments(ltx: ModuleType, device: str) -> None:
     model = make_model(device)
     for arguments, error, text in (
@@ -492,12 +510,14 @@ def test_packed_weights_are_the_parameters(ltx: ModuleType, device: str, tmp_pat
 
 def test_lost_packing_is_noticed(ltx: ModuleType, device: str) -> None:
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    report = ltx.optimize(model)
     want = model(**inputs)[0]
+    assert "one by one" not in str(report)
     attention = model.transformer_blocks[0].attn1
     attention.to_k.weight.data = attention.to_k.weight.data.clone() * 2
     assert not adjacent(attention)
     stretched = model(**inputs)[0]
+    assert "projections of diffusers.LTXAttention one by one, 1 x" in str(report)
     assert distance(stretched, want) > 1e-5  # the new weight runs, not the one behind to_q
     attention.to_k.weight.data.mul_(0.5)
     assert_close(model(**inputs)[0], want)

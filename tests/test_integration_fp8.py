@@ -204,8 +204,9 @@ def test_lora(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None
     assert distance(beside, model(**inputs)[0]) < 0.1
     model.fuse_lora()
     fused = model(**inputs)[0]
-    model.unload_lora() if hasattr(model, "unload_lora") else None
+    model.unload_lora()
     report = ltx.optimize(model, precision="fp8")
+    assert report.replaced["torch.Linear"] == LINEARS * LAYERS
     assert distance(model(**inputs)[0], fused) < 0.1
     assert report.fallbacks == {}
 

@@ -93,10 +93,14 @@ def optimize(
             sites[name] = Site(entry, type(module).forward, name, rounding, entry.settings(module))
             report.sites.append(sites[name])
         install(module, sites[name])
+    for site in report.sites:
+        site.together = site.entry.together_with in sites
     for linears in groups:
         _fp8.quantise_weights(linears)
     if groups:
-        report.notes.append(_fp8.summary([linear for group in groups for linear in group], free_weights))
+        linears = [linear for group in groups for linear in group]
+        freed = sum(map(_fp8.free_weight, linears)) if free_weights else None
+        report.notes.append(_fp8.summary(linears, freed))
     if rounding == "fp32":
         attentions = [m for m, entry in plan.modules.values() if entry.forward is diffusers.ltx_attention_forward]
         unpacked = Counter(filter(None, map(diffusers.pack_attention, attentions)))
@@ -112,12 +116,14 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
     Packed weights stay where they are, as views of one storage: they are the same parameters with the same values.
 
     Args:
-        obj: What was given to `optimize`, a deepcopy of it, or a part of either.
+        obj: What was given to `optimize`, or a deepcopy of it; of an LTX-Video transformer the whole, since its blocks
+            share a rotary table.
         components: As in `optimize`; None: all that a pipeline has.
 
     Raises:
         TypeError: ``obj`` is neither a module nor a pipeline.
         ValueError: An unknown component.
+        RuntimeError: A part of what belongs together, or weights that were freed. Nothing was restored then.
     """
     for root in _roots(obj, components, default=None).values():
         uninstall_all(root)

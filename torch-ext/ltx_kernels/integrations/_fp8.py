@@ -67,14 +67,13 @@ def free_weight(linear: Any) -> int:
     return size
 
 
-def summary(linears: Sequence[Any], free_weights: bool) -> str:
-    """Frees the stock weights if that is wished; what to tell about the memory."""
+def summary(linears: Sequence[Any], freed_bytes: int | None) -> str:
+    """What to tell about the memory."""
     added = sum(linear.ltx_fp8_values.nbytes + linear.ltx_fp8_scales.nbytes for linear in linears)
     text = f"fp8: {len(linears)} linear layers, {added / 2**20:.1f} MiB of weights"
-    if not free_weights:
+    if freed_bytes is None:
         return f"{text} beside the stock ones"
-    saved = sum(map(free_weight, linears))
-    return f"{text} in place of {saved / 2**20:.1f} MiB, which are freed: there is no restore"
+    return f"{text} in place of {freed_bytes / 2**20:.1f} MiB, which are freed: there is no restore"
 
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -111,7 +110,10 @@ def linear_forward(self: Any, input: Tensor) -> Tensor:
     if reason and not freed(self):
         return stock_forward(self, reason, input)
     if reason:
-        raise RuntimeError(f"a linear layer whose weight was freed by optimize(..., free_weights=True): {reason}")
+        raise RuntimeError(
+            f"fp8 cannot run this call ({reason}), and the stock weight was freed by optimize(..., free_weights=True): "
+            "load the model again to run it without fp8"
+        )
     self._ltx_kernels.count_call()
     return multiply(*quantize_rows(input), self._buffers[VALUES], self._buffers[SCALES], self.bias)
 

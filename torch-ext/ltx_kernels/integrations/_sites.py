@@ -49,6 +49,8 @@ class Entry:
     # Why `restore` cannot put this module back, and what it has to undo beside the forward.
     why_not_restored: Callable[[nn.Module], str] = lambda module: ""
     release: Callable[[nn.Module], None] = lambda module: None
+    # The class whose replacement only modules of this class understand: where both were replaced, both go together.
+    together_with: str = ""
     # The linear layers below such a module that precision="fp8" quantises, those that share an input together, and
     # patterns of those that it leaves in their own precision unless told otherwise.
     fp8: tuple[tuple[str, ...], ...] = ()
@@ -73,6 +75,8 @@ class Site:
         # The class's forward. torch.compile cannot take it from a class that diffusers marks allow_in_graph, a block's.
         self.stock = stock
         self.modules = 0
+        self.together = False  # a module of entry.together_with was replaced as well
+        self.unpacked = 0  # calls of an attention whose weights lie apart, so that its projections ran one by one
         self.calls = 0  # that ran the package's ops
         self.traces = 0  # by torch.compile, of calls that will run them
         self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward instead, by reason
@@ -89,7 +93,7 @@ class Site:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         copied = Site(self.entry, self.stock, self.class_name, self.rounding, self.settings)
-        copied.modules = self.modules
+        copied.modules, copied.together = self.modules, self.together
         memo[id(self)] = copied
         return copied
 
@@ -255,6 +259,14 @@ def uninstall_all(root: nn.Module) -> None:
         reason = module.__dict__[ATTRIBUTE].entry.why_not_restored(module)
         if reason:
             raise RuntimeError(f"{name or class_of(module)} cannot be restored, and nothing was: {reason}")
+    found = {class_of(module) for module in ours.values()}
+    for name, module in ours.items():
+        site = module.__dict__[ATTRIBUTE]
+        if site.together and site.entry.together_with not in found:
+            raise RuntimeError(
+                f"{name or class_of(module)} was optimized together with {site.entry.together_with}, which is not in "
+                "the part that was given, and nothing was changed: give the whole model"
+            )
     for module in ours.values():
         uninstall(module)
 
@@ -325,6 +337,11 @@ class Report:
             lines.append("nothing was replaced")
         for name, reasons in self.fallbacks.items():
             lines += [f"stock call of {name}, {count} x: {reason}" for reason, count in reasons.items()]
+        for s in self.sites:
+            if s.unpacked:
+                lines.append(
+                    f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again)"
+                )
         grouped: dict[str, list[str]] = {}
         for name, reason in self.left_alone.items():
             grouped.setdefault(reason, []).append(name)

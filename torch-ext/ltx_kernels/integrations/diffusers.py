@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op
-from .._linear import packed_linear as packed_linear_now
+from .._linear import linear_gelu, linear_gelu_op, make_adjacent, packed_linear, packed_linear_op
 from ..adaln import adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
 from ..glu import gelu
 from ..norm import layernorm, rmsnorm
@@ -27,6 +26,7 @@ from ._fp8 import Rows, apply_rows, in_fp8, takes_rows
 from ._sites import (
     Entry,
     Plan,
+    Site,
     children,
     class_of,
     hooked,
@@ -217,19 +217,21 @@ def _takes_rows(
     )
 
 
-def _project(linears: tuple[Known, ...], input: Tensor | Rows, pack: bool) -> tuple[tuple[Tensor, ...], bool]:
+def _project(site: Site, linears: tuple[Known, ...], input: Tensor | Rows) -> tuple[tuple[Tensor, ...], bool]:
     """(the output of each linear layer, whether they are views of one new tensor)."""
     if isinstance(input, tuple):
         return apply_rows(linears, input), not torch.compiler.is_compiling()
-    if pack and all(plain_linear(linear, input.dtype) for linear in linears):
+    if len(linears) > 1 and site.rounding == "fp32" and all(plain_linear(linear, input.dtype) for linear in linears):
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
         sizes = [weight.shape[0] for weight in weights]
         if len(biases) in (0, len(weights)):
             if torch.compiler.is_compiling():
                 return packed_linear_op(input, weights, biases).split(sizes, -1), False
-            if adjacent(weights) and (not biases or adjacent(biases)):
-                return packed_linear_now(input, weights, biases).split(sizes, -1), True
+            output = packed_linear(input, weights, biases)
+            if output is not None:
+                return output.split(sizes, -1), True
+            site.unpacked += 1
     return tuple(linear(input) for linear in linears), False
 
 
@@ -254,11 +256,10 @@ def ltx_attention_forward(
             self, reason, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, **kwargs
         )
     site.count_call()
-    pack = site.rounding == "fp32"
     heads = self.heads
     to_q, to_k, to_v, norm_q, norm_k, to_out = children(self, "to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out")
     if image_rotary_emb is not None:
-        (query, key, value), packed = _project((to_q, to_k, to_v), hidden_states, pack)
+        (query, key, value), packed = _project(site, (to_q, to_k, to_v), hidden_states)
         query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
         cos, sin = image_rotary_emb
         if heads == 2:  # half of both heads' width would be taken for the whole of one
@@ -277,8 +278,8 @@ def ltx_attention_forward(
         )
     else:
         assert encoder_hidden_states is not None  # or it would have neither
-        ((query,), _) = _project((to_q,), hidden_states, False)
-        (key, value), _ = _project((to_k, to_v), encoder_hidden_states, pack)
+        ((query,), _) = _project(site, (to_q,), hidden_states)
+        (key, value), _ = _project(site, (to_k, to_v), encoder_hidden_states)
         query = rmsnorm(query, norm_q.weight, norm_q.eps).unflatten(-1, (heads, -1))
         key = rmsnorm(key, norm_k.weight, norm_k.eps).unflatten(-1, (heads, -1))
     if attention_mask is not None:
@@ -446,6 +447,9 @@ def keep_table_readers_together(plan: Plan) -> None:
         if readers:
             del plan.modules[name]
             plan.left_alone[name] = f"{readers[0]}, which reads its table, is left alone"
+        elif not any(other.startswith(model) and other.endswith("attn1") for other in plan.modules):
+            del plan.modules[name]
+            plan.left_alone[name] = "what reads its table is not in the part that was given"
 
 
 def why_not_ltx_block(module: Known) -> str:
@@ -491,6 +495,7 @@ ENTRIES: Mapping[str, Entry] = {
         frozenset({"norm_q", "norm_k", "to_q", "to_k", "to_v", "to_out"}),
         why_not=why_not_ltx_attention,
         settings=attention_settings,
+        together_with=LTX_ROPE,
     ),
     LTX_ROPE: Entry(
         ltx_rope_forward,
