@@ -33,6 +33,7 @@ NORM_OPS: dict[str, tuple[str, ...]] = {
     "gated_residual_adaln_layernorm": ("residual", "gate", "weight", "bias", "scale", "shift"),
 }
 MODULATORS = ("scale", "shift", "gate")
+TINY = torch.finfo(torch.float32).smallest_normal  # smaller numbers are no closer together than those just above it
 
 # Name of the function, its own arguments, and whether it takes two tensors, one packed, or one.
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -263,14 +264,16 @@ def _norm_terms(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     magnitude = h.abs()
     residual = wide("residual")
     if residual is not None:
-        gated = kwargs.get("gate") is not None
-        h = residual + (h * modulator("gate", signed=True) if gated else h)
-        magnitude = residual.abs() + (magnitude * modulator("gate") if gated else magnitude)
+        if kwargs.get("gate") is not None:
+            h = h * modulator("gate", signed=True)
+            magnitude = (magnitude * modulator("gate")).clamp(min=TINY)
+        h = residual + h
+        magnitude = residual.abs() + magnitude
     if op == "gated_residual":
         return (magnitude,)
     n = magnitude
     if "layernorm" in op:
-        n = n + magnitude.mean(-1, keepdim=True)
+        n = n + magnitude.mean(-1, keepdim=True).clamp(min=TINY)
         h = h - h.mean(-1, keepdim=True)
     variance = h.square().mean(-1, keepdim=True) + _eps(kwargs, op)
     if residual is not None:  # where residual and input cancel, so does the statistic

@@ -132,9 +132,9 @@ def spread(x: Tensor, kind: str, seed: int) -> Tensor:
 
 
 def bounded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with leading sizes halved until it is small enough."""
+    """The shape with leading sizes halved until it is small enough, strides of empty ones included."""
     sizes = list(shape)
-    while math.prod(sizes) > ELEMENTS and max(sizes[:-1], default=1) > 1:
+    while math.prod(max(size, 1) for size in sizes) > ELEMENTS and max(sizes[:-1], default=1) > 1:
         largest = sizes.index(max(sizes[:-1]))
         sizes[largest] = (sizes[largest] + 1) // 2
     return tuple(sizes)

@@ -70,7 +70,7 @@ class Guarded:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: str, layout: Layout | None = None):
         layout = layout or Layout()
         strides = layout.strides(shape)
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size > 0)
+        extent = 0 if 0 in shape else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         self._bits = torch.full(
             (2 * GUARD + layout.offset + extent,), CANARY[dtype], dtype=BITS[dtype.itemsize], device=device
         )
