@@ -7,13 +7,15 @@ Columns: `ours`, in the default rounding; `copy`, a device copy that reads and w
 package's reference in plain torch, rounding in the input's dtype as model code does; `compile`, torch.compile of that;
 `native`, torch's own op; `liger` and `quack`, where installed. The result of every column is compared with `eager`
 before it is timed. Times are of the device, with a cold L2 cache. The JSON is rewritten after every case. With --jobs,
-processes compile the columns `compile` ahead, into torch's cache on the disk, and end before the first timing.
+processes compile the columns `compile` ahead, into torch's cache on the disk, and end before the first timing; what has
+not compiled by --limit is left out, and named.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import multiprocessing
@@ -407,31 +409,38 @@ def measure(ltx: ModuleType, timer: Timer, case: Case, make: Make, compiled: boo
     return {**record, "failed": failed} if failed else record
 
 
-def compile_share(names: Sequence[str]) -> None:
+def compile_case(name: str) -> str:
     """In a process of its own: calls what compiles at its first call."""
     ltx, _ = load_package()
     modules, _ = load_peers()
+    (case,) = [case for case in cases() if case.name == name]
     with torch.no_grad():
-        for case in cases():
-            if case.name not in names:
-                continue
-            found = calls(ltx, case, case.build(Make(DTYPES[case.dtype], "cuda", modules)), compiled=True)
-            for name in ("compile", *modules):
-                with contextlib.suppress(Exception):  # measure() reports it
-                    found.get(name, lambda: None)()
+        found = calls(ltx, case, case.build(Make(DTYPES[case.dtype], "cuda", modules)), compiled=True)
+        for column in ("compile", *modules):
+            with contextlib.suppress(Exception):  # measure() reports it
+                found.get(column, lambda: None)()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return name
 
 
-def compile_ahead(selected: Sequence[Case], jobs: int) -> None:
-    names = [case.name for case in selected]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=compile_share, args=(names[i::jobs],)) for i in range(jobs)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+def compile_ahead(selected: Sequence[Case], jobs: int, limit: float) -> set[str]:
+    """The names of the cases that compiled within `limit` seconds; the other processes are ended."""
+    deadline = time.monotonic() + limit
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the pool's processes may start no others
+    ready: set[str] = set()
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        names = pool.imap_unordered(compile_case, [case.name for case in selected])
+        while True:
+            try:
+                ready.add(names.next(max(deadline - time.monotonic(), 0)))
+            except (StopIteration, multiprocessing.TimeoutError):
+                return ready
+            except Exception as error:  # of one case, which is left out
+                print(f"{type(error).__name__} while compiling ahead: {error}", flush=True)
 
 
+@functools.cache
 def load_peers() -> tuple[dict[str, ModuleType], dict[str, str]]:
     """(modules, why each of the others is missing)."""
     modules, missing = {}, {}
@@ -443,6 +452,7 @@ def load_peers() -> tuple[dict[str, ModuleType], dict[str, str]]:
     return modules, missing
 
 
+@functools.cache
 def load_package() -> tuple[ModuleType, dict[str, Any]]:
     """(the package as users load it, its metadata.json)."""
     os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={REPOSITORY / 'build'}")
@@ -504,6 +514,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="only cases with this in `op shape`")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes most of the time")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes that compile ahead")
+    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="for what compiles ahead (120)")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-ops.json)")
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.version.cuda is None:
@@ -532,17 +543,21 @@ def main() -> None:
     }
     slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-ops.json"
-    if options.jobs and not options.no_compile:
+    ready = set() if options.no_compile else {case.name for case in selected}
+    if options.jobs and ready:
         start = time.monotonic()
-        compile_ahead(selected, options.jobs)
-        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+        ready = compile_ahead(selected, options.jobs, options.limit)
+        print(f"compiled {len(ready)} of {len(selected)} in {time.monotonic() - start:.0f} s", flush=True)
     torch.manual_seed(0)
     timer = Timer(calls=10)
     records: list[dict[str, Any]] = []
     with torch.no_grad():
         for case in progress(selected):
             make = Make(DTYPES[case.dtype], "cuda", modules)
-            records.append(measure(ltx, timer, case, make, compiled=not options.no_compile))
+            record = measure(ltx, timer, case, make, compiled=case.name in ready)
+            if not options.no_compile and case.name not in ready:
+                record.setdefault("failed", {})["compile"] = f"did not compile in {options.limit:.0f} s"
+            records.append(record)
             write(output, meta, records)
     print_table(records)
     print(output)
