@@ -74,10 +74,10 @@ def sanitizers(name: str) -> str:
     if result is None:
         return MISSING
     rows = []
-    for tool, functions in result["tools"].items():
-        faults = [function["faults"] for function in functions.values()]
-        tests = sum(function["tests"] for function in functions.values())
-        seconds = max(function["seconds"] for function in functions.values())
+    for tool, processes in result["tools"].items():
+        faults = [process["faults"] for process in processes.values()]
+        tests = sum(process["tests"] for process in processes.values())
+        seconds = max(process["seconds"] for process in processes.values())
         found = "did not finish" if None in faults else str(sum(faults))
         rows.append([tool, str(tests), found, f"{seconds:.0f} s"])
     version, only = result["meta"]["sanitizer"], result["meta"]["only"]
@@ -93,10 +93,9 @@ def suites(name: str) -> str:
         return MISSING
     rows = []
     for suite, counts in result["suites"].items():
-        build, _, file = suite.rpartition(" ")
         numbers = [str(counts.get(key, 0)) for key in ("passed", "failed", "skipped")]
-        rows.append([f"`test_{file}.py`", build or "this GPU's", *numbers])
-    return f"{source(name, result['meta'])}\n\n" + table(["tests", "machine code", "passed", "failed", "skipped"], rows)
+        rows.append([f"`{suite}`" if suite.endswith(".py") else suite, *numbers, f"{counts['seconds']:.0f} s"])
+    return f"{source(name, result['meta'])}\n\n" + table(["tests", "passed", "failed", "skipped", "took"], rows)
 
 
 def mutations() -> str:

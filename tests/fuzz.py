@@ -59,6 +59,17 @@ def chunks(cases: int, seed: int) -> list[tuple[str, int, int]]:
     return [(family, count, seed + i) for i, (_, family, count) in enumerate(sorted(found))]
 
 
+def spans(numbers: list[int]) -> list[str]:
+    """Runs of consecutive numbers, as "first-last"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [f"{first}-{last}" for first, last in found]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=50000)
@@ -84,12 +95,20 @@ def main() -> int:
     kernel = package["provenance"].get("kernel", {})
     meta |= {"commit": kernel.get("commit"), "dirty": kernel.get("dirty"), "package_id": package["id"]}
 
-    tally, failures, done = Tally(), [], 0
+    slug = meta["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") if device == "cuda" else "cpu"
+    output = options.output or REPOSITORY / f"benchmarks/results/fuzz-{slug}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    tally, failures, seeds, other_seeds = Tally(), [], [], []
+    for path in options.add:
+        other = json.loads(path.read_text())
+        tally.merge(other["records"])
+        failures += other["failures"]
+        other_seeds += other["meta"]["seeds"]
     start = time.perf_counter()
     work = chunks(options.cases, options.seed)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        running = [pool.submit(run_chunk, device, *chunk) for chunk in work]
+        running = {pool.submit(run_chunk, device, *chunk): chunk for chunk in work}
         for future in concurrent.futures.as_completed(running):
             if time.perf_counter() - start > options.seconds:
                 for other in running:
@@ -98,32 +117,18 @@ def main() -> int:
                 continue
             records, failure = future.result()
             tally.merge(records)
-            done += 1
+            seeds.append(running[future][2])
             if failure is not None:
                 failure = failure.replace(f"{REPOSITORY}/", "")  # a path of this machine tells others nothing
                 failures.append(failure)
                 print(failure, flush=True)
-            if done % max(1, len(work) // 10) == 0:
+            if len(seeds) % max(1, len(work) // 10) == 0:
                 print(f"{tally.cases} cases, {len(failures)} failures", flush=True)
-    seconds = round(time.perf_counter() - start, 1)
-    seeds = [f"{options.seed}-{options.seed + len(work) - 1}"]
-    for path in options.add:
-        other = json.loads(path.read_text())
-        tally.merge(other["records"])
-        failures += other["failures"]
-        seeds += other["meta"]["seeds"]
-
-    slug = meta["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") if device == "cuda" else "cpu"
-    output = options.output or REPOSITORY / f"benchmarks/results/fuzz-{slug}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    result = {
-        "meta": {**meta, "seeds": seeds, "seconds": seconds},
-        "cases": tally.cases,
-        "failures": failures,
-        "records": tally.records(),
-    }
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{tally.cases} cases, {len(failures)} failures, {seconds} s: {output}")
+            # After every chunk, for a run may be ended from outside.
+            meta |= {"seeds": other_seeds + spans(seeds), "seconds": round(time.perf_counter() - start, 1)}
+            result = {"meta": meta, "cases": tally.cases, "failures": failures, "records": tally.records()}
+            output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{tally.cases} cases, {len(failures)} failures, {meta['seconds']} s: {output}")
     return 1 if failures else 0
 
 

@@ -2,10 +2,11 @@
 
 python tests/gpu.py --ptx build-7.5 build-8.0 --mutations mutants
 
-Side by side: the tests with the build that LOCAL_KERNELS names (default: build/), each file in a process of its own; a
-part of them with builds that hold PTX alone, which the driver compiles: the code of older GPUs (python tools/build.py
---backend cuda --arch 7.5+PTX-only --output build-7.5); 50000 random calls; compute-sanitizer's four tools; and planted
-defects (tests/mutations.py --backend cuda --build-only mutants).
+Side by side: the tests with the build that LOCAL_KERNELS names (default: build/), each file in a process of its own,
+and those of more than 2^31 elements; a part of them with builds that hold PTX alone, which the driver compiles: the
+code of older GPUs (python tools/build.py --backend cuda --arch 7.5+PTX-only --output build-7.5); 50000 random calls;
+compute-sanitizer's four tools; and planted defects (tests/mutations.py --backend cuda --build-only mutants). Each part
+writes its file as it goes, so that a run that is ended early leaves what it had.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
-FILES = ["norm", "adaln", "rope", "glu", "quant", "regressions", "inputs", "errors", "tensor_kinds", "processes"]
-FILES += ["compile", "forced", "parity", "properties"]
-SPLIT = ["norm", "rope", "forced"]  # the longest
-PTX_FILES = ["regressions", "sanitize", "glu", "adaln"]
+FILES = ["norm", "rope", "forced", "compile", "adaln", "glu", "quant", "regressions", "inputs", "errors"]
+FILES += ["tensor_kinds", "processes", "parity", "properties"]
+SPLIT = ["norm", "rope", "compile"]  # the longest
+LARGE_FILES = ["norm", "rope", "glu", "quant"]  # with tests of more than 2^31 elements, which are marked slow
+PTX_FILES = ["regressions", "sanitize", "adaln", "glu"]
+
+Part = tuple[str, list[str], dict[str, str]]  # name, command, environment
 
 
-def pytest(name: str, build: str, extra: list[str]) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *extra, f"tests/test_{name}.py"]
-    return command, {"LOCAL_KERNELS": f"org/ltx-kernels={Path(build).resolve()}", "OMP_NUM_THREADS": "1"}
+def pytest(name: str, files: list[str], build: str, extra: list[str]) -> Part:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *extra]
+    command += [f"tests/test_{file}.py" for file in files]
+    return name, command, {"LOCAL_KERNELS": f"org/ltx-kernels={Path(build).resolve()}", "OMP_NUM_THREADS": "1"}
 
 
 def run(name: str, command: list[str], environment: dict[str, str], limit: float, logs: Path) -> dict[str, Any]:
@@ -83,35 +88,31 @@ def main() -> int:
     slug = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
     python, tests = sys.executable, REPOSITORY / "tests"
 
-    work: list[tuple[str, list[str], dict[str, str]]] = []
-    for name in options.files:
-        extra = ["-n", "4"] if name in SPLIT else []
-        work.append((name, *pytest(name, str(build), ["-m", options.m, *extra])))
-    for directory in options.ptx:
+    work: list[Part] = []
+    for directory in options.ptx:  # one process each: the driver compiles once
         (metadata,) = Path(directory).glob("*/metadata.json")
         arch = json.loads(metadata.read_text())["backend"]["archs"][0].removesuffix("+PTX")
-        work += [(f"PTX {arch} {name}", *pytest(name, directory, ["-m", "not slow"])) for name in options.ptx_files]
-    large: list[tuple[str, list[str], dict[str, str]]] = []
+        work.append(pytest(f"PTX of {arch}", options.ptx_files, directory, ["-m", "not slow"]))
+    for name in options.files:
+        extra = ["-n", "4"] if name in SPLIT else []
+        work.append(pytest(f"test_{name}.py", [name], str(build), ["-m", options.m, *extra]))
+    if set(LARGE_FILES) <= set(options.files):
+        extra = ["-m", "slow", "-k", "more_than"]
+        work.append(pytest("more than 2^31 elements", LARGE_FILES, str(build), extra))
+    other: list[Part] = []
     if not options.no_sanitizer:
         output = options.output / f"sanitize-{slug}.json"
-        large.append(("sanitizers", [python, str(tests / "sanitize.py"), "--output", str(output)], {}))
+        other.append(("sanitizers", [python, str(tests / "sanitize.py"), "--output", str(output)], {}))
     if options.cases:
         output = options.output / f"fuzz-{slug}.json"
         fuzz = [python, str(tests / "fuzz.py"), "--cases", str(options.cases), "--jobs", str(options.fuzz_jobs)]
-        large.append(("fuzz", [*fuzz, "--output", str(output)], {}))
+        # Behind all others, for it fills the processors that they leave idle.
+        other.append(("fuzz", ["nice", *fuzz, "--output", str(output)], {}))
     if options.mutations:
         output = options.output / "mutations-cuda.json"
         mutations = [python, str(tests / "mutations.py"), "--backend", "cuda", "--built", options.mutations]
-        large.append(("mutations", [*mutations, "--output", str(output)], {}))
+        other.append(("mutations", [*mutations, "--output", str(output)], {}))
 
-    start = time.perf_counter()
-    with (
-        concurrent.futures.ThreadPoolExecutor(len(large) or 1) as pool,
-        concurrent.futures.ThreadPoolExecutor(options.jobs) as suites,
-    ):
-        running = {name: pool.submit(run, name, *rest, options.limit, logs) for name, *rest in large}
-        running |= {name: suites.submit(run, name, *rest, options.limit, logs) for name, *rest in work}
-        results = {name: future.result() for name, future in running.items()}
     package = json.loads(next(build.glob("*-cu*/metadata.json")).read_text())
     meta = {
         **common_meta(),
@@ -119,11 +120,21 @@ def main() -> int:
         "cuda": torch.version.cuda,
         "commit": package["provenance"].get("kernel", {}).get("commit"),
         "package_id": package["id"],
-        "seconds": round(time.perf_counter() - start, 1),
     }
     suites_file = options.output / f"suites-{slug}.json"
-    records = {name: results[name] for name, *_ in work}
-    suites_file.write_text(json.dumps({"meta": meta, "suites": records}, indent=1) + "\n")
+    results: dict[str, dict[str, Any]] = {}
+    start = time.perf_counter()
+    with (
+        concurrent.futures.ThreadPoolExecutor(len(other) or 1) as pool,
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as suites,
+    ):
+        running = {pool.submit(run, name, *rest, options.limit, logs): name for name, *rest in other}
+        running |= {suites.submit(run, name, *rest, options.limit, logs): name for name, *rest in work}
+        for future in concurrent.futures.as_completed(running):
+            results[running[future]] = future.result()
+            meta["seconds"] = round(time.perf_counter() - start, 1)
+            records = {name: results[name] for name, *_ in work if name in results}
+            suites_file.write_text(json.dumps({"meta": meta, "suites": records}, indent=1) + "\n")
     failed = [name for name, result in results.items() if result["status"] != 0]
     print(f"{meta['seconds']} s; " + (f"failed: {', '.join(failed)}" if failed else "all good"))
     return 1 if failed else 0

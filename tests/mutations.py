@@ -175,6 +175,20 @@ MUTATIONS = [
         backends=("cuda",),
     ),
     Mutation(
+        "32-bit row offset, rotary (CUDA)",
+        CUDA_ROPE,
+        "return batch * s.batch + token * s.sequence + head * s.head;",
+        "return static_cast<int32_t>(batch * s.batch + token * s.sequence + head * s.head);",
+        backends=("cuda",),
+    ),
+    Mutation(
+        "weight multiplied before the cast (CUDA)",
+        CUDA_NORM,
+        "const bool round_before_weight = S == Statistic::kRms && weight_offset == 0.f;",
+        "const bool round_before_weight = false;",
+        backends=("cuda",),
+    ),
+    Mutation(
         "last column unwritten (CUDA)",
         CUDA_NORM,
         "load.column, p.out.column_stride, width, packed & kOut,",
@@ -311,13 +325,16 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     if options.built is not None:  # nothing to build: all at once
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            selected = [m for m in selected if (options.built / f"{MUTATIONS.index(m):02}").exists()]
-            directories = [options.built / f"{MUTATIONS.index(m):02}" for m in selected]
-            found = pool.map(first_failure, directories, [m.tests for m in selected], [extra] * len(selected))
-            for mutation, caught in zip(selected, found, strict=True):
+            running = {}
+            for mutation in selected:
+                directory = options.built / f"{MUTATIONS.index(mutation):02}"
+                if directory.exists():
+                    running[pool.submit(first_failure, directory, mutation.tests, extra)] = mutation
+            for future in concurrent.futures.as_completed(running):
+                mutation, caught = running[future], future.result()
                 records.append({"defect": mutation.defect, "file": mutation.file, "caught_by": caught})
                 print(f"{mutation.defect}: {caught}", flush=True)
-        write(output, meta, records)
+                write(output, meta, records)
         selected = []
     for i, mutation in enumerate(selected):
         start = time.perf_counter()

@@ -3,7 +3,8 @@
 python tests/sanitize.py                   # or make sanitize; needs a GPU and a CUDA build
 python tests/sanitize.py --tools memcheck -k activations
 
-Every tool looks at this package's kernels alone. The runs go in parallel, one for each tool, test function and dtype.
+Every tool looks at this package's kernels alone. The runs go in parallel, one for each tool, dtype and file of tests:
+what takes the time is the start of a process, where the tool rewrites every kernel.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
-WHOLE_FILE = "pytestmark = pytest.mark.sanitize"
-ONE_TEST = re.compile(r"^@pytest\.mark\.sanitize\n(?:@.*\n)*def (test_\w+)", re.MULTILINE)
+MARKED = re.compile(r"^(?:@|pytestmark = )pytest\.mark\.sanitize$", re.MULTILINE)
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 DTYPES = ["float32", "float16", "bfloat16"]
 FAULTS = re.compile(r"^========= (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
@@ -34,18 +34,14 @@ ENVIRONMENT = {
 }
 
 
-def marked_tests() -> list[str]:
-    """file::function of every test that is marked; found in the text, for pytest would take a process and torch."""
-    found = []
-    for file in sorted((REPOSITORY / "tests").glob("test_*.py")):
-        text = file.read_text()
-        names = re.findall(r"^def (test_\w+)", text, re.MULTILINE) if WHOLE_FILE in text else ONE_TEST.findall(text)
-        found += [f"{file}::{name}" for name in names]
-    return found
+def marked_files() -> list[str]:
+    """Files with tests that are marked; found in the text, for pytest would take a process and torch."""
+    files = sorted((REPOSITORY / "tests").glob("test_*.py"))
+    return [str(file) for file in files if MARKED.search(file.read_text())]
 
 
-def command(sanitizer: str, tool: str, function: str, dtype: str, only: str) -> list[str]:
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", function]
+def command(sanitizer: str, tool: str, file: str, dtype: str, only: str) -> list[str]:
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "sanitize", file]
     tests += ["-k", f"torch.{dtype} and ({only})" if only else f"torch.{dtype}"]
     return [sanitizer, "--tool", tool, "--kernel-regex", "kns=ltx", "--error-exitcode", "99", *tests]
 
@@ -85,27 +81,6 @@ def main() -> int:
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if sanitizer is None:
         sys.exit("tests/sanitize.py needs compute-sanitizer, of the CUDA toolkit, in PATH")
-    start = time.perf_counter()
-    tools: dict[str, Any] = {tool: {} for tool in options.tools}
-    good = True
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        running = {
-            pool.submit(run, command(sanitizer, tool, function, dtype, options.k)): (
-                tool,
-                f"{function.rpartition('::')[2]} {dtype}",
-            )
-            for function in marked_tests()
-            for dtype in DTYPES
-            for tool in options.tools
-        }
-        for future in concurrent.futures.as_completed(running):
-            tool, function = running[future]
-            result, output = future.result()
-            tools[tool][function] = result
-            print(tool, function, *(f"{name} {value}" for name, value in result.items()), flush=True)
-            if result["status"] != 0 or result["faults"] != 0:
-                good = False
-                print(output[-6000:], flush=True)
     device = torch.cuda.get_device_name()
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False).stdout
     directory = build_directory()
@@ -120,11 +95,30 @@ def main() -> int:
         "commit": package["provenance"].get("kernel", {}).get("commit"),
         "package_id": package["id"],
         "only": options.k,
-        "seconds": round(time.perf_counter() - start, 1),
     }
     slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output_file = options.output or REPOSITORY / f"benchmarks/results/sanitize-{slug}.json"
-    output_file.write_text(json.dumps({"meta": meta, "tools": tools}, indent=1) + "\n")
+    start = time.perf_counter()
+    tools: dict[str, Any] = {tool: {} for tool in options.tools}
+    good = True
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        running = {
+            pool.submit(run, command(sanitizer, tool, file, dtype, options.k)): (tool, f"{Path(file).stem} {dtype}")
+            for file in reversed(marked_files())
+            for dtype in DTYPES
+            for tool in options.tools
+        }
+        meta["processes"] = len(running)  # all that there should be
+        for future in concurrent.futures.as_completed(running):
+            tool, tests = running[future]
+            result, output = future.result()
+            tools[tool][tests] = result
+            print(tool, tests, *(f"{name} {value}" for name, value in result.items()), flush=True)
+            if result["status"] != 0 or result["faults"] != 0:
+                good = False
+                print(output[-6000:], flush=True)
+            meta["seconds"] = round(time.perf_counter() - start, 1)
+            output_file.write_text(json.dumps({"meta": meta, "tools": tools}, indent=1) + "\n")
     print(f"{'clean' if good else 'NOT CLEAN'}, {meta['seconds']} s: {output_file}")
     return 0 if good else 1
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from helpers import assert_same_bits
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -397,6 +398,31 @@ def test_gradients_are_those_of_the_formula(ltx: Any, device: str, case: Case) -
         as_tuple(results) + gradients(results, tensors), as_tuple(expected) + gradients(expected, doubles)
     ):
         torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_16_bit_tensors(ltx: Any, device: str, case: Case, dtype: torch.dtype) -> None:
+    """Computed in fp32 and rounded where autograd hands them on: once for each use of a tensor."""
+    tensors = case.tensors(Inputs(device, dtype, grad=True), BATCH, TOKENS)
+    doubles = tuple(tensor.detach().double().requires_grad_() for tensor in tensors)
+    results = as_tuple(case.call(ltx, *tensors))
+    make = Inputs("cpu", torch.float64)
+    weights = [make(*result.shape).to(dtype).to(device) for result in results]
+    expected = torch.autograd.grad(as_tuple(case.formula(*doubles)), doubles, [w.double() for w in weights])
+    eps = torch.finfo(dtype).eps
+    for got, want in zip(torch.autograd.grad(results, tensors, weights), expected):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=2 * eps, atol=eps * want.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_have_the_same_bits_in_every_run(ltx: Any, device: str, case: Case, dtype: torch.dtype) -> None:
+    """Those of weights and modulators too, which are sums over many rows."""
+    tensors = case.tensors(Inputs(device, dtype, grad=True), 3, 200)
+    first = gradients(case.call(ltx, *tensors), tensors)
+    for _ in range(4):
+        for again, want in zip(gradients(case.call(ltx, *tensors), tensors), first):
+            assert_same_bits(again, want)
 
 
 def test_gradients_compile(ltx: Any, device: str, case: Case) -> None:

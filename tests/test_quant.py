@@ -402,6 +402,43 @@ def test_threads_change_nothing(ltx, device):
             assert_same_bits(output, one)
 
 
+# ---- Large
+
+
+def test_strides_above_int32(ltx, device):
+    """Two rows, or two columns, more than 2^31 elements apart, in memory that is mostly never touched."""
+    width, apart = 264, 2**31 + 8
+    try:
+        flat = torch.empty(apart + width, dtype=torch.bfloat16, device=device)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        pytest.skip(f"not enough memory: {error}")
+    make = Make(device, torch.bfloat16)
+    for case in (norm_case("rmsnorm", make, (2, width)), activation_case("swiglu", make, (2, width // 2))):
+        expected = run(ltx, case)
+        for strides in ((apart, 1), (1, apart // width)):
+            far = flat.as_strided((2, width), strides)
+            far.copy_(case.kwargs["input"])
+            for output, want in zip(run(ltx, case.replace(input=far)), expected, strict=True):
+                assert_same_bits(output, want, f"{case.op}, strides {strides}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 4096])
+def test_more_than_2_31_elements(ltx, cuda, width):
+    rows = 2**31 // width + 3
+    try:
+        x = torch.empty(rows, width, dtype=torch.bfloat16, device=cuda)
+        results = ltx.quantize_rows(x.normal_(generator=torch.Generator(cuda).manual_seed(1)))
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"not enough memory: {error}")
+    for first in (0, rows // 2, rows - 8):
+        for output, want in zip(results, ltx.quantize_rows(x[first : first + 8]), strict=True):
+            assert_same_bits(output[first : first + 8], want, f"rows from {first}")
+
+
+# ---- GPU machinery
+
+
 def test_cuda_graph(ltx, cuda_graphs):
     make = Make("cuda", torch.bfloat16)
     x, r = make(4, 16, 256), make(4, 16, 256)
