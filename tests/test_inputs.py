@@ -6,6 +6,7 @@ input, and the op gives the same result. tests/test_errors.py has the texts them
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from torch import Tensor
 
 NAMES = list(every_case(Make("cpu", torch.float32)))
 every_call = pytest.mark.parametrize("name", NAMES)
+QUANTISING = ["rmsnorm", "rmsnorm_residual", "adaln_rmsnorm", "gated_residual", "gated_residual_adaln_rmsnorm"]
+QUANTISING += ["geglu", "swiglu", "gelu"]
 
 SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
     "int64": lambda t: t.long(),
@@ -100,6 +103,38 @@ def test_every_argument(ltx: Any, device: str, name: str, how: str) -> None:
         for g in guarded:
             assert bool(g.view.isnan().all()), f"{operand}, {how}: an output was written"
             g.check()
+
+
+def quantising_case(name: str, device: str) -> Case:
+    """The call of the op's quantising twin."""
+    case = every_case(Make(device, torch.float32))[name]
+    return dataclasses.replace(case, op=f"{case.op}_quant")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.split()[0] in QUANTISING])
+@pytest.mark.parametrize("how", SPOILED)
+def test_every_argument_of_quantising_ops(ltx: Any, device: str, name: str, how: str) -> None:
+    assert {f"{op}_quant" for op in QUANTISING} == {op for op in ltx.__all__ if op.endswith("_quant")}
+    case = quantising_case(name, device)
+    for operand in case.tensors:
+        bad = spoiled(case, operand, how)
+        if any(tensor.device.type == "meta" for tensor in bad.tensors.values()) and len(case.tensors) == 1:
+            continue
+        results, text = outcome(lambda bad=bad: bad.run(ltx.reference))
+        got, own_text = outcome(lambda bad=bad: bad.run(ltx))
+        if how == "float64" and operand == "input":  # the reference's alone
+            text = f"{operand}: expected dtype float32, float16 or bfloat16, got float64"
+        assert own_text == text, f"{operand}, {how}"
+        if text:
+            assert ": expected " in text, f"{operand}, {how}: {text}"
+            continue
+        assert got is not None and results is not None
+        (values, scales, *own), (want_values, want_scales, *want) = got, results
+        expected = want_values.float() * want_scales
+        error = (values.float() * scales - expected).abs()  # which may go either way
+        assert bool((error <= torch.maximum(expected.abs() / 7, want_scales * 2.0**-8)).all()), f"{operand}, {how}"
+        near = 1e-5 if bad.inputs[0].dtype == torch.float32 else 2e-3
+        torch.testing.assert_close(own, want, rtol=near, atol=near)
 
 
 @every_call
