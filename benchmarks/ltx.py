@@ -3,8 +3,9 @@
     python tools/build.py
     python benchmarks/ltx.py [--frames 49 161] [--configs baseline kernels] [--model random|tiny|ID] [--output PATH]
 
-A step is one forward of the transformer with the batch that guidance makes. The configurations share one set of weights
-and take turns. fp8 is optimize(precision="fp8"), and torchao's dynamic quantisation per row of the same blocks' linear
+A step is one forward of the transformer with the batch that guidance makes, timed among others as in denoising. The
+configurations share one set of weights and take turns, forwards and backwards: each leaves the chip warm or cool for
+the next one. fp8 is optimize(precision="fp8"), and torchao's dynamic quantisation per row of the same blocks' linear
 layers (where torchao is installed).
 
 `first_step_s` is what it takes from the call that makes a configuration to the end of its first step; `peak_gb` its
@@ -44,6 +45,7 @@ from torch import Tensor, nn
 CONFIGS = ("baseline", "kernels", "compile", "kernels_compile")
 FP8_CONFIGS = ("kernels_fp8", "torchao_fp8_compile", "kernels_fp8_compile")
 PROFILED_STEPS = 5
+WARM_UP_STEPS = 3  # of each turn: the clock settles to what the power limit allows, and the host gets ahead
 TINY = {"num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 256, "caption_channels": 64}
 TEXT_TOKENS = 128
 TEMPORAL, SPATIAL, FRAME_RATE = 8, 32, 25  # the VAE's compression
@@ -136,7 +138,8 @@ def time_steps(step: Callable[[], Tensor], steps: int, device: str) -> list[floa
             times.append((time.perf_counter() - start) * 1e3)
         return times
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    step()  # the clocks settle, and the host gets ahead
+    for _ in range(WARM_UP_STEPS):
+        step()
     events[0].record()
     for event in events[1:]:
         step()
@@ -218,8 +221,8 @@ def measure(
         progress.console.print(f"{frames} frames, {label(config)}: first step {records[config]['first_step_s']} s")
         progress.advance(task)
     times: dict[str, list[float]] = {config: [] for config in configs}
-    for _ in range(options.rounds):
-        for config in configs:
+    for turn in range(options.rounds):
+        for config in configs[:: -1 if turn % 2 else 1]:
             times[config] += time_steps(steps[config], options.steps, device)
             progress.advance(task)
     baseline = results.get("baseline")
@@ -303,8 +306,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="random", help="random (the 2B shape), tiny, a folder, or a Hub id")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a configuration in a round (default: 5)")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of a configuration (default: 4)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of a turn (default: 10)")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-ltx.json)")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 130)

@@ -98,6 +98,17 @@ def test_only_fused_ops_quantise_what_they_make(ltx: ModuleType, model: nn.Modul
     assert sorted(seen) == sorted((["norm_quant"] * 2 + ["residual_norm_quant"] * 2 + ["gelu_quant"]) * LAYERS)
 
 
+def test_projections_are_one_gemm(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Of a model that was not optimized before; and what takes them apart is noticed."""
+    report = ltx.optimize(model, precision="fp8")
+    want = model(**inputs)[0]
+    assert "one by one" not in str(report)
+    bias = model.transformer_blocks[0].attn1.to_k.bias
+    bias.data = bias.data.clone()
+    assert_close(model(**inputs)[0], want)
+    assert "projections of diffusers.LTXAttention one by one, 1 x" in str(report)
+
+
 def test_skip(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
     exact = exactly(model, inputs)
     errors = {}

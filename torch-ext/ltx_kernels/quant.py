@@ -501,9 +501,9 @@ def multiply(
     channels, width = weight.shape
     leading = values.shape[:-1]
     values, scales = values.reshape(-1, width), scales.reshape(-1, 1)
-    if bias is not None:
+    if bias is not None and bias.dtype != out_dtype:
         bias = bias.to(out_dtype)
-    if values.device.type == "cpu":
+    if values.is_cpu:
         out = values.float() @ weight.float().t() * scales * weight_scales
         out = (out if bias is None else out + bias.float()).to(out_dtype)
     else:

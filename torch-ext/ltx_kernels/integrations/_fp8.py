@@ -141,36 +141,40 @@ def in_fp8(linear: Any) -> bool:
 
 def takes_rows(linears: Sequence[Any], input: Tensor) -> bool:
     """Whether linear layers can be handed quantised rows of what would have been a tensor like `input`."""
-    if _why_not_input(input):
-        return False
-    return all(in_fp8(linear) and not hooked(linear) and not _why_not_weight(linear, input) for linear in linears)
+    for linear in linears:
+        if not in_fp8(linear) or hooked(linear) or _why_not_weight(linear, input):
+            return False
+    return not _why_not_input(input)
 
 
-def apply_rows(linears: Sequence[Any], rows: Rows) -> tuple[Tensor, ...]:
-    """The outputs of linear layers for quantised rows; one GEMM where their weights are adjacent."""
+def apply_rows(linears: Sequence[Any], rows: Rows) -> tuple[tuple[Tensor, ...], bool]:
+    """(the outputs of linear layers for quantised rows, whether they are views of one new tensor).
+
+    They are where the weights are adjacent: then one GEMM makes them all.
+    """
     values = [linear._buffers[VALUES] for linear in linears]
     scales = [linear._buffers[SCALES] for linear in linears]
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases = [linear._parameters["bias"] for linear in linears]
     for linear in linears:
         linear._ltx_kernels.count_call()
-    if len(linears) == 1:
-        return (multiply(*rows, values[0], scales[0], biases[0] if biases else None),)
-    function = packed_scaled_linear_op if torch.compiler.is_compiling() else packed_scaled_linear
-    return function(*rows, values, scales, biases).split([v.shape[0] for v in values], -1)
+    if len(linears) > 1 and len({bias is None for bias in biases}) == 1:
+        given = [bias for bias in biases if bias is not None]
+        sizes = [value.shape[0] for value in values]
+        if torch.compiler.is_compiling():
+            return packed_scaled_linear_op(*rows, values, scales, given).split(sizes, -1), False
+        output = packed_scaled_linear(*rows, values, scales, given)
+        if output is not None:
+            return output.split(sizes, -1), True
+    return tuple(multiply(*rows, *weight) for weight in zip(values, scales, biases)), False
 
 
 def packed_scaled_linear(
     values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    """``scaled_linear`` of several layers with one input, their outputs side by side."""
+) -> Tensor | None:
+    """``scaled_linear`` of several layers with one input, outputs side by side; None if their weights lie apart."""
     if adjacent(weights) and adjacent(weight_scales) and (not biases or adjacent(biases)):
-        bias = stacked(biases) if biases else None
-        return multiply(values, scales, stacked(weights), stacked(weight_scales), bias)
-    outputs = [
-        multiply(values, scales, weight, weight_scales[i], biases[i] if biases else None)
-        for i, weight in enumerate(weights)
-    ]
-    return torch.cat(outputs, -1)
+        return multiply(values, scales, stacked(weights), stacked(weight_scales), stacked(biases) if biases else None)
+    return None
 
 
 @torch.library.custom_op(
@@ -181,7 +185,14 @@ def packed_scaled_linear(
 def packed_scaled_linear_op(
     values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
-    return packed_scaled_linear(values, scales, weights, weight_scales, biases)
+    packed = packed_scaled_linear(values, scales, weights, weight_scales, biases)
+    if packed is not None:
+        return packed
+    outputs = [
+        multiply(values, scales, weight, weight_scales[i], biases[i] if biases else None)
+        for i, weight in enumerate(weights)
+    ]
+    return torch.cat(outputs, -1)
 
 
 @packed_scaled_linear_op.register_fake

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._linear import linear_gelu, linear_gelu_op, make_adjacent, packed_linear, packed_linear_op
+from .._ops import add_op_namespace_prefix
 from ..adaln import adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
 from ..glu import gelu
 from ..norm import layernorm, rmsnorm
@@ -116,6 +117,23 @@ def gelu_forward(self: Known, hidden_states: Tensor) -> Tensor:
 # ---- LTX-Video
 
 
+def _compact_table(table: Tensor) -> Tensor:
+    """A stock rotary table without the second of each two equal columns."""
+    return table[..., ::2].contiguous()
+
+
+# Opaque to torch.compile, which would compute the table anew for every second block that reads it: 0.2 ms of a step of
+# 49 frames on an H200 (benchmarks/results/h200-ltx.json at 73b16a4).
+@torch.library.custom_op(add_op_namespace_prefix("compact_table"), mutates_args=(), schema="(Tensor table) -> Tensor")
+def _compact_table_op(table: Tensor) -> Tensor:
+    return _compact_table(table)
+
+
+@_compact_table_op.register_fake
+def _(table: Tensor) -> Tensor:
+    return table.new_empty(*table.shape[:-1], table.shape[-1] // 2)
+
+
 def _stock_table(table: Tensor, width: int) -> Tensor:
     """A rotary table as the stock modules take it: each angle at both places of its pair."""
     return table if table.shape[-1] == width else table.repeat_interleave(2, -1)
@@ -137,7 +155,8 @@ def ltx_rope_forward(
     def table() -> tuple[Tensor, Tensor]:
         one = hidden_states[:1] if video_coords is None else hidden_states
         stock = site.stock(self, one, num_frames, height, width, rope_interpolation_scale, video_coords)
-        return stock[0][..., ::2].contiguous(), stock[1][..., ::2].contiguous()
+        compact = _compact_table_op if torch.compiler.is_compiling() else _compact_table
+        return compact(stock[0]), compact(stock[1])
 
     if torch.compiler.is_compiling():
         return table()
@@ -211,16 +230,19 @@ def _takes_rows(
     site = attention.__dict__.get("_ltx_kernels")
     return (
         site is not None
+        and takes_rows(linears, hidden_states)
         and not hooked(attention)
         and not _why_not_attention_call(attention, hidden_states, *context, {})
-        and takes_rows(linears, hidden_states)
     )
 
 
 def _project(site: Site, linears: tuple[Known, ...], input: Tensor | Rows) -> tuple[tuple[Tensor, ...], bool]:
     """(the output of each linear layer, whether they are views of one new tensor)."""
     if isinstance(input, tuple):
-        return apply_rows(linears, input), not torch.compiler.is_compiling()
+        outputs, packed = apply_rows(linears, input)
+        if len(linears) > 1 and not packed and not torch.compiler.is_compiling():
+            site.unpacked += 1
+        return outputs, packed
     if len(linears) > 1 and site.rounding == "fp32" and all(plain_linear(linear, input.dtype) for linear in linears):
         weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -321,9 +343,6 @@ def pack_attention(attention: Known) -> str:
     linears = [attention.to_k, attention.to_v]
     if attention.to_q.in_features == attention.to_k.in_features:
         linears.insert(0, attention.to_q)  # a cross-attention finds the last two adjacent as well
-    linears = [linear for linear in linears if not in_fp8(linear)]
-    if not linears:
-        return ""
     parameters = [p for linear in linears for p in linear.parameters(recurse=False)]
     if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
         return "to_q, to_k or to_v is no plain nn.Linear"
@@ -333,7 +352,9 @@ def pack_attention(attention: Known) -> str:
             return "to_q, to_k or to_v has other than ordinary parameters of one device and dtype"
         if p.device.type not in ("cuda", "cpu"):
             return f"to_q, to_k or to_v is on {p.device}"
-    make_adjacent([linear.weight for linear in linears])
+    weights = [linear.weight for linear in linears if not in_fp8(linear)]  # those in fp8 are adjacent as they are made
+    if weights:
+        make_adjacent(weights)
     if all(linear.bias is not None for linear in linears):
         make_adjacent([linear.bias for linear in linears])
     return ""
@@ -417,22 +438,22 @@ def ltx_block_forward(
 
 def _ff_takes_rows(ff: Known, hidden_states: Tensor) -> bool:
     """Whether a feed-forward is Linear, GELU, Linear and nothing else, the first of them in fp8."""
-    if class_of(ff) != FEED_FORWARD or hooked(ff) or ff.training or len(ff.net) != 3:
+    if class_of(ff) != FEED_FORWARD or len(ff.net) != 3:
         return False
     activation, dropout, _ = ff.net
     return (
         class_of(activation) == GELU
-        and not hooked(activation)
-        and not hooked(dropout)
         and takes_rows((activation.proj,), hidden_states)
+        and not ff.training
+        and not any(map(hooked, (ff, activation, dropout)))
     )
 
 
 def _ff_of_rows(ff: Known, rows: Rows) -> Tensor:
     activation, _, down = ff.net
-    (hidden,) = apply_rows((activation.proj,), rows)
+    (hidden,), _ = apply_rows((activation.proj,), rows)
     if takes_rows((down,), hidden):
-        (output,) = apply_rows((down,), gelu_quant(hidden, approximate=activation.approximate))
+        (output,), _ = apply_rows((down,), gelu_quant(hidden, approximate=activation.approximate))
         return output
     return down(gelu(hidden, approximate=activation.approximate))
 
