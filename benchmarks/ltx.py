@@ -8,10 +8,11 @@ configurations share one set of weights and take turns, forwards and backwards: 
 the next one. fp8 is optimize(precision="fp8"), and torchao's dynamic quantisation per row of the same blocks' linear
 layers (where torchao is installed).
 
-`first_step_s` is what it takes from the call that makes a configuration to the end of its first step; `peak_gb` its
-weights and what a step needs beside them; `error_vs_fp32` the relative L2 error of the result against the stock model
-in float32, and `psnr_vs_baseline` its likeness to the stock result in decibels. Beside the JSON goes a picture of where
-the time of a step goes on the device.
+`step_ms` is that of steps as a program launches them, `graph_ms` that of the same kernels in a CUDA graph: where it is
+much less, the step waits for the host. `first_step_s` is what it takes from the call that makes a configuration to the
+end of its first step; `peak_gb` its weights and what a step needs beside them; `error_vs_fp32` the relative L2 error of
+the result against the stock model in float32, and `psnr_vs_baseline` its likeness to the stock result in decibels.
+Beside the JSON goes a picture of where the time of a step goes on the device.
 """
 
 from __future__ import annotations
@@ -148,6 +149,19 @@ def time_steps(step: Callable[[], Tensor], steps: int, device: str) -> list[floa
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
+def as_graph(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A step whose kernels the host launches all at once."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
 def kernel_times(step: Callable[[], Tensor]) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """(milliseconds of a step by kind of kernel, all kernels with their milliseconds and launches).
 
@@ -199,6 +213,7 @@ def measure(
     steps: dict[str, Callable[[], Tensor]] = {}
     records: dict[str, dict[str, Any]] = {}
     results: dict[str, Tensor] = {}
+    graphs: dict[str, Callable[[], Tensor]] = {}
     task = progress.add_task(f"{frames} frames", total=len(configs) * (options.rounds + 1))
     for config in configs:
         synchronize(device)
@@ -218,17 +233,23 @@ def measure(
         if device == "cuda":
             peak = weight_bytes(made) + torch.cuda.max_memory_allocated() - before
             records[config]["peak_gb"] = round(peak / 2**30, 3)
+            graphs[config] = as_graph(steps[config])
         progress.console.print(f"{frames} frames, {label(config)}: first step {records[config]['first_step_s']} s")
         progress.advance(task)
     times: dict[str, list[float]] = {config: [] for config in configs}
+    graph_times: dict[str, list[float]] = {config: [] for config in graphs}
     for turn in range(options.rounds):
         for config in configs[:: -1 if turn % 2 else 1]:
             times[config] += time_steps(steps[config], options.steps, device)
+            if config in graphs:
+                graph_times[config] += time_steps(graphs[config], options.steps, device)
             progress.advance(task)
     baseline = results.get("baseline")
     for config, record in records.items():
         record["step_ms"] = round(statistics.median(times[config]), 3)
         record["p90_ms"] = round(statistics.quantiles(times[config], n=10)[-1], 3)
+        if config in graphs:
+            record["graph_ms"] = round(statistics.median(graph_times[config]), 3)
         record["error_vs_fp32"] = float(f"{error(results[config], expected):.4g}")
         record["psnr_vs_baseline"] = None if baseline is None else psnr(results[config], baseline)
         if device == "cuda":
@@ -275,7 +296,19 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="LTX-Video, one denoising step")
-    for column in ("frames", "configuration", "ms", "p90", "speed-up", "first step s", "peak GiB", "error", "PSNR dB"):
+    columns = (
+        "frames",
+        "configuration",
+        "ms",
+        "p90",
+        "speed-up",
+        "graph ms",
+        "first step s",
+        "peak GiB",
+        "error",
+        "PSNR dB",
+    )
+    for column in columns:
         table.add_column(column, justify="left" if column == "configuration" else "right")
     for record in records:
         stock = [r for r in records if r["frames"] == record["frames"] and r["config"] == "baseline"]
@@ -285,6 +318,7 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
             f"{record['step_ms']:.2f}",
             f"{record['p90_ms']:.2f}",
             f"{stock[0]['step_ms'] / record['step_ms']:.3f}" if stock else "",
+            f"{record['graph_ms']:.2f}" if "graph_ms" in record else "",
             f"{record['first_step_s']:.1f}",
             f"{record['peak_gb']:.2f}" if "peak_gb" in record else "",
             f"{record['error_vs_fp32']:.2e}",
