@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import json
 import statistics
 import sys
 from collections.abc import Iterator
@@ -63,12 +64,6 @@ def make_transformer(recipe: str, transformer: nn.Module, ltx: ModuleType) -> nn
     return model
 
 
-def graph_ms(model: nn.Module, args: argparse.Namespace) -> float:
-    inputs = make_inputs(model, 2, args.frames, args.height, args.width)
-    model(**inputs)
-    return statistics.median(time_steps(as_graph(lambda: model(**inputs)[0]), 20, "cuda"))
-
-
 def likeness(frames: np.ndarray, expected: np.ndarray) -> dict[str, float | None]:
     mean_square = np.square(frames.astype(np.float64) - expected).mean()
     found: dict[str, float | None] = {"psnr_db": float(-10 * np.log10(mean_square)), "ssim": None}
@@ -108,10 +103,8 @@ def measure(
             by_step = [[error(a, b) for a, b in zip(c.history, e.history)] for c, e in zip(found, expected)]
             frames = [likeness(c.frames, e.frames) for c, e in zip(found, expected)]
             mean = {key: [f[key] for f in frames] for key in ("psnr_db", "ssim")}
-            on_gpu = pipe.transformer.device.type == "cuda"
             yield {
                 "recipe": recipe,
-                "graph_ms": round(graph_ms(pipe.transformer, args), 3) if on_gpu and recipe != TORCHAO else None,
                 "weights_gb": round(weight_bytes(pipe.transformer) / 2**30, 3),
                 "latents_error": statistics.mean(errors[-1] for errors in by_step),
                 "latents_error_by_seed": [errors[-1] for errors in by_step],
@@ -119,6 +112,20 @@ def measure(
                 **{key: None if None in values else statistics.mean(values) for key, values in mean.items()},
             }
             pipe.transformer = None
+
+
+def time_recipes(ltx: ModuleType, stock: nn.Module, args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """Adds to each record the milliseconds of a step."""
+    if stock.device.type != "cuda":
+        return
+    inputs = make_inputs(stock, 2, args.frames, args.height, args.width)
+    for record in records:
+        if record["recipe"] == TORCHAO:
+            continue
+        model = make_transformer(record["recipe"], stock, ltx)
+        model(**inputs)
+        times = time_steps(as_graph(lambda model=model: model(**inputs)[0]), 20, "cuda")
+        record["graph_ms"] = round(statistics.median(times), 3)
 
 
 def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -131,7 +138,7 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
     for record in records:
         steps = range(1, len(record["error_by_step"]) + 1)
         (line,) = left.plot(steps, record["error_by_step"], label=record["recipe"])
-        if record["graph_ms"] is None:
+        if "graph_ms" not in record:
             continue
         right.plot(record["graph_ms"], record["latents_error"], "o", color=line.get_color())
         right.annotate(
@@ -162,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=ltx_pipeline.at_least(1), default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, TORCHAO], help="(default: all)")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8.json)")
+    parser.add_argument("--only", choices=["errors", "times"], help="times: of the recipes in an earlier result")
     parser.set_defaults(steps=30)
     args = ltx_pipeline.parse(parser, arguments)
     ltx_pipeline.quiet()
@@ -187,9 +195,18 @@ def main(arguments: list[str] | None = None) -> int:
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = args.output or REPOSITORY / f"benchmarks/results/{slug}-fp8.json"
     records: list[dict[str, Any]] = []
+    stock = pipe.transformer
     with torch.no_grad():
-        for record in measure(ltx, pipe, args, recipes, console):
-            records.append(record)
+        if args.only == "times":
+            earlier = json.loads(output.read_text())
+            records = earlier["records"]
+            meta = earlier["meta"]
+        else:
+            for record in measure(ltx, pipe, args, recipes, console):
+                records.append(record)
+                write(output, meta, records)
+        if args.only != "errors":
+            time_recipes(ltx, stock, args, records)
             write(output, meta, records)
     draw(records, output, f"LTX-Video, {args.frames} frames of {args.height}x{args.width}, {args.steps} steps, {name}")
     table = Table(title="Distance from the stock model in float32")
@@ -198,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     for record in records:
         table.add_row(
             record["recipe"],
-            "" if record["graph_ms"] is None else f"{record['graph_ms']:.2f}",
+            f"{record['graph_ms']:.2f}" if "graph_ms" in record else "",
             f"{record['weights_gb']:.2f}",
             f"{record['latents_error']:.3e}",
             f"{record['psnr_db']:.1f}",
