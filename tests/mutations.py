@@ -327,7 +327,7 @@ def main() -> int:
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             running = {}
             for mutation in selected:
-                directory = options.built / f"{MUTATIONS.index(mutation):02}"
+                directory = options.built.resolve() / f"{MUTATIONS.index(mutation):02}"
                 if directory.exists():
                     running[pool.submit(first_failure, directory, mutation.tests, extra)] = mutation
             for future in concurrent.futures.as_completed(running):
@@ -338,7 +338,7 @@ def main() -> int:
         selected = []
     for i, mutation in enumerate(selected):
         start = time.perf_counter()
-        built = (options.build_only or options.work) / f"{MUTATIONS.index(mutation):02}"
+        built = (options.build_only or options.work).resolve() / f"{MUTATIONS.index(mutation):02}"
         build(options.work / "sources", mutation, options.backend, built, options.build_args.split())
         seconds = time.perf_counter() - start
         if options.build_only is not None:
