@@ -1,4 +1,4 @@
-"""examples/generate_video.py and examples/inject_ltx.py: what they write and print, and that their numbers hold."""
+"""examples/generate_video.py, inject_ltx.py, inject_llm.py: what they write and print, and that their numbers hold."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import generate_video  # noqa: E402
+import inject_llm  # noqa: E402
 import inject_ltx  # noqa: E402
 import numpy as np  # noqa: E402
 from diffusers import LTXPipeline  # noqa: E402
@@ -281,3 +282,28 @@ def test_inject(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     documented = inject_ltx.__doc__.split("For the tiny model:\n\n")[1]
     assert capsys.readouterr().out == "".join(f"{line[4:]}\n" for line in documented.splitlines())
     assert len((EXAMPLES / "inject_ltx.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("options", [[], ["--rounding", "eager"], ["--kernelize", "--no-float32"]], ids=" ".join)
+def test_inject_llm(
+    device: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    inject_llm.load("tiny", torch.float32).save_pretrained(tmp_path)
+    for model in ("tiny", str(tmp_path)):
+        inject_llm.main([model, "--tokens", "8", *options])
+        lines = capsys.readouterr().out.splitlines()
+        if "--kernelize" in options:
+            assert lines.pop(0) == "9 x LlamaRMSNorm"
+        else:
+            assert lines[2].split() == ["9", "transformers.LlamaRMSNorm", str(9 * (1 + 2 + 8)), "0", "0", "rmsnorm"]
+            del lines[:3]
+        moved = float(lines.pop(0).removeprefix("logits, relative distance from the stock model's: "))
+        assert (0 if "eager" in options else 1e-4) <= moved < 2e-2
+        if "--no-float32" not in options:
+            *_, stock, _, _, _, ours = lines.pop(0).replace(",", "").split()
+            assert 1e-3 < float(ours) < 1.3 * float(stock) < 2e-2
+        same = int(lines[0].removeprefix("greedy tokens: the first ").removesuffix(" of 8 are the same"))
+        assert same <= 8 and (same == 8 or "eager" not in options or device != "cpu")
+        rates = lines[1].removeprefix(f"tokens per second on {device}: stock ").split(", with the ops ")
+        assert len(lines) == 2 and min(map(float, rates)) > 1

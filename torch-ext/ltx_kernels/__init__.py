@@ -9,7 +9,7 @@ torch code of the model libraries rounds, to reproduce a stock model.
 """
 
 from . import _fakes as _fakes  # registers fakes, and kernels for the variant's other device
-from . import reference
+from . import layers, reference
 from .adaln import (
     adaln_layernorm,
     adaln_rmsnorm,
@@ -19,7 +19,7 @@ from .adaln import (
     gated_residual_adaln_rmsnorm,
 )
 from .glu import geglu, gelu, swiglu
-from .integrations import optimize, restore
+from .integrations import kernel_mapping, optimize, restore
 from .norm import layernorm, rmsnorm, rmsnorm_residual
 from .quant import (
     adaln_rmsnorm_quant,
@@ -52,7 +52,9 @@ __all__ = [
     "geglu_quant",
     "gelu",
     "gelu_quant",
+    "kernel_mapping",
     "layernorm",
+    "layers",
     "optimize",
     "qk_norm_rope",
     "quantize_rows",

@@ -13,14 +13,16 @@ from torch import nn
 
 from .._checks import ROUNDING, choice
 from ..quant import fp8_obstacle
-from . import _fp8, diffusers
+from . import _fp8, diffusers, transformers
 from ._sites import Plan, Report, Site, class_of, install, uninstall_all, why_not
+from .kernels import kernel_mapping as kernel_mapping
 
 LEVELS = ("norms", "block")
 PRECISIONS = ("native", "fp8")
 LINEAR = "torch.nn.modules.linear.Linear"
 # What a pipeline's call spends its time in. Text encoders run once, and a VAE's norms see memory formats of their own.
 DENOISERS = ("transformer", "transformer_2", "unet")
+ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
 
 
 def optimize(
@@ -63,7 +65,8 @@ def optimize(
             (its branch has no gate) and its key and value (of a few text tokens).
         free_weights: With "fp8", give the memory of the quantised weights' originals back. There is no `restore` then,
             and the model cannot be saved.
-        strict: Raise, and change nothing, where something of a known class has to be left alone, or nothing is known.
+        strict: Raise, and change nothing, where something of a known class or a norm of transformers has to be left
+            alone, or nothing is known.
 
     Returns:
         A report of what was replaced, what was left alone and why; print it, before and after a run.
@@ -171,8 +174,13 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
     for component, root in roots.items():
         known = False
         for name, module in root.named_modules(prefix=component):
-            entry = diffusers.ENTRIES.get(class_of(module))
-            if entry is None or (level == "norms" and entry.level != "norms") or rounding not in entry.roundings:
+            entry = ENTRIES.get(class_of(module))
+            if entry is None:
+                reason = transformers.why_unknown(module)
+                if reason:
+                    plan.left_alone[name] = reason
+                continue
+            if (level == "norms" and entry.level != "norms") or rounding not in entry.roundings:
                 continue
             known = True
             reason = why_not(module, entry)

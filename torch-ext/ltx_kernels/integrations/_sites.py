@@ -28,8 +28,12 @@ _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
 
 
+def name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def class_of(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return name_of(type(value))
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,22 @@ def why_not_input(tensor: Tensor) -> str:
     return ""
 
 
+def why_not_norm_weight(module: nn.Module, input: Tensor) -> str:
+    """Why a norm's weight and bias cannot go with an input now; empty if they can."""
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter or parameter.device != input.device or parameter.dtype != input.dtype:
+            return f"its weight is not an ordinary one of {input.dtype} on {input.device}"
+        if parameter.requires_grad and torch.is_grad_enabled():
+            return "a gradient is needed"
+    return ""
+
+
+def why_not_norm_call(module: nn.Module, input: Tensor) -> str:
+    return why_not_input(input) or why_not_norm_weight(module, input)
+
+
 # ---- Installing and removing
 
 
@@ -344,7 +364,7 @@ class Report:
                 )
         grouped: dict[str, list[str]] = {}
         for name, reason in self.left_alone.items():
-            grouped.setdefault(reason, []).append(name)
+            grouped.setdefault(reason, []).append(name or "the model")
         for reason, names in grouped.items():
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             lines.append(f"left alone: {shown}: {reason}")

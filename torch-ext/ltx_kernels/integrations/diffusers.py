@@ -34,6 +34,8 @@ from ._sites import (
     plain_linear,
     stock_forward,
     why_not_input,
+    why_not_norm_call,
+    why_not_norm_weight,
 )
 
 RMSNORM = "diffusers.models.normalization.RMSNorm"
@@ -56,24 +58,8 @@ ROPE_TABLES = 4
 # ---- Norms and activations
 
 
-def _why_not_norm_weight(module: Known, input: Tensor) -> str:
-    """Why a norm's weight and bias cannot go with an input now; empty if they can."""
-    for parameter in module._parameters.values():
-        if parameter is None:
-            continue
-        if type(parameter) is not nn.Parameter or parameter.device != input.device or parameter.dtype != input.dtype:
-            return f"its weight is not an ordinary one of {input.dtype} on {input.device}"
-        if parameter.requires_grad and torch.is_grad_enabled():
-            return "a gradient is needed"
-    return ""
-
-
-def _why_not_norm_call(module: Known, input: Tensor) -> str:
-    return why_not_input(input) or _why_not_norm_weight(module, input)
-
-
 def rms_norm_forward(self: Known, hidden_states: Tensor) -> Tensor:
-    reason = _why_not_norm_call(self, hidden_states)
+    reason = why_not_norm_call(self, hidden_states)
     if reason:
         return stock_forward(self, reason, hidden_states)
     self._ltx_kernels.count_call()
@@ -86,7 +72,7 @@ def torch_rms_norm_forward(self: Known, x: Tensor) -> Tensor:
 
 
 def layer_norm_forward(self: Known, input: Tensor) -> Tensor:
-    reason = _why_not_norm_call(self, input)
+    reason = why_not_norm_call(self, input)
     if reason:
         return stock_forward(self, reason, input)
     self._ltx_kernels.count_call()
@@ -216,7 +202,7 @@ def _why_not_attention_call(
         norm = self._modules[name]
         if hooked(norm):
             return f"{name} has a hook"
-        reason = _why_not_norm_weight(norm, hidden_states)
+        reason = why_not_norm_weight(norm, hidden_states)
         if reason:
             return f"{name}: {reason}"
     return why_not_input(hidden_states)

@@ -1,0 +1,646 @@
+"""Language models of transformers: `optimize` on their norms, and the layers through the functions of kernels.
+
+The models are small and random, of transformers' own classes.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close_to_eager, assert_close_to_fp64
+from helpers.build import REPO_ID, ROOT
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+kernels = pytest.importorskip("kernels")
+from kernels import LayerRepository, LocalLayerRepository, Mode, kernelize, use_kernel_mapping  # noqa: E402
+from transformers import KernelConfig  # noqa: E402
+from transformers.integrations import hub_kernels  # noqa: E402
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS, WIDTH = 2, 64
+# By library name; Qwen3 also normalises queries and keys.
+NORMS = {"Llama": 2 * LAYERS + 1, "Mistral": 2 * LAYERS + 1, "Qwen2": 2 * LAYERS + 1, "Qwen3": 4 * LAYERS + 1}
+HALF = [torch.bfloat16, torch.float16]
+MODES = [Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE]
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "Llama", **config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": 99}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    tokens = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
+    config_class = getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 1.0, 0.2)  # as constructed they are all one
+        elif not name.endswith("bias"):
+            nn.init.normal_(parameter, 0.0, 0.2)  # as constructed they hardly do anything
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def make_ids(device: str, length: int = 9) -> Tensor:
+    return torch.randint(1, 99, (2, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if "RMSNorm" in type(m).__name__]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def assert_close(got: Tensor, stock: Tensor) -> None:
+    """Not further from stock than the order of sums in float32, or a few roundings to half precision, can take it."""
+    assert got.dtype == stock.dtype and got.shape == stock.shape
+    assert distance(got, stock) < (1e-5 if got.dtype == torch.float32 else 4 * torch.finfo(got.dtype).eps)
+
+
+# ---- optimize
+
+
+@pytest.mark.parametrize("rounding", ["fp32", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("family", NORMS)
+def test_forward(ltx: ModuleType, device: str, family: str, dtype: torch.dtype, rounding: str) -> None:
+    model, ids = make_model(device, dtype, family), make_ids(device)
+    stock, exact = model(ids).logits, copy.deepcopy(model).float()(ids).logits
+    report = ltx.optimize(model, rounding=rounding, strict=True)
+    ours = model(ids).logits
+    assert report.replaced == {f"transformers.{family}RMSNorm": NORMS[family]}
+    assert report.sites[0].calls == NORMS[family] and report.fallbacks == {}
+    assert_close(ours, stock)
+    if dtype != torch.float32:
+        assert distance(ours, exact) <= 1.15 * distance(stock, exact)  # one small model: the ratio has its own noise
+        if rounding == "eager":
+            # Sums of 64 and of 16 numbers seldom round to another side: most of the result is the same to the bit.
+            assert distance(ours, stock) < 0.5 * distance(stock, exact)
+    report.restore()
+    assert torch.equal(model(ids).logits, stock) and not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("family", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_one_norm(ltx: ModuleType, device: str, dtype: torch.dtype, family: str) -> None:
+    """By itself: "eager" has the stock module's bits, "fp32" is as close to float64 as one rounding gets."""
+    norm = make_model(device, dtype, family, rms_norm_eps=0.3).model.norm
+    torch.manual_seed(2)
+    x = torch.randn(3, 7, WIDTH).to(device, dtype)
+    stock = norm(x)
+    wide = x.double()
+    normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.3)
+    truth = normalised * norm.weight.double()
+    ltx.optimize(norm, rounding="eager")
+    assert_close_to_eager(norm(x), stock, truth.abs())
+    ltx.optimize(norm)
+    assert_close_to_fp64(norm(x), truth, truth.abs())
+    if dtype != torch.float32:
+        assert (norm(x) != stock).double().mean() > 0.05  # the stock module rounds twice
+        with pytest.raises(AssertionError):
+            assert_close_to_fp64(stock, truth, truth.abs())
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic cache", "static cache"])
+@pytest.mark.parametrize("rounding", ["fp32", "eager"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_generation(ltx: ModuleType, device: str, family: str, rounding: str, cache: str | None) -> None:
+    """With the cache of keys and values, and with prompts of two lengths."""
+    model, ids = make_model(device, family=family), make_ids(device)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "cache_implementation": cache}
+    if cache == "static":
+        options["disable_compile"] = True
+    stock = model.generate(ids, **options)
+    report = ltx.optimize(model, rounding=rounding)
+    assert torch.equal(model.generate(ids, **options), stock)
+    assert report.sites[0].calls == 20 * NORMS[family] and report.fallbacks == {}
+    assert len(stock[:, ids.shape[1] :].unique()) > 5  # not one token over and over
+
+
+def test_faults_would_show(ltx: ModuleType, device: str) -> None:
+    """A weight or an eps that was forgotten moves the result far more than rounding does."""
+    model, ids = make_model(device), make_ids(device)
+    stock = model(ids).logits
+    ltx.optimize(model)
+    norm = model.model.layers[0].input_layernorm
+    kept = norm.weight.clone()
+    norm.weight.mul_(torch.rand_like(kept) + 0.5)
+    assert distance(model(ids).logits, stock) > 1e-3
+    norm.weight.copy_(kept)
+    norm.variance_epsilon += 0.01
+    assert distance(model(ids).logits, stock) > 1e-3
+    norm.variance_epsilon = model.config.rms_norm_eps
+    assert_close(model(ids).logits, stock)
+
+
+@pytest.mark.parametrize("length", [1, 0])
+def test_short_inputs(ltx: ModuleType, device: str, length: int) -> None:
+    norm = norms(make_model(device))[0]
+    ltx.optimize(norm)
+    x = torch.randn(2, length, WIDTH, device=device)
+    assert_close_to_fp64(norm(x), type(norm).forward(norm, x).double(), 1.0)
+
+
+def test_other_norms_are_named(ltx: ModuleType, device: str) -> None:
+    """Gemma's weight counts from one; nothing of it is touched, whatever its class is called."""
+    ids = make_ids(device)
+    gemma = make_model(device, family="Gemma")
+    stock = gemma(ids).logits
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        report = ltx.optimize(gemma)
+    name = "transformers.models.gemma.modeling_gemma.GemmaRMSNorm"
+    reason = f"{name}: it multiplies by 1 + weight, not by weight"
+    assert report.left_alone["model.norm"] == reason and reason in str(report)
+    assert list(report.left_alone.values()).count(reason) == 2 * LAYERS + 1 and report.sites == []
+    assert torch.equal(gemma(ids).logits, stock)
+    with pytest.raises(RuntimeError, match=r"model\.norm: .*GemmaRMSNorm: it multiplies by 1 \+ weight"):
+        ltx.optimize(gemma, strict=True)
+
+    class OwnNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states)
+
+    model = make_model(device)
+    model.model.norm = OwnNorm(WIDTH).to(device)
+    model.model.layers[0].input_layernorm = GemmaRMSNorm(WIDTH).to(device)
+    stock = model(ids).logits
+    report = ltx.optimize(model)
+    assert report.replaced == {"transformers.LlamaRMSNorm": NORMS["Llama"] - 2}
+    assert report.left_alone["model.layers.0.input_layernorm"] == reason
+    assert "OwnNorm is a subclass of transformers.models.llama" in report.left_alone["model.norm"]
+    assert_close(model(ids).logits, stock)
+    with pytest.raises(RuntimeError, match="strict"):
+        ltx.optimize(model, strict=True)
+
+    phi = make_model(device, family="Phi3")
+    with pytest.warns(UserWarning, match=r"transformers\.models\.phi3\.modeling_phi3\.Phi3RMSNorm is not known"):
+        assert ltx.optimize(phi).left_alone["model.norm"].endswith("Phi3RMSNorm is not known")
+
+
+def test_layer_norms_of_transformers(ltx: ModuleType, device: str) -> None:
+    """Falcon's are torch's."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 99}
+    torch.manual_seed(0)
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).to(device).eval().requires_grad_(False)
+    ids = make_ids(device)
+    stock = model(ids).logits
+    report = ltx.optimize(model)
+    assert report.replaced == {"torch.LayerNorm": LAYERS + 1}
+    assert_close(model(ids).logits, stock)
+    assert report.fallbacks == {}
+
+
+def class_named(name: str) -> Any:
+    """A class of the installed transformers; None: it has no such class."""
+    module, _, cls = name.rpartition(".")
+    return getattr(importlib.import_module(module), cls, None) if importlib.util.find_spec(module) else None
+
+
+def test_reasons_hold(ltx: ModuleType, device: str) -> None:
+    """What the registry says of classes that it leaves alone is what they do."""
+    reasons = ltx.integrations.transformers.DIFFERENT
+    classes = {name: cls for name in reasons if (cls := class_named(name)) is not None}
+    assert len(classes) > 10
+    for name, cls in classes.items():
+        norm = cls(WIDTH, eps=1e-3).to(device, torch.bfloat16)
+        torch.manual_seed(3)
+        norm.weight.normal_(0.5, 0.2)
+        x, gate = torch.randn(2, 5, 9, WIDTH).to(device, torch.bfloat16)
+        if "gate" in reasons[name]:
+            assert "gate" in inspect.signature(norm.forward).parameters, name
+            assert not torch.equal(norm(x, gate), norm(x, 2 * gate)), name
+            continue
+        stock = norm(x)
+        same = ltx.rmsnorm(x, norm.weight, 1e-3, weight_offset=1.0 if "1 + weight" in reasons[name] else 0.0)
+        llama = ltx.rmsnorm(x, norm.weight, 1e-3, rounding="eager")
+        assert (same != stock).double().mean() < 0.01 and (llama != stock).double().mean() > 0.05, name
+
+
+# ---- Calls that the op cannot take
+
+
+def gradients(model: Any, ids: Tensor) -> list[Tensor]:
+    with torch.enable_grad():
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_training_runs_stock(ltx: ModuleType, device: str) -> None:
+    model, ids = make_model(device).requires_grad_(True).train(), make_ids(device)
+    want = gradients(model, ids)
+    report = ltx.optimize(model)
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        for got, expected in zip(gradients(model, ids), want, strict=True):
+            assert torch.equal(got, expected) or checkpointing
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        assert "a gradient is needed" in report.fallbacks["transformers.LlamaRMSNorm"]
+    assert report.sites[0].fallbacks["a gradient is needed"] >= 2 * NORMS["Llama"]
+    model.eval()
+    calls = report.sites[0].calls
+    model(ids)  # without gradients it is the op again
+    assert report.sites[0].calls == calls + NORMS["Llama"]
+
+
+def test_other_calls_run_stock(ltx: ModuleType, device: str) -> None:
+    ids = make_ids(device)
+    for change, reason in (
+        (lambda model: model.double(), "dtype torch.float64"),
+        (lambda model: norms(model)[0].double(), f"its weight is not an ordinary one of torch.float32 on {ids.device}"),
+    ):
+        model = make_model(device)
+        change(model)
+        norm = norms(model)[0]
+        x = model.model.embed_tokens(ids)
+        stock = norm(x)
+        report = ltx.optimize(model)
+        got = norm(x)
+        assert torch.equal(got, stock) and got.dtype == torch.float64
+        assert report.fallbacks == {"transformers.LlamaRMSNorm": {reason: 1}} and reason in str(report)
+    model = make_model(device)
+    with torch.autocast(device, torch.bfloat16):
+        stock = model(ids).logits
+        report = ltx.optimize(model)
+        assert torch.equal(model(ids).logits, stock)
+    assert report.fallbacks == {"transformers.LlamaRMSNorm": {"autocast is on": NORMS["Llama"]}}
+
+
+# ---- What goes on around a model
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile(ltx: ModuleType, device: str, compiler: str) -> None:
+    model, ids = make_model(device, torch.bfloat16), make_ids(device)
+    stock = model(ids, use_cache=False).logits
+    report = ltx.optimize(model)
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    assert_close(compiled(ids, use_cache=False).logits, stock)
+    assert report.sites[0].traces == NORMS["Llama"] and report.fallbacks == {}
+    compiled(make_ids(device, 12), use_cache=False)  # once more for lengths that vary, and then never again
+    with torch.compiler.set_stance("fail_on_recompile"):
+        ids = make_ids(device, 15)
+        assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_copies_and_files(ltx: ModuleType, device: str, tmp_path: Path) -> None:
+    model, ids = make_model(device), make_ids(device)
+    stock, keys = model(ids).logits, list(model.state_dict())
+    parameters = [id(p) for p in model.parameters()]
+    report = ltx.optimize(model)
+    assert list(model.state_dict()) == keys and [id(p) for p in model.parameters()] == parameters
+
+    copied = copy.deepcopy(model)
+    norms(copied)[0].weight.zero_()
+    assert_close(model(ids).logits, stock)
+    calls = report.sites[0].calls
+    assert distance(copied(ids).logits, stock) > 0.1
+    assert report.sites[0].calls == calls  # the copy counts its own
+    ltx.restore(copied)
+    assert not any("forward" in m.__dict__ for m in copied.modules())
+
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(device).eval()
+    assert torch.equal(loaded(ids).logits, stock)
+    other = ltx.optimize(loaded)
+    report.restore()
+    assert torch.equal(model(ids).logits, stock)
+    assert_close(loaded(ids).logits, stock)
+    assert other.sites[0].calls == NORMS["Llama"]
+
+
+def test_offload(ltx: ModuleType, device: str) -> None:
+    """accelerate keeps the forward that it wraps: `optimize` replaces that one."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = make_model(device), make_ids(device)
+    stock = model(ids).logits
+    accelerate.cpu_offload(model, torch.device(device))
+    report = ltx.optimize(model)
+    assert_close(model(ids).logits, stock)
+    assert report.sites[0].calls == NORMS["Llama"] and report.fallbacks == {}
+    report.restore()
+    assert_close(model(ids).logits, stock)
+    assert report.sites[0].calls == NORMS["Llama"]
+
+
+# ---- The layers, through the functions of kernels
+
+
+def run_kernelize(model: nn.Module, mapping: Any, mode: Mode = Mode.INFERENCE) -> None:
+    with use_kernel_mapping(mapping, inherit_mapping=False):
+        kernelize(model, mode=mode)
+
+
+def replaced_by(layer: type[nn.Module], model: nn.Module) -> int:
+    return sum(getattr(m.forward, "__func__", None) is layer.forward for m in model.modules())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_kernelize(ltx: ModuleType, device: str, family: str, mode: Mode) -> None:
+    ids = make_ids(device)
+    training = Mode.TRAINING in mode
+    model = make_model(device, family=family).requires_grad_(training).train(training)
+    stock, want = model(ids).logits, gradients(model, ids) if training else []
+    run_kernelize(model, ltx.kernel_mapping(), mode)
+    assert replaced_by(ltx.layers.RMSNorm, model) == NORMS[family]
+    if Mode.TORCH_COMPILE in mode:
+        model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    assert_close(model(ids, use_cache=False).logits, stock)
+    if training:
+        for got, expected in zip(gradients(model, ids), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        if Mode.TORCH_COMPILE not in mode:
+            model.gradient_checkpointing_enable()
+            for got, expected in zip(gradients(model, ids), want, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_layer_rounds_once(ltx: ModuleType, device: str, dtype: torch.dtype) -> None:
+    norm = make_model(device, dtype, rms_norm_eps=0.3).model.norm
+    run_kernelize(norm, ltx.kernel_mapping())
+    torch.manual_seed(2)
+    x = torch.randn(3, 7, WIDTH).to(device, dtype)
+    wide = x.double()
+    truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.3) * norm.weight.double()
+    assert_close_to_fp64(norm(x), truth, truth.abs())
+
+
+def test_generation_with_layers(ltx: ModuleType, device: str) -> None:
+    model, ids = make_model(device), make_ids(device)
+    options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    stock = model.generate(ids, **options)
+    run_kernelize(model, ltx.kernel_mapping())
+    assert torch.equal(model.generate(ids, **options), stock)
+
+
+@pytest.fixture
+def build(ltx: ModuleType, backend: str) -> Path:
+    """The folder of the loaded variant."""
+    if (backend == "cpu") != (torch.version.cuda is None):
+        pytest.skip("NOT RUN: kernels takes the variant that goes with torch, and that is not the one under test")
+    return Path(ltx.__file__).parent
+
+
+REPOSITORIES: dict[str, Callable[[Path], Any]] = {
+    "variant": lambda build: LocalLayerRepository(build, layer_name="RMSNorm"),
+    "build": lambda build: LocalLayerRepository(build.parent, layer_name="RMSNorm"),
+    "LOCAL_KERNELS": lambda build: LayerRepository(REPO_ID, layer_name="RMSNorm", revision="main"),
+}
+
+
+@pytest.mark.parametrize("where", REPOSITORIES)
+def test_repositories(ltx: ModuleType, device: str, build: Path, where: str) -> None:
+    """The same layer by a path, and by a name that LOCAL_KERNELS resolves without a network."""
+    model, ids = make_model(device), make_ids(device)
+    stock = model(ids).logits
+    repository = REPOSITORIES[where](build)
+    run_kernelize(model, {"RMSNorm": {device: repository}}, Mode.INFERENCE | Mode.TORCH_COMPILE)
+    assert replaced_by(repository.load(), model) == NORMS["Llama"]
+    assert repository.load() is ltx.layers.RMSNorm  # one build, one module, however it is named
+    assert_close(model(ids).logits, stock)
+
+
+def test_missing_layer_and_device(ltx: ModuleType, device: str, build: Path) -> None:
+    model = make_model(device)
+    with pytest.raises(ValueError, match="Layer `LayerNorm` not found"):
+        run_kernelize(model, {"RMSNorm": {device: LocalLayerRepository(build, layer_name="LayerNorm")}})
+    run_kernelize(model, {"RMSNorm": {"xpu": ltx.kernel_mapping()["RMSNorm"][device]}})
+    assert replaced_by(ltx.layers.RMSNorm, model) == 0
+
+
+def test_mapping(ltx: ModuleType, backend: str) -> None:
+    mapping = ltx.kernel_mapping()
+    assert {device for devices in mapping.values() for device in devices} == {backend}
+    used = {repository.load() for devices in mapping.values() for repository in devices.values()}
+    assert used == {getattr(ltx.layers, name) for name in ltx.layers.__all__}
+    for layer in used:
+        assert layer.has_backward and layer.can_torch_compile
+        assert layer.__init__ is nn.Module.__init__
+        assert set(dir(layer)) - set(dir(nn.Module)) == {"has_backward", "can_torch_compile"}
+    assert mapping == ltx.kernel_mapping() == copy.deepcopy(mapping)  # kernels compares, hashes and copies them
+    assert len({hash(repository) for devices in mapping.values() for repository in devices.values()}) == len(used)
+
+
+def decorated(name: str) -> dict[str, str]:
+    """The forward of every class of the installed transformers that is decorated with a name for kernels."""
+    found = {}
+    for file in sorted((Path(transformers.__file__).parent / "models").rglob("modeling_*.py")):
+        text = file.read_text()
+        if f'use_kernel_forward_from_hub("{name}")' not in text:
+            continue
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and any(f"('{name}')" in ast.unparse(d) for d in node.decorator_list):
+                (forward,) = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "forward"]
+                forward.returns = None
+                found[f"{file.stem}.{node.name}"] = ast.unparse(forward)
+    return found
+
+
+def test_layer_fits_every_module_of_its_name() -> None:
+    """Read in their sources: weight and variance_epsilon, rounded before the weight, after it, or both."""
+    forwards = decorated("RMSNorm")
+    assert len(forwards) > 100 and "modeling_llama.LlamaRMSNorm" in forwards
+    returned = {
+        "return self.weight * hidden_states.to(input_dtype)",
+        "return (self.weight * hidden_states).to(input_dtype)",
+        "return (self.weight.to(torch.float32) * hidden_states).to(input_dtype)",
+    }
+    for name, forward in forwards.items():
+        lines = [line.strip() for line in forward.splitlines()]
+        assert lines[0] in ("def forward(self, hidden_states: torch.Tensor):", "def forward(self, hidden_states):"), (
+            name
+        )
+        assert lines[1:-1] == [
+            "input_dtype = hidden_states.dtype",
+            "hidden_states = hidden_states.to(torch.float32)",
+            "variance = hidden_states.pow(2).mean(-1, keepdim=True)",
+            "hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)",
+        ], name
+        assert lines[-1] in returned, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python"])
+def test_activations(ltx: ModuleType, device: str, name: str, dtype: torch.dtype) -> None:
+    from transformers.activations import ACT2FN
+
+    module = copy.deepcopy(ACT2FN[name])
+    torch.manual_seed(4)
+    x = (torch.randn(5, 33, 64) * 3).to(device, dtype)
+    stock, truth = module(x), copy.deepcopy(module)(x.double())
+    with use_kernel_mapping(ltx.kernel_mapping(), inherit_mapping=False):
+        kernelize(module, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=device, use_fallback=False)
+    ours = module(x)
+    assert_close_to_fp64(ours, truth, x.double().abs(), eager=lambda: stock)
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_(True)
+        (got,) = torch.autograd.grad(module(leaf).sum(), leaf)
+        wide = x.double().requires_grad_(True)
+        (want,) = torch.autograd.grad(type(module).forward(module, wide).sum(), wide)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_own_modules(ltx: ModuleType, device: str) -> None:
+    """A user's class with the same attributes, decorated or not."""
+
+    @kernels.use_kernel_forward_from_hub("RMSNorm")
+    class Decorated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((WIDTH,), 3.0))
+            self.variance_epsilon = 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError("this forward was to be replaced")
+
+    norm = Decorated().to(device)
+    run_kernelize(norm, ltx.kernel_mapping())
+    x = torch.randn(4, WIDTH, device=device)
+    truth = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 0.5) * 3
+    assert_close_to_fp64(norm(x), truth, truth.abs())
+
+    class Gated(nn.Module):  # takes something else: kernels refuses
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            return x * gate
+
+    kernels.replace_kernel_forward_from_hub(Gated, "RMSNorm")
+    repository = {"RMSNorm": {device: type(ltx.kernel_mapping()["RMSNorm"][device])(type("RMSNorm", (nn.Module,), {
+        "forward": ltx.layers.RMSNorm.forward, "has_backward": True, "can_torch_compile": True,
+    }))}}  # fmt: skip
+    with pytest.raises(TypeError, match="different number of arguments"), use_kernel_mapping(repository):
+        kernelize(Gated(), mode=Mode.INFERENCE, device=device)
+
+
+def test_optimize_and_kernelize(ltx: ModuleType, device: str) -> None:
+    """Either way round: what came later does not run twice, and `restore` takes away nothing of kernelize's."""
+    ids = make_ids(device)
+    model = make_model(device)
+    stock = model(ids).logits
+    report = ltx.optimize(model)
+    run_kernelize(model, ltx.kernel_mapping())
+    assert_close(model(ids).logits, stock)
+    assert report.sites[0].calls == 0 and replaced_by(ltx.layers.RMSNorm, model) == NORMS["Llama"]
+    report.restore()
+    assert replaced_by(ltx.layers.RMSNorm, model) == NORMS["Llama"]
+    with pytest.warns(UserWarning, match="its forward is patched already"):
+        assert set(ltx.optimize(model).left_alone.values()) == {"its forward is patched already"}
+    assert_close(model(ids).logits, stock)
+
+    model = make_model(device)
+    run_kernelize(model, {})  # puts every stock forward where it would put a layer's
+    report = ltx.optimize(model, strict=True)
+    assert_close(model(ids).logits, stock)
+    assert report.sites[0].calls == NORMS["Llama"]
+
+
+# ---- Through transformers
+
+
+@pytest.fixture
+def transformers_takes_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KernelConfig has a list of devices without the CPU."""
+    config = importlib.import_module("transformers.utils.kernel_config")
+    monkeypatch.setattr(config, "KERNELS_SUPPORTED_DEVICE_TYPES", [*config.KERNELS_SUPPORTED_DEVICE_TYPES, "cpu"])
+
+
+@pytest.mark.usefixtures("transformers_takes_cpu")
+def test_kernel_config_of_a_folder(ltx: ModuleType, device: str, build: Path) -> None:
+    """KernelConfig({"RMSNorm": "folder:RMSNorm"}, use_local_kernel=True), for a model that exists."""
+    model, ids = make_model(device), make_ids(device)
+    stock = model(ids).logits
+    config = KernelConfig({"RMSNorm": f"{build.parent}:RMSNorm"}, use_local_kernel=True)
+    model.set_use_kernels(True, config)
+    assert model.use_kernels and replaced_by(ltx.layers.RMSNorm, model) == NORMS["Llama"]
+    assert_close(model(ids).logits, stock)
+
+
+@pytest.mark.usefixtures("transformers_takes_cpu")
+def test_kernel_config_of_a_repository(ltx: ModuleType, device: str, build: Path, tmp_path: Path) -> None:
+    """from_pretrained(..., use_kernels=True) with a repository; LOCAL_KERNELS says where it is."""
+    model, ids = make_model(device), make_ids(device)
+    model.save_pretrained(tmp_path)
+    repository = f"{REPO_ID}:RMSNorm", {"revision": "main", "trust_remote_code": True}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, device_map=device, use_kernels=True,
+        kernel_config=KernelConfig({"RMSNorm": repository}, inherit_mapping=False),
+    )  # fmt: skip
+    assert loaded.use_kernels and replaced_by(ltx.layers.RMSNorm, loaded) == NORMS["Llama"]
+    assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def test_kernel_config_of_the_mapping(ltx: ModuleType, device: str) -> None:
+    """What is loaded already, on any device; and it stays through train() and eval()."""
+    model, ids = make_model(device), make_ids(device)
+    stock = model(ids).logits
+    model.kernel_config = KernelConfig(ltx.kernel_mapping(), inherit_mapping=False)
+    hub_kernels.kernelize(model)
+    for _ in range(2):
+        assert model.use_kernels and replaced_by(ltx.layers.RMSNorm, model) == NORMS["Llama"]
+        assert_close(model(ids).logits, stock)
+        model.train().eval()
+
+
+def test_transformers_mends_local_kernels_in_from_pretrained(build: Path, tmp_path: Path) -> None:
+    """A fault of transformers 5.22.2: docs/layers.md tells of it. Should this fail, it is mended."""
+    make_model("cpu").save_pretrained(tmp_path)
+    config = KernelConfig({"RMSNorm": f"{build.parent}:RMSNorm"}, use_local_kernel=True)
+    hub_kernels.register_kernel_replacements_and_fusions(
+        transformers.LlamaForCausalLM, transformers.LlamaConfig(), config
+    )
+    assert isinstance(config.kernel_mapping["RMSNorm"], tuple)  # where create_compatible_mapping expects a string
+
+
+# ---- The page
+
+
+@pytest.mark.usefixtures("transformers_takes_cpu")
+def test_docs(ltx: ModuleType, device: str, build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python block of docs/layers.md, in their order, with a small model in the place of the real one."""
+    text = (ROOT / "docs" / "layers.md").read_text()
+    if transformers.__version__ in text:
+        assert f"each of the {len(decorated('RMSNorm'))}\nclasses" in text
+    make_model(device, torch.bfloat16, "Qwen3").save_pretrained(tmp_path / "model")
+    (tmp_path / "build").symlink_to(build.parent)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(
+            block.replace("Qwen/Qwen3-0.6B", "model")
+            .replace('"cuda"', repr(device))
+            .replace("org/ltx-kernels", REPO_ID),
+            names,
+        )
+        replaced = replaced_by(ltx.layers.RMSNorm, names["model"])
+        if "kernelize" in block or "set_use_kernels" in block or "use_kernels=True" in block:
+            assert replaced == NORMS["Qwen3"], block
+            names["model"] = transformers.AutoModelForCausalLM.from_pretrained("model").to(device)
+        else:
+            assert replaced == 0
+    assert names["report"].sites[0].calls == NORMS["Qwen3"] and names["report"].fallbacks == {}
+    for mapping in (names["by_path"], names["by_name"]):
+        assert mapping["RMSNorm"][device].load() is ltx.layers.RMSNorm
