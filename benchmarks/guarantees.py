@@ -21,6 +21,7 @@ from mutations import MUTATIONS  # noqa: E402
 RESULTS = REPOSITORY / "benchmarks" / "results"
 DTYPES = ["float32", "float16", "bfloat16"]
 MISSING = "Not measured yet.\n"
+SUITES = {"tests": "this GPU's code", "large": "more than 2³¹ elements"}
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -93,9 +94,12 @@ def suites(name: str) -> str:
         return MISSING
     rows = []
     for suite, counts in result["suites"].items():
-        numbers = [str(counts.get(key, 0)) for key in ("passed", "failed", "skipped")]
-        rows.append([f"`{suite}`" if suite.endswith(".py") else suite, *numbers, f"{counts['seconds']:.0f} s"])
-    return f"{source(name, result['meta'])}\n\n" + table(["tests", "passed", "failed", "skipped", "took"], rows)
+        for file, numbers in counts["files"].items():
+            cells = [str(numbers.get(key, 0)) for key in ("passed", "failed", "skipped")]
+            rows.append([SUITES.get(suite, suite), f"`{file}.py`", *cells])
+        if counts["status"] is None:
+            rows.append([SUITES.get(suite, suite), "**did not finish**", "", "", ""])
+    return f"{source(name, result['meta'])}\n\n" + table(["run", "tests", "passed", "failed", "skipped"], rows)
 
 
 def mutations() -> str:

@@ -3,8 +3,8 @@
 python tests/sanitize.py                   # or make sanitize; needs a GPU and a CUDA build
 python tests/sanitize.py --tools memcheck -k activations
 
-Every tool looks at this package's kernels alone. The runs go in parallel, one for each tool, dtype and file of tests:
-what takes the time is the start of a process, where the tool rewrites every kernel.
+Every tool looks at this package's kernels alone. The runs go in parallel, one for each tool, dtype and two test
+functions: what takes the time is the start of a process, where the tool rewrites every kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
-MARKED = re.compile(r"^(?:@|pytestmark = )pytest\.mark\.sanitize$", re.MULTILINE)
+WHOLE_FILE = "pytestmark = pytest.mark.sanitize"
+ONE_TEST = re.compile(r"^@pytest\.mark\.sanitize\n(?:@.*\n)*def (test_\w+)", re.MULTILINE)
+TOGETHER = 2  # functions in one process
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 DTYPES = ["float32", "float16", "bfloat16"]
 FAULTS = re.compile(r"^========= (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
@@ -34,16 +36,21 @@ ENVIRONMENT = {
 }
 
 
-def marked_files() -> list[str]:
-    """Files with tests that are marked; found in the text, for pytest would take a process and torch."""
-    files = sorted((REPOSITORY / "tests").glob("test_*.py"))
-    return [str(file) for file in files if MARKED.search(file.read_text())]
+def marked_tests() -> list[list[str]]:
+    """file::function of the tests that are marked, as processes run them; found in the text, for pytest would take a
+    process and torch."""
+    found = []
+    for file in sorted((REPOSITORY / "tests").glob("test_*.py")):
+        text = file.read_text()
+        names = re.findall(r"^def (test_\w+)", text, re.MULTILINE) if WHOLE_FILE in text else ONE_TEST.findall(text)
+        found += [[f"{file}::{name}" for name in names[i : i + TOGETHER]] for i in range(0, len(names), TOGETHER)]
+    return found
 
 
-def command(sanitizer: str, tool: str, file: str, dtype: str, only: str) -> list[str]:
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "sanitize", file]
-    tests += ["-k", f"torch.{dtype} and ({only})" if only else f"torch.{dtype}"]
-    return [sanitizer, "--tool", tool, "--kernel-regex", "kns=ltx", "--error-exitcode", "99", *tests]
+def command(sanitizer: str, tool: str, tests: list[str], dtype: str, only: str) -> list[str]:
+    chosen = ["-k", f"torch.{dtype} and ({only})" if only else f"torch.{dtype}"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *chosen]
+    return [sanitizer, "--tool", tool, "--kernel-regex", "kns=ltx", "--error-exitcode", "99", *pytest]
 
 
 def run(arguments: list[str]) -> tuple[dict[str, Any], str]:
@@ -103,17 +110,20 @@ def main() -> int:
     good = True
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         running = {
-            pool.submit(run, command(sanitizer, tool, file, dtype, options.k)): (tool, f"{Path(file).stem} {dtype}")
-            for file in reversed(marked_files())
+            pool.submit(run, command(sanitizer, tool, tests, dtype, options.k)): (
+                tool,
+                f"{' '.join(test.rpartition('::')[2] for test in tests)} {dtype}",
+            )
+            for tests in reversed(marked_tests())
             for dtype in DTYPES
             for tool in options.tools
         }
         meta["processes"] = len(running)  # all that there should be
         for future in concurrent.futures.as_completed(running):
-            tool, tests = running[future]
+            tool, name = running[future]
             result, output = future.result()
-            tools[tool][tests] = result
-            print(tool, tests, *(f"{name} {value}" for name, value in result.items()), flush=True)
+            tools[tool][name] = result
+            print(tool, name, *(f"{name} {value}" for name, value in result.items()), flush=True)
             if result["status"] != 0 or result["faults"] != 0:
                 good = False
                 print(output[-6000:], flush=True)

@@ -71,36 +71,35 @@ def check_everywhere(
     there = case.on(device)
     outputs = there.run(ltx)
     _assert_new(there, outputs)
-    expected = copied("cpu", *outputs)
-    _assert_true(ltx, case, expected, tally)
-
-    if repeat:
-        part = there.batch(there.inputs[0].shape[0] - 1) if there.inputs[0].numel() else None
-        if part is not None:
-            for i, (output, want) in enumerate(zip(copied("cpu", *part.run(ltx)), expected, strict=True)):
-                assert_same_bits(output, want[-1:], f"{case.op} output {i} of the last batch alone")
-        for i, (output, want) in enumerate(zip(copied("cpu", *there.run(ltx)), expected, strict=True)):
-            assert_same_bits(output, want, f"{case.op} output {i} of a second run")
-        if tally is not None:
-            tally.add_repeats(case.op, expected[0].dtype, 1 if part is None else 2)
-
-    guarded = [guarded_output(output, out_layout) for output in expected]
+    again: tuple[Tensor, ...] = there.run(ltx) if repeat else ()
+    part = there.batch(there.inputs[0].shape[0] - 1) if repeat and there.inputs[0].numel() else None
+    last: tuple[Tensor, ...] = () if part is None else part.run(ltx)
+    guarded = [guarded_output(output, out_layout, "cpu") for output in outputs]
     views = copied(device, *(given.view for given in guarded))
     _run_into(ltx, there, views)
-    for i, (given, view, want) in enumerate(zip(guarded, copied("cpu", *views), expected, strict=True)):
-        assert_same_bits(view, want, f"{case.op} output {i} into {out_layout}")
-        given.check(f"{case.op} output {i}", view)
+    in_eager: tuple[Tensor, ...] = there.replace(rounding="eager").run(ltx) if case.takes_rounding else ()
 
-    if case.takes_rounding:
-        in_eager = copied("cpu", *there.replace(rounding="eager").run(ltx))
-        plain = case.eager() if eager else ()
-        if eager and all(bool(tensor.isfinite().all()) for tensor in plain):
+    groups = (outputs, again, last, views, in_eager, tuple(there.tensors.values()))
+    copies = iter(copied("cpu", *(tensor for group in groups for tensor in group)))
+    expected, again, last, views, in_eager, inputs = (tuple(next(copies) for _ in group) for group in groups)
+    _assert_true(ltx, case, expected, tally)
+    for i, want in enumerate(expected):
+        if last:
+            assert_same_bits(last[i], want[-1:], f"{case.op} output {i} of the last batch alone")
+        if again:
+            assert_same_bits(again[i], want, f"{case.op} output {i} of a second run")
+        assert_same_bits(views[i], want, f"{case.op} output {i} into {out_layout}")
+        guarded[i].check(f"{case.op} output {i}", views[i])
+    if tally is not None:
+        tally.add_repeats(case.op, expected[0].dtype, bool(again) + bool(last))
+    if case.takes_rounding and eager:
+        plain = case.eager()
+        if all(bool(tensor.isfinite().all()) for tensor in plain):
             check_eager(ltx, case, outputs=in_eager, **tolerance)
             if tally is not None and not tolerance:
                 tally.add_eager(case.op, zip(in_eager, plain, strict=True))
-
-    for name, tensor in there.tensors.items():
-        assert_same_memory(copied("cpu", tensor)[0], case.tensors[name], f"{case.op}: {name}")
+    for (name, tensor), after in zip(case.tensors.items(), inputs, strict=True):
+        assert_same_memory(after, tensor, f"{case.op}: {name}")
 
     for name in in_place:
         if _in_place_of(name, case) is None:

@@ -101,22 +101,38 @@ def place(values: Tensor, layout: Layout | str) -> Tensor:
     return guarded.view
 
 
-def guarded_output(like: Tensor, layout: Layout | str) -> Guarded:
+def guarded_output(like: Tensor, layout: Layout | str, device: str | None = None) -> Guarded:
     layout = LAYOUTS[layout] if isinstance(layout, str) else layout
-    return Guarded(like.shape, like.dtype, str(like.device), layout)
+    return Guarded(like.shape, like.dtype, device or str(like.device), layout)
 
 
 def copied(device: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with all of their memory, gaps included, on a device; those that share memory still do."""
-    storages: dict[int, Tensor] = {}
+    """The tensors with all of their memory, gaps included, on a device; those that share memory still do.
+
+    All of it crosses to the device as one: each transfer waits for the GPU, and for a turn where processes share it.
+    """
+    whole = {tensor.untyped_storage().data_ptr(): _storage(tensor) for tensor in tensors}
+    memory = list(whole.values())
+    if len(memory) > 1 and memory[0].device.type != torch.device(device).type:
+        sizes = [bits.numel() for bits in memory]
+        memory = list(_joined(memory).to(device).split(sizes))
+    elif memory:
+        memory = [bits.to(device) for bits in memory]
+    storages = {pointer: bits.clone().untyped_storage() for pointer, bits in zip(whole, memory, strict=True)}
     copies = []
     for tensor in tensors:
-        storage = tensor.untyped_storage().data_ptr()
-        if storage not in storages:
-            storages[storage] = _storage(tensor).to(device, copy=True)
-        flat = torch.empty(0, dtype=tensor.dtype, device=device).set_(storages[storage].untyped_storage())
+        flat = torch.empty(0, dtype=tensor.dtype, device=device)
+        flat.set_(storages[tensor.untyped_storage().data_ptr()])
         copies.append(flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
     return tuple(copies)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One after another, by copies alone: torch.cat would be a kernel."""
+    whole = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8, device=parts[0].device)
+    for part, place in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+        place.copy_(part)
+    return whole
 
 
 @contextlib.contextmanager
