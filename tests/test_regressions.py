@@ -326,6 +326,21 @@ def test_variance_with_a_large_mean(ltx, device, dtype):
     assert_close_to_fp64(ltx.layernorm(x, eps=1e-6), truth, terms)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_eager_weight_multiplies_the_rounded_row(ltx, device, dtype):
+    """Llama's and diffusers' order: cast, then times weight. The sum of squares is 3 a column, whatever its order."""
+    make = Make(device, dtype)
+    x = make.integers(5, 512, low=0, high=2) * 2 - 1
+    x[:, ::4] *= 3
+    for weight_dtype in DTYPES:
+        weight = make(512, dtype=weight_dtype, mean=1.0)
+        case = Case("rmsnorm", {"input": x, "weight": weight, "eps": 0.0, "rounding": "eager"})
+        row = (x.float() * torch.rsqrt(torch.tensor(3.0, device=device))).to(dtype)
+        assert_same_bits(case.run(ltx)[0], (row * weight).to(dtype), f"weight of {weight_dtype}")
+        at_once = (x.float() * torch.rsqrt(torch.tensor(3.0, device=device)) * weight.float()).to(dtype)
+        assert not torch.equal(case.run(ltx)[0], at_once)
+
+
 def test_capture_of_every_function(ltx, cuda_graphs):
     """cudaMalloc or cudaFuncSetAttribute at every launch breaks graph capture, the first call included."""
     make = Make(cuda_graphs, torch.bfloat16)
