@@ -26,5 +26,5 @@ def test_every_function_is_called(ltx, device):
         tally = Tally()
         fuzz.run(ltx, device, family, 300, tally)
         found |= {op for op, _ in tally.figures}
-    others = {"optimize", "restore", "reference", "quantize_weight", "scaled_linear"}
+    others = {"kernel_mapping", "layers", "optimize", "restore", "reference", "quantize_weight", "scaled_linear"}
     assert set(ltx.__all__) - others == found
