@@ -3,11 +3,11 @@
 python tests/gpu.py --ptx build-7.5 build-8.0 --mutations mutants
 
 With the build that LOCAL_KERNELS names (default: build/), one after another, for processes that share a GPU wait for
-their turns: 50000 random calls; compute-sanitizer's four tools; the tests, and those of more than 2^31 elements; and
-planted defects (tests/mutations.py --backend cuda --build-only mutants). Beside the first of them, a part of the tests
-with builds that hold PTX alone, which the driver compiles for long: the code of older GPUs (python tools/build.py
---backend cuda --arch 7.5+PTX-only --output build-7.5). Each part writes its file as it goes or ends, so that a run that
-is ended early leaves what it had.
+their turns: 50000 random calls; compute-sanitizer's four tools; the tests, those of more than 2^31 elements, and those
+of a second GPU where there is one; and planted defects (tests/mutations.py --backend cuda --build-only mutants). Beside
+the first of them, a part of the tests with builds that hold PTX alone, which the driver compiles for long: the code of
+older GPUs (python tools/build.py --backend cuda --arch 7.5+PTX-only --output build-7.5). Each part writes its file as
+it goes or ends, so that a run that is ended early leaves what it had.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
-PARTS = ["fuzz", "ptx", "sanitizers", "tests", "large", "mutations"]
+PARTS = ["fuzz", "ptx", "sanitizers", "tests", "large", "devices", "mutations"]
 FILES = ["norm", "adaln", "rope", "glu", "quant", "regressions", "properties", "inputs", "errors", "tensor_kinds"]
 FILES += ["processes", "compile", "forced", "parity", "sass"]
+TWO_DEVICES_FILES = ["norm", "rope", "glu", "quant", "processes"]
 LARGE_FILES = ["norm", "rope", "glu", "quant"]  # with tests of more than 2^31 elements, which are marked slow
 PTX_FILES = ["regressions", "sanitize", "adaln", "glu"]
 
@@ -116,6 +117,8 @@ def main() -> int:
         "tests": pytest(options.files, "-m", "not slow", *spread),
         "large": pytest(LARGE_FILES, "-m", "slow", "-k", "more_than"),
     }
+    if torch.cuda.device_count() > 1:
+        commands["devices"] = pytest(TWO_DEVICES_FILES, "-k", "second_device")
     if options.mutations:
         arguments = ["--backend", "cuda", "--built", options.mutations, "--jobs", jobs]
         commands["mutations"] = script("mutations.py", "mutations-cuda.json", *arguments)

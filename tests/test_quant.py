@@ -453,6 +453,21 @@ def test_cuda_graph(ltx, cuda_graphs):
         assert_same_bits(output, expected)
 
 
+def test_second_device(ltx, cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    make = Make(cuda, torch.bfloat16)
+    torch.cuda.set_device(0)
+    for case in (
+        norm_case("gated_residual_adaln_rmsnorm", make, (2, 9, 264)),
+        activation_case("swiglu", make, (9, 64)),
+    ):
+        outputs = run(ltx, case.map(lambda tensor: tensor.to("cuda:1")))
+        for output, want in zip(outputs, run(ltx, case), strict=True):
+            assert output.device == torch.device("cuda:1")
+            assert_same_bits(output.to(cuda), want)
+
+
 # ---- Errors, fakes and torch.compile
 
 
