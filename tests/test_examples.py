@@ -29,6 +29,7 @@ import numpy as np  # noqa: E402
 from diffusers import LTXPipeline  # noqa: E402
 from helpers.video import decoded  # noqa: E402
 from rich.console import Console  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -294,6 +295,8 @@ def test_inject_llm(
         inject_llm.main([model, "--tokens", "8", *options])
         lines = capsys.readouterr().out.splitlines()
         if "--kernelize" in options:
+            if not hasattr(LlamaRMSNorm, "kernel_layer_name"):
+                pytest.skip("NOT RUN: this transformers does not take this kernels")
             assert lines.pop(0) == "9 x LlamaRMSNorm"
         else:
             assert lines[2].split() == ["9", "transformers.LlamaRMSNorm", str(9 * (1 + 2 + 8)), "0", "0", "rmsnorm"]
