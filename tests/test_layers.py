@@ -28,6 +28,7 @@ from transformers import KernelConfig  # noqa: E402
 from transformers.integrations import hub_kernels  # noqa: E402
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,8 +37,12 @@ LAYERS, WIDTH = 2, 64
 NORMS = {"Llama": 2 * LAYERS + 1, "Mistral": 2 * LAYERS + 1, "Qwen2": 2 * LAYERS + 1, "Qwen3": 4 * LAYERS + 1}
 HALF = [torch.bfloat16, torch.float16]
 # Each transformers takes some versions of kernels; for others it decorates nothing, and refuses use_kernels.
-through_kernels = pytest.mark.skipif(
-    not hasattr(LlamaRMSNorm, "kernel_layer_name"),
+TAKES_KERNELS = hasattr(LlamaRMSNorm, "kernel_layer_name")
+if not TAKES_KERNELS:
+    for norm_class in (LlamaRMSNorm, Qwen3RMSNorm):
+        kernels.replace_kernel_forward_from_hub(norm_class, "RMSNorm")
+through_transformers = pytest.mark.skipif(
+    not TAKES_KERNELS,
     reason=f"NOT RUN: transformers {transformers.__version__} does not take kernels {kernels.__version__}",
 )
 MODES = [Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE]
@@ -376,7 +381,6 @@ def replaced_by(layer: type[nn.Module], model: nn.Module) -> int:
     return sum(getattr(m.forward, "__func__", None) is layer.forward for m in model.modules())
 
 
-@through_kernels
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_kernelize(ltx: ModuleType, device: str, family: str, mode: Mode) -> None:
@@ -398,7 +402,6 @@ def test_kernelize(ltx: ModuleType, device: str, family: str, mode: Mode) -> Non
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@through_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_layer_rounds_once(ltx: ModuleType, device: str, dtype: torch.dtype) -> None:
     norm = make_model(device, dtype, rms_norm_eps=0.3).model.norm
@@ -410,7 +413,6 @@ def test_layer_rounds_once(ltx: ModuleType, device: str, dtype: torch.dtype) -> 
     assert_close_to_fp64(norm(x), truth, truth.abs())
 
 
-@through_kernels
 def test_generation_with_layers(ltx: ModuleType, device: str) -> None:
     model, ids = make_model(device), make_ids(device)
     options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -434,7 +436,6 @@ REPOSITORIES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@through_kernels
 @pytest.mark.parametrize("where", REPOSITORIES)
 def test_repositories(ltx: ModuleType, device: str, build: Path, where: str) -> None:
     """The same layer by a path, and by a name that LOCAL_KERNELS resolves without a network."""
@@ -447,7 +448,6 @@ def test_repositories(ltx: ModuleType, device: str, build: Path, where: str) -> 
     assert_close(model(ids).logits, stock)
 
 
-@through_kernels
 def test_missing_layer_and_device(ltx: ModuleType, device: str, build: Path) -> None:
     model = make_model(device)
     with pytest.raises(ValueError, match="Layer `LayerNorm` not found"):
@@ -507,7 +507,7 @@ def test_layer_fits_every_module_of_its_name() -> None:
         assert lines[-1] in returned, name
 
 
-@through_kernels
+@through_transformers
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python"])
 def test_activations(ltx: ModuleType, device: str, name: str, dtype: torch.dtype) -> None:
@@ -560,7 +560,6 @@ def test_own_modules(ltx: ModuleType, device: str) -> None:
         kernelize(Gated(), mode=Mode.INFERENCE, device=device)
 
 
-@through_kernels
 def test_optimize_and_kernelize(ltx: ModuleType, device: str) -> None:
     """Either way round: what came later does not run twice, and `restore` takes away nothing of kernelize's."""
     ids = make_ids(device)
@@ -593,7 +592,7 @@ def transformers_takes_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "KERNELS_SUPPORTED_DEVICE_TYPES", [*config.KERNELS_SUPPORTED_DEVICE_TYPES, "cpu"])
 
 
-@through_kernels
+@through_transformers
 @pytest.mark.usefixtures("transformers_takes_cpu")
 def test_kernel_config_of_a_folder(ltx: ModuleType, device: str, build: Path) -> None:
     """KernelConfig({"RMSNorm": "folder:RMSNorm"}, use_local_kernel=True), for a model that exists."""
@@ -605,7 +604,7 @@ def test_kernel_config_of_a_folder(ltx: ModuleType, device: str, build: Path) ->
     assert_close(model(ids).logits, stock)
 
 
-@through_kernels
+@through_transformers
 @pytest.mark.usefixtures("transformers_takes_cpu")
 def test_kernel_config_of_a_repository(ltx: ModuleType, device: str, build: Path, tmp_path: Path) -> None:
     """from_pretrained(..., use_kernels=True) with a repository; LOCAL_KERNELS says where it is."""
@@ -620,7 +619,7 @@ def test_kernel_config_of_a_repository(ltx: ModuleType, device: str, build: Path
     assert_close(loaded(ids).logits, model(ids).logits)
 
 
-@through_kernels
+@through_transformers
 def test_kernel_config_of_the_mapping(ltx: ModuleType, device: str) -> None:
     """What is loaded already, on any device; and it stays through train() and eval()."""
     model, ids = make_model(device), make_ids(device)
@@ -633,7 +632,7 @@ def test_kernel_config_of_the_mapping(ltx: ModuleType, device: str) -> None:
         model.train().eval()
 
 
-@through_kernels
+@through_transformers
 def test_transformers_mends_local_kernels_in_from_pretrained(build: Path, tmp_path: Path) -> None:
     """A fault of transformers 5.22.2: docs/layers.md tells of it. Should this fail, it is mended."""
     make_model("cpu").save_pretrained(tmp_path)
@@ -647,7 +646,7 @@ def test_transformers_mends_local_kernels_in_from_pretrained(build: Path, tmp_pa
 # ---- The page
 
 
-@through_kernels
+@through_transformers
 @pytest.mark.usefixtures("transformers_takes_cpu")
 def test_docs(ltx: ModuleType, device: str, build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of docs/layers.md, in their order, with a small model in the place of the real one."""
