@@ -86,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ptx", nargs="*", default=[], metavar="DIR", help="builds that hold PTX alone")
     parser.add_argument("--mutations", metavar="DIR", help="what tests/mutations.py --build-only made")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="(default: all that can be)")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="in this order (default: all)")
     parser.add_argument("--files", nargs="+", default=FILES, help=f"tests to run (default: {' '.join(FILES)})")
     parser.add_argument("--cases", type=int, default=50000, help="random calls")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -142,6 +142,9 @@ def main() -> int:
         meta["seconds"] = round(time.perf_counter() - start, 1)
         suites = {key: value for key, value in results.items() if "files" in value}
         path = options.output / f"suites-{slug}.json"
+        before = json.loads(path.read_text()) if path.exists() else {"meta": {}}
+        if before["meta"].get("package_id") == meta["package_id"]:  # other parts of the same build
+            suites = {**before["suites"], **suites}
         path.write_text(json.dumps({"meta": meta, "suites": suites}, indent=1) + "\n")
 
     start = time.perf_counter()
@@ -151,9 +154,9 @@ def main() -> int:
             own_build = f"{REPO_ID}={Path(directory).resolve()}"
             command = pytest(PTX_FILES, "-m", "not slow")
             compiled[pool.submit(run, name, command, options.limit, logs, LOCAL_KERNELS=own_build)] = name
-        for name, command in commands.items():
-            if name in options.parts:
-                record(name, run(name, command, options.limit, logs))
+        for name in options.parts:
+            if name in commands:
+                record(name, run(name, commands[name], options.limit, logs))
         for future in concurrent.futures.as_completed(compiled):
             record(compiled[future], future.result())
     failed = [name for name, result in results.items() if result["status"] != 0]

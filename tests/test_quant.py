@@ -363,10 +363,10 @@ def test_every_kernel_in_small(ltx, device, dtype):
             tables = [name for name in MODULATORS if name in NORM_OPS[op]]
             cases.append(norm_case(op, make, (2, 3, width), tables=tables))
             cases.append(norm_case(op, make, (2, 3, width), param_dtype=torch.float32, modulation="[B, S, H]"))
-        for case in cases:
+        for i, case in enumerate(cases):
             values, scales, *residual = run(ltx.reference, case)
             expected, spacing_of_zero = values.float() * scales, scales * 2.0**-9
-            for layout in ("contiguous", "rows misaligned", "columns strided"):
+            for layout in ("contiguous", ("rows misaligned", "columns strided")[i % 2]):
                 moved = case.in_layout(layout).on(device)
                 values, scales, *ours = (output.cpu() for output in run(ltx, moved))
                 error = (values.float() * scales - expected).abs()
