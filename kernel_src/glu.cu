@@ -3,8 +3,9 @@
 //   out = activation(gate) * up            gate and up: halves of one packed row, or two tensors
 //   out = activation(input + bias)         gelu
 //
-// A thread owns kPacks packs of 16 bytes. Contiguous tensors come as one long row (the bindings flatten them); packed
-// gate and up as rows. glu_kernel takes these; glu_kernel_general any strides, alignment and rounding.
+// A thread owns a pack of 16 bytes. Contiguous tensors come as one long row (the bindings flatten them); packed gate
+// and up as rows. glu_kernel takes these; glu_kernel_general any strides, alignment and rounding.
+#include <algorithm>
 #include <array>
 
 #include "ltx/activation.cuh"
@@ -17,60 +18,50 @@
 namespace ltx {
 namespace {
 
-constexpr int kThreads = 256;
-// Packs a thread of plain activations, where there are enough of them to fill the GPU several times over, else one, as
-// for gated activations (H200, bf16: gelu 16128x8192 132 us with four, 135 with one, 8x8192 4.8 us with four, 4.4 with
-// one; swiglu 16128x8192 187.5 us with two, 186.0 with one; streaming loads and stores lose 8 % and more).
-constexpr int kManyPacks = 4, kFillsOf = 4;
+// Small blocks of one pack a thread and few instructions: the blocks, not the threads, keep memory busy (H200, bf16, of
+// a copy's time, gelu 16128x8192: 1.00, with 512 threads 1.03, with two packs 1.01, with four 1.04; streaming loads and
+// stores lose up to 2 %).
+constexpr int kThreads = 128;
+constexpr unsigned kMaxGridY = 65535;
 
 struct PackedParams {
   const char *gate, *up, *bias;  // gelu: no up
   char* out;
-  int64_t gate_stride, up_stride, out_stride;  // of rows, in bytes
-  int64_t packs;                               // of a row
-  uint32_t chunks;                             // blocks of a row
+  uint64_t gate_stride, up_stride, out_stride;  // of rows, in bytes
+  uint32_t packs;                               // of a row
+  uint32_t rows;
   DType bias_dtype;
 };
 
-template <typename T, Activation A, bool kGated, int kPacks>
+enum class Form { kPlain, kBias, kGated };
+
+// grid: x = blocks of a row, y and z = rows.
+template <typename T, Activation A, Form F>
 __global__ void __launch_bounds__(kThreads) glu_kernel(const __grid_constant__ PackedParams p) {
   constexpr int kWidth = kPackWidth<T>;
   using P = Pack<T, kWidth>;
-  const uint32_t row = blockIdx.x / p.chunks, chunk = blockIdx.x - row * p.chunks;
-  const int64_t first = static_cast<int64_t>(chunk) * (kThreads * kPacks) + threadIdx.x;
-  const auto* gate = reinterpret_cast<const P*>(p.gate + row * p.gate_stride) + first;
-  const auto* up = reinterpret_cast<const P*>(p.up + row * p.up_stride) + first;
-  auto* out = reinterpret_cast<P*>(p.out + row * p.out_stride) + first;
-  const int64_t left = p.packs - first;
-  P gates[kPacks], ups[kPacks];
+  const uint32_t pack = blockIdx.x * kThreads + threadIdx.x, row = blockIdx.z * kMaxGridY + blockIdx.y;
+  if (pack >= p.packs || row >= p.rows) return;
+  const P gate = reinterpret_cast<const P*>(p.gate + row * p.gate_stride)[pack];
+  P up;
+  if constexpr (F == Form::kGated) up = reinterpret_cast<const P*>(p.up + row * p.up_stride)[pack];
+  float x[kWidth];
+  unpack(gate, x);
+  if constexpr (F == Form::kBias) {
+    float bias[kWidth];
+    load_floats<kWidth>(p.bias, p.bias_dtype, 0, static_cast<int64_t>(pack) * kWidth, 1, 0, true, bias);
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    if (k * kThreads < left) {
-      gates[k] = gate[k * kThreads];
-      if constexpr (kGated) ups[k] = up[k * kThreads];
-    }
+    for (int i = 0; i < kWidth; ++i) x[i] = __fadd_rn(x[i], bias[i]);
   }
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    if (k * kThreads >= left) break;
-    float x[kWidth];
-    unpack(gates[k], x);
-    if (!kGated && p.bias) {
-      float bias[kWidth];
-      load_floats<kWidth>(p.bias, p.bias_dtype, 0, (first + k * kThreads) * kWidth, 1, 0, true, bias);
+  for (int i = 0; i < kWidth; ++i) x[i] = activate<T, A>(x[i]);
+  if constexpr (F == Form::kGated) {
+    float y[kWidth];
+    unpack(up, y);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) x[i] = __fadd_rn(x[i], bias[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) x[i] = activate<T, A>(x[i]);
-    if constexpr (kGated) {
-      float y[kWidth];
-      unpack(ups[k], y);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) x[i] = __fmul_rn(x[i], y[i]);
-    }
-    out[k * kThreads] = to_pack<T, kWidth>(x);
+    for (int i = 0; i < kWidth; ++i) x[i] = __fmul_rn(x[i], y[i]);
   }
+  reinterpret_cast<P*>(p.out + row * p.out_stride)[pack] = to_pack<T, kWidth>(x);
 }
 
 template <typename T, Activation A>
@@ -123,7 +114,8 @@ bool is_main_line(const GluParams& p) {
     return !v.data || is_packed(v.data, v.dtype, kPackWidth<T>, p.rows.width, v.column_stride, v.stride, p.rows.ndim);
   };
   return p.rounding == Rounding::kFp32 && p.rows.ndim <= 1 && packed(p.gate) && packed(p.up) && packed(p.bias) &&
-         packed(p.out) && (p.rows.count == 1 || p.rows.width / kPackWidth<T> >= kThreads / 4);
+         packed(p.out) && p.rows.count <= 0x7fffffff && p.rows.width / kPackWidth<T> <= 0x7fffffff &&
+         (p.rows.count == 1 || p.rows.width / kPackWidth<T> >= kThreads / 4);
 }
 
 template <typename T, Activation A>
@@ -132,13 +124,11 @@ void launch(const GluParams& p, const Context& context) {
   const int64_t packs_per_row = ceil_div(p.rows.width, kPackWidth<T>);
   if (takes_packed("glu", forced().glu, is_main_line<T>(p))) {
     const auto row_stride = [&](const RowView& v) {
-      return p.rows.ndim == 1 ? v.stride[0] * static_cast<int64_t>(sizeof(T)) : 0;
+      return p.rows.ndim == 1 ? static_cast<uint64_t>(v.stride[0]) * sizeof(T) : 0;
     };
-    const int64_t blocks = p.rows.count * ceil_div(packs_per_row, kThreads * kManyPacks);
-    const bool many = !p.up.data && blocks >= kFillsOf * multiprocessors(context.device);
-    const int a_thread = many ? kManyPacks : 1;
-    const int64_t chunks = ceil_div(packs_per_row, kThreads * a_thread);
-    const unsigned grid = grid_size(p.rows.count * chunks);
+    const auto rows = static_cast<unsigned>(std::min<int64_t>(p.rows.count, kMaxGridY));
+    const dim3 grid(grid_size(ceil_div(packs_per_row, kThreads)), rows,
+                    static_cast<unsigned>(ceil_div(p.rows.count, kMaxGridY)));
     const PackedParams q{static_cast<const char*>(p.gate.data),
                          static_cast<const char*>(p.up.data),
                          static_cast<const char*>(p.bias.data),
@@ -146,15 +136,15 @@ void launch(const GluParams& p, const Context& context) {
                          row_stride(p.gate),
                          row_stride(p.up),
                          row_stride(p.out),
-                         packs_per_row,
-                         static_cast<uint32_t>(chunks),
+                         static_cast<uint32_t>(packs_per_row),
+                         static_cast<uint32_t>(p.rows.count),
                          p.bias.dtype};
     if (p.up.data) {
-      glu_kernel<T, A, true, 1><<<grid, kThreads, 0, stream>>>(q);
-    } else if (many) {
-      glu_kernel<T, A, false, kManyPacks><<<grid, kThreads, 0, stream>>>(q);
+      glu_kernel<T, A, Form::kGated><<<grid, kThreads, 0, stream>>>(q);
+    } else if (p.bias.data) {
+      glu_kernel<T, A, Form::kBias><<<grid, kThreads, 0, stream>>>(q);
     } else {
-      glu_kernel<T, A, false, 1><<<grid, kThreads, 0, stream>>>(q);
+      glu_kernel<T, A, Form::kPlain><<<grid, kThreads, 0, stream>>>(q);
     }
   } else {
     const unsigned grid = grid_size(ceil_div(p.rows.count * packs_per_row, kThreads));

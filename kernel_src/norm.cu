@@ -9,7 +9,7 @@
 // ltx/params.h (NormParams) says which operands may be absent and how modulation tables enter. Every input is read once
 // and every output written once; the row stays in registers between the statistic and the output.
 //
-// A row belongs to the threads of a part of a warp, of a block, or (very long rows, compute capability 9.0) of the
+// A row belongs to the threads of a part of a warp, of a block, or (very long rows, compute capability 9.0 on) of the
 // blocks of a cluster. A thread owns `packs` 16-byte packs, those of a warp's lanes lying side by side. `geometry`
 // picks the numbers from the op and the row's length and dtype alone (never from the number of rows), so a row's bits
 // depend on nothing else. Two kernels share that ownership, the order of the sums and the arithmetic:
@@ -62,11 +62,9 @@ enum Packed : uint32_t {
 };
 
 constexpr int kVectors = 10;
-constexpr int vector_index(Packed bit) {
-  int i = 0;
-  while (kWeight << i != static_cast<uint32_t>(bit)) ++i;
-  return i;
-}
+// Those of the vectors in `present` that come before `bit`.
+constexpr uint32_t vectors_before(uint32_t present, Packed bit) { return present & (bit - kWeight); }
+constexpr int count_bits(uint32_t bits) { return bits ? 1 + count_bits(bits & (bits - 1)) : 0; }
 
 // The arithmetic, shared by both kernels: `load` says which operands there are (has) and gives a pack of each as fp32
 // (get). It is spelled out in intrinsics: left to contract as it likes, the compiler would give the kernels different
@@ -129,10 +127,12 @@ __device__ __forceinline__ void add_residual(const Loader& load, const float (&r
 }
 
 // Weight, bias and modulation multiplied out, so that they cost a row one FMA an element: out = n * factor + addend.
+// Where the vectors are known at compile time, nothing is multiplied with one or added to zero.
 template <Statistic S, Fusion F, typename Loader, int kWidth>
 __device__ __forceinline__ void get_factors(const Loader& load, float weight_offset, float (&factor)[kWidth],
                                             float (&addend)[kWidth]) {
-  if (load.template has<kWeight>()) {
+  bool scaled = load.template has<kWeight>();
+  if (scaled) {
     load.template get<kWeight>(factor);
     if (S == Statistic::kRms && weight_offset != 0.f) {
 #pragma unroll
@@ -151,28 +151,29 @@ __device__ __forceinline__ void get_factors(const Loader& load, float weight_off
   }
   if constexpr (has_modulation(F)) {
     float m[kWidth];
+    const auto multiply = [&] {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        factor[i] = Loader::knows() && !scaled ? m[i] : __fmul_rn(factor[i], m[i]);
+        if (adds) addend[i] = __fmul_rn(addend[i], m[i]);
+      }
+      scaled = true;
+    };
     if (load.template has<kScale>()) {
       get_modulator<kScale, kScaleTable>(load, m);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        m[i] = __fadd_rn(1.f, m[i]);
-        factor[i] = __fmul_rn(factor[i], m[i]);
-        if (adds) addend[i] = __fmul_rn(addend[i], m[i]);
-      }
+      for (int i = 0; i < kWidth; ++i) m[i] = __fadd_rn(1.f, m[i]);
+      multiply();
     }
     if (load.template has<kShift>()) {
       get_modulator<kShift, kShiftTable>(load, m);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) addend[i] = __fadd_rn(addend[i], m[i]);
+      for (int i = 0; i < kWidth; ++i) addend[i] = Loader::knows() && !adds ? m[i] : __fadd_rn(addend[i], m[i]);
       adds = true;
     }
     if (load.template has<kOutGate>()) {
       get_modulator<kOutGate, kOutGateTable>(load, m);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        factor[i] = __fmul_rn(factor[i], m[i]);
-        if (adds) addend[i] = __fmul_rn(addend[i], m[i]);
-      }
+      multiply();
     }
   }
 }
@@ -264,15 +265,17 @@ struct PackedView {
   uint32_t inner, outer;  // strides in bytes
 };
 
+// What every row needs first, and the vectors that there are without gaps: a short launch waits for each line of it.
 struct PackedParams {
-  PackedView input, residual, out, residual_out;
-  PackedView vector[kVectors];
+  PackedView input, out;
   uint32_t rows;    // of the inner dimension
   uint32_t blocks;  // that share a row
   int32_t width;
   float inverse_width, eps, weight_offset;
   uint32_t present;  // Packed bits
   bool varying;      // some vector changes from row to row of the inner dimension
+  PackedView residual, residual_out;
+  PackedView vector[kVectors];
 };
 
 __device__ __forceinline__ char* row_of(const PackedView& view, uint32_t row) {
@@ -305,7 +308,9 @@ struct Vectors {
   }
   template <Packed kBit>
   __device__ __forceinline__ const M* start() const {
-    return reinterpret_cast<const M*>(row_of(p.vector[vector_index(kBit)], row)) + column;
+    constexpr int kKnownPlace = count_bits(vectors_before(kKnown, kBit));
+    const int place = kKnown ? kKnownPlace : __popc(vectors_before(p.present, kBit));
+    return reinterpret_cast<const M*>(row_of(p.vector[place], row)) + column;
   }
   template <Packed kBit>
   __device__ __forceinline__ void load_ahead(const bool (&inside)[kPacks]) {
@@ -314,7 +319,7 @@ struct Vectors {
       const M* const data = start<kBit>();
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
-        if (inside[i]) held[i][vector_index(kBit)].load(data, i * step);
+        if (inside[i]) held[i][count_bits(vectors_before(kAhead, kBit))].load(data, i * step);
       }
     }
   }
@@ -333,7 +338,7 @@ struct Vectors {
   template <Packed kBit>
   __device__ __forceinline__ void get(float (&x)[kWidth]) const {
     if constexpr (kAhead & kBit) {
-      held[k][vector_index(kBit)].get(x);
+      held[k][count_bits(vectors_before(kAhead, kBit))].get(x);
     } else {
       Held now;
       now.load(start<kBit>(), k * step);
@@ -341,6 +346,7 @@ struct Vectors {
     }
   }
   __device__ __forceinline__ constexpr bool eager() const { return false; }
+  static __device__ __forceinline__ constexpr bool knows() { return kKnown != 0; }
   template <Packed kBit>
   __device__ __forceinline__ DType dtype() const {
     return DTypeOf<M>::value;
@@ -348,23 +354,35 @@ struct Vectors {
 };
 
 constexpr int kMaxThreads = 512;  // of a block
+// Blocks of a cluster, and 16-byte packs of a row for each, where a block does not hold the row. More blocks wait less,
+// and one launch may be all that there is (H200, bf16: rmsnorm 8x65536 6.3 us with 8 blocks of 256 threads, 6.5 with 4
+// of 512; 1x262144 6.7 with 16, which is more than every GPU has, and 7.7 with 8).
+constexpr int kMaxBlocks = 16, kPortableBlocks = 8, kClusterPacks = 1024;
 
-// Rows of more than four packs a thread have eight, and where that is not enough the blocks of a cluster.
-constexpr int kLongPacks = 8, kMaxBlocks = 8;
-
-// Rows that a thread works on at once: they share its packs of the vectors. Two pay where there is a modulation (H200,
-// bf16, 2x8064x2048: adaln_rmsnorm 1.04 x a copy against 1.16, adaln_layernorm 1.04 against 1.40) and for layernorm
-// (5376x2048: 1.11 against 1.15). A residual leaves no registers for them (1.01 with one row, 1.08 with two).
+// Rows that a thread works on at once: they share its packs of the vectors. `most`: packs a row has a thread.
+// H200, bf16, of a copy's time with one row and with two: adaln_rmsnorm 2x8064x4096 1.05, 1.03; adaln_zero 2x8064x2048
+// 1.07, 1.01; layernorm 16128x2048 1.05, 1.02; 131072x128 1.03, 1.00. A residual leaves no registers for two (1.01,
+// 1.08), and rmsnorm has the bandwidth without (16128x2048 0.99, 1.02; 131072x128 0.99, 1.01).
 constexpr int rows_at_once(Statistic s, Fusion f, int packs) {
-  return packs <= 2 && (f == Fusion::kModulate || (f == Fusion::kPlain && s == Statistic::kLayer)) ? 2 : 1;
+  if (f == Fusion::kPlain && s == Statistic::kRms) return 1;
+  return packs <= 2 && !has_residual(f) ? 2 : 1;
+}
+// The same for four packs, where the vectors are known and the block is small enough for its registers (adaln_rmsnorm
+// 1x8190x5120 1.04, 1.01; layernorm 16384x4096 1.04, 1.02, but 8192x8192 1.04, 1.05).
+constexpr int kTwoRowsThreads = 192;
+constexpr bool may_take_two_rows(Statistic s, Fusion f, int packs, uint32_t known) {
+  return known != 0 && packs == 4 && !has_residual(f) && (f == Fusion::kModulate || s == Statistic::kLayer);
 }
 
-// The vectors that are loaded before the first use of any, one register a 32-bit word: all where few packs leave the
-// room, else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy
-// with them, 1.07 without). fp32 vectors beside 16-bit rows take twice the registers.
-constexpr uint32_t loaded_ahead(Statistic s, int packs, uint32_t known, bool wide) {
+// The vectors that are loaded before the first use of any, one register a 32-bit word: all where the registers allow,
+// else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy with
+// them, 1.07 without). The blocks of a cluster wait too long for anything late (layernorm 8x65536 7.0 us, 9.0 without).
+// fp32 vectors beside 16-bit rows take twice the registers.
+constexpr uint32_t loaded_ahead(Statistic s, int packs, int rows, bool clusters, uint32_t known, bool wide) {
   constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
-  if (wide || packs == kLongPacks) return 0;
+  if (wide) return 0;
+  if (clusters) return known;
+  if (rows == 2 && packs == 4) return known & kMain;
   if (packs <= 2) return known ? known : kMain | kGate;
   return s == Statistic::kLayer ? kGate : kMain | kGate;
 }
@@ -380,25 +398,27 @@ constexpr int register_threads(int packs) {
 }
 
 // block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
-// one.
-template <typename T, typename M, Statistic S, Fusion F, int kPacks, uint32_t kKnown>
+// one. kClusters: the row belongs to p.blocks blocks.
+template <typename T, typename M, Statistic S, Fusion F, int kPacks, int kRows, uint32_t kKnown, bool kClusters = false>
 __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const __grid_constant__ PackedParams p) {
-  constexpr int kWidth = kPackWidth<T>, kRows = rows_at_once(S, F, kPacks);
+  constexpr int kWidth = kPackWidth<T>;
   constexpr bool kNorm = S != Statistic::kNone, kGated = F == Fusion::kGated;
   constexpr bool kAdds = S == Statistic::kLayer || has_modulation(F);
-  constexpr uint32_t kAhead = loaded_ahead(S, kPacks, kKnown, sizeof(M) > sizeof(T));
+  constexpr uint32_t kAhead = loaded_ahead(S, kPacks, kRows, kClusters, kKnown, sizeof(M) > sizeof(T));
   using P = Pack<T, kWidth>;
   __shared__ Scratch<kRows> scratch[2];
   const int threads = static_cast<int>(blockDim.x);
+  if constexpr (kClusters) enter_cluster();
   // Rows past the last read row 0 and write nothing: every thread must reach every shuffle and barrier.
-  const uint32_t blocks = kPacks == kLongPacks ? p.blocks : 1, block = blockIdx.x / blocks;
-  const uint32_t first_row = (block * blockDim.y + threadIdx.y) * kRows;
+  const uint32_t blocks = kClusters ? p.blocks : 1, block = blockIdx.x / blocks;
+  const uint32_t first_row = block * blockDim.y * kRows + threadIdx.y;
   bool active[kRows], inside[kPacks];
   uint32_t row[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    active[r] = first_row + r < p.rows;
-    row[r] = active[r] ? first_row + r : 0;
+    row[r] = first_row + r * blockDim.y;
+    active[r] = row[r] < p.rows;
+    if (!active[r]) row[r] = 0;
   }
   // Warp w owns the packs from 32 * kPacks * w on, its lanes those 32 apart: offsets that are known here.
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -465,7 +485,7 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
         for (int k = 0; k < kPacks; ++k) mean[r] += tree_sum(h[r][k]);
       }
       row_sums(mean, threads, scratch[0]);
-      if (blocks > 1) cluster_sums(mean, blocks, scratch[0]);
+      if constexpr (kClusters) cluster_sums(mean, blocks, scratch[0], true);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) mean[r] *= p.inverse_width;
     }
@@ -479,7 +499,7 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
       }
     }
     row_sums(rstd, threads, scratch[1]);
-    if (blocks > 1) cluster_sums(rstd, blocks, scratch[1]);
+    if constexpr (kClusters) cluster_sums(rstd, blocks, scratch[1], S == Statistic::kRms);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) rstd[r] = reciprocal_root(rstd[r], p.inverse_width, p.eps);
 #pragma unroll
@@ -501,7 +521,6 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
               to_pack<T, kWidth>(h[r][k]);
       }
     }
-    if (blocks > 1) leave_cluster();
   }
 }
 
@@ -558,6 +577,7 @@ struct GeneralLoader {
     load_floats<kWidth>(v.data, v.dtype, row, column, v.column_stride, p.rows.width, packed & kBit, x);
   }
   __device__ __forceinline__ bool eager() const { return p.rounding == Rounding::kEager; }
+  static __device__ __forceinline__ constexpr bool knows() { return false; }
   template <Packed kBit>
   __device__ __forceinline__ DType dtype() const {
     return view<kBit>().dtype;
@@ -610,6 +630,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   walk_row(p.rows, active ? row : 0, [&](int d, int64_t index) { start.add(p, d, index); });
   GeneralLoader<T> load{p, start, packed};
   const bool normalises = p.out.data != nullptr;
+  if (blocks > 1 && normalises) enter_cluster();
   float mean = 0.f, rstd = 0.f, h[kWidth];
   // Outputs may lie in the inputs' memory: nothing is written before the last pass.
 #pragma unroll 1
@@ -622,7 +643,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     });
     float sums[1] = {sum};
     row_sums(sums, threads, scratch[pass]);
-    if (blocks > 1) cluster_sums(sums, blocks, scratch[pass]);
+    if (blocks > 1) cluster_sums(sums, blocks, scratch[pass], pass == (S == Statistic::kLayer ? 0 : 1));
     sum = sums[0];
     if (pass == 0) {
       mean = sum * inverse_width;
@@ -652,7 +673,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       }
     });
   }
-  if (blocks > 1 && normalises) leave_cluster();
 }
 
 // ---- Launch
@@ -681,8 +701,22 @@ Geometry share(int64_t packs, int a_thread) {
 //   rmsnorm_residual 16384x4096 1.04, 1.03
 constexpr int two_packs_up_to(Statistic s, Fusion f) {
   if (f == Fusion::kGated) return 512;
-  if (f == Fusion::kModulate) return s == Statistic::kLayer ? 384 : 512;
+  if (f == Fusion::kModulate) return s == Statistic::kLayer ? 256 : 512;
   return s == Statistic::kRms && f == Fusion::kPlain ? 512 : 256;
+}
+
+// Blocks of a cluster. Clusters came with compute capability 9.0; a newer GPU may still run code that was compiled for
+// an older one.
+int most_blocks(int device) {
+  return once_a_device(device, [device] {
+    const int major = device_attribute<cudaDevAttrComputeCapabilityMajor>(device);
+    cudaFuncAttributes code{};
+    if (major < 9 || cudaFuncGetAttributes(&code, norm_kernel_general<float, Statistic::kRms>) != cudaSuccess ||
+        code.ptxVersion < 90) {
+      return 1;
+    }
+    return major <= 10 ? kMaxBlocks : kPortableBlocks;
+  });
 }
 
 Geometry geometry(int64_t width, int pack_width, Statistic s, Fusion f, int device) {
@@ -691,13 +725,16 @@ Geometry geometry(int64_t width, int pack_width, Statistic s, Fusion f, int devi
     if (packs > a_thread * kMaxThreads) fail_forced("rows that fit", "norm_packs=" + std::to_string(a_thread));
     return share(packs, a_thread);
   }
-  if (packs <= 32) return share(packs, 1);
+  // Without a sum nothing is gained by more packs than one (gated_residual 1x4608x3072 26.2 us with two, 25.3 in one).
+  if (packs <= (s == Statistic::kNone ? kMaxThreads : 32)) return share(packs, 1);
   if (packs <= two_packs_up_to(s, f)) return share(packs, 2);
   if (packs <= 4 * kMaxThreads) return share(packs, 4);
-  if (packs <= kLongPacks * kMaxThreads) return share(packs, kLongPacks);
-  const int64_t blocks = ceil_div(packs, kLongPacks * kMaxThreads);
-  const int64_t most = has_clusters(device) ? kMaxBlocks : 1;
-  return {kMaxThreads, kLongPacks, static_cast<int>(std::min(blocks, most)), blocks <= most};
+  const int most = most_blocks(device);
+  const int blocks = std::min(next_power_of_two(ceil_div(packs, kClusterPacks)), most);
+  Geometry g = share(std::min<int64_t>(ceil_div(packs, blocks), 4 * kMaxThreads), 4);
+  g.blocks = blocks;
+  g.fits = packs <= static_cast<int64_t>(4) * g.threads * blocks;
+  return g;
 }
 
 // The operands of which every access may be a whole pack; `fast`: all of them, and nothing else stands against
@@ -762,8 +799,10 @@ bool pack_params(const NormParams& p, PackedParams& q) {
     fits = fits && packed.inner == inner && packed.outer == outer;
     q.present |= bit;
   };
-  const auto set_vector = [&](const RowView& view, Packed bit) {
-    PackedView& packed = q.vector[vector_index(bit)];
+  int vectors = 0;
+  const auto set_vector = [&](const RowView& view, Packed bit) {  // in the order of the bits
+    if (!view.data) return;
+    PackedView& packed = q.vector[vectors++];
     set(packed, view, bit);
     q.varying = q.varying || packed.inner != 0;
   };
@@ -792,29 +831,44 @@ template <uint32_t kVectors>
 using Known = std::integral_constant<uint32_t, kVectors>;
 
 template <typename T, typename M, Statistic S, Fusion F>
-void launch_packed(const PackedParams& p, const Geometry& g, dim3 grid, dim3 block, cudaStream_t stream) {
+void launch_packed(const PackedParams& p, const Geometry& g, dim3 block, unsigned outer, cudaStream_t stream) {
   // What the models' blocks pass is known to an instance of its own: asking for each vector costs a row of 2048 about
   // 150 instructions.
   constexpr uint32_t kModulation = kScale | kShift, kTables = kScaleTable | kShiftTable;
   const uint32_t vectors = p.present & ~(kInput | kResidualIn | kOut | kResidualOut);
+  const auto grid = [&](int rows) {
+    return dim3(grid_size(ceil_div(p.rows, static_cast<int64_t>(block.y) * rows) * g.blocks), outer);
+  };
   const auto run = [&](auto known) {
     constexpr uint32_t kKnown = decltype(known)::value;
     // Not every geometry has an instance of its own for what is known.
-    constexpr bool kHasOne = kKnown == 0 || !has_modulation(F), kHasLong = kKnown == 0 && F == Fusion::kPlain;
-    if (kKnown != 0 && (vectors != kKnown || p.varying || p.weight_offset != 0.f || g.packs == kLongPacks))
-      return false;
+    constexpr bool kHasOne = kKnown == 0 || S == Statistic::kNone || !has_modulation(F);
+    constexpr bool kHasFour = kKnown == 0 || F != Fusion::kModulate, kHasClusters = F == Fusion::kPlain;
+    if (kKnown != 0 && (vectors != kKnown || p.varying || p.weight_offset != 0.f)) return false;
+    if (g.blocks > 1) {
+      if constexpr (kHasClusters) {
+        launch_clusters(norm_kernel<T, M, S, F, 4, 1, kKnown, true>, grid(1), block, g.blocks, stream, p);
+      }
+      return kHasClusters;
+    }
     if (g.packs == 1) {
-      if constexpr (kHasOne) norm_kernel<T, M, S, F, 1, kKnown><<<grid, block, 0, stream>>>(p);
+      constexpr int kRows = rows_at_once(S, F, 1);
+      if constexpr (kHasOne) norm_kernel<T, M, S, F, 1, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
       return kHasOne;
     }
     if (g.packs == 2) {
-      norm_kernel<T, M, S, F, 2, kKnown><<<grid, block, 0, stream>>>(p);
-    } else if (g.packs == 4) {
-      norm_kernel<T, M, S, F, 4, kKnown><<<grid, block, 0, stream>>>(p);
-    } else if constexpr (kHasLong) {
-      launch_clusters(norm_kernel<T, M, S, F, kLongPacks, 0>, grid, block, g.blocks, stream, p);
+      constexpr int kRows = rows_at_once(S, F, 2);
+      norm_kernel<T, M, S, F, 2, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
+      return true;
     }
-    return true;
+    if constexpr (may_take_two_rows(S, F, 4, kKnown)) {
+      if (g.threads <= kTwoRowsThreads) {
+        norm_kernel<T, M, S, F, 4, 2, kKnown><<<grid(2), block, 0, stream>>>(p);
+        return true;
+      }
+    }
+    if constexpr (kHasFour) norm_kernel<T, M, S, F, 4, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
+    return kHasFour;
   };
   if constexpr (sizeof(M) == sizeof(T)) {
     if constexpr (S == Statistic::kNone) {
@@ -841,14 +895,13 @@ void launch(const NormParams& p, const Context& context) {
   const uint32_t packed = packed_operands<T>(p, fast, wide);
   PackedParams q{};
   if (takes_packed("norm", forced().norm,
-                   fast && g.fits && (g.packs != kLongPacks || F == Fusion::kPlain) && pack_params(p, q))) {
+                   fast && g.fits && (g.blocks == 1 || F == Fusion::kPlain) && pack_params(p, q))) {
     q.blocks = static_cast<uint32_t>(g.blocks);
-    const dim3 grid(grid_size(ceil_div(q.rows, block.y * rows_at_once(S, F, g.packs)) * g.blocks),
-                    p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1);
+    const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
     if (wide) {
-      launch_packed<T, float, S, F>(q, g, grid, block, stream);
+      launch_packed<T, float, S, F>(q, g, block, outer, stream);
     } else {
-      launch_packed<T, T, S, F>(q, g, grid, block, stream);
+      launch_packed<T, T, S, F>(q, g, block, outer, stream);
     }
   } else {
     const unsigned grid = grid_size(ceil_div(p.rows.count, block.y) * g.blocks);

@@ -155,11 +155,10 @@ __device__ __forceinline__ float turn_one(float x, float y, float cos, float sin
   return round_to(dtype, __fadd_rn(round_to(dtype, __fmul_rn(x, cos)), round_to(dtype, __fmul_rn(y, sin))));
 }
 
-template <typename T, bool kInterleaved, bool kEagerPossible, int kWidth>
-__device__ __forceinline__ void rotate(const RotaryParams& p, const Turn<kWidth>& turn, float (&a)[kWidth],
+// `eager`: with the roundings of an eager chain in `dtype`.
+template <bool kInterleaved, int kWidth>
+__device__ __forceinline__ void rotate(bool eager, DType dtype, const Turn<kWidth>& turn, float (&a)[kWidth],
                                        float (&b)[kWidth]) {
-  const bool eager = kEagerPossible && p.rounding == Rounding::kEager;
-  const DType dtype = promote(DTypeOf<T>::value, p.table_dtype);
   if constexpr (kInterleaved && kWidth > 1) {
 #pragma unroll
     for (int i = 0; i + 1 < kWidth; i += 2) {
@@ -182,10 +181,12 @@ __device__ __forceinline__ void rotate(const RotaryParams& p, const Turn<kWidth>
 template <typename T, int kWidth>
 __device__ __forceinline__ void rotate_general(const RotaryParams& p, const Turn<kWidth>& turn, float (&a)[kWidth],
                                                float (&b)[kWidth]) {
+  const bool eager = p.rounding == Rounding::kEager;
+  const DType dtype = promote(DTypeOf<T>::value, p.table_dtype);
   if (p.interleaved) {
-    rotate<T, true, true>(p, turn, a, b);
+    rotate<true>(eager, dtype, turn, a, b);
   } else {
-    rotate<T, false, true>(p, turn, a, b);
+    rotate<false>(eager, dtype, turn, a, b);
   }
 }
 
@@ -248,8 +249,8 @@ __device__ __forceinline__ void store_output(const RotaryOperand& o, bool packed
 
 // ---- The main line: whole packs, full rotary, fp32 rounding, one table form an instance
 
-// Sources bound row_kernel's registers: row_threads of its threads would fit a multiprocessor. fp16, which needs more
-// to convert, and Blackwell would spill.
+// Sources bound row_kernel's registers: row_threads of its threads would fit a multiprocessor. With fewer registers the
+// half layout spills, and so do fp16, which needs more to convert, and Blackwell.
 template <typename T>
 constexpr int row_threads(int most) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -259,21 +260,53 @@ constexpr int row_threads(int most) {
 #endif
 }
 
+// RotaryParams as these kernels take them: byte strides of 32 bits, one for cos and sin. Half of the instructions of a
+// token were its addresses.
+struct PackedStrides {
+  uint32_t batch, sequence, head;
+};
+struct PackedOperand {
+  const char *input, *cos, *sin, *weight;
+  char* output;
+  PackedStrides input_stride, output_stride, table_stride;
+  uint32_t sequence, heads;
+};
+struct PackedParams {
+  PackedOperand operand[2];
+  uint32_t batch;
+  int32_t half;  // of a head's columns
+  float eps;
+};
+
+__device__ __forceinline__ uint64_t place(const PackedStrides& s, uint32_t batch, uint32_t token, uint32_t head) {
+  return static_cast<uint64_t>(s.batch) * batch + static_cast<uint64_t>(s.sequence) * token +
+         static_cast<uint64_t>(s.head) * head;
+}
+
+// Divides numbers below 2^31 by one that the host knows.
+struct Divider {
+  uint32_t magic, shift;
+
+  explicit Divider(int64_t divisor) : shift(0) {
+    while (int64_t{1} << shift < divisor) ++shift;
+    magic = static_cast<uint32_t>((((int64_t{1} << shift) - divisor) << 32) / divisor + 1);
+  }
+  __device__ __forceinline__ uint32_t operator()(uint32_t x) const { return (__umulhi(x, magic) + x) >> shift; }
+};
+
 // Where a Turn comes from: a full-width table of C,
 template <typename T, typename C, bool kInterleaved>
 struct FullTable {
   static constexpr int kWidth = kPackWidth<T>;
-  static constexpr int kRowThreads = row_threads<T>(640);
+  static constexpr int kRowThreads = row_threads<T>(kInterleaved ? 640 : 512);
   struct Angles {};
   Elements<C, kWidth> cos_a, cos_b, sin_a, sin_b;
 
-  __device__ __forceinline__ void load(const RotaryParams&, const Angles&, const RotaryOperand& o, int64_t batch,
-                                       int64_t token, int head, int a, int b) {
-    const int64_t cos = offset(o.cos_stride, batch, token, head), sin = offset(o.sin_stride, batch, token, head);
-    cos_a.load(o.cos, cos + a);
-    cos_b.load(o.cos, cos + b);
-    sin_a.load(o.sin, sin + a);
-    sin_b.load(o.sin, sin + b);
+  __device__ __forceinline__ void load(const char* cos, const char* sin, int a, int b) {
+    cos_a.load(cos, a);
+    cos_b.load(cos, b);
+    sin_a.load(sin, a);
+    sin_b.load(sin, b);
   }
   __device__ __forceinline__ void get(Turn<kWidth>& turn) const {
     cos_a.get(turn.cos_a);
@@ -287,20 +320,18 @@ struct FullTable {
 template <typename T, bool kInterleaved>
 struct HalfTable {
   static constexpr int kWidth = kPackWidth<T>;
-  static constexpr int kRowThreads = row_threads<T>(768);
+  static constexpr int kRowThreads = row_threads<T>(kInterleaved ? 768 : 640);
   // Interleaved, a pack holds kWidth / 2 pairs; otherwise A and B are the two sides of kWidth pairs.
   static constexpr int kEntries = kInterleaved ? kWidth / 2 : kWidth;
   struct Angles {};
   Elements<float, kEntries> cos_a, cos_b, sin_a, sin_b;
 
-  __device__ __forceinline__ void load(const RotaryParams&, const Angles&, const RotaryOperand& o, int64_t batch,
-                                       int64_t token, int head, int a, int b) {
-    const int64_t cos = offset(o.cos_stride, batch, token, head), sin = offset(o.sin_stride, batch, token, head);
-    cos_a.load(o.cos, cos + (kInterleaved ? a / 2 : a));
-    sin_a.load(o.sin, sin + (kInterleaved ? a / 2 : a));
+  __device__ __forceinline__ void load(const char* cos, const char* sin, int a, int b) {
+    cos_a.load(cos, kInterleaved ? a / 2 : a);
+    sin_a.load(sin, kInterleaved ? a / 2 : a);
     if constexpr (kInterleaved) {
-      cos_b.load(o.cos, cos + b / 2);
-      sin_b.load(o.sin, sin + b / 2);
+      cos_b.load(cos, b / 2);
+      sin_b.load(sin, b / 2);
     }
   }
   static __device__ __forceinline__ void spread(const Elements<float, kEntries>& entries, float (&x)[kWidth]) {
@@ -342,7 +373,7 @@ struct Computed {
 };
 
 // Query and key, where both turn by the same table: then one thread, with one Turn, does both.
-__device__ __forceinline__ const RotaryOperand& operand_of(const RotaryParams& p, bool shared, int i) {
+__device__ __forceinline__ const PackedOperand& operand_of(const PackedParams& p, bool shared, int i) {
   return p.operand[shared ? i : static_cast<int>(blockIdx.z)];
 }
 
@@ -360,8 +391,8 @@ __device__ __forceinline__ void scale_held(bool weighted, const Pack<T, kWidth>&
 }
 
 template <typename T, int kWidth>
-__device__ __forceinline__ void load_weight(const RotaryOperand& o, int column, Pack<T, kWidth>& weight) {
-  if (o.weight) weight = load_pack<T, kWidth>(static_cast<const T*>(o.weight), column, 1, 0, true);
+__device__ __forceinline__ void load_weight(const PackedOperand& o, int column, Pack<T, kWidth>& weight) {
+  if (o.weight) weight = load_pack<T, kWidth>(reinterpret_cast<const T*>(o.weight), column, 1, 0, true);
 }
 
 // Small blocks end at different times, and with 128 registers a thread four of them fit a multiprocessor.
@@ -375,56 +406,60 @@ struct Runs {
   int32_t inner, outer, slots, count[2];
   uint32_t batches;  // that are not in a run
   bool over_batches;
+  Divider by_counts{1}, by_threads{1}, by_batches{1};  // by both counts, the threads that share a token, `batches`
 };
 
 // grid: x = groups of tokens, the runs of each side by side. `lanes` threads share a token, one a unit of a head; with
 // a norm the next power of two, so that the lanes of a head sum among themselves.
 template <typename T, typename Source, bool kInterleaved, bool kNorm>
 __global__ void __launch_bounds__(kHeadsThreads, 4)
-    heads_kernel(const __grid_constant__ RotaryParams p, const __grid_constant__ typename Source::Angles angles,
+    heads_kernel(const __grid_constant__ PackedParams p, const __grid_constant__ typename Source::Angles angles,
                  const __grid_constant__ Runs runs, int lanes, int units, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
   using P = Pack<T, kWidth>;
-  const uint32_t total = static_cast<uint32_t>(runs.count[0] + runs.count[1]);
-  const uint32_t group = blockIdx.x / total;
-  int run = static_cast<int>(blockIdx.x - group * total);
+  const uint32_t group = runs.by_counts(blockIdx.x);
+  int run = static_cast<int>(blockIdx.x - group * static_cast<uint32_t>(runs.count[0] + runs.count[1]));
   const bool second = run >= runs.count[0];
   if (second) run -= runs.count[0];
-  const RotaryOperand& o = p.operand[second];
+  const PackedOperand& o = p.operand[second];
   constexpr bool kComputed = std::is_same_v<typename Source::Angles, RotaryAngles>;
   const uint32_t slots = kComputed ? static_cast<uint32_t>(runs.slots) : 1,
                  threads = static_cast<uint32_t>(lanes) * slots;
   // Rows of a block: whole ones where the angles are the block's.
-  const uint32_t first_thread = kComputed ? group * (kHeadsThreads / threads) * threads : group * kHeadsThreads;
-  const uint32_t thread = first_thread + threadIdx.x, row = thread / threads;
-  const uint32_t place = thread - row * threads, slot = place / static_cast<uint32_t>(lanes);
-  const int unit = static_cast<int>(place - slot * static_cast<uint32_t>(lanes));
+  const uint32_t block_rows = kComputed ? runs.by_threads(kHeadsThreads) : 0;
+  const uint32_t first_thread = group * (kComputed ? block_rows * threads : kHeadsThreads);
+  const uint32_t thread = first_thread + threadIdx.x, row = runs.by_threads(thread), rest = thread - row * threads;
+  const uint32_t slot = kComputed ? rest / static_cast<uint32_t>(lanes) : 0;
+  const int unit = static_cast<int>(rest - slot * static_cast<uint32_t>(lanes));
   // Batches side by side: they may share a table, which then comes from cache.
-  uint32_t token = row / runs.batches, batch = row - token * runs.batches;
-  const bool active =
-      token < o.sequence && unit < units && (!kComputed || threadIdx.x < kHeadsThreads / threads * threads);
+  uint32_t token = runs.by_batches(row), batch = row - token * runs.batches;
+  const bool active = token < o.sequence && unit < units && (!kComputed || threadIdx.x < block_rows * threads);
   if (!kNorm && !kComputed && !active) return;  // with a norm, every lane must reach the shuffles
   if (!active) token = batch = 0;
-  const int a = active ? unit * kWidth : 0, half = static_cast<int>(p.head_dim) / 2;
+  const int a = active ? unit * kWidth : 0, half = p.half;
 
-  const int first = (runs.over_batches ? 0 : run * runs.inner) + static_cast<int>(slot);
+  const uint32_t first = (runs.over_batches ? 0 : static_cast<uint32_t>(run * runs.inner)) + slot;
   const int in_run = runs.over_batches ? runs.inner : min(runs.inner, static_cast<int>(o.heads) - run * runs.inner);
   const int count =
-      active || kNorm ? (in_run - static_cast<int>(slot) + static_cast<int>(slots) - 1) / static_cast<int>(slots) : 0;
-  const int64_t in_step = (runs.over_batches ? o.input_stride.batch : o.input_stride.head) * slots;
-  const int64_t out_step = (runs.over_batches ? o.output_stride.batch : o.output_stride.head) * slots;
-  const T* in =
-      static_cast<const T*>(o.input) + offset(o.input_stride, batch, token, runs.over_batches ? 0 : first) + a;
-  T* out = static_cast<T*>(o.output) + offset(o.output_stride, batch, token, runs.over_batches ? 0 : first) + a;
+      active || kNorm
+          ? (kComputed ? (in_run - static_cast<int>(slot) + static_cast<int>(slots) - 1) / static_cast<int>(slots)
+                       : in_run)
+          : 0;
+  const uint64_t in_step = (runs.over_batches ? o.input_stride.batch : o.input_stride.head) * uint64_t{slots};
+  const uint64_t out_step = (runs.over_batches ? o.output_stride.batch : o.output_stride.head) * uint64_t{slots};
+  const uint32_t first_head = runs.over_batches ? 0 : first;
+  const char* in = o.input + place(o.input_stride, batch, token, first_head) + a * sizeof(T);
+  char* out = o.output + place(o.output_stride, batch, token, first_head) + a * sizeof(T);
 
-  const T* x = in;
+  const char* x = in;
+  const int64_t half_bytes = half * static_cast<int64_t>(sizeof(T));
   P raw_a[kHeadsAtOnce], raw_b[kHeadsAtOnce];
   const auto load_heads = [&](int left) {
 #pragma unroll
     for (int j = 0; j < kHeadsAtOnce; ++j) {
       if (j < left) {
         raw_a[j] = *reinterpret_cast<const P*>(x);
-        raw_b[j] = *reinterpret_cast<const P*>(x + half);
+        raw_b[j] = *reinterpret_cast<const P*>(x + half_bytes);
       }
       x += in_step;
     }
@@ -436,11 +471,11 @@ __global__ void __launch_bounds__(kHeadsThreads, 4)
   P weight_a, weight_b;
   if constexpr (kComputed) {
     __shared__ float2 table[kMaxAngles];
-    const int pairs = static_cast<int>(p.head_dim) / 2, rows = kHeadsThreads / static_cast<int>(threads);
-    const uint32_t first_row = first_thread / threads;
+    const int pairs = half, rows = static_cast<int>(block_rows);
+    const uint32_t first_row = group * block_rows;
     for (int i = static_cast<int>(threadIdx.x); i < rows * pairs; i += kHeadsThreads) {
       const int local = i / pairs, pair = i - local * pairs;
-      const uint32_t r = first_row + static_cast<uint32_t>(local), t = r / runs.batches;
+      const uint32_t r = first_row + static_cast<uint32_t>(local), t = runs.by_batches(r);
       if (t >= o.sequence) break;
       float sin, cos;
       turn_by(position_of(angles, r - t * runs.batches, t, pair), angles.inverse_frequency[pair], sin, cos);
@@ -449,7 +484,10 @@ __global__ void __launch_bounds__(kHeadsThreads, 4)
     __syncthreads();
     if (active) source.load(table + (row - first_row) * static_cast<uint32_t>(pairs), a, a + half);
   } else {
-    if (active) source.load(p, angles, o, batch, token, 0, a, a + half);
+    if (active) {
+      const uint64_t start = place(o.table_stride, batch, token, 0);
+      source.load(o.cos + start, o.sin + start, a, a + half);
+    }
     if constexpr (kNorm) {
       load_weight<T>(o, a, weight_a);
       load_weight<T>(o, a + half, weight_b);
@@ -463,7 +501,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 4)
     unpack(weight_b, w_b);
     weigh<kInterleaved>(w_a, w_b, turn);
   }
-  const auto turn_head = [&](const P& raw_a, const P& raw_b, T* y) {
+  const auto turn_head = [&](const P& raw_a, const P& raw_b, char* y) {
     float x_a[kWidth], x_b[kWidth];
     unpack(raw_a, x_a);
     unpack(raw_b, x_b);
@@ -473,15 +511,15 @@ __global__ void __launch_bounds__(kHeadsThreads, 4)
       multiply(rstd, x_a);
       multiply(rstd, x_b);
     }
-    rotate<T, kInterleaved, false>(p, turn, x_a, x_b);
+    rotate<kInterleaved>(false, DType::kFloat32, turn, x_a, x_b);
     if (active) {
       *reinterpret_cast<P*>(y) = to_pack<T, kWidth>(x_a);
-      *reinterpret_cast<P*>(y + half) = to_pack<T, kWidth>(x_b);
+      *reinterpret_cast<P*>(y + half_bytes) = to_pack<T, kWidth>(x_b);
     }
   };
 #pragma unroll 1
   for (int i = 0; i < runs.outer; ++i) {
-    T* y = out;
+    char* y = out;
     if (i > 0) {
       x = in += o.input_stride.batch;
       load_heads(active ? count : 0);
@@ -505,37 +543,37 @@ constexpr int kMaxRowThreads = 512;
 // each thread a unit of query and of key.
 template <typename T, typename Source, bool kInterleaved>
 __global__ void __launch_bounds__(Source::kRowThreads, 1)
-    row_kernel(const __grid_constant__ RotaryParams p, int units, bool shared, uint32_t run,
-               const float2 inverse_widths) {
+    row_kernel(const __grid_constant__ PackedParams p, uint32_t units, bool shared, uint32_t run, uint32_t runs,
+               const Divider by_runs, const Divider by_units, const float2 inverse_widths) {
   constexpr int kWidth = kPackWidth<T>;
   using P = Pack<T, kWidth>;
   __shared__ Scratch<2> scratch[2];
-  const RotaryOperand& first_operand = operand_of(p, shared, 0);
-  const uint32_t runs = static_cast<uint32_t>(p.batch) / run;
-  const uint32_t token = blockIdx.x / runs, first_batch = (blockIdx.x - token * runs) * run;
+  const PackedOperand& first_operand = operand_of(p, shared, 0);
+  const uint32_t token = by_runs(blockIdx.x), first_batch = (blockIdx.x - token * runs) * run;
   if (token >= first_operand.sequence) return;  // the whole block: the other operand is longer
-  const int head = static_cast<int>(threadIdx.x) / units, unit = static_cast<int>(threadIdx.x) - head * units;
+  const uint32_t head = by_units(threadIdx.x), unit = threadIdx.x - head * units;
   const bool active = head < first_operand.heads;
-  const int half = static_cast<int>(p.head_dim) / 2;
-  const int a = unit * kWidth, b = a + half;
-  const int column = head * static_cast<int>(p.head_dim);
+  const int a = static_cast<int>(unit) * kWidth, b = a + p.half;
+  const int column = static_cast<int>(head) * 2 * p.half;
+  const int64_t start = a * static_cast<int64_t>(sizeof(T)), half_bytes = p.half * static_cast<int64_t>(sizeof(T));
 
   P raw_a[2], raw_b[2], weight_a[2], weight_b[2];
   const auto load_batch = [&](uint32_t batch) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (active && (i == 0 || shared)) {
-        const RotaryOperand& o = operand_of(p, shared, i);
-        const T* const x = static_cast<const T*>(o.input) + offset(o.input_stride, batch, token, head) + a;
+        const PackedOperand& o = operand_of(p, shared, i);
+        const char* const x = o.input + place(o.input_stride, batch, token, head) + start;
         raw_a[i] = *reinterpret_cast<const P*>(x);
-        raw_b[i] = *reinterpret_cast<const P*>(x + half);
+        raw_b[i] = *reinterpret_cast<const P*>(x + half_bytes);
       }
     }
   };
   load_batch(first_batch);
   Source source;
   if (active) {
-    source.load(p, {}, first_operand, first_batch, token, head, a, b);
+    const uint64_t table = place(first_operand.table_stride, first_batch, token, head);
+    source.load(first_operand.cos + table, first_operand.sin + table, a, b);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (i == 0 || shared) {
@@ -563,7 +601,7 @@ __global__ void __launch_bounds__(Source::kRowThreads, 1)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (i == 0 || shared) {
-        const RotaryOperand& o = operand_of(p, shared, i);
+        const PackedOperand& o = operand_of(p, shared, i);
         const float inverse_width = i == 1 || blockIdx.z == 1 ? inverse_widths.y : inverse_widths.x;
         const float rstd = reciprocal_root(sums[i], inverse_width, p.eps);
         float x_a[kWidth], x_b[kWidth];
@@ -571,10 +609,10 @@ __global__ void __launch_bounds__(Source::kRowThreads, 1)
         unpack(raw_b[i], x_b);
         scale_held(o.weight, weight_a[i], rstd, x_a);
         scale_held(o.weight, weight_b[i], rstd, x_b);
-        rotate<T, kInterleaved, false>(p, turn, x_a, x_b);
-        T* const y = static_cast<T*>(o.output) + offset(o.output_stride, first_batch + j, token, head) + a;
+        rotate<kInterleaved>(false, DType::kFloat32, turn, x_a, x_b);
+        char* const y = o.output + place(o.output_stride, first_batch + j, token, head) + start;
         *reinterpret_cast<P*>(y) = to_pack<T, kWidth>(x_a);
-        *reinterpret_cast<P*>(y + half) = to_pack<T, kWidth>(x_b);
+        *reinterpret_cast<P*>(y + half_bytes) = to_pack<T, kWidth>(x_b);
       }
     }
     if (j + 1 < run) load_batch(first_batch + j + 1);
@@ -825,6 +863,32 @@ bool same(const HeadStrides& a, const HeadStrides& b) {
   return a.batch == b.batch && a.sequence == b.sequence && a.head == b.head && a.column == b.column;
 }
 
+// RotaryParams as the main line takes them; false where a stride is too wide, or cos and sin do not lie alike.
+bool pack_params(const RotaryParams& p, PackedParams& q) {
+  bool fits = p.batch <= 0x7fffffff && longest(p) <= 0x7fffffff;
+  const auto pack = [&](const HeadStrides& s, DType dtype) {
+    const auto bytes = [&](int64_t stride) {
+      const int64_t wide = stride * element_size(dtype);
+      fits = fits && wide == static_cast<uint32_t>(wide);
+      return static_cast<uint32_t>(wide);
+    };
+    return PackedStrides{bytes(s.batch), bytes(s.sequence), bytes(s.head)};
+  };
+  for (int i = 0; i < p.operands; ++i) {
+    const RotaryOperand& o = p.operand[i];
+    fits = fits && same(o.cos_stride, o.sin_stride);
+    q.operand[i] = {static_cast<const char*>(o.input), static_cast<const char*>(o.cos),
+                    static_cast<const char*>(o.sin),   static_cast<const char*>(o.weight),
+                    static_cast<char*>(o.output),      pack(o.input_stride, p.dtype),
+                    pack(o.output_stride, p.dtype),    pack(o.cos_stride, p.table_dtype),
+                    static_cast<uint32_t>(o.sequence), static_cast<uint32_t>(o.heads)};
+  }
+  q.batch = static_cast<uint32_t>(p.batch);
+  q.half = static_cast<int32_t>(p.head_dim / 2);
+  q.eps = p.eps;
+  return fits;
+}
+
 // Whether the main line takes the call: see its heading.
 template <typename T>
 bool is_main_line(const RotaryParams& p, bool computed) {
@@ -893,13 +957,17 @@ Runs make_runs(const RotaryParams& p, int lanes, bool common, bool computed, int
   runs.inner = static_cast<int32_t>(inner);
   runs.outer = static_cast<int32_t>(all && !over_batches ? p.batch : 1);
   runs.batches = static_cast<uint32_t>(all ? 1 : p.batch);
+  runs.by_batches = Divider(runs.batches);
+  runs.by_threads = Divider(lanes * slots);
   runs.count[0] = static_cast<int32_t>(over_batches ? 1 : ceil_div(q_heads, inner));
   runs.count[1] = p.operands == 2 ? static_cast<int32_t>(over_batches ? 1 : ceil_div(k_heads, inner)) : 0;
+  runs.by_counts = Divider(runs.count[0] + runs.count[1]);
   return runs;
 }
 
 template <typename T, typename Source, bool kInterleaved>
-void launch_main_line(const RotaryParams& p, const typename Source::Angles& angles, int device, cudaStream_t stream) {
+void launch_main_line(const RotaryParams& p, const PackedParams& packed, const typename Source::Angles& angles,
+                      int device, cudaStream_t stream) {
   const RotaryOperand &q = p.operand[0], &k = p.operand[1];
   const int units = static_cast<int>(p.head_dim / 2 / kPackWidth<T>);
   const bool across = p.norm == QkNorm::kAcrossHeads;
@@ -921,8 +989,9 @@ void launch_main_line(const RotaryParams& p, const typename Source::Angles& angl
       const dim3 grid(grid_size(p.batch / run * longest(p)), 1, operands);
       const float2 inverse_widths = {1.f / static_cast<float>(q.heads * p.head_dim),
                                      1.f / static_cast<float>((p.operands == 2 ? k.heads : 1) * p.head_dim)};
-      row_kernel<T, Source, kInterleaved>
-          <<<grid, static_cast<unsigned>(threads), 0, stream>>>(p, units, shared, run, inverse_widths);
+      row_kernel<T, Source, kInterleaved><<<grid, static_cast<unsigned>(threads), 0, stream>>>(
+          packed, static_cast<uint32_t>(units), shared, run, static_cast<uint32_t>(p.batch / run),
+          Divider(p.batch / run), Divider(units), inverse_widths);
       return;
     }
   }
@@ -937,22 +1006,25 @@ void launch_main_line(const RotaryParams& p, const typename Source::Angles& angl
   if constexpr (!kComputed) {
     if (norm) {
       heads_kernel<T, Source, kInterleaved, true>
-          <<<grid, kHeadsThreads, 0, stream>>>(p, angles, runs, lanes, units, inverse_width);
+          <<<grid, kHeadsThreads, 0, stream>>>(packed, angles, runs, lanes, units, inverse_width);
       return;
     }
   }
   heads_kernel<T, Source, kInterleaved, false>
-      <<<grid, kHeadsThreads, 0, stream>>>(p, angles, runs, lanes, units, inverse_width);
+      <<<grid, kHeadsThreads, 0, stream>>>(packed, angles, runs, lanes, units, inverse_width);
 }
 
 template <typename T, bool kInterleaved>
-void dispatch_source(const RotaryParams& p, const RotaryAngles* angles, int device, cudaStream_t stream) {
-  if (angles) return launch_main_line<T, Computed<T, kInterleaved>, kInterleaved>(p, *angles, device, stream);
-  if (p.half_width_table) return launch_main_line<T, HalfTable<T, kInterleaved>, kInterleaved>(p, {}, device, stream);
-  if (p.table_dtype == DType::kFloat32) {
-    return launch_main_line<T, FullTable<T, float, kInterleaved>, kInterleaved>(p, {}, device, stream);
+void dispatch_source(const RotaryParams& p, const PackedParams& q, const RotaryAngles* angles, int device,
+                     cudaStream_t stream) {
+  if (angles) return launch_main_line<T, Computed<T, kInterleaved>, kInterleaved>(p, q, *angles, device, stream);
+  if (p.half_width_table) {
+    return launch_main_line<T, HalfTable<T, kInterleaved>, kInterleaved>(p, q, {}, device, stream);
   }
-  return launch_main_line<T, FullTable<T, T, kInterleaved>, kInterleaved>(p, {}, device, stream);
+  if (p.table_dtype == DType::kFloat32) {
+    return launch_main_line<T, FullTable<T, float, kInterleaved>, kInterleaved>(p, q, {}, device, stream);
+  }
+  return launch_main_line<T, FullTable<T, T, kInterleaved>, kInterleaved>(p, q, {}, device, stream);
 }
 
 }  // namespace
@@ -962,9 +1034,10 @@ void rotary(const RotaryParams& p, const RotaryAngles* angles, const Context& co
   dispatch(p.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Kernel kernel = forced().rotary;
-    if (takes_packed("rotary", kernel, is_main_line<T>(p, angles != nullptr))) {
-      return p.interleaved ? dispatch_source<T, true>(p, angles, context.device, stream)
-                           : dispatch_source<T, false>(p, angles, context.device, stream);
+    PackedParams q{};
+    if (takes_packed("rotary", kernel, is_main_line<T>(p, angles != nullptr) && pack_params(p, q))) {
+      return p.interleaved ? dispatch_source<T, true>(p, q, angles, context.device, stream)
+                           : dispatch_source<T, false>(p, q, angles, context.device, stream);
     }
     const bool whole = divides(p, kPackWidth<T>);
     if (!whole && (kernel == Kernel::kGeneral || kernel == Kernel::kElements)) {

@@ -34,29 +34,37 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
-// Asked once a device: a query costs as much as a launch.
-template <cudaDeviceAttr kAttribute>
-int device_attribute(int device) {
+// ask(), once a device: a query costs as much as a launch. Every `ask` has a memory of its own.
+template <typename Ask>
+int once_a_device(int device, const Ask& ask) {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];  // plus one; zero: not asked yet
   int value = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
   if (value == 0) {
-    cudaDeviceGetAttribute(&value, kAttribute, device);
-    ++value;
+    value = ask() + 1;
     if (device < kDevices) known[device].store(value, std::memory_order_relaxed);
   }
   return value - 1;
 }
 
-inline int multiprocessors(int device) { return device_attribute<cudaDevAttrMultiProcessorCount>(device); }
+template <cudaDeviceAttr kAttribute>
+int device_attribute(int device) {
+  return once_a_device(device, [device] {
+    int value = 0;
+    cudaDeviceGetAttribute(&value, kAttribute, device);
+    return value;
+  });
+}
 
-// Clusters of blocks that read one another's shared memory: compute capability 9.0.
-inline bool has_clusters(int device) { return device_attribute<cudaDevAttrComputeCapabilityMajor>(device) >= 9; }
+inline int multiprocessors(int device) { return device_attribute<cudaDevAttrMultiProcessorCount>(device); }
 
 // Launches `blocks` neighbouring blocks of gridDim.x as one cluster.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, int blocks, cudaStream_t stream,
                      const Arguments&... arguments) {
+  if (blocks > 8) {  // rare: rows of more than a quarter of a megabyte
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};

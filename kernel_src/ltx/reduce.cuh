@@ -8,17 +8,24 @@
 
 namespace ltx {
 
-// Over `lanes` neighbouring lanes, a power of two up to 32; every lane gets the sum.
+// Over `lanes` neighbouring lanes, a power of two up to 32; every lane gets the sum. Unrolled: a loop over the lanes
+// there are costs rows of 128 more than the shuffles that it saves (H200, bf16, rmsnorm 131072x128: 1.03 x a copy
+// against 0.99 with the lanes known).
 __device__ __forceinline__ float lane_sum(float x, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, x, offset);
+    if (offset < lanes) x += other;
+  }
   return x;
 }
 
-// kRows sums over the threads of a block, for blocks of at most 16 warps: a partial sum a warp and row.
+// kRows sums over the threads of a block, for blocks of at most 16 warps: a partial sum a warp and row. `parts`: the
+// sums of the blocks of a cluster, at most 16.
 template <int kRows>
 struct Scratch {
   float4 sums[kRows][4];
-  float total[kRows];  // of a block, for the other blocks of its cluster
+  float parts[kRows][16];
 };
 
 // A thread's summands of kRows rows (one or two) give their sums over `threads` neighbouring threads that own the rows:
@@ -61,29 +68,32 @@ __device__ __forceinline__ void row_sums(float (&x)[kRows], int threads, Scratch
   }
 }
 
-// The same over `blocks` blocks of a cluster that share their rows, each with the sums of its own part in x.
+// A block's first step in a cluster: the others may write into its shared memory from now on.
+__device__ __forceinline__ void enter_cluster() {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::this_cluster().barrier_arrive();
+#endif
+}
+
+// The same over `blocks` blocks of a cluster that share their rows, each with the sums of its own part in x. `first`:
+// no other sum came before it.
 template <int kRows>
-__device__ __forceinline__ void cluster_sums(float (&x)[kRows], uint32_t blocks, Scratch<kRows>& scratch) {
+__device__ __forceinline__ void cluster_sums(float (&x)[kRows], uint32_t blocks, Scratch<kRows>& scratch, bool first) {
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
-  if (threadIdx.x == 0) {
+  if (first) cluster.barrier_wait();  // all blocks have entered
+  if (threadIdx.x < blocks) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) scratch.total[r] = x[r];
+    for (int r = 0; r < kRows; ++r) {
+      *cluster.map_shared_rank(&scratch.parts[r][cluster.block_rank()], threadIdx.x) = x[r];
+    }
   }
   cluster.sync();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    float sum = 0.f;
-    for (uint32_t b = 0; b < blocks; ++b) sum += *cluster.map_shared_rank(&scratch.total[r], b);
-    x[r] = sum;
+    x[r] = 0.f;
+    for (uint32_t b = 0; b < blocks; ++b) x[r] += scratch.parts[r][b];
   }
-#endif
-}
-
-// Before a block of a cluster ends: the others may still read its shared memory.
-__device__ __forceinline__ void leave_cluster() {
-#if __CUDA_ARCH__ >= 900
-  cooperative_groups::this_cluster().sync();
 #endif
 }
 
