@@ -143,8 +143,10 @@ def main() -> int:
         suites = {key: value for key, value in results.items() if "files" in value}
         path = options.output / f"suites-{slug}.json"
         before = json.loads(path.read_text()) if path.exists() else {"meta": {}}
-        if before["meta"].get("package_id") == meta["package_id"]:  # other parts of the same build
-            suites = {**before["suites"], **suites}
+        if before["meta"].get("package_id") == meta["package_id"]:  # other parts and files, of the same build
+            for key, value in before["suites"].items():
+                suites[key] = {**value, **suites.get(key, {})}
+                suites[key]["files"] = {**value["files"], **suites[key]["files"]}
         path.write_text(json.dumps({"meta": meta, "suites": suites}, indent=1) + "\n")
 
     start = time.perf_counter()
