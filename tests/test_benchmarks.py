@@ -112,6 +112,8 @@ def test_traffic() -> None:
     x, weight = torch.randn(3, 64), torch.randn(64)
     inputs = ops.Inputs((x, None, 1e-6), {"bias": weight, "approximate": "tanh"})
     assert ops.traffic(inputs, [x]) == 4 * (2 * 3 * 64 + 64)
+    assert ops.copied(8192) == 4096
+    assert ops.copied(8194) == 8192
 
 
 def test_cases() -> None:
