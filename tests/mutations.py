@@ -182,6 +182,14 @@ MUTATIONS = [
         backends=("cuda",),
     ),
     Mutation(
+        "32-bit row offset, rotary's main line (CUDA)",
+        CUDA_ROPE,
+        "return static_cast<uint64_t>(s.batch) * batch + static_cast<uint64_t>(s.sequence) * token +\n"
+        "         static_cast<uint64_t>(s.head) * head;",
+        "return s.batch * batch + s.sequence * token + s.head * head;",
+        backends=("cuda",),
+    ),
+    Mutation(
         "weight multiplied before the cast (CUDA)",
         CUDA_NORM,
         "const bool round_before_weight = S == Statistic::kRms && weight_offset == 0.f;",

@@ -25,9 +25,10 @@ from helpers import (
     torch_threads,
 )
 
-# Every number of packs a thread may own, whole and ragged rows, one thread to more than the registers hold.
+# Every number of packs a thread may own, whole and ragged rows, one thread to more than the registers of sixteen blocks
+# hold.
 WIDTHS = [1, 2, 3, 5, 7, 8, 17, 33, 64, 127, 128, 250, 512, 1000, 1024, 1985, 2048, 2050, 3072, 4096, 8192, 12288]
-WIDTHS += [16384, 32768, 40000]
+WIDTHS += [16384, 32768, 40000, 70000, 300000]
 
 every_op = pytest.mark.parametrize("op", NORM_OPS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -264,7 +265,7 @@ def test_expanded_input(ltx, device, op):
     + [(op, "vector") for op, tensors in NORM_OPS.items() if set(tensors) & set(MODULATORS)],
 )
 @every_dtype
-@pytest.mark.parametrize("width", [1, 3, 33, 64, 250, 1024, 2050, 4096, 8192, 16384, 40000])
+@pytest.mark.parametrize("width", [1, 3, 33, 64, 250, 1024, 2050, 4096, 8192, 16384, 40000, 70000])
 def test_same_row_same_bits(ltx, device, op, modulation, dtype, width):
     """Each row with modulators of its own, and all with the same."""
     rows = 9

@@ -116,11 +116,12 @@ def test_rotary_of_a_sliced_qkv_view(ltx, device):
     assert torch.equal(v, before)
 
 
-def test_row_offsets_above_int32(ltx, device):
-    """The second token lies 2^31 + 64 elements after the first."""
-    apart, shape = 2**31 + 64, (1, 2, 2, 32)
+@pytest.mark.parametrize(("apart", "tokens"), [(2**31 + 64, 2), (2**30 + 64, 3)])
+def test_row_offsets_above_int32(ltx, device, apart, tokens):
+    """The last token lies more than 2^31 elements after the first; each two of them do, or do not."""
+    shape = (1, tokens, 2, 32)
     try:
-        flat = torch.empty(apart + 64, dtype=torch.float16, device=device)
+        flat = torch.empty((tokens - 1) * apart + 64, dtype=torch.float16, device=device)
     except (RuntimeError, torch.OutOfMemoryError) as error:
         pytest.skip(f"not enough memory: {error}")
     make = Make(device, torch.float16)
@@ -345,6 +346,7 @@ def test_capture_of_every_function(ltx, cuda_graphs):
     """cudaMalloc or cudaFuncSetAttribute at every launch breaks graph capture, the first call included."""
     make = Make(cuda_graphs, torch.bfloat16)
     calls = [norm_case(op, make, (2, 3, 2048)) for op in NORM_OPS]
+    calls += [norm_case(op, make, (2, 3, 300000)) for op in ("rmsnorm", "layernorm", "adaln_zero")]
     calls += [activation_case(name, make, (6, 512)) for name in ("swiglu", "geglu tanh", "gelu tanh, bias")]
     calls += [
         rotary_case(make, (2, 3, 8, 64), key=(3, 2)),

@@ -29,8 +29,9 @@ from helpers import (
 )
 from helpers.build import REPO_ID
 
-# Rows of a part of a warp, a warp, several, and as many as one block takes: see geometry() in kernel_src/norm.cu.
-NORM_WIDTHS = [8, 64, 256, 512, 1024, 2048, 4096, 8192, 16384]
+# Rows of a part of a warp, a warp, several, as many as one block takes, and of several blocks: see geometry() in
+# kernel_src/norm.cu.
+NORM_WIDTHS = [8, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000, 131072]
 GLU_WIDTHS = [8, 64, 1024, 4096, 8192]
 HEADS = [(3, 64), (32, 64), (24, 128), (2, 256), (5, 16)]
 
