@@ -443,9 +443,11 @@ def compile_ahead(selected: Sequence[Case], jobs: int, limit: float) -> set[str]
             try:
                 ready.add(names.next(max(deadline - time.monotonic(), 0)))
             except (StopIteration, multiprocessing.TimeoutError):
-                return ready
+                break
             except Exception as error:  # of one case, which is left out
                 print(f"{type(error).__name__} while compiling ahead: {error}", flush=True)
+    pool.join()  # the processes take their time to leave the GPU
+    return ready
 
 
 @functools.cache
