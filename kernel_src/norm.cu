@@ -359,16 +359,16 @@ constexpr int kMaxThreads = 512;  // of a block
 // of 512; 1x262144 6.7 with 16, which is more than every GPU has, and 7.7 with 8).
 constexpr int kMaxBlocks = 16, kPortableBlocks = 8, kClusterPacks = 1024;
 
-// Rows that a thread works on at once: they share its packs of the vectors. `most`: packs a row has a thread.
-// H200, bf16, of a copy's time with one row and with two: adaln_rmsnorm 2x8064x4096 1.05, 1.03; adaln_zero 2x8064x2048
-// 1.07, 1.01; layernorm 16128x2048 1.05, 1.02; 131072x128 1.03, 1.00. A residual leaves no registers for two (1.01,
-// 1.08), and rmsnorm has the bandwidth without (16128x2048 0.99, 1.02; 131072x128 0.99, 1.01).
+// Rows that a thread works on at once: they share its packs of the vectors. H200, bf16, of a copy's time with one row
+// and with two: adaln_rmsnorm 2x8064x4096 1.05, 1.03; adaln_zero 2x8064x2048 1.07, 1.01; layernorm
+// 16128x2048 1.05, 1.02. A residual leaves no registers for two (1.01, 1.08), and rmsnorm has the bandwidth without
+// (16128x2048 0.99, 1.02).
 constexpr int rows_at_once(Statistic s, Fusion f, int packs) {
   if (f == Fusion::kPlain && s == Statistic::kRms) return 1;
   return packs <= 2 && !has_residual(f) ? 2 : 1;
 }
 // The same for four packs, where the vectors are known and the block is small enough for its registers (adaln_rmsnorm
-// 1x8190x5120 1.04, 1.01; layernorm 16384x4096 1.04, 1.02, but 8192x8192 1.04, 1.05).
+// 1x8190x5120 1.03, 1.01; layernorm 16384x4096 1.04, 1.02, but 8192x8192, whose block is larger, 1.04 with either).
 constexpr int kTwoRowsThreads = 192;
 constexpr bool may_take_two_rows(Statistic s, Fusion f, int packs, uint32_t known) {
   return known != 0 && packs == 4 && !has_residual(f) && (f == Fusion::kModulate || s == Statistic::kLayer);
@@ -376,7 +376,7 @@ constexpr bool may_take_two_rows(Statistic s, Fusion f, int packs, uint32_t know
 
 // The vectors that are loaded before the first use of any, one register a 32-bit word: all where the registers allow,
 // else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy with
-// them, 1.07 without). The blocks of a cluster wait too long for anything late (layernorm 8x65536 7.0 us, 9.0 without).
+// them, 1.07 without). The blocks of a cluster wait too long for anything late (layernorm 8x65536 7.2 us, 9.0 without).
 // fp32 vectors beside 16-bit rows take twice the registers.
 constexpr uint32_t loaded_ahead(Statistic s, int packs, int rows, bool clusters, uint32_t known, bool wide) {
   constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
@@ -696,7 +696,7 @@ Geometry share(int64_t packs, int a_thread) {
 // the price of more sums. H200, bf16, of a copy's time with two packs and with four:
 //   rmsnorm 16384x4096 1.02, 1.04; 8192x8192 1.05, 1.03     layernorm 16384x4096 1.13, 1.05
 //   adaln_rmsnorm 2x8064x4096 1.03, 1.06; 1x8190x5120 1.15, 1.10
-//   adaln_layernorm 1x4608x3072 1.10, 1.14; 2x8064x4096 1.08, 1.06
+//   adaln_layernorm, two rows at once, 1x4608x3072 1.08, 1.07
 //   gated_residual_adaln_layernorm 1x4608x3072 1.05, 1.08
 //   rmsnorm_residual 16384x4096 1.04, 1.03
 constexpr int two_packs_up_to(Statistic s, Fusion f) {
@@ -725,7 +725,7 @@ Geometry geometry(int64_t width, int pack_width, Statistic s, Fusion f, int devi
     if (packs > a_thread * kMaxThreads) fail_forced("rows that fit", "norm_packs=" + std::to_string(a_thread));
     return share(packs, a_thread);
   }
-  // Without a sum nothing is gained by more packs than one (gated_residual 1x4608x3072 26.2 us with two, 25.3 in one).
+  // Without a sum, one pack is no slower than two (gated_residual 2x8064x4096 96.9 us, 97.6 with two).
   if (packs <= (s == Statistic::kNone ? kMaxThreads : 32)) return share(packs, 1);
   if (packs <= two_packs_up_to(s, f)) return share(packs, 2);
   if (packs <= 4 * kMaxThreads) return share(packs, 4);
