@@ -147,6 +147,7 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
             (5, 4),
             textcoords="offset points",
             fontsize=8,
+            rotation=35,
         )
     left.set_xlabel("denoising step")
     left.set_ylabel("relative error of the latents against float32")
@@ -154,7 +155,7 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
     left.legend(frameon=False, fontsize=8)
     right.set_xlabel("ms a step")
     right.set_ylabel("error after the last step")
-    right.set_ylim(bottom=0)
+    right.set_ylim(0, 1.25 * max(record["latents_error"] for record in records))
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)

@@ -1,4 +1,4 @@
-"""Writes the results of README.md and of docs/fp8.md from benchmarks/results/*.json.
+"""Writes the results of README.md and of docs/ from benchmarks/results/*.json.
 
 python benchmarks/readme.py [--check]
 """
@@ -83,46 +83,60 @@ CONFIGS = {
     "kernels": "`ltx.optimize(pipe)`",
     "kernels_compile": "`ltx.optimize(pipe)` and torch.compile",
     "kernels_fp8": '`ltx.optimize(pipe, precision="fp8")`',
+    "kernels_fp8_compile": "the same and torch.compile",
 }
 
 
-def step() -> list[str]:
-    """A denoising step, whole: a table of h200-ltx.json and h200-ltx-161.json."""
+def _cells(record: dict[str, Any], baseline: dict[str, Any]) -> str:
+    """Frames, then the numbers of one configuration of benchmarks/ltx.py."""
+    ms, graph = (f"{record[key]:.1f} | {baseline[key] / record[key]:.2f}" for key in ("step_ms", "graph_ms"))
+    return f"{ms} | {graph} | {record['first_step_s']:.1f} s | {record['error_vs_fp32']:.2e} |"
+
+
+def _steps() -> list[str]:
     lines = [
-        "A denoising step of LTX-Video 2B (batch 2, 512x768, bf16) on one NVIDIA H200, torch 2.11.0+cu130; the error "
-        "is that of one forward against the model in fp32, with random weights:",
-        "",
-        "| frames | | ms | speed-up | first step | error | commit |",
-        "|---|---|---|---|---|---|---|",
+        "| frames | | ms | speed-up | as a CUDA graph | speed-up | first step | error |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for file in ("h200-ltx.json", "h200-ltx-161.json"):
-        result = json.loads((RESULTS / file).read_text())
-        records = {r["config"]: r for r in result["records"]}
-        for config, name in CONFIGS.items():
-            if config not in records:
-                continue
-            r = records[config]
-            faster = records["baseline"]["step_ms"] / r["step_ms"]
-            lines.append(
-                f"| {r['frames']} | {name} | {r['step_ms']:.1f} | {faster:.2f} | {r['first_step_s']:.1f} s | "
-                f"{r['error_vs_fp32']:.2e} | {result['meta']['commit'][:7]} |"
-            )
-    note = json.loads((RESULTS / "h200-ltx.json").read_text())["meta"]["note"]
+    records = json.loads((RESULTS / "h200-ltx.json").read_text())["records"]
+    for baseline in (record for record in records if record["config"] == "baseline"):
+        of_config = {r["config"]: r for r in records if r["frames"] == baseline["frames"]}
+        lines += [
+            f"| {baseline['frames']} | {name} | {_cells(of_config[config], baseline)}"
+            for config, name in CONFIGS.items()
+            if config in of_config
+        ]
+    return lines
+
+
+def step() -> list[str]:
+    """A denoising step, whole."""
+    meta = json.loads((RESULTS / "h200-ltx.json").read_text())["meta"]
     return [
-        *lines,
+        f"A denoising step of LTX-Video 2B (batch 2, 512x768, bf16) on one {meta['device']}, torch {meta['torch']}, "
+        f"commit {meta['commit'][:7]}; the error is that of one forward against the model in fp32, with random "
+        "weights:",
         "",
-        '<img src="benchmarks/results/h200-ltx.png" width="80%" alt="Where the time of a step goes">',
+        *_steps(),
         "",
-        "The two numbers of frames were run apart. At 49 frames the fp8 step waits for the host: its kernels take "
-        f"{_kernels_ms('h200-ltx.json', 'kernels_fp8'):.1f} ms ([fp8.md](docs/fp8.md)). {note[0].upper()}{note[1:]}. "
-        "What `optimize` does to a block, and when a call runs the stock modules: [optimize.md](docs/optimize.md).",
+        '<img src="benchmarks/results/h200-ltx.png" width="100%" alt="Where the time of a step goes">',
+        "",
+        "The first step includes compilation, whose caches were warm here; with cold ones it took "
+        f"{meta['cold']}. As a CUDA graph a step does not wait for the host, whose speed differs from machine to "
+        "machine; each was timed behind the other, on a chip that was warm already. What `optimize` does to a block, "
+        "where the rest of the time goes, and when a call runs the stock modules: [optimize.md](docs/optimize.md).",
         "",
     ]
 
 
-def _kernels_ms(file: str, config: str) -> float:
-    (record,) = [r for r in json.loads((RESULTS / file).read_text())["records"] if r["config"] == config]
-    return sum(ms for kind, ms in record["ms_by_kind"].items() if kind != "idle")
+def kinds() -> str:
+    """Where the time of a step goes on the device."""
+    names = ["GEMM", "attention", "this package", "elementwise", "idle"]
+    lines = [f"| frames | | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for r in json.loads((RESULTS / "h200-ltx.json").read_text())["records"]:
+        cells = " | ".join(f"{r['ms_by_kind'].get(name, 0):.1f}" for name in names)
+        lines.append(f"| {r['frames']} | {CONFIGS[r['config']]} | {cells} |")
+    return "\n".join(["Milliseconds of a step, by kind of kernel:", "", *lines, ""])
 
 
 def table() -> str:
@@ -183,7 +197,7 @@ def loop() -> str:
     meta = result["meta"]
     lines = [
         f"{meta['steps']} steps at {meta['frames']} frames of {meta['height']}x{meta['width']}, random weights, "
-        f"{meta['seeds']} seed, against the stock model in float32:",
+        f"{meta['seeds']} seeds, against the stock model in float32:",
         "",
         "| recipe | error of the latents | PSNR of the frames | SSIM |",
         "|---|---|---|---|",
@@ -194,14 +208,17 @@ def loop() -> str:
         "",
         '<img src="../benchmarks/results/h200-fp8.png" width="100%" alt="Error by step, and error against time">',
         "",
-        "The times in the picture are the host's: steps this short wait for it.",
         "" if meta["torchao"] else "torchao was not part of this run.",
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-# What is written where, between <!-- NAME --> and <!-- /NAME -->.
-BLOCKS = {"README.md": ("results", table), "docs/fp8.md": ("loop", loop)}
+# What is written where: between <!-- NAME --> and <!-- /NAME -->.
+BLOCKS = [
+    ("README.md", "results", table),
+    ("docs/optimize.md", "kinds", kinds),
+    ("docs/fp8.md", "loop", loop),
+]
 
 
 def main() -> int:
@@ -209,7 +226,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail if a page is not what the results say")
     arguments = parser.parse_args()
     stale = []
-    for page, (name, make) in BLOCKS.items():
+    for page, name, make in BLOCKS:
         path = REPOSITORY / page
         text = path.read_text()
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
