@@ -33,7 +33,7 @@ FILES = ["norm", "adaln", "rope", "glu", "quant", "regressions", "properties", "
 FILES += ["processes", "compile", "forced", "parity", "sass"]
 TWO_DEVICES_FILES = ["norm", "rope", "glu", "quant", "processes"]
 LARGE_FILES = ["norm", "rope", "glu", "quant"]  # with tests of more than 2^31 elements, which are marked slow
-PTX_FILES = ["regressions", "sanitize", "adaln", "glu"]
+PTX_FILES = ["sanitize", "regressions"]
 
 
 def pytest(files: Iterable[str], *arguments: str) -> list[str]:
@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--mutations", metavar="DIR", help="what tests/mutations.py --build-only made")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="in this order (default: all)")
     parser.add_argument("--files", nargs="+", default=FILES, help=f"tests to run (default: {' '.join(FILES)})")
+    parser.add_argument("--ptx-files", nargs="+", default=PTX_FILES, help=f"(default: {' '.join(PTX_FILES)})")
     parser.add_argument("--cases", type=int, default=50000, help="random calls")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for each part")
@@ -154,7 +155,7 @@ def main() -> int:
         compiled = {}
         for name, directory in ptx.items():  # one process each: the driver compiles once
             own_build = f"{REPO_ID}={Path(directory).resolve()}"
-            command = pytest(PTX_FILES, "-m", "not slow")
+            command = pytest(options.ptx_files, "-m", "not slow")
             compiled[pool.submit(run, name, command, options.limit, logs, LOCAL_KERNELS=own_build)] = name
         for name in options.parts:
             if name in commands:
