@@ -75,16 +75,17 @@ def sanitizers(name: str) -> str:
     if result is None:
         return MISSING
     rows = []
+    all_processes = result["meta"]["processes"] // len(result["tools"])
     for tool, processes in result["tools"].items():
         faults = [process["faults"] for process in processes.values()]
         tests = sum(process["tests"] for process in processes.values())
         seconds = max(process["seconds"] for process in processes.values())
         found = "did not finish" if None in faults else str(sum(faults))
-        rows.append([tool, str(tests), found, f"{seconds:.0f} s"])
+        rows.append([tool, f"{len(processes)} of {all_processes}", str(tests), found, f"{seconds:.0f} s"])
     version, only = result["meta"]["sanitizer"], result["meta"]["only"]
     part = f" **A part of the tests alone** (`-k '{only}'`)." if only else ""
     return f"{source(name, result['meta'])} compute-sanitizer {version}.{part}\n\n" + table(
-        ["tool", "tests", "faults", "longest process"], rows
+        ["tool", "processes that ended", "tests", "faults", "longest process"], rows
     )
 
 
@@ -121,6 +122,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "fuzz-gpu": lambda: fuzz("fuzz-h200.json"),
     "sanitizers": lambda: sanitizers("sanitize-h200.json"),
     "suites": lambda: suites("suites-h200.json"),
+    "suites-before": lambda: suites("suites-h200-before.json"),
     "mutations": mutations,
 }
 
