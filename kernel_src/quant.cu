@@ -109,7 +109,10 @@ __device__ __forceinline__ void row_barrier() {
 // number a warp, so that one barrier is enough.
 struct Sum {
   __device__ __forceinline__ float operator()(float x, float y) const { return x + y; }
-  __device__ __forceinline__ float lanes(float x, int count) const { return lane_sum(x, count); }
+  __device__ __forceinline__ float lanes(float x, int count) const {  // unrolled, as lane_sum, it spills
+    for (int offset = count / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+  }
 };
 struct Magnitude {
   __device__ __forceinline__ float operator()(float x, float y) const { return larger_magnitude(x, y); }
