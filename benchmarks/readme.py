@@ -109,10 +109,10 @@ def _steps() -> list[str]:
     return lines
 
 
-def step() -> list[str]:
+def step() -> str:
     """A denoising step, whole."""
     meta = json.loads((RESULTS / "h200-ltx.json").read_text())["meta"]
-    return [
+    lines = [
         f"A denoising step of LTX-Video 2B (batch 2, 512x768, bf16) on one {meta['device']}, torch {meta['torch']}, "
         f"commit {meta['commit'][:7]}; the error is that of one forward against the model in fp32, with random "
         "weights:",
@@ -127,6 +127,7 @@ def step() -> list[str]:
         "where the rest of the time goes, and when a call runs the stock modules: [optimize.md](docs/optimize.md).",
         "",
     ]
+    return "\n".join(lines)
 
 
 def kinds() -> str:
@@ -139,12 +140,12 @@ def kinds() -> str:
     return "\n".join(["Milliseconds of a step, by kind of kernel:", "", *lines, ""])
 
 
-def table() -> str:
+def ops_table() -> str:
+    """The ops one by one, beside a copy and their peers."""
     ops = json.loads((RESULTS / "h200-ops.json").read_text())
     records = ops["records"]
     peers = {key: name for key, name in PEERS.items() if any(r["us"].get(key) for r in records)}
     lines = [
-        *step(),
         f"The ops on one {ops['meta']['device']}, torch {ops['meta']['torch']}, bf16, in µs:",
         "",
         "| op | shape | this package | copy of the same bytes | " + " | ".join(peers.values()) + " | plain torch |",
@@ -215,7 +216,8 @@ def loop() -> str:
 
 # What is written where: between <!-- NAME --> and <!-- /NAME -->.
 BLOCKS = [
-    ("README.md", "results", table),
+    ("README.md", "step", step),
+    ("README.md", "ops", ops_table),
     ("docs/optimize.md", "kinds", kinds),
     ("docs/fp8.md", "loop", loop),
 ]
