@@ -784,9 +784,10 @@ uint32_t packed_operands(const NormParams& p, bool& fast, bool& wide) {
 // NormParams as norm_kernel takes them. False where the rows are not at most two dimensions of 32-bit strides.
 bool pack_params(const NormParams& p, PackedParams& q) {
   const Rows& rows = p.rows;
-  if (rows.ndim > 2 || (rows.ndim == 2 && rows.size[0] > 65535)) return false;
-  q.rows = static_cast<uint32_t>(rows.ndim == 2 ? rows.size[1] : rows.count);
-  if (q.rows != (rows.ndim == 2 ? rows.size[1] : rows.count)) return false;
+  const int64_t inner = rows.ndim == 2 ? rows.size[1] : rows.count;
+  // Rows are counted in 32 bits, and the last block counts on past the last.
+  if (rows.ndim > 2 || (rows.ndim == 2 && rows.size[0] > 65535) || inner > 0x7fffffff) return false;
+  q.rows = static_cast<uint32_t>(inner);
   bool fits = true;
   q.present = 0;
   q.varying = false;
