@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 
 pytest.importorskip("hypothesis")
 
 from helpers import fuzz
+from helpers.memory import GUARD, LAYOUTS, Guarded
 from helpers.tally import Tally
 
 CASES = 2400
@@ -28,3 +32,33 @@ def test_every_function_is_called(ltx, device):
         found |= {op for op, _ in tally.figures}
     others = {"kernel_mapping", "layers", "optimize", "restore", "reference", "quantize_weight", "scaled_linear"}
     assert set(ltx.__all__) - others == found
+
+
+def norm(op: str, shape: tuple[int, ...], dtype: torch.dtype, values: str, **options: object) -> fuzz.Norm:
+    memory = fuzz.Memory((), "contiguous", (), False, values, seed=0)
+    defaults = {"param_dtype": torch.float32, "modulation_dtype": torch.float32, "modulations": ("vector",) * 3}
+    defaults |= {"packed": False, "without": (), "tables": (), "same_residual": False, "weight_offset": 0.0}
+    return fuzz.Norm(**{"op": op, "shape": shape, "dtype": dtype, "eps": None, "memory": memory, **defaults, **options})
+
+
+FOUND = {
+    "denormal products, which round in steps of 2^-149": norm(
+        "gated_residual_adaln_rmsnorm", (1, 1, 127), torch.float32, "denormal", without=("shift",)
+    ),
+    "a weight half-way between two numbers, times rows of 1 and -1": norm(
+        "rmsnorm", (3, 3, 3, 3, 1), torch.bfloat16, "normal", param_dtype=torch.float16, weight_offset=1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_calls_that_random_ones_found(ltx, device, what):
+    FOUND[what].check(ltx, device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shapes_without_elements_take_no_memory(layout):
+    """Their strides may be as large as any."""
+    shape = (65, 49, 70, 0, 254)
+    assert Guarded(shape, torch.float32, "cpu", LAYOUTS[layout])._bits.numel() <= 2 * GUARD + 3
+    assert math.prod(max(size, 1) for size in fuzz.bounded(shape)) <= fuzz.ELEMENTS
