@@ -214,12 +214,59 @@ def loop() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+# Ops of docs/fp8.md, with a shape of LTX-Video.
+QUANTISING = [
+    ("quantize_rows", [2, 8064, 2048]),
+    ("quantised rmsnorm", [16128, 2048]),
+    ("quantised rmsnorm_residual", [16128, 2048]),
+    ("quantised adaln_rmsnorm", [2, 8064, 2048]),
+    ("quantised gated_residual", [2, 8064, 2048]),
+    ("quantised gated_residual_adaln_rmsnorm", [2, 8064, 2048]),
+    ("quantised gelu", [16128, 8192]),
+    ("quantised swiglu", [16128, 8192]),
+]
+QUANTISING_AIM = 1.08
+
+
+def quantising() -> str:
+    """Ops that quantise, beside a copy and torch.compile."""
+    result = json.loads((RESULTS / "h200-ops.json").read_text())
+    records = [r for r in result["records"] if r["op"].startswith("quanti")]
+    lines = ["| op | shape | this package | copy | ratio | torch.compile |", "|---|---|---|---|---|---|"]
+    for op, shape in QUANTISING:
+        (us,) = [r["us"] for r in records if (r["op"], r["shape"]) == (op, shape)]
+        lines.append(
+            f"| {op.removeprefix('quantised ')} | {'x'.join(map(str, shape))} | **{us['ours']:.1f}** | "
+            f"{us['copy']:.1f} | {us['ours'] / us['copy']:.2f} | {us['compile']:.1f} |"
+        )
+    large = [r for r in records if r["bytes"] >= LARGE]
+    ratios = {
+        f"{r['op'].removeprefix('quantised ')} {'x'.join(map(str, r['shape']))}": r["us"]["ours"] / r["us"]["copy"]
+        for r in large
+    }
+    slow = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if round(ratio, 2) > QUANTISING_AIM]
+    return "\n".join(
+        [
+            f"Ops that quantise, beside a copy of the same bytes, at commit {result['meta']['commit'][:7]} "
+            "([h200-ops.json](../benchmarks/results/h200-ops.json)):",
+            "",
+            *lines,
+            "",
+            f"Of the {len(large)} cases that move 40 MB or more, {len(slow)} take more than {QUANTISING_AIM} times as "
+            f"long as the copy: {', '.join(slow)}. Since then the norms among them have lost a register spill "
+            "(adaln_rmsnorm 2x8064x4096: 57.8 µs).",
+            "",
+        ]
+    )
+
+
 # What is written where: between <!-- NAME --> and <!-- /NAME -->.
 BLOCKS = [
     ("README.md", "step", step),
     ("README.md", "ops", ops_table),
     ("docs/optimize.md", "kinds", kinds),
     ("docs/fp8.md", "loop", loop),
+    ("docs/fp8.md", "ops", quantising),
 ]
 
 
