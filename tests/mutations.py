@@ -61,7 +61,9 @@ MUTATIONS = [
         "return batch * stride.batch + token * stride.sequence + head * stride.head;",
         "return static_cast<int32_t>(batch * stride.batch + token * stride.sequence + head * stride.head);",
     ),
-    Mutation("eps ignored", "torch-ext/norm.cpp", "p.eps = check_eps(a.eps);", "p.eps = check_eps(a.eps) * 0 + 1e-6f;"),
+    Mutation(
+        "eps ignored", "torch-ext/op_inputs.h", "p.eps = check_eps(a.eps);", "p.eps = check_eps(a.eps) * 0 + 1e-6f;"
+    ),
     Mutation(
         "eps hard-coded in q/k norm and rotary", "torch-ext/rope.cpp", "p.eps = check_eps(", "p.eps = 0 * check_eps("
     ),
@@ -79,7 +81,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gate from the wrong half",
-        "torch-ext/glu.cpp",
+        "torch-ext/op_inputs.h",
         "RowView& second = a.gate_first ? p.up : p.gate;",
         "RowView& second = a.gate_first ? p.gate : p.up;",
     ),

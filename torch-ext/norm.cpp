@@ -1,50 +1,22 @@
 // The norm family: rmsnorm, layernorm, their residual and adaptive forms, and the gated residual. Checks the tensors,
 // fills NormParams (kernel_src/ltx/params.h has the formula) and calls ltx::norm of the backend.
-#include "tensor_checks.h"
+#include "op_inputs.h"
 #include "torch_binding.h"
 
 namespace ltx::host {
 namespace {
 
-// Everything a norm-family call can carry; absent tensors are empty Args.
-struct NormArgs {
-  Arg input, residual, weight, bias;
-  Arg gate, gate_table, scale, scale_table, shift, shift_table, out_gate, out_gate_table;
+struct NormArgs : NormInputs {
   Arg out, residual_out;
-  double eps = 0.0, weight_offset = 0.0;
-  Statistic statistic = Statistic::kNone;
   Rounding rounding = Rounding::kFp32;
   bool fresh_outputs = false;  // allocated by the caller of run(), so their shape and memory need no check
 };
 
-void add_modulator(RowSpace& space, Modulator& modulator, const Arg& value, const Arg& table) {
-  if (table && !value) fail(table.name, "its modulation input to be given too", "a table alone");
-  space.add_broadcast(modulator.value, value);
-  space.add_vector(modulator.table, table);
-}
-
 void run(NormArgs& a) {
-  check_min_dim(a.input, 1);
+  RowSpace space = row_space(a.input);
   NormParams p;
-  p.dtype = float_dtype(a.input);
-  p.statistic = a.statistic;
   p.rounding = a.rounding;
-  p.eps = check_eps(a.eps);
-  p.weight_offset = static_cast<float>(a.weight_offset);
-  RowSpace space(a.input, a.input.last());
-  space.add(p.input, a.input);
-  if (a.residual) {
-    check_same_device(a.residual, a.input);
-    check_same_dtype(a.residual, a.input);
-    check_shape(a.residual, a.input.size, a.input.dim);
-    space.add(p.residual, a.residual);
-  }
-  add_modulator(space, p.gate, a.gate, a.gate_table);
-  space.add_vector(p.weight, a.weight);
-  space.add_vector(p.bias, a.bias);
-  add_modulator(space, p.scale, a.scale, a.scale_table);
-  add_modulator(space, p.shift, a.shift, a.shift_table);
-  add_modulator(space, p.out_gate, a.out_gate, a.out_gate_table);
+  add_inputs(space, p, a);
   Arg* const outputs[] = {&a.out, &a.residual_out};
   for (Arg* out : outputs) {
     if (!*out || a.fresh_outputs) continue;

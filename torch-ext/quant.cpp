@@ -1,6 +1,6 @@
 // Rows quantised to fp8: the norm family (norm_quant, residual_norm_quant) and the activations (glu_quant, gelu_quant).
 // Checks the tensors, fills the params of the op that is quantised and calls ltx::norm_quant or ltx::glu_quant.
-#include "tensor_checks.h"
+#include "op_inputs.h"
 #include "torch_binding.h"
 
 namespace ltx::host {
@@ -38,39 +38,15 @@ void check_static_scale(const Arg& a, const Arg& input) {
 
 // ---- Norms
 
-struct NormArgs {
-  Arg input, residual, weight;
-  Arg gate, gate_table, scale, scale_table, shift, shift_table, static_scale;
-  double eps = 0.0, weight_offset = 0.0;
-  Statistic statistic = Statistic::kNone;
+struct NormArgs : NormInputs {
+  Arg static_scale;
 };
-
-void add_modulator(RowSpace& space, Modulator& modulator, const Arg& value, const Arg& table) {
-  if (table && !value) fail(table.name, "its modulation input to be given too", "a table alone");
-  space.add_broadcast(modulator.value, value);
-  space.add_vector(modulator.table, table);
-}
 
 // `residual_out`: null without a residual.
 Quantised run(const NormArgs& a, Tensor* residual_out) {
-  check_min_dim(a.input, 1);
+  RowSpace space = row_space(a.input);
   NormParams p;
-  p.dtype = float_dtype(a.input);
-  p.statistic = a.statistic;
-  p.eps = check_eps(a.eps);
-  p.weight_offset = static_cast<float>(a.weight_offset);
-  RowSpace space(a.input, a.input.last());
-  space.add(p.input, a.input);
-  if (a.residual) {
-    check_same_device(a.residual, a.input);
-    check_same_dtype(a.residual, a.input);
-    check_shape(a.residual, a.input.size, a.input.dim);
-    space.add(p.residual, a.residual);
-  }
-  add_modulator(space, p.gate, a.gate, a.gate_table);
-  space.add_vector(p.weight, a.weight);
-  add_modulator(space, p.scale, a.scale, a.scale_table);
-  add_modulator(space, p.shift, a.shift, a.shift_table);
+  add_inputs(space, p, a);
   check_static_scale(a.static_scale, a.input);
   Quantised result = empty_quantised(a.input, a.input.last());
   Arg residual_out_arg;
@@ -92,50 +68,22 @@ Statistic check_statistic(int64_t code) { return check_code("statistic", code, S
 
 // ---- Activations
 
-struct GluArgs {
-  Arg input, up, bias, static_scale;
-  bool gated = false, gate_first = true;
-  Activation activation = Activation::kGelu;
+struct GluArgs : GluInputs {
+  Arg static_scale;
 };
 
-Activation check_activation(int64_t code) {
-  return check_code("activation", code, Activation::kGelu, Activation::kSilu);
-}
-
 Quantised run(const GluArgs& a) {
-  check_min_dim(a.input, 1);
-  const bool packed = a.gated && !a.up;
-  if (packed && a.input.last() % 2 != 0) {
-    fail(a.input.name, "an even last dimension (gate and up packed)", "shape " + shape_text(a.input));
-  }
-  const int64_t width = packed ? a.input.last() / 2 : a.input.last();
+  const int64_t width = output_width(a);
   GluParams p;
-  p.dtype = float_dtype(a.input);
-  p.activation = a.activation;
   RowSpace space(a.input, width);
-  space.add(p.gate, a.input);
-  if (a.up) {
-    check_same_device(a.up, a.input);
-    check_same_dtype(a.up, a.input);
-    check_shape(a.up, a.input.size, a.input.dim);
-    space.add(p.up, a.up);
-  } else if (packed) {
-    space.add(p.up, a.input);
-  }
-  space.add_vector(p.bias, a.bias);
+  add_inputs(space, p, a);
   check_static_scale(a.static_scale, a.input);
   Quantised result = empty_quantised(a.input, width);
   if (!space.finish(p.rows)) {
     finish_empty(result);
     return result;
   }
-  if (packed) {
-    // Both views start at the input; the second half begins `width` columns later.
-    RowView& second = a.gate_first ? p.up : p.gate;
-    const int64_t stride = a.input.stride[a.input.dim - 1];
-    p.gate.column_stride = p.up.column_stride = stride;
-    second.data = static_cast<char*>(second.data) + width * stride * element_size(a.input);
-  }
+  part_halves(p, a, width);
   Launch launch(a.input);
   ltx::glu_quant(p, output_of(result, a.static_scale), launch.context());
   return result;

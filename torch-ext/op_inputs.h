@@ -1,0 +1,99 @@
+// The inputs of the norm and of the GLU family: what they must be, and the params that they make. The ops (norm.cpp,
+// glu.cpp) and their quantising forms (quant.cpp) differ in their outputs.
+#pragma once
+
+#include "tensor_checks.h"
+
+namespace ltx::host {
+
+// Rows of all columns of an input.
+inline RowSpace row_space(const Arg& input) {
+  check_min_dim(input, 1);
+  return RowSpace(input, input.last());
+}
+
+// ---- Norms
+
+// Absent tensors are empty Args.
+struct NormInputs {
+  Arg input, residual, weight, bias;
+  Arg gate, gate_table, scale, scale_table, shift, shift_table, out_gate, out_gate_table;
+  double eps = 0.0, weight_offset = 0.0;
+  Statistic statistic = Statistic::kNone;
+};
+
+inline void add_modulator(RowSpace& space, Modulator& modulator, const Arg& value, const Arg& table) {
+  if (table && !value) fail(table.name, "its modulation input to be given too", "a table alone");
+  space.add_broadcast(modulator.value, value);
+  space.add_vector(modulator.table, table);
+}
+
+inline void add_inputs(RowSpace& space, NormParams& p, const NormInputs& a) {
+  p.dtype = float_dtype(a.input);
+  p.statistic = a.statistic;
+  p.eps = check_eps(a.eps);
+  p.weight_offset = static_cast<float>(a.weight_offset);
+  space.add(p.input, a.input);
+  if (a.residual) {
+    check_same_device(a.residual, a.input);
+    check_same_dtype(a.residual, a.input);
+    check_shape(a.residual, a.input.size, a.input.dim);
+    space.add(p.residual, a.residual);
+  }
+  add_modulator(space, p.gate, a.gate, a.gate_table);
+  space.add_vector(p.weight, a.weight);
+  space.add_vector(p.bias, a.bias);
+  add_modulator(space, p.scale, a.scale, a.scale_table);
+  add_modulator(space, p.shift, a.shift, a.shift_table);
+  add_modulator(space, p.out_gate, a.out_gate, a.out_gate_table);
+}
+
+// ---- Activations
+
+struct GluInputs {
+  Arg input, up, bias;
+  bool gated = false, gate_first = true;
+  Activation activation = Activation::kGelu;
+
+  bool packed() const { return gated && !up; }  // gate and up are the halves of the input
+};
+
+inline Activation check_activation(int64_t code) {
+  return check_code("activation", code, Activation::kGelu, Activation::kSilu);
+}
+
+// Columns of the output: half of a packed input.
+inline int64_t output_width(const GluInputs& a) {
+  check_min_dim(a.input, 1);
+  if (!a.packed()) return a.input.last();
+  if (a.input.last() % 2 != 0) {
+    fail(a.input.name, "an even last dimension (gate and up packed)", "shape " + shape_text(a.input));
+  }
+  return a.input.last() / 2;
+}
+
+inline void add_inputs(RowSpace& space, GluParams& p, const GluInputs& a) {
+  p.dtype = float_dtype(a.input);
+  p.activation = a.activation;
+  space.add(p.gate, a.input);
+  if (a.up) {
+    check_same_device(a.up, a.input);
+    check_same_dtype(a.up, a.input);
+    check_shape(a.up, a.input.size, a.input.dim);
+    space.add(p.up, a.up);
+  } else if (a.packed()) {
+    space.add(p.up, a.input);
+  }
+  space.add_vector(p.bias, a.bias);
+}
+
+// When the space is finished: both views of a packed input start at it; the second half begins `width` columns later.
+inline void part_halves(GluParams& p, const GluInputs& a, int64_t width) {
+  if (!a.packed()) return;
+  RowView& second = a.gate_first ? p.up : p.gate;
+  const int64_t stride = a.input.stride[a.input.dim - 1];
+  p.gate.column_stride = p.up.column_stride = stride;
+  second.data = static_cast<char*>(second.data) + width * stride * element_size(a.input);
+}
+
+}  // namespace ltx::host
