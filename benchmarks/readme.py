@@ -214,6 +214,18 @@ def loop() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def layers() -> str:
+    """Which layers carry fp8's error: fp8-layers.json."""
+    result = json.loads((RESULTS / "fp8-layers.json").read_text())
+    lines = ["| in fp8 | error |", "|---|---|"]
+    lines += [f"| {r['recipe']} | {r['error']:.2e} |" for r in result["records"]]
+    head = (
+        f"One forward of the 2B model with {result['meta']['tokens']} tokens of a clip, against the model in float32 "
+        "(`python benchmarks/fp8_layers.py`, on a CPU, [fp8-layers.json](../benchmarks/results/fp8-layers.json)):"
+    )
+    return "\n".join([head, "", *lines, ""])
+
+
 # Ops of docs/fp8.md, with a shape of LTX-Video.
 QUANTISING = [
     ("quantize_rows", [2, 8064, 2048]),
@@ -265,6 +277,7 @@ BLOCKS = [
     ("README.md", "step", step),
     ("README.md", "ops", ops_table),
     ("docs/optimize.md", "kinds", kinds),
+    ("docs/fp8.md", "layers", layers),
     ("docs/fp8.md", "loop", loop),
     ("docs/fp8.md", "ops", quantising),
 ]
