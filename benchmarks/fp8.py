@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from cpu import REPOSITORY
 from cpu import meta as common_meta
-from ltx import as_graph, error, make_inputs, time_steps, weight_bytes
+from ltx import as_graph, error, make_inputs, quantise_with_torchao, time_steps, view_of, weight_bytes
 from ops import driver_version, load_package, write
 from rich.console import Console
 from rich.table import Table
@@ -54,11 +54,9 @@ TORCHAO = "torchao fp8"
 
 
 def make_transformer(recipe: str, transformer: nn.Module, ltx: ModuleType) -> nn.Module:
-    model = copy.deepcopy(transformer, {id(p): p for p in transformer.parameters()})
+    model = view_of(transformer)
     if recipe == TORCHAO:
-        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-
-        quantize_(model.transformer_blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+        quantise_with_torchao(model)
     elif RECIPES[recipe] is not None:
         ltx.optimize(model, **RECIPES[recipe])
     return model

@@ -17,35 +17,34 @@ from typing import Any
 import torch
 from cpu import REPOSITORY
 from cpu import meta as common_meta
+from fp8 import CROSS_OUTPUT, TEXT
 from ltx import error, load_model, make_inputs
 from ops import load_package, write
 from torch import Tensor
 
 FRAMES, HEIGHT, WIDTH = 9, 128, 128
-CROSS_TEXT, CROSS_OUTPUT = ("*.attn2.to_k", "*.attn2.to_v"), "*.attn2.to_out.0"
-DEFAULT = (*CROSS_TEXT, CROSS_OUTPUT)
 
 
 def blocks(*numbers: int) -> tuple[str, ...]:
     return tuple(f"transformer_blocks.{number}.*" for number in numbers)
 
 
-def recipes(count: int) -> dict[str, tuple[str, ...]]:
-    """What is left in bf16, by a name for the rest; `count` blocks."""
+def recipes(default: tuple[str, ...], count: int) -> dict[str, tuple[str, ...]]:
+    """What is left in bf16, by a name for the rest, of `count` blocks; `default`: by optimize itself."""
     middle = count // 2
     return {
         "all": (),
         "all but self-attention's query, key, value": ("*.attn1.to_q", "*.attn1.to_k", "*.attn1.to_v"),
         "all but self-attention's output": ("*.attn1.to_out.0",),
         "all but cross-attention's query": ("*.attn2.to_q",),
-        "all but cross-attention's key and value": CROSS_TEXT,
+        "all but cross-attention's key and value": TEXT,
         "all but cross-attention's output": (CROSS_OUTPUT,),
         "all but the feed-forward's first layer": ("*.ff.net.0.proj",),
         "all but the feed-forward's second layer": ("*.ff.net.2",),
-        "the default": DEFAULT,
-        "the default, but not in the first two blocks": (*DEFAULT, *blocks(0, 1)),
-        "the default, but not in two blocks in the middle": (*DEFAULT, *blocks(middle - 1, middle)),
-        "the default, but not in the last two blocks": (*DEFAULT, *blocks(count - 2, count - 1)),
+        "the default": default,
+        "the default, but not in the first two blocks": (*default, *blocks(0, 1)),
+        "the default, but not in two blocks in the middle": (*default, *blocks(middle - 1, middle)),
+        "the default, but not in the last two blocks": (*default, *blocks(count - 2, count - 1)),
     }
 
 
@@ -76,7 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
         write(options.output, meta, records)
 
     add("none (bf16)")
-    for recipe, skip in recipes(len(model.transformer_blocks)).items():
+    known = ltx.integrations.diffusers
+    default = known.ENTRIES[known.LTX_BLOCK].fp8_skip
+    for recipe, skip in recipes(default, len(model.transformer_blocks)).items():
         with ltx.optimize(model, precision="fp8", skip=skip):
             add(recipe)
     print(options.output)

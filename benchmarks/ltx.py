@@ -101,15 +101,19 @@ def view_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
 
 
+def quantise_with_torchao(model: nn.Module) -> None:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    quantize_(model.transformer_blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+
+
 def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     model = view_of(model)
     if config.startswith("kernels"):
         ltx.optimize(model, precision="fp8" if "fp8" in config else "native")
     elif config.startswith("torchao"):
-        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-
-        quantize_(model.transformer_blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
-    if config == "torchao_fp8_compile":  # block by block: the whole model is not compiled after 200 s (torch 2.11)
+        quantise_with_torchao(model)
+    if config == "torchao_fp8_compile":  # block by block: whole, that takes minutes
         model.compile_repeated_blocks(fullgraph=True)
     elif config.endswith("compile"):
         model.compile()

@@ -40,9 +40,12 @@ TINY = f"--model tiny --frames {FRAMES} --height {HEIGHT} --width {WIDTH} --step
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, device: str) -> tuple[Path, dict[str, Any], str]:
     """The folder that one tiny run filled, its result.json, and what it printed."""
-    folder = tmp_path_factory.mktemp("demo")
+    return run_demo(tmp_path_factory.mktemp("demo"), device)
+
+
+def run_demo(folder: Path, device: str, *options: str) -> tuple[Path, dict[str, Any], str]:
     process = subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo.py"), *TINY, "--device", device, "--output", str(folder)],
+        [sys.executable, str(EXAMPLES / "demo.py"), *TINY, "--device", device, "--output", str(folder), *options],
         env={**os.environ, "MODEL": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -51,17 +54,28 @@ def finished(tmp_path_factory: pytest.TempPathFactory, device: str) -> tuple[Pat
     return folder, json.loads((folder / "result.json").read_text()), process.stdout
 
 
+def videos(result: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """With stock modules, and with the ops."""
+    stock, ours = (decoded(Path(result["files"][key])).astype(int) for key in ("stock", "ltx_kernels"))
+    assert stock.shape == ours.shape == (FRAMES, HEIGHT, WIDTH, 3)
+    return stock, ours
+
+
+def test_videos_are_alike(tmp_path: Path, device: str) -> None:
+    """In float32: the steps of a random model multiply the roundings of bf16."""
+    stock, ours = videos(run_demo(tmp_path, device, "--dtype", "float32")[1])
+    # Encoders change the frames a little; frames that have nothing to do with each other are much further apart.
+    assert np.abs(stock - ours).mean() < 0.25 * np.abs(stock - stock[::-1]).mean()
+
+
 def test_videos_and_picture_are_real(finished: tuple[Path, dict[str, Any], str]) -> None:
     folder, result, output = finished
     assert output.startswith("org/ltx-kernels: ") and result["kernels"]["variant"] in output
     assert {path.name for path in folder.iterdir()} == {
         "result.json", "comparison.png", *(Path(result["files"][key]).name for key in ("stock", "ltx_kernels"))
     }  # fmt: skip
-    stock, ours = (decoded(Path(result["files"][key])).astype(int) for key in ("stock", "ltx_kernels"))
-    assert stock.shape == ours.shape == (FRAMES, HEIGHT, WIDTH, 3)
+    stock, _ = videos(result)
     assert all(frame.std() > 5 for frame in stock)
-    # The steps of a random model in bf16 multiply their roundings, by seeds that a GPU and a CPU do not share.
-    assert np.abs(stock - ours).mean() < 0.6 * np.abs(stock - stock[::-1]).mean()
     with Image.open(folder / "comparison.png") as picture:
         picture.load()
         assert picture.width >= 4 * WIDTH and picture.height >= 3 * HEIGHT

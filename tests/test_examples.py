@@ -121,11 +121,13 @@ def test_optimized_and_baseline(
 
     for run in (optimized, baseline):
         assert all(f"wrote {tmp_path / name}" in run.output for name in (*run.names, "result.json"))
+    # In float32: the steps of a random model multiply the roundings of bf16.
+    for option in ("--use-optimized-kernels", "--no-optimized-kernels"):
+        assert Run(capsys, tmp_path, device, option, "--gif", "--dtype", "float32").status == 0
     ours, stock = (decoded(tmp_path / f"clip_{name}.{VIDEO}").astype(int) for name in ("optimized", "baseline"))
     assert ours.shape == stock.shape == decoded(tmp_path / "clip_optimized.gif").shape == (FRAMES, HEIGHT, WIDTH, 3)
     assert all(frame.std() > 5 for frame in stock)
-    # The steps of a random model in bf16 multiply their roundings; float32 has tests of its own.
-    assert np.abs(stock - ours).mean() < 0.6 * np.abs(stock - stock[::-1]).mean()
+    assert np.abs(stock - ours).mean() < 0.25 * np.abs(stock - stock[::-1]).mean()
 
 
 def test_baseline_needs_no_build(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -508,6 +508,16 @@ def test_packed_weights_are_the_parameters(ltx: ModuleType, device: str, tmp_pat
     assert torch.equal(loaded(**inputs)[0], want)
 
 
+def test_projections_with_a_hook_are_noticed(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    model.transformer_blocks[0].attn1.to_k.register_forward_hook(lambda module, args, output: output * 0.5)
+    ours = model(**inputs)[0]
+    assert "projections of diffusers.LTXAttention one by one, 1 x" in str(report)
+    ltx.restore(model)
+    assert_close(ours, model(**inputs)[0])
+
+
 def test_lost_packing_is_noticed(ltx: ModuleType, device: str) -> None:
     model, inputs = make_model(device), make_inputs(device)
     report = ltx.optimize(model)
@@ -776,6 +786,24 @@ def test_compile_whole(ltx: ModuleType, device: str, rounding: str) -> None:
     compiled(**make_inputs(device, torch.bfloat16, grid=(3, 3, 4)))
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled(**make_inputs(device, torch.bfloat16, grid=(5, 3, 4)))
+
+
+def test_compiled_blocks_share_the_table(ltx: ModuleType, device: str) -> None:
+    """It is the result of an op, or torch.compile would make it anew for blocks that read it."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, example_inputs: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch.compile(model, fullgraph=True, backend=keep)(**inputs)
+    (graph,) = graphs
+    tables = [node for node in graph.graph.nodes if "compact_table" in str(node.target)]
+    readers = [node for node in graph.graph.nodes if "qk_norm_rope" in str(node.target)]
+    assert len(tables) == 2 and len(readers) == LAYERS
+    assert all(table in reader.all_input_nodes for table in tables for reader in readers)
 
 
 @pytest.mark.slow

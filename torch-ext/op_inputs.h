@@ -12,6 +12,15 @@ inline RowSpace row_space(const Arg& input) {
   return RowSpace(input, input.last());
 }
 
+// An operand, or none, of the input's device, dtype and shape.
+inline void add_like(RowSpace& space, RowView& view, const Arg& a, const Arg& input) {
+  if (!a) return;
+  check_same_device(a, input);
+  check_same_dtype(a, input);
+  check_shape(a, input.size, input.dim);
+  space.add(view, a);
+}
+
 // ---- Norms
 
 // Absent tensors are empty Args.
@@ -34,12 +43,7 @@ inline void add_inputs(RowSpace& space, NormParams& p, const NormInputs& a) {
   p.eps = check_eps(a.eps);
   p.weight_offset = static_cast<float>(a.weight_offset);
   space.add(p.input, a.input);
-  if (a.residual) {
-    check_same_device(a.residual, a.input);
-    check_same_dtype(a.residual, a.input);
-    check_shape(a.residual, a.input.size, a.input.dim);
-    space.add(p.residual, a.residual);
-  }
+  add_like(space, p.residual, a.residual, a.input);
   add_modulator(space, p.gate, a.gate, a.gate_table);
   space.add_vector(p.weight, a.weight);
   space.add_vector(p.bias, a.bias);
@@ -76,14 +80,7 @@ inline void add_inputs(RowSpace& space, GluParams& p, const GluInputs& a) {
   p.dtype = float_dtype(a.input);
   p.activation = a.activation;
   space.add(p.gate, a.input);
-  if (a.up) {
-    check_same_device(a.up, a.input);
-    check_same_dtype(a.up, a.input);
-    check_shape(a.up, a.input.size, a.input.dim);
-    space.add(p.up, a.up);
-  } else if (a.packed()) {
-    space.add(p.up, a.input);
-  }
+  add_like(space, p.up, a.packed() ? a.input : a.up, a.input);
   space.add_vector(p.bias, a.bias);
 }
 

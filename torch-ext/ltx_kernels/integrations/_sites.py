@@ -80,7 +80,7 @@ class Site:
         self.stock = stock
         self.modules = 0
         self.together = False  # a module of entry.together_with was replaced as well
-        self.unpacked = 0  # calls of an attention whose weights lie apart, so that its projections ran one by one
+        self.unpacked = 0  # calls of an attention whose projections ran one by one, and not by one GEMM
         self.calls = 0  # that ran the package's ops
         self.traces = 0  # by torch.compile, of calls that will run them
         self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward instead, by reason
@@ -360,7 +360,8 @@ class Report:
         for s in self.sites:
             if s.unpacked:
                 lines.append(
-                    f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again)"
+                    f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again), or "
+                    "they are no plain linear layers"
                 )
         grouped: dict[str, list[str]] = {}
         for name, reason in self.left_alone.items():

@@ -222,25 +222,31 @@ def _takes_rows(
     )
 
 
+def _packed_outputs(site: Site, linears: tuple[Known, ...], input: Tensor) -> tuple[Tensor, ...] | None:
+    """The outputs of linear layers as parts of one; None where they have to run one by one."""
+    if len(linears) == 1 or site.rounding != "fp32" or not all(plain_linear(linear, input.dtype) for linear in linears):
+        return None
+    weights = [linear.weight for linear in linears]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if len(biases) not in (0, len(weights)):
+        return None
+    output = (packed_linear_op if torch.compiler.is_compiling() else packed_linear)(input, weights, biases)
+    return None if output is None else output.split([weight.shape[0] for weight in weights], -1)
+
+
 def _project(site: Site, linears: tuple[Known, ...], input: Tensor | Rows) -> tuple[tuple[Tensor, ...], bool]:
     """(the output of each linear layer, whether they are views of one new tensor)."""
     if isinstance(input, tuple):
         outputs, packed = apply_rows(linears, input)
-        if len(linears) > 1 and not packed and not torch.compiler.is_compiling():
-            site.unpacked += 1
-        return outputs, packed
-    if len(linears) > 1 and site.rounding == "fp32" and all(plain_linear(linear, input.dtype) for linear in linears):
-        weights = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        sizes = [weight.shape[0] for weight in weights]
-        if len(biases) in (0, len(weights)):
-            if torch.compiler.is_compiling():
-                return packed_linear_op(input, weights, biases).split(sizes, -1), False
-            output = packed_linear(input, weights, biases)
-            if output is not None:
-                return output.split(sizes, -1), True
-            site.unpacked += 1
-    return tuple(linear(input) for linear in linears), False
+    else:
+        parts = _packed_outputs(site, linears, input)
+        packed = parts is not None
+        outputs = tuple(linear(input) for linear in linears) if parts is None else parts
+    if torch.compiler.is_compiling():
+        return outputs, False
+    if len(linears) > 1 and not packed and site.rounding == "fp32":
+        site.unpacked += 1
+    return outputs, packed
 
 
 def ltx_attention_forward(
