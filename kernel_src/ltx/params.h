@@ -143,9 +143,33 @@ struct RotaryAngles {
   float inverse_frequency[kMaxPairs] = {};
 };
 
+// Attention with few keys, such as text tokens. For each batch and head, with n the RMS norm over all heads of a token
+// (h * rstd * weight, rounded to `dtype`; weight: heads * head_dim elements, null for ones):
+//   out = softmax(scale * n(query) n(key)^T + mask) value
+// The mask has one addend a key. A query whose addends are all -infinity gives zeros.
+struct AttentionParams {
+  const void* query = nullptr;
+  const void* key = nullptr;
+  const void* value = nullptr;
+  void* output = nullptr;
+  HeadStrides query_stride, key_stride, value_stride, output_stride;
+  const void* query_weight = nullptr;
+  const void* key_weight = nullptr;
+  DType query_weight_dtype = DType::kFloat32, key_weight_dtype = DType::kFloat32;
+  int64_t query_weight_stride = 0, key_weight_stride = 0;
+  const void* mask = nullptr;
+  DType mask_dtype = DType::kFloat32;
+  int64_t mask_stride_batch = 0, mask_stride_key = 0;
+  int64_t batch = 0, queries = 0, keys = 0, heads = 0, head_dim = 0;
+  DType dtype = DType::kFloat32;
+  float eps = 0.f, scale = 1.f;
+  float* workspace = nullptr;  // CUDA: batch * (queries + keys) numbers; unused on the CPU
+};
+
 void norm(const NormParams& params, const Context& context);
 void glu(const GluParams& params, const Context& context);
 void rotary(const RotaryParams& params, const RotaryAngles* angles, const Context& context);
+void attention(const AttentionParams& params, const Context& context);
 
 // `out` is absent from the params. norm_quant with kNone quantises h.
 void norm_quant(const NormParams& params, const QuantOutput& output, const Context& context);
