@@ -71,6 +71,12 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   "Tensor? key_sin, float eps, bool across_heads, int rotary_dim, bool interleaved, int rounding"
   ops.def("qk_norm_rope(" LTX_QK_NORM_ROPE_ARGS ") -> (Tensor, Tensor)");
   ops.def("qk_norm_rope_out(Tensor(a!) query_out, Tensor(b!) key_out, " LTX_QK_NORM_ROPE_ARGS ") -> ()");
+
+#define LTX_ATTENTION_ARGS                                                                                      \
+  "Tensor query, Tensor key, Tensor value, Tensor? query_weight, Tensor? key_weight, Tensor? mask, float eps, " \
+  "float? scale"
+  ops.def("qk_norm_cross_attention(" LTX_ATTENTION_ARGS ") -> Tensor");
+  ops.def("qk_norm_cross_attention_out(Tensor(a!) out, " LTX_ATTENTION_ARGS ") -> ()");
 }
 
 #if defined(CUDA_KERNEL)
@@ -93,6 +99,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(apply_rotary);
   LTX_IMPL(apply_rotary_qk);
   LTX_IMPL(qk_norm_rope);
+#if defined(CPU_KERNEL)  // no CUDA kernel yet
+  LTX_IMPL(qk_norm_cross_attention);
+#endif
   ops.impl("norm_quant", TORCH_BOX(&ltx::host::norm_quant));
   ops.impl("residual_norm_quant", TORCH_BOX(&ltx::host::residual_norm_quant));
   ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));

@@ -1,4 +1,5 @@
-// The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, rope.cpp, glu.cpp and quant.cpp.
+// The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, rope.cpp, attention.cpp,
+// glu.cpp and quant.cpp.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -58,6 +59,12 @@ std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& query, const Tensor& key, 
                                         const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
                                         const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps,
                                         bool across_heads, int64_t rotary_dim, bool interleaved, int64_t rounding);
+void qk_norm_cross_attention_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
+                                 const OptionalTensor& query_weight, const OptionalTensor& key_weight,
+                                 const OptionalTensor& mask, double eps, std::optional<double> scale);
+Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& query_weight, const OptionalTensor& key_weight,
+                               const OptionalTensor& mask, double eps, std::optional<double> scale);
 void rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& query, const Tensor& key,
               const OptionalTensor& positions, std::vector<int64_t> grid, std::vector<int64_t> axis_dims,
               std::vector<double> theta, bool interleaved);

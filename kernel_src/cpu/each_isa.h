@@ -9,6 +9,8 @@
 // Within a pass LTX_ISA is the namespace and LTX_ISA_LEVEL is 0, 1 or 2. Standard headers must be included before, as
 // they must not be compiled for a target. LTX_CPU_MAX_ISA limits the choice at run time (to test the lower levels).
 
+#include <cmath>
+
 #include "cpu/parallel.h"
 #include "ltx/params.h"
 

@@ -212,18 +212,9 @@ void rotate_head(const RotaryParams& p, const void* input, bool normed, void* ou
   }
 }
 
-struct SquareTerm {
-  const float* row;
-  LTX_INLINE F operator()(int64_t c) const {
-    const F x = load(row + c);
-    return x * x;
-  }
-};
-
 // RMSNorm of an fp32 row padded with zeros, in place. torch.nn.RMSNorm rounds once, after the weight.
 void norm_row(const RotaryParams& p, const float* weight, int64_t width, float* row) {
-  const float mean_square = sum_row(width, SquareTerm{row}) / static_cast<float>(width);
-  const float rstd = 1.f / std::sqrt(mean_square + p.eps);
+  const float rstd = rms_rstd(row, width, p.eps);
   for (int64_t c = 0; c < width; c += kLanes) {
     F x = load(row + c) * rstd;
     if (const float* w = varying(weight)) x = x * load(w + c);
@@ -333,17 +324,8 @@ class TokenRange {
   }
 
   void norm_token(const RotaryOperand& x, const float* weight, int64_t batch, int64_t token) {
-    const int64_t width = x.heads * p_.head_dim;
-    if (x.input_stride.column == 1 && x.input_stride.head == p_.head_dim) {
-      expand(normed_, input_at(x, batch, token, 0), p_.dtype, 1, width);
-    } else {
-      for (int64_t head = 0; head < x.heads; ++head) {
-        expand(normed_ + head * p_.head_dim, input_at(x, batch, token, head), p_.dtype, x.input_stride.column,
-               p_.head_dim);
-      }
-      std::fill(normed_ + width, normed_ + round_up(width, kSumLanes), 0.f);
-    }
-    norm_row(p_, weight, width, normed_);
+    expand_heads(normed_, input_at(x, batch, token, 0), p_.dtype, x.input_stride, x.heads, p_.head_dim);
+    norm_row(p_, weight, x.heads * p_.head_dim, normed_);
   }
 
   void run_head(const RotaryOperand& x, const float* weight, int64_t batch, int64_t token, int64_t head,

@@ -291,6 +291,19 @@ inline void expand(float* target, const void* row, DType dtype, int64_t stride, 
   }
 }
 
+// The heads of a token, one after the other, as one fp32 row. The target is kSumLanes longer than a padded row: each
+// head is padded in turn.
+inline void expand_heads(float* target, const void* token, DType dtype, const HeadStrides& stride, int64_t heads,
+                         int64_t head_dim) {
+  const int64_t width = heads * head_dim;
+  if (stride.column == 1 && stride.head == head_dim) return expand(target, token, dtype, 1, width);
+  const int64_t step = stride.head * static_cast<int64_t>(size_of(dtype));
+  for (int64_t head = 0; head < heads; ++head) {
+    expand(target + head * head_dim, static_cast<const char*>(token) + head * step, dtype, stride.column, head_dim);
+  }
+  std::fill(target + width, target + round_up(width, kSumLanes), 0.f);
+}
+
 // An fp32 row written contiguously in any dtype.
 inline void narrow(void* target, const float* row, DType dtype, int64_t width) {
   switch (dtype) {
@@ -392,6 +405,20 @@ LTX_INLINE float sum_row(int64_t width, const Term& term) {
     sum.push(block);
     if (begin >= width) return sum.total();
   }
+}
+
+struct SquareTerm {
+  const float* row;
+  LTX_INLINE F operator()(int64_t c) const {
+    const F x = load(row + c);
+    return x * x;
+  }
+};
+
+// 1 / sqrt(mean of squares + eps) of an fp32 row padded with zeros.
+inline float rms_rstd(const float* row, int64_t width, float eps) {
+  const float mean_square = sum_row(width, SquareTerm{row}) / static_cast<float>(width);
+  return 1.f / std::sqrt(mean_square + eps);
 }
 
 // kWide vectors that go through the same operations.

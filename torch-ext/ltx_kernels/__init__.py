@@ -18,6 +18,7 @@ from .adaln import (
     gated_residual_adaln_layernorm,
     gated_residual_adaln_rmsnorm,
 )
+from .attention import qk_norm_cross_attention
 from .glu import geglu, gelu, swiglu
 from .integrations import kernel_mapping, optimize, restore
 from .norm import layernorm, rmsnorm, rmsnorm_residual
@@ -56,6 +57,7 @@ __all__ = [
     "layernorm",
     "layers",
     "optimize",
+    "qk_norm_cross_attention",
     "qk_norm_rope",
     "quantize_rows",
     "quantize_weight",

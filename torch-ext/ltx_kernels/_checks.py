@@ -33,6 +33,9 @@ E4M3_MAX, MIN_SCALE = 448.0, 2.0**-120
 
 Code = TypeVar("Code", int, bool)
 
+# Columns of one head of an attention (kMaxHeadDim).
+_MAX_HEAD_DIM = 256
+
 # Pairs of one head whose angles fit in a launch's parameters (kMaxPairs).
 _MAX_PAIRS = 512
 
@@ -712,3 +715,52 @@ def check_rope(
             _fail("positions", f"shape [{rows}] or [{batch}, {rows}]", _shape_text(positions.shape))
     _check_outputs(operands, out)
     return operands
+
+
+# ---- attention.cpp
+
+
+def check_qk_norm_cross_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    *,
+    eps: float,
+    scale: float | None,
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> None:
+    _dim("query", query, 4)
+    _float_dtype("query", query, float64)
+    float64 = query.dtype == torch.float64
+    _eps(eps)
+    if scale is not None and not math.isfinite(scale):
+        _fail("scale", "a finite number", format(scale, "g"))
+    batch, _, heads, head_dim = query.shape
+    if head_dim > _MAX_HEAD_DIM:
+        _fail("query", f"a last dimension of at most {_MAX_HEAD_DIM}", "shape " + _shape_text(query.shape))
+    _same_device("key", key, "query", query)
+    _same_dtype("key", key, "query", query)
+    _dim("key", key, 4)
+    if key.shape[0] != batch or key.shape[2] != heads or key.shape[3] != head_dim:
+        expected = f"the batch size, heads and last dimension of query {_shape_text(query.shape)}"
+        _fail("key", expected, "shape " + _shape_text(key.shape))
+    _same_device("value", value, "query", query)
+    _same_dtype("value", value, "query", query)
+    _shape("value", value, key.shape)
+    for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
+        if weight is not None:
+            _same_device(name, weight, "query", query)
+            _float_dtype(name, weight, float64)
+            _shape(name, weight, (heads * head_dim,))
+    if mask is not None:
+        _same_device("mask", mask, "query", query)
+        _float_dtype("mask", mask, float64)
+        keys = key.shape[1]
+        fits = mask.dim() == 2 and mask.shape[1] == keys and (mask.shape[0] == batch or mask.shape[0] == 1)
+        if not fits:
+            _fail("mask", f"shape [{batch}, {keys}] or [1, {keys}]", _shape_text(mask.shape))
+    _output("out", out, "query", query, query.shape)

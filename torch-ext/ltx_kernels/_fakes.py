@@ -403,6 +403,26 @@ def _qk_norm_rope(
     )
 
 
+def _qk_norm_cross_attention(
+    outs: Outs,
+    compute: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    eps: float,
+    scale: float | None,
+) -> Results:
+    arguments = (query, key, value, query_weight, key_weight, mask)
+    out = outs[0] if outs else None
+    _checks.check_qk_norm_cross_attention(*arguments, eps=eps, scale=scale, out=out)
+    if compute:
+        return (reference.cross_attention(*arguments, eps=eps, scale=scale),)
+    return (query.new_empty(query.shape),)
+
+
 # ---- Registration
 
 
@@ -477,6 +497,7 @@ _register("rope", 2, _rope)
 _register("apply_rotary", 1, _apply_rotary)
 _register("apply_rotary_qk", 2, _apply_rotary_qk)
 _register("qk_norm_rope", 2, _qk_norm_rope)
+_register("qk_norm_cross_attention", 1, _qk_norm_cross_attention)
 _register("norm_quant", 2, _norm_quant, has_out=False)
 _register("residual_norm_quant", 3, _residual_norm_quant, has_out=False)
 _register("glu_quant", 2, _glu_quant, has_out=False)

@@ -1,9 +1,9 @@
 """Every public function in plain torch: differentiable, on any device, with the errors of the compiled ops.
 
-The signatures are those of the package without ``out=``. Four functions do the work: ``norm_family``, ``gated_unit``,
-``quantise`` and ``rotate``. The package runs them where there is no compiled kernel (a tensor on the variant's other
-device) and where autograd has to follow; tests and benchmarks use them as the definition. Math is in float32, or in
-float64 when the input is float64, which the compiled ops do not take.
+The signatures are those of the package without ``out=``. Five functions do the work: ``norm_family``, ``gated_unit``,
+``quantise``, ``rotate`` and ``cross_attention``. The package runs them where there is no compiled kernel (a tensor on
+the variant's other device) and where autograd has to follow; tests and benchmarks use them as the definition. Math is
+in float32, or in float64 when the input is float64, which the compiled ops do not take.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ __all__ = [
     "gelu",
     "gelu_quant",
     "layernorm",
+    "qk_norm_cross_attention",
     "qk_norm_rope",
     "quantize_rows",
     "rmsnorm",
@@ -724,15 +725,15 @@ def _restore(out: Tensor, operand: RotaryInput) -> Tensor:
     return out.contiguous() if tensor.is_contiguous() else torch.empty_like(tensor).copy_(out)
 
 
-def _rms_normalise(operand: RotaryInput, x: Tensor, eps: float, across_heads: bool, rounding: int) -> Tensor:
+def _rms_normalise(x: Tensor, weight: Tensor | None, eps: float, across_heads: bool, rounding: int) -> Tensor:
     compute = _compute_dtype(x)
     n = x.to(compute)
     shape = n.shape
     if across_heads:
         n = n.flatten(-2)
     n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + eps)
-    if operand.weight is not None:
-        n = n * operand.weight.to(compute)
+    if weight is not None:
+        n = n * weight.to(compute)
     n = n.view(shape)
     return n.to(x.dtype) if rounding == EAGER else n
 
@@ -752,7 +753,7 @@ def rotary(
     for operand, table in zip(operands, tables):
         x = _checks.heads_last(operand.tensor, operand.dims)
         if normalised:
-            x = _rms_normalise(operand, x, eps, across_heads, rounding)
+            x = _rms_normalise(x, operand.weight, eps, across_heads, rounding)
         outs.append(_restore(rotate(x, table, operand.tensor.dtype, interleaved, rounding), operand))
     return outs
 
@@ -909,3 +910,46 @@ def qk_norm_rope(
         across_heads=across_heads,
     )
     return out[0], out[1]
+
+
+# ---- Attention
+
+
+def cross_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    mask: Tensor | None,
+    *,
+    eps: float,
+    scale: float | None,
+) -> Tensor:
+    """Attention of normalised queries to normalised keys; queries with nothing to attend to give zeros."""
+    compute = _compute_dtype(query)
+    q = _rms_normalise(query, query_weight, eps, True, EAGER).to(compute).transpose(1, 2)
+    k = _rms_normalise(key, key_weight, eps, True, EAGER).to(compute).permute(0, 2, 3, 1)
+    scores = q @ k * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores + mask.to(compute)[:, None, None]
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return (weights @ value.to(compute).transpose(1, 2)).transpose(1, 2).to(query.dtype).contiguous()
+
+
+def qk_norm_cross_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    eps = rms_eps(eps, query)
+    arguments = (query, key, value, query_weight, key_weight, mask)
+    _checks.check_qk_norm_cross_attention(*arguments, eps=eps, scale=scale, float64=True)
+    return cross_attention(*arguments, eps=eps, scale=scale)

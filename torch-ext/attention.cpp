@@ -1,0 +1,154 @@
+// qk_norm_cross_attention: the norms of query and key, the scores, their softmax and its product with the values.
+// Checks the tensors, fills AttentionParams (kernel_src/ltx/params.h has the formula) and calls ltx::attention of the
+// backend.
+#ifdef CPU_KERNEL  // no CUDA kernel yet
+
+#include "tensor_checks.h"
+#include "torch_binding.h"
+
+namespace ltx::host {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 256;  // on both backends: a head and its sums stay in the registers of a CUDA block
+
+struct AttentionArgs {
+  Arg query, key, value, query_weight, key_weight, mask, out;
+};
+
+HeadStrides head_strides(const Arg& a) {
+  const auto stride = [&](int64_t d) { return a.size[d] == 1 ? 0 : a.stride[d]; };
+  return {stride(0), stride(1), stride(2), stride(3)};
+}
+
+void check_weight(const Arg& weight, const Arg& query) {
+  if (!weight) return;
+  check_same_device(weight, query);
+  float_dtype(weight);
+  check_shape(weight, {query.size[2] * query.size[3]});
+}
+
+int64_t weight_stride(const Arg& weight) { return weight && weight.size[0] > 1 ? weight.stride[0] : 0; }
+
+float check_scale(std::optional<double> scale, int64_t head_dim) {
+  if (!scale) return static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_dim)));
+  if (!std::isfinite(*scale)) fail("scale", "a finite number", text(*scale));
+  return static_cast<float>(*scale);
+}
+
+// Everything but the output.
+AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<double> scale) {
+  AttentionParams p;
+  check_dim(a.query, 4);
+  p.dtype = float_dtype(a.query);
+  p.eps = check_eps(eps);
+  p.batch = a.query.size[0];
+  p.queries = a.query.size[1];
+  p.heads = a.query.size[2];
+  p.head_dim = a.query.size[3];
+  p.scale = check_scale(scale, p.head_dim);
+  if (p.head_dim > kMaxHeadDim) {
+    fail("query", text("a last dimension of at most ", kMaxHeadDim), "shape " + shape_text(a.query));
+  }
+  check_same_device(a.key, a.query);
+  check_same_dtype(a.key, a.query);
+  check_dim(a.key, 4);
+  if (a.key.size[0] != p.batch || a.key.size[2] != p.heads || a.key.size[3] != p.head_dim) {
+    fail("key", text("the batch size, heads and last dimension of query ", shape_text(a.query)),
+         "shape " + shape_text(a.key));
+  }
+  p.keys = a.key.size[1];
+  check_same_device(a.value, a.query);
+  check_same_dtype(a.value, a.query);
+  check_shape(a.value, a.key.size, 4);
+  check_weight(a.query_weight, a.query);
+  check_weight(a.key_weight, a.query);
+  if (a.mask) {
+    check_same_device(a.mask, a.query);
+    p.mask_dtype = float_dtype(a.mask);
+    const bool per_batch = a.mask.dim == 2 && a.mask.size[0] == p.batch;
+    if (a.mask.dim != 2 || a.mask.size[1] != p.keys || (!per_batch && a.mask.size[0] != 1)) {
+      fail("mask", text("shape [", p.batch, ", ", p.keys, "] or [1, ", p.keys, "]"), shape_text(a.mask));
+    }
+    p.mask = a.mask.data;
+    p.mask_stride_batch = a.mask.size[0] == 1 ? 0 : a.mask.stride[0];
+    p.mask_stride_key = a.mask.size[1] == 1 ? 0 : a.mask.stride[1];
+  }
+  p.query = a.query.data;
+  p.key = a.key.data;
+  p.value = a.value.data;
+  p.query_stride = head_strides(a.query);
+  p.key_stride = head_strides(a.key);
+  p.value_stride = head_strides(a.value);
+  p.query_weight = a.query_weight.data;
+  p.key_weight = a.key_weight.data;
+  if (a.query_weight) p.query_weight_dtype = float_dtype(a.query_weight);
+  if (a.key_weight) p.key_weight_dtype = float_dtype(a.key_weight);
+  p.query_weight_stride = weight_stride(a.query_weight);
+  p.key_weight_stride = weight_stride(a.key_weight);
+  return p;
+}
+
+void run(AttentionParams& p, const AttentionArgs& a, const Tensor& out) {
+  p.output = a.out.data;
+  p.output_stride = head_strides(a.out);
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0 || p.head_dim == 0) return;
+  if (p.keys == 0) {  // nothing to attend to: zeros, as scaled_dot_product_attention has it
+    Tensor zeros = out;
+    torch::stable::zero_(zeros);
+    return;
+  }
+  Launch launch(a.query);
+#ifdef CUDA_KERNEL
+  const int64_t rows = p.batch * (p.queries + p.keys), step = 1;
+  Arg floats = a.query;
+  floats.dtype = aoti_torch_dtype_float32();
+  Tensor workspace = empty_strided(&rows, &step, 1, floats);
+  p.workspace = static_cast<float*>(workspace.mutable_data_ptr());
+#endif
+  ltx::attention(p, launch.context());
+}
+
+AttentionArgs attention_args(const Tensor& query, const Tensor& key, const Tensor& value,
+                             const OptionalTensor& query_weight, const OptionalTensor& key_weight,
+                             const OptionalTensor& mask) {
+  AttentionArgs a;
+  a.query = arg("query", query);
+  a.key = arg("key", key);
+  a.value = arg("value", value);
+  a.query_weight = arg("query_weight", query_weight);
+  a.key_weight = arg("key_weight", key_weight);
+  a.mask = arg("mask", mask);
+  return a;
+}
+
+}  // namespace
+
+void qk_norm_cross_attention_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
+                                 const OptionalTensor& query_weight, const OptionalTensor& key_weight,
+                                 const OptionalTensor& mask, double eps, std::optional<double> scale) {
+  AttentionArgs a = attention_args(query, key, value, query_weight, key_weight, mask);
+  AttentionParams p = check_inputs(a, eps, scale);
+  a.out = mutable_arg("out", out);
+  check_output(a.out, a.query, a.query.size, 4);
+  // A row's head of the query is read before its place in the output is written, and the row's statistic before both.
+  check_overlap(a.out, a.query, true);
+  for (const Arg* other : {&a.key, &a.value, &a.query_weight, &a.key_weight, &a.mask}) {
+    check_overlap(a.out, *other, false);
+  }
+  run(p, a, out);
+}
+
+Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& query_weight, const OptionalTensor& key_weight,
+                               const OptionalTensor& mask, double eps, std::optional<double> scale) {
+  AttentionArgs a = attention_args(query, key, value, query_weight, key_weight, mask);
+  AttentionParams p = check_inputs(a, eps, scale);
+  Tensor out = empty_rows(a.query, p.head_dim);
+  a.out = arg("out", out);
+  run(p, a, out);
+  return out;
+}
+
+}  // namespace ltx::host
+
+#endif

@@ -1,0 +1,74 @@
+"""Attention to few keys, such as the tokens of a prompt, with the norm of query and key."""
+
+from __future__ import annotations
+
+from torch import Tensor, is_grad_enabled
+
+from . import reference
+from ._checks import FLOAT32_EPS, differentiable, requires_grad
+from ._ops import ops
+
+_qk_norm_cross_attention = ops.qk_norm_cross_attention.default
+_qk_norm_cross_attention_out = ops.qk_norm_cross_attention_out.default
+
+
+def qk_norm_cross_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm of query and key over all heads of a token, then attention.
+
+    Equivalent to::
+
+        def normalise(x, weight):                           # x: [B, S, heads, D]
+            return torch.nn.functional.rms_norm(x.flatten(-2), (heads * D,), weight, eps).view_as(x)
+        q, k = normalise(query, query_weight), normalise(key, key_weight)
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, value)), mask[:, None, None], scale=scale).transpose(1, 2)
+
+    The normalised query and key are rounded to the dtype, as torch.nn.RMSNorm does; scores, softmax and sums are in
+    float32. On CUDA the scores and the weights of a head of 64 or 128 columns in float16 and bfloat16 go through
+    tensor cores, which take the weights in that dtype.
+
+    Args:
+        query: [B, S, heads, D], D at most 256; float32, float16 or bfloat16; any strides.
+        key: [B, T, heads, D] with query's dtype and device; any strides, so also a view of a packed key and value.
+            Made for few keys (a text); works with any number.
+        value: Like key.
+        query_weight: [heads * D], any of these dtypes, any stride; None multiplies by nothing.
+        key_weight: The same for key.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        mask: [B, T] or [1, T], any of these dtypes, any strides: added to the scores of a key. -inf leaves the key
+            out.
+        scale: What the scores are multiplied by; None: D ** -0.5.
+        out: Where to write, like query, any strides; may be the query itself.
+
+    Returns:
+        [B, S, heads, D] of query's dtype, contiguous; ``out`` where given. Zeros where there is no key (T = 0), or
+        none that the mask does not leave out.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+
+    Source: LTXVideoAttnProcessor (diffusers): norm_q, norm_k, scaled_dot_product_attention.
+    """
+    if is_grad_enabled() and requires_grad(query, key, value, query_weight, key_weight, mask):
+        differentiable("query", query, out)
+        return reference.qk_norm_cross_attention(
+            query, key, value, query_weight, key_weight, eps, mask=mask, scale=scale
+        )
+    if eps is None:
+        eps = FLOAT32_EPS
+    if out is None:
+        return _qk_norm_cross_attention(query, key, value, query_weight, key_weight, mask, eps, scale)
+    _qk_norm_cross_attention_out(out, query, key, value, query_weight, key_weight, mask, eps, scale)
+    return out
