@@ -95,11 +95,10 @@ def suites(name: str) -> str:
         return MISSING
     rows = []
     for suite, counts in result["suites"].items():
-        for file, numbers in counts["files"].items():
+        for file, numbers in sorted(counts["files"].items()):
             cells = [str(numbers.get(key, 0)) for key in ("passed", "failed", "skipped")]
-            rows.append([SUITES.get(suite, suite), f"`{file}.py`", *cells])
-        if counts["status"] is None:
-            rows.append([SUITES.get(suite, suite), "**did not finish**", "", "", ""])
+            unfinished = ", **which did not finish**" if numbers.get("status", 0) is None else ""
+            rows.append([SUITES.get(suite, suite), f"`{file}.py`{unfinished}", *cells])
     return f"{source(name, result['meta'])}\n\n" + table(["run", "tests", "passed", "failed", "skipped"], rows)
 
 

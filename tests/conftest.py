@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from helpers.build import BACKEND, REPO_ID, ROOT, build_directory, use_own_build_by_default
+from helpers.gpus import take_turns
 
 use_own_build_by_default()
 
@@ -25,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:  # or every worker takes all cores, and they wait for one another
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    os.environ.update(take_turns(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 python tests/fuzz.py --cases 50000          # or make fuzz N=50000
 
-On a GPU where there is one and a CUDA build, else on the CPU. Truth and expectations are computed on the CPU. A failure
+On GPUs where there are any and a CUDA build, else on the CPU. Truth and expectations are computed on the CPU. A failure
 prints the smallest call that hypothesis found for it, and the exit status is 1.
 """
 
@@ -25,6 +25,7 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 import torch  # noqa: E402
 from helpers import fuzz  # noqa: E402
 from helpers.build import REPO_ID, build_directory, use_own_build_by_default  # noqa: E402
+from helpers.gpus import name_gpus, take_turns  # noqa: E402
 from helpers.tally import Tally  # noqa: E402
 
 CHUNK = 500
@@ -38,11 +39,18 @@ def load() -> tuple[Any, dict[str, Any]]:
     return ltx, json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())
 
 
-def run_chunk(device: str, family: str, cases: int, seed: int) -> tuple[list[dict[str, Any]], str | None]:
+def begin(started: Any) -> None:
+    """In each process, before it looks for a GPU."""
+    with started.get_lock():
+        os.environ.update(take_turns(started.value))
+        started.value += 1
+
+
+def run_chunk(device: str, shrink: bool, family: str, cases: int, seed: int) -> tuple[list[dict[str, Any]], str | None]:
     tally, failure = Tally(), None
     ltx, _ = load()
     try:
-        fuzz.run(ltx, device, family, cases, tally, seed)
+        fuzz.run(ltx, device, family, cases, tally, seed, shrink=shrink)
     except Exception as error:  # whatever an op may do
         each = getattr(error, "exceptions", [error])  # hypothesis groups failures that differ
         failure = "\n".join(line for e in each for line in (f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ())))
@@ -76,6 +84,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0, help="of the first chunk of 500 cases (default: 0)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after this long")
+    parser.add_argument("--no-shrink", action="store_true", help="print failing calls as they were drawn, at once")
     parser.add_argument("--add", type=Path, nargs="*", default=[], help="results of other seeds, to count with these")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/fuzz-<device>.json)")
     options = parser.parse_args()
@@ -91,7 +100,11 @@ def main() -> int:
     meta = common_meta()
     meta["threads"] = options.jobs
     if device == "cuda":
-        meta |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        meta |= {
+            "device": torch.cuda.get_device_name(),
+            "devices": torch.cuda.device_count(),
+            "cuda": torch.version.cuda,
+        }
     kernel = package["provenance"].get("kernel", {})
     meta |= {"commit": kernel.get("commit"), "dirty": kernel.get("dirty"), "package_id": package["id"]}
 
@@ -107,8 +120,9 @@ def main() -> int:
     start = time.perf_counter()
     work = chunks(options.cases, options.seed)
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        running = {pool.submit(run_chunk, device, *chunk): chunk for chunk in work}
+    name_gpus()
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, context, begin, (context.Value("i", 0),)) as pool:
+        running = {pool.submit(run_chunk, device, not options.no_shrink, *chunk): chunk for chunk in work}
         for future in concurrent.futures.as_completed(running):
             if time.perf_counter() - start > options.seconds:
                 for other in running:

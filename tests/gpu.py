@@ -2,96 +2,136 @@
 
 python tests/gpu.py --ptx build-7.5 build-8.0 --mutations mutants
 
-With the build that LOCAL_KERNELS names (default: build/), one after another, for processes that share a GPU wait for
-their turns: 50000 random calls; compute-sanitizer's four tools; the tests, those of more than 2^31 elements, and those
-of a second GPU where there is one; and planted defects (tests/mutations.py --backend cuda --build-only mutants). Beside
-the first of them, a part of the tests with builds that hold PTX alone, which the driver compiles for long: the code of
-older GPUs (python tools/build.py --backend cuda --arch 7.5+PTX-only --output build-7.5). Each part writes its file as
-it goes or ends, so that a run that is ended early leaves what it had.
+With the build that LOCAL_KERNELS names (default: build/): 50000 random calls; compute-sanitizer's four tools; the
+tests, those of more than 2^31 elements, and those of a second GPU where there is one; a part of the tests with builds
+that hold PTX alone, which the driver compiles for long: the code of older GPUs (python tools/build.py --backend cuda
+--arch 7.5+PTX-only --output build-7.5); and planted defects (tests/mutations.py --backend cuda --build-only mutants).
+
+All of it runs side by side, in --jobs processes that take turns at which GPU is their first one. Each part writes what
+it has as it goes, and each file of tests is a process of its own: one that hangs or dies takes nothing else with it.
+When --limit seconds are over, what still runs is ended, and counted as far as it came.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
+import contextlib
+import dataclasses
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
-PARTS = ["fuzz", "ptx", "sanitizers", "tests", "large", "devices", "mutations"]
-FILES = ["norm", "adaln", "rope", "glu", "quant", "regressions", "properties", "inputs", "errors", "tensor_kinds"]
-FILES += ["processes", "compile", "forced", "parity", "sass"]
+from helpers.gpus import name_gpus, take_turns  # noqa: E402
+
+PARTS = ["fuzz", "sanitizers", "ptx", "devices", "large", "mutations", "tests"]
+# And how many processes share each; the longest first, for what begins last should not end last.
+FILES = {"forced": 3, "compile": 4, "quant": 3, "norm": 3, "rope": 3, "properties": 3, "adaln": 2, "parity": 2}
+FILES |= {"glu": 2, "errors": 2, "inputs": 2, "regressions": 2, "tensor_kinds": 1, "processes": 1, "sass": 1}
 TWO_DEVICES_FILES = ["norm", "rope", "glu", "quant", "processes"]
 LARGE_FILES = ["norm", "rope", "glu", "quant"]  # with tests of more than 2^31 elements, which are marked slow
 PTX_FILES = ["sanitize", "regressions"]
+# What pytest -v says of each test as it ends, also where others run it for it (xdist): an interrupted run is countable.
+ENDED = "(PASSED|FAILED|SKIPPED|ERROR)"
+OUTCOME = re.compile(
+    rf"^(?:\[gw\d+\] \[ *\d+%\] {ENDED} tests/|tests/.*::.* {ENDED}(?: \(.*\))? +\[ *\d+%\]$)", re.MULTILINE
+)
 
 
-def pytest(files: Iterable[str], *arguments: str) -> list[str]:
-    paths = [f"tests/test_{file}.py" for file in files]
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *paths]
+@dataclasses.dataclass
+class Job:
+    """A command that runs so many processes at a time; of tests, each file in a suite has its own."""
 
+    suite: str
+    name: str
+    command: list[str]
+    processes: int = 1
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
-def run(name: str, command: list[str], limit: float, logs: Path, **environment: str) -> dict[str, Any]:
-    """Runs a command; what came of it, and of each file of tests where it writes a report."""
-    start = time.perf_counter()
-    log, report = logs / f"{name.replace(' ', '-')}.log", logs / f"{name.replace(' ', '-')}.xml"
-    if "pytest" in command:
-        command = [*command, f"--junitxml={report}"]
-    with open(log, "w") as file:
-        try:
-            status = subprocess.run(
-                command,
+    def start(self, logs: Path, turn: int) -> None:
+        self.log = logs / (f"{self.suite} {self.name}".strip().replace(" ", "-") + ".log")
+        self.started = time.perf_counter()
+        with open(self.log, "w") as file:
+            self.process = subprocess.Popen(
+                self.command,
                 cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **take_turns(turn), **self.environment},
                 stdout=file,
                 stderr=file,
-                timeout=limit,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = None
-    result: dict[str, Any] = {"status": status, "seconds": round(time.perf_counter() - start, 1)}
-    if report.exists():
-        result["files"] = counts(report)
-    print(name, result, flush=True)
-    if status != 0:
-        lines = log.read_text().splitlines()
-        print(
-            "\n".join(line[:300] for line in lines if line.startswith(("FAILED", "ERROR", "E  ")))[-3000:], flush=True
-        )
-    return result
+                start_new_session=True,
+            )
+
+    def result(self, stopped: bool) -> dict[str, Any]:
+        """What came of it; of tests, how many passed, failed and were skipped. No status: it was stopped."""
+        status = None if stopped else self.process.returncode
+        log = self.log.read_text(errors="replace")
+        result: dict[str, Any] = {"status": status, "seconds": round(time.perf_counter() - self.started, 1)}
+        if "pytest" in self.command:
+            result |= counts(log)
+        print(f"{self.suite} {self.name}:", *(f"{key} {value}" for key, value in result.items()), flush=True)
+        if status != 0:
+            told = ("FAILED", "ERROR", "E  ", "Error", "NOT CLEAN", "Fatal", "Traceback")
+            lines = [line[:300] for line in log.splitlines()]
+            print("\n".join([line for line in lines if line.startswith(told)][-12:] or lines[-6:]), flush=True)
+        return result
 
 
-def counts(report: Path) -> dict[str, dict[str, int]]:
-    """Of a JUnit report: tests passed, failed and skipped of each file."""
-    found: dict[str, collections.Counter[str]] = {}
-    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
-        outcomes = {child.tag for child in case} & {"failure", "error", "skipped"}
-        outcome = "skipped" if outcomes == {"skipped"} else "failed" if outcomes else "passed"
-        file = case.get("classname", "").rpartition(".")[2]
-        found.setdefault(file, collections.Counter())[outcome] += 1
-    return {file: dict(numbers) for file, numbers in sorted(found.items())}
+def counts(log: str) -> dict[str, int]:
+    """Of the output of `pytest -v`: how many tests passed, failed and were skipped."""
+    outcomes = collections.Counter(one or other for one, other in OUTCOME.findall(log))
+    failed = outcomes["FAILED"] + outcomes["ERROR"]
+    return {"passed": outcomes["PASSED"], "failed": failed, "skipped": outcomes["SKIPPED"]}
+
+
+def run_all(
+    jobs: Sequence[Job], processes: int, limit: float, logs: Path, record: Callable[[Job, dict[str, Any]], None]
+) -> None:
+    """Begins the jobs in their order, each as soon as so many processes leave it room; records each as it ends."""
+    waiting, running = collections.deque(jobs), list[Job]()
+    deadline = time.perf_counter() + limit
+    while (waiting or running) and time.perf_counter() < deadline:
+        while waiting and (not running or waiting[0].processes + sum(job.processes for job in running) <= processes):
+            job = waiting.popleft()
+            job.start(logs, turn=len(jobs) - len(waiting))
+            running.append(job)
+        for job in [job for job in running if job.process.poll() is not None]:
+            running.remove(job)
+            record(job, job.result(stopped=False))
+        time.sleep(0.1)
+    for job in running:
+        kill(job.process)
+        record(job, job.result(stopped=True))
+    for job in waiting:
+        print(f"{job.suite} {job.name}: not begun", flush=True)
+        record(job, {"status": None, "seconds": 0})
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ptx", nargs="*", default=[], metavar="DIR", help="builds that hold PTX alone")
-    parser.add_argument("--mutations", metavar="DIR", help="what tests/mutations.py --build-only made")
+    parser.add_argument("--ptx", nargs="*", default=[], type=Path, metavar="DIR", help="builds that hold PTX alone")
+    parser.add_argument("--mutations", type=Path, metavar="DIR", help="what tests/mutations.py --build-only made")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="in this order (default: all)")
-    parser.add_argument("--files", nargs="+", default=FILES, help=f"tests to run (default: {' '.join(FILES)})")
-    parser.add_argument("--ptx-files", nargs="+", default=PTX_FILES, help=f"(default: {' '.join(PTX_FILES)})")
+    parser.add_argument("--files", nargs="+", default=list(FILES), help=f"tests to run (default: {' '.join(FILES)})")
     parser.add_argument("--cases", type=int, default=50000, help="random calls")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds for each part")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for all of it")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
 
@@ -103,68 +143,83 @@ def main() -> int:
     build = build_directory()
     if not torch.cuda.is_available() or build is None:
         sys.exit("tests/gpu.py needs an NVIDIA GPU and a CUDA build")
-    options.output.mkdir(parents=True, exist_ok=True)
-    logs = options.output / "logs"
-    logs.mkdir(exist_ok=True)
+    name_gpus()
+    output = options.output.resolve()
+    logs = output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     slug = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
 
-    def script(name: str, output: str, *arguments: str) -> list[str]:
-        return [sys.executable, str(REPOSITORY / "tests" / name), "--output", str(options.output / output), *arguments]
+    def share(part: float) -> int:
+        return max(1, round(options.jobs * part))
 
-    jobs, spread = str(options.jobs), ["-n", str(options.jobs), "--dist", "worksteal"]
-    commands = {
-        "fuzz": script("fuzz.py", f"fuzz-{slug}.json", "--cases", str(options.cases), "--jobs", jobs),
-        "sanitizers": script("sanitize.py", f"sanitize-{slug}.json", "--jobs", jobs),
-        "tests": pytest(options.files, "-m", "not slow", *spread),
-        "large": pytest(LARGE_FILES, "-m", "slow", "-k", "more_than"),
-    }
-    if torch.cuda.device_count() > 1:
-        commands["devices"] = pytest(TWO_DEVICES_FILES, "-k", "second_device")
-    if options.mutations:
-        arguments = ["--backend", "cuda", "--built", options.mutations, "--jobs", jobs]
-        commands["mutations"] = script("mutations.py", "mutations-cuda.json", *arguments)
-    ptx = {}
-    for directory in options.ptx if "ptx" in options.parts else []:
-        (metadata,) = Path(directory).glob("*/metadata.json")
-        ptx[f"PTX of {json.loads(metadata.read_text())['backend']['archs'][0].removesuffix('+PTX')}"] = directory
+    def script(part: str, path: str, result: str, processes: int, *arguments: str) -> Job:
+        command = [sys.executable, path, "--output", str(output / result), "--jobs", str(processes), *arguments]
+        return Job(part, "", command, processes)
+
+    def tests(suite: str, file: str, *arguments: str, processes: int = 1, **environment: str) -> Job:
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"tests/test_{file}.py", *arguments]
+        if processes > 1:
+            command += ["-n", str(processes), "--dist", "worksteal"]
+        return Job(suite, f"test_{file}", command, processes, environment)
+
+    def jobs_of(part: str) -> list[Job]:
+        if part == "fuzz":
+            arguments = ["--cases", str(options.cases), "--no-shrink"]
+            return [script(part, "tests/fuzz.py", f"fuzz-{slug}.json", share(0.35), *arguments)]
+        if part == "sanitizers":
+            return [script(part, "tests/sanitize.py", f"sanitize-{slug}.json", share(0.3))]
+        if part == "mutations" and options.mutations:
+            built = ["--backend", "cuda", "--built", str(options.mutations.resolve())]
+            return [script(part, "tests/mutations.py", "mutations-cuda.json", share(0.2), *built)]
+        if part == "devices" and torch.cuda.device_count() > 1:
+            return [tests(part, file, "-k", "second_device") for file in TWO_DEVICES_FILES]
+        if part == "large":
+            return [tests(part, file, "-m", "slow", "-k", "more_than") for file in LARGE_FILES]
+        if part == "ptx":
+            found = []
+            for directory in options.ptx:
+                (metadata,) = directory.glob("*/metadata.json")
+                arch = json.loads(metadata.read_text())["backend"]["archs"][0].removesuffix("+PTX")
+                own_build = f"{REPO_ID}={directory.resolve()}"
+                found += [tests(f"PTX of {arch}", file, LOCAL_KERNELS=own_build) for file in PTX_FILES]
+            return found
+        if part == "tests":
+            return [
+                tests(part, file, "-m", "not slow", processes=min(FILES.get(file, 1), options.jobs))
+                for file in options.files
+            ]
+        return []
 
     package = json.loads(next(build.glob("*-cu*/metadata.json")).read_text())
     meta = {
         **common_meta(),
         "device": torch.cuda.get_device_name(),
+        "devices": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
         "commit": package["provenance"].get("kernel", {}).get("commit"),
         "package_id": package["id"],
     }
-    results: dict[str, dict[str, Any]] = {}
+    unfinished: list[str] = []
+    path = output / f"suites-{slug}.json"
+    before = json.loads(path.read_text()) if path.exists() else {"meta": {}}
+    same_build = before["meta"].get("package_id") == meta["package_id"]  # what other calls ran stays
+    suites: dict[str, dict[str, dict[str, Any]]] = before["suites"] if same_build else {}
 
-    def record(name: str, result: dict[str, Any]) -> None:
-        results[name] = result
+    def record(job: Job, result: dict[str, Any]) -> None:
+        if result["status"] != 0:
+            unfinished.append(f"{job.suite} {job.name}".strip())
         meta["seconds"] = round(time.perf_counter() - start, 1)
-        suites = {key: value for key, value in results.items() if "files" in value}
-        path = options.output / f"suites-{slug}.json"
-        before = json.loads(path.read_text()) if path.exists() else {"meta": {}}
-        if before["meta"].get("package_id") == meta["package_id"]:  # other parts and files, of the same build
-            for key, value in before["suites"].items():
-                suites[key] = {**value, **suites.get(key, {})}
-                suites[key]["files"] = {**value["files"], **suites[key]["files"]}
+        if "pytest" in job.command:
+            suites.setdefault(job.suite, {"files": {}})["files"][job.name] = result
         path.write_text(json.dumps({"meta": meta, "suites": suites}, indent=1) + "\n")
 
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # or a shell's background leaves it ignored for all of them
     start = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = {}
-        for name, directory in ptx.items():  # one process each: the driver compiles once
-            own_build = f"{REPO_ID}={Path(directory).resolve()}"
-            command = pytest(options.ptx_files, "-m", "not slow")
-            compiled[pool.submit(run, name, command, options.limit, logs, LOCAL_KERNELS=own_build)] = name
-        for name in options.parts:
-            if name in commands:
-                record(name, run(name, commands[name], options.limit, logs))
-        for future in concurrent.futures.as_completed(compiled):
-            record(compiled[future], future.result())
-    failed = [name for name, result in results.items() if result["status"] != 0]
-    print(f"{meta['seconds']} s; " + (f"failed: {', '.join(failed)}" if failed else "all good"))
-    return 1 if failed else 0
+    run_all([job for part in options.parts for job in jobs_of(part)], options.jobs, options.limit, logs, record)
+    print(f"{meta['seconds']} s; " + (f"failed: {', '.join(unfinished)}" if unfinished else "all good"))
+    return 1 if unfinished else 0
 
 
 if __name__ == "__main__":

@@ -253,11 +253,13 @@ MUTATIONS = [
 
 
 def copy_sources(directory: Path) -> None:
+    """Only what differs, so that a build there begins where the last one ended."""
     files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     for name in files.splitlines():
-        if (REPOSITORY / name).is_file():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(REPOSITORY / name, directory / name)
+        source, copy = REPOSITORY / name, directory / name
+        if source.is_file() and not (copy.is_file() and copy.read_bytes() == source.read_bytes()):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
 
 
 def build(directory: Path, mutation: Mutation | None, backend: str, output: Path, arguments: list[str]) -> None:
@@ -279,8 +281,10 @@ def build(directory: Path, mutation: Mutation | None, backend: str, output: Path
         raise SystemExit(f"{mutation}: does not build\n{process.stdout}{process.stderr}")
 
 
-def first_failure(built: Path, tests: tuple[str, ...], extra: list[str]) -> str | None:
+def first_failure(built: Path, tests: tuple[str, ...], extra: list[str], turn: int = 0) -> str | None:
     """The first test that fails, or the way in which the tests died."""
+    from helpers.gpus import take_turns
+
     for name in tests:
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *extra]
         process = subprocess.run(
@@ -288,6 +292,7 @@ def first_failure(built: Path, tests: tuple[str, ...], extra: list[str]) -> str 
             cwd=REPOSITORY,
             env={
                 **os.environ,
+                **take_turns(turn),
                 "LOCAL_KERNELS": f"org/ltx-kernels={built}",
                 "LTX_KERNELS_VARIANTS": str(built),
                 "OMP_NUM_THREADS": "1",
@@ -324,22 +329,31 @@ def main() -> int:
     parser.add_argument("--build-args", default="", help="handed to tools/build.py")
     options, extra = parser.parse_known_args()
 
+    import torch
     from cpu import meta as common_meta
+    from helpers.gpus import name_gpus
 
     selected = [m for m in MUTATIONS if options.backend in m.backends and options.only in m.defect]
     if options.built is None:
-        shutil.rmtree(options.work / "sources", ignore_errors=True)
         copy_sources(options.work / "sources")
+        selected.sort(key=lambda mutation: mutation.file)  # each change of file compiles two
     output = options.output or REPOSITORY / f"benchmarks/results/mutations-{options.backend}.json"
     meta = {key: value for key, value in common_meta().items() if key in ("torch", "commit", "date", "device")}
     records: list[dict[str, Any]] = []
+    if options.build_only is not None:
+        options.build_only.mkdir(parents=True, exist_ok=True)
+        (options.build_only / "commit").write_text(str(meta["commit"]))
     if options.built is not None:  # nothing to build: all at once
+        meta["commit"] = (options.built / "commit").read_text()
+        if options.backend == "cuda":
+            meta["device"] = torch.cuda.get_device_name()
+        name_gpus()
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             running = {}
             for mutation in selected:
                 directory = options.built.resolve() / f"{MUTATIONS.index(mutation):02}"
                 if directory.exists():
-                    running[pool.submit(first_failure, directory, mutation.tests, extra)] = mutation
+                    running[pool.submit(first_failure, directory, mutation.tests, extra, len(running))] = mutation
             for future in concurrent.futures.as_completed(running):
                 mutation, caught = running[future], future.result()
                 records.append({"defect": mutation.defect, "file": mutation.file, "caught_by": caught})

@@ -24,10 +24,13 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
+from helpers.gpus import name_gpus, take_turns  # noqa: E402
+
 WHOLE_FILE = "pytestmark = pytest.mark.sanitize"
 ONE_TEST = re.compile(r"^@pytest\.mark\.sanitize\n(?:@.*\n)*def (test_\w+)", re.MULTILINE)
 TOGETHER = 2  # functions in one process
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
+SLOWEST_FIRST = ["initcheck", "racecheck", "memcheck", "synccheck"]
 DTYPES = ["float32", "float16", "bfloat16"]
 FAULTS = re.compile(r"^========= (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
 ENVIRONMENT = {
@@ -53,11 +56,10 @@ def command(sanitizer: str, tool: str, tests: list[str], dtype: str, only: str) 
     return [sanitizer, "--tool", tool, "--kernel-regex", "kns=ltx", "--error-exitcode", "99", *pytest]
 
 
-def run(arguments: list[str]) -> tuple[dict[str, Any], str]:
+def run(turn: int, arguments: list[str]) -> tuple[dict[str, Any], str]:
     start = time.perf_counter()
-    process = subprocess.run(
-        arguments, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False, cwd=REPOSITORY
-    )
+    environment = {**os.environ, **ENVIRONMENT, **take_turns(turn)}
+    process = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False, cwd=REPOSITORY)
     output = process.stdout + process.stderr
     passed = re.search(r"(\d+) passed", output)
     faults = [int(a or b) for a, b in FAULTS.findall(output)]
@@ -108,15 +110,20 @@ def main() -> int:
     start = time.perf_counter()
     tools: dict[str, Any] = {tool: {} for tool in options.tools}
     good = True
+    name_gpus()
+    work = [
+        (tool, tests, dtype)
+        for tool in sorted(options.tools, key=SLOWEST_FIRST.index)
+        for tests in marked_tests()
+        for dtype in DTYPES
+    ]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         running = {
-            pool.submit(run, command(sanitizer, tool, tests, dtype, options.k)): (
+            pool.submit(run, turn, command(sanitizer, tool, tests, dtype, options.k)): (
                 tool,
                 f"{' '.join(test.rpartition('::')[2] for test in tests)} {dtype}",
             )
-            for tests in reversed(marked_tests())
-            for dtype in DTYPES
-            for tool in options.tools
+            for turn, (tool, tests, dtype) in enumerate(work)
         }
         meta["processes"] = len(running)  # all that there should be
         for future in concurrent.futures.as_completed(running):

@@ -437,15 +437,25 @@ FAMILIES = {
 }
 
 
-def run(ltx: Any, device: str, family: str, cases: int, tally: Tally, seed: int | None = None) -> None:
-    """Runs at least `cases` of a family: the same ones every time, or those of a seed."""
+SHRINKING = {hypothesis.Phase.shrink, hypothesis.Phase.explain}
+
+
+def run(
+    ltx: Any, device: str, family: str, cases: int, tally: Tally, seed: int | None = None, *, shrink: bool = True
+) -> None:
+    """Runs at least `cases` of a family: the same ones every time, or those of a seed.
+
+    Fails with the smallest call that hypothesis finds, which may take minutes, or with the one that it drew first.
+    """
     strategy, _ = FAMILIES[family]
+    phases = [phase for phase in hypothesis.Phase if shrink or phase not in SHRINKING]
     settings = hypothesis.settings(
         max_examples=cases,
         derandomize=seed is None,
         database=None,
         deadline=None,
         print_blob=False,
+        phases=phases,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
 

@@ -1,0 +1,86 @@
+"""tests/gpu.py, without a GPU: what it does with jobs that end, hang, fail or find no room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu import Job, counts, run_all
+from helpers.gpus import VISIBLE, take_turns
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("x", ["a", "b b"])
+def test_good(x): print("tests/test_it.py::no_test PASSED [ 1%]")
+def test_bad(): assert False
+@pytest.fixture
+def broken(): raise OSError
+def test_broken(broken): pass
+@pytest.mark.skip(reason="for a reason (and another)")
+def test_skipped(): pass
+"""
+
+
+def python(suite: str, code: str, processes: int = 1) -> Job:
+    return Job(suite, "job", [sys.executable, "-c", code], processes)
+
+
+def results(tmp_path: Path, jobs: list[Job], limit: float) -> dict[str, int | None]:
+    found: dict[str, dict[str, Any]] = {}
+    run_all(jobs, 2, limit, tmp_path, lambda job, result: found.update({job.suite: result}))
+    assert set(found) == {job.suite for job in jobs}
+    return {suite: result["status"] for suite, result in found.items()}
+
+
+def test_a_job_that_hangs_takes_nothing_with_it(tmp_path: Path) -> None:
+    mark = tmp_path / "child"
+    child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    jobs = [python("hangs", hangs), python("fails", "1 / 0"), python("ends", ""), python("too late", "", 2)]
+    statuses = results(tmp_path, jobs, limit=4)
+    assert statuses == {"hangs": None, "fails": 1, "ends": 0, "too late": None}
+    assert "ZeroDivisionError" in (tmp_path / "fails-job.log").read_text()
+    pid = int(mark.read_text())
+    for _ in range(100):  # what a job started is ended with it
+        if not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} outlived its job")
+
+
+def test_no_more_processes_than_there_is_room_for(tmp_path: Path) -> None:
+    """Each writes when it ran; those of two processes ran alone."""
+    code = "import time; a = time.time(); time.sleep(0.3); print(a, time.time())"
+    jobs = [python(name, code, size) for name, size in (("a", 1), ("b", 2), ("c", 1), ("d", 1))]
+    assert set(results(tmp_path, jobs, limit=60).values()) == {0}
+    (_, a), (b, b_end), (c, c_end), (d, d_end) = (
+        map(float, (tmp_path / f"{name}-job.log").read_text().split()) for name in "abcd"
+    )
+    assert a <= b < b_end <= c < d_end
+    assert d < c_end
+
+
+@pytest.mark.parametrize("arguments", [[], ["-n", "2", "--dist", "worksteal"]], ids=["alone", "xdist"])
+def test_counts_of_tests(tmp_path: Path, arguments: list[str]) -> None:
+    if arguments:
+        pytest.importorskip("xdist")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_it.py", *arguments]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert counts(process.stdout) == {"passed": 2, "failed": 2, "skipped": 1}
+
+
+def test_gpus_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, turns in (("0,1,5", ["0,1,5", "1,5,0", "5,0,1", "0,1,5"]), ("3", []), ("", [])):
+        monkeypatch.setenv(VISIBLE, gpus)
+        assert [take_turns(turn) for turn in range(len(turns) or 2)] == ([{VISIBLE: t} for t in turns] or [{}, {}])
+    monkeypatch.delenv(VISIBLE)
+    assert take_turns(1) == {}
