@@ -36,8 +36,17 @@ from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
 PARTS = ["fuzz", "sanitizers", "ptx", "devices", "large", "mutations", "tests"]
 # And how many processes share each; the longest first, for what begins last should not end last.
-FILES = {"forced": 3, "compile": 4, "quant": 3, "norm": 3, "rope": 3, "properties": 3, "adaln": 2, "parity": 2}
-FILES |= {"glu": 2, "errors": 2, "inputs": 2, "regressions": 2, "tensor_kinds": 1, "processes": 1, "sass": 1}
+FILES = {"forced": 3, "attention": 3, "compile": 4, "quant": 3, "norm": 3, "rope": 3, "properties": 3, "adaln": 2}
+FILES |= {
+    "parity": 2,
+    "glu": 2,
+    "errors": 2,
+    "inputs": 2,
+    "regressions": 2,
+    "tensor_kinds": 1,
+    "processes": 1,
+    "sass": 1,
+}
 TWO_DEVICES_FILES = ["norm", "rope", "glu", "quant", "processes"]
 LARGE_FILES = ["norm", "rope", "glu", "quant"]  # with tests of more than 2^31 elements, which are marked slow
 PTX_FILES = ["sanitize", "regressions"]

@@ -302,8 +302,11 @@ def first_failure(built: Path, tests: tuple[str, ...], extra: list[str], turn: i
             check=False,
         )
         if process.returncode != 0:
-            if failed := re.search(r"^(?:FAILED|ERROR) tests/(.*?)(?: - |$)", process.stdout, re.MULTILINE):
+            if failed := re.search(r"^FAILED tests/(.*?)(?: - |$)", process.stdout, re.MULTILINE):
                 return failed[1]
+            if "ERROR tests/" in process.stdout:
+                print(f"{built}: does not load\n{process.stdout[-2000:]}", flush=True)
+                return None
             died = re.search(r"tests/test_\w+\.py\", line \d+ in (test_\w+)", process.stderr)  # faulthandler's stack
             return f"test_{name}.py::{died[1] if died else '?'} (status {process.returncode})"
     return None
