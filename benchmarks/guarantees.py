@@ -35,7 +35,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def source(name: str, meta: dict[str, Any]) -> str:
     commit = str(meta.get("commit") or "unknown")[:9]
-    return f"[{name}](../benchmarks/results/{name}): {meta['device']}, torch {meta['torch']}, commit {commit}, " + (
+    device = f"{meta['devices']} {meta['device']}" if meta.get("devices", 1) > 1 else meta["device"]
+    return f"[{name}](../benchmarks/results/{name}): {device}, torch {meta['torch']}, commit {commit}, " + (
         f"{meta['date'][:10]}."
     )
 

@@ -99,6 +99,7 @@ def main() -> int:
     meta = {
         **common_meta(),
         "device": device,
+        "devices": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
         "sanitizer": (re.findall(r"Version (\S+)", version) or [None])[0],
         "commit": package["provenance"].get("kernel", {}).get("commit"),

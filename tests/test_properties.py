@@ -62,3 +62,16 @@ def test_shapes_without_elements_take_no_memory(layout):
     shape = (65, 49, 70, 0, 254)
     assert Guarded(shape, torch.float32, "cpu", LAYOUTS[layout])._bits.numel() <= 2 * GUARD + 3
     assert math.prod(max(size, 1) for size in fuzz.bounded(shape)) <= fuzz.ELEMENTS
+
+
+@pytest.mark.parametrize("shrink", [True, False])
+def test_a_failure_names_its_call(shrink):
+    """As Python that makes it again."""
+
+    class Broken:
+        def __getattr__(self, name):
+            raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel") as error:
+        fuzz.run(Broken(), "cpu", "activations", 50, Tally(), 3, shrink=shrink)
+    assert any("example=Activation(name=" in note for note in error.value.__notes__)
