@@ -21,7 +21,7 @@ from mutations import MUTATIONS  # noqa: E402
 RESULTS = REPOSITORY / "benchmarks" / "results"
 DTYPES = ["float32", "float16", "bfloat16"]
 MISSING = "Not measured yet.\n"
-SUITES = {"tests": "this GPU's code", "large": "more than 2³¹ elements", "devices": "two GPUs"}
+SUITES = {"tests": "this GPU's code", "large": "more than 2³¹ elements", "devices": "two GPUs", "models": "models"}
 
 
 def load(name: str) -> dict[str, Any] | None:

@@ -2,10 +2,11 @@
 
 python tests/gpu.py --ptx build-7.5 build-8.0 --mutations mutants
 
-With the build that LOCAL_KERNELS names (default: build/): 50000 random calls; compute-sanitizer's four tools; the
-tests, those of more than 2^31 elements, and those of a second GPU where there is one; a part of the tests with builds
-that hold PTX alone, which the driver compiles for long: the code of older GPUs (python tools/build.py --backend cuda
---arch 7.5+PTX-only --output build-7.5); and planted defects (tests/mutations.py --backend cuda --build-only mutants).
+With the build that LOCAL_KERNELS names (default: build/): 50000 random calls; compute-sanitizer's four tools; the tests
+of ops and models, those of more than 2^31 elements, and those of a second GPU where there is one; a part of the tests
+with builds that hold PTX alone, which the driver compiles for long: the code of older GPUs (python tools/build.py
+--backend cuda --arch 7.5+PTX-only --output build-7.5); and planted defects (tests/mutations.py --backend cuda
+--build-only mutants).
 
 All of it runs side by side, in --jobs processes that take turns at which GPU is their first one. Each part writes what
 it has as it goes, and each file of tests is a process of its own: one that hangs or dies takes nothing else with it.
@@ -34,19 +35,12 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
-PARTS = ["fuzz", "sanitizers", "ptx", "devices", "large", "mutations", "tests"]
+PARTS = ["fuzz", "sanitizers", "ptx", "devices", "large", "mutations", "tests", "models"]
 # And how many processes share each; the longest first, for what begins last should not end last.
-FILES = {"forced": 3, "attention": 3, "compile": 4, "quant": 3, "norm": 3, "rope": 3, "properties": 3, "adaln": 2}
-FILES |= {
-    "parity": 2,
-    "glu": 2,
-    "errors": 2,
-    "inputs": 2,
-    "regressions": 2,
-    "tensor_kinds": 1,
-    "processes": 1,
-    "sass": 1,
-}
+FILES = {"compile": 4, **dict.fromkeys(["forced", "attention", "quant", "norm", "rope", "properties"], 3)}
+FILES |= dict.fromkeys(["adaln", "parity", "glu", "errors", "inputs", "regressions"], 2)
+FILES |= dict.fromkeys(["tensor_kinds", "processes", "sass"], 1)
+MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
 TWO_DEVICES_FILES = ["norm", "rope", "glu", "quant", "processes"]
 LARGE_FILES = ["norm", "rope", "glu", "quant"]  # with tests of more than 2^31 elements, which are marked slow
 PTX_FILES = ["sanitize", "regressions"]
@@ -192,12 +186,11 @@ def main() -> int:
                 own_build = f"{REPO_ID}={directory.resolve()}"
                 found += [tests(f"PTX of {arch}", file, LOCAL_KERNELS=own_build) for file in PTX_FILES]
             return found
-        if part == "tests":
-            return [
-                tests(part, file, "-m", "not slow", processes=min(FILES.get(file, 1), options.jobs))
-                for file in options.files
-            ]
-        return []
+        files = {"tests": options.files, "models": MODELS_FILES}.get(part, [])
+        processes = FILES | MODELS_FILES
+        return [
+            tests(part, file, "-m", "not slow", processes=min(processes.get(file, 1), options.jobs)) for file in files
+        ]
 
     package = json.loads(next(build.glob("*-cu*/metadata.json")).read_text())
     meta = {
