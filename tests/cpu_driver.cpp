@@ -225,6 +225,40 @@ void run_rotary(ltx::DType dtype, bool interleaved, ltx::QkNorm norm, const ltx:
   print("rope key " + name, key_out);
 }
 
+void run_attention(ltx::DType dtype, int64_t width, int64_t keys, const ltx::Context& context) {
+  const int64_t batch = 2, queries = 37, heads = 3;
+  Tensor query(batch * queries * heads * width, dtype), out(batch * queries * heads * width, dtype);
+  Tensor text(batch * keys * heads * width * 2, dtype), weight(heads * width, ltx::DType::kBFloat16);
+  Tensor mask(batch * keys, ltx::DType::kFloat32);
+  ltx::AttentionParams p;
+  p.batch = batch;
+  p.queries = queries;
+  p.keys = keys;
+  p.heads = heads;
+  p.head_dim = width;
+  p.dtype = dtype;
+  p.eps = 1e-6f;
+  p.scale = 0.1f;
+  p.query = query.bytes.data();
+  p.output = out.bytes.data();
+  p.key = text.bytes.data();
+  p.value = text.bytes.data() + heads * width * text.size();
+  p.query_stride = p.output_stride = {queries * heads * width, heads * width, width, 1};
+  p.key_stride = p.value_stride = {keys * heads * width * 2, heads * width * 2, width, 1};
+  p.query_weight = p.key_weight = weight.bytes.data();
+  p.query_weight_dtype = p.key_weight_dtype = weight.dtype;
+  p.query_weight_stride = p.key_weight_stride = 1;
+  const std::string name = std::string(kDTypes[static_cast<int>(dtype)]) + " " + std::to_string(width) + " columns " +
+                           std::to_string(keys) + " keys";
+  ltx::attention(p, context);
+  print("attention " + name, out);
+  p.mask = mask.bytes.data();
+  p.mask_stride_batch = keys;
+  p.mask_stride_key = 1;
+  ltx::attention(p, context);
+  print("masked attention " + name, out);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -237,6 +271,9 @@ int main(int argc, char** argv) {
         run_norm(dtype, rounding, width, context);
         run_glu(dtype, rounding, width, context);
       }
+    }
+    for (const int64_t width : {1, 37, 64, 256}) {
+      for (const int64_t keys : {1, 40, 257}) run_attention(dtype, width, keys, context);
     }
     for (const bool interleaved : {true, false}) {
       for (const ltx::QkNorm norm : {ltx::QkNorm::kNone, ltx::QkNorm::kPerHead, ltx::QkNorm::kAcrossHeads}) {

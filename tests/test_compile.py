@@ -29,6 +29,7 @@ OPS = [
     "apply_rotary",
     "apply_rotary_qk",
     "qk_norm_rope",
+    "qk_norm_cross_attention",
 ]
 RMS, LAYER = 1, 2
 FP32, EAGER = 0, 1
@@ -125,6 +126,15 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
             (q, make.packed_heads(), w(), w(), cos, sin, None, None, 1e-6, True, 0, True, FP32),
             (q, make.heads(TOKENS - 2), weight, None, cos, sin, pair, pair, 1e-6, False, WIDTH, False, EAGER),
         ]
+    if name == "qk_norm_cross_attention":
+        text = make(BATCH, 4, 2 * HIDDEN)
+        key, value = (part.unflatten(-1, (HEADS, WIDTH)) for part in text.chunk(2, -1))
+        mask = make(BATCH, 4, dtype=torch.float32)
+        return [
+            (q, make.heads(4), make.heads(4), w(), w(), None, 1e-6, None),
+            (make.packed_heads(), key, value, None, w(), mask, 1e-6, 0.3),
+            (q.transpose(1, 2).contiguous().transpose(1, 2), key[:, :0], value[:, :0], None, None, None, 0.0, None),
+        ]
     raise AssertionError(name)
 
 
@@ -181,6 +191,12 @@ def rope_3d_formula(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def qk_norm_rope_formula(q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     cos, sin = cos[:, None], sin[:, None]
     return tuple(turn((rms(x.flatten(-2)) * w).view_as(x), cos, sin) for x, w in ((q, wq), (k, wk)))
+
+
+def attention_formula(q: Tensor, k: Tensor, v: Tensor, wq: Tensor, wk: Tensor, mask: Tensor) -> Tensor:
+    q, k = ((rms(x.flatten(-2)) * w).view_as(x) for x, w in ((q, wq), (k, wk)))
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / WIDTH**0.5 + mask[:, None, None]
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v)
 
 
 class Case:
@@ -288,6 +304,18 @@ CASES = {
         lambda f, q, k, wq, wk, cos, sin: f.qk_norm_rope(q, k, wq, wk, cos, sin, across_heads=True),
         qk_norm_rope_formula,
     ),
+    "qk_norm_cross_attention": Case(
+        lambda m, b, s: (
+            m(b, s, HEADS, WIDTH),
+            m(b, s - 1, HEADS, WIDTH),
+            m(b, s - 1, 2 * HIDDEN)[..., HIDDEN:].unflatten(-1, (HEADS, WIDTH)),
+            m(HIDDEN),
+            m(HIDDEN),
+            m(b, s - 1),
+        ),
+        lambda f, q, k, v, wq, wk, mask: f.qk_norm_cross_attention(q, k, v, wq, wk, mask=mask),
+        attention_formula,
+    ),
 }
 
 
@@ -367,6 +395,7 @@ def test_memory_order_of_results(ltx: Any, device: str) -> None:
         cos = torch.zeros(TOKENS, WIDTH, device=device)
         results = [package.rmsnorm(x), *package.rmsnorm_residual(x, x), package.gated_residual(x, x, x[:1])]
         results += [package.swiglu(x), package.gelu(x), package.adaln_layernorm(x, None, x, x)]
+        results += [package.qk_norm_cross_attention(q, sliced, sliced, None, None)]
         assert all(result.is_contiguous() for result in results)
         rotated = [package.apply_rotary(q, cos, cos), *package.rope_1d(q, sliced)]
         assert [result.stride() for result in rotated] == [torch.empty_like(t).stride() for t in (q, q, sliced)]

@@ -499,7 +499,63 @@ def rope_errors() -> list[Error]:
     ]
 
 
-ERRORS = [*norm_errors(), *glu_errors(), *rope_errors()]
+def attention_errors() -> list[Error]:
+    text = (2, 4, 3, 8)
+
+    def attention(
+        expected: str,
+        *shapes: tuple[int, ...],
+        weights: tuple[tuple[int, ...] | None, ...] = (None, None),
+        mask: tuple[int, ...] | None = None,
+        dtypes: tuple[torch.dtype, ...] = (F32,) * 6,
+        **keywords: Any,
+    ) -> Error:
+        shapes = (*shapes, *(HEADS, text, text)[len(shapes) :])
+        given = (*shapes, *weights, mask)
+
+        def call(f: Any, t: Make, **out: Any) -> Any:
+            *tensors, addends = (None if s is None else t(*s, dtype=d) for s, d in zip(given, dtypes, strict=True))
+            return f.qk_norm_cross_attention(*tensors, mask=addends, **keywords, **out)
+
+        return Error(expected, call, lambda t: {"out": t(*shapes[0])})
+
+    def of(dtype: torch.dtype, argument: int) -> tuple[torch.dtype, ...]:
+        return tuple(dtype if i == argument else F32 for i in range(6))
+
+    like_query = "key: expected the batch size, heads and last dimension of query [2, 6, 3, 8], got shape "
+    return [
+        attention("query: expected 4 dimensions, got shape [2, 6, 24]", (2, 6, 24)),
+        attention("query: expected 4 dimensions, got shape []", ()),
+        attention(f"query: expected {FLOATS}, got int64", dtypes=of(I64, 0)),
+        attention("eps: expected a finite number >= 0, got -1", eps=-1.0),
+        attention("eps: expected a finite number >= 0, got nan", eps=float("nan")),
+        attention("scale: expected a finite number, got inf", scale=float("inf")),
+        attention("scale: expected a finite number, got nan", scale=float("nan")),
+        attention(
+            "query: expected a last dimension of at most 256, got shape [1, 2, 1, 257]",
+            *[(1, 2, 1, 257)] * 3,
+        ),
+        attention("key: expected dtype float32 (that of query), got bfloat16", dtypes=of(BF16, 1)),
+        attention("key: expected 4 dimensions, got shape [2, 4, 24]", HEADS, (2, 4, 24)),
+        attention(f"{like_query}[1, 4, 3, 8]", HEADS, (1, 4, 3, 8)),
+        attention(f"{like_query}[2, 4, 1, 8]", HEADS, (2, 4, 1, 8)),
+        attention(f"{like_query}[2, 4, 3, 4]", HEADS, (2, 4, 3, 4)),
+        attention("value: expected dtype float32 (that of query), got float16", dtypes=of(F16, 2)),
+        attention("value: expected shape [2, 4, 3, 8], got [2, 5, 3, 8]", HEADS, text, (2, 5, 3, 8)),
+        attention("value: expected shape [2, 4, 3, 8], got [2, 4, 3, 16]", HEADS, text, (2, 4, 3, 16)),
+        attention("query_weight: expected shape [24], got [8]", weights=((8,), None)),
+        attention("key_weight: expected shape [24], got [3, 8]", weights=((24,), (3, 8))),
+        attention(f"query_weight: expected {FLOATS}, got int64", weights=((24,), None), dtypes=of(I64, 3)),
+        attention(f"key_weight: expected {FLOATS}, got float64", weights=((24,), (24,)), dtypes=of(F64, 4)),
+        attention(f"mask: expected {FLOATS}, got bool", mask=(2, 4), dtypes=of(torch.bool, 5)),
+        attention("mask: expected shape [2, 4] or [1, 4], got [4]", mask=(4,)),
+        attention("mask: expected shape [2, 4] or [1, 4], got [2, 6]", mask=(2, 6)),
+        attention("mask: expected shape [2, 4] or [1, 4], got [3, 4]", mask=(3, 4)),
+        attention("mask: expected shape [2, 4] or [1, 4], got [2, 1, 1, 4]", mask=(2, 1, 1, 4)),
+    ]
+
+
+ERRORS = [*norm_errors(), *glu_errors(), *rope_errors(), *attention_errors()]
 
 
 def raised(call: Callable[[], Any]) -> str:
@@ -597,6 +653,14 @@ BAD_OUTS = [
             out=(t(*HEADS), t(*HEADS, dtype=BF16)),
         ),
     ),
+    (
+        "out: expected shape [2, 6, 3, 8], got [2, 4, 3, 8]",
+        lambda f, t: f.qk_norm_cross_attention(t(*HEADS), t(2, 4, 3, 8), t(2, 4, 3, 8), None, None, out=t(2, 4, 3, 8)),
+    ),
+    (
+        "out: expected dtype float32 (that of query), got float16",
+        lambda f, t: f.qk_norm_cross_attention(t(*HEADS), t(*HEADS), t(*HEADS), None, None, out=t(*HEADS, dtype=F16)),
+    ),
 ]
 
 
@@ -614,6 +678,7 @@ def test_bad_out(ltx: Any, device: str, text: str, call: Callable[..., Any]) -> 
 def memory_errors(t: Make) -> list[tuple[str, Callable[[Any], Any]]]:
     x, w, row = t(4, 8), t(8), t(8)
     q, cos = t(*HEADS), t(6, 8)
+    k, v, u = t(*HEADS), t(*HEADS), t(24)
     return [
         (
             "out: expected memory of its own for every element, got strides [0, 1]",
@@ -643,10 +708,42 @@ def memory_errors(t: Make) -> list[tuple[str, Callable[[Any], Any]]]:
             "out[1]: expected memory apart from that of query, got an overlap",
             lambda f: f.rope_1d(q, t(*HEADS), out=(t(*HEADS), q)),
         ),
+        (
+            "out: expected exactly the memory of query or none of it, got an overlap",
+            lambda f: f.qk_norm_cross_attention(
+                q[:1], q[1:], t(1, 6, 3, 8), None, None, out=q.flatten()[8:152].view(1, 6, 3, 8)
+            ),
+        ),
+        (
+            "out: expected memory apart from that of key, got an overlap",
+            lambda f: f.qk_norm_cross_attention(q, k, v, None, None, out=k),
+        ),
+        (
+            "out: expected memory apart from that of key, got an overlap",
+            lambda f: f.qk_norm_cross_attention(q, q, v, None, None, out=q),
+        ),
+        (
+            "out: expected memory apart from that of value, got an overlap",
+            lambda f: f.qk_norm_cross_attention(q, k, v, None, None, out=v),
+        ),
+        (
+            "out: expected memory apart from that of query_weight, got an overlap",
+            lambda f: f.qk_norm_cross_attention(q[:1, :1], k[:1], v[:1], u, None, out=u.view(1, 1, 3, 8)),
+        ),
+        (
+            "out: expected memory apart from that of key_weight, got an overlap",
+            lambda f: f.qk_norm_cross_attention(q[:1, :1], k[:1], v[:1], None, u, out=u.view(1, 1, 3, 8)),
+        ),
+        (
+            "out: expected memory apart from that of mask, got an overlap",
+            lambda f: f.qk_norm_cross_attention(
+                q[:1, :1], t(1, 24, 3, 8), t(1, 24, 3, 8), None, None, mask=u[None], out=u.view(1, 1, 3, 8)
+            ),
+        ),
     ]
 
 
-@pytest.mark.parametrize("index", range(7))
+@pytest.mark.parametrize("index", range(14))
 def test_outputs_that_share_memory(ltx: Any, backend: str, device: str, index: int) -> None:
     if backend != device:
         pytest.skip("the reference does not look at memory")
@@ -676,6 +773,9 @@ def test_devices(ltx: Any, device: str) -> None:
             "key",
             lambda f: f.qk_norm_rope(heads, heads, None, there(8), here(6, 8), here(6, 8), across_heads=False),
         ),
+        "value": ("query", lambda f: f.qk_norm_cross_attention(heads, heads, there(*HEADS), None, None)),
+        "query_weight": ("query", lambda f: f.qk_norm_cross_attention(heads, heads, heads, there(24), None)),
+        "mask": ("query", lambda f: f.qk_norm_cross_attention(heads, heads, heads, None, None, mask=there(2, 6))),
     }
     for argument, (of, call) in calls.items():
         text = f"{argument}: expected device {name} (that of {of}), got meta"
@@ -708,6 +808,7 @@ def test_float64_is_for_the_reference(ltx: Any, device: str, grad: bool) -> None
         "query": [
             lambda f: f.rope_1d(q, q),
             lambda f: f.qk_norm_rope(q, q, None, None, table, table, across_heads=True),
+            lambda f: f.qk_norm_cross_attention(q, q, q, None, None),
         ],
     }
     for tensor in (x, q):

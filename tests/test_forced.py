@@ -95,6 +95,17 @@ def test_glu(cuda: str, tmp_path: Path) -> None:
     assert assert_alike(free, general, "free against general") == sum(map(len, general.values()))
 
 
+def test_attention(cuda: str, tmp_path: Path) -> None:
+    """Tensor cores add in another order than the general kernel: each has its own bits, within the same bound."""
+    general, packed, free = run_all("attention", ["attention=general", "attention=packed", ""], tmp_path)
+    assert not errors(general)
+    assert errors(packed) == {refused("attention=packed")}  # float32
+    assert {key for key, outputs in packed.items() if isinstance(outputs, str)} == {k for k in packed if "float32" in k}
+    assert not errors(free)
+    assert assert_alike(free, packed, "free against packed") == 2 * len(packed) // 3
+    assert assert_alike(free, general, "free against general", only="torch.float32") == len(packed) // 3
+
+
 @pytest.mark.parametrize("packs", [0, 1, 2, 4])
 def test_quantised(cuda: str, packs: int, tmp_path: Path) -> None:
     """The largest of a row is the same in any order; what the norm's sums give is, in one geometry."""
@@ -127,6 +138,10 @@ def test_unknown_choice(cuda: str, choice: str) -> None:
         ("rotary=packed", "ltx.rope_1d(*2 * [torch.ones(1, 2, 1, 6, device='cuda', dtype=torch.bfloat16)])"),
         ("rotary=general", "ltx.rope_1d(*2 * [torch.ones(1, 2, 1, 6, device='cuda', dtype=torch.bfloat16)])"),
         ("glu=packed", "ltx.gelu(torch.ones(2, 65, device='cuda')[:, 1:])"),
+        (
+            "attention=packed",
+            "x = torch.ones(1, 2, 1, 64, device='cuda'); ltx.qk_norm_cross_attention(x, x, x, None, None)",
+        ),
     ],
 )
 def test_choice_that_a_call_cannot_use(cuda: str, choice: str, call: str) -> None:

@@ -28,6 +28,7 @@ PUBLIC = [
     "geglu",
     "gelu",
     "layernorm",
+    "qk_norm_cross_attention",
     "qk_norm_rope",
     "rmsnorm",
     "rmsnorm_residual",

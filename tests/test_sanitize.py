@@ -11,12 +11,14 @@ import torch
 from helpers import (
     ACTIVATIONS,
     DTYPES,
+    MASKS,
     MODULATORS,
     NORM_OPS,
     TABLES,
     Case,
     Make,
     activation_case,
+    attention_case,
     check_everywhere,
     norm_case,
     qk_norm_rope_case,
@@ -94,3 +96,15 @@ def test_norms_and_rotations(ltx, device, across_heads, layout, dtype):
     for heads in (32, 100):
         table = "[S, H*D]" if across_heads else "[S, D/2]"
         run(ltx, device, qk_norm_rope_case(Make("cpu", dtype), (1, 2, heads, 64), table=table, **options))
+
+
+@every_dtype
+def test_attention(ltx, device, dtype):
+    """Widths that tensor cores take and others; less than a chunk of 128 keys, and several."""
+    for width in (1, 64, 72, 128, 256):
+        for keys, mask in ((7, "none"), (128, "left out"), (300, "addends")):
+            make = Make("cpu", dtype, seed=width)
+            packed = attention_case(make, (1, 3, 2, width), keys, packed=True, weights=False)
+            run(ltx, device, attention_case(make, (2, 17, 3, width), keys, mask=mask), packed)
+    for mask in MASKS:
+        run(ltx, device, attention_case(Make("cpu", dtype), (2, 5, 3, 64), 20, mask=mask, mask_dtype=torch.float32))

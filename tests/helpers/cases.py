@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attention import Truth, attention_eager
 from .memory import LAYOUTS, Layout, copied, place
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -96,15 +97,21 @@ class Case:
 
     @property
     def is_rotary(self) -> bool:
-        return self.op.startswith(("apply_rotary", "rope", "qk_norm"))
+        return self.op.startswith(("apply_rotary", "rope", "qk_norm_rope"))
+
+    @property
+    def is_attention(self) -> bool:
+        return self.op == "qk_norm_cross_attention"
 
     @property
     def takes_rounding(self) -> bool:
-        return self.op not in ("rope_1d", "rope_3d")
+        return self.op not in ("rope_1d", "rope_3d", "qk_norm_cross_attention")
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that outputs are like."""
+        if self.is_attention:
+            return (self.kwargs["query"],)
         if "query" in self.kwargs:
             return self.kwargs["query"], self.kwargs["key"]
         return (self.kwargs["input"],)
@@ -162,6 +169,8 @@ class Case:
 
     def truth(self, ltx: Any) -> tuple[Tensor, ...]:
         """The formula in fp64 on the same values."""
+        if self.is_attention:
+            return (Truth(self.kwargs).output(),)
         wide = self.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         if "positions" in self.kwargs:  # a dtype of its own, which is part of the formula
             wide = wide.replace(positions=self.kwargs["positions"])
@@ -175,6 +184,8 @@ class Case:
             return _norm_terms(self.op, self.kwargs)
         if self.is_activation:
             return (_activation_terms(self.op, self.kwargs),)
+        if self.is_attention:
+            return (Truth(self.kwargs).terms(ltx._fakes.COMPILED_DEVICE == "cuda"),)
         return _rotary_terms(self, ltx)
 
     def eager(self) -> tuple[Tensor, ...]:
@@ -183,6 +194,8 @@ class Case:
             return _norm_eager(self.op, self.kwargs)
         if self.is_activation:
             return (_activation_eager(self.op, self.kwargs),)
+        if self.is_attention:
+            return (attention_eager(self.kwargs),)
         return _rotary_eager(self)
 
 
@@ -518,6 +531,56 @@ def rope_case(
     )
 
 
+# Which keys a mask leaves to the queries of each batch.
+MASKS = ["none", "addends", "text", "one for all batches", "left out", "nothing left"]
+
+
+def attention_mask(make: Make, batch: int, keys: int, kind: str, dtype: torch.dtype | None) -> Tensor | None:
+    """[B or 1, T] addends: any numbers; -10000 behind a text that ends; or -inf for some keys, or all of a batch."""
+    if kind == "none":
+        return None
+    values = make(1 if kind == "one for all batches" else batch, keys, dtype=dtype)
+    if kind == "addends":
+        return values
+    place = torch.arange(keys, device=values.device)
+    if kind == "left out":
+        return values.masked_fill((values > 0) & (place > 0), -math.inf)
+    ends = keys - torch.arange(values.shape[0], device=values.device)[:, None] * (keys // 2)
+    if kind == "nothing left":
+        return (
+            torch.where(place < ends // 2, 0.0, -math.inf)
+            .to(values.dtype)
+            .index_fill(0, torch.tensor(batch - 1, device=values.device), -math.inf)
+        )
+    return torch.where(place < ends, 0.0, -10000.0).to(values.dtype)
+
+
+def attention_case(
+    make: Make,
+    sizes: tuple[int, int, int, int],
+    keys: int,
+    *,
+    mask: str = "none",
+    mask_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
+    weights: bool = True,
+    packed: bool = False,
+    **options: Any,
+) -> Case:
+    """qk_norm_cross_attention of a query [B, S, heads, D] to `keys` keys; `packed`: key and value are one tensor."""
+    batch, _, heads, width = sizes
+    kwargs: dict[str, Any] = {"query": make(*sizes)}
+    if packed:
+        both = make(batch, keys, 2 * heads * width)
+        kwargs["key"], kwargs["value"] = (part.unflatten(-1, (heads, width)) for part in both.chunk(2, -1))
+    else:
+        kwargs["key"], kwargs["value"] = make(batch, keys, heads, width), make(batch, keys, heads, width)
+    for name in ("query_weight", "key_weight"):
+        kwargs[name] = make(heads * width, dtype=weight_dtype, mean=1.0) if weights else None
+    kwargs["mask"] = attention_mask(make, batch, keys, mask, mask_dtype)
+    return Case("qk_norm_cross_attention", {**kwargs, **options})
+
+
 def every_case(make: Make) -> dict[str, Case]:
     """One small call of every op, by name, with all the tensors that it takes."""
     found = {}
@@ -532,6 +595,7 @@ def every_case(make: Make) -> dict[str, Case]:
     for across_heads in (True, False):
         name = f"qk_norm_rope {'across heads' if across_heads else 'per head'}"
         found[name] = qk_norm_rope_case(make, sizes, across_heads=across_heads, key=(4, 7), key_table=True)
+    found["qk_norm_cross_attention"] = attention_case(make, sizes, 7, mask="addends")
     positions = torch.arange(5, device=make.device)
     found["rope_1d"] = rope_case(make, (2, 3, 16), sequence=5, key_heads=1, positions=positions)
     found["rope_3d"] = rope_case(make, (2, 3, 16), grid=(1, 5, 1), key_heads=1)
@@ -619,6 +683,7 @@ __all__ = [
     "ACTIVATIONS",
     "DTYPES",
     "LAYOUTS",
+    "MASKS",
     "MODULATORS",
     "NORM_OPS",
     "TABLES",
@@ -626,6 +691,7 @@ __all__ = [
     "Make",
     "activation_case",
     "angle_table",
+    "attention_case",
     "every_case",
     "gate_and_up",
     "modulator_shape",

@@ -16,11 +16,13 @@ import torch
 from helpers import (
     ACTIVATIONS,
     DTYPES,
+    MASKS,
     MODULATORS,
     NORM_OPS,
     Case,
     Make,
     activation_case,
+    attention_case,
     check,
     norm_case,
     qk_norm_rope_case,
@@ -33,6 +35,7 @@ from helpers.build import REPO_ID
 # kernel_src/norm.cu.
 NORM_WIDTHS = [8, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000, 131072]
 GLU_WIDTHS = [8, 64, 1024, 4096, 8192]
+ATTENTION_KEYS = [1, 7, 64, 77, 127, 128, 129, 256, 300, 512]  # less than a chunk of 128, one, and several
 HEADS = [(3, 64), (32, 64), (24, 128), (2, 256), (5, 16)]
 
 
@@ -59,6 +62,12 @@ def cases(family: str, device: str) -> dict[str, Case]:
             for name in ("swiglu", "geglu erf, gate last", "gelu tanh, bias"):
                 for width in GLU_WIDTHS:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))
+        elif family == "attention":
+            for heads, width in ((3, 64), (2, 128)):
+                for keys in ATTENTION_KEYS:
+                    mask = MASKS[keys % len(MASKS)]
+                    case = attention_case(make, (2, 70, heads, width), keys, mask=mask, packed=True)
+                    found[f"{dtype} {heads}x{width} {keys} {mask}"] = case
         else:
             for heads, width in HEADS:
                 for layout in ("interleaved", "half"):

@@ -18,12 +18,14 @@ from torch import Tensor
 from .cases import (
     ACTIVATIONS,
     DTYPES,
+    MASKS,
     MODULATORS,
     NORM_OPS,
     TABLES,
     Case,
     Make,
     activation_case,
+    attention_case,
     modulator_shape,
     norm_case,
     qk_norm_rope_case,
@@ -381,6 +383,60 @@ ropes = st.builds(
 
 
 @dataclasses.dataclass(frozen=True)
+class Attention:
+    sizes: tuple[int, int, int, int]  # batch, queries, heads, D
+    keys: int
+    packed: bool  # key and value are views of one projection
+    mask: str
+    mask_dtype: torch.dtype
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    weights: bool
+    eps: float | None
+    scale: float | None
+    memory: Memory
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        batch, queries, heads, width = self.sizes
+        # The truth holds the weights of all queries, and numbers of all keys, in fp64.
+        keys = min(self.keys, max(1, ELEMENTS // (batch * heads * max(width, queries))))
+        case = attention_case(
+            Make("cpu", self.dtype, self.memory.seed),
+            self.sizes,
+            keys,
+            mask=self.mask,
+            mask_dtype=self.mask_dtype,
+            weight_dtype=self.weight_dtype,
+            weights=self.weights,
+            packed=self.packed,
+            eps=self.eps,
+            scale=self.scale,
+        )
+        self.memory.check(ltx, device, case, tally)
+
+
+attentions = st.builds(
+    Attention,
+    sizes=st.tuples(
+        st.integers(1, 3),
+        st.one_of(st.integers(1, 9), st.integers(1, 140)),
+        st.one_of(st.integers(1, 4), st.sampled_from([8, 24, 32])),
+        st.one_of(st.sampled_from([64, 128]), st.integers(1, 256)),
+    ),
+    keys=st.one_of(st.integers(0, 40), st.sampled_from([77, 127, 128, 129, 256, 257, 512]), st.integers(1, 600)),
+    packed=st.booleans(),
+    mask=st.sampled_from(MASKS),
+    mask_dtype=dtypes,
+    dtype=dtypes,
+    weight_dtype=dtypes,
+    weights=st.sampled_from([True, True, False]),
+    eps=eps,
+    scale=st.sampled_from([None, None, 1.0, 0.0, -0.25]),
+    memory=memories,
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class Quantised:
     """A call of a `_quant` function, or of quantize_rows, with the checkers of tests/test_quant.py."""
 
@@ -429,10 +485,11 @@ quantised = st.builds(
 
 # Each with its part of the cases.
 FAMILIES = {
-    "norms": (norms(), 0.35),
-    "activations": (activations, 0.15),
-    "rotary": (rotaries, 0.3),
-    "rope": (ropes, 0.1),
+    "norms": (norms(), 0.33),
+    "activations": (activations, 0.13),
+    "rotary": (rotaries, 0.26),
+    "rope": (ropes, 0.08),
+    "attention": (attentions, 0.1),
     "quantised": (quantised, 0.1),
 }
 

@@ -1,0 +1,88 @@
+"""What qk_norm_cross_attention should give, in fp64, how far fp32 math may be from it, and the same in plain torch.
+
+Query and key are rounded to their dtype after the norm, so the truth rounds them, too. What is left to differ: a number
+that lies about half-way between two of the dtype may round the other way, sums are in fp32, and on CUDA tensor cores
+take the weights of the values in the dtype. An error d of a score changes its weight by a factor of e^d.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .numeric import SUM_ERROR, ulp
+
+TENSOR_CORE_WIDTHS = (64, 128)
+
+
+def normalised(kwargs: dict[str, Any], name: str, dtype: torch.dtype) -> Tensor:
+    """RMSNorm over all heads in `dtype`, rounded no further."""
+    x, weight, eps = kwargs[name].to(dtype), kwargs.get(f"{name}_weight"), kwargs.get("eps", 1e-6)
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    n = x.flatten(-2)
+    n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + eps)
+    return (n if weight is None else n * weight.to(dtype)).view(x.shape)
+
+
+def attention_eager(kwargs: dict[str, Any]) -> Tensor:
+    dtype, mask = kwargs["query"].dtype, kwargs.get("mask")
+    query, key = (normalised(kwargs, name, torch.float32).to(dtype).transpose(1, 2) for name in ("query", "key"))
+    addends = None if mask is None else mask.to(dtype)[:, None, None]
+    out = F.scaled_dot_product_attention(
+        query, key, kwargs["value"].transpose(1, 2), addends, scale=kwargs.get("scale")
+    )
+    return out.transpose(1, 2)
+
+
+class Truth:
+    """fp64 [B, heads, S, T] weights, and what bounds the errors of them."""
+
+    def __init__(self, kwargs: dict[str, Any]):
+        self.dtype = kwargs["query"].dtype
+        self.value = kwargs["value"].double().transpose(1, 2)
+        self.width = self.value.shape[-1]
+        self.scale = kwargs.get("scale")
+        if self.scale is None:
+            self.scale = max(self.width, 1) ** -0.5
+        self.query, self.query_error = self._rounded(kwargs, "query")
+        self.key, self.key_error = self._rounded(kwargs, "key")
+        mask = kwargs.get("mask")
+        self.mask = None if mask is None else mask.double()[:, None, None]
+        scores = self.query @ self.key.mT * self.scale
+        if self.mask is not None:
+            scores = scores + self.mask
+        nothing = (scores == -torch.inf).all(-1, keepdim=True)
+        self.weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+
+    def _rounded(self, kwargs: dict[str, Any], name: str) -> tuple[Tensor, Tensor]:
+        exact = normalised(kwargs, name, torch.float64).transpose(1, 2)
+        if self.dtype == torch.float32:
+            return exact, SUM_ERROR / 2 * exact.abs()
+        rounded, step = exact.to(self.dtype).double(), ulp(exact, self.dtype)
+        from_half_way = ((exact - rounded).abs() - step / 2).abs()
+        return rounded, torch.where(from_half_way <= SUM_ERROR * exact.abs(), step, 0.0)
+
+    def output(self) -> Tensor:
+        return (self.weights @ self.value).transpose(1, 2)
+
+    def magnitude(self) -> Tensor:
+        return (self.weights @ self.value.abs()).transpose(1, 2)
+
+    def terms(self, tensor_cores: bool) -> Tensor:
+        """Whose SUM_ERROR-th part is the bound but for the rounding of the output."""
+        query, key = self.query.abs(), self.key.abs().mT
+        error = self.query_error @ (key + self.key_error.mT) + query @ (self.key_error.mT + SUM_ERROR * key)
+        error = error * abs(self.scale)
+        if self.mask is not None:
+            error = error + SUM_ERROR * self.mask.abs().nan_to_num(posinf=0.0)
+        p = self.weights
+        of_sum = torch.log1p((p * error.expm1()).sum(-1, keepdim=True))  # how much their sum may be off
+        errors = p * ((error + of_sum).expm1() + SUM_ERROR)
+        if tensor_cores and self.dtype != torch.float32 and self.width in TENSOR_CORE_WIDTHS and p.numel():
+            info = torch.finfo(self.dtype)
+            smallest = info.smallest_normal * info.eps  # where the largest weight of a row is 1
+            errors = errors + (p * info.eps + p.amax(-1, keepdim=True) * smallest) / 2
+        return (errors @ self.value.abs() / SUM_ERROR).transpose(1, 2)
