@@ -1,5 +1,5 @@
 // CPU attention with few keys: out = softmax(scale * n(query) n(key)^T + mask) value for each batch entry and head, n
-// being the RMS norm over all heads of a token, rounded to the dtype.
+// being the RMS norm over all heads of a token. Nothing is rounded to the dtype before the output.
 //
 // First the statistic of every token, so that a head can be normalised without the others and the output may be the
 // query. Then the unit of work is a query row of one head; a range of them goes head by head. The keys and values of a
@@ -170,7 +170,7 @@ class HeadRange {
     for (int64_t c = 0; c < p_.head_dim; c += kLanes) {
       F x = load(target + c) * rstd;
       if (weight != nullptr) x = x * load(weight + c);
-      store(target + c, round_to(p_.dtype, x));
+      store(target + c, x);
     }
   }
 

@@ -144,7 +144,7 @@ struct RotaryAngles {
 };
 
 // Attention with few keys, such as text tokens. For each batch and head, with n the RMS norm over all heads of a token
-// (h * rstd * weight, rounded to `dtype`; weight: heads * head_dim elements, null for ones):
+// (h * rstd * weight; weight: heads * head_dim elements, null for ones):
 //   out = softmax(scale * n(query) n(key)^T + mask) value
 // The mask has one addend a key. A query whose addends are all -infinity gives zeros.
 struct AttentionParams {

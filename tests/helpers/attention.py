@@ -1,8 +1,8 @@
 """What qk_norm_cross_attention should give, in fp64, how far fp32 math may be from it, and the same in plain torch.
 
-Query and key are rounded to their dtype after the norm, so the truth rounds them, too. What is left to differ: a number
-that lies about half-way between two of the dtype may round the other way, sums are in fp32, and on CUDA tensor cores
-take the weights of the values in the dtype. An error d of a score changes its weight by a factor of e^d.
+An error d of a score changes its weight by a factor of e^d. The math is in fp32; but tensor cores, on CUDA, take keys
+and weights in the dtype: the key times both weights of the norms and the scale, rounded once, and the weights of the
+values, of which the largest of a row is 1.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ class Truth:
     """fp64 [B, heads, S, T] weights, and what bounds the errors of them."""
 
     def __init__(self, kwargs: dict[str, Any]):
+        self.kwargs = kwargs
         self.dtype = kwargs["query"].dtype
         self.value = kwargs["value"].double().transpose(1, 2)
         self.width = self.value.shape[-1]
-        self.scale = kwargs.get("scale")
-        if self.scale is None:
-            self.scale = max(self.width, 1) ** -0.5
-        self.query, self.query_error = self._rounded(kwargs, "query")
-        self.key, self.key_error = self._rounded(kwargs, "key")
+        scale = kwargs.get("scale")
+        self.scale: float = max(self.width, 1) ** -0.5 if scale is None else scale
+        self.query, self.key = (normalised(kwargs, name, torch.float64).transpose(1, 2) for name in ("query", "key"))
         mask = kwargs.get("mask")
         self.mask = None if mask is None else mask.double()[:, None, None]
         scores = self.query @ self.key.mT * self.scale
@@ -56,14 +55,6 @@ class Truth:
             scores = scores + self.mask
         nothing = (scores == -torch.inf).all(-1, keepdim=True)
         self.weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-
-    def _rounded(self, kwargs: dict[str, Any], name: str) -> tuple[Tensor, Tensor]:
-        exact = normalised(kwargs, name, torch.float64).transpose(1, 2)
-        if self.dtype == torch.float32:
-            return exact, SUM_ERROR / 2 * exact.abs()
-        rounded, step = exact.to(self.dtype).double(), ulp(exact, self.dtype)
-        from_half_way = ((exact - rounded).abs() - step / 2).abs()
-        return rounded, torch.where(from_half_way <= SUM_ERROR * exact.abs(), step, 0.0)
 
     def output(self) -> Tensor:
         return (self.weights @ self.value).transpose(1, 2)
@@ -73,15 +64,23 @@ class Truth:
 
     def terms(self, tensor_cores: bool) -> Tensor:
         """Whose SUM_ERROR-th part is the bound but for the rounding of the output."""
-        query, key = self.query.abs(), self.key.abs().mT
-        error = self.query_error @ (key + self.key_error.mT) + query @ (self.key_error.mT + SUM_ERROR * key)
-        error = error * abs(self.scale)
-        if self.mask is not None:
-            error = error + SUM_ERROR * self.mask.abs().nan_to_num(posinf=0.0)
+        # Of the two norms, and of the sum of products.
+        error = 2 * SUM_ERROR * abs(self.scale) * (self.query.abs() @ self.key.abs().mT)
+        if self.mask is not None:  # numbers so low that they swallow the scores do so in fp64, too
+            lowest = torch.finfo(torch.float16).min
+            error = error + SUM_ERROR * torch.where(self.mask < lowest, 0.0, self.mask.abs())
+        rounds = tensor_cores and self.dtype != torch.float32 and self.width in TENSOR_CORE_WIDTHS
+        if rounds:
+            weight = self.kwargs.get("query_weight")
+            unweighted = normalised({**self.kwargs, "query_weight": None}, "query", torch.float64).transpose(1, 2)
+            folded = self.key * self.scale
+            if weight is not None:
+                folded = folded * weight.double().view(1, -1, 1, self.width)
+            error = error + unweighted.abs() @ (ulp(folded, self.dtype) / 2).mT
         p = self.weights
         of_sum = torch.log1p((p * error.expm1()).sum(-1, keepdim=True))  # how much their sum may be off
         errors = p * ((error + of_sum).expm1() + SUM_ERROR)
-        if tensor_cores and self.dtype != torch.float32 and self.width in TENSOR_CORE_WIDTHS and p.numel():
+        if rounds and p.numel():
             info = torch.finfo(self.dtype)
             smallest = info.smallest_normal * info.eps  # where the largest weight of a row is 1
             errors = errors + (p * info.eps + p.amax(-1, keepdim=True) * smallest) / 2

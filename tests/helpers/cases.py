@@ -532,27 +532,25 @@ def rope_case(
 
 
 # Which keys a mask leaves to the queries of each batch.
-MASKS = ["none", "addends", "text", "one for all batches", "left out", "nothing left"]
+MASKS = ["none", "addends", "text", "least numbers", "one for all batches", "left out", "nothing left"]
 
 
 def attention_mask(make: Make, batch: int, keys: int, kind: str, dtype: torch.dtype | None) -> Tensor | None:
-    """[B or 1, T] addends: any numbers; -10000 behind a text that ends; or -inf for some keys, or all of a batch."""
+    """[B or 1, T] addends: any numbers; -10000 behind a text; -inf for some keys; or in the last batch for all of them
+    -inf, or the least number that there is."""
     if kind == "none":
         return None
-    values = make(1 if kind == "one for all batches" else batch, keys, dtype=dtype)
-    if kind == "addends":
-        return values
+    batch = 1 if kind == "one for all batches" else batch
+    values = make(batch, keys, dtype=dtype)
     place = torch.arange(keys, device=values.device)
     if kind == "left out":
         return values.masked_fill((values > 0) & (place > 0), -math.inf)
-    ends = keys - torch.arange(values.shape[0], device=values.device)[:, None] * (keys // 2)
-    if kind == "nothing left":
-        return (
-            torch.where(place < ends // 2, 0.0, -math.inf)
-            .to(values.dtype)
-            .index_fill(0, torch.tensor(batch - 1, device=values.device), -math.inf)
-        )
-    return torch.where(place < ends, 0.0, -10000.0).to(values.dtype)
+    after = {"text": -10000.0, "least numbers": torch.finfo(values.dtype).min, "nothing left": -math.inf}.get(kind)
+    if after is None:
+        return values
+    parts, batches_behind = (batch + 1, 1) if kind == "text" else (batch, 0)
+    kept = (torch.arange(batch, device=values.device).flip(0)[:, None] + batches_behind) * keys // parts
+    return torch.where(place < kept, 0.0, after).to(values.dtype)
 
 
 def attention_case(

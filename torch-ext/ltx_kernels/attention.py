@@ -34,9 +34,9 @@ def qk_norm_cross_attention(
         torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, value)), mask[:, None, None], scale=scale).transpose(1, 2)
 
-    The normalised query and key are rounded to the dtype, as torch.nn.RMSNorm does; scores, softmax and sums are in
-    float32. On CUDA the scores and the weights of a head of 64 or 128 columns in float16 and bfloat16 go through
-    tensor cores, which take the weights in that dtype.
+    but in float32 from the norms to the sums: unlike torch's, neither the normalised query nor the key is rounded to
+    the dtype. On CUDA a head of 64 or 128 columns in float16 or bfloat16 goes through tensor cores, which take the key
+    (times both weights and the scale) and the weights of the values in that dtype.
 
     Args:
         query: [B, S, heads, D], D at most 256; float32, float16 or bfloat16; any strides.
@@ -47,7 +47,7 @@ def qk_norm_cross_attention(
         key_weight: The same for key.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         mask: [B, T] or [1, T], any of these dtypes, any strides: added to the scores of a key. -inf leaves the key
-            out.
+            out; finite numbers, however low, do so beside a higher one alone.
         scale: What the scores are multiplied by; None: D ** -0.5.
         out: Where to write, like query, any strides; may be the query itself.
 

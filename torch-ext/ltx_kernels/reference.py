@@ -928,8 +928,8 @@ def cross_attention(
 ) -> Tensor:
     """Attention of normalised queries to normalised keys; queries with nothing to attend to give zeros."""
     compute = _compute_dtype(query)
-    q = _rms_normalise(query, query_weight, eps, True, EAGER).to(compute).transpose(1, 2)
-    k = _rms_normalise(key, key_weight, eps, True, EAGER).to(compute).permute(0, 2, 3, 1)
+    q = _rms_normalise(query, query_weight, eps, True, FP32).transpose(1, 2)
+    k = _rms_normalise(key, key_weight, eps, True, FP32).permute(0, 2, 3, 1)
     scores = q @ k * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores + mask.to(compute)[:, None, None]
