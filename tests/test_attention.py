@@ -215,6 +215,19 @@ def test_addends_that_are_alike_change_nothing(ltx, device, dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("width", [64, 24])
+@pytest.mark.parametrize("addend", [math.inf, math.nan])
+def test_addends_that_are_no_numbers(ltx, device, dtype, width, addend):
+    """NaN, as softmax gives, in that batch alone."""
+    case = attention_case(Make(device, dtype), (2, 18, 2, width), 130, mask="addends", mask_dtype=torch.float32)
+    (expected,) = case.run(ltx)
+    case.kwargs["mask"][1, 3] = addend
+    (output,) = case.run(ltx)
+    assert_same_bits(output[0], expected[0])
+    assert bool(output[1].isnan().all()) and bool(case.truth(ltx)[0][1].isnan().all())
+
+
+@every_dtype
 @pytest.mark.parametrize("scale", [1.0, 0.3, 0.0, -0.2, 1e-9])
 def test_scale(ltx, device, dtype, scale):
     for width in (64, 128, 24):

@@ -73,12 +73,6 @@ AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<d
     p.mask_stride_batch = a.mask.size[0] == 1 ? 0 : a.mask.stride[0];
     p.mask_stride_key = a.mask.size[1] == 1 ? 0 : a.mask.stride[1];
   }
-  p.query = a.query.data;
-  p.key = a.key.data;
-  p.value = a.value.data;
-  p.query_stride = head_strides(a.query);
-  p.key_stride = head_strides(a.key);
-  p.value_stride = head_strides(a.value);
   p.query_weight = a.query_weight.data;
   p.key_weight = a.key_weight.data;
   if (a.query_weight) p.query_weight_dtype = float_dtype(a.query_weight);
@@ -88,16 +82,52 @@ AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<d
   return p;
 }
 
-void run(AttentionParams& p, const AttentionArgs& a, const Tensor& out) {
-  p.output = a.out.data;
-  p.output_stride = head_strides(a.out);
+// On tensor cores, heads have to lie in whole packs of 16 bytes. What does not is copied: the general CUDA kernel takes
+// any, but adds in another order, and the bits of a result must not depend on where its input lies.
+bool needs_copy([[maybe_unused]] const Arg& a, [[maybe_unused]] const AttentionParams& p) {
+#ifdef CUDA_KERNEL
+  if (p.dtype == DType::kFloat32 || (p.head_dim != 64 && p.head_dim != 128)) return false;
+  constexpr int64_t kPack = 8;
+  bool packed = reinterpret_cast<uintptr_t>(a.data) % (kPack * element_size(a)) == 0 && a.stride[3] == 1;
+  for (int64_t d = 0; d < 3; ++d) packed = packed && (a.size[d] == 1 || a.stride[d] % kPack == 0);
+  return !packed;
+#else
+  return false;
+#endif
+}
+
+// A tensor, or what the kernel reads or writes in its place.
+struct Operand {
+  Operand(const Arg& a, const AttentionParams& p) : arg(a) {
+    if (!needs_copy(a, p)) return;
+    copy = empty_rows(a, p.head_dim);
+    arg = host::arg(a.name, *copy);
+  }
+
+  void read(const Tensor& tensor, const void*& data, HeadStrides& stride) {
+    if (copy) torch::stable::copy_(*copy, tensor);
+    data = arg.data;
+    stride = head_strides(arg);
+  }
+
+  Arg arg;
+  std::optional<Tensor> copy;
+};
+
+void run(AttentionParams& p, const AttentionArgs& a, const Tensor& query, const Tensor& key, const Tensor& value,
+         Tensor out) {
   if (p.batch == 0 || p.queries == 0 || p.heads == 0 || p.head_dim == 0) return;
   if (p.keys == 0) {  // nothing to attend to: zeros, as scaled_dot_product_attention has it
-    Tensor zeros = out;
-    torch::stable::zero_(zeros);
+    torch::stable::zero_(out);
     return;
   }
   Launch launch(a.query);
+  Operand query_operand(a.query, p), key_operand(a.key, p), value_operand(a.value, p), out_operand(a.out, p);
+  query_operand.read(query, p.query, p.query_stride);
+  key_operand.read(key, p.key, p.key_stride);
+  value_operand.read(value, p.value, p.value_stride);
+  p.output = out_operand.arg.data;
+  p.output_stride = head_strides(out_operand.arg);
 #ifdef CUDA_KERNEL
   const int64_t rows = p.batch * (p.queries + p.keys), step = 1;
   Arg floats = a.query;
@@ -106,6 +136,7 @@ void run(AttentionParams& p, const AttentionArgs& a, const Tensor& out) {
   p.workspace = static_cast<float*>(workspace.mutable_data_ptr());
 #endif
   ltx::attention(p, launch.context());
+  if (out_operand.copy) torch::stable::copy_(out, *out_operand.copy);
 }
 
 AttentionArgs attention_args(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -135,7 +166,7 @@ void qk_norm_cross_attention_out(const Tensor& out, const Tensor& query, const T
   for (const Arg* other : {&a.key, &a.value, &a.query_weight, &a.key_weight, &a.mask}) {
     check_overlap(a.out, *other, false);
   }
-  run(p, a, out);
+  run(p, a, query, key, value, out);
 }
 
 Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -145,7 +176,7 @@ Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Ten
   AttentionParams p = check_inputs(a, eps, scale);
   Tensor out = empty_rows(a.query, p.head_dim);
   a.out = arg("out", out);
-  run(p, a, out);
+  run(p, a, query, key, value, out);
   return out;
 }
 

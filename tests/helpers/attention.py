@@ -2,7 +2,7 @@
 
 An error d of a score changes its weight by a factor of e^d. The math is in fp32; but tensor cores, on CUDA, take keys
 and weights in the dtype: the key times both weights of the norms and the scale, rounded once, and the weights of the
-values, of which the largest of a row is 1.
+values, of which the largest of a row is 1, and their sum of what is rounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .numeric import SUM_ERROR, ulp
+from .numeric import SUM_ERROR
 
 TENSOR_CORE_WIDTHS = (64, 128)
 
@@ -69,6 +69,8 @@ class Truth:
         if self.mask is not None:  # numbers so low that they swallow the scores do so in fp64, too
             lowest = torch.finfo(torch.float16).min
             error = error + SUM_ERROR * torch.where(self.mask < lowest, 0.0, self.mask.abs())
+        half_ulp = torch.finfo(self.dtype).eps / 2
+        smallest = torch.finfo(self.dtype).smallest_normal * 2 * half_ulp
         rounds = tensor_cores and self.dtype != torch.float32 and self.width in TENSOR_CORE_WIDTHS
         if rounds:
             weight = self.kwargs.get("query_weight")
@@ -76,12 +78,12 @@ class Truth:
             folded = self.key * self.scale
             if weight is not None:
                 folded = folded * weight.double().view(1, -1, 1, self.width)
-            error = error + unweighted.abs() @ (ulp(folded, self.dtype) / 2).mT
+            error = error + unweighted.abs() @ (folded.abs() * half_ulp + smallest / 2).mT
         p = self.weights
         of_sum = torch.log1p((p * error.expm1()).sum(-1, keepdim=True))  # how much their sum may be off
         errors = p * ((error + of_sum).expm1() + SUM_ERROR)
+        total = errors @ self.value.abs()
         if rounds and p.numel():
-            info = torch.finfo(self.dtype)
-            smallest = info.smallest_normal * info.eps  # where the largest weight of a row is 1
-            errors = errors + (p * info.eps + p.amax(-1, keepdim=True) * smallest) / 2
-        return (errors @ self.value.abs() / SUM_ERROR).transpose(1, 2)
+            of_weights = p * half_ulp + p.amax(-1, keepdim=True) * smallest / 2
+            total = total + of_weights @ self.value.abs() + of_weights.sum(-1, keepdim=True) * (p @ self.value).abs()
+        return (total / SUM_ERROR).transpose(1, 2)
