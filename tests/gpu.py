@@ -42,7 +42,7 @@ FILES |= dict.fromkeys(["adaln", "parity", "glu", "errors", "inputs", "regressio
 FILES |= dict.fromkeys(["tensor_kinds", "processes", "sass"], 1)
 MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
 TWO_DEVICES_FILES = ["norm", "rope", "glu", "attention", "quant", "processes"]
-LARGE_FILES = ["norm", "rope", "glu", "attention", "quant"]  # with tests of more than 2^31 elements, which are marked slow
+LARGE_FILES = ["norm", "rope", "glu", "attention", "quant"]  # their tests of more than 2^31 elements are marked slow
 PTX_FILES = ["sanitize", "regressions"]
 # What pytest -v says of each test as it ends, also where others run it for it (xdist): an interrupted run is countable.
 ENDED = "(PASSED|FAILED|SKIPPED|ERROR)"
