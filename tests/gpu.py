@@ -35,11 +35,11 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
-PARTS = ["fuzz", "sanitizers", "ptx", "devices", "large", "mutations", "tests", "models"]
-# And how many processes share each; the longest first, for what begins last should not end last.
-FILES = {"compile": 4, **dict.fromkeys(["forced", "attention", "quant", "norm", "rope", "properties"], 3)}
-FILES |= dict.fromkeys(["adaln", "parity", "glu", "errors", "inputs", "regressions"], 2)
-FILES |= dict.fromkeys(["tensor_kinds", "processes", "sass"], 1)
+PARTS = ["sanitizers", "fuzz", "ptx", "devices", "large", "mutations", "tests", "models"]
+# And how many processes share each; what takes long first, and last what random calls repeat.
+FILES = {"compile": 4, **dict.fromkeys(["forced", "attention", "quant", "norm", "rope"], 3)}
+FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs"], 2)
+FILES |= {"tensor_kinds": 1, "sass": 1, "properties": 3}
 MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
 TWO_DEVICES_FILES = ["norm", "rope", "glu", "attention", "quant", "processes"]
 LARGE_FILES = ["norm", "rope", "glu", "attention", "quant"]  # their tests of more than 2^31 elements are marked slow
@@ -168,9 +168,9 @@ def main() -> int:
     def jobs_of(part: str) -> list[Job]:
         if part == "fuzz":
             arguments = ["--cases", str(options.cases), "--no-shrink"]
-            return [script(part, "tests/fuzz.py", f"fuzz-{slug}.json", share(0.35), *arguments)]
+            return [script(part, "tests/fuzz.py", f"fuzz-{slug}.json", share(0.31), *arguments)]
         if part == "sanitizers":
-            return [script(part, "tests/sanitize.py", f"sanitize-{slug}.json", share(0.3))]
+            return [script(part, "tests/sanitize.py", f"sanitize-{slug}.json", share(0.38))]
         if part == "mutations" and options.mutations:
             built = ["--backend", "cuda", "--built", str(options.mutations.resolve())]
             return [script(part, "tests/mutations.py", "mutations-cuda.json", share(0.2), *built)]
