@@ -45,6 +45,7 @@ class Mutation:
 PYTHON = "torch-ext/ltx_kernels/"
 CUDA_NORM, CUDA_ROPE = "kernel_src/norm.cu", "kernel_src/rope.cu"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
+CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
 
 MUTATIONS = [
     Mutation(
@@ -168,6 +169,27 @@ MUTATIONS = [
         "torch-ext/tensor_checks.h",
         "if (!has_own_memory(out)) {",
         "if (false) {",
+    ),
+    Mutation(
+        "keys past the last one attended to",
+        CPU_ATTENTION,
+        "std::fill(row + keys, row + padded, -kInfinity);",
+        "std::fill(row + keys, row + padded, 0.f);",
+        tests=ATTENTION_TESTS,
+    ),
+    Mutation(
+        "norm of query and key over one head",
+        CPU_ATTENTION,
+        "rstd[token] = rms_rstd(row, width, p.eps);",
+        "rstd[token] = rms_rstd(row, p.head_dim, p.eps);",
+        tests=ATTENTION_TESTS,
+    ),
+    Mutation(
+        "the mask of the first batch for all",
+        "torch-ext/attention.cpp",
+        "p.mask_stride_batch = a.mask.size[0] == 1 ? 0 : a.mask.stride[0];",
+        "p.mask_stride_batch = 0;",
+        tests=ATTENTION_TESTS,
     ),
     Mutation(
         "32-bit row offset (CUDA)",
