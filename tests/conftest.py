@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:  # or every worker takes all cores, and they wait for one another
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
     os.environ.update(take_turns(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))))
 
 

@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="in this order (default: all)")
     parser.add_argument("--files", nargs="+", default=list(FILES), help=f"tests to run (default: {' '.join(FILES)})")
     parser.add_argument("--cases", type=int, default=50000, help="random calls")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all of it")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
