@@ -265,26 +265,34 @@ struct PackedView {
   uint32_t inner, outer;  // strides in bytes
 };
 
-// What every row needs first, and the vectors that there are without gaps: a short launch waits for each line of it.
+// In the order in which rows need it: a block waits for the lines of constant memory that hold it, and the first 48
+// bytes share one (H200, bf16, of a copy's time with the first vector behind the outputs and beside the input:
+// layernorm 4096x4096 1.08, 1.05; adaln_rmsnorm 512x2048 1.09, 1.08; rmsnorm_residual 1024x2048 1.01, 1.00:
+// h200-tuning.json).
 struct PackedParams {
-  PackedView input, out;
-  uint32_t rows;    // of the inner dimension
-  uint32_t blocks;  // that share a row
+  uint32_t rows;  // of the inner dimension
   int32_t width;
-  float inverse_width, eps, weight_offset;
-  uint32_t present;  // Packed bits
-  bool varying;      // some vector changes from row to row of the inner dimension
-  PackedView residual, residual_out;
-  PackedView vector[kVectors];
+  float inverse_width, eps;
+  PackedView input, second;  // the residual or, without one, the first of the vectors that there are
+  PackedView out, residual_out;
+  float weight_offset;
+  uint32_t blocks;            // that share a row
+  uint32_t present;           // Packed bits
+  bool varying;               // some vector changes from row to row of the inner dimension
+  PackedView more[kVectors];  // the other vectors, without gaps
 };
 
+// kFlat: the rows are one dimension.
+template <bool kFlat>
 __device__ __forceinline__ char* row_of(const PackedView& view, uint32_t row) {
+  if constexpr (kFlat) return view.data + static_cast<uint64_t>(view.inner) * row;
   return view.data + static_cast<uint64_t>(view.outer) * blockIdx.y + static_cast<uint64_t>(view.inner) * row;
 }
 
 // kPacks packs, a step apart, of the vectors of a row, all of dtype M; `k` is the pack at hand. kKnown: the vectors
-// that there are, where this is known at compile time. kAhead: see loaded_ahead.
-template <typename T, typename M, Statistic S, Fusion F, uint32_t kKnown, int kPacks, uint32_t kAhead>
+// that there are, where this is known at compile time: then they are those of every row. kAhead: see loaded_ahead.
+template <typename T, typename M, Statistic S, Fusion F, uint32_t kKnown, int kPacks, uint32_t kAhead,
+          bool kFlat = false>
 struct Vectors {
   static constexpr int kWidth = kPackWidth<T>;
   using Held = Elements<M, kWidth>;
@@ -309,8 +317,9 @@ struct Vectors {
   template <Packed kBit>
   __device__ __forceinline__ const M* start() const {
     constexpr int kKnownPlace = count_bits(vectors_before(kKnown, kBit));
-    const int place = kKnown ? kKnownPlace : __popc(vectors_before(p.present, kBit));
-    return reinterpret_cast<const M*>(row_of(p.vector[place], row)) + column;
+    const int place = (kKnown ? kKnownPlace : __popc(vectors_before(p.present, kBit))) + has_residual(F);
+    const PackedView& view = place == 0 ? p.second : p.more[place - 1];
+    return reinterpret_cast<const M*>(row_of<kFlat>(view, kKnown ? 0 : row)) + column;
   }
   template <Packed kBit>
   __device__ __forceinline__ void load_ahead(const bool (&inside)[kPacks]) {
@@ -353,7 +362,8 @@ struct Vectors {
   }
 };
 
-constexpr int kMaxThreads = 512;  // of a block
+constexpr int kMaxThreads = 512;       // of a block
+constexpr int kShortRowThreads = 128;  // of a block whose rows have a warp at most
 // Blocks of a cluster, and 16-byte packs of a row for each, where a block does not hold the row. More blocks wait less,
 // and one launch may be all that there is (H200, bf16: rmsnorm 8x65536 6.3 us with 8 blocks of 256 threads, 6.5 with 4
 // of 512; 1x262144 6.7 with 16, which is more than every GPU has, and 7.7 with 8).
@@ -398,8 +408,10 @@ constexpr int register_threads(int packs) {
 }
 
 // block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
-// one. kClusters: the row belongs to p.blocks blocks.
-template <typename T, typename M, Statistic S, Fusion F, int kPacks, int kRows, uint32_t kKnown, bool kClusters = false>
+// one. kClusters: the row belongs to p.blocks blocks. kThreads: those of a row, where its packs are as many and rows
+// are one dimension.
+template <typename T, typename M, Statistic S, Fusion F, int kPacks, int kRows, uint32_t kKnown, bool kClusters = false,
+          int kThreads = 0>
 __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const __grid_constant__ PackedParams p) {
   constexpr int kWidth = kPackWidth<T>;
   constexpr bool kNorm = S != Statistic::kNone, kGated = F == Fusion::kGated;
@@ -407,32 +419,36 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
   constexpr uint32_t kAhead = loaded_ahead(S, kPacks, kRows, kClusters, kKnown, sizeof(M) > sizeof(T));
   using P = Pack<T, kWidth>;
   __shared__ Scratch<kRows> scratch[2];
-  const int threads = static_cast<int>(blockDim.x);
+  __shared__ float2 parts[kClusters ? 16 : 1];
+  constexpr bool kFlat = kThreads != 0;
+  const int threads = kFlat ? kThreads : static_cast<int>(blockDim.x);
+  const uint32_t block_rows = kFlat ? kShortRowThreads / kThreads : blockDim.y;
   if constexpr (kClusters) enter_cluster();
   // Rows past the last read row 0 and write nothing: every thread must reach every shuffle and barrier.
   const uint32_t blocks = kClusters ? p.blocks : 1, block = blockIdx.x / blocks;
-  const uint32_t first_row = block * blockDim.y * kRows + threadIdx.y;
+  const uint32_t first_row = block * block_rows * kRows + threadIdx.y;
   bool active[kRows], inside[kPacks];
   uint32_t row[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    row[r] = first_row + r * blockDim.y;
+    row[r] = first_row + r * block_rows;
     active[r] = row[r] < p.rows;
     if (!active[r]) row[r] = 0;
   }
   // Warp w owns the packs from 32 * kPacks * w on, its lanes those 32 apart: offsets that are known here.
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int part = static_cast<int>(blockIdx.x - block * blocks) * threads * kPacks;
-  const int first = (part + (kPacks == 1 ? static_cast<int>(threadIdx.x) : warp * 32 * kPacks + lane)) * kWidth;
+  const int part = static_cast<int>(blockIdx.x - block * blocks), block_width = threads * kPacks * kWidth;
+  const int first =
+      part * block_width + (kPacks == 1 ? static_cast<int>(threadIdx.x) : warp * 32 * kPacks + lane) * kWidth;
   constexpr int kStep = 32 * kWidth;
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) inside[k] = first + k * kStep < p.width;
+  for (int k = 0; k < kPacks; ++k) inside[k] = kFlat || first + k * kStep < p.width;
 
   P input[kRows][kPacks], residual[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const T* const x = reinterpret_cast<const T*>(row_of(p.input, row[r])) + first;
-    const T* const y = has_residual(F) ? reinterpret_cast<const T*>(row_of(p.residual, row[r])) + first : nullptr;
+    const T* const x = reinterpret_cast<const T*>(row_of<kFlat>(p.input, row[r])) + first;
+    const T* const y = has_residual(F) ? reinterpret_cast<const T*>(row_of<kFlat>(p.second, row[r])) + first : nullptr;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       input[r][k] = residual[r][k] = P{};
@@ -441,7 +457,7 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
       if constexpr (has_residual(F)) residual[r][k] = *reinterpret_cast<const P*>(y + k * kStep);
     }
   }
-  Vectors<T, M, S, F, kKnown, kPacks, kAhead> vectors(p, row[0], first, kStep);
+  Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(p, row[0], first, kStep);
   vectors.load_ahead(inside);
 
   float h[kRows][kPacks][kWidth];
@@ -470,7 +486,7 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
         for (int i = 0; i < kWidth; ++i)
           h[r][k][i] = kGated ? fmaf(h[r][k][i], gate[i], x[i]) : __fadd_rn(x[i], h[r][k][i]);
         if (active[r] && inside[k]) {
-          *reinterpret_cast<P*>(reinterpret_cast<T*>(row_of(p.residual_out, row[r])) + first + k * kStep) =
+          *reinterpret_cast<P*>(reinterpret_cast<T*>(row_of<kFlat>(p.residual_out, row[r])) + first + k * kStep) =
               to_pack<T, kWidth>(h[r][k]);
         }
       }
@@ -478,16 +494,20 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
   }
   if constexpr (kNorm) {
     float mean[kRows] = {}, rstd[kRows];
+    // Of a cluster's block: its part's sum, and how many elements a part has.
+    float part_sum = 0.f;
+    const auto count = [&](int b) { return static_cast<float>(min(max(p.width - b * block_width, 0), block_width)); };
     if constexpr (S == Statistic::kLayer) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int k = 0; k < kPacks; ++k) mean[r] += tree_sum(h[r][k]);
       }
+      const float inverse_count = kClusters ? 1.f / fmaxf(count(part), 1.f) : p.inverse_width;
       row_sums(mean, threads, scratch[0]);
-      if constexpr (kClusters) cluster_sums(mean, blocks, scratch[0], true);
+      part_sum = mean[0];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) mean[r] *= p.inverse_width;
+      for (int r = 0; r < kRows; ++r) mean[r] *= inverse_count;
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -499,7 +519,13 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
       }
     }
     row_sums(rstd, threads, scratch[1]);
-    if constexpr (kClusters) cluster_sums(rstd, blocks, scratch[1], S == Statistic::kRms);
+    if constexpr (kClusters && S == Statistic::kLayer) {
+      const float2 moments = cluster_moments(part_sum, rstd[0], p.inverse_width, blocks, count, parts);
+      mean[0] = moments.x;
+      rstd[0] = moments.y;
+    } else if constexpr (kClusters) {
+      rstd[0] = cluster_sum(rstd[0], blocks, parts);
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) rstd[r] = reciprocal_root(rstd[r], p.inverse_width, p.eps);
 #pragma unroll
@@ -517,7 +543,7 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
         normalise<S>(mean[r], rstd[r], h[r][k]);
         apply_factors<kAdds>(factor, addend, h[r][k]);
         if (active[r])
-          *reinterpret_cast<P*>(reinterpret_cast<T*>(row_of(p.out, row[r])) + first + k * kStep) =
+          *reinterpret_cast<P*>(reinterpret_cast<T*>(row_of<kFlat>(p.out, row[r])) + first + k * kStep) =
               to_pack<T, kWidth>(h[r][k]);
       }
     }
@@ -606,14 +632,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
                         float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
   __shared__ Scratch<1> scratch[2];
+  __shared__ float2 parts[16];
   const int threads = static_cast<int>(blockDim.x);
   const int64_t width = p.rows.width;
   const uint32_t block = blockIdx.x / blocks, part = blockIdx.x - block * blocks;
   // Ownership as norm_kernel's; a row that is longer than its registers goes on from the first thread.
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int own = packs == 1 ? static_cast<int>(threadIdx.x) : warp * 32 * packs + lane;
-  const int64_t first = (static_cast<int64_t>(part) * threads * packs + own) * kWidth;
-  const int64_t stride = static_cast<int64_t>(blocks) * threads * packs * kWidth;
+  const int64_t block_width = static_cast<int64_t>(threads) * packs * kWidth, stride = blocks * block_width;
+  const int64_t first = part * block_width + own * kWidth;
   const auto each_pack = [&](const auto& body) {
 #pragma unroll 1
     for (int64_t begin = first; begin < width; begin += stride) {
@@ -632,6 +659,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const bool normalises = p.out.data != nullptr;
   if (blocks > 1 && normalises) enter_cluster();
   float mean = 0.f, rstd = 0.f, h[kWidth];
+  float part_sum = 0.f;
+  const auto count = [&](int64_t b) {
+    const int64_t turns = width / stride, rest = width - turns * stride;
+    return static_cast<float>(turns * block_width + min(max(rest - b * block_width, int64_t{0}), block_width));
+  };
   // Outputs may lie in the inputs' memory: nothing is written before the last pass.
 #pragma unroll 1
   for (int pass = S == Statistic::kLayer ? 0 : 1; normalises && pass < 2; ++pass) {
@@ -643,11 +675,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     });
     float sums[1] = {sum};
     row_sums(sums, threads, scratch[pass]);
-    if (blocks > 1) cluster_sums(sums, blocks, scratch[pass], pass == (S == Statistic::kLayer ? 0 : 1));
     sum = sums[0];
     if (pass == 0) {
-      mean = sum * inverse_width;
+      part_sum = sum;
+      mean = sum * (blocks > 1 ? 1.f / fmaxf(count(part), 1.f) : inverse_width);
     } else {
+      if (blocks > 1 && S == Statistic::kLayer) {
+        const float2 moments = cluster_moments(part_sum, sum, inverse_width, blocks, count, parts);
+        mean = moments.x;
+        sum = moments.y;
+      } else if (blocks > 1) {
+        sum = cluster_sum(sum, blocks, parts);
+      }
       rstd = reciprocal_root(sum, inverse_width, p.eps);
     }
   }
@@ -800,15 +839,16 @@ bool pack_params(const NormParams& p, PackedParams& q) {
     fits = fits && packed.inner == inner && packed.outer == outer;
     q.present |= bit;
   };
-  int vectors = 0;
+  int views = p.residual.data ? 1 : 0;                            // after the input
   const auto set_vector = [&](const RowView& view, Packed bit) {  // in the order of the bits
     if (!view.data) return;
-    PackedView& packed = q.vector[vectors++];
+    PackedView& packed = views == 0 ? q.second : q.more[views - 1];
+    ++views;
     set(packed, view, bit);
     q.varying = q.varying || packed.inner != 0;
   };
   set(q.input, p.input, kInput);
-  set(q.residual, p.residual, kResidualIn);
+  set(q.second, p.residual, kResidualIn);
   set(q.out, p.out, kOut);
   set(q.residual_out, p.residual_out, kResidualOut);
   set_vector(p.weight, kWeight);
@@ -854,6 +894,18 @@ void launch_packed(const PackedParams& p, const Geometry& g, dim3 block, unsigne
     }
     if (g.packs == 1) {
       constexpr int kRows = rows_at_once(S, F, 1);
+      // Heads of 64 and 128 elements of 16 bits (H200: rmsnorm 4096x128 5.1 us, 5.4 without instances of their own;
+      // rmsnorm_residual 262144x64 1.01 x a copy, 1.02; a LayerNorm's code then loads its vectors too late, 131072x128
+      // 1.05, 1.02 without: h200-tuning.json).
+      if constexpr (kKnown != 0 && S == Statistic::kRms && !has_modulation(F)) {
+        const auto run_short = [&](auto threads) {
+          constexpr int kThreads = decltype(threads)::value;
+          if (outer > 1 || p.width != kThreads * kPackWidth<T>) return false;
+          norm_kernel<T, M, S, F, 1, kRows, kKnown, false, kThreads><<<grid(kRows), block, 0, stream>>>(p);
+          return true;
+        };
+        if (run_short(std::integral_constant<int, 8>()) || run_short(std::integral_constant<int, 16>())) return true;
+      }
       if constexpr (kHasOne) norm_kernel<T, M, S, F, 1, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
       return kHasOne;
     }
@@ -890,7 +942,8 @@ template <typename T, Statistic S, Fusion F>
 void launch(const NormParams& p, const Context& context) {
   const Geometry g = geometry(p.rows.width, kPackWidth<T>, S, F, context.device);
   // Short rows share a block of four warps; a row of more than one warp has a block to itself.
-  const dim3 block(static_cast<unsigned>(g.threads), g.threads > 32 ? 1u : static_cast<unsigned>(128 / g.threads));
+  const dim3 block(static_cast<unsigned>(g.threads),
+                   g.threads > 32 ? 1u : static_cast<unsigned>(kShortRowThreads / g.threads));
   const auto stream = static_cast<cudaStream_t>(context.stream);
   bool fast = false, wide = false;
   const uint32_t packed = packed_operands<T>(p, fast, wide);

@@ -90,22 +90,28 @@ __device__ __forceinline__ void load_turn(const RotaryParams& p, const RotaryOpe
   load_entries<kWidth>(p, o.sin, sin, b, o.sin_stride.column, packed, turn.sin_b);
 }
 
-__device__ __forceinline__ float position_of(const RotaryAngles& angles, int64_t batch, int64_t token, int pair) {
-  if (angles.positions) {
-    const int64_t i = batch * angles.position_stride_batch + token * angles.position_stride_sequence;
-    if (angles.position_type == PositionType::kInt64) {
-      return static_cast<float>(static_cast<const int64_t*>(angles.positions)[i]);
-    }
-    if (angles.position_type == PositionType::kInt32) {
-      return static_cast<float>(static_cast<const int32_t*>(angles.positions)[i]);
-    }
-    return static_cast<const float*>(angles.positions)[i];
+__device__ __forceinline__ float given_position(const RotaryAngles& angles, int64_t batch, int64_t token) {
+  const int64_t i = batch * angles.position_stride_batch + token * angles.position_stride_sequence;
+  if (angles.position_type == PositionType::kInt64) {
+    return static_cast<float>(static_cast<const int64_t*>(angles.positions)[i]);
   }
+  if (angles.position_type == PositionType::kInt32) {
+    return static_cast<float>(static_cast<const int32_t*>(angles.positions)[i]);
+  }
+  return static_cast<const float*>(angles.positions)[i];
+}
+
+// The coordinate of a token of the grid on the pair's axis.
+__device__ __forceinline__ float grid_position(const RotaryAngles& angles, int pair, uint32_t plane, uint32_t row,
+                                               uint32_t column) {
+  return static_cast<float>(pair < angles.axis_end[0] ? plane : pair < angles.axis_end[1] ? row : column);
+}
+
+__device__ __forceinline__ float position_of(const RotaryAngles& angles, int64_t batch, int64_t token, int pair) {
+  if (angles.positions) return given_position(angles, batch, token);
   const uint32_t index = static_cast<uint32_t>(token), width = static_cast<uint32_t>(angles.grid[2]);
   const uint32_t height = static_cast<uint32_t>(angles.grid[1]);
-  if (pair < angles.axis_end[0]) return static_cast<float>(index / (height * width));
-  if (pair < angles.axis_end[1]) return static_cast<float>(index / width % height);
-  return static_cast<float>(index % width);
+  return grid_position(angles, pair, index / (height * width), index / width % height, index % width);
 }
 
 // sin and cos of fp32(position) * frequency. Angles reach 1e5 and more, where sincosf turns to a reduction in local
@@ -407,6 +413,9 @@ struct Runs {
   uint32_t batches;  // that are not in a run
   bool over_batches;
   Divider by_counts{1}, by_threads{1}, by_batches{1};  // by both counts, the threads that share a token, `batches`
+  // With computed angles: the tokens of a plane and of a row of the grid; by them, and by the pairs of a head.
+  uint32_t plane, columns;
+  Divider by_plane{1}, by_columns{1}, by_pairs{1};
 };
 
 // grid: x = groups of tokens, the runs of each side by side. `lanes` threads share a token, one a unit of a head; with
@@ -474,11 +483,15 @@ __global__ void __launch_bounds__(kHeadsThreads, 4)
     const int pairs = half, rows = static_cast<int>(block_rows);
     const uint32_t first_row = group * block_rows;
     for (int i = static_cast<int>(threadIdx.x); i < rows * pairs; i += kHeadsThreads) {
-      const int local = i / pairs, pair = i - local * pairs;
-      const uint32_t r = first_row + static_cast<uint32_t>(local), t = runs.by_batches(r);
+      const uint32_t local = runs.by_pairs(static_cast<uint32_t>(i)), r = first_row + local, t = runs.by_batches(r);
+      const int pair = i - static_cast<int>(local) * pairs;
       if (t >= o.sequence) break;
+      const uint32_t plane = runs.by_plane(t), in_plane = t - plane * runs.plane;
+      const uint32_t grid_row = runs.by_columns(in_plane), column = in_plane - grid_row * runs.columns;
+      const float position = angles.positions ? given_position(angles, r - t * runs.batches, t)
+                                              : grid_position(angles, pair, plane, grid_row, column);
       float sin, cos;
-      turn_by(position_of(angles, r - t * runs.batches, t, pair), angles.inverse_frequency[pair], sin, cos);
+      turn_by(position, angles.inverse_frequency[pair], sin, cos);
       table[i] = {cos, sin};
     }
     __syncthreads();
@@ -914,10 +927,10 @@ bool is_main_line(const RotaryParams& p, bool computed) {
   return p.norm != QkNorm::kPerHead || units.per_head <= 32;
 }
 
-// Heads a thread (H200, bf16: qk_norm_rope per head 1x4608x24x128 1.14 x a copy with up to 12 heads and one run for
-// 1536 threads of a multiprocessor, 1.20 with 24 and 768; apply_rotary_qk 4x4096x32x8x128 1.07 and 1.09). With computed
-// angles a run is a block's, `slots` heads wide.
-constexpr int kRunThreads = 1536, kTableRun = 12, kComputedRun = 64, kSlots = 8;
+// Heads a thread (H200, bf16, of a copy's time with 4 and with 12, h200-tuning.json: qk_norm_rope per head
+// 1x4608x24x128 1.10, 1.12; 4x4096x32x8x128 1.06, 1.07; apply_rotary_qk 1x32760x12x128 1.03, 1.05) and threads of a
+// multiprocessor. With computed angles a run is a block's, `slots` heads wide.
+constexpr int kRunThreads = 1536, kTableRun = 4, kComputedRun = 64, kSlots = 8;
 // Batches whose token row_kernel turns by one table in one block (2x2688x32x64: 1.10 against 1.12 for one a block).
 constexpr int kBatchRun = 2;
 
@@ -934,17 +947,19 @@ bool angles_differ(const Angles&) {
 }
 
 // Enough heads a thread to pay for its cos and sin, few enough to fill the GPU `device` with short sequences.
-Runs make_runs(const RotaryParams& p, int lanes, bool common, bool computed, int device) {
+Runs make_runs(const RotaryParams& p, const RotaryAngles* angles, int lanes, bool common, int device) {
+  const bool computed = angles != nullptr;
   const int64_t q_heads = p.operand[0].heads, k_heads = p.operands == 2 ? p.operand[1].heads : 0;
   const int64_t heads = std::max(q_heads, k_heads), items = p.batch * longest(p) * lanes * (q_heads + k_heads);
   const int64_t spare = std::max<int64_t>(items / (static_cast<int64_t>(multiprocessors(device)) * kRunThreads), 1);
   Runs runs{};
   // Computed angles are shared through the block: its threads take several heads at a time, but each enough of them to
-  // pay for what it shares (12 heads in one batch: 1.11 x a copy with one slot, 1.17 with four, 1.62 with eight).
+  // pay for what it shares (rope_3d 1x21x30x52x12x128 1.08 x a copy with one slot, 1.03 with two, 1.015 with four, 1.26
+  // with eight; 2x7x16x24x32x64 1.13 with two, 1.12 with four, 1.09 with eight: h200-tuning.json).
   int64_t slots = 1;
   if (computed) {
     const int64_t most = std::min<int64_t>(std::min<int64_t>(kSlots, kHeadsThreads / lanes), heads);
-    slots = spare == 1 ? most : std::min(std::max<int64_t>(heads * (common ? p.batch : 1) / 8, 1), most);
+    slots = spare == 1 ? most : std::min(std::max<int64_t>(heads / 3, 1), most);
   }
   runs.slots = static_cast<int32_t>(slots);
   const int64_t length =
@@ -962,6 +977,13 @@ Runs make_runs(const RotaryParams& p, int lanes, bool common, bool computed, int
   runs.count[0] = static_cast<int32_t>(over_batches ? 1 : ceil_div(q_heads, inner));
   runs.count[1] = p.operands == 2 ? static_cast<int32_t>(over_batches ? 1 : ceil_div(k_heads, inner)) : 0;
   runs.by_counts = Divider(runs.count[0] + runs.count[1]);
+  if (computed) {
+    runs.plane = static_cast<uint32_t>(angles->grid[1] * angles->grid[2]);
+    runs.columns = static_cast<uint32_t>(angles->grid[2]);
+    runs.by_plane = Divider(runs.plane);
+    runs.by_columns = Divider(runs.columns);
+    runs.by_pairs = Divider(p.head_dim / 2);
+  }
   return runs;
 }
 
@@ -997,7 +1019,9 @@ void launch_main_line(const RotaryParams& p, const PackedParams& packed, const t
   }
   const bool norm = p.norm == QkNorm::kPerHead;
   const int lanes = norm ? next_power_of_two(units) : units;
-  const Runs runs = make_runs(p, lanes, common, kComputed, device);
+  const RotaryAngles* computed = nullptr;
+  if constexpr (kComputed) computed = &angles;
+  const Runs runs = make_runs(p, computed, lanes, common, device);
   const int64_t rows = runs.batches * longest(p);
   const int64_t groups =
       kComputed ? ceil_div(rows, kHeadsThreads / (lanes * runs.slots)) : ceil_div(rows * lanes, kHeadsThreads);

@@ -250,6 +250,20 @@ def test_same_element_same_bits(ltx, device, name, dtype):
         assert_same_bits(columns.run(ltx)[0], expected[:, 7:40].contiguous(), "columns 7:40")
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@every_dtype
+def test_many_rows_share_a_bias(ltx, device, dtype, approximate):
+    """On a GPU a thread takes two of them: an odd number, the same bits as a few, and the definition."""
+    make = Make(device, dtype)
+    x, bias = make(20001, 256), make(256)
+    output = ltx.gelu(x, bias=bias, approximate=approximate)
+    for first, last in ((0, 3), (9999, 10000), (19999, 20001)):
+        few = ltx.gelu(x[first:last], bias=bias, approximate=approximate)
+        assert_same_bits(output[first:last], few, f"{first}:{last}")
+    truth = F.gelu(x.double() + bias.double(), approximate=approximate)
+    torch.testing.assert_close(output.double(), truth, rtol=4 * torch.finfo(dtype).eps, atol=1e-4)
+
+
 @every_activation
 def test_same_bits_from_every_thread(ltx, device, name):
     case = activation_case(name, Make(device, torch.float32), (300, 1000))

@@ -387,6 +387,18 @@ def test_mean_much_larger_than_deviation(ltx, device, op, dtype):
 
 
 @every_dtype
+def test_rows_whose_parts_have_means_of_their_own(ltx, device, dtype):
+    """What each thread, warp or block has of a row is far from the row's mean, and varies little."""
+    for width in (64, 2050, 20000, 100000, 300000):
+        case = norm_case("layernorm", Make(device, dtype), (3, width), eps=1e-6)
+        ramp = torch.linspace(-60, 100, width, device=device)
+        case.kwargs["input"] = (case.kwargs["input"] * 0.1 + torch.stack([ramp, ramp.flip(0), ramp.sign() * 30])).to(
+            dtype
+        )
+        check(ltx, case)
+
+
+@every_dtype
 def test_constant_rows(ltx, device, dtype):
     """No variance: eps alone stands below the root. Values whose mean is exact in any order."""
     for width in (64, 2048):
