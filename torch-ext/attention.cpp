@@ -1,8 +1,6 @@
 // qk_norm_cross_attention: the norms of query and key, the scores, their softmax and its product with the values.
 // Checks the tensors, fills AttentionParams (kernel_src/ltx/params.h has the formula) and calls ltx::attention of the
 // backend.
-#ifdef CPU_KERNEL  // no CUDA kernel yet
-
 #include "tensor_checks.h"
 #include "torch_binding.h"
 
@@ -181,5 +179,3 @@ Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Ten
 }
 
 }  // namespace ltx::host
-
-#endif

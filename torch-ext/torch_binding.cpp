@@ -99,9 +99,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(apply_rotary);
   LTX_IMPL(apply_rotary_qk);
   LTX_IMPL(qk_norm_rope);
-#if defined(CPU_KERNEL)  // no CUDA kernel yet
   LTX_IMPL(qk_norm_cross_attention);
-#endif
   ops.impl("norm_quant", TORCH_BOX(&ltx::host::norm_quant));
   ops.impl("residual_norm_quant", TORCH_BOX(&ltx::host::residual_norm_quant));
   ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));

@@ -4,6 +4,7 @@
 //   norm_packs=1|2|4                       16-byte packs of a row that a thread owns: the order of a row's sums
 //   rotary=packed|general|elements|single  the kernel of the rotary family; single: packs of one element
 //   glu=packed|general                     the kernel of the activations
+//   attention=packed|general               the kernel of the attention; packed: tensor cores
 //   quant=packed|general                   the kernel of the quantising ops
 //   quant_packs=1|2|4                      as norm_packs, for these
 // Anything else is an error, and so is a choice that a call cannot use.
@@ -19,7 +20,7 @@ namespace ltx {
 enum class Kernel { kAny, kPacked, kGeneral, kElements, kSingle };
 
 struct Forced {
-  Kernel norm = Kernel::kAny, rotary = Kernel::kAny, glu = Kernel::kAny, quant = Kernel::kAny;
+  Kernel norm = Kernel::kAny, rotary = Kernel::kAny, glu = Kernel::kAny, attention = Kernel::kAny, quant = Kernel::kAny;
   int norm_packs = 0, quant_packs = 0;
 };
 
@@ -51,6 +52,8 @@ inline Forced parse_forced(const std::string& text) {
     choose("rotary=single", forced.rotary, Kernel::kSingle);
     choose("glu=packed", forced.glu, Kernel::kPacked);
     choose("glu=general", forced.glu, Kernel::kGeneral);
+    choose("attention=packed", forced.attention, Kernel::kPacked);
+    choose("attention=general", forced.attention, Kernel::kGeneral);
     choose("quant=packed", forced.quant, Kernel::kPacked);
     choose("quant=general", forced.quant, Kernel::kGeneral);
     choose("quant_packs=1", forced.quant_packs, 1);
