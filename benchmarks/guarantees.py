@@ -22,7 +22,13 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 DTYPES = ["float32", "float16", "bfloat16"]
 EXPONENTIAL = {"qk_norm_cross_attention"}  # of sums, so that no number of ulps bounds their errors
 MISSING = "Not measured yet.\n"
-SUITES = {"tests": "this GPU's code", "large": "more than 2³¹ elements", "devices": "two GPUs", "models": "models"}
+SUITES = {
+    "tests": "this GPU's code",
+    "large": "more than 2³¹ elements",
+    "devices": "two GPUs",
+    "forced": "every kernel and geometry",
+    "models": "models",
+}
 
 
 def load(name: str) -> dict[str, Any] | None:

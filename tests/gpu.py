@@ -35,9 +35,9 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
-PARTS = ["sanitizers", "fuzz", "ptx", "devices", "large", "mutations", "tests", "models"]
+PARTS = ["sanitizers", "fuzz", "ptx", "forced", "devices", "large", "mutations", "tests", "models"]
 # And how many processes share each; what takes long first, and last what random calls repeat.
-FILES = {"compile": 4, **dict.fromkeys(["forced", "attention", "quant", "norm", "rope"], 3)}
+FILES = {"compile": 4, **dict.fromkeys(["attention", "quant", "norm", "rope"], 3)}
 FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs"], 2)
 FILES |= {"tensor_kinds": 1, "sass": 1, "properties": 3}
 MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
@@ -176,6 +176,8 @@ def main() -> int:
             return [script(part, "tests/mutations.py", "mutations-cuda.json", share(0.2), *built)]
         if part == "devices" and torch.cuda.device_count() > 1:
             return [tests(part, file, "-k", "second_device") for file in TWO_DEVICES_FILES]
+        if part == "forced":  # each of its tests begins several processes, and waits for them
+            return [tests(part, "forced", processes=share(0.1))]
         if part == "large":
             return [tests(part, file, "-m", "slow", "-k", "more_than") for file in LARGE_FILES]
         if part == "ptx":
