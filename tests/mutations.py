@@ -43,7 +43,7 @@ class Mutation:
 
 
 PYTHON = "torch-ext/ltx_kernels/"
-CUDA_NORM, CUDA_ROPE = "kernel_src/norm.cu", "kernel_src/rope.cu"
+CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu", "kernel_src/attention.cu"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
 
@@ -270,6 +270,30 @@ MUTATIONS = [
         "if forward_ad._current_level >= 0:",
         "if False:",
         tests=("tensor_kinds",),
+    ),
+    Mutation(
+        "sums of the keys before not rescaled (CUDA)",
+        CUDA_ATTENTION,
+        "if constexpr (!kOnlyChunk) {",
+        "if constexpr (false) {",
+        tests=("attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "keys that count taken for padding (CUDA)",
+        CUDA_ATTENTION,
+        "constexpr float kZeroWeight = -127.f;",
+        "constexpr float kZeroWeight = -3.f;",
+        tests=("attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "keys past the last one attended to (CUDA)",
+        CUDA_ATTENTION,
+        "shared.mask[row] = row < keys ? mask_of(p, sample, first + row) : -INFINITY;",
+        "shared.mask[row] = row < keys ? mask_of(p, sample, first + row) : 0.f;",
+        tests=("attention",),
+        backends=("cuda",),
     ),
 ]
 
