@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import itertools
 import pickle
 import weakref
@@ -741,6 +742,103 @@ def test_attention_backend_and_parallel_config_are_kept(
     assert_close(model(**inputs)[0], want)
     assert [str(getattr(backend, "value", backend)) for backend, _ in seen] == ["_native_math"] * 2 * LAYERS
     assert [config is marker for _, config in seen] == [True] + [False] * (2 * LAYERS - 1)
+
+
+# ---- Cross-attention in one op
+
+
+@pytest.fixture
+def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]:
+    """Counts the calls of qk_norm_cross_attention, which is used on the CPU too."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    # set_attention_backend of one model is for all of the process.
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
+    integration = importlib.import_module(f"{ltx.__name__}.integrations.diffusers")
+    if device == "cpu":
+        monkeypatch.setattr(integration, "_op_pays", lambda *_: True)
+    calls = 0
+    op = integration.qk_norm_cross_attention
+
+    def count_and_call(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(integration, "qk_norm_cross_attention", count_and_call)
+
+    def count(run: Callable[[], Any]) -> int:
+        before = calls
+        run()
+        return calls - before
+
+    return count
+
+
+HEADS_OF_64 = {"num_attention_heads": 2, "attention_head_dim": 64, "cross_attention_dim": 128}
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_cross_attention_in_one_op(
+    ltx: ModuleType, device: str, dtype: torch.dtype, precision: str, attends: Callable[[Callable[[], Any]], int]
+) -> None:
+    model = make_model(device, dtype, **HEADS_OF_64)
+    inputs = make_inputs(device, dtype)
+    stock, exact = model(**inputs)[0], exactly(model, inputs)
+    if precision == "fp8" and (device == "cpu" or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("fp8 needs a GPU of compute capability 8.9")
+    ltx.optimize(model, precision=precision)
+    ours: list[Tensor] = []
+    assert attends(lambda: ours.append(model(**inputs)[0])) == LAYERS
+    if precision == "native":
+        assert_close(ours[0], stock)
+        assert distance(ours[0], exact) <= 1.15 * distance(stock, exact)
+    padded = {**inputs, "encoder_attention_mask": torch.ones_like(inputs["encoder_attention_mask"])}
+    assert distance(model(**padded)[0], ours[0]) > 1e-3  # the mask is heeded
+
+
+def test_cross_attention_follows_what_is_asked_of_diffusers(
+    ltx: ModuleType, device: str, attends: Callable[[Callable[[], Any]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.models.attention_dispatch import attention_backend
+    from diffusers.models.transformers import transformer_ltx
+
+    dtype = torch.bfloat16
+    model, inputs = make_model(device, dtype, **HEADS_OF_64), make_inputs(device, dtype)
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+
+    def run() -> None:
+        assert_close(model(**inputs)[0], stock)
+
+    assert attends(run) == LAYERS
+    with attention_backend("_native_math"):
+        assert attends(run) == 0
+    model.set_attention_backend("native")
+    assert attends(run) == 0
+    model.reset_attention_backend()
+    assert attends(run) == LAYERS
+    unmasked = {**inputs, "encoder_attention_mask": None}
+    assert attends(lambda: model(**unmasked)) == 0
+    ltx.optimize(model, rounding="eager")
+    assert attends(run) == 0
+    ltx.restore(model)
+    dispatch = transformer_ltx.dispatch_attention_fn
+    monkeypatch.setattr(transformer_ltx, "dispatch_attention_fn", lambda *a, **k: dispatch(*a, **k))
+    ltx.optimize(model)
+    assert attends(run) == 0
+
+
+def test_cross_attention_in_one_op_compiles(
+    ltx: ModuleType, device: str, attends: Callable[[Callable[[], Any]], int]
+) -> None:
+    dtype = torch.bfloat16
+    model, inputs = make_model(device, dtype, **HEADS_OF_64), make_inputs(device, dtype)
+    ltx.optimize(model)
+    eager = model(**inputs)[0]
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_close(compiled(**inputs)[0], eager)
 
 
 # ---- The rotary table

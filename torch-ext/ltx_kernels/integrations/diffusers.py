@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .._linear import linear_gelu, linear_gelu_op, make_adjacent, packed_linear, packed_linear_op
 from .._ops import add_op_namespace_prefix
 from ..adaln import adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
+from ..attention import qk_norm_cross_attention
 from ..glu import gelu
 from ..norm import layernorm, rmsnorm
 from ..quant import adaln_rmsnorm_quant, gated_residual_adaln_rmsnorm_quant, gated_residual_quant, gelu_quant
@@ -50,6 +51,9 @@ LTX_ROPE = "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed
 
 # A module whose class is known by its name, and with it its attributes.
 Known = Any
+
+# Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
+MOST_KEYS = 16384
 
 # Shapes whose rotary table is kept: a multi-scale pipeline goes back and forth between two.
 ROPE_TABLES = 4
@@ -249,6 +253,33 @@ def _project(site: Site, linears: tuple[Known, ...], input: Tensor | Rows) -> tu
     return outputs, packed
 
 
+def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
+    """Whether qk_norm_cross_attention is the faster way: where it has tensor cores."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and head_dim in (64, 128)
+        and head_dim * keys <= MOST_KEYS
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _op_attends(self: Known, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether a cross-attention goes through qk_norm_cross_attention, and not through diffusers' dispatch."""
+    processor, site = self.processor, self._ltx_kernels
+    backends = site.settings["backends"]
+    return (
+        site.rounding == "fp32"
+        and mask is not None
+        and mask.is_floating_point()
+        and processor._attention_backend is None
+        and processor._parallel_config is None
+        and backends is not None
+        and backends.get_active_backend()[0].value == "native"
+        and _op_pays(query, key.shape[1], query.shape[-1] // self.heads)
+    )
+
+
 def ltx_attention_forward(
     self: Known,
     hidden_states: Tensor | Rows,
@@ -272,6 +303,7 @@ def ltx_attention_forward(
     site.count_call()
     heads = self.heads
     to_q, to_k, to_v, norm_q, norm_k, to_out = children(self, "to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out")
+    attends = False
     if image_rotary_emb is not None:
         (query, key, value), packed = _project(site, (to_q, to_k, to_v), hidden_states)
         query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
@@ -294,21 +326,27 @@ def ltx_attention_forward(
         assert encoder_hidden_states is not None  # or it would have neither
         ((query,), _) = _project(site, (to_q,), hidden_states)
         (key, value), _ = _project(site, (to_k, to_v), encoder_hidden_states)
-        query = rmsnorm(query, norm_q.weight, norm_q.eps).unflatten(-1, (heads, -1))
-        key = rmsnorm(key, norm_k.weight, norm_k.eps).unflatten(-1, (heads, -1))
-    if attention_mask is not None:
-        attention_mask = attention_mask.unsqueeze(1).expand(-1, heads, -1, -1)
-    processor = self.processor
-    output = site.settings["dispatch"](
-        query,
-        key,
-        value.unflatten(-1, (heads, -1)),
-        attn_mask=attention_mask,
-        dropout_p=0.0,
-        is_causal=False,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config,
-    )
+        attends = _op_attends(self, query, key, attention_mask)
+        if not attends:
+            query, key = rmsnorm(query, norm_q.weight, norm_q.eps), rmsnorm(key, norm_k.weight, norm_k.eps)
+        query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
+    value = value.unflatten(-1, (heads, -1))
+    if attends:
+        assert attention_mask is not None
+        mask = attention_mask.squeeze(1)
+        output = qk_norm_cross_attention(query, key, value, norm_q.weight, norm_k.weight, norm_q.eps, mask=mask)
+    else:
+        processor = self.processor
+        output = site.settings["dispatch"](
+            query,
+            key,
+            value,
+            attn_mask=None if attention_mask is None else attention_mask.unsqueeze(1).expand(-1, heads, -1, -1),
+            dropout_p=0.0,
+            is_causal=False,
+            backend=processor._attention_backend,
+            parallel_config=processor._parallel_config,
+        )
     projection, dropout = children(to_out, "0", "1")
     output = projection(output.flatten(2, 3).to(query.dtype))
     return dropout(output) if self.training or hooked(dropout) else output
@@ -327,7 +365,11 @@ def why_not_ltx_attention(module: Known) -> str:
 def attention_settings(module: Known) -> Mapping[str, Any]:
     # From where the processor takes it: another copy of diffusers, or a patched function, is followed.
     processor = type(module.processor)
-    return {"dispatch": sys.modules[processor.__module__].dispatch_attention_fn, "processor": processor}
+    dispatch = sys.modules[processor.__module__].dispatch_attention_fn
+    home = sys.modules[dispatch.__module__]
+    patched = getattr(home, "dispatch_attention_fn", None) is not dispatch
+    backends = None if patched else getattr(home, "_AttentionBackendRegistry", None)
+    return {"dispatch": dispatch, "backends": backends, "processor": processor}
 
 
 def pack_attention(attention: Known) -> str:
@@ -503,7 +545,7 @@ ENTRIES: Mapping[str, Entry] = {
     ),
     LTX_ATTENTION: Entry(
         ltx_attention_forward,
-        ("qk_norm_rope", "rmsnorm"),
+        ("qk_norm_rope", "qk_norm_cross_attention", "rmsnorm"),
         ("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
         frozenset({"norm_q", "norm_k", "to_q", "to_k", "to_v", "to_out"}),
         why_not=why_not_ltx_attention,
