@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +49,7 @@ PROFILED_STEPS = 5
 WARM_UP_STEPS = 3  # of each turn: the clock settles to what the power limit allows, and the host gets ahead
 TINY = {"num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 256, "caption_channels": 64}
 TEXT_TOKENS = 128
+PROMPTS = 10, 60  # how many of them are not padding: a short negative prompt and an ordinary one
 TEMPORAL, SPATIAL, FRAME_RATE = 8, 32, 25  # the VAE's compression
 
 # Device kernels by what they do, the first that fits; what is left is elementwise work of torch and torch.compile.
@@ -76,13 +77,15 @@ def load_model(name: str, dtype: torch.dtype, device: str) -> LTXVideoTransforme
     return model.eval().requires_grad_(False)
 
 
-def make_inputs(model: nn.Module, batch: int, frames: int, height: int, width: int) -> dict[str, Any]:
-    """What LTXPipeline hands the transformer."""
+def make_inputs(
+    model: nn.Module, batch: int, frames: int, height: int, width: int, prompts: Sequence[int] = PROMPTS
+) -> dict[str, Any]:
+    """What LTXPipeline hands the transformer. `prompts`: tokens of the negative prompt and of the other."""
     grid = (frames - 1) // TEMPORAL + 1, height // SPATIAL, width // SPATIAL
     options = {"device": model.device, "dtype": model.dtype}
     mask = torch.ones(batch, TEXT_TOKENS, device=model.device, dtype=torch.int64)
-    mask[0, 10:] = 0  # a short negative prompt
-    mask[-1, 60:] = 0
+    mask[0, prompts[0] :] = 0
+    mask[-1, prompts[-1] :] = 0
     return {
         "hidden_states": torch.randn(batch, math.prod(grid), model.config.in_channels, **options),
         "encoder_hidden_states": torch.randn(batch, TEXT_TOKENS, model.config.caption_channels, **options),
@@ -344,6 +347,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--skip", nargs="+", default=[], metavar="FRAMES:CONFIG", help="leave out, to save its compilation"
     )
     parser.add_argument("--model", default="random", help="random (the 2B shape), tiny, a folder, or a Hub id")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs=2,
+        metavar="TOKENS",
+        default=PROMPTS,
+        help=f"tokens of the negative prompt and of the other, of {TEXT_TOKENS} (default: {' '.join(map(str, PROMPTS))})",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=4, help="turns of a configuration (default: 4)")
@@ -375,6 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": options.dtype,
         "torchao": torchao,
         "skipped": options.skip,
+        "prompts": list(options.prompts),
         "psnr": "of the transformer's output, peak: the range of the stock output",
     }
     records: list[dict[str, Any]] = []
@@ -386,7 +398,7 @@ def main(arguments: list[str] | None = None) -> int:
             chosen = [config for config in options.configs if f"{frames}:{config}" not in options.skip]
             torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
             torch.manual_seed(frames)
-            inputs = make_inputs(model, options.batch, frames, options.height, options.width)
+            inputs = make_inputs(model, options.batch, frames, options.height, options.width, options.prompts)
             shape = {"frames": frames, "height": options.height, "width": options.width, "batch": options.batch}
             records += [{**shape, **r} for r in measure(model, exact, ltx, inputs, frames, chosen, options, progress)]
             write(output, meta, records)
