@@ -353,7 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs=2,
         metavar="TOKENS",
         default=PROMPTS,
-        help=f"tokens of the negative prompt and of the other, of {TEXT_TOKENS} (default: {' '.join(map(str, PROMPTS))})",
+        help=f"tokens of the negative prompt and of the other, of {TEXT_TOKENS} (default: {PROMPTS})",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
