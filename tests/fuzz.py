@@ -78,6 +78,11 @@ def spans(numbers: list[int]) -> list[str]:
     return [f"{first}-{last}" for first, last in found]
 
 
+def numbers(spans: list[str]) -> list[int]:
+    """What `spans` made text of."""
+    return [n for span in spans for first, last in [span.split("-")] for n in range(int(first), int(last) + 1)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=50000)
@@ -85,6 +90,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first chunk of 500 cases (default: 0)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after this long")
     parser.add_argument("--no-shrink", action="store_true", help="print failing calls as they were drawn, at once")
+    parser.add_argument("--resume", action="store_true", help="only what the output does not hold of this build yet")
     parser.add_argument("--add", type=Path, nargs="*", default=[], help="results of other seeds, to count with these")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/fuzz-<device>.json)")
     options = parser.parse_args()
@@ -117,8 +123,15 @@ def main() -> int:
         tally.merge(other["records"])
         failures += other["failures"]
         other_seeds += other["meta"]["seeds"]
-    start = time.perf_counter()
-    work = chunks(options.cases, options.seed)
+    before = json.loads(output.read_text()) if options.resume and output.exists() else {"meta": {}}
+    seconds = 0.0
+    if before["meta"].get("package_id") == package["id"]:
+        tally.merge(before["records"])
+        failures += before["failures"]
+        seeds += numbers(before["meta"]["seeds"])
+        seconds = before["meta"]["seconds"]
+    start = time.perf_counter() - seconds
+    work = [chunk for chunk in chunks(options.cases, options.seed) if chunk[2] not in seeds]
     context = multiprocessing.get_context("spawn")
     name_gpus()
     with concurrent.futures.ProcessPoolExecutor(options.jobs, context, begin, (context.Value("i", 0),)) as pool:
@@ -142,7 +155,7 @@ def main() -> int:
             meta |= {"seeds": other_seeds + spans(seeds), "seconds": round(time.perf_counter() - start, 1)}
             result = {"meta": meta, "cases": tally.cases, "failures": failures, "records": tally.records()}
             output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{tally.cases} cases, {len(failures)} failures, {meta['seconds']} s: {output}")
+    print(f"{tally.cases} cases, {len(failures)} failures, {time.perf_counter() - start:.1f} s: {output}")
     return 1 if failures else 0
 
 

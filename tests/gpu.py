@@ -10,7 +10,7 @@ with builds that hold PTX alone, which the driver compiles for long: the code of
 
 All of it runs side by side, in --jobs processes that take turns at which GPU is their first one. Each part writes what
 it has as it goes, and each file of tests is a process of its own: one that hangs or dies takes nothing else with it.
-When --limit seconds are over, what still runs is ended, and counted as far as it came.
+When --limit seconds are over, what still runs is ended, and counted as far as it came; --resume goes on from there.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=list(FILES), help=f"tests to run (default: {' '.join(FILES)})")
     parser.add_argument("--cases", type=int, default=50000, help="random calls")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
+    parser.add_argument("--resume", action="store_true", help="only what the output does not hold of this build yet")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all of it")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
@@ -157,6 +158,7 @@ def main() -> int:
 
     def script(part: str, path: str, result: str, processes: int, *arguments: str) -> Job:
         command = [sys.executable, path, "--output", str(output / result), "--jobs", str(processes), *arguments]
+        command += ["--resume"] if options.resume else []
         return Job(part, "", command, processes)
 
     def tests(suite: str, file: str, *arguments: str, processes: int = 1, **environment: str) -> Job:
@@ -217,11 +219,17 @@ def main() -> int:
             suites.setdefault(job.suite, {"files": {}})["files"][job.name] = result
         path.write_text(json.dumps({"meta": meta, "suites": suites}, indent=1) + "\n")
 
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # or a shell's background leaves it ignored for all of them
     start = time.perf_counter()
-    run_all([job for part in options.parts for job in jobs_of(part)], options.jobs, options.limit, logs, record)
+    jobs = [job for part in options.parts for job in jobs_of(part)]
+    if options.resume:
+        done = {
+            (suite, name)
+            for suite, counts in suites.items()
+            for name, result in counts["files"].items()
+            if result["status"] is not None
+        }
+        jobs = [job for job in jobs if (job.suite, job.name) not in done]
+    run_all(jobs, options.jobs, options.limit, logs, record)
     print(f"{meta['seconds']} s; " + (f"failed: {', '.join(unfinished)}" if unfinished else "all good"))
     return 1 if unfinished else 0
 

@@ -373,6 +373,7 @@ def main() -> int:
     parser.add_argument("--build-only", type=Path, metavar="DIR", help="build into DIR and run nothing")
     parser.add_argument("--built", type=Path, metavar="DIR", help="run what --build-only built")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="of --built, at a time")
+    parser.add_argument("--resume", action="store_true", help="of --built, only what the output does not hold yet")
     parser.add_argument("--work", type=Path, default=Path("/tmp/ltx-mutations"), help="for the copy of the sources")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/mutations-<backend>.json)")
     parser.add_argument("--build-args", default="", help="handed to tools/build.py")
@@ -397,6 +398,10 @@ def main() -> int:
         if options.backend == "cuda":
             meta["device"] = torch.cuda.get_device_name()
         name_gpus()
+        before = json.loads(output.read_text()) if options.resume and output.exists() else {"meta": {}, "records": []}
+        if before["meta"].get("commit") == meta["commit"]:
+            known = {record["defect"] for record in before["records"]}
+            selected = [mutation for mutation in selected if mutation.defect not in known]
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             running = {}
             for mutation in selected:
