@@ -5,10 +5,11 @@
 
 Columns: `ours`, in the default rounding; `copy`, a device copy that reads and writes as many bytes in all, in whole
 pages, the fastest that a copy gets; `eager`, the package's reference in plain torch, rounding in the input's dtype as
-model code does; `compile`, torch.compile of that; `native`, torch's own op; `liger` and `quack`, where installed. The
-result of every column is compared with `eager` before it is timed. Times are of the device, with a cold L2 cache. The
-JSON is rewritten after every case. With --jobs, processes compile the columns `compile` ahead, into torch's cache on
-the disk, and end before the first timing; what has not compiled by --limit is left out, and named.
+model code does, or the models' own chain of ops; `compile`, torch.compile of that; `native`, torch's own op; `liger`
+and `quack`, where installed. The result of every column is compared with `eager` before it is timed. Times are of the
+device, with a cold L2 cache. The JSON is rewritten after every case. With --jobs, processes compile the columns
+`compile` ahead, into torch's cache on the disk, and end before the first timing; what has not compiled by --limit is
+left out, and named.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Inputs:
     arguments: tuple[Any, ...]
     options: dict[str, Any] = field(default_factory=dict)
     rounds: bool = True  # whether the function has a ``rounding``
+    stock: Callable[..., Any] | None = None  # what `eager` and `compile` run in place of the package's reference
     peers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # native, liger, quack
 
 
@@ -203,6 +205,35 @@ def gelu(make: Make, rows: int, width: int, approximate: str, bias: bool = False
     return Inputs((x,), {"approximate": approximate}, peers=native)
 
 
+def cross_attention(
+    make: Make, batch: int, tokens: int, keys: int, heads: int, width: int, valid: Sequence[int] = ()
+) -> Inputs:
+    """`valid`: how many keys of each batch the mask leaves in, where not all."""
+    query, key, value = (
+        make(batch, tokens, heads, width),
+        make(batch, keys, heads, width),
+        make(batch, keys, heads, width),
+    )
+    mask = torch.zeros(batch, keys, device=make.device, dtype=make.dtype)
+    for row, count in zip(mask, valid):
+        row[count:] = -10000  # as pipelines write it
+    inner = heads * width
+
+    def stock(query: Tensor, key: Tensor, value: Tensor, *weights: Tensor, mask: Tensor) -> Tensor:
+        """What the models' attention does."""
+        normalised = (
+            F.rms_norm(x.flatten(-2), (inner,), weight, 1e-6).view_as(x)
+            for x, weight in zip((query, key), weights, strict=True)
+        )
+        q, k, v = (x.transpose(1, 2) for x in (*normalised, value))
+        scores = mask[:, None, None].expand(batch, heads, 1, keys)
+        return F.scaled_dot_product_attention(q, k, v, scores).transpose(1, 2)
+
+    arguments = (query, key, value, make(inner), make(inner))
+    native = {"native": lambda: stock(*arguments, mask=mask)}
+    return Inputs(arguments, {"mask": mask}, rounds=False, peers=native, stock=stock)
+
+
 def rows_alone(make: Make, *shape: int) -> Inputs:
     return Inputs((make(*shape),), rounds=False)
 
@@ -313,6 +344,17 @@ OPS = [
             ("gelu erf", "none", False), ("gelu tanh bias", "tanh", True), ("gelu erf bias", "none", True),
         )
     ),
+    # The text of a prompt: as many of its 128 tokens as two prompts have, and all.
+    Op(
+        "qk_norm_cross_attention", cross_attention,
+        [(2, 2688, 128, 32, 64), (2, 8064, 128, 32, 64), (2, 8064, 256, 32, 64), (2, 8064, 128, 32, 128)],
+        (2, 5, 16, 4, 64),
+    ),
+    Op(
+        "qk_norm_cross_attention", partial(cross_attention, valid=(10, 60)),
+        [(2, 2688, 128, 32, 64), (2, 8064, 128, 32, 64)], (2, 5, 16, 4, 64),
+        "qk_norm_cross_attention, 10 and 60 keys valid",
+    ),
     Op("quantize_rows", rows_alone, [*TOKENS, (131072, 128)], (2, 5, 64)),
     *(
         Op(f"{function}_quant", partial(quantised, build=build), shapes, small, f"quantised {function}")
@@ -341,7 +383,7 @@ def cases() -> list[Case]:
 
 def calls(ltx: ModuleType, case: Case, inputs: Inputs, compiled: bool) -> dict[str, Callable[[], Any]]:
     """Everything that computes the case's result, by column."""
-    ours, reference = getattr(ltx, case.function), getattr(ltx.reference, case.function)
+    ours, reference = getattr(ltx, case.function), inputs.stock or getattr(ltx.reference, case.function)
     eager = {**inputs.options, **({"rounding": "eager"} if inputs.rounds else {})}
     found = {
         "ours": lambda: ours(*inputs.arguments, **inputs.options),

@@ -17,7 +17,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = {"native": "torch's own op", "compile": "torch.compile", "liger": "Liger", "quack": "QuACK"}
-QUANTISED = "quantised to fp8"
+QUANTISED, ATTENTION = "quantised to fp8", "q/k norm + attention to a text"
 FAMILIES = {  # how the names of the ops begin
     "plain and residual norms": ("rmsnorm", "layernorm"),
     "norm + modulation": ("adaln",),
@@ -25,6 +25,7 @@ FAMILIES = {  # how the names of the ops begin
     "q/k norm + rotary": ("qk_norm_rope",),
     "rotary": ("apply_rotary", "rope"),
     "GLU and GELU": ("swiglu", "geglu", "gelu"),
+    ATTENTION: ("qk_norm_cross_attention",),
     QUANTISED: ("quant",),
 }
 
