@@ -756,7 +756,8 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> Ca
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
     integration = importlib.import_module(f"{ltx.__name__}.integrations.diffusers")
     if device == "cpu":
-        monkeypatch.setattr(integration, "_op_pays", lambda *_: True)
+        monkeypatch.setattr(integration, "_op_pays", lambda query, *_: integration._has_tensor_cores(query.device))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     calls = 0
     op = integration.qk_norm_cross_attention
 

@@ -255,6 +255,15 @@ def _project(site: Site, linears: tuple[Known, ...], input: Tensor | Rows) -> tu
     return outputs, packed
 
 
+def _has_tensor_cores(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# Or torch.compile would put the question into the graph, where only tensors may be. It is all that
+# torch.compiler.assume_constant_result does, which would import torch._dynamo: a second more for every import.
+_has_tensor_cores._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
     """Whether qk_norm_cross_attention is the faster way: where it has tensor cores."""
     return (
@@ -262,7 +271,7 @@ def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
         and query.dtype in (torch.float16, torch.bfloat16)
         and head_dim in (64, 128)
         and head_dim * keys <= MOST_KEYS
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and _has_tensor_cores(query.device)
     )
 
 
