@@ -62,7 +62,7 @@ def test_no_local_memory(accesses: dict[str, collections.Counter[str]]) -> None:
         assert not local, kernel
 
 
-@pytest.mark.parametrize("name", ["norm_kernel", "glu_kernel", "heads_kernel", "row_kernel"])
+@pytest.mark.parametrize("name", ["norm_kernel", "glu_kernel", "heads_kernel", "row_kernel", "attention_kernel"])
 def test_main_lines_move_whole_packs(accesses: dict[str, collections.Counter[str]], name: str) -> None:
     """The kernels that common calls take store 16 bytes at a time, and load at least as many packs as they store.
 
