@@ -280,7 +280,7 @@ MUTATIONS = [
         backends=("cuda",),
     ),
     Mutation(
-        "keys that count taken for padding (CUDA)",
+        "keys that count left out as padding (CUDA)",
         CUDA_ATTENTION,
         "constexpr float kZeroWeight = -127.f;",
         "constexpr float kZeroWeight = -3.f;",

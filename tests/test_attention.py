@@ -378,6 +378,26 @@ def test_scores_far_apart(ltx, device, dtype):
         check(ltx, case.replace(mask=ascending.flip(1)))
 
 
+@every_dtype
+@pytest.mark.parametrize("width", [64, 128, 24])
+@pytest.mark.parametrize("keys", [70, 300])
+def test_a_key_that_its_mask_almost_leaves_out(ltx, device, dtype, width, keys):
+    """Its score makes up for an addend of -72, with the largest product that normalised rows can have: no padding."""
+    case = attention_case(Make(device, dtype), (1, 20, 1, width), keys, weights=False, scale=68.0 / width)
+    values = case.kwargs["value"]
+    case.kwargs["query"].zero_()[..., 0] = 1.0  # width ** 0.5 after the norm, as is the key's
+    weight = torch.sigmoid(torch.tensor(68.0 - 72.0, dtype=torch.float64, device=device))
+    for counts, other in ((3, keys - 4), (keys - 4, 3)):
+        key, value = torch.zeros_like(values), torch.zeros_like(values)
+        key[:, counts, :, 0] = 1.0
+        value[:, counts] = values[:, counts]
+        mask = torch.full((1, keys), -300.0, device=device)
+        mask[:, counts], mask[:, other] = -72.0, 0.0
+        (output,) = check(ltx, case.replace(key=key, value=value, mask=mask))
+        expected = weight * value[0, counts, 0].double()
+        assert bool(((output[0, :, 0].double() - expected).abs() <= 0.3 * expected.abs()).all())
+
+
 # ---- Large
 
 
