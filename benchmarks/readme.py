@@ -76,6 +76,32 @@ def over_the_copy(records: list[dict[str, Any]]) -> tuple[int, list[str]]:
     return len(large), found
 
 
+def since(commit: str) -> list[str]:
+    """What the kernels gained and lost after `commit`, where that was measured."""
+    tuning = json.loads((RESULTS / "h200-tuning.json").read_text())
+    records = [record for record in tuning["records"] if record["question"] == "before and after"]
+    if tuning["meta"]["before"] != commit:
+        return []
+
+    def changed(of: str, to: str) -> str:
+        """Those that take longer `of` than `to` by more than noise."""
+        found = []
+        for record in records:
+            us = record["us"]
+            if us[of] > us[to] + max(0.02 * us[to], 0.3):
+                shape = "x".join(map(str, record["shape"]))
+                found.append(f"{record['op']} {shape} ({us['before']:.1f} µs before, {us['after']:.1f} now)")
+        return ", ".join(found) or "none"
+
+    return [
+        "The kernels of norms, rotary and activations are newer. "
+        f"[h200-tuning.json](benchmarks/results/h200-tuning.json) has {len(records)} cases of both, in one run of their "
+        "own. Faster by more than 2 % and 0.3 µs: "
+        f"{changed('before', 'after')}. Slower by as much: {changed('after', 'before')}.",
+        "",
+    ]
+
+
 # The configurations of benchmarks/ltx.py, in the order of the table.
 CONFIGS = {
     "baseline": "diffusers",
@@ -169,6 +195,7 @@ def ops_table() -> str:
         f"of the fastest peer's time over this package's, by family: {means(records)}. One `rmsnorm` of 8x2048 costs "
         f"the host {host['ours']} µs, `F.rms_norm` {host['native']} µs.",
         "",
+        *since(ops["meta"]["commit"]),
         f"Of the {large} cases in bf16, fp16 and fp32 that move 40 MB or more, {large - len(slow)} take at most "
         f"{AIMS['']:.2f} times as long as the copy (with a residual {AIMS['gated_residual']:.2f}, rotary "
         f"{AIMS['rope']:.2f}, q/k norm + rotary {AIMS['qk_norm_rope']:.2f}). The ops that quantise stand apart (no "
