@@ -95,8 +95,8 @@ def since(commit: str) -> list[str]:
 
     return [
         "The kernels of norms, rotary and activations are newer. "
-        f"[h200-tuning.json](benchmarks/results/h200-tuning.json) has {len(records)} cases of both, in one run of their "
-        "own. Faster by more than 2 % and 0.3 µs: "
+        f"[h200-tuning.json](benchmarks/results/h200-tuning.json) has {len(records)} cases of both, in one run of "
+        "their own. Faster by more than 2 % and 0.3 µs: "
         f"{changed('before', 'after')}. Slower by as much: {changed('after', 'before')}.",
         "",
     ]
