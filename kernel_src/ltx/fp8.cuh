@@ -1,7 +1,6 @@
 // Quantising a row to fp8 (params.h, QuantOutput): the row's largest magnitude, its scale, and e4m3 values in packs.
 #pragma once
 
-#include "ltx/activation.cuh"
 #include "ltx/params.h"
 #include "ltx/vec.cuh"
 
@@ -29,29 +28,10 @@ __device__ __forceinline__ float lane_magnitude(float most, int lanes) {
   return most;
 }
 
-// A scale and what values are multiplied by: its reciprocal.
-struct QuantScale {
-  float scale, inverse;
-};
-
-// One for all rows.
-__device__ __forceinline__ QuantScale fixed_scale(const float* static_scale) {
-  const float scale = *static_scale < kMinScale ? kMinScale : *static_scale;  // a NaN stays
-  return {scale, __frcp_rn(scale)};
-}
-
-// Of a row whose largest magnitude is `most`.
-__device__ __forceinline__ QuantScale quant_scale(float most) {
-  // most / 448 and 1 / scale as IEEE rounds them, without the branches for what a scale cannot be: the quotient is
-  // right for every magnitude from 2^-120 on (all were tried), the reciprocal is the compiler's own short way.
-  constexpr float kInverseMax = 1.f / kE4m3Max;
-  const float quotient = most * kInverseMax;
-  float scale = fmaf(fmaf(quotient, -kE4m3Max, most), kInverseMax, quotient);
-  scale = scale < kMinScale ? kMinScale : scale;
-  const float inverse = fast_reciprocal(scale);
-  // Infinity would leave NaN.
-  if (most == __uint_as_float(0x7f800000u)) return {most, 0.f};
-  return {scale, fmaf(inverse, fmaf(scale, -inverse, 1.f), inverse)};
+// Of a row whose largest magnitude is `most`, or one for all rows.
+__device__ __forceinline__ float quant_scale(float most, const float* static_scale) {
+  const float scale = static_scale ? *static_scale : __fdiv_rn(most, kE4m3Max);
+  return scale < kMinScale ? kMinScale : scale;  // a NaN stays
 }
 
 #if __CUDA_ARCH__ < 890
