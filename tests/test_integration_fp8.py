@@ -270,7 +270,8 @@ def test_compile(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> N
     want = model(**inputs)[0]
     got: Tensor = torch.compile(model, fullgraph=True)(**inputs)[0]
     assert distance(got, want) < 0.02
-    assert report.fallbacks == {} and {site.name: site.traces for site in report.sites}[BLOCK] == LAYERS
+    assert set(report.fallbacks) == {"torch.LayerNorm"}  # which torch.compile fuses with what follows
+    assert {site.name: site.traces for site in report.sites}[BLOCK] == LAYERS
 
 
 def test_cuda_graph(ltx: ModuleType, cuda_graphs: str, model: nn.Module, inputs: dict[str, Any]) -> None:

@@ -78,7 +78,10 @@ def torch_rms_norm_forward(self: Known, x: Tensor) -> Tensor:
 
 
 def layer_norm_forward(self: Known, input: Tensor) -> Tensor:
-    reason = why_not_norm_call(self, input)
+    # Besides, at the first call of an op in a graph, inductor of torch 2.11 writes down all that leads to it. Of
+    # LTX-Video's last norm, after 28 blocks, that never ends.
+    compiles = "torch.compile fuses it with what follows" if torch.compiler.is_compiling() else ""
+    reason = why_not_norm_call(self, input) or compiles
     if reason:
         return stock_forward(self, reason, input)
     self._ltx_kernels.count_call()
