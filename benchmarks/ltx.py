@@ -296,7 +296,7 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="x", labelsize=8)
     axes[0][0].set_ylabel("ms a denoising step")
-    axes[0][0].legend(frameon=False, fontsize=8, loc="upper right")
+    axes[0][-1].legend(frameon=False, fontsize=8, loc="upper right")
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     for suffix in (".png", ".svg"):

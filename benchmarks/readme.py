@@ -116,6 +116,8 @@ CONFIGS = {
 def _cells(record: dict[str, Any], baseline: dict[str, Any]) -> str:
     """Frames, then the numbers of one configuration of benchmarks/ltx.py."""
     ms, graph = (f"{record[key]:.1f} | {baseline[key] / record[key]:.2f}" for key in ("step_ms", "graph_ms"))
+    if record["ms_by_kind"]["idle"] > record["step_ms"] / 4:  # the host's time, not the device's
+        ms = " | ".join(f"({cell})" for cell in ms.split(" | "))
     return f"{ms} | {graph} | {record['first_step_s']:.1f} s | {record['error_vs_fp32']:.2e} |"
 
 
@@ -141,16 +143,18 @@ def step() -> str:
     cold = ""
     if "cold" in meta:  # another run had filled the caches
         cold = f"Compilation found its caches warm here; with cold ones the first step took {meta['cold']}. "
+    note = f"{meta['note']} " if "note" in meta else ""
+    prompts = " and ".join(map(str, meta["prompts"]))
     lines = [
-        f"A denoising step of LTX-Video 2B (batch 2, 512x768, bf16) on one {meta['device']}, torch {meta['torch']}, "
-        f"commit {meta['commit'][:7]}; the error is that of one forward against the model in fp32, with random "
-        "weights:",
+        f"A denoising step of LTX-Video 2B (batch 2, 512x768, bf16, prompts of {prompts} tokens) on one "
+        f"{meta['device']}, torch {meta['torch']}, commit {meta['commit'][:7]}; the error is that of one forward "
+        "against the model in fp32, with random weights:",
         "",
         *_steps(),
         "",
         '<img src="benchmarks/results/h200-ltx.png" width="100%" alt="Where the time of a step goes">',
         "",
-        f"{cold}As a CUDA graph a step does not wait for the host, whose speed differs from machine to "
+        f"{cold}{note}As a CUDA graph a step does not wait for the host, whose speed differs from machine to "
         "machine; each was timed behind the other, on a chip that was warm already. What `optimize` does to a block, "
         "where the rest of the time goes, and when a call runs the stock modules: [optimize.md](docs/optimize.md).",
         "",

@@ -1,7 +1,9 @@
 // Attention with few keys (a video's tokens to a prompt's), with the RMS norms of query and key in it.
 //
-//   n(x) = x * rstd * weight                                    rstd = 1 / sqrt(mean(x^2) + eps) over all heads of a
-//   token out  = softmax(scale * n(query) n(key)^T + mask) value      for each head
+//   n(x) = x * rstd * weight
+//   out  = softmax(scale * n(query) n(key)^T + mask) value      for each head
+//
+// rstd = 1 / sqrt(mean(x^2) + eps) over all heads of a token.
 //
 // row_statistics computes rstd, a warp a token. Then one of two kernels:
 // attention_kernel    fp16 and bf16, heads of 64 or 128, on tensor cores; a block keeps keys and values of one head in
