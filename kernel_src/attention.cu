@@ -608,7 +608,7 @@ bool launch_tensor_cores(const AttentionParams& p, const Context& context) {
       once_a_device(context.device, [&] { return static_cast<int>(code_of(kernel, context.device)); }));
   if (code == Code::kNone) return false;
   const bool resident = chunks * kBytes <= kMaxSharedBytes;
-  // As many blocks as run at once: each loads the keys, which takes as long as 50 queries (H200, LTX's 2 x 2688
+  // As many blocks as run at once: each loads the keys, which takes as long as 50 queries (h200-tuning.json, 2 x 2688
   // queries: 30 us, with twice as many blocks 34). The order of no sum depends on it.
   const int64_t at_once = multiprocessors(context.device) * Tiling<kHeadDim, kOnlyChunk>::kBlocks;
   const int64_t shares =

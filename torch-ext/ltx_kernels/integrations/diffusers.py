@@ -52,9 +52,9 @@ LTX_ROPE = "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed
 # A module whose class is known by its name, and with it its attributes.
 Known = Any
 
-# Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128
-# (H200, bf16, 2 x 8064 queries, 32 heads, microseconds without and with masked keys, and what two norms and cuDNN take:
-# 128 of 64: 93, 73, 141; 256 of 64: 181, 104, 196; 128 of 128: 163, -, 210).
+# Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
+# (h200-tuning.json, 2 x 8064 queries of 32 heads: 128 keys of 64 columns 73 us with masked keys and 93 without, where
+# two norms and cuDNN's attention take 157; 256 keys 104 and 181 of 213; 128 keys of 128 columns, no mask, 163 of 181.)
 MOST_KEYS = 16384
 
 # Shapes whose rotary table is kept: a multi-scale pipeline goes back and forth between two.
