@@ -417,7 +417,7 @@ def replaced(report: Any) -> list[dict[str, Any]]:
             "calls": site.calls,
             "traces": site.traces,
             "fallbacks": dict(site.fallbacks),
-            "ops": list(site.entry.ops),
+            "ops": list(site.ops),
         }
         for site in report.sites
     ]

@@ -46,6 +46,7 @@ CALLS = {  # in one forward
     "diffusers.GELU": LAYERS,
     "torch.LayerNorm": 1,
 }
+COMPILED_CALLS = {**CALLS, "torch.LayerNorm": 0}  # torch.compile fuses it with what follows
 
 
 class Run:
@@ -195,14 +196,14 @@ def test_compile(device: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.M
     assert_numbers_hold(run)
     assert "compilation included" in run.output
     if optimized:
-        assert run.calls("traces") == CALLS and not any(run.calls().values())
+        assert run.calls("traces") == COMPILED_CALLS and not any(run.calls().values())
 
 
 @pytest.mark.slow
 def test_compile_for_real(device: str, tmp_path: Path, capsys: Any) -> None:
     torch.compiler.reset()
     run = Run(capsys, tmp_path, device, "--compile", "--dtype", "float32")
-    assert run.status == 0 and run.calls("traces") == CALLS
+    assert run.status == 0 and run.calls("traces") == COMPILED_CALLS
     assert_numbers_hold(run)
     compiled = decoded(tmp_path / f"clip_optimized_compile.{VIDEO}").astype(int)
     assert Run(capsys, tmp_path, device, "--dtype", "float32").status == 0

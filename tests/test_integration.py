@@ -811,12 +811,15 @@ def test_cross_attention_follows_what_is_asked_of_diffusers(
     dtype = torch.bfloat16
     model, inputs = make_model(device, dtype, **HEADS_OF_64), make_inputs(device, dtype)
     stock = model(**inputs)[0]
-    ltx.optimize(model)
 
     def run() -> None:
         assert_close(model(**inputs)[0], stock)
 
+    report = ltx.optimize(model)
+    (site,) = (site for site in report.sites if site.name == ATTENTION)
+    assert site.ops == ("qk_norm_rope", "qk_norm_cross_attention", "rmsnorm")  # what may run
     assert attends(run) == LAYERS
+    assert site.ops == ("qk_norm_rope", "qk_norm_cross_attention")
     with attention_backend("_native_math"):
         assert attends(run) == 0
     model.set_attention_backend("native")

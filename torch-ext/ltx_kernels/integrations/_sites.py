@@ -83,6 +83,7 @@ class Site:
         self.unpacked = 0  # calls of an attention whose projections ran one by one, and not by one GEMM
         self.calls = 0  # that ran the package's ops
         self.traces = 0  # by torch.compile, of calls that will run them
+        self.chosen: set[str] = set()  # ops that calls named, of a class whose calls differ
         self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward instead, by reason
         self.cache: dict[Any, Any] = {}
         # A number instead of a reference: torch.compile takes it for a constant, which all modules of a site share.
@@ -95,6 +96,11 @@ class Site:
         parts = self.class_name.split(".")
         return f"{parts[0]}.{parts[-1]}"
 
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Those that calls have run; before the first call, all that they may run."""
+        return tuple(op for op in self.entry.ops if not self.chosen or op in self.chosen)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         copied = Site(self.entry, self.stock, self.class_name, self.rounding, self.settings)
         copied.modules, copied.together = self.modules, self.together
@@ -104,11 +110,12 @@ class Site:
     def __reduce__(self) -> Any:
         raise pickle.PicklingError("an optimized model cannot be pickled: restore it first, or save its state_dict")
 
-    def count_call(self) -> None:
+    def count_call(self, *ops: str) -> None:
         if torch.compiler.is_compiling():
-            _count_trace(self.number, "")
+            _count_trace(self.number, "", *ops)
         else:
             self.calls += 1
+            self.chosen.update(ops)
 
     def count_fallback(self, reason: str) -> None:
         if torch.compiler.is_compiling():
@@ -124,7 +131,7 @@ def stock_forward(module: Any, reason: str, *arguments: Any, **options: Any) -> 
     return site.stock(module, *arguments, **options)
 
 
-def _count_trace(number: int, reason: str) -> None:
+def _count_trace(number: int, reason: str, *ops: str) -> None:
     """Runs while torch.compile traces, and leaves nothing in the graph."""
     site = _by_number.get(number)
     if site is None:
@@ -133,6 +140,7 @@ def _count_trace(number: int, reason: str) -> None:
         site.fallbacks[f"{reason} (compiled)"] += 1
     else:
         site.traces += 1
+        site.chosen.update(ops)
 
 
 # What torch.compiler.assume_constant_result does; calling it here would import torch._dynamo, 2 s for every user.
@@ -351,7 +359,7 @@ class Report:
             rows: list[tuple[str, ...]] = [("modules", "class", "calls", "traced", "stock calls", "ops")]
             for s in self.sites:
                 numbers = str(s.modules), str(s.calls), str(s.traces), str(sum(s.fallbacks.values()))
-                rows.append((numbers[0], s.name, *numbers[1:], ", ".join(s.entry.ops)))
+                rows.append((numbers[0], s.name, *numbers[1:], ", ".join(s.ops)))
             lines += _columns(rows, right=(0, 2, 3, 4))
         else:
             lines.append("nothing was replaced")

@@ -262,9 +262,8 @@ def _has_tensor_cores(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# Or torch.compile would put the question into the graph, where only tensors may be. It is all that
-# torch.compiler.assume_constant_result does, which would import torch._dynamo: a second more for every import.
-_has_tensor_cores._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As in _sites.py. torch.compile would put the question into the graph, where only tensors may be.
+vars(_has_tensor_cores)["_dynamo_marked_constant"] = True
 
 
 def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
@@ -314,11 +313,11 @@ def ltx_attention_forward(
         return stock_forward(
             self, reason, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, **kwargs
         )
-    site.count_call()
     heads = self.heads
     to_q, to_k, to_v, norm_q, norm_k, to_out = children(self, "to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out")
     attends = False
     if image_rotary_emb is not None:
+        site.count_call("qk_norm_rope")
         (query, key, value), packed = _project(site, (to_q, to_k, to_v), hidden_states)
         query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
         cos, sin = image_rotary_emb
@@ -341,6 +340,7 @@ def ltx_attention_forward(
         ((query,), _) = _project(site, (to_q,), hidden_states)
         (key, value), _ = _project(site, (to_k, to_v), encoder_hidden_states)
         attends = _op_attends(self, query, key, attention_mask)
+        site.count_call("qk_norm_cross_attention" if attends else "rmsnorm")
         if not attends:
             query, key = rmsnorm(query, norm_q.weight, norm_q.eps), rmsnorm(key, norm_k.weight, norm_k.eps)
         query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
