@@ -760,7 +760,7 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> Ca
     integration = importlib.import_module(f"{ltx.__name__}.integrations.diffusers")
     if device == "cpu":
         monkeypatch.setattr(integration, "_op_pays", lambda query, *_: integration._has_tensor_cores(query.device))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+        monkeypatch.setattr(integration, "_capability", lambda _: (8, 0))
     calls = 0
     op = integration.qk_norm_cross_attention
 

@@ -1,7 +1,7 @@
 // qk_norm_cross_attention: the norms of query and key, the scores, their softmax and its product with the values.
 // Checks the tensors, fills AttentionParams (kernel_src/ltx/params.h has the formula) and calls ltx::attention of the
 // backend.
-#include "tensor_checks.h"
+#include "op_inputs.h"
 #include "torch_binding.h"
 
 namespace ltx::host {
@@ -13,10 +13,7 @@ struct AttentionArgs {
   Arg query, key, value, query_weight, key_weight, mask, out;
 };
 
-HeadStrides head_strides(const Arg& a) {
-  const auto stride = [&](int64_t d) { return a.size[d] == 1 ? 0 : a.stride[d]; };
-  return {stride(0), stride(1), stride(2), stride(3)};
-}
+HeadStrides head_strides(const Arg& a) { return strides_of(a, {0, 1, 2}); }
 
 void check_weight(const Arg& weight, const Arg& query) {
   if (!weight) return;

@@ -1,5 +1,6 @@
-// The inputs of the norm and of the GLU family: what they must be, and the params that they make. The ops (norm.cpp,
-// glu.cpp) and their quantising forms (quant.cpp) differ in their outputs.
+// What several ops ask of their inputs, and the params that these make. The norms and GLUs (norm.cpp, glu.cpp) and
+// their quantising forms (quant.cpp) differ in their outputs; rotary ops and attention (rope.cpp, attention.cpp) have
+// heads.
 #pragma once
 
 #include "tensor_checks.h"
@@ -91,6 +92,18 @@ inline void part_halves(GluParams& p, const GluInputs& a, int64_t width) {
   const int64_t stride = a.input.stride[a.input.dim - 1];
   p.gate.column_stride = p.up.column_stride = stride;
   second.data = static_cast<char*>(second.data) + width * stride * element_size(a.input);
+}
+
+// ---- Heads
+
+// Where batch, sequence and heads are among a tensor's dimensions; -1: it has none of that kind (size 1).
+struct HeadDims {
+  int64_t batch = -1, sequence = -1, head = -1;
+};
+
+inline HeadStrides strides_of(const Arg& a, const HeadDims& dims) {
+  const auto stride = [&](int64_t d) { return d < 0 || a.size[d] == 1 ? 0 : a.stride[d]; };
+  return {stride(dims.batch), stride(dims.sequence), stride(dims.head), a.last() == 1 ? 0 : a.stride[a.dim - 1]};
 }
 
 }  // namespace ltx::host

@@ -3,23 +3,13 @@
 // (kernel_src/ltx/params.h has the formula) and calls ltx::rotary of the backend.
 #include <algorithm>
 
-#include "tensor_checks.h"
+#include "op_inputs.h"
 #include "torch_binding.h"
 
 namespace ltx::host {
 namespace {
 
-// Where batch, sequence and heads are among a tensor's dimensions; -1: it has none of that kind (size 1).
-struct HeadDims {
-  int64_t batch = -1, sequence = -1, head = -1;
-};
-
 int64_t size_of(const Arg& a, int64_t dim) { return dim < 0 ? 1 : a.size[dim]; }
-
-HeadStrides strides_of(const Arg& a, const HeadDims& dims) {
-  const auto stride = [&](int64_t d) { return d < 0 || a.size[d] == 1 ? 0 : a.stride[d]; };
-  return {stride(dims.batch), stride(dims.sequence), stride(dims.head), a.last() == 1 ? 0 : a.stride[a.dim - 1]};
-}
 
 // Dimensions before the sequence are the batch (and, in [B, H, S, D], the heads), those after it the heads.
 HeadDims head_dims(const Arg& a, int64_t sequence_dim) {

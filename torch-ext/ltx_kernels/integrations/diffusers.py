@@ -8,6 +8,7 @@ shape and kept at half its width, since each angle serves a pair. Attention itse
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Mapping
@@ -258,8 +259,11 @@ def _project(site: Site, linears: tuple[Known, ...], input: Tensor | Rows) -> tu
     return outputs, packed
 
 
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
 def _has_tensor_cores(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return _capability(device) >= (8, 0)
 
 
 # As in _sites.py. torch.compile would put the question into the graph, where only tensors may be.
