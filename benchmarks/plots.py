@@ -2,8 +2,9 @@
 
     python benchmarks/plots.py [benchmarks/results/h200-ops.json]
 
-`<gpu>-ops-floor`: the time of every case over that of a copy of the same bytes, by size. `<gpu>-ops-peers`: how many
-times as fast as each peer, family by family (geometric mean, and the range from the worst case to the best).
+`<gpu>-ops-floor`: the time of every case, and of its fastest peer, over that of a copy of the same bytes, by size and
+family. `<gpu>-ops-peers`: how many times as fast as each peer, family by family (geometric mean, and the range from the
+worst case to the best).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ FAMILIES = {  # how the names of the ops begin
     QUANTISED: ("quant",),
 }
 
+TOP = 2.0  # of the scale of times over that of a copy
+
 
 def family(op: str) -> str:
     return next(name for name, starts in FAMILIES.items() if op.startswith(starts))
@@ -38,30 +41,45 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def fastest_peer(record: dict[str, Any]) -> float:
+    return min(record["us"][key] for key in PEERS if record["us"].get(key))
+
+
 def measured(records: Sequence[dict[str, Any]]) -> list[str]:
     """The families that there are results of."""
     return [name for name in FAMILIES if any(family(record["op"]) == name for record in records)]
 
 
-def draw_floor(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    for name in measured(records):
+def draw_floor(figure: Any, records: Sequence[dict[str, Any]]) -> None:
+    """A panel a family: this package and its fastest peer over a copy, by size; what exceeds the scale, at its top."""
+    families = [name for name in measured(records) if name != ATTENTION]  # it multiplies matrices
+    columns = (len(families) + 2) // 2  # one place for the legend
+    grid = figure.subplots(2, columns, sharex=True, sharey=True).flatten()
+    for axes, name in zip(grid, families):
         members = [record for record in records if family(record["op"]) == name]
-        axes.scatter(
-            [record["bytes"] / 1e6 for record in members],
-            [record["us"]["ours"] / record["us"]["copy"] for record in members],
-            s=18,
-            alpha=0.8,
-            label=name,
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_ylim(0.9, max(2.0, 1.05 * max(record["us"]["ours"] / record["us"]["copy"] for record in records)))
-    axes.set_xlabel("MB read and written")
-    axes.set_ylabel("time over that of a copy of the same bytes")
-    axes.legend(fontsize=8)
+        size = [record["bytes"] / 1e6 for record in members]
+        for key, style in (("peer", {"marker": "x", "color": "0.6"}), ("ours", {"marker": "o", "color": "C0"})):
+            times = [fastest_peer(record) if key == "peer" else record["us"]["ours"] for record in members]
+            ratio = [min(us / record["us"]["copy"], TOP) for us, record in zip(times, members, strict=True)]
+            axes.scatter(size, ratio, s=14, linewidths=1, clip_on=False, **style)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_title(name, fontsize=8)
+        axes.set_xscale("log")
+        axes.set_xticks([0.01, 1, 100], ["10 kB", "1 MB", "100 MB"], fontsize=8)
+        axes.minorticks_off()
+        axes.set_ylim(0.9, TOP)
+        axes.set_yticks([1, 1.2, 1.4, 1.6, 1.8, TOP], ["1", "1.2", "1.4", "1.6", "1.8", f"{TOP:g}+"], fontsize=8)
+    for axes in grid[len(families) :]:
+        axes.axis("off")
+    grid[-1].scatter([], [], marker="o", color="C0", label="this package")
+    grid[-1].scatter([], [], marker="x", color="0.6", label="the fastest peer")
+    grid[-1].legend(loc="center", fontsize=9, frameon=False)
+    figure.supxlabel("read and written", fontsize=9)
+    figure.supylabel("time over that of a copy of the same bytes", fontsize=9)
 
 
-def draw_peers(axes: Any, records: Sequence[dict[str, Any]]) -> None:
+def draw_peers(figure: Any, records: Sequence[dict[str, Any]]) -> None:
+    axes = figure.subplots()
     height, families = 0.8 / len(PEERS), measured(records)
     for i, (peer, label) in enumerate(PEERS.items()):
         for row, name in enumerate(families):
@@ -72,16 +90,20 @@ def draw_peers(axes: Any, records: Sequence[dict[str, Any]]) -> None:
             ]
             if ratios:
                 mean, y = geometric_mean(ratios), row + (i - (len(PEERS) - 1) / 2) * height
-                axes.barh(y, mean, height, color=f"C{i}", label=label if row == 0 else None)
-                axes.plot([min(ratios), max(ratios)], [y, y], color="black", linewidth=0.8)
+                axes.plot([min(ratios), max(ratios)], [y, y], color=f"C{i}", linewidth=1.5, alpha=0.5)
+                axes.plot(mean, y, "o", markersize=5, color=f"C{i}")
+                axes.text(max(ratios) * 1.04, y, f"{mean:.2f}", va="center", fontsize=7, color=f"C{i}")
+        axes.plot([], [], "o-", color=f"C{i}", markersize=5, label=label)
     axes.axvline(1, color="black", linewidth=0.8)
+    for row in range(1, len(families)):
+        axes.axhline(row - 0.5, color="0.9", linewidth=0.8)
     axes.set_yticks(range(len(families)), families, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(families) - 0.5, -0.5)
     axes.set_xscale("log")
-    axes.set_xticks([0.8, 1, 1.5, 2, 3, 5], ["0.8", "1", "1.5", "2", "3", "5"])
+    axes.set_xticks([0.8, 1, 1.5, 2, 3, 5, 10], ["0.8", "1", "1.5", "2", "3", "5", "10"])
     axes.minorticks_off()
-    axes.set_xlabel("the peer's time over this package's (right of 1: this package is faster)")
-    axes.legend(fontsize=8)
+    axes.set_xlabel("times as fast as the peer: geometric mean (dot), worst and best case")
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def main() -> None:
@@ -97,10 +119,10 @@ def main() -> None:
     results = json.loads(path.read_text())
     records = [record for record in results["records"] if record["dtype"] == "bf16"]
     title = f"{results['meta']['device']}, torch {results['meta']['torch']}, bf16"
-    for name, draw, size in (("floor", draw_floor, (8, 4.5)), ("peers", draw_peers, (8, 4.5))):
-        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-        axes.set_title(title, fontsize=10)
-        draw(axes, records)
+    for name, draw, size in (("floor", draw_floor, (9, 4.5)), ("peers", draw_peers, (9, 4.5))):
+        figure = pyplot.figure(figsize=size, layout="constrained")
+        figure.suptitle(title, fontsize=10)
+        draw(figure, records)
         for kind in ("png", "svg"):
             target = path.with_name(f"{path.stem}-{name}.{kind}")
             figure.savefig(target, dpi=150, metadata={"Date": None} if kind == "svg" else None)
