@@ -6,7 +6,6 @@ input, and the op gives the same result. tests/test_errors.py has the texts them
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable
@@ -14,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, Make, every_case, guarded_output
+from helpers import Case, Make, every_case, every_quantising_case, guarded_output
 from torch import Tensor
 
 NAMES = list(every_case(Make("cpu", torch.float32)))
 every_call = pytest.mark.parametrize("name", NAMES)
-QUANTISING = ["rmsnorm", "rmsnorm_residual", "adaln_rmsnorm", "gated_residual", "gated_residual_adaln_rmsnorm"]
-QUANTISING += ["geglu", "swiglu", "gelu"]
 
 SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
     "int64": lambda t: t.long(),
@@ -105,17 +102,10 @@ def test_every_argument(ltx: Any, device: str, name: str, how: str) -> None:
             g.check()
 
 
-def quantising_case(name: str, device: str) -> Case:
-    """The call of the op's quantising twin."""
-    case = every_case(Make(device, torch.float32))[name]
-    return dataclasses.replace(case, op=f"{case.op}_quant")
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name.split()[0] in QUANTISING])
+@pytest.mark.parametrize("name", every_quantising_case(Make("cpu", torch.float32)))
 @pytest.mark.parametrize("how", SPOILED)
 def test_every_argument_of_quantising_ops(ltx: Any, device: str, name: str, how: str) -> None:
-    assert {f"{op}_quant" for op in QUANTISING} == {op for op in ltx.__all__ if op.endswith("_quant")}
-    case = quantising_case(name, device)
+    case = every_quantising_case(Make(device, torch.float32))[name]
     for operand in case.tensors:
         bad = spoiled(case, operand, how)
         if any(tensor.device.type == "meta" for tensor in bad.tensors.values()) and len(case.tensors) == 1:

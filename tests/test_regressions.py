@@ -20,8 +20,11 @@ from helpers import (
     activation_case,
     assert_close_to_fp64,
     assert_same_bits,
+    attention_case,
     check,
     check_out,
+    every_case,
+    every_quantising_case,
     norm_case,
     place,
     qk_norm_rope_case,
@@ -189,31 +192,12 @@ def test_scale_of_one_batch_serves_all(ltx, device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_unsupported_dtype_is_an_error(ltx, device, dtype):
     """An uninitialised output came back."""
-    x = torch.ones(2, 3, 4, 16, device=device).to(dtype)
-    table = torch.ones(3, 16, device=device)
-    calls = [
-        lambda: ltx.rmsnorm(x),
-        lambda: ltx.layernorm(x),
-        lambda: ltx.rmsnorm_residual(x, x),
-        lambda: ltx.adaln_rmsnorm(x, None, x, x),
-        lambda: ltx.adaln_layernorm(x, None, x, x),
-        lambda: ltx.adaln_zero(x, None, x, x, x),
-        lambda: ltx.gated_residual(x, x, x),
-        lambda: ltx.gated_residual_adaln_rmsnorm(x, x),
-        lambda: ltx.gated_residual_adaln_layernorm(x, x),
-        lambda: ltx.geglu(x),
-        lambda: ltx.swiglu(x),
-        lambda: ltx.gelu(x),
-        lambda: ltx.rope_1d(x, x),
-        lambda: ltx.rope_3d(x, x, 1, 1, 3),
-        lambda: ltx.apply_rotary(x, table, table),
-        lambda: ltx.apply_rotary_qk(x, x, table, table),
-        lambda: ltx.qk_norm_rope(x, x, None, None, table, table, across_heads=True),
-        lambda: ltx.rmsnorm(table, x[0, 0, 0]),
-    ]
-    for call in calls:
+    make = Make(device, torch.float32)
+    cases = [*every_case(make).values(), *every_quantising_case(make).values()]
+    for case in cases:
+        spoiled = case.map(lambda tensor: tensor.to(dtype))
         with pytest.raises(RuntimeError, match=r"expected .*dtype"):
-            call()
+            spoiled.run(ltx)
 
 
 @pytest.mark.parametrize("op", NORM_OPS)
@@ -345,7 +329,8 @@ def test_eager_weight_multiplies_the_rounded_row(ltx, device, dtype):
 def test_capture_of_every_function(ltx, cuda_graphs):
     """cudaMalloc or cudaFuncSetAttribute at every launch breaks graph capture, the first call included."""
     make = Make(cuda_graphs, torch.bfloat16)
-    calls = [norm_case(op, make, (2, 3, 2048)) for op in NORM_OPS]
+    calls = [*every_case(make).values(), *every_quantising_case(make).values()]
+    calls += [norm_case(op, make, (2, 3, 2048)) for op in NORM_OPS]
     calls += [norm_case(op, make, (2, 3, 300000)) for op in ("rmsnorm", "layernorm", "adaln_zero")]
     calls += [activation_case(name, make, (6, 512)) for name in ("swiglu", "geglu tanh", "gelu tanh, bias")]
     calls += [
@@ -353,6 +338,7 @@ def test_capture_of_every_function(ltx, cuda_graphs):
         qk_norm_rope_case(make, (2, 3, 32, 64), across_heads=True),
         qk_norm_rope_case(make, (2, 3, 32, 64), across_heads=False),
         rope_case(make, (2, 8, 64), grid=(1, 3, 2)),
+        attention_case(make, (2, 3, 8, 64), 9, mask="left out"),
     ]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

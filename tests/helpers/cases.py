@@ -600,6 +600,17 @@ def every_case(make: Make) -> dict[str, Case]:
     return found
 
 
+# Ops that have a quantising twin, `<op>_quant`.
+QUANTISING = ["rmsnorm", "rmsnorm_residual", "adaln_rmsnorm", "gated_residual", "gated_residual_adaln_rmsnorm"]
+QUANTISING += ["geglu", "swiglu", "gelu"]
+
+
+def every_quantising_case(make: Make) -> dict[str, Case]:
+    """One small call of every quantising op, as in every_case."""
+    cases = {name: case for name, case in every_case(make).items() if case.op in QUANTISING}
+    return {f"{name}, quantised": dataclasses.replace(case, op=f"{case.op}_quant") for name, case in cases.items()}
+
+
 def _with_tables(case: Case) -> Case:
     """rope_1d and rope_3d as apply_rotary_qk with the fp64 table that they stand for."""
     assert case.table is not None
@@ -691,6 +702,7 @@ __all__ = [
     "angle_table",
     "attention_case",
     "every_case",
+    "every_quantising_case",
     "gate_and_up",
     "modulator_shape",
     "norm_case",
