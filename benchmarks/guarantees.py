@@ -113,17 +113,25 @@ def suites(name: str) -> str:
 
 
 def mutations() -> str:
-    results = [load(f"mutations-{backend}.json") for backend in ("cpu", "cuda")]
-    found = {r["defect"]: r["caught_by"] for result in results if result for r in result["records"]}
-    rows = []
-    for mutation in MUTATIONS:
-        test = found.get(mutation.defect)
-        cell = f"`{test}`" if test else "**nothing**" if mutation.defect in found else "not run yet"
-        rows.append([mutation.defect, f"`{mutation.file}`", cell])
-    caught = sum(test is not None for test in found.values())
-    return f"{len(MUTATIONS)} defects, {len(found)} of them run, {caught} caught.\n\n" + table(
-        ["defect", "planted in", "first test that fails"], rows
-    )
+    """Each defect with the first test that fails, where it was planted: in the CPU backend's sources, or in CUDA's."""
+    head, rows, counts = ["defect", "planted in"], [[m.defect, f"`{m.file}`"] for m in MUTATIONS], []
+    for backend in ("cpu", "cuda"):
+        result = load(f"mutations-{backend}.json") or {"meta": {}, "records": []}
+        found = {record["defect"]: record for record in result["records"]}
+        planted = [m for m in MUTATIONS if backend in m.backends]
+        for mutation, row in zip(MUTATIONS, rows, strict=True):
+            test = found.get(mutation.defect, {}).get("caught_by", "not run yet")
+            told = f"`{test}`" if test and "test_" in test else test or "**nothing**"
+            row.append(told if mutation in planted else "")
+        caught = sum(bool(found.get(m.defect, {}).get("caught_by")) for m in planted)
+        commits = ", ".join(sorted({re.sub("^([0-9a-f]{9})[0-9a-f]+", r"\1", r["commit"]) for r in found.values()}))
+        path = f"mutations-{backend}.json"
+        where = (
+            f"[{path}](../benchmarks/results/{path}): {result['meta']['device']}, commit {commits}" if found else path
+        )
+        counts.append(f"- {len(planted)} defects, **{caught} caught**, {where}")
+        head.append(f"first test that fails: {backend.upper()}")
+    return "\n".join(counts) + "\n\n" + table(head, rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {

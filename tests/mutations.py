@@ -41,11 +41,18 @@ class Mutation:
     tests: tuple[str, ...] = tuple(TESTS)
     backends: tuple[str, ...] = ("cpu",)
 
+    @property
+    def slug(self) -> str:
+        """The name of the directory that it is built into."""
+        return re.sub(r"\W+", "-", self.defect).strip("-")
+
 
 PYTHON = "torch-ext/ltx_kernels/"
 CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu", "kernel_src/attention.cu"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
+CUDA_GLU = "kernel_src/glu.cu"
+BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
 MUTATIONS = [
     Mutation(
@@ -63,10 +70,18 @@ MUTATIONS = [
         "return static_cast<int32_t>(batch * stride.batch + token * stride.sequence + head * stride.head);",
     ),
     Mutation(
-        "eps ignored", "torch-ext/op_inputs.h", "p.eps = check_eps(a.eps);", "p.eps = check_eps(a.eps) * 0 + 1e-6f;"
+        "eps ignored",
+        "torch-ext/op_inputs.h",
+        "p.eps = check_eps(a.eps);",
+        "p.eps = check_eps(a.eps) * 0 + 1e-6f;",
+        backends=BOTH,
     ),
     Mutation(
-        "eps hard-coded in q/k norm and rotary", "torch-ext/rope.cpp", "p.eps = check_eps(", "p.eps = 0 * check_eps("
+        "eps hard-coded in q/k norm and rotary",
+        "torch-ext/rope.cpp",
+        "p.eps = check_eps(",
+        "p.eps = 0 * check_eps(",
+        backends=BOTH,
     ),
     Mutation(
         "weight multiplied before the cast",
@@ -79,12 +94,14 @@ MUTATIONS = [
         "torch-ext/norm.cpp",
         'a.scale = arg("scale", scale);\n  a.shift = arg("shift", shift);\n  a.out_gate',
         'a.scale = arg("scale", shift);\n  a.shift = arg("shift", scale);\n  a.out_gate',
+        backends=BOTH,
     ),
     Mutation(
         "gate from the wrong half",
         "torch-ext/op_inputs.h",
         "RowView& second = a.gate_first ? p.up : p.gate;",
         "RowView& second = a.gate_first ? p.gate : p.up;",
+        backends=BOTH,
     ),
     Mutation(
         "last column unwritten",
@@ -109,6 +126,7 @@ MUTATIONS = [
         PYTHON + "norm.py",
         "_norm_out(out, input, weight, None,",
         "_norm_out(out.clone(), input, weight, None,",
+        backends=BOTH,
     ),
     Mutation(
         "rope pairs half-rotated",
@@ -257,6 +275,21 @@ MUTATIONS = [
         backends=("cuda",),
     ),
     Mutation(
+        "last column unwritten, activations (CUDA)",
+        CUDA_GLU,
+        "column, p.out.column_stride, width, false, to_pack<T, kWidth>(x));",
+        "column, p.out.column_stride, width - 1, false, to_pack<T, kWidth>(x));",
+        backends=("cuda",),
+    ),
+    Mutation(
+        "the first row's second half for all (CUDA)",
+        CUDA_GLU,
+        "reinterpret_cast<const P*>(p.up + first_row * p.up_stride)[pack];",
+        "reinterpret_cast<const P*>(p.up)[pack];",
+        tests=("glu",),
+        backends=("cuda",),
+    ),
+    Mutation(
         "a missing device guard (CUDA)",
         "torch-ext/tensor_checks.h",
         "!= input.device_index) guard_.emplace(input.device_index);",
@@ -358,10 +391,15 @@ def first_failure(built: Path, tests: tuple[str, ...], extra: list[str], turn: i
     return None
 
 
+def read(output: Path) -> dict[str, dict[str, Any]]:
+    """What was run before, by its defect."""
+    records = json.loads(output.read_text())["records"] if output.exists() else []
+    return {record["defect"]: record for record in records}
+
+
 def write(output: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
     """What was run now, beside what was run before."""
-    before = json.loads(output.read_text())["records"] if output.exists() else []
-    known = {record["defect"]: record for record in [*before, *records]}
+    known = {**read(output), **{record["defect"]: record for record in records}}
     kept = [known[m.defect] for m in MUTATIONS if m.defect in known]
     output.write_text(json.dumps({"meta": meta, "records": kept}, indent=1) + "\n")
 
@@ -388,43 +426,44 @@ def main() -> int:
         copy_sources(options.work / "sources")
         selected.sort(key=lambda mutation: mutation.file)  # each change of file compiles two
     output = options.output or REPOSITORY / f"benchmarks/results/mutations-{options.backend}.json"
-    meta = {key: value for key, value in common_meta().items() if key in ("torch", "commit", "date", "device")}
+    meta = common_meta()
+    commit = meta.pop("commit")  # each record has that of its sources
     records: list[dict[str, Any]] = []
-    if options.build_only is not None:
-        options.build_only.mkdir(parents=True, exist_ok=True)
-        (options.build_only / "commit").write_text(str(meta["commit"]))
+
+    def record(mutation: Mutation, commit: str, caught: str | None) -> None:
+        records.append({"defect": mutation.defect, "file": mutation.file, "commit": commit, "caught_by": caught})
+        write(output, meta, records)
+
     if options.built is not None:  # nothing to build: all at once
-        meta["commit"] = (options.built / "commit").read_text()
         if options.backend == "cuda":
             meta["device"] = torch.cuda.get_device_name()
         name_gpus()
-        before = json.loads(output.read_text()) if options.resume and output.exists() else {"meta": {}, "records": []}
-        if before["meta"].get("commit") == meta["commit"]:
-            known = {record["defect"] for record in before["records"]}
-            selected = [mutation for mutation in selected if mutation.defect not in known]
+        known = read(output) if options.resume else {}
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             running = {}
             for mutation in selected:
-                directory = options.built.resolve() / f"{MUTATIONS.index(mutation):02}"
-                if directory.exists():
-                    running[pool.submit(first_failure, directory, mutation.tests, extra, len(running))] = mutation
+                directory = options.built.resolve() / mutation.slug
+                if not directory.exists():
+                    continue
+                commit = (directory / "commit").read_text()
+                if known.get(mutation.defect, {}).get("commit") != commit:
+                    future = pool.submit(first_failure, directory, mutation.tests, extra, len(running))
+                    running[future] = mutation, commit
             for future in concurrent.futures.as_completed(running):
-                mutation, caught = running[future], future.result()
-                records.append({"defect": mutation.defect, "file": mutation.file, "caught_by": caught})
-                print(f"{mutation.defect}: {caught}", flush=True)
-                write(output, meta, records)
+                record(*running[future], future.result())
+                print(f"{records[-1]['defect']}: {records[-1]['caught_by']}", flush=True)
         selected = []
     for i, mutation in enumerate(selected):
         start = time.perf_counter()
-        built = (options.build_only or options.work).resolve() / f"{MUTATIONS.index(mutation):02}"
+        built = (options.build_only or options.work).resolve() / mutation.slug
         build(options.work / "sources", mutation, options.backend, built, options.build_args.split())
+        (built / "commit").write_text(commit)
         seconds = time.perf_counter() - start
         if options.build_only is not None:
             print(f"{i + 1}/{len(selected)} {mutation.defect}: built in {seconds:.0f} s", flush=True)
             continue
         caught = first_failure(built, mutation.tests, extra)
-        records.append({"defect": mutation.defect, "file": mutation.file, "caught_by": caught})
-        write(output, meta, records)
+        record(mutation, commit, caught)
         total = time.perf_counter() - start
         print(
             f"{i + 1}/{len(selected)} {mutation.defect}: {caught} ({seconds:.0f} s + {total - seconds:.0f} s)",
