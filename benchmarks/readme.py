@@ -153,21 +153,28 @@ CONFIGS = {
     "kernels_compile": "`ltx.optimize(pipe)` and torch.compile",
     "kernels_fp8": '`ltx.optimize(pipe, precision="fp8")`',
     "kernels_fp8_compile": "the same and torch.compile",
+    "torchao_fp8_compile": "torchao's fp8 and torch.compile",
 }
 
 
+RECORDED = {"graph_ms": ".1f", "first_step_s": ".1f", "error_vs_fp32": ".2e"}
+
+
 def _cells(record: dict[str, Any], baseline: dict[str, Any]) -> str:
-    """Frames, then the numbers of one configuration of benchmarks/ltx.py."""
-    ms, graph = (f"{record[key]:.1f} | {baseline[key] / record[key]:.2f}" for key in ("step_ms", "graph_ms"))
+    """The numbers of one configuration of benchmarks/ltx.py."""
+    ms, speed_up = f"{record['step_ms']:.1f}", f"{baseline['step_ms'] / record['step_ms']:.2f}"
     if record["ms_by_kind"]["idle"] > record["step_ms"] / 4:  # the host's time, not the device's
-        ms = " | ".join(f"({cell})" for cell in ms.split(" | "))
-    return f"{ms} | {graph} | {record['first_step_s']:.1f} s | {record['error_vs_fp32']:.2e} |"
+        ms, speed_up = f"({ms})", f"({speed_up})"
+    elif record["config"].startswith("kernels"):
+        ms, speed_up = f"**{ms}**", f"**{speed_up}**"
+    graph, first, error = (f"{record[key]:{form}}" for key, form in RECORDED.items())
+    return f"{ms} | {speed_up} | {graph} | {first} s | {error} |"
 
 
 def _steps() -> list[str]:
     lines = [
-        "| frames | | ms | speed-up | as a CUDA graph | speed-up | first step | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| frames | | ms | speed-up | ms as a CUDA graph | first step | error |",
+        "|---|---|---|---|---|---|---|",
     ]
     records = json.loads((RESULTS / "h200-ltx.json").read_text())["records"]
     for baseline in (record for record in records if record["config"] == "baseline"):
@@ -197,9 +204,9 @@ def step() -> str:
         "",
         '<img src="benchmarks/results/h200-ltx.png" width="100%" alt="Where the time of a step goes">',
         "",
-        f"{cold}{note}As a CUDA graph a step does not wait for the host, whose speed differs from machine to "
-        "machine; each was timed behind the other, on a chip that was warm already. What `optimize` does to a block, "
-        "where the rest of the time goes, and when a call runs the stock modules: [optimize.md](docs/optimize.md).",
+        f"{cold}{note}A CUDA graph does not wait for the host, whose speed differs from machine to machine. What "
+        "`optimize` does to a block, where the rest of the time goes, and when a call runs the stock modules: "
+        "[optimize.md](docs/optimize.md).",
         "",
     ]
     return "\n".join(lines)
