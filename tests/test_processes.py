@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Make, assert_same_bits, every_case
+from helpers import Make, assert_same_bits, every_case, every_op
 from helpers.build import REPO_ID
 
 THREADS, ROUNDS = 8, 60
@@ -31,7 +31,7 @@ def sums(device: str) -> dict[str, list[str]]:
 
 def test_threads(ltx: Any, device: str) -> None:
     """Threads that call every op at once, each in an order of its own, on a GPU each on a stream of its own."""
-    cases = every_case(Make(device, torch.bfloat16))
+    cases = every_op(Make(device, torch.bfloat16))
     expected = {name: case.run(ltx) for name, case in cases.items()}
     if device == "cuda":
         torch.cuda.synchronize()
@@ -134,10 +134,10 @@ def test_data_loader_workers(ltx: Any) -> None:
 # ---- GPU
 
 
-@pytest.mark.parametrize("name", list(every_case(Make("cpu", torch.float32))))
+@pytest.mark.parametrize("name", list(every_op(Make("cpu", torch.float32))))
 def test_streams(ltx: Any, cuda: str, name: str) -> None:
     """Every op launches on the current stream, behind what was put there before it."""
-    case = every_case(Make(cuda, torch.bfloat16))[name]
+    case = every_op(Make(cuda, torch.bfloat16))[name]
     expected = case.run(ltx)
     late = case.map(torch.zeros_like)
     torch.cuda.synchronize()
@@ -152,12 +152,12 @@ def test_streams(ltx: Any, cuda: str, name: str) -> None:
         assert_same_bits(output, want)
 
 
-@pytest.mark.parametrize("name", list(every_case(Make("cpu", torch.float32))))
+@pytest.mark.parametrize("name", list(every_op(Make("cpu", torch.float32))))
 def test_second_device(ltx: Any, cuda: str, name: str) -> None:
     """The tensors' device is where an op runs, while another one is current, and stays current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    case = every_case(Make(cuda, torch.bfloat16))[name]
+    case = every_op(Make(cuda, torch.bfloat16))[name]
     there = case.map(lambda tensor: tensor.to("cuda:1"))
     torch.cuda.set_device(0)
     for output, want in zip(there.run(ltx), case.run(ltx), strict=True):

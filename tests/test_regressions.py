@@ -23,8 +23,7 @@ from helpers import (
     attention_case,
     check,
     check_out,
-    every_case,
-    every_quantising_case,
+    every_op,
     norm_case,
     place,
     qk_norm_rope_case,
@@ -193,8 +192,7 @@ def test_scale_of_one_batch_serves_all(ltx, device):
 def test_unsupported_dtype_is_an_error(ltx, device, dtype):
     """An uninitialised output came back."""
     make = Make(device, torch.float32)
-    cases = [*every_case(make).values(), *every_quantising_case(make).values()]
-    for case in cases:
+    for case in every_op(make).values():
         spoiled = case.map(lambda tensor: tensor.to(dtype))
         with pytest.raises(RuntimeError, match=r"expected .*dtype"):
             spoiled.run(ltx)
@@ -329,7 +327,7 @@ def test_eager_weight_multiplies_the_rounded_row(ltx, device, dtype):
 def test_capture_of_every_function(ltx, cuda_graphs):
     """cudaMalloc or cudaFuncSetAttribute at every launch breaks graph capture, the first call included."""
     make = Make(cuda_graphs, torch.bfloat16)
-    calls = [*every_case(make).values(), *every_quantising_case(make).values()]
+    calls = list(every_op(make).values())
     calls += [norm_case(op, make, (2, 3, 2048)) for op in NORM_OPS]
     calls += [norm_case(op, make, (2, 3, 300000)) for op in ("rmsnorm", "layernorm", "adaln_zero")]
     calls += [activation_case(name, make, (6, 512)) for name in ("swiglu", "geglu tanh", "gelu tanh, bias")]

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from helpers import Make, assert_same_bits, every_case
+from helpers import Make, assert_same_bits, every_case, every_op
 from torch import Tensor
 
-NAMES = list(every_case(Make("cpu", torch.float32)))
-every_call = pytest.mark.parametrize("name", NAMES)
+every_call = pytest.mark.parametrize("name", list(every_op(Make("cpu", torch.float32))))
+# The quantising ops have no derivatives.
+every_differentiable_call = pytest.mark.parametrize("name", list(every_case(Make("cpu", torch.float32))))
 
 
 class Named(torch.Tensor):
@@ -21,7 +22,7 @@ class Named(torch.Tensor):
 @every_call
 def test_subclass(ltx: Any, device: str, name: str) -> None:
     """Works, and gives the subclass, as torch's own functions do."""
-    case = every_case(Make(device, torch.float32))[name]
+    case = every_op(Make(device, torch.float32))[name]
     outputs = case.map(lambda tensor: tensor.as_subclass(Named)).run(ltx)
     for output, want in zip(outputs, case.run(ltx), strict=True):
         assert type(output) is Named
@@ -30,7 +31,7 @@ def test_subclass(ltx: Any, device: str, name: str) -> None:
 
 @every_call
 def test_parameters_and_inference_tensors(ltx: Any, device: str, name: str) -> None:
-    case = every_case(Make(device, torch.float32))[name]
+    case = every_op(Make(device, torch.float32))[name]
     expected = case.run(ltx)
     floats = case.map(lambda t: torch.nn.Parameter(t) if t.is_floating_point() else t)
     with torch.no_grad():
@@ -45,7 +46,7 @@ def test_parameters_and_inference_tensors(ltx: Any, device: str, name: str) -> N
 @every_call
 def test_lazily_negated_and_zero_tensors(ltx: Any, device: str, name: str) -> None:
     """Views whose numbers are not those in memory: torch resolves them."""
-    case = every_case(Make(device, torch.float32))[name]
+    case = every_op(Make(device, torch.float32))[name]
     first = next(iter(case.tensors))
     negated = case.replace(**{first: torch._neg_view(case.kwargs[first])})
     expected = case.replace(**{first: -case.kwargs[first]}).run(ltx)
@@ -75,7 +76,7 @@ def test_layouts_that_are_not_strided(ltx: Any, device: str, name: str, kind: st
     no shape of the argument."""
     if kind == "quantized" and device != "cpu":
         pytest.skip("quantised tensors are the CPU's")
-    case = every_case(Make(device, torch.float32))[name]
+    case = every_op(Make(device, torch.float32))[name]
     for operand, tensor in case.tensors.items():
         if operand not in case.kwargs or not tensor.is_floating_point():
             continue
@@ -103,7 +104,7 @@ def test_dtensor(ltx: Any, device: str, mesh: Any, name: str) -> None:
     """No sharding strategy is registered: torch says so, for sharded and for replicated tensors."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    case = every_case(Make(device, torch.float32))[name]
+    case = every_op(Make(device, torch.float32))[name]
     distributed = case.map(lambda t: distribute_tensor(t, mesh, [Replicate()]))
     with pytest.raises(NotImplementedError, match="does not have a sharding strategy registered"):
         distributed.run(ltx)
@@ -123,10 +124,10 @@ def first_only(case: Any, module: Any) -> Any:
     return lambda x: case.replace(**{first: x}).run(module), case.kwargs[first]
 
 
-@every_call
+@every_differentiable_call
 def test_forward_mode_differentiation(ltx: Any, device: str, name: str) -> None:
     """Tangents are those of the reference; dropping them would be a derivative of zero, unseen."""
-    case = every_case(Make(device, torch.float32))[name]
+    case = every_op(Make(device, torch.float32))[name]
     function, x = first_only(case, ltx)
     truth, _ = first_only(case, ltx.reference)
     tangent = Make(device, torch.float32, seed=1)(*x.shape)
@@ -140,9 +141,9 @@ def test_forward_mode_differentiation(ltx: Any, device: str, name: str) -> None:
         torch.testing.assert_close(forward_ad.unpack_dual(dual[0]).tangent, expected_tangents[0])
 
 
-@every_call
+@every_differentiable_call
 def test_function_transforms(ltx: Any, device: str, name: str) -> None:
-    case = every_case(Make(device, torch.float32))[name]
+    case = every_op(Make(device, torch.float32))[name]
     function, x = first_only(case, ltx)
     truth, _ = first_only(case, ltx.reference)
 
@@ -157,7 +158,7 @@ def test_function_transforms(ltx: Any, device: str, name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_vmap(ltx: Any, device: str, name: str) -> None:
     """Runs row by row: torch's fallback, which warns that it is slow."""
-    case = every_case(Make(device, torch.float32))[name]
+    case = every_op(Make(device, torch.float32))[name]
     function, x = first_only(case, ltx)
     batch = torch.stack((x, 2 * x, -x))
     outputs: tuple[Tensor, ...] = torch.vmap(function)(batch)

@@ -611,6 +611,10 @@ def every_quantising_case(make: Make) -> dict[str, Case]:
     return {f"{name}, quantised": dataclasses.replace(case, op=f"{case.op}_quant") for name, case in cases.items()}
 
 
+def every_op(make: Make) -> dict[str, Case]:
+    return {**every_case(make), **every_quantising_case(make)}
+
+
 def _with_tables(case: Case) -> Case:
     """rope_1d and rope_3d as apply_rotary_qk with the fp64 table that they stand for."""
     assert case.table is not None
@@ -702,6 +706,7 @@ __all__ = [
     "angle_table",
     "attention_case",
     "every_case",
+    "every_op",
     "every_quantising_case",
     "gate_and_up",
     "modulator_shape",
