@@ -41,7 +41,6 @@ FILES = {"compile": 4, **dict.fromkeys(["attention", "quant", "norm", "rope"], 3
 FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs"], 2)
 FILES |= {"tensor_kinds": 1, "sass": 1, "properties": 3}
 MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
-TWO_DEVICES_FILES = ["norm", "rope", "glu", "attention", "quant", "processes"]
 LARGE_FILES = ["norm", "rope", "glu", "attention", "quant"]  # their tests of more than 2^31 elements are marked slow
 PTX_FILES = ["sanitize", "regressions"]
 # What pytest -v says of each test as it ends, also where others run it for it (xdist): an interrupted run is countable.
@@ -177,7 +176,7 @@ def main() -> int:
             built = ["--backend", "cuda", "--built", str(options.mutations.resolve())]
             return [script(part, "tests/mutations.py", "mutations-cuda.json", share(0.2), *built)]
         if part == "devices" and torch.cuda.device_count() > 1:
-            return [tests(part, file, "-k", "second_device") for file in TWO_DEVICES_FILES]
+            return [tests(part, "processes", "-k", "second_device")]
         if part == "forced":  # each of its tests begins several processes, and waits for them
             return [tests(part, "forced", processes=share(0.1))]
         if part == "large":

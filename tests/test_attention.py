@@ -441,35 +441,7 @@ def test_more_than_2_31_elements(ltx, cuda, width):
         assert_same_bits(output[:, rows], case.replace(query=query[:, rows]).run(ltx)[0])
 
 
-# ---- GPU machinery
-
-
-@pytest.mark.parametrize("width", [64, 40])
-def test_cuda_graph(ltx, cuda_graphs, width):
-    case, other = (
-        attention_case(Make(cuda_graphs, torch.bfloat16, seed=seed), (2, 50, 8, width), 140, mask="addends")
-        for seed in (0, 1)
-    )
-    (expected,) = other.run(ltx)
-    case.run(ltx)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (output,) = case.run(ltx)
-    for name, tensor in case.tensors.items():
-        tensor.copy_(other.kwargs[name])
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_same_bits(output, expected)
-
-
-def test_second_device(ltx, cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    case = attention_case(Make(cuda, torch.bfloat16), SIZES, 9)
-    (output,) = case.map(lambda tensor: tensor.to("cuda:1")).run(ltx)
-    assert output.device == torch.device("cuda:1")
-    assert_same_bits(output.to(cuda), case.run(ltx)[0])
+# ---- Streams
 
 
 def test_on_a_side_stream(ltx, cuda):
@@ -487,8 +459,3 @@ def test_on_a_side_stream(ltx, cuda):
     for found, want in zip(outputs, expected, strict=True):
         for output in found:
             assert_same_bits(output, want)
-
-
-@pytest.mark.filterwarnings("ignore:ltx-kernels")
-def test_cpu_tensors_with_cuda_variant(ltx, cuda):
-    check(ltx, attention_case(Make("cpu", torch.bfloat16), SIZES, 9, mask="addends"))

@@ -353,38 +353,3 @@ def test_more_than_2_31_elements(ltx, cuda, width):
         part = x[first : first + 8]
         assert_same_bits(output[first : first + 8], ltx.swiglu(part), f"rows from {first}")
         assert_same_bits(flat[first : first + 8], ltx.gelu(part), f"rows from {first}")
-
-
-# ---- GPU machinery
-
-
-@every_activation
-def test_cuda_graph(ltx, cuda_graphs, name):
-    case, other = (activation_case(name, Make(cuda_graphs, torch.bfloat16, seed=seed), (60, 2048)) for seed in (0, 1))
-    expected = other.run(ltx)[0]
-    case.run(ltx)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = case.run(ltx)[0]
-    for operand, tensor in case.tensors.items():
-        tensor.copy_(other.kwargs[operand])
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_same_bits(output, expected)
-
-
-def test_second_device(ltx, cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    for name in ACTIVATIONS:
-        case = activation_case(name, Make(cuda, torch.bfloat16), (60, 264))
-        output = case.map(lambda t: t.to("cuda:1")).run(ltx)[0]
-        assert output.device == torch.device("cuda:1")
-        assert_same_bits(output.to(cuda), case.run(ltx)[0])
-
-
-@pytest.mark.filterwarnings("ignore:ltx-kernels")
-def test_cpu_tensors_with_cuda_variant(ltx, cuda):
-    for name in ACTIVATIONS:
-        check(ltx, activation_case(name, Make("cpu", torch.bfloat16), (3, 40)))

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers import DTYPES, Case, Make, copied, every_case, norm_case, qk_norm_rope_case
+from helpers import DTYPES, Case, Make, check, check_out, copied, every_case, norm_case, qk_norm_rope_case
 from helpers.build import build_directory
 from helpers.numeric import bound
 
@@ -59,3 +59,12 @@ def test_errors(ltx: ModuleType, on_cpu: ModuleType) -> None:
                 call.run(module)
             texts.append(str(error.value))
         assert texts[0] == texts[1], name
+
+
+@pytest.mark.parametrize("name", list(cases(torch.float32)))
+@pytest.mark.filterwarnings("ignore:ltx-kernels")
+def test_cpu_tensors_with_cuda_variant(ltx: ModuleType, cuda: str, name: str) -> None:
+    """The reference stands in on the device that the variant has no kernel for."""
+    case = cases(torch.bfloat16)[name]
+    check(ltx, case)
+    check_out(ltx, case, "contiguous" if case.is_rotary else "rows misaligned")

@@ -12,7 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Make, assert_same_bits, every_case, every_op
+from helpers import (
+    ACTIVATIONS,
+    NORM_OPS,
+    Case,
+    Make,
+    activation_case,
+    assert_same_bits,
+    attention_case,
+    every_case,
+    every_op,
+    norm_case,
+    qk_norm_rope_case,
+    rope_case,
+    rotary_case,
+)
 from helpers.build import REPO_ID
 
 THREADS, ROUNDS = 8, 60
@@ -134,10 +148,28 @@ def test_data_loader_workers(ltx: Any) -> None:
 # ---- GPU
 
 
-@pytest.mark.parametrize("name", list(every_op(Make("cpu", torch.float32))))
+def gpu_cases(device: str, seed: int = 0) -> dict[str, Case]:
+    """Every op in small, and in the shapes that take the kernels of the main line."""
+    make = Make(device, torch.bfloat16, seed=seed)
+    found = every_op(make)
+    found |= {f"wide {op}": norm_case(op, make, (2, 30, 2048)) for op in NORM_OPS}
+    found |= {f"wide {name}": activation_case(name, make, (60, 2048)) for name in ACTIVATIONS}
+    heads = (2, 50, 8, 64)
+    for across in (True, False):
+        found[f"heads of 64, normed {across}"] = qk_norm_rope_case(make, heads, across_heads=across, key=(52, 9))
+    found["heads of 64, rotary"] = rotary_case(make, heads, heads_first=True)
+    found["heads of 64, rope_3d"] = rope_case(make, (2, 8, 64), grid=(1, 50, 1), key_heads=9)
+    found["heads of 64, attention"] = attention_case(make, heads, 140, mask="addends")
+    return found
+
+
+every_gpu_case = pytest.mark.parametrize("name", list(gpu_cases("cpu")))
+
+
+@every_gpu_case
 def test_streams(ltx: Any, cuda: str, name: str) -> None:
     """Every op launches on the current stream, behind what was put there before it."""
-    case = every_op(Make(cuda, torch.bfloat16))[name]
+    case = gpu_cases(cuda)[name]
     expected = case.run(ltx)
     late = case.map(torch.zeros_like)
     torch.cuda.synchronize()
@@ -152,12 +184,30 @@ def test_streams(ltx: Any, cuda: str, name: str) -> None:
         assert_same_bits(output, want)
 
 
-@pytest.mark.parametrize("name", list(every_op(Make("cpu", torch.float32))))
+@every_gpu_case
+def test_cuda_graph(ltx: Any, cuda_graphs: str, name: str) -> None:
+    """Capture, then replay with other values: the outputs of plain calls."""
+    case, other = (gpu_cases(cuda_graphs, seed)[name] for seed in (0, 1))
+    expected = other.run(ltx)
+    case.run(ltx)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = case.run(ltx)
+    for operand, tensor in case.tensors.items():
+        tensor.copy_(other.tensors[operand])
+    graph.replay()
+    torch.cuda.synchronize()
+    for output, want in zip(outputs, expected, strict=True):
+        assert_same_bits(output, want)
+
+
+@every_gpu_case
 def test_second_device(ltx: Any, cuda: str, name: str) -> None:
     """The tensors' device is where an op runs, while another one is current, and stays current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    case = every_op(Make(cuda, torch.bfloat16))[name]
+    case = gpu_cases(cuda)[name]
     there = case.map(lambda tensor: tensor.to("cuda:1"))
     torch.cuda.set_device(0)
     for output, want in zip(there.run(ltx), case.run(ltx), strict=True):

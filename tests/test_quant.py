@@ -436,38 +436,6 @@ def test_more_than_2_31_elements(ltx, cuda, width):
             assert_same_bits(output[first : first + 8], want, f"rows from {first}")
 
 
-# ---- GPU machinery
-
-
-def test_cuda_graph(ltx, cuda_graphs):
-    make = Make("cuda", torch.bfloat16)
-    x, r = make(4, 16, 256), make(4, 16, 256)
-    for _ in range(2):
-        ltx.rmsnorm_residual_quant(x, r)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = ltx.rmsnorm_residual_quant(x, r)
-    x.copy_(make(4, 16, 256))
-    graph.replay()
-    for output, expected in zip(captured, ltx.rmsnorm_residual_quant(x, r), strict=True):
-        assert_same_bits(output, expected)
-
-
-def test_second_device(ltx, cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    make = Make(cuda, torch.bfloat16)
-    torch.cuda.set_device(0)
-    for case in (
-        norm_case("gated_residual_adaln_rmsnorm", make, (2, 9, 264)),
-        activation_case("swiglu", make, (9, 64)),
-    ):
-        outputs = run(ltx, case.map(lambda tensor: tensor.to("cuda:1")))
-        for output, want in zip(outputs, run(ltx, case), strict=True):
-            assert output.device == torch.device("cuda:1")
-            assert_same_bits(output.to(cuda), want)
-
-
 # ---- Errors, fakes and torch.compile
 
 

@@ -778,42 +778,6 @@ def test_more_than_2_31_elements(ltx, cuda):
         assert_same_bits(normed[:, rows].contiguous(), expected)
 
 
-# ---- GPU machinery
-
-
-@every_function
-def test_cuda_graph(ltx, cuda_graphs, name):
-    case, other = (cases(Make(cuda_graphs, torch.bfloat16, seed=seed), sizes=(2, 50, 8, 64))[name] for seed in (0, 1))
-    expected = other.run(ltx)
-    case.run(ltx)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = case.run(ltx)
-    for operand, tensor in case.tensors.items():
-        tensor.copy_(other.kwargs[operand])
-    graph.replay()
-    torch.cuda.synchronize()
-    for output, want in zip(outputs, expected, strict=True):
-        assert_same_bits(output, want)
-
-
-@every_function
-def test_second_device(ltx, cuda, name):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    case = cases(Make(cuda, torch.bfloat16))[name]
-    for output, want in zip(case.map(lambda t: t.to("cuda:1")).run(ltx), case.run(ltx), strict=True):
-        assert output.device == torch.device("cuda:1")
-        assert_same_bits(output.to(cuda), want)
-
-
-@every_function
-@pytest.mark.filterwarnings("ignore:ltx-kernels")
-def test_cpu_tensors_with_cuda_variant(ltx, cuda, name):
-    check(ltx, cases(Make("cpu", torch.bfloat16))[name])
-
-
 def test_helper_table(device):
     """angle_table, which expectations rest on, at angles anyone can check."""
     cos, sin = angle_table([torch.tensor([0.0, math.pi])], [4], [1.0])
