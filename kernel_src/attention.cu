@@ -143,7 +143,6 @@ __device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.f ? 0.
 // brings, of every 32 columns the t-th 8. Columns of the value are permuted alike, so that a thread ends up with 8
 // neighbours of the output.
 
-constexpr unsigned kMaxGridY = 65535;
 constexpr int kWarps = 4;  // of a block
 constexpr int kTile = 16;  // queries of a warp
 
@@ -570,8 +569,7 @@ __global__ void __launch_bounds__(kGeneralThreads) attention_general(const __gri
 
 template <typename T>
 bool is_packed_head(const void* data, const HeadStrides& stride, int64_t head_dim) {
-  const int64_t strides[] = {stride.batch, stride.sequence, stride.head};
-  return is_packed(data, DTypeOf<T>::value, kPackWidth<T>, head_dim, stride.column, strides, 3);
+  return is_packed_head(data, DTypeOf<T>::value, kPackWidth<T>, head_dim, stride);
 }
 
 // A block may have that much on every GPU with tensor cores for bf16.

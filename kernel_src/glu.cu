@@ -22,7 +22,6 @@ namespace {
 // a copy's time, gelu 16128x8192: 1.00, with 512 threads 1.03, with two packs 1.01, with four 1.04; streaming loads and
 // stores lose up to 2 %).
 constexpr int kThreads = 128;
-constexpr unsigned kMaxGridY = 65535;
 
 struct PackedParams {
   const char *gate, *up, *bias;  // gelu: no up

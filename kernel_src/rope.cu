@@ -813,18 +813,16 @@ Units make_units(const RotaryParams& p) {
   units.rotated = static_cast<int32_t>(p.rotary_dim / 2 / kWidth);
   units.per_head = units.rotated + static_cast<int32_t>(rest / 2 / kWidth);
   units.pass_offset = static_cast<int32_t>(rest / 2);
-  const auto packed = [](const void* data, DType dtype, int width, const HeadStrides& s) {
-    const int64_t strides[] = {s.batch, s.sequence, s.head};
-    return is_packed(data, dtype, width, width, s.column, strides, 3);
-  };
   const int table_width = p.half_width_table && p.interleaved && kWidth > 1 ? kWidth / 2 : kWidth;
   for (int i = 0; i < p.operands; ++i) {
     const RotaryOperand& o = p.operand[i];
-    units.packed_inputs |= static_cast<uint32_t>(packed(o.input, p.dtype, kWidth, o.input_stride)) << i;
-    units.packed_outputs |= static_cast<uint32_t>(packed(o.output, p.dtype, kWidth, o.output_stride)) << i;
-    units.packed_tables |= static_cast<uint32_t>(packed(o.cos, p.table_dtype, table_width, o.cos_stride) &&
-                                                 packed(o.sin, p.table_dtype, table_width, o.sin_stride))
-                           << i;
+    units.packed_inputs |= static_cast<uint32_t>(is_packed_head(o.input, p.dtype, kWidth, kWidth, o.input_stride)) << i;
+    units.packed_outputs |= static_cast<uint32_t>(is_packed_head(o.output, p.dtype, kWidth, kWidth, o.output_stride))
+                            << i;
+    units.packed_tables |=
+        static_cast<uint32_t>(is_packed_head(o.cos, p.table_dtype, table_width, table_width, o.cos_stride) &&
+                              is_packed_head(o.sin, p.table_dtype, table_width, table_width, o.sin_stride))
+        << i;
     units.packed_weights |=
         static_cast<uint32_t>(is_packed(o.weight, o.weight_dtype, kWidth, kWidth, o.weight_stride, nullptr, 0)) << i;
   }
@@ -837,7 +835,7 @@ int64_t longest(const RotaryParams& p) {
 
 // Enough heads a thread to pay for its cos and sin, few enough to fill the GPU with short sequences.
 int heads_per_block(int64_t heads, bool computed) {
-  return static_cast<int>(std::max<int64_t>(std::min<int64_t>(heads, computed ? 16 : 8), ceil_div(heads, 65535)));
+  return static_cast<int>(std::max<int64_t>(std::min<int64_t>(heads, computed ? 16 : 8), ceil_div(heads, kMaxGridY)));
 }
 
 template <typename T, int kWidth, bool kNorm, typename Angles>

@@ -34,6 +34,8 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
+constexpr unsigned kMaxGridY = 65535;  // and of z
+
 // ask(), once a device: a query costs as much as a launch. Every `ask` has a memory of its own.
 template <typename Ask>
 int once_a_device(int device, const Ask& ask) {
