@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,13 @@ def test_the_page_shows_the_results() -> None:
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_the_tests_that_the_page_names_exist() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)", (ROOT / "docs" / "guarantees.md").read_text())
+    assert len(named) > 60
+    for file, test in named:
+        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.defect)
