@@ -35,12 +35,13 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
-PARTS = ["sanitizers", "fuzz", "ptx", "forced", "devices", "large", "mutations", "tests", "models"]
-# And how many processes share each; what takes long first, and last what random calls repeat.
+# In this order, unless --parts says another: what waits longest for itself first.
+PARTS = ["forced", "models", "tests", "mutations", "sanitizers", "fuzz", "ptx", "large", "devices"]
+# Files of tests, and how many processes share each.
 FILES = {"compile": 4, **dict.fromkeys(["attention", "quant", "norm", "rope"], 3)}
 FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs"], 2)
-FILES |= {"tensor_kinds": 1, "sass": 1, "properties": 3}
-MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
+FILES |= {"tensor_kinds": 1, "sass": 1, "loading": 1, "benchmarks": 1, "properties": 3}
+MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2, "integration_pipelines": 1}
 LARGE_FILES = ["norm", "rope", "glu", "attention", "quant"]  # their tests of more than 2^31 elements are marked slow
 PTX_FILES = ["sanitize", "regressions"]
 # What pytest -v says of each test as it ends, also where others run it for it (xdist): an interrupted run is countable.
@@ -178,7 +179,7 @@ def main() -> int:
         if part == "devices" and torch.cuda.device_count() > 1:
             return [tests(part, "processes", "-k", "second_device")]
         if part == "forced":  # each of its tests begins several processes, and waits for them
-            return [tests(part, "forced", processes=share(0.1))]
+            return [tests(part, "forced", processes=share(0.12))]
         if part == "large":
             return [tests(part, file, "-m", "slow", "-k", "more_than") for file in LARGE_FILES]
         if part == "ptx":
