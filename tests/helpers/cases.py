@@ -606,9 +606,13 @@ QUANTISING += ["geglu", "swiglu", "gelu"]
 
 
 def every_quantising_case(make: Make) -> dict[str, Case]:
-    """One small call of every quantising op, as in every_case."""
+    """One small call of every quantising op, as in every_case; and of one with a scale that is given."""
     cases = {name: case for name, case in every_case(make).items() if case.op in QUANTISING}
-    return {f"{name}, quantised": dataclasses.replace(case, op=f"{case.op}_quant") for name, case in cases.items()}
+    found = {f"{name}, quantised": dataclasses.replace(case, op=f"{case.op}_quant") for name, case in cases.items()}
+    found["quantize_rows"] = Case("quantize_rows", {"input": make(2, 3, 64)})
+    scale = torch.tensor([0.01], device=make.device)
+    found["gelu, scale given"] = found["gelu tanh, bias, quantised"].replace(static_scale=scale)
+    return found
 
 
 def every_op(make: Make) -> dict[str, Case]:
