@@ -51,7 +51,7 @@ PYTHON = "torch-ext/ltx_kernels/"
 CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu", "kernel_src/attention.cu"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
-CUDA_GLU = "kernel_src/glu.cu"
+CUDA_GLU, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/ltx/fp8.cuh"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
 MUTATIONS = [
@@ -287,6 +287,22 @@ MUTATIONS = [
         "reinterpret_cast<const P*>(p.up + first_row * p.up_stride)[pack];",
         "reinterpret_cast<const P*>(p.up)[pack];",
         tests=("glu",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "a NaN left out of a row's largest magnitude (CUDA)",
+        CUDA_FP8,
+        "max.NaN.f32",
+        "max.f32",
+        tests=("quant",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "pairs of quantised values swapped (CUDA)",
+        CUDA_FP8,
+        "word[i / 4] = low | high << 16;",
+        "word[i / 4] = high | low << 16;",
+        tests=("quant",),
         backends=("cuda",),
     ),
     Mutation(
