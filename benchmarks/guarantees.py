@@ -22,12 +22,12 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 DTYPES = ["float32", "float16", "bfloat16"]
 EXPONENTIAL = {"qk_norm_cross_attention"}  # of sums, so that no number of ulps bounds their errors
 MISSING = "Not measured yet.\n"
-SUITES = {
+SUITES = {  # in this order; others, which name themselves, follow
     "tests": "this GPU's code",
+    "models": "models",
+    "forced": "every kernel and geometry",
     "large": "more than 2³¹ elements",
     "devices": "two GPUs",
-    "forced": "every kernel and geometry",
-    "models": "models",
 }
 
 
@@ -106,7 +106,8 @@ def suites(name: str) -> str:
     if result is None:
         return MISSING
     rows = []
-    for suite, counts in result["suites"].items():
+    for suite in [*filter(result["suites"].get, SUITES), *sorted(result["suites"].keys() - SUITES.keys())]:
+        counts = result["suites"][suite]
         for file, numbers in sorted(counts["files"].items()):
             cells = [str(numbers.get(key, 0)) for key in ("passed", "failed", "skipped")]
             unfinished = ", **which did not finish**" if numbers.get("status", 0) is None else ""
