@@ -1,4 +1,4 @@
-"""tests/gpu.py, without a GPU: what it does with jobs that end, hang, fail or find no room."""
+"""tests/gpu.py and tests/sanitize.py, without a GPU: what they do with jobs that end, hang, fail or find no room."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sanitize
 from gpu import Job, counts, run_all
 from helpers.gpus import VISIBLE, take_turns
 
@@ -76,6 +77,37 @@ def test_counts_of_tests(tmp_path: Path, arguments: list[str]) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert counts(process.stdout) == {"passed": 2, "failed": 2, "skipped": 1}
+
+
+@pytest.mark.parametrize(
+    ("summary", "faults"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0),
+        ("========= ERROR SUMMARY: 3 errors", 3),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 2),
+        ("========= Error: No attachable process found", None),  # it did not come to a summary
+    ],
+)
+def test_what_a_sanitizer_says(summary: str, faults: int | None) -> None:
+    result, output = sanitize.run(
+        0, [sys.executable, "-c", f"print('2 passed in 1 s\\n{summary}'); exit({faults or 0})"]
+    )
+    assert summary in output
+    assert (result["tests"], result["faults"], result["status"]) == (2, faults, faults or 0)
+
+
+def test_what_sanitizers_look_at() -> None:
+    """The marked tests, as found in the text, are those that pytest finds; each process takes one dtype of them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "sanitize", "-p", "no:cacheprovider"]
+    files = {test.partition("::")[0] for tests in sanitize.marked_tests() for test in tests}
+    process = subprocess.run([*command, *files], capture_output=True, text=True, check=True)
+    collected = {line for line in process.stdout.splitlines() if "::" in line}
+    assert {line.partition("[")[0].partition("::")[2] for line in collected} == {
+        test.partition("::")[2] for tests in sanitize.marked_tests() for test in tests
+    }
+    assert all(sum(f"torch.{dtype}" in line for dtype in sanitize.DTYPES) == 1 for line in collected)
+    command = sanitize.command("compute-sanitizer", "memcheck", ["tests/test_sanitize.py::test_norms"], "float16", "")
+    assert command[1:5] == ["--tool", "memcheck", "--kernel-regex", "kns=ltx"]
 
 
 def test_gpus_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
