@@ -353,6 +353,17 @@ def test_residual_is_not_quantised(ltx, device):
 # ---- For compute-sanitizer: nothing but own kernels and copies on the device (see test_sanitize.py)
 
 
+def assert_like_the_reference(ltx: Any, device: str, case: Case, layout: str) -> None:
+    values, scales, *residual = run(ltx.reference, case)
+    expected, spacing_of_zero = values.float() * scales, scales * 2.0**-9
+    moved = case.in_layout(layout).on(device)
+    values, scales, *ours = (output.cpu() for output in run(ltx, moved))
+    error = (values.float() * scales - expected).abs()
+    assert bool((error <= torch.maximum(expected.abs() / 7, 1.01 * spacing_of_zero)).all()), case.op
+    for a, b in zip(ours, residual, strict=True):
+        torch.testing.assert_close(a, b, rtol=2.0**-7, atol=1e-5)
+
+
 @pytest.mark.sanitize
 @every_dtype
 def test_every_kernel_in_small(ltx, device, dtype):
@@ -364,15 +375,18 @@ def test_every_kernel_in_small(ltx, device, dtype):
             cases.append(norm_case(op, make, (2, 3, width), tables=tables))
             cases.append(norm_case(op, make, (2, 3, width), param_dtype=torch.float32, modulation="[B, S, H]"))
         for i, case in enumerate(cases):
-            values, scales, *residual = run(ltx.reference, case)
-            expected, spacing_of_zero = values.float() * scales, scales * 2.0**-9
             for layout in ("contiguous", ("rows misaligned", "columns strided")[i % 2]):
-                moved = case.in_layout(layout).on(device)
-                values, scales, *ours = (output.cpu() for output in run(ltx, moved))
-                error = (values.float() * scales - expected).abs()
-                assert bool((error <= torch.maximum(expected.abs() / 7, 1.01 * spacing_of_zero)).all()), case.op
-                for a, b in zip(ours, residual, strict=True):
-                    torch.testing.assert_close(a, b, rtol=2.0**-7, atol=1e-5)
+                assert_like_the_reference(ltx, device, case, layout)
+
+
+@pytest.mark.sanitize
+@every_dtype
+def test_many_rows(ltx, device, dtype):
+    """More blocks than run at a time, for kernels that fetch what a later block reads."""
+    make, rows = Make("cpu", dtype), (2, 700, 2048)
+    cases = [norm_case(op, make, rows, modulation="vector") for op in ("rmsnorm", "gated_residual_adaln_rmsnorm")]
+    for case in [*cases, activation_case("swiglu", make, rows)]:
+        assert_like_the_reference(ltx, device, case, "contiguous")
 
 
 # ---- The same row, the same bits

@@ -114,3 +114,16 @@ def test_attention(ltx, device, dtype):
     for mask in MASKS:
         case = attention_case(Make("cpu", dtype), (2, 5, 3, 64), 20, mask=mask, mask_dtype=torch.float32)
         run(ltx, device, case, contiguous_alone=dtype != torch.float32)
+
+
+@every_dtype
+def test_many_rows(ltx, device, dtype):
+    """More blocks than run at a time, for kernels that fetch what a later block reads."""
+    make = Make("cpu", dtype)
+    rows = (2, 700, 2048)
+    for op in ("rmsnorm", "gated_residual_adaln_rmsnorm"):
+        run(ltx, device, norm_case(op, make, rows, modulation="vector"), contiguous_alone=True)
+    run(ltx, device, activation_case("swiglu", make, rows), contiguous_alone=True)
+    heads = (2, 700, 32, 64)
+    run(ltx, device, qk_norm_rope_case(make, heads, across_heads=True, table="[S, H*D]"), contiguous_alone=True)
+    run(ltx, device, rotary_case(make, heads, table="[S, D/2]", layout="half"), contiguous_alone=True)
