@@ -8,7 +8,7 @@
 //
 // A thread owns units: two packs of kWidth columns, A and B = A + R / 2, so that both members of every pair are in one
 // thread in either layout (interleaved pairs lie inside a pack).
-//   heads_kernel    one unit column of one token, for a run of heads, of batches or of both that share its cos and sin;
+//   heads_kernel    one unit column of one token, for a run of heads or of batches that share its cos and sin;
 //                   with a norm per head, the lanes of a head sum by shuffles.
 //   row_kernel      all heads of a token, query and key together (norm across heads).
 //   heads_general, row_general: the same for everything unusual: widths that packs do not divide, misaligned or strided
@@ -162,18 +162,23 @@ __device__ __forceinline__ float turn_one(float x, float y, float cos, float sin
 }
 
 // `eager`: with the roundings of an eager chain in `dtype`.
+template <int kWidth>
+__device__ __forceinline__ void rotate_neighbours(bool eager, DType dtype, const float (&cos)[kWidth],
+                                                  const float (&sin)[kWidth], float (&x)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i + 1 < kWidth; i += 2) {
+    const float x0 = x[i];
+    x[i] = turn_one(x0, x[i + 1], cos[i], -sin[i], eager, dtype);
+    x[i + 1] = turn_one(x[i + 1], x0, cos[i + 1], sin[i + 1], eager, dtype);
+  }
+}
+
 template <bool kInterleaved, int kWidth>
 __device__ __forceinline__ void rotate(bool eager, DType dtype, const Turn<kWidth>& turn, float (&a)[kWidth],
                                        float (&b)[kWidth]) {
   if constexpr (kInterleaved && kWidth > 1) {
-#pragma unroll
-    for (int i = 0; i + 1 < kWidth; i += 2) {
-      const float a0 = a[i], b0 = b[i];
-      a[i] = turn_one(a0, a[i + 1], turn.cos_a[i], -turn.sin_a[i], eager, dtype);
-      a[i + 1] = turn_one(a[i + 1], a0, turn.cos_a[i + 1], turn.sin_a[i + 1], eager, dtype);
-      b[i] = turn_one(b0, b[i + 1], turn.cos_b[i], -turn.sin_b[i], eager, dtype);
-      b[i + 1] = turn_one(b[i + 1], b0, turn.cos_b[i + 1], turn.sin_b[i + 1], eager, dtype);
-    }
+    rotate_neighbours(eager, dtype, turn.cos_a, turn.sin_a, a);
+    rotate_neighbours(eager, dtype, turn.cos_b, turn.sin_b, b);
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -306,6 +311,7 @@ struct FullTable {
   static constexpr int kWidth = kPackWidth<T>;
   static constexpr int kRowThreads = row_threads<T>(kInterleaved ? 640 : 512);
   struct Angles {};
+  static constexpr uint32_t kPairBytes = 2 * sizeof(C);
   Elements<C, kWidth> cos_a, cos_b, sin_a, sin_b;
 
   __device__ __forceinline__ void load(const char* cos, const char* sin, int a, int b) {
@@ -330,6 +336,7 @@ struct HalfTable {
   // Interleaved, a pack holds kWidth / 2 pairs; otherwise A and B are the two sides of kWidth pairs.
   static constexpr int kEntries = kInterleaved ? kWidth / 2 : kWidth;
   struct Angles {};
+  static constexpr uint32_t kPairBytes = sizeof(float);
   Elements<float, kEntries> cos_a, cos_b, sin_a, sin_b;
 
   __device__ __forceinline__ void load(const char* cos, const char* sin, int a, int b) {
@@ -401,16 +408,20 @@ __device__ __forceinline__ void load_weight(const PackedOperand& o, int column, 
   if (o.weight) weight = load_pack<T, kWidth>(reinterpret_cast<const T*>(o.weight), column, 1, 0, true);
 }
 
-// Small blocks end at different times, and with 128 registers a thread four of them fit a multiprocessor.
+// Small blocks end at different times.
 constexpr int kHeadsThreads = 128;
-// Heads that a thread loads before it stores the first: eight 16-byte loads in flight.
+// Most heads of a thread: eight 16-byte loads in flight. With no loop around them, a block more fits a multiprocessor
+// than before, and with one head, where tokens are few, four more (H200, bf16, before: qk_norm_rope per head
+// 1x4608x24x128 35.3 us, 36.0; 1x512x32x8x128 9.5 us, 11.2).
 constexpr int kHeadsAtOnce = 4;
+constexpr int blocks_at_once(int heads) { return heads == 1 ? 8 : 5; }
 
-// What a block of heads_kernel walks: `inner` heads, and that for `outer` batches; over_batches: `inner` batches.
-// count[o]: runs of operand o's heads. `slots` threads share a run, each taking every slots-th head.
+// What `slots` threads of heads_kernel share: `inner` heads, each taking every slots-th; over_batches: `inner` batches.
+// count[o]: runs of operand o's heads.
 struct Runs {
-  int32_t inner, outer, slots, count[2];
+  int32_t inner, slots, count[2];
   uint32_t batches;  // that are not in a run
+  uint32_t ahead;    // blocks; 0: nothing is prefetched
   bool over_batches;
   Divider by_counts{1}, by_threads{1}, by_batches{1};  // by both counts, the threads that share a token, `batches`
   // With computed angles: the tokens of a plane and of a row of the grid; by them, and by the pairs of a head.
@@ -418,18 +429,41 @@ struct Runs {
   Divider by_plane{1}, by_columns{1}, by_pairs{1};
 };
 
+// Which run of which tokens a block has.
+struct Share {
+  uint32_t group;
+  int run;
+  bool second;  // operand
+};
+
+__device__ __forceinline__ Share share_of(const Runs& runs, uint32_t block) {
+  const uint32_t group = runs.by_counts(block);
+  const int run = static_cast<int>(block - group * static_cast<uint32_t>(runs.count[0] + runs.count[1]));
+  return {group, run < runs.count[0] ? run : run - runs.count[0], run >= runs.count[0]};
+}
+
+// The first threads bring the heads of the block that comes `runs.ahead` later into the L2, a token each.
+__device__ __forceinline__ void prefetch_heads(const PackedParams& p, const Runs& runs, uint32_t block_rows,
+                                               uint32_t head_bytes) {
+  if (runs.ahead == 0 || threadIdx.x >= block_rows || blockIdx.x + runs.ahead >= gridDim.x) return;
+  const Share share = share_of(runs, blockIdx.x + runs.ahead);
+  const PackedOperand& o = p.operand[share.second];
+  const uint32_t row = share.group * block_rows + threadIdx.x, token = runs.by_batches(row);
+  if (token >= o.sequence) return;
+  const int first = share.run * runs.inner, heads = min(runs.inner, static_cast<int>(o.heads) - first);
+  prefetch(o.input + place(o.input_stride, row - token * runs.batches, token, static_cast<uint32_t>(first)),
+           static_cast<uint32_t>(heads) * head_bytes);
+}
+
 // grid: x = groups of tokens, the runs of each side by side. `lanes` threads share a token, one a unit of a head; with
 // a norm the next power of two, so that the lanes of a head sum among themselves.
-template <typename T, typename Source, bool kInterleaved, bool kNorm>
-__global__ void __launch_bounds__(kHeadsThreads, 4)
+template <typename T, typename Source, bool kInterleaved, bool kNorm, int kHeads>
+__global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads))
     heads_kernel(const __grid_constant__ PackedParams p, const __grid_constant__ typename Source::Angles angles,
                  const __grid_constant__ Runs runs, int lanes, int units, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
   using P = Pack<T, kWidth>;
-  const uint32_t group = runs.by_counts(blockIdx.x);
-  int run = static_cast<int>(blockIdx.x - group * static_cast<uint32_t>(runs.count[0] + runs.count[1]));
-  const bool second = run >= runs.count[0];
-  if (second) run -= runs.count[0];
+  const auto [group, run, second] = share_of(runs, blockIdx.x);
   const PackedOperand& o = p.operand[second];
   constexpr bool kComputed = std::is_same_v<typename Source::Angles, RotaryAngles>;
   const uint32_t slots = kComputed ? static_cast<uint32_t>(runs.slots) : 1,
@@ -454,28 +488,25 @@ __global__ void __launch_bounds__(kHeadsThreads, 4)
           ? (kComputed ? (in_run - static_cast<int>(slot) + static_cast<int>(slots) - 1) / static_cast<int>(slots)
                        : in_run)
           : 0;
+  const int64_t half_bytes = half * static_cast<int64_t>(sizeof(T));
   const uint64_t in_step = (runs.over_batches ? o.input_stride.batch : o.input_stride.head) * uint64_t{slots};
   const uint64_t out_step = (runs.over_batches ? o.output_stride.batch : o.output_stride.head) * uint64_t{slots};
   const uint32_t first_head = runs.over_batches ? 0 : first;
   const char* in = o.input + place(o.input_stride, batch, token, first_head) + a * sizeof(T);
   char* out = o.output + place(o.output_stride, batch, token, first_head) + a * sizeof(T);
 
-  const char* x = in;
-  const int64_t half_bytes = half * static_cast<int64_t>(sizeof(T));
-  P raw_a[kHeadsAtOnce], raw_b[kHeadsAtOnce];
-  const auto load_heads = [&](int left) {
+  P raw_a[kHeads], raw_b[kHeads];
 #pragma unroll
-    for (int j = 0; j < kHeadsAtOnce; ++j) {
-      if (j < left) {
-        raw_a[j] = *reinterpret_cast<const P*>(x);
-        raw_b[j] = *reinterpret_cast<const P*>(x + half_bytes);
-      }
-      x += in_step;
+  for (int i = 0; i < kHeads; ++i) {
+    if (active && i < count) {
+      raw_a[i] = *reinterpret_cast<const P*>(in);
+      raw_b[i] = *reinterpret_cast<const P*>(in + half_bytes);
     }
-  };
-  // Before the angles, so that both are under way together.
-  load_heads(active ? count : 0);
+    in += in_step;
+  }
+  if constexpr (kComputed) prefetch_heads(p, runs, block_rows, 2 * static_cast<uint32_t>(half_bytes));
 
+  // After the heads, so that all are under way together.
   Source source;
   P weight_a, weight_b;
   if constexpr (kComputed) {
@@ -514,50 +545,56 @@ __global__ void __launch_bounds__(kHeadsThreads, 4)
     unpack(weight_b, w_b);
     weigh<kInterleaved>(w_a, w_b, turn);
   }
-  const auto turn_head = [&](const P& raw_a, const P& raw_b, char* y) {
-    float x_a[kWidth], x_b[kWidth];
-    unpack(raw_a, x_a);
-    unpack(raw_b, x_b);
-    if constexpr (kNorm) {
-      const float sum = lane_sum(active ? squares(x_a, x_b) : 0.f, lanes);
-      const float rstd = reciprocal_root(sum, inverse_width, p.eps);
-      multiply(rstd, x_a);
-      multiply(rstd, x_b);
-    }
-    rotate<kInterleaved>(false, DType::kFloat32, turn, x_a, x_b);
-    if (active) {
-      *reinterpret_cast<P*>(y) = to_pack<T, kWidth>(x_a);
-      *reinterpret_cast<P*>(y + half_bytes) = to_pack<T, kWidth>(x_b);
-    }
-  };
-#pragma unroll 1
-  for (int i = 0; i < runs.outer; ++i) {
-    char* y = out;
-    if (i > 0) {
-      x = in += o.input_stride.batch;
-      load_heads(active ? count : 0);
-    }
-#pragma unroll 1
-    for (int left = count; left > 0; left -= kHeadsAtOnce) {
 #pragma unroll
-      for (int j = 0; j < kHeadsAtOnce; ++j) {
-        if (j < left) turn_head(raw_a[j], raw_b[j], y);
-        y += out_step;
+  for (int i = 0; i < kHeads; ++i) {
+    if (i < count) {
+      float x_a[kWidth], x_b[kWidth];
+      unpack(raw_a[i], x_a);
+      unpack(raw_b[i], x_b);
+      if constexpr (kNorm) {
+        const float sum = lane_sum(active ? squares(x_a, x_b) : 0.f, lanes);
+        const float rstd = reciprocal_root(sum, inverse_width, p.eps);
+        multiply(rstd, x_a);
+        multiply(rstd, x_b);
       }
-      if (active) load_heads(left - kHeadsAtOnce);
+      rotate<kInterleaved>(false, DType::kFloat32, turn, x_a, x_b);
+      if (active) {
+        *reinterpret_cast<P*>(out) = to_pack<T, kWidth>(x_a);
+        *reinterpret_cast<P*>(out + half_bytes) = to_pack<T, kWidth>(x_b);
+      }
     }
-    out += o.output_stride.batch;
+    out += out_step;
   }
 }
 
 constexpr int kMaxRowThreads = 512;
+
+// The first threads bring what the block that comes `ahead` later reads into the L2: query, key, cos, sin.
+template <typename Source>
+__device__ __forceinline__ void prefetch_token(const PackedParams& p, uint32_t ahead, bool shared, uint32_t run,
+                                               uint32_t runs, const Divider& by_runs, uint32_t head_bytes) {
+  if (ahead == 0 || threadIdx.x >= 4 || blockIdx.x + ahead >= gridDim.x) return;
+  const uint32_t block = blockIdx.x + ahead, token = by_runs(block), batch = (block - token * runs) * run;
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= 2) {
+    const PackedOperand& o = operand_of(p, shared, 0);
+    if (token >= o.sequence) return;
+    prefetch((i == 2 ? o.cos : o.sin) + place(o.table_stride, batch, token, 0),
+             static_cast<uint32_t>(p.half) * Source::kPairBytes);
+  } else if (i == 0 || shared) {
+    const PackedOperand& o = operand_of(p, shared, i);
+    for (uint32_t j = 0; token < o.sequence && j < run; ++j) {
+      prefetch(o.input + place(o.input_stride, batch + j, token, 0), o.heads * head_bytes);
+    }
+  }
+}
 
 // grid: x = tokens, z = operand (one where shared). The block owns a token, in `run` batches, which share its table;
 // each thread a unit of query and of key.
 template <typename T, typename Source, bool kInterleaved>
 __global__ void __launch_bounds__(Source::kRowThreads, 1)
     row_kernel(const __grid_constant__ PackedParams p, uint32_t units, bool shared, uint32_t run, uint32_t runs,
-               const Divider by_runs, const Divider by_units, const float2 inverse_widths) {
+               const Divider by_runs, const Divider by_units, const float2 inverse_widths, uint32_t ahead) {
   constexpr int kWidth = kPackWidth<T>;
   using P = Pack<T, kWidth>;
   __shared__ Scratch<2> scratch[2];
@@ -595,6 +632,7 @@ __global__ void __launch_bounds__(Source::kRowThreads, 1)
       }
     }
   }
+  prefetch_token<Source>(p, ahead, shared, run, runs, by_runs, 2 * static_cast<uint32_t>(half_bytes));
 #pragma unroll 1
   for (uint32_t j = 0; j < run; ++j) {
     float sums[2] = {0.f, 0.f};
@@ -925,10 +963,10 @@ bool is_main_line(const RotaryParams& p, bool computed) {
   return p.norm != QkNorm::kPerHead || units.per_head <= 32;
 }
 
-// Heads a thread (H200, bf16, of a copy's time with 4 and with 12, h200-tuning.json: qk_norm_rope per head
-// 1x4608x24x128 1.10, 1.12; 4x4096x32x8x128 1.06, 1.07; apply_rotary_qk 1x32760x12x128 1.03, 1.05) and threads of a
-// multiprocessor. With computed angles a run is a block's, `slots` heads wide.
-constexpr int kRunThreads = 1536, kTableRun = 4, kComputedRun = 64, kSlots = 8;
+// Threads of a multiprocessor from which on each has several heads, and most threads that share a run with computed
+// angles. (Most heads of a thread, H200, bf16, of a copy's time with 4 and with 12, h200-tuning.json: qk_norm_rope per
+// head 1x4608x24x128 1.10, 1.12; 4x4096x32x8x128 1.06, 1.07; apply_rotary_qk 1x32760x12x128 1.03, 1.05.)
+constexpr int kRunThreads = 1536, kSlots = 8;
 // Batches whose token row_kernel turns by one table in one block (2x2688x32x64: 1.10 against 1.12 for one a block).
 constexpr int kBatchRun = 2;
 
@@ -960,20 +998,16 @@ Runs make_runs(const RotaryParams& p, const RotaryAngles* angles, int lanes, boo
     slots = spare == 1 ? most : std::min(std::max<int64_t>(heads / 3, 1), most);
   }
   runs.slots = static_cast<int32_t>(slots);
-  const int64_t length =
-      computed ? std::min<int64_t>(spare * slots, kComputedRun) : std::min<int64_t>(spare, kTableRun);
-  const bool over_batches = heads == 1 && common && length >= p.batch && !computed;
-  const int64_t inner = over_batches ? p.batch : std::min(length, heads);
-  // Batches are all in the run or none.
-  const bool all = over_batches || (common && length >= inner * p.batch);
-  runs.over_batches = over_batches;
+  const int64_t a_thread = std::min<int64_t>(spare, kHeadsAtOnce);
+  // All batches or none.
+  runs.over_batches = heads == 1 && common && a_thread >= p.batch && !computed;
+  const int64_t inner = runs.over_batches ? p.batch : ceil_div(heads, ceil_div(heads, a_thread * slots));
   runs.inner = static_cast<int32_t>(inner);
-  runs.outer = static_cast<int32_t>(all && !over_batches ? p.batch : 1);
-  runs.batches = static_cast<uint32_t>(all ? 1 : p.batch);
+  runs.batches = static_cast<uint32_t>(runs.over_batches ? 1 : p.batch);
   runs.by_batches = Divider(runs.batches);
   runs.by_threads = Divider(lanes * slots);
-  runs.count[0] = static_cast<int32_t>(over_batches ? 1 : ceil_div(q_heads, inner));
-  runs.count[1] = p.operands == 2 ? static_cast<int32_t>(over_batches ? 1 : ceil_div(k_heads, inner)) : 0;
+  runs.count[0] = static_cast<int32_t>(runs.over_batches ? 1 : ceil_div(q_heads, inner));
+  runs.count[1] = p.operands == 2 ? static_cast<int32_t>(runs.over_batches ? 1 : ceil_div(k_heads, inner)) : 0;
   runs.by_counts = Divider(runs.count[0] + runs.count[1]);
   if (computed) {
     runs.plane = static_cast<uint32_t>(angles->grid[1] * angles->grid[2]);
@@ -983,6 +1017,29 @@ Runs make_runs(const RotaryParams& p, const RotaryAngles* angles, int lanes, boo
     runs.by_pairs = Divider(p.head_dim / 2);
   }
   return runs;
+}
+
+// How far ahead prefetch() works, in threads of a multiprocessor: part of those that run at once. In row_kernel only
+// where the heads share a table, as what is ahead must not crowd out what is in use. H200, bf16, of a copy's time with
+// and without: qk_norm_rope across heads, table of a head, 1x32760x12x128 1.01, 1.11, 1x4096x12x128 1.06, 1.19,
+// 1x8190x40x128 1.07, 1.27, full table, 2x2688x32x64 1.14, 1.09; rope_1d 4x4096x32x8x128 1.04, 1.08; rope_3d
+// 1x21x30x52x12x128 1.01, 1.04; per head with a table 1x32760x12x12x128 1.05, 1.03 (h200-tuning.json).
+constexpr int kTokensAhead = 512, kHeadsAhead = 256;
+
+// Whether the heads of a token are one row.
+bool is_row(const PackedOperand& o, int64_t head_bytes) { return o.heads == 1 || o.input_stride.head == head_bytes; }
+
+// Whether a token's heads turn by one row of cos and one of sin that whole 16 bytes make up.
+bool is_shared_row(const PackedOperand& o) {
+  const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+  return o.heads > 1 && o.table_stride.head == 0 && aligned(o.cos) && aligned(o.sin) &&
+         (o.table_stride.batch | o.table_stride.sequence) % 16 == 0;
+}
+
+// Blocks of `threads` ahead; none where there are not several times as many.
+uint32_t blocks_ahead(int threads_ahead, int64_t threads, int64_t grid, int device) {
+  const int64_t blocks = int64_t{multiprocessors(device)} * threads_ahead / threads;
+  return grid > 2 * blocks ? static_cast<uint32_t>(blocks) : 0;
 }
 
 template <typename T, typename Source, bool kInterleaved>
@@ -1001,6 +1058,7 @@ void launch_main_line(const RotaryParams& p, const PackedParams& packed, const t
   for (int i = 0; i < p.operands && !kComputed; ++i) {
     common = common && p.operand[i].cos_stride.batch == 0 && p.operand[i].sin_stride.batch == 0;
   }
+  const int64_t head_bytes = p.head_dim * static_cast<int64_t>(sizeof(T));
   if constexpr (!kComputed) {
     if (across) {
       const int64_t threads = ceil_div(std::max(q.heads, p.operands == 2 ? k.heads : 0) * units, 32) * 32;
@@ -1009,9 +1067,15 @@ void launch_main_line(const RotaryParams& p, const PackedParams& packed, const t
       const dim3 grid(grid_size(p.batch / run * longest(p)), 1, operands);
       const float2 inverse_widths = {1.f / static_cast<float>(q.heads * p.head_dim),
                                      1.f / static_cast<float>((p.operands == 2 ? k.heads : 1) * p.head_dim)};
+      bool prefetched = true;
+      for (int i = 0; i < p.operands; ++i) {
+        const PackedOperand& o = packed.operand[i];
+        prefetched = prefetched && is_row(o, head_bytes) && is_shared_row(o);
+      }
+      const uint32_t ahead = prefetched ? blocks_ahead(kTokensAhead, threads, grid.x, device) : 0;
       row_kernel<T, Source, kInterleaved><<<grid, static_cast<unsigned>(threads), 0, stream>>>(
           packed, static_cast<uint32_t>(units), shared, run, static_cast<uint32_t>(p.batch / run),
-          Divider(p.batch / run), Divider(units), inverse_widths);
+          Divider(p.batch / run), Divider(units), inverse_widths, ahead);
       return;
     }
   }
@@ -1019,21 +1083,28 @@ void launch_main_line(const RotaryParams& p, const PackedParams& packed, const t
   const int lanes = norm ? next_power_of_two(units) : units;
   const RotaryAngles* computed = nullptr;
   if constexpr (kComputed) computed = &angles;
-  const Runs runs = make_runs(p, computed, lanes, common, device);
+  Runs runs = make_runs(p, computed, lanes, common, device);
   const int64_t rows = runs.batches * longest(p);
   const int64_t groups =
       kComputed ? ceil_div(rows, kHeadsThreads / (lanes * runs.slots)) : ceil_div(rows * lanes, kHeadsThreads);
   const dim3 grid(grid_size(groups * (runs.count[0] + runs.count[1])));
-  const float inverse_width = 1.f / static_cast<float>(p.head_dim);
-  if constexpr (!kComputed) {
-    if (norm) {
-      heads_kernel<T, Source, kInterleaved, true>
-          <<<grid, kHeadsThreads, 0, stream>>>(packed, angles, runs, lanes, units, inverse_width);
-      return;
-    }
+  if (kComputed && is_row(packed.operand[0], head_bytes) &&
+      (p.operands == 1 || is_row(packed.operand[1], head_bytes))) {
+    runs.ahead = blocks_ahead(kHeadsAhead, kHeadsThreads, grid.x, device);
   }
-  heads_kernel<T, Source, kInterleaved, false>
-      <<<grid, kHeadsThreads, 0, stream>>>(packed, angles, runs, lanes, units, inverse_width);
+  const float inverse_width = 1.f / static_cast<float>(p.head_dim);
+  const auto run = [&](auto normed) {
+    const auto go = [&](auto kernel) {
+      kernel<<<grid, kHeadsThreads, 0, stream>>>(packed, angles, runs, lanes, units, inverse_width);
+    };
+    constexpr bool kNorm = decltype(normed)::value;
+    if (runs.inner <= runs.slots) return go(heads_kernel<T, Source, kInterleaved, kNorm, 1>);
+    go(heads_kernel<T, Source, kInterleaved, kNorm, kHeadsAtOnce>);
+  };
+  if constexpr (!kComputed) {
+    if (norm) return run(std::true_type());
+  }
+  run(std::false_type());
 }
 
 template <typename T, bool kInterleaved>

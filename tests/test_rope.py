@@ -572,6 +572,23 @@ def test_same_token_same_bits_any_place(ltx, device, dtype, across_heads):
             assert_same_bits(output, want[:, first:last].contiguous())
 
 
+@every_dtype
+@every_pairing
+@pytest.mark.parametrize("across_heads", [True, False])
+@pytest.mark.parametrize("table", ["[S, D]", "[S, D/2]"])
+def test_many_tokens_give_the_bits_of_few(ltx, device, dtype, layout, across_heads, table):
+    """On a GPU many tokens keep the table of their heads in shared memory, and a thread has several heads of a token."""
+    case = qk_norm_rope_case(
+        Make(device, dtype), (1, 20011, 5, 64), across_heads=across_heads, table=table, layout=layout
+    )
+    many = case.run(ltx)
+    for first, last in ((0, 3), (9999, 10010), (20008, 20011)):
+        part = {name: case.kwargs[name][:, first:last].contiguous() for name in ("query", "key")}
+        tables = {name: case.kwargs[name][first:last].contiguous() for name in ("cos", "sin")}
+        for output, want in zip(case.replace(**part, **tables).run(ltx), many, strict=True):
+            assert_same_bits(output, want[:, first:last].contiguous(), f"{first}:{last}")
+
+
 @every_function
 def test_same_bits_from_every_thread(ltx, device, name):
     """Any number of torch's threads, and several calls at once (rope_1d and rope_3d keep frequencies per thread)."""
