@@ -384,7 +384,7 @@ def test_every_kernel_in_small(ltx, device, dtype):
 def test_many_rows(ltx, device, dtype):
     """More blocks than run at a time, for kernels that fetch what a later block reads."""
     make, rows = Make("cpu", dtype), (2, 700, 2048)
-    cases = [norm_case(op, make, rows, modulation="vector") for op in ("rmsnorm", "gated_residual_adaln_rmsnorm")]
+    cases = [norm_case(op, make, rows, modulation="vector") for op in NORMS]
     for case in [*cases, activation_case("swiglu", make, rows)]:
         assert_like_the_reference(ltx, device, case, "contiguous")
 
