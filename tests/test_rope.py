@@ -577,7 +577,7 @@ def test_same_token_same_bits_any_place(ltx, device, dtype, across_heads):
 @pytest.mark.parametrize("across_heads", [True, False])
 @pytest.mark.parametrize("table", ["[S, D]", "[S, D/2]"])
 def test_many_tokens_give_the_bits_of_few(ltx, device, dtype, layout, across_heads, table):
-    """On a GPU many tokens keep the table of their heads in shared memory, and a thread has several heads of a token."""
+    """On a GPU a thread has several heads of many tokens, and blocks bring later ones into the L2."""
     case = qk_norm_rope_case(
         Make(device, dtype), (1, 20011, 5, 64), across_heads=across_heads, table=table, layout=layout
     )
