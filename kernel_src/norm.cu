@@ -59,6 +59,7 @@ enum Packed : uint32_t {
   kShiftTable = 1u << 11,
   kOutGate = 1u << 12,
   kOutGateTable = 1u << 13,
+  kVarying = 1u << 14,  // no operand: some vector changes from row to row of the inner dimension
 };
 
 constexpr int kVectors = 10;
@@ -278,7 +279,7 @@ struct PackedParams {
   float weight_offset;
   uint32_t blocks;            // that share a row
   uint32_t present;           // Packed bits
-  bool varying;               // some vector changes from row to row of the inner dimension
+  uint32_t ahead;             // rows from one to that which its block asks the L2 cache for; 0: none
   PackedView more[kVectors];  // the other vectors, without gaps
 };
 
@@ -369,60 +370,66 @@ constexpr int kShortRowThreads = 128;  // of a block whose rows have a warp at m
 // of 512; 1x262144 6.7 with 16, which is more than every GPU has, and 7.7 with 8).
 constexpr int kMaxBlocks = 16, kPortableBlocks = 8, kClusterPacks = 1024;
 
-// Rows that a thread works on at once: they share its packs of the vectors. H200, bf16, of a copy's time with one row
-// and with two: adaln_rmsnorm 2x8064x4096 1.05, 1.03; adaln_zero 2x8064x2048 1.07, 1.01; layernorm
-// 16128x2048 1.05, 1.02. A residual leaves no registers for two (1.01, 1.08), and rmsnorm has the bandwidth without
-// (16128x2048 0.99, 1.02).
-constexpr int rows_at_once(Statistic s, Fusion f, int packs) {
-  if (f == Fusion::kPlain && s == Statistic::kRms) return 1;
-  return packs <= 2 && !has_residual(f) ? 2 : 1;
-}
-// The same for four packs, where the vectors are known and the block is small enough for its registers (adaln_rmsnorm
-// 1x8190x5120 1.03, 1.01; layernorm 16384x4096 1.04, 1.02, but 8192x8192, whose block is larger, 1.04 with either).
-constexpr int kTwoRowsThreads = 192;
-constexpr bool may_take_two_rows(Statistic s, Fusion f, int packs, uint32_t known) {
-  return known != 0 && packs == 4 && !has_residual(f) && (f == Fusion::kModulate || s == Statistic::kLayer);
+// Rows that a thread works on at once, where the vectors are known: they share its packs of these. Worth it up to 128
+// threads, for a LayerNorm or more than two vectors (H200, bf16, of a copy's time with one row and with two: layernorm
+// 5376x2048 1.04, 1.02; adaln_zero 2x8064x2048 1.02, 0.99; but adaln_rmsnorm 2x8064x2048 0.99, 1.02). Blocks of longer
+// rows do better with one row, the registers for more blocks and a prefetch (adaln_zero 2x8064x4096 1.01, 1.04;
+// layernorm 8192x3072 1.02, 1.05; adaln_layernorm 1x8190x5120 1.02, 1.06: h200-tuning.json).
+constexpr int kTwoRowsThreads = 128;
+constexpr int rows_at_once(Statistic s, Fusion f, int packs, int threads, uint32_t known) {
+  if (known == 0 || has_residual(f) || packs > 2 || threads > kTwoRowsThreads) return 1;
+  return s == Statistic::kLayer || count_bits(known) > 2 ? 2 : 1;
 }
 
 // The vectors that are loaded before the first use of any, one register a 32-bit word: all where the registers allow,
 // else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy with
 // them, 1.07 without). The blocks of a cluster wait too long for anything late (layernorm 8x65536 7.2 us, 9.0 without).
-// fp32 vectors beside 16-bit rows take twice the registers.
-constexpr uint32_t loaded_ahead(Statistic s, int packs, int rows, bool clusters, uint32_t known, bool wide) {
-  constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
+// fp32 vectors beside 16-bit rows take twice the registers. threads: those of a row where they are known.
+constexpr uint32_t loaded_ahead(Statistic s, int packs, int threads, bool clusters, uint32_t known, bool wide) {
   if (wide) return 0;
-  if (clusters) return known;
-  if (rows == 2 && packs == 4) return known & kMain;
+  if (clusters || threads != 0) return known;
+  constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
   if (packs <= 2) return known ? known : kMain | kGate;
   return s == Statistic::kLayer ? kGate : kMain | kGate;
 }
 
-// Bounds the registers: 96 a thread for one or two packs, 128 for more, and for all on Blackwell, whose code takes
-// more.
-constexpr int register_threads(int packs) {
+// Whether an instance for `threads` a row takes rows as one dimension.
+constexpr bool is_flat(Fusion f, int threads) { return threads != 0 && !has_modulation(f); }
+
+// What lies between a row and that which its block asks the L2 cache for, for each multiprocessor: DRAM then reads
+// whole rows in order, and a block that starts finds its row near. H200, bf16, of a copy's time with none, 12, 24, 48
+// and 96 KiB: layernorm 8192x8192 1.05, 1.02, 1.02, 1.03, 1.2; rmsnorm_residual 8192x8192 1.04, 1.01, 1.00, 1.02, 1.2;
+// rmsnorm 16384x4096 1.01, 0.99, 0.99, 1.00, 1.2; gated_residual_adaln_layernorm
+// 2x8064x4096 1.05, 1.02, 1.01, 1.02, 1.2 (h200-tuning.json).
+constexpr int64_t kAheadBytes = 24 << 10;
+
+// Bounds the registers, as the threads that a multiprocessor shall hold: a few registers more are a row less at once.
+// Not on Blackwell, whose code takes more.
+constexpr int register_threads(Statistic s, Fusion f, int packs, int threads, bool clusters) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   return 512;
 #else
-  return packs <= 2 ? 640 : 512;
+  if (packs == 4) return threads ? 768 : f == Fusion::kPlain && !clusters ? 1024 : 512;
+  return threads > 32 && s == Statistic::kRms ? 1024 : 640;
 #endif
 }
 
 // block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
-// one. kClusters: the row belongs to p.blocks blocks. kThreads: those of a row, where its packs are as many and rows
-// are one dimension.
+// one. kClusters: the row belongs to p.blocks blocks. kThreads: those of a row, where all own kPacks packs.
 template <typename T, typename M, Statistic S, Fusion F, int kPacks, int kRows, uint32_t kKnown, bool kClusters = false,
           int kThreads = 0>
-__global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const __grid_constant__ PackedParams p) {
+__global__ void __launch_bounds__(register_threads(S, F, kPacks, kThreads, kClusters), 1)
+    norm_kernel(const __grid_constant__ PackedParams p) {
   constexpr int kWidth = kPackWidth<T>;
   constexpr bool kNorm = S != Statistic::kNone, kGated = F == Fusion::kGated;
   constexpr bool kAdds = S == Statistic::kLayer || has_modulation(F);
-  constexpr uint32_t kAhead = loaded_ahead(S, kPacks, kRows, kClusters, kKnown, sizeof(M) > sizeof(T));
+  constexpr uint32_t kAhead = loaded_ahead(S, kPacks, kThreads, kClusters, kKnown, sizeof(M) > sizeof(T));
   using P = Pack<T, kWidth>;
   __shared__ Scratch<kRows> scratch[2];
   __shared__ float2 parts[kClusters ? 16 : 1];
-  constexpr bool kFlat = kThreads != 0;
-  const int threads = kFlat ? kThreads : static_cast<int>(blockDim.x);
-  const uint32_t block_rows = kFlat ? kShortRowThreads / kThreads : blockDim.y;
+  constexpr bool kFlat = is_flat(F, kThreads);
+  const int threads = kThreads ? kThreads : static_cast<int>(blockDim.x);
+  const uint32_t block_rows = kThreads > 32 ? 1 : kThreads ? kShortRowThreads / kThreads : blockDim.y;
   if constexpr (kClusters) enter_cluster();
   // Rows past the last read row 0 and write nothing: every thread must reach every shuffle and barrier.
   const uint32_t blocks = kClusters ? p.blocks : 1, block = blockIdx.x / blocks;
@@ -432,7 +439,7 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     row[r] = first_row + r * block_rows;
-    active[r] = row[r] < p.rows;
+    active[r] = (kThreads > 32 && kRows == 1) || row[r] < p.rows;
     if (!active[r]) row[r] = 0;
   }
   // Warp w owns the packs from 32 * kPacks * w on, its lanes those 32 apart: offsets that are known here.
@@ -442,8 +449,17 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
       part * block_width + (kPacks == 1 ? static_cast<int>(threadIdx.x) : warp * 32 * kPacks + lane) * kWidth;
   constexpr int kStep = 32 * kWidth;
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) inside[k] = kFlat || first + k * kStep < p.width;
+  for (int k = 0; k < kPacks; ++k) inside[k] = kThreads || first + k * kStep < p.width;
 
+  // Before the row itself, and not for two rows, which have no register for it.
+  if constexpr (kPacks > 1 && kRows == 1 && !kClusters) {
+    const uint32_t later = first_row + p.ahead;
+    if (threadIdx.x == 0 && p.ahead != 0 && later < p.rows) {
+      const uint32_t bytes = p.width * static_cast<uint32_t>(sizeof(T));
+      prefetch(row_of<kFlat>(p.input, later), bytes);
+      if constexpr (has_residual(F)) prefetch(row_of<kFlat>(p.second, later), bytes);
+    }
+  }
   P input[kRows][kPacks], residual[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -476,12 +492,6 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
       if constexpr (has_residual(F)) {
         float x[kWidth];
         unpack(residual[r][k], x);
-        if constexpr (kGated) {
-          if (kKnown == 0 && r > 0 && p.varying && inside[k]) {
-            Vectors<T, M, S, F, kKnown, 1, 0> own(p, row[r], first + k * kStep, kStep);
-            get_gate(own, gate);
-          }
-        }
 #pragma unroll
         for (int i = 0; i < kWidth; ++i)
           h[r][k][i] = kGated ? fmaf(h[r][k][i], gate[i], x[i]) : __fadd_rn(x[i], h[r][k][i]);
@@ -536,10 +546,6 @@ __global__ void __launch_bounds__(register_threads(kPacks), 1) norm_kernel(const
       get_factors<S, F>(vectors, kKnown ? 0.f : p.weight_offset, factor, addend);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        if (kKnown == 0 && r > 0 && p.varying) {
-          Vectors<T, M, S, F, kKnown, 1, 0> own(p, row[r], first + k * kStep, kStep);
-          get_factors<S, F>(own, p.weight_offset, factor, addend);
-        }
         normalise<S>(mean[r], rstd[r], h[r][k]);
         apply_factors<kAdds>(factor, addend, h[r][k]);
         if (active[r])
@@ -732,16 +738,22 @@ Geometry share(int64_t packs, int a_thread) {
 }
 
 // Packs of a row up to which a thread owns two: half the instructions a thread lets twice as many wait for memory, at
-// the price of more sums. H200, bf16, of a copy's time with two packs and with four:
-//   rmsnorm 16384x4096 1.02, 1.04; 8192x8192 1.05, 1.03     layernorm 16384x4096 1.13, 1.05
-//   adaln_rmsnorm 2x8064x4096 1.03, 1.06; 1x8190x5120 1.15, 1.10
-//   adaln_layernorm, two rows at once, 1x4608x3072 1.08, 1.07
-//   gated_residual_adaln_layernorm 1x4608x3072 1.05, 1.08
-//   rmsnorm_residual 16384x4096 1.04, 1.03
+// the price of more sums. H200, bf16, of a copy's time with two packs and with four, rows prefetched:
+//   rmsnorm 16384x4096 0.99, 1.00; 8192x8192 1.00, 0.98
+//   layernorm 8192x3072 1.01, 1.02; 16384x4096 1.00, 0.99
+//   adaln_layernorm 1x4608x3072 1.04, 1.04; 1x8190x5120 1.03, 1.02
+//   adaln_zero 1x8190x5120 1.02, 1.03; adaln_rmsnorm 1x8190x5120 1.00, 1.01
+//   gated_residual_adaln_layernorm 1x8190x5120 1.01, 1.02
 constexpr int two_packs_up_to(Statistic s, Fusion f) {
-  if (f == Fusion::kGated) return 512;
-  if (f == Fusion::kModulate) return s == Statistic::kLayer ? 256 : 512;
-  return s == Statistic::kRms && f == Fusion::kPlain ? 512 : 256;
+  if (f == Fusion::kGated) return 640;
+  if (s == Statistic::kLayer) return 384;
+  return f == Fusion::kModulate ? 640 : f == Fusion::kPlain ? 512 : 256;
+}
+
+constexpr int packs_a_thread(Statistic s, Fusion f, int64_t packs) {
+  // Without a sum, one pack is no slower than two (gated_residual 2x8064x4096 96.9 us, 97.6 with two).
+  if (packs <= (s == Statistic::kNone ? kMaxThreads : 32)) return 1;
+  return packs <= two_packs_up_to(s, f) ? 2 : 4;
 }
 
 // Blocks of a cluster. Clusters came with compute capability 9.0; a newer GPU may still run code that was compiled for
@@ -764,10 +776,7 @@ Geometry geometry(int64_t width, int pack_width, Statistic s, Fusion f, int devi
     if (packs > a_thread * kMaxThreads) fail_forced("rows that fit", "norm_packs=" + std::to_string(a_thread));
     return share(packs, a_thread);
   }
-  // Without a sum, one pack is no slower than two (gated_residual 2x8064x4096 96.9 us, 97.6 with two).
-  if (packs <= (s == Statistic::kNone ? kMaxThreads : 32)) return share(packs, 1);
-  if (packs <= two_packs_up_to(s, f)) return share(packs, 2);
-  if (packs <= 4 * kMaxThreads) return share(packs, 4);
+  if (packs <= 4 * kMaxThreads) return share(packs, packs_a_thread(s, f, packs));
   const int most = most_blocks(device);
   const int blocks = std::min(next_power_of_two(ceil_div(packs, kClusterPacks)), most);
   Geometry g = share(std::min<int64_t>(ceil_div(packs, blocks), 4 * kMaxThreads), 4);
@@ -829,7 +838,6 @@ bool pack_params(const NormParams& p, PackedParams& q) {
   q.rows = static_cast<uint32_t>(inner);
   bool fits = true;
   q.present = 0;
-  q.varying = false;
   const auto set = [&](PackedView& packed, const RowView& view, Packed bit) {
     if (!view.data) return;
     const int64_t bytes = element_size(view.dtype);
@@ -845,7 +853,7 @@ bool pack_params(const NormParams& p, PackedParams& q) {
     PackedView& packed = views == 0 ? q.second : q.more[views - 1];
     ++views;
     set(packed, view, bit);
-    q.varying = q.varying || packed.inner != 0;
+    if (packed.inner != 0) q.present |= kVarying;
   };
   set(q.input, p.input, kInput);
   set(q.second, p.residual, kResidualIn);
@@ -870,6 +878,22 @@ bool pack_params(const NormParams& p, PackedParams& q) {
 
 template <uint32_t kVectors>
 using Known = std::integral_constant<uint32_t, kVectors>;
+template <int kPacks>
+using Length = std::integral_constant<int, kPacks>;
+
+// Whether rows of `packs` packs have an instance of their own (H200, bf16, of a copy's time with and without): those of
+// heads of 64 and 128 elements (rmsnorm 4096x128 5.1 us, 5.4; rmsnorm_residual 262144x64 1.01, 1.02; a LayerNorm's code
+// then loads its vectors too late, 131072x128 1.05, 1.02), and 2048 to 5120 one row at once (adaln_rmsnorm 1x512x2048
+// 6.6 us, 6.7; layernorm 2048 two rows at once 1.04, 1.01; adaln_zero 1x8190x5120 1.03, 1.06; layernorm 8192x3072 1.02,
+// 1.03).
+constexpr bool knows_length(Statistic s, Fusion f, int packs, uint32_t known) {
+  if (known == 0 || s == Statistic::kNone) return false;
+  if (packs <= 32) return s == Statistic::kRms && !has_modulation(f);
+  const int a_thread = packs_a_thread(s, f, packs);
+  if (rows_at_once(s, f, a_thread, packs / a_thread, known) > 1) return false;
+  if (f == Fusion::kModulate) return count_bits(known) <= (s == Statistic::kRms ? 3 : 2);
+  return f == Fusion::kPlain && (s == Statistic::kLayer || packs == 256);
+}
 
 template <typename T, typename M, Statistic S, Fusion F>
 void launch_packed(const PackedParams& p, const Geometry& g, dim3 block, unsigned outer, cudaStream_t stream) {
@@ -884,41 +908,44 @@ void launch_packed(const PackedParams& p, const Geometry& g, dim3 block, unsigne
     constexpr uint32_t kKnown = decltype(known)::value;
     // Not every geometry has an instance of its own for what is known.
     constexpr bool kHasOne = kKnown == 0 || S == Statistic::kNone || !has_modulation(F);
-    constexpr bool kHasFour = kKnown == 0 || F != Fusion::kModulate, kHasClusters = F == Fusion::kPlain;
-    if (kKnown != 0 && (vectors != kKnown || p.varying || p.weight_offset != 0.f)) return false;
+    constexpr bool kHasFour = kKnown == 0 || F != Fusion::kModulate || S == Statistic::kLayer;
+    constexpr bool kHasClusters = F == Fusion::kPlain;
+    if (kKnown != 0 && (vectors != kKnown || p.weight_offset != 0.f)) return false;
     if (g.blocks > 1) {
       if constexpr (kHasClusters) {
         launch_clusters(norm_kernel<T, M, S, F, 4, 1, kKnown, true>, grid(1), block, g.blocks, stream, p);
       }
       return kHasClusters;
     }
-    if (g.packs == 1) {
-      constexpr int kRows = rows_at_once(S, F, 1);
-      // Heads of 64 and 128 elements of 16 bits (H200: rmsnorm 4096x128 5.1 us, 5.4 without instances of their own;
-      // rmsnorm_residual 262144x64 1.01 x a copy, 1.02; a LayerNorm's code then loads its vectors too late, 131072x128
-      // 1.05, 1.02 without: h200-tuning.json).
-      if constexpr (kKnown != 0 && S == Statistic::kRms && !has_modulation(F)) {
-        const auto run_short = [&](auto threads) {
-          constexpr int kThreads = decltype(threads)::value;
-          if (outer > 1 || p.width != kThreads * kPackWidth<T>) return false;
-          norm_kernel<T, M, S, F, 1, kRows, kKnown, false, kThreads><<<grid(kRows), block, 0, stream>>>(p);
-          return true;
-        };
-        if (run_short(std::integral_constant<int, 8>()) || run_short(std::integral_constant<int, 16>())) return true;
+    // The main widths of 16-bit rows, one head's first.
+    const auto run_length = [&](auto packs) {
+      constexpr int kRowPacks = decltype(packs)::value, kPacks = packs_a_thread(S, F, kRowPacks);
+      constexpr int kThreads = kRowPacks / kPacks, kRows = rows_at_once(S, F, kPacks, kThreads, kKnown);
+      if constexpr (knows_length(S, F, kRowPacks, kKnown) && sizeof(T) == 2) {
+        if (p.width != kRowPacks * kPackWidth<T> || g.packs != kPacks || (is_flat(F, kThreads) && outer > 1))
+          return false;
+        norm_kernel<T, M, S, F, kPacks, kRows, kKnown, false, kThreads><<<grid(kRows), block, 0, stream>>>(p);
+        return true;
       }
+      return false;
+    };
+    if (run_length(Length<8>()) || run_length(Length<16>()) || run_length(Length<256>()) || run_length(Length<384>()) ||
+        run_length(Length<512>()) || run_length(Length<640>())) {
+      return true;
+    }
+    if (g.packs == 1) {
+      constexpr int kRows = rows_at_once(S, F, 1, 32, kKnown);
       if constexpr (kHasOne) norm_kernel<T, M, S, F, 1, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
       return kHasOne;
     }
     if (g.packs == 2) {
-      constexpr int kRows = rows_at_once(S, F, 2);
-      norm_kernel<T, M, S, F, 2, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
-      return true;
-    }
-    if constexpr (may_take_two_rows(S, F, 4, kKnown)) {
+      constexpr int kRows = rows_at_once(S, F, 2, kTwoRowsThreads, kKnown);
       if (g.threads <= kTwoRowsThreads) {
-        norm_kernel<T, M, S, F, 4, 2, kKnown><<<grid(2), block, 0, stream>>>(p);
-        return true;
+        norm_kernel<T, M, S, F, 2, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
+      } else {
+        norm_kernel<T, M, S, F, 2, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
       }
+      return true;
     }
     if constexpr (kHasFour) norm_kernel<T, M, S, F, 4, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
     return kHasFour;
@@ -951,6 +978,8 @@ void launch(const NormParams& p, const Context& context) {
   if (takes_packed("norm", forced().norm,
                    fast && g.fits && (g.blocks == 1 || F == Fusion::kPlain) && pack_params(p, q))) {
     q.blocks = static_cast<uint32_t>(g.blocks);
+    const int64_t row_bytes = p.rows.width * static_cast<int64_t>(sizeof(T)) * (p.residual.data ? 2 : 1);
+    q.ahead = static_cast<uint32_t>(kAheadBytes * multiprocessors(context.device) / row_bytes);
     const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
     if (wide) {
       launch_packed<T, float, S, F>(q, g, block, outer, stream);
