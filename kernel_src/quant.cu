@@ -4,17 +4,29 @@
 //   scale  = max(amax(|y|) / 448, 2^-120), or one number for all rows
 //   values = e4m3(y * (1 / scale))              y: the op's fp32 result (norm.cu and glu.cu have the formulas)
 //
+// A norm with neither residual nor shift finds amax(|h * weight|) beside its sum and multiplies with rstd afterwards.
+//
 // 16-bit rows are read once (2 bytes an element, and as many for a residual or an up) and written once (1 byte, and 2
 // for the residual stream); y stays in registers while the row finds its largest magnitude.
 //
-// Three kinds of kernel, that share the ownership of packs, the order of a row's sum and the arithmetic:
-//   *_kernel, not kHeld  a row in registers, each of its bytes read once; blocks come and go.
-//   *_kernel, kHeld      norms whose vectors are the same for all rows of a block: it computes factor and addend of a
-//                        row once, holds them in shared memory, and takes one row after the other, the next one being
-//                        on its way while one is worked on. H200, adaln_rmsnorm 2x8064x2048: 33 us, without 42.
+// Four kinds of kernel, that share the ownership of packs, the order of a row's sum and the arithmetic:
+//   norm_quant_kernel, glu_quant_kernel  a row in registers, each of its bytes read once; blocks come and go.
+//   norm_quant_kernel_held  norms with a modulation, whose vectors are the same for all rows of a block (but for those
+//                        of a gated residual that the first kind knows): it computes a row's factor and addend once,
+//                        holds them in shared memory, and takes one row after the other, the next one being on its way
+//                        while one is worked on. H200, adaln_rmsnorm 2x8064x2048: 1.14 x a copy, with the vectors from
+//                        the first cache for each row 1.24.
 //   *_kernel_general     rows that are too long, strided or misaligned: element by element, for the norm's sum, for the
 //                        magnitude and for the values, from cache after the first time.
 // How many threads share a row depends on its length and dtype, and on the op, alone.
+//
+// A row of 2048 bf16 that becomes fp8 leaves a multiprocessor of an H200 about 1500 issue slots, 190 a pack: 100 taken
+// cost 10 % over a copy. A vector costs 8 to unpack, and what rows of other blocks push out of the first cache comes
+// from the second one each time. Hence kernels of their own for the vectors that a model's block passes, and few steps
+// between them and a row. Rows that are wide, or have little done to them, wait for memory: a block brings those of a
+// later one into the L2 cache. No barrier but the held kernel's has a number that is known at run time alone: ptxas
+// would reserve all sixteen for every block, and four blocks would fill a multiprocessor (gated_residual_adaln_rmsnorm
+// 2x8064x2048, blocks of 128: 1.26 x a copy with such, 1.03 without).
 #include <algorithm>
 #include <array>
 #include <string>
@@ -69,15 +81,18 @@ __device__ __forceinline__ void each(float (&x)[kWidth], const Op& op) {
   for (int i = 0; i < kWidth; ++i) x[i] = op(x[i]);
 }
 
+template <typename T, Activation kActivation, int kWidth>
+__device__ __forceinline__ void activate(float (&x)[kWidth]) {
+  each(x, [](float v) {
+    if constexpr (kActivation == Activation::kGeluTanh && sizeof(T) < 4) return gelu_by_tanh(v);
+    return ltx::activate<T, kActivation, kActivation != Activation::kSilu>(v);
+  });
+}
 template <typename T, int kWidth>
 __device__ __forceinline__ void activate(Activation activation, float (&x)[kWidth]) {
-  if (activation == Activation::kSilu) {
-    each(x, [](float v) { return ltx::activate<T, Activation::kSilu, false>(v); });
-  } else if (activation == Activation::kGeluTanh) {
-    each(x, [](float v) { return sizeof(T) == 4 ? ltx::activate<T, Activation::kGeluTanh>(v) : gelu_by_tanh(v); });
-  } else {
-    each(x, [](float v) { return ltx::activate<T, Activation::kGelu>(v); });
-  }
+  if (activation == Activation::kSilu) return activate<T, Activation::kSilu>(x);
+  if (activation == Activation::kGeluTanh) return activate<T, Activation::kGeluTanh>(x);
+  activate<T, Activation::kGelu>(x);
 }
 
 template <int kWidth>
@@ -99,52 +114,89 @@ __device__ __forceinline__ float magnitude(const float (&y)[kPacks][kWidth]) {
   return larger_magnitude(larger_magnitude(most[0], most[1]), larger_magnitude(most[2], most[3]));
 }
 
-// block: x = the threads of a row, y = rows, which work on their own; rows of more than a warp meet at a barrier of
-// their own.
-__device__ __forceinline__ void row_barrier() {
-  asm volatile("bar.sync %0, %1;" : : "r"(threadIdx.y), "r"(blockDim.x) : "memory");
-}
+// block: x = the threads of a row, y = rows.
 
-// The sum or the largest magnitude over the threads of a row. No other reduction of the same row may use `scratch`, one
-// number a warp, so that one barrier is enough.
+// Over some lanes, and over a warp.
 struct Sum {
   __device__ __forceinline__ float operator()(float x, float y) const { return x + y; }
   __device__ __forceinline__ float lanes(float x, int count) const {  // unrolled, as lane_sum, it spills
     for (int offset = count / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
   }
+  __device__ __forceinline__ float warp(float x) const { return lanes(x, 32); }
 };
 struct Magnitude {
   __device__ __forceinline__ float operator()(float x, float y) const { return larger_magnitude(x, y); }
   __device__ __forceinline__ float lanes(float x, int count) const { return lane_magnitude(x, count); }
+  __device__ __forceinline__ float warp(float x) const { return warp_magnitude(x); }
 };
 
-template <typename Op>
-__device__ __forceinline__ float row_reduce(float x, float* scratch, const Op& op) {
-  const int threads = static_cast<int>(blockDim.x);
-  if (threads <= 32) return op.lanes(x, threads);
-  x = op.lanes(x, 32);
-  const int lane = threadIdx.x % 32, warps = threads / 32;
-  scratch += threadIdx.y * warps;
-  if (lane == 0) scratch[threadIdx.x / 32] = x;
-  row_barrier();
-  if (warps > 4) return op.lanes(lane < warps ? scratch[lane] : 0.f, 32);
-  // A few warps: every thread takes their numbers itself, which is shorter than shuffles.
-  float all = scratch[0];
+// Where the warps of a row meet: a number a warp, up to 16, and zeros up to the next multiple of four. For kRows rows
+// of a thread, and up to eight groups of rows of a block.
+constexpr int kPlaces = 32;
+template <int kRows>
+struct alignas(16) Places {
+  float number[kRows][kPlaces];
+};
+
+// The sum or the largest magnitude over the threads of a row, in two steps with a barrier of the block in between: each
+// warp leaves what it has, then every thread takes it all. One warp has it all at the first step. kWhole: rows have
+// whole warps.
+template <bool kWhole, int kRows, typename Op>
+__device__ __forceinline__ void leave(float (&x)[kRows], Places<kRows>& places, const Op& op) {
+  const int threads = blockDim.x, warps = threads / 32, fours = (warps + 3) / 4, mine = threadIdx.y * fours * 4;
 #pragma unroll
-  for (int i = 1; i < 4; ++i) {
-    if (i < warps) all = op(all, scratch[i]);
+  for (int r = 0; r < kRows; ++r) x[r] = kWhole ? op.warp(x[r]) : op.lanes(x[r], min(threads, 32));
+  if (threads <= 32) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (threadIdx.x % 32 == 0) places.number[r][mine + threadIdx.x / 32] = x[r];
+    if (threadIdx.x >= warps && threadIdx.x < fours * 4) places.number[r][mine + threadIdx.x] = 0.f;
   }
-  return all;
+}
+template <typename Op>
+__device__ __forceinline__ float take(const float4* all, int fours, const Op& op) {
+  const auto both = [&](const float4& a, const float4& b) {
+    return make_float4(op(a.x, b.x), op(a.y, b.y), op(a.z, b.z), op(a.w, b.w));
+  };
+  float4 a = all[0];
+  if (fours == 1) return op(op(op(a.x, a.y), a.z), a.w);
+  float4 b = all[1];
+  if (fours > 2) {
+    a = both(a, all[2]);
+    if (fours > 3) b = both(b, all[3]);
+  }
+  a = both(a, b);
+  return op(op(a.x, a.z), op(a.y, a.w));
+}
+template <int kRows, typename Op>
+__device__ __forceinline__ void take(float (&x)[kRows], const Places<kRows>& places, const Op& op) {
+  const int threads = blockDim.x, fours = (threads / 32 + 3) / 4, mine = threadIdx.y * fours * 4;
+  if (threads <= 32) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r] = take(reinterpret_cast<const float4*>(&places.number[r][mine]), fours, op);
+}
+// Both at once. No other reduction may use `places`.
+template <bool kWhole, int kRows, typename Op>
+__device__ __forceinline__ void reduce(float (&x)[kRows], Places<kRows>& places, const Op& op) {
+  leave<kWhole>(x, places, op);
+  if (blockDim.x > 32) __syncthreads();
+  take(x, places, op);
+}
+template <bool kWhole, typename Op>
+__device__ __forceinline__ float reduce(float x, Places<1>& places, const Op& op) {
+  float one[1] = {x};
+  reduce<kWhole>(one, places, op);
+  return one[0];
 }
 
 // Which packs of a row are a thread's: a warp owns 32 * kPacks neighbouring ones, a lane those 32 apart, beginning with
 // number first_pack. Rows of less than a warp have one pack a thread.
 constexpr int kPackStep = 32;
-// Threads of a block: several rows, that hold vectors together or at least start together, or one long row.
-// H200, us of 2x8064x2048, blocks of 64, 128 and 256: quantize_rows 47, 35, 29.
-constexpr int kBlock = 256, kMaxThreads = 512;
-constexpr int kWarps = kMaxThreads / 32;
+// Threads of a block at least: rows of less share one.
+// H200, of a copy's time, blocks of 128 and 256: gated_residual 2x2688x2048 1.04, 1.06; quantize_rows 2x8064x2048 1.05,
+// 1.04; gated_residual_adaln_rmsnorm 2x8064x2048 1.03, 1.04.
+constexpr int kBlock = 128, kMaxThreads = 512;
 
 __device__ __forceinline__ int first_pack(int packs) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -160,8 +212,21 @@ struct RowPointer {
   __device__ __forceinline__ char* at(uint32_t row) const { return data + outer * blockIdx.y + inner * row; }
 };
 
-// A thread's kPacks packs of a row, and of the rows that are `stride` further on.
-template <typename T, int kPacks, int kOperands>
+// A pack that is read once. kPasses: it leaves the first cache to the vectors.
+template <bool kPasses, typename P>
+__device__ __forceinline__ P load_row_pack(const P* from) {
+  static_assert(sizeof(P) == 16);
+  if constexpr (!kPasses) return *from;
+  P pack;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
+               : "l"(from));
+  return pack;
+}
+
+// A thread's kPacks packs of kRows neighbouring rows, and of the rows that are `stride` further on. kShort: several
+// rows share a warp, whose threads have all the same several packs, those a row's threads apart.
+template <typename T, int kPacks, int kOperands, int kRows = 1, bool kShort = false>
 struct RowShare {
   static constexpr int kWidth = kPackWidth<T>;
   using P = Pack<T, kWidth>;
@@ -169,61 +234,84 @@ struct RowShare {
   int first;
   bool inside[kPacks];
   const char* source[kOperands];
-  int64_t number;  // of the row in the whole op
+  uint8_t* values;
+  float* scales;
 
-  __device__ __forceinline__ RowShare(uint32_t row_count, int width, const RowPointer (&operands)[kOperands])
+  __device__ __forceinline__ RowShare(uint32_t row_count, int width, const RowPointer (&operands)[kOperands],
+                                      const QuantOutput& output)
       : rows(row_count),
-        row(blockIdx.x * blockDim.y + threadIdx.y),
-        stride(gridDim.x * blockDim.y),
-        first(first_pack(kPacks) * kWidth) {
+        row((blockIdx.x * blockDim.y + threadIdx.y) * kRows),
+        stride(gridDim.x * blockDim.y * kRows),
+        first((kShort ? static_cast<int>(threadIdx.x) : first_pack(kPacks)) * kWidth) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) inside[k] = column(k) < width;
 #pragma unroll
-    for (int i = 0; i < kOperands; ++i) {
-      source[i] = operands[i].at(row) + first * sizeof(T);
-    }
-    number = static_cast<int64_t>(blockIdx.y) * rows + row;
+    for (int i = 0; i < kOperands; ++i) source[i] = operands[i].at(row) + first * sizeof(T);
+    const int64_t number = static_cast<int64_t>(blockIdx.y) * rows + row;
+    values = output.values + number * width + first;
+    scales = output.scales + number;
   }
-  __device__ __forceinline__ int column(int k) const { return first + k * kPackStep * kWidth; }
-  __device__ __forceinline__ bool active() const { return row < rows; }
-  // The rows of a block end together: every thread must reach every shuffle.
-  __device__ __forceinline__ bool more() const { return row - threadIdx.y < rows; }
+  static __device__ __forceinline__ int step() { return kShort ? static_cast<int>(blockDim.x) : kPackStep; }
+  __device__ __forceinline__ int column(int k) const { return first + k * step() * kWidth; }
+  __device__ __forceinline__ bool active(int r = 0) const { return row + r < rows; }
+  // A thread's packs of what is at `from`, its first one.
+  template <typename Q>
+  __device__ __forceinline__ Q* pack(Q* from, int k) const {
+    return from + k * step();
+  }
 
-  // The packs of the row (or of the one after it, when `source` has gone on already): zeros past its end and past the
-  // last row.
-  __device__ __forceinline__ void load(uint32_t at, P (&packs)[kOperands][kPacks]) const {
+  // The packs of the rows (or of those after them, when `source` has gone on already): zeros past a row's end and past
+  // the last row.
+  template <bool kPasses>
+  __device__ __forceinline__ void load(uint32_t at, const RowPointer (&operands)[kOperands],
+                                       P (&packs)[kRows][kOperands][kPacks]) const {
 #pragma unroll
-    for (int i = 0; i < kOperands; ++i) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        packs[i][k] = P{};
-        if (at < rows && inside[k]) packs[i][k] = reinterpret_cast<const P*>(source[i])[k * kPackStep];
+      for (int i = 0; i < kOperands; ++i) {
+        const P* const from = reinterpret_cast<const P*>(source[i] + r * operands[i].inner);
+#pragma unroll
+        for (int k = 0; k < kPacks; ++k) {
+          packs[r][i][k] = P{};
+          if (at + r < rows && inside[k]) packs[r][i][k] = load_row_pack<kPasses>(pack(from, k));
+        }
       }
     }
   }
-  __device__ __forceinline__ void load(P (&packs)[kOperands][kPacks]) const { load(row, packs); }
-  __device__ __forceinline__ void load_next(const RowPointer (&operands)[kOperands], P (&packs)[kOperands][kPacks]) {
+  template <bool kPasses>
+  __device__ __forceinline__ void load(const RowPointer (&operands)[kOperands],
+                                       P (&packs)[kRows][kOperands][kPacks]) const {
+    load<kPasses>(row, operands, packs);
+  }
+  // Brings the rows that lie `ahead` rows further on into the L2 cache.
+  __device__ __forceinline__ void prefetch_later(const RowPointer (&operands)[kOperands], uint32_t ahead,
+                                                 int width) const {
+    const uint32_t later = row + threadIdx.x + ahead;
+    if (ahead == 0 || threadIdx.x >= kRows || later >= rows) return;
+#pragma unroll
+    for (int i = 0; i < kOperands; ++i) {
+      prefetch(operands[i].at(later), static_cast<uint32_t>(width) * static_cast<uint32_t>(sizeof(T)));
+    }
+  }
+  __device__ __forceinline__ void load_next(const RowPointer (&operands)[kOperands],
+                                            P (&packs)[kRows][kOperands][kPacks]) {
 #pragma unroll
     for (int i = 0; i < kOperands; ++i) source[i] += operands[i].inner * stride;
-    load(row + stride, packs);
+    load<false>(row + stride, operands, packs);
   }
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance(int width) {
     row += stride;
-    number += stride;
+    values += static_cast<int64_t>(stride) * width;
+    scales += stride;
   }
 
-  __device__ __forceinline__ void quantise(const float (&y)[kPacks][kWidth], const QuantOutput& output, int width,
-                                           float* scratch) const {
-    float most = 0.f;
-    if (!output.static_scale) most = row_reduce(magnitude(y), scratch, Magnitude());
-    if (!active()) return;
-    const float scale = quant_scale(most, output.static_scale);
-    const float inverse = __frcp_rn(scale);
-    if (threadIdx.x == 0) output.scales[number] = scale;
-    uint8_t* values = output.values + number * width + first;
+  __device__ __forceinline__ void write(int r, const float (&y)[kPacks][kWidth], const QuantScale& by,
+                                        int width) const {
+    if (threadIdx.x == 0) scales[r] = by.scale;
+    auto* const to = reinterpret_cast<E4m3Pack<kWidth>*>(values + r * width);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
-      if (inside[k]) reinterpret_cast<E4m3Pack<kWidth>*>(values)[k * kPackStep] = E4m3Pack<kWidth>(y[k], inverse);
+      if (inside[k]) *pack(to, k) = E4m3Pack<kWidth>(y[k], by.inverse);
     }
   }
 };
@@ -234,18 +322,24 @@ struct RowModulator {
   const char* table;
   DType value_dtype, table_dtype;
 
-  // The value's elements, on their way ahead of get, if they have dtype T.
+  // The elements that have dtype T, on their way ahead of get.
   template <typename T, int kWidth>
   __device__ __forceinline__ void fetch(uint32_t row, int column, Pack<T, kWidth>& pack) const {
     if (value.data && value_dtype == DTypeOf<T>::value) {
       pack = load_pack<T, kWidth>(reinterpret_cast<const T*>(value.at(row)), column, 1, 0, true);
     }
   }
+  template <typename T, int kWidth>
+  __device__ __forceinline__ void fetch_table(int column, Pack<T, kWidth>& pack) const {
+    if (table && table_dtype == DTypeOf<T>::value) {
+      pack = load_pack<T, kWidth>(reinterpret_cast<const T*>(table), column, 1, 0, true);
+    }
+  }
 
-  // kWidth elements of a row's modulator; `absent` where there is none. `fetched`: what fetch was given, or null.
+  // kWidth elements of a row's modulator; `absent` where there is none. What was fetched, or null.
   template <typename T, int kWidth>
   __device__ __forceinline__ void get(uint32_t row, int column, float absent, const Pack<T, kWidth>* fetched,
-                                      float (&m)[kWidth]) const {
+                                      const Pack<T, kWidth>* fetched_table, float (&m)[kWidth]) const {
     each(m, [&](float) { return absent; });
     if (!value.data) return;
     if (fetched && value_dtype == DTypeOf<T>::value) {
@@ -255,10 +349,20 @@ struct RowModulator {
     }
     if (table) {
       float t[kWidth];
-      load_floats<kWidth>(table, table_dtype, 0, column, 1, 0, true, t);
+      if (fetched_table && table_dtype == DTypeOf<T>::value) {
+        unpack(*fetched_table, t);
+      } else {
+        load_floats<kWidth>(table, table_dtype, 0, column, 1, 0, true, t);
+      }
       add(m, t);
     }
   }
+};
+
+// Packs of a modulator that are on their way.
+template <typename T>
+struct Fetched {
+  Pack<T, kPackWidth<T>> value, table;
 };
 
 // As NormParams. operands: input, and the residual where there is one.
@@ -267,171 +371,406 @@ struct NormRowParams {
   RowPointer operands[kOperands], residual_out;
   RowModulator weight, gate, scale, shift;
   QuantOutput output;
-  uint32_t rows;  // of the inner dimension
+  uint32_t rows;   // of the inner dimension
+  uint32_t ahead;  // rows that prefetch_later looks ahead
   int32_t width;
   float inverse_width, eps, weight_offset;
 
-  // y = h * rstd * factor + addend. `fetched`: scale and shift, or null.
+  // y = h * rstd * factor + addend, of what was fetched, or null.
   template <typename T, int kWidth>
-  __device__ __forceinline__ void get_factors(uint32_t row, int column, const Pack<T, kWidth>* fetched_scale,
-                                              const Pack<T, kWidth>* fetched_shift, float (&factor)[kWidth],
+  __device__ __forceinline__ void get_factors(uint32_t row, int column, const Pack<T, kWidth>* fetched_weight,
+                                              const Pack<T, kWidth>* fetched_scale,
+                                              const Pack<T, kWidth>* fetched_scale_table,
+                                              const Pack<T, kWidth>* fetched_shift,
+                                              const Pack<T, kWidth>* fetched_shift_table, float (&factor)[kWidth],
                                               float (&addend)[kWidth]) const {
     constexpr const Pack<T, kWidth>* kNone = nullptr;
     float m[kWidth];
-    weight.get(row, column, 1.f, kNone, factor);
-    scale.get(row, column, 0.f, fetched_scale, m);
-    shift.get(row, column, -0.f, fetched_shift, addend);  // x + -0 is x, for every x
+    weight.get(row, column, 1.f, fetched_weight, kNone, factor);
+    scale.get(row, column, 0.f, fetched_scale, fetched_scale_table, m);
+    shift.get(row, column, -0.f, fetched_shift, fetched_shift_table, addend);  // x + -0 is x, for every x
     if (weight_offset != 0.f) each(factor, [&](float w) { return __fadd_rn(weight_offset, w); });
     each(m, [](float x) { return __fadd_rn(1.f, x); });
     multiply(factor, m);
   }
 };
 
-// Vectors of fp32 in shared memory, in fours: the first fours of all packs, then the second ones, so that the lanes of
-// a warp read neighbours.
-extern __shared__ float4 held_vectors[];
+// What is done to a row before it is quantised: nothing, or a gated residual; a norm with a weight, or with everything;
+// a residual and a norm with a weight, or with everything.
+enum class Fusion { kRows, kResidual, kPlain, kModulate, kAdd, kGated };
+constexpr bool has_residual(Fusion f) { return f == Fusion::kResidual || f == Fusion::kAdd || f == Fusion::kGated; }
+constexpr bool has_gate(Fusion f) { return f == Fusion::kResidual || f == Fusion::kGated; }
+constexpr bool has_modulation(Fusion f) { return f == Fusion::kModulate || f == Fusion::kGated; }
+constexpr bool has_norm(Fusion f) { return f != Fusion::kRows && f != Fusion::kResidual; }
 
-template <int kWidth>
-__device__ __forceinline__ void hold(int vector, int packs, int pack, const float (&x)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth / 4; ++i) {
-    held_vectors[(vector * (kWidth / 4) + i) * packs + pack] =
-        make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-  }
-}
-template <int kWidth>
-__device__ __forceinline__ void get_held(int vector, int packs, int pack, float (&x)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth / 4; ++i) {
-    const float4 four = held_vectors[(vector * (kWidth / 4) + i) * packs + pack];
-    x[4 * i] = four.x;
-    x[4 * i + 1] = four.y;
-    x[4 * i + 2] = four.z;
-    x[4 * i + 3] = four.w;
-  }
-}
+// The vectors of a norm_quant_kernel: any, each of which may be absent, vary, or be of another dtype than the rows;
+// those that a model's block passes (a weight, or gate, scale and shift, each without a table or each with one), all in
+// the rows' dtype and the same for all rows of a block.
+enum class Vectors { kAny, kKnown, kTables };
 
-// Threads of a multiprocessor for which a kernel that holds vectors gets its registers, and its grid.
-// H200, us of 2x8064x2048: adaln_rmsnorm 34.6 (512), 33.2 (768), 44.5 (1024, spills); gated_residual_adaln_rmsnorm
-// 64.9 (512), 72 (640).
-constexpr int held_threads(bool residual) { return residual ? 512 : 768; }
+// Rows of a thread, which share its vectors: two where these are many. H200, of a copy's time with one row and with
+// two, gated_residual_adaln_rmsnorm 2x8064x2048 1.03, 1.05; with tables 1.17, 1.08.
+constexpr int rows_at_once(Fusion f, Vectors v) { return f == Fusion::kGated && v == Vectors::kTables ? 2 : 1; }
 
-// The most threads of a block, which bound the registers. Other architectures than Hopper would spill at 768.
-template <bool kResidual, bool kHeld>
-constexpr int norm_bound() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-  return kMaxThreads;
+// Threads of a multiprocessor that bound a thread's registers. H200, gated_residual_adaln_rmsnorm 2x8064x4096, of a
+// copy's time: 1.12 with 65 registers, which let three blocks run, 1.02 with 64.
+constexpr int register_threads(Fusion f, Vectors v) {
+  if (v == Vectors::kAny || rows_at_once(f, v) == 2) return kMaxThreads;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return kMaxThreads;  // whose code takes more registers
 #else
-  return kHeld ? held_threads(kResidual) : kMaxThreads;
+  return 1024;
 #endif
 }
 
-// kHeld: the vectors are the same for all rows of a block, which holds them in shared memory.
-template <typename T, bool kResidual, bool kNorm, bool kHeld, int kPacks>
-__global__ void __launch_bounds__(norm_bound<kResidual, kHeld>(), 1)
-    norm_quant_kernel(const __grid_constant__ NormRowParams<kResidual + 1> p) {
-  constexpr int kWidth = kPackWidth<T>;
+template <typename T, Fusion F, Vectors V, int kPacks, bool kShort = false>
+__global__ void __launch_bounds__(register_threads(F, V), 1)
+    norm_quant_kernel(const __grid_constant__ NormRowParams<has_residual(F) + 1> p) {
+  constexpr int kWidth = kPackWidth<T>, kRows = rows_at_once(F, V);
+  constexpr bool kResidual = has_residual(F), kTables = V == Vectors::kTables, kWhole = kPacks > 1 && !kShort;
   using P = Pack<T, kWidth>;
-  __shared__ float scratch[2][2][kWarps];
-  RowShare<T, kPacks, kResidual + 1> share(p.rows, p.width, p.operands);
-  P packs[kResidual + 1][kPacks];
-  share.load(packs);
-  const int width_packs = p.width / kWidth;
-  const bool gated = kResidual && p.gate.value.data, shifted = kNorm && p.shift.value.data;
-  // Where held: the factor, the gate and the addend, as far as there are any.
-  const int held_gate = kNorm, held_addend = held_gate + gated;
-  // Where not: the packs of scale, shift and gate.
-  constexpr int kFetched = kHeld ? 0 : kPacks;
-  P scale[kFetched + 1], shift[kFetched + 1], gate[kFetched + 1];
-  if constexpr (kHeld) {
-    constexpr const P* kNone = nullptr;
-    const int threads = blockDim.x * blockDim.y;
-    for (int pack = threadIdx.y * blockDim.x + threadIdx.x; pack < width_packs; pack += threads) {
-      float factor[kWidth], addend[kWidth];
-      if constexpr (kNorm) {
-        p.get_factors(0, pack * kWidth, kNone, kNone, factor, addend);
-        hold(0, width_packs, pack, factor);
-        if (shifted) hold(held_addend, width_packs, pack, addend);
-      }
-      if (gated) {
-        p.gate.get(0, pack * kWidth, 1.f, kNone, factor);
-        hold(held_gate, width_packs, pack, factor);
-      }
-    }
-  } else {
-    const uint32_t row = share.active() ? share.row : 0;
+  constexpr const P* kNone = nullptr;
+  constexpr bool kGateAhead = kPacks < 4;  // or Blackwell spills
+  // H200, of a copy's time, without and with: rmsnorm_residual 8192x8192 1.04, 1.01; gated_residual 2x8064x4096 1.02,
+  // 1.00; but rmsnorm 16128x2048 1.02, 1.06, and gated_residual_adaln_rmsnorm 2x2688x2048 1.06, 1.09.
+  constexpr bool kPrefetches =
+      F == Fusion::kRows || F == Fusion::kAdd || (F == Fusion::kResidual && V != Vectors::kAny);
+  __shared__ Places<kRows> sums, magnitudes;
+  RowShare<T, kPacks, kResidual + 1, kRows, kShort> share(p.rows, p.width, p.operands, p.output);
+  P packs[kRows][kResidual + 1][kPacks];
+  // H200, of a copy's time, passing the first cache and not: rmsnorm 16128x2048 1.11, 1.20 (with two barriers); but
+  // rmsnorm_residual 16384x4096 1.08, 1.01. Short rows 131072x128 1.15, 1.18.
+  share.template load<F == Fusion::kPlain || kShort>(p.operands, packs);
+  if constexpr (kWhole && kPrefetches) share.prefetch_later(p.operands, p.ahead, p.width);
+  const uint32_t row = share.active() ? share.row : 0;
+  P weight[kPacks];
+  Fetched<T> gate[kPacks], scale[kPacks], shift[kPacks];
+  const auto fetch = [&](const RowModulator& from, int k, Fetched<T>& to) {
+    to = {};
+    if (!share.inside[k]) return;
+    to.value = *share.pack(reinterpret_cast<const P*>(from.value.at(0)) + share.first / kWidth, k);
+    if (kTables) to.table = *share.pack(reinterpret_cast<const P*>(from.table) + share.first / kWidth, k);
+  };
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
+  for (int k = 0; k < kPacks; ++k) {
+    if constexpr (V == Vectors::kAny) {
       if (!share.inside[k]) continue;
-      if constexpr (kResidual) p.gate.fetch(row, share.column(k), gate[k]);
-      if constexpr (kNorm) p.scale.fetch(row, share.column(k), scale[k]);
-      if constexpr (kNorm) p.shift.fetch(row, share.column(k), shift[k]);
+      if constexpr (has_gate(F) && kGateAhead) p.gate.fetch(row, share.column(k), gate[k].value);
+      if constexpr (has_modulation(F)) p.scale.fetch(row, share.column(k), scale[k].value);
+      if constexpr (has_modulation(F)) p.shift.fetch(row, share.column(k), shift[k].value);
+    } else {
+      if constexpr (has_gate(F)) fetch(p.gate, k, gate[k]);
+      if constexpr (has_modulation(F)) fetch(p.scale, k, scale[k]);
+      if constexpr (has_modulation(F)) fetch(p.shift, k, shift[k]);
+      if constexpr (has_norm(F) && !has_modulation(F)) {
+        Fetched<T> fetched;
+        fetch(p.weight, k, fetched);
+        weight[k] = fetched.value;
+      }
     }
   }
-  char* residual_out = kResidual ? p.residual_out.at(share.row) + share.first * sizeof(T) : nullptr;
-  if constexpr (kHeld) __syncthreads();
-#pragma unroll 1
-  for (int parity = 0; share.more(); parity ^= 1) {
-    const uint32_t vector_row = share.active() ? share.row : 0;
-    const int first = share.first / kWidth;
-    float y[kPacks][kWidth];
+  const auto sum_of = [](const Fetched<T>& fetched, float (&m)[kWidth]) {
+    unpack(fetched.value, m);
+    if constexpr (kTables) {
+      float table[kWidth];
+      unpack(fetched.table, table);
+      add(m, table);
+    }
+  };
+
+  float y[kRows][kPacks][kWidth];
 #pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      unpack(packs[0][k], y[k]);
+  for (int k = 0; k < kPacks; ++k) {
+    float g[kWidth];
+    if constexpr (has_gate(F)) {
+      if constexpr (V != Vectors::kAny) {
+        sum_of(gate[k], g);
+      } else {
+        each(g, [](float) { return 0.f; });
+        const P* const fetched = kGateAhead ? &gate[k].value : kNone;
+        if (share.inside[k]) p.gate.get(row, share.column(k), 1.f, fetched, kNone, g);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      unpack(packs[r][0][k], y[r][k]);
       if constexpr (kResidual) {
-        float x[kWidth], g[kWidth];
-        unpack(packs[1][k], x);
-        if (!share.inside[k]) continue;
-        if (gated) {
-          if constexpr (kHeld) {
-            get_held(held_gate, width_packs, first + k * kPackStep, g);
-          } else {
-            p.gate.get(vector_row, share.column(k), 1.f, &gate[k], g);
-          }
-          multiply_add(y[k], g, x);
+        float x[kWidth];
+        unpack(packs[r][kResidual][k], x);
+        if constexpr (has_gate(F)) {
+          multiply_add(y[r][k], g, x);
         } else {
-          add(y[k], x);
+          add(y[r][k], x);
+        }
+        if (share.active(r) && share.inside[k]) {
+          *share.pack(reinterpret_cast<P*>(p.residual_out.at(share.row + r)) + share.first / kWidth, k) =
+              to_pack<T, kWidth>(y[r][k]);
         }
       }
     }
-    // The next row is on its way while this one is worked on.
-    if constexpr (kHeld) share.load_next(p.operands, packs);
+  }
+  const auto get_factors = [&](int k, float (&factor)[kWidth], float (&addend)[kWidth]) {
+    if constexpr (V == Vectors::kAny) {
+      p.get_factors(row, share.column(k), kNone, &scale[k].value, kNone, &shift[k].value, kNone, factor, addend);
+    } else if constexpr (has_modulation(F)) {
+      sum_of(scale[k], factor);
+      sum_of(shift[k], addend);
+      each(factor, [](float x) { return __fadd_rn(1.f, x); });
+    } else {
+      unpack(weight[k], factor);
+      if (p.weight_offset != 0.f) each(factor, [&](float w) { return __fadd_rn(p.weight_offset, w); });
+    }
+  };
+  // y = h * before * factor + addend; afterwards both scale and values are multiplied with `after`.
+  float before[kRows], after[kRows], sum[kRows] = {}, most[kRows];
+  const auto find_rstd = [&] {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      after[r] = 1.f;
+      before[r] = reciprocal_root(sum[r], p.inverse_width, p.eps);
+      if (kResidual || (F == Fusion::kModulate && p.shift.value.data)) continue;
+      after[r] = before[r];
+      before[r] = 1.f;
+    }
+  };
+  if constexpr (has_norm(F)) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) sum[r] += pack_squares(y[r][k]);
+    }
+    if constexpr (F != Fusion::kPlain) {
+      reduce<kWhole>(sum, sums, Sum());
+      find_rstd();
+    }
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      float factor[kWidth], addend[kWidth];
+      if (V == Vectors::kAny && !share.inside[k]) continue;
+      get_factors(k, factor, addend);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if constexpr (F != Fusion::kPlain) each(y[r][k], [&](float h) { return __fmul_rn(h, before[r]); });
+        if constexpr (has_modulation(F)) {
+          multiply_add(y[r][k], factor, addend);
+        } else {
+          multiply(y[r][k], factor);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) most[r] = magnitude(y[r]);
+  if constexpr (F == Fusion::kPlain) {
+    leave<kWhole>(sum, sums, Sum());
+    leave<kWhole>(most, magnitudes, Magnitude());
+    if (blockDim.x > 32) __syncthreads();
+    take(sum, sums, Sum());
+    take(most, magnitudes, Magnitude());
+    find_rstd();
+  } else {
+    reduce<kWhole>(most, magnitudes, Magnitude());
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale)
+                                          : quant_scale(has_norm(F) ? most[r] * after[r] : most[r]);
+    if constexpr (has_norm(F) && !kResidual) {
+      if (fold(after[r], by)) {
+#pragma unroll
+        for (int k = 0; k < kPacks; ++k) each(y[r][k], [&](float z) { return __fmul_rn(z, after[r]); });
+      }
+    }
+    if (share.active(r)) share.write(r, y[r], by, p.width);
+  }
+}
+
+// ---- In registers, one row after the other: blocks stay, with the next row on its way while one is worked on.
+
+// Rows work on their own; those of more than a warp meet at a barrier of their own.
+__device__ __forceinline__ void row_barrier() {
+  asm volatile("bar.sync %0, %1;" : : "r"(threadIdx.y), "r"(blockDim.x) : "memory");
+}
+
+// As Places, in two sets that rows take in turns, so that one barrier a reduction is enough. All zeros to begin with.
+struct Meeting {
+  float* own;
+  const float4* all;
+  int fours;
+
+  __device__ __forceinline__ explicit Meeting(float (&places)[2][kPlaces]) {
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+    for (int i = thread; i < 2 * kPlaces; i += threads) places[0][i] = 0.f;
+    fours = (blockDim.x / 32 + 3) / 4;
+    float* const mine = places[0] + threadIdx.y * fours * 4 % kPlaces;
+    own = mine + threadIdx.x / 32;
+    all = reinterpret_cast<const float4*>(mine);
+  }
+  // As reduce, to the bit.
+  template <int kPacks, typename Op>
+  __device__ __forceinline__ float reduce(float x, int turn, const Op& op) const {
+    x = kPacks > 1 ? op.warp(x) : op.lanes(x, min(blockDim.x, 32));
+    if (kPacks == 1 && blockDim.x <= 32) return x;
+    if (threadIdx.x % 32 == 0) own[turn * kPlaces] = x;
+    row_barrier();
+    return take(all + turn * (kPlaces / 4), fours, op);
+  }
+};
+
+// Keeps a row's numbers from being unpacked a second time, which costs more than their registers.
+template <int kPacks, int kWidth>
+__device__ __forceinline__ void keep(float (&y)[kPacks][kWidth]) {
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k)
+    each(y[k], [](float v) {
+      asm volatile("" : "+f"(v));
+      return v;
+    });
+}
+
+constexpr int held_count(Fusion f) { return f == Fusion::kGated ? 3 : 2; }
+
+// The vectors that all rows of a block share, as fp32 in shared memory: factor, addend and gate. They lie as a warp
+// reads them: 32 lanes' first fours of a pack, then their second ones, the next vector, the next pack.
+extern __shared__ float4 held_vectors[];
+
+template <int kFours, int kCount, int kPacks>
+struct Held {
+  float4* data;
+
+  // Of pack number `pack` of the row, which is a thread's pack k where it is that thread's first one.
+  __device__ __forceinline__ explicit Held(int pack)
+      : data(held_vectors + pack / 32 * 32 * kCount * kFours + pack % 32) {}
+  __device__ __forceinline__ void set(int vector, const float (&x)[kFours * 4]) const {
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      data[(vector * kFours + i) * 32] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    }
+  }
+  __device__ __forceinline__ void get(int k, int vector, float (&x)[kFours * 4]) const {
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const float4 four = data[((k * kCount + vector) * kFours + i) * 32];
+      x[4 * i] = four.x;
+      x[4 * i + 1] = four.y;
+      x[4 * i + 2] = four.z;
+      x[4 * i + 3] = four.w;
+    }
+  }
+};
+
+// Threads of a block, several rows, which share what is held.
+constexpr int kHeldBlock = 256;
+// Threads of a multiprocessor for which the kernel gets its registers, and its grid. H200, of a copy's time:
+// adaln_rmsnorm 2x8064x2048 1.16 with 512 and with 768 threads; gated_residual_adaln_rmsnorm 2x8064x2048 1.07 with
+// 512, 1.14 with 768.
+constexpr int held_threads(Fusion f, int packs) { return f == Fusion::kModulate ? 768 : packs == 4 ? 512 : 640; }
+
+// The most threads of a block, which bound the registers: other architectures would spill at more.
+constexpr int held_bound(Fusion f, int packs) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  return kMaxThreads;
+#else
+  return held_threads(f, packs);
+#endif
+}
+
+template <typename T, Fusion F, int kPacks>
+__global__ void __launch_bounds__(held_bound(F, kPacks), 1)
+    norm_quant_kernel_held(const __grid_constant__ NormRowParams<has_residual(F) + 1> p) {
+  constexpr int kWidth = kPackWidth<T>;
+  constexpr bool kResidual = has_residual(F);
+  using P = Pack<T, kWidth>;
+  using Vectors = Held<kWidth / 4, held_count(F), kPacks>;
+  constexpr int kFactor = 0, kAddend = 1, kGate = 2;
+  __shared__ __align__(16) float sums[2][kPlaces], magnitudes[2][kPlaces];
+  RowShare<T, kPacks, kResidual + 1> share(p.rows, p.width, p.operands, p.output);
+  P packs[1][kResidual + 1][kPacks];
+  share.template load<false>(p.operands, packs);
+  const Meeting sum_meeting(sums), magnitude_meeting(magnitudes);
+  const int threads = blockDim.x * blockDim.y;
+  const int held = kPacks == 1 ? blockDim.x : (blockDim.x / 32) * 32 * kPacks;
+#pragma unroll 1
+  for (int pack = threadIdx.y * blockDim.x + threadIdx.x; pack < held; pack += threads) {
+    const Vectors to(pack);
+    const int column = pack * kWidth;
+    float factor[kWidth] = {}, addend[kWidth] = {}, gate[kWidth] = {};
+    if (column < p.width) {
+      Fetched<T> weight, scale, shift, gates;
+      p.weight.fetch(0, column, weight.value);
+      p.scale.fetch(0, column, scale.value);
+      p.scale.fetch_table(column, scale.table);
+      p.shift.fetch(0, column, shift.value);
+      p.shift.fetch_table(column, shift.table);
+      if constexpr (F == Fusion::kGated) {
+        p.gate.fetch(0, column, gates.value);
+        p.gate.fetch_table(column, gates.table);
+        p.gate.get(0, column, 1.f, &gates.value, &gates.table, gate);
+      }
+      p.get_factors(0, column, &weight.value, &scale.value, &scale.table, &shift.value, &shift.table, factor, addend);
+    }
+    to.set(kFactor, factor);
+    to.set(kAddend, addend);
+    if constexpr (F == Fusion::kGated) to.set(kGate, gate);
+  }
+  const Vectors vectors(first_pack(kPacks));
+  char* residual_out = kResidual ? p.residual_out.at(share.row) + share.first * sizeof(T) : nullptr;
+  __syncthreads();
+  int turn = 0;
+  // Rows of whole warps end on their own.
+  const auto more = [&] { return share.row - (kPacks == 1 ? threadIdx.y : 0) < share.rows; };
+#pragma unroll 1
+  for (; more(); turn ^= 1) {
+    float y[kPacks][kWidth];
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      unpack(packs[0][0][k], y[k]);
+      if constexpr (kResidual) {
+        float x[kWidth];
+        unpack(packs[0][kResidual][k], x);
+        float gate[kWidth];
+        vectors.get(k, kGate, gate);
+        multiply_add(y[k], gate, x);
+      }
+    }
+    keep(y);
+    share.load_next(p.operands, packs);
     if constexpr (kResidual) {
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
-        if (share.active() && share.inside[k]) {
-          reinterpret_cast<Pack<T, kWidth>*>(residual_out)[k * kPackStep] = to_pack<T, kWidth>(y[k]);
+        if (share.inside[k] && (kPacks > 1 || share.active())) {
+          reinterpret_cast<P*>(residual_out)[k * kPackStep] = to_pack<T, kWidth>(y[k]);
         }
       }
       residual_out += p.residual_out.inner * share.stride;
     }
-    if constexpr (kNorm) {
-      float sum = 0.f;
+    float sum = 0.f;
 #pragma unroll
-      for (int k = 0; k < kPacks; ++k) sum += pack_squares(y[k]);
-      sum = row_reduce(sum, scratch[parity][0], Sum());
-      const float rstd = reciprocal_root(sum, p.inverse_width, p.eps);
+    for (int k = 0; k < kPacks; ++k) sum += pack_squares(y[k]);
+    sum = sum_meeting.reduce<kPacks>(sum, turn, Sum());
+    const float rstd = reciprocal_root(sum, p.inverse_width, p.eps);
+    const bool plain = !kResidual && !p.shift.value.data;
+    const float before = plain ? 1.f : rstd, after = plain ? rstd : 1.f;
 #pragma unroll
-      for (int k = 0; k < kPacks; ++k) {
-        if (!share.inside[k]) continue;
-        float factor[kWidth], addend[kWidth];
-        if constexpr (kHeld) {
-          get_held(0, width_packs, first + k * kPackStep, factor);
-          if (shifted) get_held(held_addend, width_packs, first + k * kPackStep, addend);
-        } else {
-          p.get_factors(vector_row, share.column(k), &scale[k], &shift[k], factor, addend);
-        }
-        each(y[k], [&](float h) { return __fmul_rn(h, rstd); });
-        if (shifted) {
-          multiply_add(y[k], factor, addend);
-        } else {
-          multiply(y[k], factor);
-        }
-      }
+    for (int k = 0; k < kPacks; ++k) {
+      float factor[kWidth], addend[kWidth];
+      vectors.get(k, kFactor, factor);
+      each(y[k], [&](float h) { return __fmul_rn(h, before); });
+      vectors.get(k, kAddend, addend);
+      multiply_add(y[k], factor, addend);
     }
-    share.quantise(y, p.output, p.width, scratch[parity][1]);
-    if constexpr (!kHeld) return;
-    share.advance();
+    QuantScale by;
+    if (p.output.static_scale) {
+      by = fixed_scale(p.output.static_scale);
+    } else {
+      by = quant_scale(magnitude_meeting.reduce<kPacks>(magnitude(y), turn, Magnitude()) * after);
+    }
+    if (!kResidual && fold(after, by)) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) each(y[k], [&](float z) { return __fmul_rn(z, after); });
+    }
+    if (kPacks > 1 || share.active()) share.write(0, y, by, p.width);
+    share.advance(p.width);
   }
 }
 
@@ -441,35 +780,61 @@ struct GluRowParams {
   RowPointer operands[kOperands];
   RowModulator bias;
   QuantOutput output;
-  uint32_t rows;
+  uint32_t rows, ahead;
   int32_t width;
   Activation activation;
 };
 
-template <typename T, bool kGated, int kPacks>
-__global__ void __launch_bounds__(kMaxThreads, 1) glu_quant_kernel(const __grid_constant__ GluRowParams<kGated + 1> p) {
+// Threads of a multiprocessor that bound a thread's registers: more blocks wait for memory at once. H200, of a copy's
+// time, with 1024 and with 512: gelu 16128x8192 1.04, 1.13; swiglu 4096x14336, 896 and 512: 1.04, 1.31.
+constexpr int glu_register_threads(bool gated) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return 896;  // more would spill
+#else
+  return gated ? 896 : 1024;
+#endif
+}
+
+// kActivation: of gelu. Rows with an `up` choose at run time: without a branch behind the loads, ptxas puts the last of
+// them after the first one's use (H200, swiglu 5376x8192, of a copy's time: 1.09, with the branch 1.04).
+template <typename T, bool kGated, Activation kActivation, int kPacks>
+__global__ void __launch_bounds__(glu_register_threads(kGated), 1)
+    glu_quant_kernel(const __grid_constant__ GluRowParams<kGated + 1> p) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ float scratch[kWarps];
-  RowShare<T, kPacks, kGated + 1> share(p.rows, p.width, p.operands);
-  Pack<T, kWidth> packs[kGated + 1][kPacks];
-  share.load(packs);
+  __shared__ Places<1> magnitudes;
+  const RowShare<T, kPacks, kGated + 1> share(p.rows, p.width, p.operands, p.output);
+  Pack<T, kWidth> packs[1][kGated + 1][kPacks];
+  // H200, of a copy's time, passing the first cache and not: gelu 5376x8192 1.05, 1.08; swiglu 16128x8192 1.03, 0.99.
+  share.template load<!kGated>(p.operands, packs);
+  // H200, of a copy's time, without and with: gelu 4096x14336 1.15, 1.04; but swiglu 16128x8192 0.99, 1.03.
+  if constexpr (!kGated && kPacks > 1) share.prefetch_later(p.operands, p.ahead, p.width);
   float y[kPacks][kWidth];
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    float other[kWidth];
-    unpack(packs[0][k], y[k]);
-    if (!kGated && p.bias.value.data && share.inside[k]) {
+  for (int k = 0; k < kPacks; ++k) unpack(packs[0][0][k], y[k]);
+  if (!kGated && p.bias.value.data) {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
       constexpr const Pack<T, kWidth>* kNone = nullptr;
-      p.bias.get(0, share.column(k), 0.f, kNone, other);
-      add(y[k], other);
-    }
-    activate<T>(p.activation, y[k]);
-    if constexpr (kGated) {
-      unpack(packs[1][k], other);
-      multiply(y[k], other);
+      float bias[kWidth];
+      if (!share.inside[k]) continue;
+      p.bias.get(0, share.column(k), 0.f, kNone, kNone, bias);
+      add(y[k], bias);
     }
   }
-  share.quantise(y, p.output, p.width, scratch);
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    if constexpr (kGated) {
+      float up[kWidth];
+      activate<T>(p.activation, y[k]);
+      unpack(packs[0][kGated][k], up);
+      multiply(y[k], up);
+    } else {
+      activate<T, kActivation>(y[k]);
+    }
+  }
+  const float most = reduce<(kPacks > 1)>(magnitude(y), magnitudes, Magnitude());
+  const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
+  if (share.active()) share.write(0, y, by, p.width);
 }
 
 // ---- Everything else. block: as above; grid: x counts all rows.
@@ -481,18 +846,17 @@ __device__ __forceinline__ void for_packs(int64_t width, int packs, const At& at
   const int64_t stretch = static_cast<int64_t>(blockDim.x) * packs * kPackWidth<T>;
 #pragma unroll 1
   for (int64_t start = first_pack(packs) * kPackWidth<T>; start < width; start += stretch) {
+    const int64_t end = min(width, start + packs * kPackStep * kPackWidth<T>);
 #pragma unroll 1
-    for (int k = 0; k < packs; ++k) {
-      const int64_t column = start + k * kPackStep * kPackWidth<T>;
-      if (column < width) at(column);
-    }
+    for (int64_t column = start; column < end; column += kPackStep * kPackWidth<T>) at(column);
   }
 }
 
-// Writes the row that get(column, y) gives, zero past its end.
+// Writes the row that get(column, y) gives, zero past its end, times `after`.
 template <typename T, typename Get>
 __device__ __forceinline__ void quantise_general(int64_t row, bool active, int64_t width, int packs,
-                                                 const QuantOutput& output, float* scratch, const Get& get) {
+                                                 const QuantOutput& output, float after, Places<1>& places,
+                                                 const Get& get) {
   constexpr int kWidth = kPackWidth<T>;
   float y[kWidth], most = 0.f;
   if (!output.static_scale) {
@@ -500,19 +864,19 @@ __device__ __forceinline__ void quantise_general(int64_t row, bool active, int64
       get(column, y);
       most = pack_magnitude(most, y);
     });
-    most = row_reduce(most, scratch, Magnitude());
+    most = reduce<false>(most, places, Magnitude());
   }
   if (!active) return;
-  const float scale = quant_scale(most, output.static_scale);
-  const float inverse = __frcp_rn(scale);
-  if (threadIdx.x == 0) output.scales[row] = scale;
-  uint8_t* values = output.values + row * width;
+  QuantScale by = output.static_scale ? fixed_scale(output.static_scale) : quant_scale(most * after);
+  const bool unfolded = fold(after, by);
+  if (threadIdx.x == 0) output.scales[row] = by.scale;
   for_packs<T>(width, packs, [&](int64_t column) {
     get(column, y);
-    const E4m3Pack<kWidth> pack(y, inverse);
+    if (unfolded) each(y, [&](float z) { return __fmul_rn(z, after); });
+    const E4m3Pack<kWidth> pack(y, by.inverse);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      if (column + i < width) values[column + i] = pack.byte(i);
+      if (column + i < width) output.values[row * width + column + i] = pack.byte(i);
     }
   });
 }
@@ -522,7 +886,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_quant_kernel_general(const __grid_constant__ NormParams p, const __grid_constant__ QuantOutput output,
                               int packs, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ float scratch[2][kWarps];
+  __shared__ Places<1> sums, magnitudes;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
   const bool active = number < p.rows.count;
   int64_t input = 0, residual = 0, residual_out = 0, gate = 0, scale = 0, shift = 0;
@@ -571,11 +935,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       }
     });
   }
-  float rstd = 1.f;
-  if (normalises) {
-    rstd = reciprocal_root(row_reduce(sum, scratch[0], Sum()), inverse_width, p.eps);
-  }
-  quantise_general<T>(number, active, width, packs, output, scratch[1], [&](int64_t column, float (&y)[kWidth]) {
+  const bool plain = !p.residual.data && !p.shift.value.data;
+  const float rstd = normalises ? reciprocal_root(reduce<false>(sum, sums, Sum()), inverse_width, p.eps) : 1.f;
+  const float after = plain ? rstd : 1.f;
+  quantise_general<T>(number, active, width, packs, output, after, magnitudes, [&](int64_t column, float (&y)[kWidth]) {
     get_h(column, y);
     if (!normalises) return;
     float factor[kWidth], addend[kWidth], m[kWidth];
@@ -591,17 +954,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       multiply(factor, m);
     }
     if (p.shift.value.data) get_modulator(p.shift, shift, column, addend);
-    each(y, [&](float h) { return __fmul_rn(h, rstd); });
+    if (!plain) each(y, [&](float h) { return __fmul_rn(h, rstd); });
     multiply_add(y, factor, addend);
   });
 }
 
+constexpr int kGeneralThreads = 256;
 template <typename T>
-__global__ void __launch_bounds__(kBlock, 1)
+__global__ void __launch_bounds__(kGeneralThreads, 1)
     glu_quant_kernel_general(const __grid_constant__ GluParams p, const __grid_constant__ QuantOutput output,
                              int packs) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ float scratch[kWarps];
+  __shared__ Places<1> magnitudes;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
   const bool active = number < p.rows.count;
   int64_t gate = 0, up = 0;
@@ -612,7 +976,7 @@ __global__ void __launch_bounds__(kBlock, 1)
   const auto get = [&](const RowView& view, int64_t row, int64_t column, float (&x)[kWidth]) {
     load_floats<kWidth>(view.data, view.dtype, row, column, view.column_stride, width, false, x);
   };
-  quantise_general<T>(number, active, width, packs, output, scratch, [&](int64_t column, float (&y)[kWidth]) {
+  quantise_general<T>(number, active, width, packs, output, 1.f, magnitudes, [&](int64_t column, float (&y)[kWidth]) {
     float other[kWidth];
     get(p.gate, gate, column, y);
     if (p.bias.data) {
@@ -635,20 +999,35 @@ struct Geometry {
   int packs;
 };
 
-// Four packs a thread spread the fixed costs of a row; with a residual, two leave registers for more warps.
-// H200, us, four and two: 2x8064x2048 quantize_rows 28.6 and 33.8, adaln_rmsnorm 33.2 and 35.3, gated_residual 65.1 and
-// 61.3, gated_residual_adaln_rmsnorm 65.7 and 65.0; 16128x8192 gelu 104 and 135, swiglu 158 and 166.
-Geometry geometry(int64_t width, int pack_width, bool residual) {
+// Four packs a thread spread the fixed costs of a row; with a residual, two leave registers for more warps. Rows of
+// less than a warp: one, or two where there is no sum, whose bits depend on how the row is shared out. H200, us, four
+// and two: 2x8064x2048 quantize_rows 28.6 and 33.8, adaln_rmsnorm 33.2 and 35.3, gated_residual 65.1 and 61.3,
+// gated_residual_adaln_rmsnorm 65.7 and 65.0; 16128x8192 gelu 104 and 135, swiglu 158 and 166. 131072x128
+// quantize_rows 1.18 x a copy with four, 1.10 with two.
+constexpr int kShortPacks = 2;
+Geometry geometry(int64_t width, int pack_width, Fusion fusion) {
   const int64_t packs = ceil_div(width, pack_width);
-  int a_thread = packs <= 32 ? 1 : packs <= 64 || (residual && packs <= 2 * kMaxThreads) ? 2 : 4;
+  int a_thread = packs <= 32 ? 1 : packs <= 64 || (has_residual(fusion) && packs <= 2 * kMaxThreads) ? 2 : 4;
   if (const int wanted = forced().quant_packs) {
     if (packs > wanted * kMaxThreads) fail_forced("rows that fit", "quant_packs=" + std::to_string(wanted));
     a_thread = wanted;
+  } else if (fusion == Fusion::kRows && packs <= 32) {
+    return {next_power_of_two(ceil_div(packs, kShortPacks)), kShortPacks};
   }
   const int64_t threads = ceil_div(packs, a_thread);
   if (a_thread == 1 && threads <= 32) return {next_power_of_two(threads), 1};  // several rows a warp
   return {static_cast<int>(std::min<int64_t>(ceil_div(threads, 32) * 32, kMaxThreads)), a_thread};
 }
+
+// Shared memory of a multiprocessor, how much of it a block may have, and what it has without asking; kReserved of it
+// are the system's and the block's other arrays.
+int64_t shared_memory(int device) { return device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(device); }
+int64_t shared_memory_of_block(int device) { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device); }
+constexpr int64_t kReserved = 2 << 10, kUnasked = (48 << 10) - kReserved;
+
+// How far ahead a block prefetches, for each multiprocessor: half of what its blocks have under way. H200, gelu
+// 5376x8192, of a copy's time, 16, 32, 64 and 128 KiB: 1.04, 1.03, 1.04, 1.13; without 1.07.
+constexpr int64_t kBytesAhead = 32 << 10;
 
 // A launch of rows of `width` columns.
 template <typename T>
@@ -659,21 +1038,48 @@ struct Launch {
   cudaStream_t stream;
   dim3 block, grid;
 
-  Launch(int64_t width, bool residual, const Context& context)
-      : shape(geometry(width, kPackWidth<T>, residual)),
+  Launch(int64_t width, Fusion fusion, const Context& context)
+      : shape(geometry(width, kPackWidth<T>, fusion)),
         in_registers(width <= static_cast<int64_t>(shape.threads) * shape.packs * kPackWidth<T>),
         device(context.device),
         stream(static_cast<cudaStream_t>(context.stream)) {}
 
-  // Gives every row its part of a block; with `at_once`, in no more blocks than these threads of a multiprocessor.
-  void share(int64_t rows, int64_t outer, int at_once = 0) {
+  bool is_short() const { return shape.packs > 1 && shape.threads < 32; }
+
+  // How many rows ahead a block prefetches.
+  uint32_t rows_ahead(int64_t width, int operands) const {
+    return static_cast<uint32_t>(kBytesAhead * multiprocessors(device) /
+                                 (width * static_cast<int64_t>(sizeof(T)) * operands));
+  }
+
+  // Gives every group of `group` rows its part of a block.
+  void share(int64_t rows, int64_t outer, int group = 1) {
     block = dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(std::max(1, kBlock / shape.threads)));
-    int64_t blocks = ceil_div(rows, block.y);
-    if (at_once > 0) {
-      const int64_t running = multiprocessors(device) * (at_once / static_cast<int64_t>(block.x * block.y));
-      blocks = std::min(blocks, std::max<int64_t>(1, running / outer));
+    grid = dim3(grid_size(ceil_div(rows, static_cast<int64_t>(block.y) * group)), static_cast<unsigned>(outer));
+  }
+  // The same in blocks that hold `held` bytes, no more of them than `threads` of a multiprocessor and its memory allow.
+  // False where a block does not get as much.
+  bool share_held(int64_t rows, int64_t outer, int threads, int64_t held) {
+    if (held + kReserved > shared_memory_of_block(device)) return false;
+    block = dim3(static_cast<unsigned>(shape.threads), static_cast<unsigned>(std::max(1, kHeldBlock / shape.threads)));
+    const int64_t at_once =
+        std::min<int64_t>(threads / static_cast<int>(block.x * block.y), shared_memory(device) / (held + kReserved));
+    const int64_t running = std::max<int64_t>(1, multiprocessors(device) * at_once / outer);
+    grid = dim3(grid_size(std::min(ceil_div(rows, block.y), running)), static_cast<unsigned>(outer));
+    return true;
+  }
+  // Of shared memory for `count` vectors.
+  int64_t held_bytes(int count) const {
+    const int64_t packs = shape.packs == 1 ? ceil_div(shape.threads, 32) * 32 : shape.threads * shape.packs;
+    return packs * kPackWidth<T> * 4 * count;
+  }
+
+  template <typename Params>
+  void run(void (*kernel)(Params), const Params& p, int64_t held = 0) const {
+    if (held > kUnasked) {  // rare: vectors of wide rows
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(held));
     }
-    grid = dim3(grid_size(blocks), static_cast<unsigned>(outer));
+    kernel<<<grid, block, static_cast<size_t>(held), stream>>>(p);
   }
 };
 
@@ -684,8 +1090,6 @@ void with_packs(int packs, const Run& run) {
   if (packs == 2) return run(std::integral_constant<int, 2>());
   run(std::integral_constant<int, 4>());
 }
-
-constexpr int64_t kHeldBytes = 47 << 10;  // what a kernel gets without asking, less its other arrays
 
 // Takes operands for a *_kernel; `fits` until one of them does not.
 template <typename T>
@@ -720,13 +1124,57 @@ class RowOperands {
   bool fits_, varying_ = false;
 };
 
-template <typename T, bool kResidual, bool kNorm, bool kHeld>
-void launch_norm(const NormRowParams<kResidual + 1>& p, int64_t outer, int64_t held, Launch<T>& launch) {
-  launch.share(p.rows, outer, kHeld ? held_threads(kResidual) : 0);
-  with_packs(launch.shape.packs, [&](auto packs) {
-    norm_quant_kernel<T, kResidual, kNorm, kHeld, decltype(packs)::value>
-        <<<launch.grid, launch.block, static_cast<size_t>(held), launch.stream>>>(p);
-  });
+// Which of the vectors there are, and that they have the rows' dtype and do not vary: Vectors::kAny if not so.
+template <typename T, int kOperands>
+Vectors vectors_of(const NormRowParams<kOperands>& p, Fusion fusion) {
+  const RowModulator* const all[] = {&p.weight, &p.gate, &p.scale, &p.shift};
+  const bool wanted[] = {has_norm(fusion) && !has_modulation(fusion), has_gate(fusion), has_modulation(fusion),
+                         has_modulation(fusion)};
+  int tables = 0, vectors = 0;
+  for (int i = 0; i < 4; ++i) {
+    const RowModulator& m = *all[i];
+    if ((m.value.data != nullptr) != wanted[i]) return Vectors::kAny;
+    if (!wanted[i]) continue;
+    if (m.value_dtype != DTypeOf<T>::value || m.value.inner != 0) return Vectors::kAny;
+    if (m.table && m.table_dtype != DTypeOf<T>::value) return Vectors::kAny;
+    vectors += 1;
+    tables += m.table != nullptr;
+  }
+  return tables == 0 ? Vectors::kKnown : tables == vectors ? Vectors::kTables : Vectors::kAny;
+}
+
+template <typename T, Fusion F, Vectors V, int kPacks, bool kShort = false>
+void launch_rows(const NormRowParams<has_residual(F) + 1>& p, int64_t outer, Launch<T>& launch) {
+  launch.share(p.rows, outer, rows_at_once(F, V));
+  launch.run(norm_quant_kernel<T, F, V, kPacks, kShort>, p);
+}
+
+// The kernels for the vectors that a model's block passes: false where there is none for these.
+template <typename T, bool kResidual, bool kNorm>
+bool launch_known(const NormRowParams<kResidual + 1>& p, int64_t outer, Launch<T>& launch) {
+  constexpr Vectors kKnown = Vectors::kKnown;
+  const int packs = launch.shape.packs;
+  if (launch.shape.threads < 32) return false;
+  if constexpr (!kResidual && kNorm) {
+    if (vectors_of<T>(p, Fusion::kPlain) != kKnown) return false;
+    if (packs == 2) launch_rows<T, Fusion::kPlain, kKnown, 2>(p, outer, launch);
+    if (packs == 4) launch_rows<T, Fusion::kPlain, kKnown, 4>(p, outer, launch);
+    return packs > 1;
+  } else if constexpr (kResidual) {
+    if (packs != 2) return false;
+    if constexpr (kNorm) {
+      if (vectors_of<T>(p, Fusion::kAdd) == kKnown) {
+        launch_rows<T, Fusion::kAdd, kKnown, 2>(p, outer, launch);
+        return true;
+      }
+    }
+    constexpr Fusion kFull = kNorm ? Fusion::kGated : Fusion::kResidual;
+    const Vectors vectors = vectors_of<T>(p, kFull);
+    if (vectors == kKnown) launch_rows<T, kFull, kKnown, 2>(p, outer, launch);
+    if (vectors == Vectors::kTables) launch_rows<T, kFull, Vectors::kTables, 2>(p, outer, launch);
+    return vectors != Vectors::kAny;
+  }
+  return false;
 }
 
 template <typename T, bool kResidual, bool kNorm>
@@ -741,33 +1189,53 @@ void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>&
   q.shift = operands.modulator(p.shift.value, p.shift.table);
   q.output = output;
   q.rows = static_cast<uint32_t>(operands.inner());
+  q.ahead = launch.rows_ahead(p.rows.width, kResidual + 1);
   q.width = static_cast<int32_t>(p.rows.width);
   q.inverse_width = 1.f / static_cast<float>(p.rows.width);
   q.eps = p.eps;
   q.weight_offset = p.weight.data ? p.weight_offset : 0.f;
-  const int vectors = 1 + (p.gate.value.data != nullptr) + (p.shift.value.data != nullptr);
-  const int64_t held = vectors * p.rows.width * 4;
-  if (takes_packed("quant", forced().quant, launch.in_registers && operands.fits())) {
-    if constexpr (kNorm) {
-      if (!operands.varying() && held <= kHeldBytes) {
-        launch_norm<T, kResidual, kNorm, true>(q, operands.outer(), held, launch);
-        return check_launch("norm_quant");
-      }
-    }
-    launch_norm<T, kResidual, kNorm, false>(q, operands.outer(), 0, launch);
-  } else {
+  const int64_t outer = operands.outer();
+  const int packs = launch.shape.packs;
+  if (!takes_packed("quant", forced().quant, launch.in_registers && operands.fits())) {
+    if (launch.is_short()) launch.shape = {launch.shape.threads * launch.shape.packs, 1};
     launch.share(p.rows.count, 1);
     norm_quant_kernel_general<T>
         <<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs, q.inverse_width);
+    return check_launch("norm_quant");
+  }
+  if (launch_known<T, kResidual, kNorm>(q, outer, launch)) return check_launch("norm_quant");
+  if constexpr (kNorm) {
+    constexpr Fusion kFull = kResidual ? Fusion::kGated : Fusion::kModulate;
+    const int64_t held = launch.held_bytes(held_count(kFull));
+    if (!operands.varying() && launch.share_held(q.rows, outer, held_threads(kFull, packs), held)) {
+      with_packs(packs,
+                 [&](auto count) { launch.run(norm_quant_kernel_held<T, kFull, decltype(count)::value>, q, held); });
+      return check_launch("norm_quant");
+    }
+    with_packs(packs,
+               [&](auto count) { launch_rows<T, kFull, Vectors::kAny, decltype(count)::value>(q, outer, launch); });
+  } else if constexpr (kResidual) {
+    with_packs(packs, [&](auto count) {
+      launch_rows<T, Fusion::kResidual, Vectors::kAny, decltype(count)::value>(q, outer, launch);
+    });
+  } else if (launch.is_short()) {
+    launch_rows<T, Fusion::kRows, Vectors::kAny, kShortPacks, true>(q, outer, launch);
+  } else {
+    with_packs(packs, [&](auto count) {
+      launch_rows<T, Fusion::kRows, Vectors::kAny, decltype(count)::value>(q, outer, launch);
+    });
   }
   check_launch("norm_quant");
 }
 
 template <typename T>
 void norm_quant(const NormParams& p, const QuantOutput& output, const Context& context) {
-  Launch<T> launch(p.rows.width, p.residual.data != nullptr, context);
-  RowOperands<T> operands(p.rows);
   const bool normalises = p.statistic == Statistic::kRms;
+  const Fusion fusion = p.residual.data ? (normalises ? Fusion::kGated : Fusion::kResidual)
+                        : normalises    ? Fusion::kModulate
+                                        : Fusion::kRows;
+  Launch<T> launch(p.rows.width, fusion, context);
+  RowOperands<T> operands(p.rows);
   if (p.residual.data) {
     return normalises ? launch_norm<T, true, true>(p, output, operands, launch)
                       : launch_norm<T, true, false>(p, output, operands, launch);
@@ -782,18 +1250,26 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
   q.operands[0] = operands.row(p.gate);
   if constexpr (kGated) q.operands[1] = operands.row(p.up);
   q.bias = operands.modulator(p.bias, RowView());
+  q.activation = p.activation;
   q.output = output;
   q.rows = static_cast<uint32_t>(operands.inner());
+  q.ahead = launch.rows_ahead(p.rows.width, kGated + 1);
   q.width = static_cast<int32_t>(p.rows.width);
-  q.activation = p.activation;
-  if (takes_packed("quant", forced().quant, launch.in_registers && operands.fits())) {
+  const bool known = kGated || p.activation != Activation::kSilu;  // which no op asks for
+  if (takes_packed("quant", forced().quant, known && launch.in_registers && operands.fits())) {
     launch.share(q.rows, operands.outer());
-    with_packs(launch.shape.packs, [&](auto packs) {
-      glu_quant_kernel<T, kGated, decltype(packs)::value><<<launch.grid, launch.block, 0, launch.stream>>>(q);
+    with_packs(launch.shape.packs, [&](auto count) {
+      constexpr int kPacks = decltype(count)::value;
+      constexpr Activation kOther = kGated ? Activation::kGelu : Activation::kGeluTanh;
+      if (p.activation == kOther) {
+        launch.run(glu_quant_kernel<T, kGated, kOther, kPacks>, q);
+      } else {
+        launch.run(glu_quant_kernel<T, kGated, Activation::kGelu, kPacks>, q);
+      }
     });
   } else {
     // No sum depends on the number of threads.
-    launch.shape.threads = std::min(launch.shape.threads, kBlock);
+    launch.shape.threads = std::min(launch.shape.threads, kGeneralThreads);
     launch.share(p.rows.count, 1);
     glu_quant_kernel_general<T><<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs);
   }
@@ -802,7 +1278,7 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
 
 template <typename T>
 void glu_quant(const GluParams& p, const QuantOutput& output, const Context& context) {
-  Launch<T> launch(p.rows.width, false, context);
+  Launch<T> launch(p.rows.width, Fusion::kModulate, context);
   RowOperands<T> operands(p.rows);
   p.up.data ? launch_glu<T, true>(p, output, operands, launch) : launch_glu<T, false>(p, output, operands, launch);
 }

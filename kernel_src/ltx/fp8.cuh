@@ -1,6 +1,7 @@
 // Quantising a row to fp8 (params.h, QuantOutput): the row's largest magnitude, its scale, and e4m3 values in packs.
 #pragma once
 
+#include "ltx/activation.cuh"
 #include "ltx/params.h"
 #include "ltx/vec.cuh"
 
@@ -19,19 +20,53 @@ __device__ __forceinline__ float larger_magnitude(float most, float x) {
 
 // Over `lanes` neighbouring lanes, as lane_sum.
 __device__ __forceinline__ float lane_magnitude(float most, int lanes) {
-#if __CUDA_ARCH__ >= 800
-  if (lanes == 32) return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(most)));
-#endif
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
     most = larger_magnitude(most, __shfl_xor_sync(0xffffffffu, most, offset));
   }
   return most;
 }
 
-// Of a row whose largest magnitude is `most`, or one for all rows.
-__device__ __forceinline__ float quant_scale(float most, const float* static_scale) {
-  const float scale = static_scale ? *static_scale : __fdiv_rn(most, kE4m3Max);
-  return scale < kMinScale ? kMinScale : scale;  // a NaN stays
+// Over a warp. Not to be called under a condition: ptxas 13.0 may guard the instruction with another predicate.
+__device__ __forceinline__ float warp_magnitude(float most) {
+#if __CUDA_ARCH__ >= 800
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(most)));
+#else
+  return lane_magnitude(most, 32);
+#endif
+}
+
+// A scale and what values are multiplied by: its reciprocal.
+struct QuantScale {
+  float scale, inverse;
+};
+
+// One for all rows.
+__device__ __forceinline__ QuantScale fixed_scale(const float* static_scale) {
+  const float scale = *static_scale < kMinScale ? kMinScale : *static_scale;  // a NaN stays
+  return {scale, __frcp_rn(scale)};
+}
+
+// The inverse of a row whose numbers are still to be multiplied with `after`, which is left to them (true) where the
+// product is no number: in rows of next to nothing.
+__device__ __forceinline__ bool fold(float after, QuantScale& by) {
+  const float inverse = by.inverse * after;
+  const bool finite = inverse < __uint_as_float(0x7f800000u);
+  if (finite) by.inverse = inverse;
+  return !finite;
+}
+
+// Of a row whose largest magnitude is `most`.
+__device__ __forceinline__ QuantScale quant_scale(float most) {
+  // most / 448 and 1 / scale as IEEE rounds them, without the branches for what a scale cannot be: the quotient is
+  // right for every magnitude from 2^-120 on (all were tried), the reciprocal is the compiler's own short way.
+  constexpr float kInverseMax = 1.f / kE4m3Max;
+  const float quotient = most * kInverseMax;
+  float scale = fmaf(fmaf(quotient, -kE4m3Max, most), kInverseMax, quotient);
+  scale = scale < kMinScale ? kMinScale : scale;
+  const float inverse = fast_reciprocal(scale);
+  // Infinity would leave NaN.
+  if (most == __uint_as_float(0x7f800000u)) return {most, 0.f};
+  return {scale, fmaf(inverse, fmaf(scale, -inverse, 1.f), inverse)};
 }
 
 #if __CUDA_ARCH__ < 890
