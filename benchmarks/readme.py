@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHOWN = [
     ("qk_norm_rope across heads, full table", [2, 8064, 32, 64], "q/k norm + rotary, LTX-Video"),
     ("qk_norm_rope per head", [1, 4608, 24, 128], "q/k norm + rotary, FLUX"),
+    ("qk_norm_rope across heads, table of a head", [1, 32760, 12, 128], "q/k norm + rotary, Wan"),
     ("gated_residual_adaln_rmsnorm", [2, 8064, 2048], "gated residual + norm + modulation, LTX-Video"),
     ("adaln_rmsnorm", [2, 8064, 2048], "RMSNorm + modulation, LTX-Video"),
     ("adaln_layernorm", [2, 8064, 2048], "LayerNorm + modulation"),
@@ -117,32 +118,6 @@ def losses(records: list[dict[str, Any]]) -> list[str]:
 def slower(records: list[dict[str, Any]]) -> list[str]:
     lines = ["| case | times the copy | aim |", "|---|---|---|"]
     return lines + [f"| {case(r)} | {over_copy(r):.3f} | {aim(r):.2f} |" for r in slow(records)]
-
-
-def since(commit: str) -> list[str]:
-    """What the kernels gained and lost after `commit`, where that was measured."""
-    tuning = json.loads((RESULTS / "h200-tuning.json").read_text())
-    records = [record for record in tuning["records"] if record["question"] == "before and after"]
-    if tuning["meta"]["before"] != commit:
-        return []
-
-    def changed(of: str, to: str) -> str:
-        """Those that take longer `of` than `to` by more than noise."""
-        found = []
-        for record in records:
-            us = record["us"]
-            if us[of] > us[to] + max(0.02 * us[to], 0.3):
-                shape = "x".join(map(str, record["shape"]))
-                found.append(f"{record['op']} {shape} ({us['before']:.1f} µs before, {us['after']:.1f} now)")
-        return ", ".join(found) or "none"
-
-    return [
-        "The kernels of norms, rotary and activations are newer. "
-        f"[h200-tuning.json](benchmarks/results/h200-tuning.json) has {len(records)} cases of both, in one run of "
-        "their own. Faster by more than 2 % and 0.3 µs: "
-        f"{changed('before', 'after')}. Slower by as much: {changed('after', 'before')}.",
-        "",
-    ]
 
 
 # The configurations of benchmarks/ltx.py, in the order of the table.
@@ -246,8 +221,8 @@ def ops_table() -> str:
         f"[h200-ops.json](benchmarks/results/h200-ops.json).{missing} One `rmsnorm` of 8x2048 costs the host "
         f"{host['ours']} µs, `F.rms_norm` {host['native']} µs.",
         "",
-        *since(ops["meta"]["commit"]),
-        '<img src="benchmarks/results/h200-ops-floor.png" width="100%" alt="Time over that of a copy, by size">',
+        '<img src="benchmarks/results/h200-ops-floor.png" width="100%" '
+        'alt="Time over that of a copy, of this package and of its fastest peer, by size">',
         "",
         *families(records),
         "",
