@@ -227,8 +227,8 @@ def ops_table() -> str:
         *families(records),
         "",
         "Speed-up: geometric mean of the fastest peer's time over this package's, of all cases in bf16, fp16 and fp32. "
-        "Large: 40 MB or more. A peer is ahead: by more than 2 % and 0.3 µs. What was tried for the kernels, by question: "
-        "[h200-tuning.json](benchmarks/results/h200-tuning.json).",
+        "Large: 40 MB or more. A peer is ahead: by more than 2 % and 0.3 µs. What was tried for the kernels, by "
+        "question: [h200-tuning.json](benchmarks/results/h200-tuning.json).",
         "",
         f"<details><summary>The {len(behind(records))} cases in which a peer is ahead, in µs</summary>",
         "",
