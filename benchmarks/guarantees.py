@@ -142,7 +142,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "fuzz-gpu": lambda: fuzz("fuzz-h200.json"),
     "sanitizers": lambda: sanitizers("sanitize-h200.json"),
     "suites": lambda: suites("suites-h200.json"),
-    "suites-before": lambda: suites("suites-h200-before.json"),
     "mutations": mutations,
 }
 

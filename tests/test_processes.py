@@ -204,13 +204,21 @@ def test_cuda_graph(ltx: Any, cuda_graphs: str, name: str) -> None:
 
 @every_gpu_case
 def test_second_device(ltx: Any, cuda: str, name: str) -> None:
-    """The tensors' device is where an op runs, while another one is current, and stays current."""
+    """The tensors' device is where an op runs, behind what was put there, while another one is current and stays so.
+
+    A launch on the current one would work, too, where GPUs read each other's memory. But it would not wait."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     case = gpu_cases(cuda)[name]
     there = case.map(lambda tensor: tensor.to("cuda:1"))
+    late = there.map(torch.zeros_like)
+    torch.cuda.synchronize(1)
+    with torch.cuda.device(1):
+        torch.cuda._sleep(20_000_000)
+        for operand, tensor in late.tensors.items():
+            tensor.copy_(there.tensors[operand])
     torch.cuda.set_device(0)
-    for output, want in zip(there.run(ltx), case.run(ltx), strict=True):
+    for output, want in zip(late.run(ltx), case.run(ltx), strict=True):
         assert output.device == torch.device("cuda:1")
         assert_same_bits(output.to(cuda), want)
     assert torch.cuda.current_device() == 0
