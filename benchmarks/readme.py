@@ -127,11 +127,10 @@ CONFIGS = {
     "kernels": "`ltx.optimize(pipe)`",
     "kernels_compile": "`ltx.optimize(pipe)` and torch.compile",
     "kernels_fp8": '`ltx.optimize(pipe, precision="fp8")`',
-    "kernels_fp8_compile": "the same and torch.compile",
+    "kernels_fp8_compile": '`ltx.optimize(pipe, precision="fp8")` and torch.compile',
     "torchao_fp8_compile": "torchao's fp8 and torch.compile",
 }
-
-
+# What a row shows besides.
 RECORDED = {"graph_ms": ".1f", "first_step_s": ".1f", "error_vs_fp32": ".2e"}
 
 
@@ -146,18 +145,25 @@ def _cells(record: dict[str, Any], baseline: dict[str, Any]) -> str:
     return f"{ms} | {speed_up} | {graph} | {first} s | {error} |"
 
 
+def _by_config() -> list[dict[str, dict[str, Any]]]:
+    """What benchmarks/ltx.py measured: for each number of frames its records by configuration, in the table's order."""
+    records = json.loads((RESULTS / "h200-ltx.json").read_text())["records"]
+    return [
+        {config: r for config in CONFIGS for r in records if (r["config"], r["frames"]) == (config, frames)}
+        for frames in sorted({r["frames"] for r in records})
+    ]
+
+
 def _steps() -> list[str]:
     lines = [
         "| frames | | ms | speed-up | ms as a CUDA graph | first step | error |",
         "|---|---|---|---|---|---|---|",
     ]
-    records = json.loads((RESULTS / "h200-ltx.json").read_text())["records"]
-    for baseline in (record for record in records if record["config"] == "baseline"):
-        of_config = {r["config"]: r for r in records if r["frames"] == baseline["frames"]}
+    for of_config in _by_config():
+        baseline = of_config["baseline"]
         lines += [
-            f"| {baseline['frames']} | {name} | {_cells(of_config[config], baseline)}"
-            for config, name in CONFIGS.items()
-            if config in of_config
+            f"| {record['frames']} | {CONFIGS[config]} | {_cells(record, baseline)}"
+            for config, record in of_config.items()
         ]
     return lines
 
@@ -191,9 +197,10 @@ def kinds() -> str:
     """Where the time of a step goes on the device."""
     names = ["GEMM", "attention", "this package", "elementwise", "idle"]
     lines = [f"| frames | | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
-    for r in json.loads((RESULTS / "h200-ltx.json").read_text())["records"]:
-        cells = " | ".join(f"{r['ms_by_kind'].get(name, 0):.1f}" for name in names)
-        lines.append(f"| {r['frames']} | {CONFIGS[r['config']]} | {cells} |")
+    for of_config in _by_config():
+        for config, record in of_config.items():
+            cells = " | ".join(f"{record['ms_by_kind'].get(name, 0):.1f}" for name in names)
+            lines.append(f"| {record['frames']} | {CONFIGS[config]} | {cells} |")
     return "\n".join(["Milliseconds of a step, by kind of kernel:", "", *lines, ""])
 
 
