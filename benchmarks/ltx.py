@@ -46,7 +46,8 @@ from torch import Tensor, nn
 CONFIGS = ("baseline", "kernels", "compile", "kernels_compile")
 FP8_CONFIGS = ("kernels_fp8", "torchao_fp8_compile", "kernels_fp8_compile")
 PROFILED_STEPS = 5
-WARM_UP_STEPS = 3  # of each turn: the clock settles to what the power limit allows, and the host gets ahead
+WARM_UP_S = 1.0  # of each turn on a GPU: until then its clock is what the configuration before has left
+STEPS_AHEAD = 3  # that the host launches before those that are timed
 TINY = {"num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 256, "caption_channels": 64}
 TEXT_TOKENS = 128
 PROMPTS = 10, 60  # how many of them are not padding: a short negative prompt and an ordinary one
@@ -148,7 +149,11 @@ def time_steps(step: Callable[[], Tensor], steps: int, device: str) -> list[floa
             times.append((time.perf_counter() - start) * 1e3)
         return times
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    for _ in range(WARM_UP_STEPS):
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP_S:
+        step()
+        torch.cuda.synchronize()
+    for _ in range(STEPS_AHEAD):
         step()
     events[0].record()
     for event in events[1:]:
