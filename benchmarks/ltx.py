@@ -105,10 +105,15 @@ def view_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
 
 
+# What torchao recommends to inductor for its layers. It would set that for all that the process compiles later.
+TORCHAO_INDUCTOR = {"coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": True}
+
+
 def quantise_with_torchao(model: nn.Module) -> None:
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
-    quantize_(model.transformer_blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    quantize_(model.transformer_blocks, config)
 
 
 def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
@@ -118,7 +123,7 @@ def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     elif config.startswith("torchao"):
         quantise_with_torchao(model)
     if config == "torchao_fp8_compile":  # block by block: whole, that takes minutes
-        model.compile_repeated_blocks(fullgraph=True)
+        model.compile_repeated_blocks(fullgraph=True, options=TORCHAO_INDUCTOR)
     elif config.endswith("compile"):
         model.compile()
     return model
