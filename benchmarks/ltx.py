@@ -105,7 +105,7 @@ def view_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
 
 
-# What torchao recommends to inductor for its layers. It would set that for all that the process compiles later.
+# What torchao sets in inductor for these layers: by itself it would, for all that the process compiles later.
 TORCHAO_INDUCTOR = {"coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": True}
 
 

@@ -979,7 +979,7 @@ void launch(const NormParams& p, const Context& context) {
                    fast && g.fits && (g.blocks == 1 || F == Fusion::kPlain) && pack_params(p, q))) {
     q.blocks = static_cast<uint32_t>(g.blocks);
     const int64_t row_bytes = p.rows.width * static_cast<int64_t>(sizeof(T)) * (p.residual.data ? 2 : 1);
-    q.ahead = static_cast<uint32_t>(kAheadBytes * multiprocessors(context.device) / row_bytes);
+    q.ahead = rows_ahead(kAheadBytes, row_bytes, context.device);
     const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
     if (wide) {
       launch_packed<T, float, S, F>(q, g, block, outer, stream);

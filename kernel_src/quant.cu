@@ -1027,7 +1027,7 @@ constexpr int64_t kReserved = 2 << 10, kUnasked = (48 << 10) - kReserved;
 
 // How far ahead a block prefetches, for each multiprocessor: half of what its blocks have under way. H200, gelu
 // 5376x8192, of a copy's time, 16, 32, 64 and 128 KiB: 1.04, 1.03, 1.04, 1.13; without 1.07.
-constexpr int64_t kBytesAhead = 32 << 10;
+constexpr int64_t kAheadBytes = 32 << 10;
 
 // A launch of rows of `width` columns.
 template <typename T>
@@ -1047,9 +1047,8 @@ struct Launch {
   bool is_short() const { return shape.packs > 1 && shape.threads < 32; }
 
   // How many rows ahead a block prefetches.
-  uint32_t rows_ahead(int64_t width, int operands) const {
-    return static_cast<uint32_t>(kBytesAhead * multiprocessors(device) /
-                                 (width * static_cast<int64_t>(sizeof(T)) * operands));
+  uint32_t ahead(int64_t width, int operands) const {
+    return rows_ahead(kAheadBytes, width * static_cast<int64_t>(sizeof(T)) * operands, device);
   }
 
   // Gives every group of `group` rows its part of a block.
@@ -1189,7 +1188,7 @@ void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>&
   q.shift = operands.modulator(p.shift.value, p.shift.table);
   q.output = output;
   q.rows = static_cast<uint32_t>(operands.inner());
-  q.ahead = launch.rows_ahead(p.rows.width, kResidual + 1);
+  q.ahead = launch.ahead(p.rows.width, kResidual + 1);
   q.width = static_cast<int32_t>(p.rows.width);
   q.inverse_width = 1.f / static_cast<float>(p.rows.width);
   q.eps = p.eps;
@@ -1253,19 +1252,19 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
   q.activation = p.activation;
   q.output = output;
   q.rows = static_cast<uint32_t>(operands.inner());
-  q.ahead = launch.rows_ahead(p.rows.width, kGated + 1);
+  q.ahead = launch.ahead(p.rows.width, kGated + 1);
   q.width = static_cast<int32_t>(p.rows.width);
   const bool known = kGated || p.activation != Activation::kSilu;  // which no op asks for
   if (takes_packed("quant", forced().quant, known && launch.in_registers && operands.fits())) {
     launch.share(q.rows, operands.outer());
     with_packs(launch.shape.packs, [&](auto count) {
       constexpr int kPacks = decltype(count)::value;
-      constexpr Activation kOther = kGated ? Activation::kGelu : Activation::kGeluTanh;
-      if (p.activation == kOther) {
-        launch.run(glu_quant_kernel<T, kGated, kOther, kPacks>, q);
-      } else {
-        launch.run(glu_quant_kernel<T, kGated, Activation::kGelu, kPacks>, q);
+      if constexpr (!kGated) {
+        if (p.activation == Activation::kGeluTanh) {
+          return launch.run(glu_quant_kernel<T, kGated, Activation::kGeluTanh, kPacks>, q);
+        }
       }
+      launch.run(glu_quant_kernel<T, kGated, Activation::kGelu, kPacks>, q);
     });
   } else {
     // No sum depends on the number of threads.

@@ -102,8 +102,9 @@ def test_record(ltx: ModuleType, device: str, capsys: pytest.CaptureFixture[str]
     assert "failed: liger on rmsnorm 3x128" in printed
 
 
-def test_calls_are_timed_by_the_device_behind_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host's timer saw launches, and inputs that lay in the L2 cache."""
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a GPU was asked to do, in order; between two events lie three microseconds."""
     order: list[str] = []
 
     class Event:
@@ -116,12 +117,18 @@ def test_calls_are_timed_by_the_device_behind_a_flush(monkeypatch: pytest.Monkey
         def elapsed_time(self, end: Event) -> float:
             return 0.003
 
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+    return order
+
+
+def test_calls_are_timed_by_the_device_behind_a_flush(order: list[str]) -> None:
+    """A host's timer saw launches, and inputs that lay in the L2 cache."""
+
     class Buffer:
         def zero_(self) -> None:
             order.append("flush")
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
     timer = object.__new__(timing.Timer)
     timer.rounds, timer.calls, timer.warm_up, timer.buffer, timer.flush_us = 1, 2, 1, Buffer(), 1e9
     measured = timer.measure({"call": lambda: order.append("call")})
@@ -129,6 +136,17 @@ def test_calls_are_timed_by_the_device_behind_a_flush(monkeypatch: pytest.Monkey
     assert measured == {"call": timing.Timing(median=3.0, p90=3.0)}
     largest_l2 = 126 << 20
     assert 4 * largest_l2 < timing.FLUSH_BYTES
+
+
+def test_steps_are_timed_by_the_device_behind_a_warm_up(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wait between the steps that are timed, and those before them."""
+    pytest.importorskip("diffusers")
+    import ltx as steps
+
+    seconds = iter([0.0, 0.4, 0.8, 1.2])
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: next(seconds))
+    assert steps.time_steps(lambda: order.append("step"), 2, "cuda") == [0.003, 0.003]
+    assert order == [*2 * ["step", "wait"], *3 * ["step"], "event", *2 * ["step", "event"], "wait"]
 
 
 def test_published_cases_have_their_baselines() -> None:

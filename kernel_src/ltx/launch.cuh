@@ -60,6 +60,11 @@ int device_attribute(int device) {
 
 inline int multiprocessors(int device) { return device_attribute<cudaDevAttrMultiProcessorCount>(device); }
 
+// How many rows ahead of its own a block prefetches, so that `bytes` lie between for each multiprocessor.
+inline uint32_t rows_ahead(int64_t bytes, int64_t row_bytes, int device) {
+  return static_cast<uint32_t>(bytes * multiprocessors(device) / row_bytes);
+}
+
 // Launches `blocks` neighbouring blocks of gridDim.x as one cluster.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, int blocks, cudaStream_t stream,

@@ -62,6 +62,11 @@ def _count() -> tuple[int, int, Counter[str]]:
     return sum(site.calls for site in sites), sum(site.traces for site in sites), fallbacks
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        raise pytest.UsageError("-n: expected one process, whose models are counted; got several")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     calls, traces, fallbacks = _count()
     terminalreporter.section("ltx-kernels")
