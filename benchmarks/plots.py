@@ -41,8 +41,11 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def fastest_peer(record: dict[str, Any]) -> float:
-    return min(record["us"][key] for key in PEERS if record["us"].get(key))
+def fastest(record: dict[str, Any]) -> tuple[str, float]:
+    """(its name, its time), of the peers."""
+    us = record["us"]
+    peer = min((key for key in PEERS if us.get(key)), key=us.__getitem__)
+    return PEERS[peer], us[peer]
 
 
 def measured(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -59,7 +62,7 @@ def draw_floor(figure: Any, records: Sequence[dict[str, Any]]) -> None:
         members = [record for record in records if family(record["op"]) == name]
         size = [record["bytes"] / 1e6 for record in members]
         for key, style in (("peer", {"marker": "x", "color": "0.6"}), ("ours", {"marker": "o", "color": "C0"})):
-            times = [fastest_peer(record) if key == "peer" else record["us"]["ours"] for record in members]
+            times = [fastest(record)[1] if key == "peer" else record["us"]["ours"] for record in members]
             ratio = [min(us / record["us"]["copy"], TOP) for us, record in zip(times, members, strict=True)]
             axes.scatter(size, ratio, s=14, linewidths=1, clip_on=False, **style)
         axes.axhline(1, color="black", linewidth=0.8)
@@ -119,8 +122,8 @@ def main() -> None:
     results = json.loads(path.read_text())
     records = [record for record in results["records"] if record["dtype"] == "bf16"]
     title = f"{results['meta']['device']}, torch {results['meta']['torch']}, bf16"
-    for name, draw, size in (("floor", draw_floor, (9, 4.5)), ("peers", draw_peers, (9, 4.5))):
-        figure = pyplot.figure(figsize=size, layout="constrained")
+    for name, draw in (("floor", draw_floor), ("peers", draw_peers)):
+        figure = pyplot.figure(figsize=(9, 4.5), layout="constrained")
         figure.suptitle(title, fontsize=10)
         draw(figure, records)
         for kind in ("png", "svg"):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plots import PEERS, QUANTISED, RESULTS, family, geometric_mean, measured
+from plots import PEERS, QUANTISED, RESULTS, family, fastest, geometric_mean, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # What the first screen shows; all cases are in the file, and the losses below the table.
@@ -31,13 +31,6 @@ SHOWN = [
 
 def load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def fastest(record: dict[str, Any]) -> tuple[str, float]:
-    """(its name, its time), of the peers."""
-    us = record["us"]
-    peer = min((key for key in PEERS if us.get(key)), key=us.__getitem__)
-    return PEERS[peer], us[peer]
 
 
 def behind(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
