@@ -166,10 +166,29 @@ struct AttentionParams {
   float* workspace = nullptr;  // CUDA: batch * (queries + keys) numbers; unused on the CPU
 };
 
+// Attention of bf16 heads of 64 columns, on Hopper alone. For each batch and head:
+//   out = softmax(scale * query key^T) value
+// Of query, key and value, a column lies beside the next, the data at a multiple of 16 bytes, and the other strides are
+// positive multiples of 8 elements, or zero for a dimension of one. The output, [batch, queries, heads, 64], is
+// contiguous. No size is 2^31 or more.
+struct HopperAttentionParams {
+  const void* query = nullptr;
+  const void* key = nullptr;
+  const void* value = nullptr;
+  void* output = nullptr;
+  HeadStrides query_stride, key_stride, value_stride;
+  int64_t batch = 0, queries = 0, keys = 0, heads = 0;
+  float scale = 1.f;
+};
+
 void norm(const NormParams& params, const Context& context);
 void glu(const GluParams& params, const Context& context);
 void rotary(const RotaryParams& params, const RotaryAngles* angles, const Context& context);
 void attention(const AttentionParams& params, const Context& context);
+
+// CUDA alone. Whether this build has code for hopper_attention that the device runs; it may be asked of any device.
+bool has_hopper_attention(int device);
+void hopper_attention(const HopperAttentionParams& params, const Context& context);
 
 // `out` is absent from the params. norm_quant with kNone quantises h.
 void norm_quant(const NormParams& params, const QuantOutput& output, const Context& context);
