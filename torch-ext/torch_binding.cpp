@@ -54,6 +54,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "glu_quant(Tensor input, Tensor? up, Tensor? static_scale, int activation, bool gate_first) -> (Tensor, Tensor)");
   ops.def("gelu_quant(Tensor input, Tensor? bias, Tensor? static_scale, int activation) -> (Tensor, Tensor)");
 
+  // Compiled for CUDA alone.
+  ops.def(
+      "scaled_linear(Tensor values, Tensor scales, Tensor weight, Tensor weight_scales, Tensor? bias, "
+      "bool use_fast_accum) -> Tensor");
+
 #define LTX_ROPE_ARGS \
   "Tensor query, Tensor key, Tensor? positions, SymInt[] grid, int[] axis_dims, float[] theta, bool interleaved"
   ops.def("rope(" LTX_ROPE_ARGS ") -> (Tensor, Tensor)");
@@ -104,6 +109,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("residual_norm_quant", TORCH_BOX(&ltx::host::residual_norm_quant));
   ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));
   ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
+#ifdef CUDA_KERNEL
+  ops.impl("scaled_linear", TORCH_BOX(&ltx::host::scaled_linear));
+#endif
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -1,5 +1,5 @@
 // The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, rope.cpp, attention.cpp,
-// glu.cpp and quant.cpp.
+// glu.cpp, quant.cpp and linear.cpp.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -89,5 +89,7 @@ std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& 
                                      int64_t activation, bool gate_first);
 std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias,
                                       const OptionalTensor& static_scale, int64_t activation);
+Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
+                     const OptionalTensor& bias, bool use_fast_accum);
 
 }  // namespace ltx::host

@@ -7,6 +7,7 @@
 //   attention=packed|general               the kernel of the attention; packed: tensor cores
 //   quant=packed|general                   the kernel of the quantising ops
 //   quant_packs=1|2|4                      as norm_packs, for these
+//   linear=cublaslt|torch                  what scaled_linear's op calls
 // Anything else is an error, and so is a choice that a call cannot use.
 #pragma once
 
@@ -20,7 +21,8 @@ namespace ltx {
 enum class Kernel { kAny, kPacked, kGeneral, kElements, kSingle };
 
 struct Forced {
-  Kernel norm = Kernel::kAny, rotary = Kernel::kAny, glu = Kernel::kAny, attention = Kernel::kAny, quant = Kernel::kAny;
+  Kernel norm = Kernel::kAny, rotary = Kernel::kAny, glu = Kernel::kAny, attention = Kernel::kAny, quant = Kernel::kAny,
+         linear = Kernel::kAny;
   int norm_packs = 0, quant_packs = 0;
 };
 
@@ -59,6 +61,8 @@ inline Forced parse_forced(const std::string& text) {
     choose("quant_packs=1", forced.quant_packs, 1);
     choose("quant_packs=2", forced.quant_packs, 2);
     choose("quant_packs=4", forced.quant_packs, 4);
+    choose("linear=cublaslt", forced.linear, Kernel::kPacked);
+    choose("linear=torch", forced.linear, Kernel::kGeneral);
     if (!known) fail_forced("a choice that kernel_src/ltx/force.cuh lists", "'" + item + "'");
   }
   return forced;

@@ -372,6 +372,15 @@ def check_scaled_linear(
         _same_device(name, tensor, "values", values)
 
 
+def check_product(values: Tensor, scales: Tensor, weight_scales: Tensor, bias: Tensor | None) -> None:
+    """What the op asks beyond ``check_scaled_linear``."""
+    if bias is not None and bias.dtype != torch.bfloat16:
+        _fail("bias", "dtype bfloat16", _dtype_text(bias.dtype))
+    for name, tensor in (("values", values), ("scales", scales), ("weight_scales", weight_scales), ("bias", bias)):
+        if tensor is not None and not tensor.is_contiguous():
+            _fail(name, "a contiguous tensor", f"strides {_shape_text(tensor.stride())}")
+
+
 # ---- rope.cpp
 
 

@@ -276,6 +276,23 @@ def _glu_quant(
     )
 
 
+def _scaled_linear(
+    outs: Outs,
+    compute: bool,
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    use_fast_accum: bool,
+) -> Results:
+    _checks.check_scaled_linear(values, scales, weight, weight_scales, bias)
+    _checks.check_product(values, scales, weight_scales, bias)
+    if compute:
+        return (reference.product(values, scales, weight, weight_scales, bias),)
+    return (values.new_empty((*values.shape[:-1], weight.shape[0]), dtype=torch.bfloat16),)
+
+
 def _gelu_quant(
     outs: Outs,
     compute: bool,
@@ -439,7 +456,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(name: str, device: str) -> None:
-    if name in _warned:
+    if name in _warned or device == COMPILED_DEVICE:
         return
     _warned.add(name)
     holds = f"the kernels for {COMPILED_DEVICE}" if COMPILED_DEVICE else "no kernel"
@@ -467,7 +484,7 @@ def _register(name: str, results: int, body: Callable[..., Results], *, has_out:
         torch.library.register_fake(into_outs, fake_out)
 
     for device in ("cuda", "cpu"):
-        if device == COMPILED_DEVICE:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(functional, device.upper()):
             continue
 
         def kernel(*arguments: Any, device: str = device) -> Any:
@@ -502,3 +519,4 @@ _register("norm_quant", 2, _norm_quant, has_out=False)
 _register("residual_norm_quant", 3, _residual_norm_quant, has_out=False)
 _register("glu_quant", 2, _glu_quant, has_out=False)
 _register("gelu_quant", 2, _gelu_quant, has_out=False)
+_register("scaled_linear", 1, _scaled_linear, has_out=False)

@@ -18,6 +18,7 @@ import functools
 import torch
 from torch import Tensor
 
+from . import reference
 from ._checks import (
     APPROXIMATE,
     FLOAT32_EPS,
@@ -28,13 +29,16 @@ from ._checks import (
     check_weight,
     choice,
     no_gradient,
+    requires_grad,
 )
+from ._fakes import COMPILED_DEVICE
 from ._ops import ops
 
 _norm_quant = ops.norm_quant.default
 _residual_norm_quant = ops.residual_norm_quant.default
 _glu_quant = ops.glu_quant.default
 _gelu_quant = ops.gelu_quant.default
+_scaled_linear = ops.scaled_linear.default
 
 Quantised = tuple[Tensor, Tensor]
 QuantisedAndResidual = tuple[Tensor, Tensor, Tensor]
@@ -438,7 +442,16 @@ def fp8_obstacle(device: torch.device) -> str | None:
     return f"{properties.name} ({properties.major}.{properties.minor})"
 
 
+def has_own_product(device: torch.device) -> bool:
+    """Whether the package calls cuBLASLt itself, as torch._scaled_mm does there: on Hopper, from CUDA 12.9 on."""
+    if COMPILED_DEVICE != "cuda" or device.type != "cuda" or torch.version.cuda is None:
+        return False
+    major, minor, *_ = torch.version.cuda.split(".")
+    return (int(major), int(minor)) >= (12, 9) and torch.cuda.get_device_properties(device).major == 9
+
+
 _known_obstacle = functools.cache(fp8_obstacle)
+_known_product = functools.cache(has_own_product)
 
 
 def scaled_linear(
@@ -459,7 +472,8 @@ def scaled_linear(
         w = weight.float() * weight_scales[:, None]
         torch.nn.functional.linear(x, w, bias.float()).to(out_dtype)
 
-    On a GPU this is torch._scaled_mm; on a CPU it is computed as written, for tests.
+    On a GPU this is torch._scaled_mm; on Hopper, with CUDA 12.9 or newer and for bfloat16, the same call of cuBLASLt
+    without the workspace that it would clear before each product. On a CPU it is computed as written, for tests.
 
     Args:
         values: [..., in], float8_e4m3fn.
@@ -485,6 +499,8 @@ def scaled_linear(
             f"values: expected a GPU of compute capability 8.9 or newer for fp8 matrix products, got {obstacle}"
         )
     no_gradient(bias)
+    values, scales, weight_scales = values.contiguous(), scales.contiguous(), weight_scales.contiguous()
+    bias = None if bias is None else bias.contiguous()
     return multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum)
 
 
@@ -497,23 +513,23 @@ def multiply(
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = True,
 ) -> Tensor:
-    """``scaled_linear`` of arguments that are known to fit: the checks take longer than launching it."""
-    channels, width = weight.shape
-    leading = values.shape[:-1]
-    values, scales = values.reshape(-1, width), scales.reshape(-1, 1)
+    """``scaled_linear`` of contiguous arguments that are known to fit: the checks take longer than launching it."""
     if bias is not None and bias.dtype != out_dtype:
         bias = bias.to(out_dtype)
     if values.is_cpu:
-        out = values.float() @ weight.float().t() * scales * weight_scales
-        out = (out if bias is None else out + bias.float()).to(out_dtype)
-    else:
-        out = torch._scaled_mm(
-            values,
-            weight.t(),
-            scale_a=scales,
-            scale_b=weight_scales.unsqueeze(0),
-            bias=bias,
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-        )
-    return out.view(*leading, channels)
+        return reference.product(values, scales, weight, weight_scales, bias, out_dtype)
+    own = has_own_product if torch.compiler.is_compiling() else _known_product
+    trained = torch.is_grad_enabled() and requires_grad(bias)  # torch._scaled_mm has an error for it
+    if out_dtype == torch.bfloat16 and own(values.device) and not trained:
+        return _scaled_linear(values, scales, weight, weight_scales, bias, use_fast_accum)
+    channels, width = weight.shape
+    out = torch._scaled_mm(
+        values.reshape(-1, width),
+        weight.t(),
+        scale_a=scales.reshape(-1, 1),
+        scale_b=weight_scales.unsqueeze(0),
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+    return out.view(*values.shape[:-1], channels)

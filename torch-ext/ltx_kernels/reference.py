@@ -673,6 +673,19 @@ def gelu_quant(
     return _glu_quant(input, bias=bias, gated=False, activation=activation, static_scale=static_scale)
 
 
+def product(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``scaled_linear`` without its checks."""
+    out = values.float() @ weight.float().t() * scales * weight_scales
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
 # ---- Rotary
 
 

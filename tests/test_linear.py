@@ -1,0 +1,363 @@
+"""Linear layers of quantised rows: quantize_weight and scaled_linear."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Make, assert_same_bits
+from test_quant import E4M3, FLOATS, assert_exactly, exactly
+from torch import Tensor
+
+
+def linear_inputs(ltx: Any, device: str, rows: tuple[int, ...] = (2, 5)) -> tuple[Tensor, ...]:
+    make = Make(device, torch.bfloat16)
+    x, weight, bias = make(*rows, 64), make(96, 64, std=0.1), make(96)
+    return (*ltx.quantize_rows(x), *ltx.quantize_weight(weight), bias, x, weight)
+
+
+def test_weight(ltx, device):
+    weight = torch.nn.Parameter(Make(device, torch.bfloat16)(96, 64))
+    values, scales = ltx.quantize_weight(weight)
+    expected = exactly(weight.detach())
+    assert_exactly((values, scales[:, None]), expected)
+    assert scales.shape == (96,) and not values.requires_grad
+    assert_exactly((*ltx.quantize_weight(weight.detach().float())[:1], scales[:, None]), expected)
+
+
+def test_weight_that_is_stored_in_fp8(ltx, device):
+    weight = Make(device, torch.bfloat16)(96, 64)
+    stored = weight.to(E4M3)
+    values, scales = ltx.quantize_weight(stored)
+    assert torch.equal(values.float() * scales[:, None], stored.float())
+    stored = weight.to(torch.float8_e5m2)
+    values, scales = ltx.quantize_weight(stored)
+    assert_exactly((values, scales[:, None]), exactly(stored))
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("rows", [(2, 5), (7,), (), (2, 3, 4)])
+def test_linear(ltx, device, rows):
+    if ltx.quant.fp8_obstacle(torch.device(device)):
+        pytest.skip("no fp8 matrix products")
+    values, scales, weight, weight_scales, bias, x, original = linear_inputs(ltx, device, rows)
+    exact_x, exact_w = values.double() * scales, weight.double() * weight_scales[:, None]
+    for own_bias in (None, bias, bias.float()):
+        output = ltx.scaled_linear(values, scales, weight, weight_scales, own_bias)
+        assert output.dtype == torch.bfloat16 and output.shape == (*rows, 96) and output.is_contiguous()
+        exact = F.linear(exact_x, exact_w, None if own_bias is None else own_bias.double())
+        magnitude = F.linear(exact_x.abs(), exact_w.abs()) + 4
+        assert bool(((output - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-11 * magnitude).all())
+        wanted = F.linear(x.double(), original.double(), None if own_bias is None else own_bias.double())
+        assert (output - wanted).norm() < 0.06 * wanted.norm()
+
+
+def test_linear_compiles(ltx, device):
+    if ltx.quant.fp8_obstacle(torch.device(device)):
+        pytest.skip("no fp8 matrix products")
+    torch.compiler.reset()
+    values, scales, weight, weight_scales, bias, *_ = linear_inputs(ltx, device)
+    function = torch.compile(lambda *args: ltx.scaled_linear(*args), fullgraph=True, backend="aot_eager")
+    arguments = values, scales, weight, weight_scales, bias
+    assert_same_bits(function(*arguments), ltx.scaled_linear(*arguments))
+
+
+def linear_errors(t: Callable[..., Tensor]) -> dict[str, tuple[Tensor, ...]]:
+    q, s, w, ws = t(2, 32, dtype=E4M3), t(2, 1), t(16, 32, dtype=E4M3), t(16)
+    return {
+        "values: expected dtype float8_e4m3fn, got float32": (t(2, 32), s, w, ws),
+        "weight: expected dtype float8_e4m3fn, got bfloat16": (q, s, t(16, 32, dtype=torch.bfloat16), ws),
+        "weight: expected 2 dimensions, got shape [16]": (q, s, t(16, dtype=E4M3), ws),
+        "scales: expected dtype float32, got float16": (q, t(2, 1, dtype=torch.float16), w, ws),
+        "weight: expected sizes that are multiples of 16, got shape [15, 32]": (q, s, t(15, 32, dtype=E4M3), t(15)),
+        "weight: expected a contiguous tensor, got strides [1, 16]": (q, s, t(32, 16, dtype=E4M3).t(), ws),
+        "values: expected a last dimension of 32 (that of weight), got shape [2, 16]": (t(2, 16, dtype=E4M3), s, w, ws),
+        "values: expected at least 1 dimension, got shape []": (t(dtype=E4M3), s, w, ws),
+        "scales: expected shape [2, 1], got [2]": (q, t(2), w, ws),
+        "weight_scales: expected shape [16], got [16, 1]": (q, s, w, t(16, 1)),
+        "bias: expected shape [16], got [15]": (q, s, w, ws, t(15)),
+    }
+
+
+def test_errors_of_linear_layers(ltx, device):
+    """From Python's checks, from the op and from its fake."""
+
+    def t(*shape: int, dtype: torch.dtype = torch.float32, on: str = device) -> Tensor:
+        return torch.ones(shape, device=on).to(dtype)
+
+    def op(*tensors: Tensor) -> Tensor:
+        return ltx._ops.ops.scaled_linear(*(*tensors, None)[:5], True)
+
+    for function, on in ((ltx.scaled_linear, device), (op, device), (op, "meta")):
+        for text, arguments in linear_errors(functools.partial(t, on=on)).items():
+            with pytest.raises(RuntimeError) as error:
+                function(*arguments)
+            assert str(error.value) == text
+    q, s, w, ws, bias = t(2, 32, dtype=E4M3), t(2, 1), t(16, 32, dtype=E4M3), t(16), t(16, dtype=torch.bfloat16)
+    beyond = {
+        "bias: expected dtype bfloat16, got float32": (q, s, w, ws, t(16)),
+        "bias: expected a contiguous tensor, got strides [2]": (q, s, w, ws, bias.repeat(2)[::2]),
+        "values: expected a contiguous tensor, got strides [64, 1]": (q.repeat(1, 2)[:, :32], s, w, ws),
+        "scales: expected a contiguous tensor, got strides [2, 1]": (q, s.repeat(1, 2)[:, :1], w, ws),
+        "weight_scales: expected a contiguous tensor, got strides [2]": (q, s, w, ws.repeat(2)[::2]),
+    }
+    expected = ltx.reference.product(q, s, w, ws, bias)
+    for text, arguments in beyond.items():
+        with pytest.raises(RuntimeError) as error:
+            op(*arguments)
+        assert str(error.value) == text
+        if ltx.quant.fp8_obstacle(torch.device(device)) is None:  # the function copies what lies apart
+            output = ltx.scaled_linear(*(*arguments, bias)[:5])
+            assert_same_bits(output, expected)
+    for text, weight in {
+        "weight: expected 2 dimensions, got shape [16]": t(16),
+        f"weight: expected {FLOATS}, got int64": t(16, 16, dtype=torch.int64),
+    }.items():
+        with pytest.raises(RuntimeError) as error:
+            ltx.quantize_weight(weight)
+        assert str(error.value) == text
+
+
+def test_error_of_an_old_gpu(ltx, monkeypatch):
+    class Properties:
+        name, major, minor = "NVIDIA A100-SXM4-80GB", 8, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert ltx.quant.fp8_obstacle(torch.device("cuda:0")) == "NVIDIA A100-SXM4-80GB (8.0)"
+    monkeypatch.setattr(ltx.quant, "_known_obstacle", lambda device: "NVIDIA A100-SXM4-80GB (8.0)")
+    values, scales, weight, weight_scales, *_ = linear_inputs(ltx, "cpu")
+    with pytest.raises(RuntimeError, match=r"^values: expected a GPU of compute capability 8.9 .* got NVIDIA A100"):
+        ltx.scaled_linear(values, scales, weight, weight_scales)
+
+
+# ---- The package's own call of cuBLASLt
+
+
+@pytest.fixture
+def hopper(ltx: Any, cuda: str) -> str:
+    if not ltx.quant.has_own_product(torch.device(cuda, torch.cuda.current_device())):
+        pytest.skip("NOT RUN: not a Hopper GPU with CUDA 12.9 or newer")
+    return cuda
+
+
+def layer(device: str, rows: int, width: int, channels: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """Values, scales, weight, weight_scales, bias."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    def scale(count: int) -> Tensor:
+        return torch.rand(count, device=device, generator=generator) + 0.5
+
+    values, weight = (normal(n, width).mul(30).to(E4M3) for n in (rows, channels))
+    return values, scale(rows)[:, None] / 30, weight, scale(channels) / 30 / width**0.5, normal(channels).bfloat16()
+
+
+def by_torch(
+    values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, fast: bool = True
+) -> Tensor:
+    options = {"bias": bias, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
+    return torch._scaled_mm(values, weight.t(), scale_a=scales, scale_b=weight_scales[None], **options)
+
+
+LAYERS = [(1, 16, 16), (7, 64, 48), (50, 2048, 2048), (256, 4096, 2048), (1344, 2048, 6144), (5376, 8192, 2048)]
+
+
+@pytest.mark.parametrize("shape", LAYERS, ids=str)
+@pytest.mark.parametrize("fast", [True, False])
+def test_own_product_is_as_near_as_torchs(ltx, hopper, shape, fast):
+    arguments = layer(hopper, *shape)
+    values, scales, weight, weight_scales, bias = arguments
+    exact = (values.double() * scales) @ (weight.double() * weight_scales[:, None]).t()
+    for own_bias in (None, bias):
+        truth = exact if own_bias is None else exact + own_bias.double()
+        outputs = (
+            ltx.scaled_linear(*arguments[:4], own_bias, use_fast_accum=fast),
+            by_torch(*arguments[:4], own_bias, fast),
+        )
+        own, torchs = (((output - truth).norm() / truth.norm()).item() for output in outputs)
+        assert own <= 1.05 * torchs + 1e-6
+
+
+def test_own_product_clears_no_memory(ltx, hopper):
+    """One kernel a product: what torch._scaled_mm spends on clearing cuBLASLt's workspace is the reason for it."""
+    arguments = layer(hopper, 5376, 2048, 2048)
+    ltx.scaled_linear(*arguments)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        ltx.scaled_linear(*arguments)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(names) == 1 and "Memset" not in names[0], names
+
+
+def test_own_product_of_empty_rows(ltx, hopper):
+    values, scales, *weight = layer(hopper, 4, 64, 48)
+    assert ltx.scaled_linear(values[:0], scales[:0], *weight).shape == (0, 48)
+    assert ltx.scaled_linear(values[:0].view(0, 1, 64), scales[:0].view(0, 1, 1), *weight).shape == (0, 1, 48)
+
+
+def test_own_product_of_any_alignment(ltx, hopper):
+    """Operands that begin anywhere that torch lets them: at multiples of 16 bytes."""
+    values, scales, weight, weight_scales, bias = layer(hopper, 40, 80, 96)
+    expected = ltx.scaled_linear(values, scales, weight, weight_scales, bias)[3:, 16:].double()
+    output = ltx.scaled_linear(values[3:], scales[3:].clone(), weight[16:], weight_scales[16:], bias[16:]).double()
+    assert ((output - expected).norm() / expected.norm()).item() < 4e-3
+
+
+def test_own_products_of_many_shapes(ltx, hopper):
+    """More than the plans that are kept."""
+    arguments = layer(hopper, 4200, 16, 16)
+    values, scales, *weight = arguments
+    first = ltx.scaled_linear(values[:1], scales[:1], *weight)
+    for rows in range(2, 4200):
+        output = ltx.scaled_linear(values[:rows], scales[:rows], *weight)
+    assert_same_bits(ltx.scaled_linear(values[:1], scales[:1], *weight), first)
+    assert ((output - by_torch(values[:rows], scales[:rows], *weight)).norm() / output.norm()).item() < 4e-3
+
+
+def test_own_product_in_a_graph(ltx, hopper):
+    """Of a shape that was never seen before the capture, replayed with other values."""
+    shape = 72, 2048, 96
+    arguments, other = layer(hopper, *shape), layer(hopper, *shape, seed=1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = ltx.scaled_linear(*arguments)
+    for tensor, value in zip(arguments, other, strict=True):
+        tensor.copy_(value)
+    graph.replay()
+    assert_same_bits(output, ltx.scaled_linear(*other))
+
+
+def test_own_products_in_threads(ltx, hopper):
+    """Several shapes at once, each thread on a stream of its own."""
+    layers = [layer(hopper, rows, 2048, 256, seed=rows) for rows in (8, 100, 1000)]
+    expected = [ltx.scaled_linear(*arguments) for arguments in layers]
+    torch.cuda.synchronize()
+
+    def work(thread: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for i in range(60):
+                output = ltx.scaled_linear(*layers[(thread + i) % 3])
+                stream.synchronize()
+                assert_same_bits(output, expected[(thread + i) % 3])
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work, thread) for thread in range(8)]:
+            future.result()
+
+
+def test_own_product_on_a_second_device(ltx, hopper):
+    """The tensors' device is where it runs, behind what was put there, while another one is current and stays so."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    arguments = layer("cuda:0", 300, 2048, 256)
+    there = [tensor.to("cuda:1") for tensor in arguments]
+    late = [torch.ones_like(tensor) for tensor in there]
+    torch.cuda.synchronize(1)
+    with torch.cuda.device(1):
+        torch.cuda._sleep(20_000_000)
+        for tensor, value in zip(late, there, strict=True):
+            tensor.copy_(value)
+    torch.cuda.set_device(0)
+    output = ltx.scaled_linear(*late)
+    assert output.device == torch.device("cuda:1")
+    assert_same_bits(output.to("cuda:0"), ltx.scaled_linear(*arguments))
+    assert torch.cuda.current_device() == 0
+
+
+def test_own_product_compiles(ltx, hopper):
+    torch.compiler.reset()
+    arguments = layer(hopper, 40, 64, 96)
+    function = torch.compile(lambda *args: ltx.scaled_linear(*args), fullgraph=True, backend="aot_eager")
+    assert_same_bits(function(*arguments), ltx.scaled_linear(*arguments))
+
+
+CHILD = """
+import sys, torch, kernels
+sys.path.insert(0, sys.argv[1])
+from test_linear import by_torch, layer
+ltx = kernels.get_kernel("org/ltx-kernels", version=1)
+arguments = layer("cuda", 48, 2048, 96)
+if sys.argv[2] == "graph":
+    by_torch(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = ltx.scaled_linear(*arguments)
+    graph.replay()
+    assert torch.equal(output, ltx.scaled_linear(*arguments))
+else:
+    output = ltx.scaled_linear(*(t.view(2, 24, -1) if i < 2 else t for i, t in enumerate(arguments)))
+    assert output.shape == (2, 24, 96)
+    assert torch.equal(output.view(48, 96), by_torch(*arguments))
+"""
+
+
+@pytest.mark.parametrize(("what", "choice"), [("torch", "linear=torch"), ("graph", "linear=cublaslt"), ("graph", "")])
+def test_own_product_in_a_process_of_its_own(ltx, hopper, what, choice):
+    """Without a cuBLASLt that fits the op is torch._scaled_mm, bit for bit; its first call may be within a capture."""
+    command = [sys.executable, "-c", CHILD, os.path.dirname(__file__), what]
+    environment = {**os.environ, "LTX_KERNELS_FORCE": choice}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
+def test_a_trained_bias_gets_torchs_error(ltx, hopper):
+    """Not a gradient of nothing."""
+    values, scales, weight, weight_scales, bias = layer(hopper, 48, 64, 96)
+    multiply = ltx.quant.multiply
+    bias.requires_grad_(True)
+    output = multiply(values, scales, weight, weight_scales, bias)
+    assert_same_bits(output.detach(), by_torch(values, scales, weight, weight_scales, bias.detach()))
+    with pytest.raises(RuntimeError, match="derivative|not implemented"):
+        output.sum().backward()
+    with torch.no_grad():
+        assert not multiply(values, scales, weight, weight_scales, bias).requires_grad
+
+
+def test_an_older_cuda_takes_torchs_product(ltx, hopper, monkeypatch):
+    arguments = layer(hopper, 48, 2048, 96)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    ltx.quant._known_product.cache_clear()
+    try:
+        assert_same_bits(ltx.scaled_linear(*arguments), by_torch(*arguments))
+    finally:
+        ltx.quant._known_product.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("variant", "cuda_version", "major", "own"),
+    [
+        ("cuda", "12.9", 9, True),
+        ("cuda", "13.0", 9, True),
+        ("cuda", "12.8", 9, False),
+        ("cuda", "12.10.1", 9, True),
+        ("cuda", "13.0", 8, False),
+        ("cuda", "13.0", 10, False),
+        ("cuda", None, 9, False),
+        ("cpu", "13.0", 9, False),
+    ],
+)
+def test_where_the_package_calls_cublaslt(ltx, monkeypatch, variant, cuda_version, major, own):
+    class Properties:
+        pass
+
+    Properties.major = major
+    monkeypatch.setattr(ltx.quant, "COMPILED_DEVICE", variant)
+    monkeypatch.setattr(torch.version, "cuda", cuda_version)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert ltx.quant.has_own_product(torch.device("cuda:0")) == own
+    assert not ltx.quant.has_own_product(torch.device("cpu"))

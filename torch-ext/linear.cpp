@@ -1,0 +1,269 @@
+// scaled_linear: the product of quantised rows and a quantised weight, by cuBLASLt without a workspace. CUDA alone.
+//
+//   out[r, c] = bf16(scales[r] * weight_scales[c] * sum_k values[r, k] * weight[c, k] + bias[c])
+//
+// torch._scaled_mm calls the same function of the same library on Hopper, but offers it a workspace. For large products
+// cuBLASLt then takes kernels that count their tiles in 4 bytes of it, which it clears before each: on an H200 that
+// costs 2 to 4 us a product of LTX-Video's (5376 tokens), 0.5 ms of a step of 29. Without a workspace it takes the same
+// kernels with a fixed order of tiles, and the bits are the same. Also, torch asks for an algorithm at every call; here
+// one is kept for each kind of product, and a call takes the host half as long
+// (benchmarks/results/h200-tuning.json).
+//
+// Where cuBLASLt is older than 12.9, or has no algorithm, the product is torch._scaled_mm's.
+#ifdef CUDA_KERNEL
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <type_traits>
+#include <unordered_map>
+
+#include "cublaslt.h"
+#include "ltx/force.cuh"
+#include "tensor_checks.h"
+#include "torch_binding.h"
+
+namespace ltx::host {
+namespace {
+
+struct LinearArgs {
+  Arg values, scales, weight, weight_scales, bias;
+  bool use_fast_accum = true;
+  int64_t width = 0, channels = 0, rows = 0;
+};
+
+// ---- Checks: as check_scaled_linear and check_product of ltx_kernels/_checks.py
+
+void check_dtype(const Arg& a, int32_t dtype) {
+  if (a.dtype != dtype) fail(a.name, "dtype " + dtype_text(dtype), dtype_text(a.dtype));
+}
+
+bool is_contiguous(const Arg& a) {
+  int64_t step = 1;
+  for (int64_t d = a.dim - 1; d >= 0; --d) {
+    if (a.size[d] != 1 && a.stride[d] != step) return false;
+    step *= a.size[d];
+  }
+  return true;
+}
+
+void check_contiguous(const Arg& a) {
+  if (a.numel() != 0 && !is_contiguous(a))
+    fail(a.name, "a contiguous tensor", "strides " + shape_text(a.stride, a.dim));
+}
+
+void check_inputs(LinearArgs& a) {
+  check_dim(a.weight, 2);
+  for (const Arg* matrix : {&a.values, &a.weight}) check_dtype(*matrix, aoti_torch_dtype_float8_e4m3fn());
+  for (const Arg* vector : {&a.scales, &a.weight_scales}) check_dtype(*vector, aoti_torch_dtype_float32());
+  a.channels = a.weight.size[0];
+  a.width = a.weight.size[1];
+  if (a.channels % 16 != 0 || a.width % 16 != 0) {
+    fail(a.weight.name, "sizes that are multiples of 16", "shape " + shape_text(a.weight));
+  }
+  check_contiguous(a.weight);
+  check_min_dim(a.values, 1);
+  if (a.values.last() != a.width) {
+    fail(a.values.name, text("a last dimension of ", a.width, " (that of weight)"), "shape " + shape_text(a.values));
+  }
+  std::vector<int64_t> scales_shape(a.values.size, a.values.size + a.values.dim);
+  scales_shape.back() = 1;
+  check_shape(a.scales, scales_shape.data(), a.values.dim);
+  check_shape(a.weight_scales, {a.channels});
+  if (a.bias) {
+    check_shape(a.bias, {a.channels});
+    check_same_device(a.bias, a.values);
+  }
+  for (const Arg* other : {&a.scales, &a.weight, &a.weight_scales}) check_same_device(*other, a.values);
+  if (a.bias) check_dtype(a.bias, aoti_torch_dtype_bfloat16());
+  for (const Arg* operand : {&a.values, &a.scales, &a.weight_scales, &a.bias}) {
+    if (*operand) check_contiguous(*operand);
+  }
+  a.rows = a.scales.numel();
+}
+
+// ---- cuBLASLt
+
+using namespace cublaslt;
+
+// What an algorithm was chosen for.
+struct Kind {
+  int64_t rows, width, channels;
+  uint32_t alignment;  // of the operands, in bytes; 256 and more are one
+  bool bias, use_fast_accum;
+
+  bool operator==(const Kind& o) const {
+    return rows == o.rows && width == o.width && channels == o.channels && alignment == o.alignment && bias == o.bias &&
+           use_fast_accum == o.use_fast_accum;
+  }
+};
+
+struct Hash {
+  size_t operator()(const Kind& k) const {
+    size_t hash = 0;
+    for (const uint64_t part : {uint64_t(k.rows), uint64_t(k.width), uint64_t(k.channels), uint64_t(k.alignment),
+                                uint64_t(k.bias * 2 + k.use_fast_accum)}) {
+      hash = hash * 0x9e3779b97f4a7c15u + std::hash<uint64_t>()(part);
+    }
+    return hash;
+  }
+};
+
+Kind kind_of(const LinearArgs& a) {
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(a.values.data) | reinterpret_cast<uintptr_t>(a.weight.data) |
+                              reinterpret_cast<uintptr_t>(a.bias.data) | 256;
+  return {a.rows, a.width, a.channels, static_cast<uint32_t>(addresses & -addresses), bool(a.bias), a.use_fast_accum};
+}
+
+// The descriptors of one kind of product, and its algorithm. To cuBLASLt matrices are column by column: the product is
+// out^T = weight * values^T, with the weight as the transposed one.
+class Plan {
+ public:
+  Plan(const Api& api, Handle handle, const LinearArgs& a, const Kind& kind) : api_(api) {
+    usable_ = api.MatmulDescCreate(&desc_, kCompute32F, kFloat32) == kSuccess && set(kTransA, kTranspose) &&
+              set(kFastAccum, static_cast<int8_t>(a.use_fast_accum)) && set(kAScaleMode, kScaleOfEachRow) &&
+              set(kBScaleMode, kScaleOfEachRow) &&
+              (!a.bias || (set(kEpilogue, kEpilogueBias) && set(kBiasDataType, kBFloat16))) && set_pointers(a) &&
+              api.MatrixLayoutCreate(&weight_, kE4M3, a.width, a.channels, a.width) == kSuccess &&
+              api.MatrixLayoutCreate(&values_, kE4M3, a.width, a.rows, a.width) == kSuccess &&
+              api.MatrixLayoutCreate(&out_, kBFloat16, a.channels, a.rows, a.channels) == kSuccess &&
+              choose(handle, kind.alignment);
+  }
+  Plan(const Plan&) = delete;
+  ~Plan() {
+    for (Layout layout : {weight_, values_, out_}) {
+      if (layout) api_.MatrixLayoutDestroy(layout);
+    }
+    if (desc_) api_.MatmulDescDestroy(desc_);
+  }
+
+  // False where cuBLASLt has no such product.
+  bool run(Handle handle, const LinearArgs& a, void* out, void* stream) {
+    const float one = 1.f, zero = 0.f;
+    usable_ = usable_ && set_pointers(a) &&
+              api_.Matmul(handle, desc_, &one, a.weight.data, weight_, a.values.data, values_, &zero, out, out_, out,
+                          out_, &algorithm_, nullptr, 0, stream) == kSuccess;
+    return usable_;
+  }
+
+ private:
+  template <typename T>
+  bool set(DescAttribute attribute, const T& value) {
+    return api_.MatmulDescSetAttribute(desc_, attribute, &value, sizeof(value)) == kSuccess;
+  }
+
+  bool set_pointers(const LinearArgs& a) {
+    return set(kAScalePointer, a.weight_scales.data) && set(kBScalePointer, a.scales.data) &&
+           (!a.bias || set(kBiasPointer, a.bias.data));
+  }
+
+  // The first that the heuristic names for no workspace at all.
+  bool choose(Handle handle, uint32_t alignment) {
+    Preference preference = nullptr;
+    if (api_.MatmulPreferenceCreate(&preference) != kSuccess) return false;
+    const uint64_t workspace_bytes = 0;
+    Heuristic heuristic = {};
+    int found = 0;
+    const auto prefer = [&](PreferenceAttribute attribute, const auto& value) {
+      return api_.MatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)) == kSuccess;
+    };
+    const bool chosen = prefer(kMaxWorkspaceBytes, workspace_bytes) && prefer(kMinAlignmentABytes, alignment) &&
+                        prefer(kMinAlignmentBBytes, alignment) &&
+                        api_.MatmulAlgoGetHeuristic(handle, desc_, weight_, values_, out_, out_, preference, 1,
+                                                    &heuristic, &found) == kSuccess;
+    api_.MatmulPreferenceDestroy(preference);
+    algorithm_ = heuristic.algorithm;
+    return chosen && found == 1 && heuristic.state == kSuccess;
+  }
+
+  const Api& api_;
+  Desc desc_ = nullptr;
+  Layout weight_ = nullptr, values_ = nullptr, out_ = nullptr;
+  Algorithm algorithm_ = {};
+  bool usable_ = false;
+};
+
+// The plans of one device. One thread at a time: a plan holds the pointers of a call, and threads that launch on one
+// device wait for one another anyway.
+class Plans {
+ public:
+  bool run(const Api& api, const LinearArgs& a, void* out, void* stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!handle_ && api.Create(&handle_) != kSuccess) return false;
+    const Kind kind = kind_of(a);
+    auto plan = plans_.find(kind);
+    if (plan == plans_.end()) {
+      if (plans_.size() == kMost) plans_.clear();  // rows of ever new numbers
+      plan = plans_.try_emplace(kind, api, handle_, a, kind).first;
+    }
+    return plan->second.run(handle_, a, out, stream);
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;
+  std::mutex mutex_;
+  Handle handle_ = nullptr;
+  std::unordered_map<Kind, Plan, Hash> plans_;
+};
+
+// Never destroyed: when the process ends, CUDA may end before this library.
+Plans& plans_of(int32_t device) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& plans = *new std::unordered_map<int32_t, Plans>;
+  std::lock_guard<std::mutex> lock(mutex);
+  return plans[device];
+}
+
+bool by_cublaslt(const LinearArgs& a, void* out, const Context& context) {
+  if (forced().linear == Kernel::kGeneral) return false;
+  const Api* api = cublaslt::api();
+  const bool done = api && plans_of(context.device).run(*api, a, out, context.stream);
+  if (!done && forced().linear == Kernel::kPacked) fail_forced("cuBLASLt 12.9 on a Hopper GPU", "linear=cublaslt");
+  return done;
+}
+
+// ---- torch._scaled_mm
+
+Tensor by_torch(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
+                const OptionalTensor& bias, const LinearArgs& a, const Arg& out) {
+  using torch::headeronly::ScalarType;
+  using torch::stable::detail::from;
+  StableIValue stack[] = {
+      from(torch::stable::reshape(values, {a.rows, a.width})),
+      from(torch::stable::transpose(weight, 0, 1)),
+      from(torch::stable::reshape(scales, {a.rows, 1})),
+      from(torch::stable::reshape(weight_scales, {1, a.channels})),
+      from(bias),
+      from(std::nullopt),  // scale_result
+      from(std::optional<ScalarType>(ScalarType::BFloat16)),
+      from(a.use_fast_accum),
+  };
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_mm", "", stack, TORCH_ABI_VERSION));
+  const Tensor flat = torch::stable::detail::to<Tensor>(stack[0]);
+  return torch::stable::reshape(flat, torch::headeronly::IntHeaderOnlyArrayRef(out.size, out.dim));
+}
+
+}  // namespace
+
+Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
+                     const OptionalTensor& bias, bool use_fast_accum) {
+  LinearArgs a;
+  a.values = arg("values", values);
+  a.scales = arg("scales", scales);
+  a.weight = arg("weight", weight);
+  a.weight_scales = arg("weight_scales", weight_scales);
+  a.bias = arg("bias", bias);
+  a.use_fast_accum = use_fast_accum;
+  check_inputs(a);
+  Arg like = a.values;
+  like.dtype = aoti_torch_dtype_bfloat16();
+  Tensor out = empty_rows(like, a.channels);
+  Launch launch(a.values);
+  const bool empty = a.rows == 0 || a.channels == 0 || a.width == 0;
+  if (!empty && by_cublaslt(a, out.mutable_data_ptr(), launch.context())) return out;
+  return by_torch(values, scales, weight, weight_scales, bias, a, arg("out", out));
+}
+
+}  // namespace ltx::host
+
+#endif
