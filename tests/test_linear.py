@@ -331,11 +331,11 @@ def test_a_trained_bias_gets_torchs_error(ltx, hopper):
 def test_an_older_cuda_takes_torchs_product(ltx, hopper, monkeypatch):
     arguments = layer(hopper, 48, 2048, 96)
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    ltx.quant._known_product.cache_clear()
+    ltx.quant._calls_cublaslt.cache_clear()
     try:
         assert_same_bits(ltx.scaled_linear(*arguments), by_torch(*arguments))
     finally:
-        ltx.quant._known_product.cache_clear()
+        ltx.quant._calls_cublaslt.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -359,5 +359,5 @@ def test_where_the_package_calls_cublaslt(ltx, monkeypatch, variant, cuda_versio
     monkeypatch.setattr(ltx.quant, "COMPILED_DEVICE", variant)
     monkeypatch.setattr(torch.version, "cuda", cuda_version)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    assert ltx.quant.has_own_product(torch.device("cuda:0")) == own
+    assert ltx.quant._calls_cublaslt.__wrapped__(torch.device("cuda:0")) == own
     assert not ltx.quant.has_own_product(torch.device("cpu"))

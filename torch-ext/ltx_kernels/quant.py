@@ -442,16 +442,24 @@ def fp8_obstacle(device: torch.device) -> str | None:
     return f"{properties.name} ({properties.major}.{properties.minor})"
 
 
-def has_own_product(device: torch.device) -> bool:
-    """Whether the package calls cuBLASLt itself, as torch._scaled_mm does there: on Hopper, from CUDA 12.9 on."""
+_known_obstacle = functools.cache(fp8_obstacle)
+
+
+@functools.cache
+def _calls_cublaslt(device: torch.device) -> bool:
     if COMPILED_DEVICE != "cuda" or device.type != "cuda" or torch.version.cuda is None:
         return False
     major, minor, *_ = torch.version.cuda.split(".")
     return (int(major), int(minor)) >= (12, 9) and torch.cuda.get_device_properties(device).major == 9
 
 
-_known_obstacle = functools.cache(fp8_obstacle)
-_known_product = functools.cache(has_own_product)
+def has_own_product(device: torch.device) -> bool:
+    """Whether the package calls cuBLASLt itself, as torch._scaled_mm does there: on Hopper, from CUDA 12.9 on."""
+    return _calls_cublaslt(device)
+
+
+# As in integrations/_sites.py. torch.compile would put the question into the graph, where only tensors may be.
+vars(has_own_product)["_dynamo_marked_constant"] = True
 
 
 def scaled_linear(
@@ -518,9 +526,8 @@ def multiply(
         bias = bias.to(out_dtype)
     if values.is_cpu:
         return reference.product(values, scales, weight, weight_scales, bias, out_dtype)
-    own = has_own_product if torch.compiler.is_compiling() else _known_product
     trained = torch.is_grad_enabled() and requires_grad(bias)  # torch._scaled_mm has an error for it
-    if out_dtype == torch.bfloat16 and own(values.device) and not trained:
+    if out_dtype == torch.bfloat16 and has_own_product(values.device) and not trained:
         return _scaled_linear(values, scales, weight, weight_scales, bias, use_fast_accum)
     channels, width = weight.shape
     out = torch._scaled_mm(
