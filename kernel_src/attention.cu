@@ -22,12 +22,11 @@
 #include "ltx/launch.cuh"
 #include "ltx/params.h"
 #include "ltx/reduce.cuh"
+#include "ltx/softmax.cuh"
 #include "ltx/vec.cuh"
 
 namespace ltx {
 namespace {
-
-constexpr float kLog2E = 1.44269504088896340736f;
 
 // ---- 1 / sqrt(mean(x^2) + eps) of every token: those of all queries, then those of all keys.
 
@@ -112,13 +111,6 @@ __device__ __forceinline__ float mask_of(const AttentionParams& p, int64_t sampl
   return isfinite(one[0]) ? fminf(fmaxf(one[0] * kLog2E, -FLT_MAX), FLT_MAX) : one[0];
 }
 
-// 2^x, to 2 ulp; below 2^-126 zero.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // The largest logit so far, which the exponents of the softmax are relative to.
 struct Maximum {
   float value = -INFINITY;
@@ -132,8 +124,6 @@ struct Maximum {
   // With no finite logit every weight is zero.
   __device__ __forceinline__ float shift() const { return value == -INFINITY ? 0.f : value; }
 };
-
-__device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.f ? 0.f : __frcp_rn(sum); }
 
 // ---- Tensor cores
 //
