@@ -79,7 +79,7 @@ def fatbin_archs(library: Path) -> list[set[tuple[str, int]]]:
 def expected_images(archs: list[str]) -> set[tuple[str, int]]:
     held = set()
     for arch in archs:
-        number = int(arch.removesuffix("+PTX").replace(".", ""))
+        number = int(arch.removesuffix("+PTX").removesuffix("a").replace(".", ""))
         held.add(("sm", number))
         if arch.endswith("+PTX"):
             held.add(("ptx", number))

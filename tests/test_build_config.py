@@ -69,13 +69,20 @@ def test_no_torch_below_kernel_src():
             assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10)/", file.read_text()), file
 
 
+# The kernels that a GPU may go without: where they do not run, torch's do.
+ONLY_SOME = {"attention_hopper": ["9.0a"]}
+
+
 @pytest.mark.parametrize("name", [n for n, t in TOML["kernel"].items() if t["backend"] == "cuda"])
 def test_cuda_tables(name: str):
     table = TOML["kernel"][name]
     archs = pytest.importorskip("kernels.archs")
-    for capability in [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]:
-        assert archs._supports_cuda_capability(table["cuda-capabilities"], capability), capability
-    assert {"7.5", "8.0"} <= set(table["cuda-capabilities"])
+    if name in ONLY_SOME:
+        assert table["cuda-capabilities"] == ONLY_SOME[name]
+    else:
+        for capability in [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]:
+            assert archs._supports_cuda_capability(table["cuda-capabilities"], capability), capability
+        assert {"7.5", "8.0"} <= set(table["cuda-capabilities"])
     flags = " ".join(table["cuda-flags"])
     assert "-fno-gnu-unique" in flags and "-fvisibility=hidden" in flags
     assert "fast" not in flags and "fmad=false" not in flags
@@ -90,8 +97,37 @@ def test_cpu_tables(name: str):
 
 def test_one_set_of_flags_for_each_backend():
     for backend in ("cpu", "cuda"):
-        tables = [t for t in TOML["kernel"].values() if t["backend"] == backend]
-        assert len({repr({k: v for k, v in t.items() if k != "src"}) for t in tables}) == 1
+        tables = [{**t, "src": []} for t in TOML["kernel"].values() if t["backend"] == backend]
+        for table in tables:
+            if table.get("cuda-capabilities") in ONLY_SOME.values():
+                table["cuda-capabilities"] = tables[0]["cuda-capabilities"]
+        assert all(table == tables[0] for table in tables)
+
+
+def test_every_gpu_is_admitted():
+    """What `kernels` compares a GPU with is the union of all tables, in the metadata."""
+    archs = pytest.importorskip("kernels.archs")
+    union = builder.load_project().capabilities((13, 0))
+    assert union == ["10.0", "12.0", "7.5", "8.0", "9.0+PTX", "9.0a"]
+    for capability in [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]:
+        assert archs._supports_cuda_capability(union, capability), capability
+    assert not archs._supports_cuda_capability(union, (7, 0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "hopper", "others"),
+    [
+        ([], ["9.0a"], ["7.5", "8.0", "9.0+PTX"]),
+        (["9.0"], ["9.0a"], ["9.0"]),
+        (["7.5", "9.0+PTX"], ["9.0a"], ["7.5", "9.0+PTX"]),
+        (["8.0"], ["8.0"], ["8.0"]),
+        (["7.5+PTX-only"], ["7.5+PTX-only"], ["7.5+PTX-only"]),
+    ],
+)
+def test_what_kernels_are_compiled_for(asked: list[str], hopper: list[str], others: list[str]):
+    kernels = {kernel.name: kernel for kernel in builder.load_project().kernels}
+    assert builder.archs_of(kernels["attention_hopper"], asked, (12, 6)) == hopper
+    assert builder.archs_of(kernels["attention"], asked, (12, 6)) == others
 
 
 def test_pip_reads_its_version_from_build_toml():

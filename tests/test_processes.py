@@ -23,6 +23,7 @@ from helpers import (
     every_case,
     every_op,
     norm_case,
+    plain_attention_case,
     qk_norm_rope_case,
     rope_case,
     rotary_case,
@@ -159,7 +160,8 @@ def gpu_cases(device: str, seed: int = 0) -> dict[str, Case]:
         found[f"heads of 64, normed {across}"] = qk_norm_rope_case(make, heads, across_heads=across, key=(52, 9))
     found["heads of 64, rotary"] = rotary_case(make, heads, heads_first=True)
     found["heads of 64, rope_3d"] = rope_case(make, (2, 8, 64), grid=(1, 50, 1), key_heads=9)
-    found["heads of 64, attention"] = attention_case(make, heads, 140, mask="addends")
+    found["heads of 64, attention"] = plain_attention_case(make, heads, 140)
+    found["heads of 64, cross-attention"] = attention_case(make, heads, 140, mask="addends")
     return found
 
 

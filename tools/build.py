@@ -388,6 +388,17 @@ def known_to_toolkit(arch: str, cuda: tuple[int, int]) -> bool:
     return cuda >= (12, 8) or parse_version(arch) < (10, 0)
 
 
+def archs_of(kernel: Kernel, asked: Sequence[str], cuda: tuple[int, int]) -> list[str]:
+    """What a kernel is compiled for: its capabilities, or the architectures that were asked for in their place.
+
+    Where a kernel has code for one of these alone, as for 9.0a where 9.0 was asked for, that is what was meant.
+    """
+    known = [c for c in kernel.capabilities if known_to_toolkit(c, cuda)]
+    numbers = {parse_version(arch) for arch in asked}
+    own = [c for c in known if c[-1] in "af" and parse_version(c) in numbers]
+    return own or list(asked) or known
+
+
 def gencode_flags(archs: Sequence[str]) -> list[str]:
     flags = []
     for arch in archs:
@@ -492,7 +503,7 @@ def write_ninja(
             if source.endswith(CXX_SUFFIXES):
                 edges.append(("cxx", source, [*common, *kernel.cxx_flags, *includes(kernel.include)]))
             elif source.endswith(".cu") and cuda is not None:
-                archs = options.archs or [c for c in kernel.capabilities if known_to_toolkit(c, cuda.version)]
+                archs = archs_of(kernel, options.archs, cuda.version)
                 flags = [
                     "-O3", "-DNDEBUG", f"-std={torch.cxx_standard}", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC",
                     "-Xptxas=-v", *gencode_flags(archs), *defines, *kernel.cuda_flags,

@@ -1,6 +1,6 @@
 // qk_norm_cross_attention: the norms of query and key, the scores, their softmax and its product with the values.
-// Checks the tensors, fills AttentionParams (kernel_src/ltx/params.h has the formula) and calls ltx::attention of the
-// backend.
+// attention: the same without norms, for the heads and the GPU that ltx::hopper_attention is for; only the CUDA variant
+// has it. Both check the tensors, fill their params (kernel_src/ltx/params.h has the formulas) and call the backend.
 #include "op_inputs.h"
 #include "torch_binding.h"
 
@@ -8,6 +8,7 @@ namespace ltx::host {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;  // on both backends: a head and its sums stay in the registers of a CUDA block
+[[maybe_unused]] constexpr int64_t kHopperHeadDim = 64;
 
 struct AttentionArgs {
   Arg query, key, value, query_weight, key_weight, mask, out;
@@ -30,6 +31,19 @@ float check_scale(std::optional<double> scale, int64_t head_dim) {
   return static_cast<float>(*scale);
 }
 
+void check_key_and_value(const Arg& query, const Arg& key, const Arg& value) {
+  check_same_device(key, query);
+  check_same_dtype(key, query);
+  check_dim(key, 4);
+  if (key.size[0] != query.size[0] || key.size[2] != query.size[2] || key.size[3] != query.size[3]) {
+    fail("key", text("the batch size, heads and last dimension of query ", shape_text(query)),
+         "shape " + shape_text(key));
+  }
+  check_same_device(value, query);
+  check_same_dtype(value, query);
+  check_shape(value, key.size, 4);
+}
+
 // Everything but the output.
 AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<double> scale) {
   AttentionParams p;
@@ -44,17 +58,8 @@ AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<d
   if (p.head_dim > kMaxHeadDim) {
     fail("query", text("a last dimension of at most ", kMaxHeadDim), "shape " + shape_text(a.query));
   }
-  check_same_device(a.key, a.query);
-  check_same_dtype(a.key, a.query);
-  check_dim(a.key, 4);
-  if (a.key.size[0] != p.batch || a.key.size[2] != p.heads || a.key.size[3] != p.head_dim) {
-    fail("key", text("the batch size, heads and last dimension of query ", shape_text(a.query)),
-         "shape " + shape_text(a.key));
-  }
+  check_key_and_value(a.query, a.key, a.value);
   p.keys = a.key.size[1];
-  check_same_device(a.value, a.query);
-  check_same_dtype(a.value, a.query);
-  check_shape(a.value, a.key.size, 4);
   check_weight(a.query_weight, a.query);
   check_weight(a.key_weight, a.query);
   if (a.mask) {
@@ -77,15 +82,21 @@ AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<d
   return p;
 }
 
-// On tensor cores, heads have to lie in whole packs of 16 bytes. What does not is copied: the general CUDA kernel takes
-// any, but adds in another order, and the bits of a result must not depend on where its input lies.
-bool needs_copy([[maybe_unused]] const Arg& a, [[maybe_unused]] const AttentionParams& p) {
-#ifdef CUDA_KERNEL
-  if (p.dtype == DType::kFloat32 || (p.head_dim != 64 && p.head_dim != 128)) return false;
+// Whether heads lie in whole packs of 16 bytes, `least_stride` elements or more apart.
+[[maybe_unused]] bool lies_in_packs(const Arg& a, int64_t least_stride) {
   constexpr int64_t kPack = 8;
   bool packed = reinterpret_cast<uintptr_t>(a.data) % (kPack * element_size(a)) == 0 && a.stride[3] == 1;
-  for (int64_t d = 0; d < 3; ++d) packed = packed && (a.size[d] == 1 || a.stride[d] % kPack == 0);
-  return !packed;
+  for (int64_t d = 0; d < 3; ++d) {
+    packed = packed && (a.size[d] == 1 || (a.stride[d] % kPack == 0 && a.stride[d] >= least_stride));
+  }
+  return packed;
+}
+
+// On tensor cores they have to. What does not is copied: the general CUDA kernel takes any, but adds in another order,
+// and the bits of a result must not depend on where its input lies.
+bool needs_copy([[maybe_unused]] const Arg& a, [[maybe_unused]] const AttentionParams& p) {
+#ifdef CUDA_KERNEL
+  return p.dtype != DType::kFloat32 && (p.head_dim == 64 || p.head_dim == 128) && !lies_in_packs(a, 0);
 #else
   return false;
 #endif
@@ -93,9 +104,9 @@ bool needs_copy([[maybe_unused]] const Arg& a, [[maybe_unused]] const AttentionP
 
 // A tensor, or what the kernel reads or writes in its place.
 struct Operand {
-  Operand(const Arg& a, const AttentionParams& p) : arg(a) {
-    if (!needs_copy(a, p)) return;
-    copy = empty_rows(a, p.head_dim);
+  Operand(const Arg& a, bool needs_copy) : arg(a) {
+    if (!needs_copy) return;
+    copy = empty_rows(a, a.last());
     arg = host::arg(a.name, *copy);
   }
 
@@ -117,7 +128,8 @@ void run(AttentionParams& p, const AttentionArgs& a, const Tensor& query, const 
     return;
   }
   Launch launch(a.query);
-  Operand query_operand(a.query, p), key_operand(a.key, p), value_operand(a.value, p), out_operand(a.out, p);
+  Operand query_operand(a.query, needs_copy(a.query, p)), key_operand(a.key, needs_copy(a.key, p)),
+      value_operand(a.value, needs_copy(a.value, p)), out_operand(a.out, needs_copy(a.out, p));
   query_operand.read(query, p.query, p.query_stride);
   key_operand.read(key, p.key, p.key_stride);
   value_operand.read(value, p.value, p.value_stride);
@@ -174,5 +186,40 @@ Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Ten
   run(p, a, query, key, value, out);
   return out;
 }
+
+#ifdef CUDA_KERNEL
+
+bool has_attention(int64_t device) { return ltx::has_hopper_attention(static_cast<int>(device)); }
+
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<double> scale) {
+  const Arg q = arg("query", query), k = arg("key", key), v = arg("value", value);
+  check_dim(q, 4);
+  if (float_dtype(q) != DType::kBFloat16) fail("query", "dtype bfloat16", dtype_text(q.dtype));
+  HopperAttentionParams p;
+  p.scale = check_scale(scale, q.last());
+  if (q.last() != kHopperHeadDim) {
+    fail("query", text("a last dimension of ", kHopperHeadDim), "shape " + shape_text(q));
+  }
+  check_key_and_value(q, k, v);
+  if (!has_attention(q.device_index)) fail("query", "a GPU that this op has a kernel for", device_text(q));
+  p.batch = q.size[0];
+  p.queries = q.size[1];
+  p.keys = k.size[1];
+  p.heads = q.size[2];
+  Tensor out = empty_rows(q, kHopperHeadDim);
+  if (q.numel() == 0) return out;
+  if (p.keys == 0) return torch::stable::zero_(out);
+  const auto operand = [](const Arg& a) { return Operand(a, !lies_in_packs(a, 1)); };
+  Launch launch(q);
+  Operand query_operand = operand(q), key_operand = operand(k), value_operand = operand(v);
+  query_operand.read(query, p.query, p.query_stride);
+  key_operand.read(key, p.key, p.key_stride);
+  value_operand.read(value, p.value, p.value_stride);
+  p.output = out.mutable_data_ptr();
+  ltx::hopper_attention(p, launch.context());
+  return out;
+}
+
+#endif  // CUDA_KERNEL
 
 }  // namespace ltx::host

@@ -82,6 +82,10 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   "float? scale"
   ops.def("qk_norm_cross_attention(" LTX_ATTENTION_ARGS ") -> Tensor");
   ops.def("qk_norm_cross_attention_out(Tensor(a!) out, " LTX_ATTENTION_ARGS ") -> ()");
+
+  // Compiled for CUDA alone: of bf16 heads of 64 columns, on the GPUs that has_attention knows.
+  ops.def("attention(Tensor query, Tensor key, Tensor value, float? scale) -> Tensor");
+  ops.def("has_attention(int device) -> bool");
 }
 
 #if defined(CUDA_KERNEL)
@@ -111,7 +115,14 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
 #ifdef CUDA_KERNEL
   ops.impl("scaled_linear", TORCH_BOX(&ltx::host::scaled_linear));
+  ops.impl("attention", TORCH_BOX(&ltx::host::attention));
 #endif
 }
+
+#ifdef CUDA_KERNEL
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, ops) {  // it takes no tensor
+  ops.impl("has_attention", TORCH_BOX(&ltx::host::has_attention));
+}
+#endif
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

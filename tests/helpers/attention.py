@@ -1,12 +1,14 @@
-"""What qk_norm_cross_attention should give, in fp64, how far fp32 math may be from it, and the same in plain torch.
+"""What attention and qk_norm_cross_attention should give, in fp64, how far fp32 math may be from it, and the same in
+plain torch.
 
 An error d of a score changes its weight by a factor of e^d. The math is in fp32; but tensor cores, on CUDA, take keys
-and weights in the dtype: the key times both weights of the norms and the scale, rounded once, and the weights of the
-values, of which the largest of a row is 1, and their sum of what is rounded.
+and weights in the dtype: with norms the key times both weights of the norms and the scale, rounded once; and the
+weights of the values, with norms relative to the largest of a row and their sum of what is rounded.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -15,7 +17,16 @@ from torch import Tensor
 
 from .numeric import SUM_ERROR
 
-TENSOR_CORE_WIDTHS = (64, 128)
+TENSOR_CORES = {  # widths of a head, by dtype, with norms and without
+    True: {torch.float16: (64, 128), torch.bfloat16: (64, 128)},
+    False: {torch.bfloat16: (64,)},
+}
+
+
+def has_kernel(ltx: Any, device: str) -> bool:
+    """Whether attention of bf16 heads of 64 columns has a kernel of this package there."""
+    x = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    return importlib.import_module(f"{ltx.__name__}.attention").runs_kernel(x, x, x)
 
 
 def normalised(kwargs: dict[str, Any], name: str, dtype: torch.dtype) -> Tensor:
@@ -27,9 +38,16 @@ def normalised(kwargs: dict[str, Any], name: str, dtype: torch.dtype) -> Tensor:
     return (n if weight is None else n * weight.to(dtype)).view(x.shape)
 
 
+def operands(kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Query and key [B, heads, S, D] as they are multiplied."""
+    normed = "query_weight" in kwargs
+    both = ("query", "key")
+    return tuple((normalised(kwargs, x, dtype) if normed else kwargs[x].to(dtype)).transpose(1, 2) for x in both)
+
+
 def attention_eager(kwargs: dict[str, Any]) -> Tensor:
     dtype, mask = kwargs["query"].dtype, kwargs.get("mask")
-    query, key = (normalised(kwargs, name, torch.float32).to(dtype).transpose(1, 2) for name in ("query", "key"))
+    query, key = (x.to(dtype) for x in operands(kwargs, torch.float32))
     addends = None if mask is None else mask.to(dtype)[:, None, None]
     out = F.scaled_dot_product_attention(
         query, key, kwargs["value"].transpose(1, 2), addends, scale=kwargs.get("scale")
@@ -47,7 +65,8 @@ class Truth:
         self.width = self.value.shape[-1]
         scale = kwargs.get("scale")
         self.scale: float = max(self.width, 1) ** -0.5 if scale is None else scale
-        self.query, self.key = (normalised(kwargs, name, torch.float64).transpose(1, 2) for name in ("query", "key"))
+        self.normed = "query_weight" in kwargs
+        self.query, self.key = operands(kwargs, torch.float64)
         mask = kwargs.get("mask")
         self.mask = None if mask is None else mask.double()[:, None, None]
         scores = self.query @ self.key.mT * self.scale
@@ -65,14 +84,14 @@ class Truth:
     def terms(self, tensor_cores: bool) -> Tensor:
         """Whose SUM_ERROR-th part is the bound but for the rounding of the output."""
         # Of the two norms, and of the sum of products.
-        error = 2 * SUM_ERROR * abs(self.scale) * (self.query.abs() @ self.key.abs().mT)
+        error = (1 + self.normed) * SUM_ERROR * abs(self.scale) * (self.query.abs() @ self.key.abs().mT)
         if self.mask is not None:  # numbers so low that they swallow the scores do so in fp64, too
             lowest = torch.finfo(torch.float16).min
             error = error + SUM_ERROR * torch.where(self.mask < lowest, 0.0, self.mask.abs())
         half_ulp = torch.finfo(self.dtype).eps / 2
         smallest = torch.finfo(self.dtype).smallest_normal * 2 * half_ulp
-        rounds = tensor_cores and self.dtype != torch.float32 and self.width in TENSOR_CORE_WIDTHS
-        if rounds:
+        rounds = tensor_cores and self.width in TENSOR_CORES[self.normed].get(self.dtype, ())
+        if rounds and self.normed:
             weight = self.kwargs.get("query_weight")
             unweighted = normalised({**self.kwargs, "query_weight": None}, "query", torch.float64).transpose(1, 2)
             folded = self.key * self.scale
@@ -85,5 +104,7 @@ class Truth:
         total = errors @ self.value.abs()
         if rounds and p.numel():
             of_weights = p * half_ulp + p.amax(-1, keepdim=True) * smallest / 2
-            total = total + of_weights @ self.value.abs() + of_weights.sum(-1, keepdim=True) * (p @ self.value).abs()
+            total = total + of_weights @ self.value.abs()
+            if self.normed:
+                total = total + of_weights.sum(-1, keepdim=True) * (p @ self.value).abs()
         return (total / SUM_ERROR).transpose(1, 2)

@@ -101,11 +101,15 @@ class Case:
 
     @property
     def is_attention(self) -> bool:
-        return self.op == "qk_norm_cross_attention"
+        return self.op in ("attention", "qk_norm_cross_attention")
 
     @property
     def takes_rounding(self) -> bool:
-        return self.op not in ("rope_1d", "rope_3d", "qk_norm_cross_attention")
+        return self.op not in ("rope_1d", "rope_3d") and not self.is_attention
+
+    @property
+    def takes_out(self) -> bool:
+        return self.op != "attention"
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -553,6 +557,20 @@ def attention_mask(make: Make, batch: int, keys: int, kind: str, dtype: torch.dt
     return torch.where(place < kept, 0.0, after).to(values.dtype)
 
 
+def plain_attention_case(
+    make: Make, sizes: tuple[int, int, int, int], keys: int, *, packed: bool = False, **options: Any
+) -> Case:
+    """attention of a query [B, S, heads, D] to `keys` keys; `packed`: key and value are one tensor."""
+    batch, _, heads, width = sizes
+    kwargs: dict[str, Any] = {"query": make(*sizes)}
+    if packed:
+        both = make(batch, keys, 2 * heads * width)
+        kwargs["key"], kwargs["value"] = (part.unflatten(-1, (heads, width)) for part in both.chunk(2, -1))
+    else:
+        kwargs["key"], kwargs["value"] = make(batch, keys, heads, width), make(batch, keys, heads, width)
+    return Case("attention", {**kwargs, **options})
+
+
 def attention_case(
     make: Make,
     sizes: tuple[int, int, int, int],
@@ -567,12 +585,7 @@ def attention_case(
 ) -> Case:
     """qk_norm_cross_attention of a query [B, S, heads, D] to `keys` keys; `packed`: key and value are one tensor."""
     batch, _, heads, width = sizes
-    kwargs: dict[str, Any] = {"query": make(*sizes)}
-    if packed:
-        both = make(batch, keys, 2 * heads * width)
-        kwargs["key"], kwargs["value"] = (part.unflatten(-1, (heads, width)) for part in both.chunk(2, -1))
-    else:
-        kwargs["key"], kwargs["value"] = make(batch, keys, heads, width), make(batch, keys, heads, width)
+    kwargs = plain_attention_case(make, sizes, keys, packed=packed).kwargs
     for name in ("query_weight", "key_weight"):
         kwargs[name] = make(heads * width, dtype=weight_dtype, mean=1.0) if weights else None
     kwargs["mask"] = attention_mask(make, batch, keys, mask, mask_dtype)
@@ -715,6 +728,7 @@ __all__ = [
     "gate_and_up",
     "modulator_shape",
     "norm_case",
+    "plain_attention_case",
     "qk_norm_rope_case",
     "rope_case",
     "rotary_case",

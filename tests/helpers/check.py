@@ -65,9 +65,9 @@ def check_everywhere(
     """All of the above of a case on the CPU, whose memory is copied to the device and back: nothing but this package's
     kernels and copies runs there.
 
-    The call is made with new outputs, again and on its last batch alone (`repeat`), into given outputs in `out_layout`,
-    in place of those of its arguments that `in_place` names, and with rounding="eager", which is compared with plain
-    torch (`eager`; `tolerance`: that of check_eager).
+    The call is made with new outputs, again and on its last batch alone (`repeat`), and, as far as it offers that, into
+    given outputs in `out_layout`, in place of those of its arguments that `in_place` names, and with rounding="eager",
+    which is compared with plain torch (`eager`; `tolerance`: that of check_eager).
     """
     there = case.on(device)
     outputs = there.run(ltx)
@@ -75,9 +75,10 @@ def check_everywhere(
     again: tuple[Tensor, ...] = there.run(ltx) if repeat else ()
     part = there.batch(there.inputs[0].shape[0] - 1) if repeat and there.inputs[0].numel() else None
     last: tuple[Tensor, ...] = () if part is None else part.run(ltx)
-    guarded = [guarded_output(output, out_layout, "cpu") for output in outputs]
+    guarded = [guarded_output(output, out_layout, "cpu") for output in outputs if case.takes_out]
     views = copied(device, *(given.view for given in guarded))
-    _run_into(ltx, there, views)
+    if views:
+        _run_into(ltx, there, views)
     in_eager: tuple[Tensor, ...] = there.replace(rounding="eager").run(ltx) if case.takes_rounding else ()
 
     groups = (outputs, again, last, views, in_eager, tuple(there.tensors.values()))
@@ -89,8 +90,9 @@ def check_everywhere(
             assert_same_bits(last[i], want[-1:], f"{case.op} output {i} of the last batch alone")
         if again:
             assert_same_bits(again[i], want, f"{case.op} output {i} of a second run")
-        assert_same_bits(views[i], want, f"{case.op} output {i} into {out_layout}")
-        guarded[i].check(f"{case.op} output {i}", views[i])
+        if views:
+            assert_same_bits(views[i], want, f"{case.op} output {i} into {out_layout}")
+            guarded[i].check(f"{case.op} output {i}", views[i])
     if tally is not None:
         tally.add_repeats(case.op, expected[0].dtype, bool(again) + bool(last))
     if case.takes_rounding and eager:
@@ -119,7 +121,7 @@ def _in_place_of(name: str, case: Case) -> tuple[Tensor, ...] | None:
     """The tensors that outputs may overwrite exactly; None where the op cannot work in their place."""
     if name not in case.kwargs or (case.is_activation and case.op != "gelu" and "up" not in case.kwargs):
         return None
-    if case.is_attention and name != "query":
+    if not case.takes_out or (case.is_attention and name != "query"):
         return None
     targets = case.inputs if case.is_rotary else (case.kwargs[name],)
     overlap = any(size > 1 and step == 0 for t in targets for size, step in zip(t.shape, t.stride(), strict=True))

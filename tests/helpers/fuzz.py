@@ -15,6 +15,7 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
+from .attention import has_kernel
 from .cases import (
     ACTIVATIONS,
     DTYPES,
@@ -28,6 +29,7 @@ from .cases import (
     attention_case,
     modulator_shape,
     norm_case,
+    plain_attention_case,
     qk_norm_rope_case,
     rope_case,
     rotary_case,
@@ -84,7 +86,7 @@ class Memory:
                 case = case.replace(**{name: place(case.kwargs[name], layout)})
         return case
 
-    def check(self, ltx: Any, device: str, case: Case, tally: Tally | None) -> None:
+    def check(self, ltx: Any, device: str, case: Case, tally: Tally | None, *, repeat: bool = True) -> None:
         # A mean far above the deviation: what the order of its sum changes, every element of the row shows. And rows of
         # few integers, or of one number, repeat one another: if one rounds the other way, it does so in many rows.
         repeating = self.values == "integers" or case.inputs[0].shape[-1:] == (1,)
@@ -96,6 +98,7 @@ class Memory:
             out_layout=self.out_layout,
             in_place=self.in_place,
             tally=tally,
+            repeat=repeat,
             eager=self.values != "denormal",  # plain torch's own denormals differ from release to release
             **tolerance,
         )
@@ -437,6 +440,39 @@ attentions = st.builds(
 
 
 @dataclasses.dataclass(frozen=True)
+class PlainAttention:
+    """Of the heads that have a kernel on some GPUs. Elsewhere it is torch's attention, which promises no bits."""
+
+    sizes: tuple[int, int, int, int]  # batch, queries, heads, D
+    keys: int
+    packed: bool  # key and value are views of one projection
+    scale: float | None
+    memory: Memory
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        batch, queries, heads, width = self.sizes
+        keys = min(self.keys, max(1, 4 * ELEMENTS // (batch * heads * max(width, queries))))
+        make = Make("cpu", torch.bfloat16, self.memory.seed)
+        case = plain_attention_case(make, self.sizes, keys, packed=self.packed, scale=self.scale)
+        self.memory.check(ltx, device, case, tally, repeat=has_kernel(ltx, device))
+
+
+plain_attentions = st.builds(
+    PlainAttention,
+    sizes=st.tuples(
+        st.integers(1, 3),
+        st.one_of(st.integers(1, 9), st.integers(1, 200)),
+        st.one_of(st.integers(1, 4), st.sampled_from([8, 32])),
+        st.just(64),
+    ),
+    keys=st.one_of(st.integers(0, 40), st.sampled_from([127, 128, 129, 256, 257]), st.integers(1, 600)),
+    packed=st.booleans(),
+    scale=st.sampled_from([None, None, 1.0, 0.0, -0.25]),
+    memory=memories,
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class Quantised:
     """A call of a `_quant` function, or of quantize_rows, with the checkers of tests/test_quant.py."""
 
@@ -485,11 +521,12 @@ quantised = st.builds(
 
 # Each with its part of the cases.
 FAMILIES = {
-    "norms": (norms(), 0.33),
+    "norms": (norms(), 0.28),
     "activations": (activations, 0.13),
     "rotary": (rotaries, 0.26),
     "rope": (ropes, 0.08),
     "attention": (attentions, 0.1),
+    "plain attention": (plain_attentions, 0.05),
     "quantised": (quantised, 0.1),
 }
 

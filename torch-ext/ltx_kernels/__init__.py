@@ -18,7 +18,7 @@ from .adaln import (
     gated_residual_adaln_layernorm,
     gated_residual_adaln_rmsnorm,
 )
-from .attention import qk_norm_cross_attention
+from .attention import attention, qk_norm_cross_attention
 from .glu import geglu, gelu, swiglu
 from .integrations import kernel_mapping, optimize, restore
 from .norm import layernorm, rmsnorm, rmsnorm_residual
@@ -44,6 +44,7 @@ __all__ = [
     "adaln_zero",
     "apply_rotary",
     "apply_rotary_qk",
+    "attention",
     "gated_residual",
     "gated_residual_adaln_layernorm",
     "gated_residual_adaln_rmsnorm",

@@ -729,6 +729,30 @@ def check_rope(
 # ---- attention.cpp
 
 
+def _scale(scale: float | None) -> None:
+    if scale is not None and not math.isfinite(scale):
+        _fail("scale", "a finite number", format(scale, "g"))
+
+
+def _key_and_value(query: Tensor, key: Tensor, value: Tensor) -> None:
+    _same_device("key", key, "query", query)
+    _same_dtype("key", key, "query", query)
+    _dim("key", key, 4)
+    if key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2] or key.shape[3] != query.shape[3]:
+        expected = f"the batch size, heads and last dimension of query {_shape_text(query.shape)}"
+        _fail("key", expected, "shape " + _shape_text(key.shape))
+    _same_device("value", value, "query", query)
+    _same_dtype("value", value, "query", query)
+    _shape("value", value, key.shape)
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, float64: bool = False) -> None:
+    _dim("query", query, 4)
+    _float_dtype("query", query, float64)
+    _scale(scale)
+    _key_and_value(query, key, value)
+
+
 def check_qk_norm_cross_attention(
     query: Tensor,
     key: Tensor,
@@ -746,20 +770,11 @@ def check_qk_norm_cross_attention(
     _float_dtype("query", query, float64)
     float64 = query.dtype == torch.float64
     _eps(eps)
-    if scale is not None and not math.isfinite(scale):
-        _fail("scale", "a finite number", format(scale, "g"))
+    _scale(scale)
     batch, _, heads, head_dim = query.shape
     if head_dim > _MAX_HEAD_DIM:
         _fail("query", f"a last dimension of at most {_MAX_HEAD_DIM}", "shape " + _shape_text(query.shape))
-    _same_device("key", key, "query", query)
-    _same_dtype("key", key, "query", query)
-    _dim("key", key, 4)
-    if key.shape[0] != batch or key.shape[2] != heads or key.shape[3] != head_dim:
-        expected = f"the batch size, heads and last dimension of query {_shape_text(query.shape)}"
-        _fail("key", expected, "shape " + _shape_text(key.shape))
-    _same_device("value", value, "query", query)
-    _same_dtype("value", value, "query", query)
-    _shape("value", value, key.shape)
+    _key_and_value(query, key, value)
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
         if weight is not None:
             _same_device(name, weight, "query", query)

@@ -440,6 +440,13 @@ def _qk_norm_cross_attention(
     return (query.new_empty(query.shape),)
 
 
+def _attention(outs: Outs, compute: bool, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Results:
+    _checks.check_attention(query, key, value, scale=scale)
+    if compute:
+        return (reference.attention(query, key, value, scale=scale),)
+    return (query.new_empty(query.shape),)
+
+
 # ---- Registration
 
 
@@ -515,6 +522,7 @@ _register("apply_rotary", 1, _apply_rotary)
 _register("apply_rotary_qk", 2, _apply_rotary_qk)
 _register("qk_norm_rope", 2, _qk_norm_rope)
 _register("qk_norm_cross_attention", 1, _qk_norm_cross_attention)
+_register("attention", 1, _attention, has_out=False)
 _register("norm_quant", 2, _norm_quant, has_out=False)
 _register("residual_norm_quant", 3, _residual_norm_quant, has_out=False)
 _register("glu_quant", 2, _glu_quant, has_out=False)

@@ -1,15 +1,82 @@
-"""Attention to few keys, such as the tokens of a prompt, with the norm of query and key."""
+"""Attention: of any heads, and to few keys, such as the tokens of a prompt, with the norm of query and key."""
 
 from __future__ import annotations
 
+import functools
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from . import reference
-from ._checks import FLOAT32_EPS, differentiable, requires_grad
+from ._checks import FLOAT32_EPS, check_attention, differentiable, requires_grad
+from ._fakes import COMPILED_DEVICE
 from ._ops import ops
 
 _qk_norm_cross_attention = ops.qk_norm_cross_attention.default
 _qk_norm_cross_attention_out = ops.qk_norm_cross_attention_out.default
+_attention = ops.attention.default
+
+
+@functools.cache
+def _has_attention(device: int) -> bool:
+    return ops.has_attention(device)
+
+
+def _has_code_for(device: torch.device) -> bool:
+    return COMPILED_DEVICE == "cuda" and _has_attention(device.index)
+
+
+# As in integrations/_sites.py. torch.compile would put the question into the graph, where only tensors may be.
+vars(_has_code_for)["_dynamo_marked_constant"] = True
+
+
+def runs_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether ``attention`` runs this package's kernel, and not torch's."""
+    return (
+        query.is_cuda
+        and query.dtype == torch.bfloat16
+        and query.dim() == 4
+        and query.shape[-1] == 64
+        and _has_code_for(query.device)
+        and not (is_grad_enabled() and requires_grad(query, key, value))
+    )
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
+    """Softmax attention of every query to every key.
+
+    Equivalent to::
+
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)), scale=scale).transpose(1, 2)
+
+    which is what runs, too, but for heads of 64 columns in bfloat16 on a Hopper GPU (compute capability 9.0) where no
+    gradient is needed: these have a kernel of this package. It computes scores, exponentials and their sums in float32
+    and rounds the exponentials to bfloat16 for their product with the values, as flash attention does. NaN, infinities
+    and scores of any size give what they give in torch.
+
+    Args:
+        query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.
+        key: [B, T, heads, D] with query's dtype and device; any strides, so also a view of a packed query, key and
+            value.
+        value: Like key.
+        scale: What the scores are multiplied by; None: D ** -0.5.
+
+    Returns:
+        [B, S, heads, D] of query's dtype, contiguous. Zeros where there is no key (T = 0).
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit; the text names the argument, what was expected and what
+            came.
+
+    Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers).
+    """
+    if runs_kernel(query, key, value):
+        return _attention(query, key, value, scale)
+    check_attention(query, key, value, scale=scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
 
 
 def qk_norm_cross_attention(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _checks
@@ -42,6 +43,7 @@ __all__ = [
     "adaln_zero",
     "apply_rotary",
     "apply_rotary_qk",
+    "attention",
     "gated_residual",
     "gated_residual_adaln_layernorm",
     "gated_residual_adaln_rmsnorm",
@@ -926,6 +928,12 @@ def qk_norm_rope(
 
 
 # ---- Attention
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
+    _checks.check_attention(query, key, value, scale=scale, float64=True)
+    q, k, v = (x.to(_compute_dtype(query)).transpose(1, 2) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
 
 
 def cross_attention(

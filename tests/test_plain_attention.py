@@ -1,0 +1,470 @@
+"""attention against fp64, torch's attention, and itself.
+
+On a Hopper GPU bf16 heads of 64 columns take this package's kernel; all else is torch's, which these tests hold to no
+bits. The kernel takes exponents relative to the first 128 keys, and computes a row once more where its sums are not
+finite then: far_apart and special make it do so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    DTYPES,
+    LAYOUTS,
+    Case,
+    Make,
+    assert_same_bits,
+    check,
+    place,
+    plain_attention_case,
+)
+from helpers.attention import has_kernel
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Of those that the kernel takes, in a name that compute-sanitizer's runs choose by.
+bf16 = pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+SIZES = (2, 200, 3, 64)
+KEYS = [1, 2, 8, 63, 127, 128, 129, 193, 256, 300, 513]
+
+
+@pytest.fixture
+def kernel(ltx: Any, cuda: str) -> str:
+    """The device, if it is one that the kernel runs on."""
+    if not has_kernel(ltx, cuda):
+        pytest.skip("the kernel is for Hopper alone")
+    return cuda
+
+
+def in_torch(case: Case, dtype: torch.dtype) -> Tensor:
+    q, k, v = (case.kwargs[name].to(dtype).transpose(1, 2) for name in ("query", "key", "value"))
+    return F.scaled_dot_product_attention(q, k, v, scale=case.kwargs.get("scale")).transpose(1, 2)
+
+
+def by_the_formula(case: Case) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return in_torch(case, torch.float32)
+
+
+# ---- Shapes
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.sanitize
+@every_dtype
+@pytest.mark.parametrize("width", [64, 40])
+def test_basic(ltx, device, dtype, width):
+    check(ltx, plain_attention_case(Make(device, dtype, seed=width), (2, 70, 3, width), 140))
+
+
+@bf16
+@pytest.mark.parametrize("keys", KEYS)
+def test_keys(ltx, device, dtype, keys):
+    check(ltx, plain_attention_case(Make(device, dtype, seed=keys), SIZES, keys))
+
+
+@bf16
+@pytest.mark.parametrize("queries", [1, 2, 15, 63, 64, 65, 127, 128, 129, 191, 192, 193, 400])
+def test_queries(ltx, device, dtype, queries):
+    for keys in (1, 130, queries):
+        check(ltx, plain_attention_case(Make(device, dtype, seed=queries), (2, queries, 2, 64), keys))
+
+
+@bf16
+@pytest.mark.parametrize("heads", [1, 2, 5, 16, 32])
+def test_heads_and_batches(ltx, device, dtype, heads):
+    """More of them than a GPU has multiprocessors, too: a block then has several tiles."""
+    for batch in (1, 3, 9):
+        check(ltx, plain_attention_case(Make(device, dtype, seed=heads), (batch, 70, heads, 64), 150))
+
+
+@bf16
+def test_as_ltx_video_calls_it(ltx, device, dtype):
+    """32 heads in one projection of query, key and value."""
+    check(ltx, of_packed_projection(Make(device, dtype), 2, 400, 32))
+
+
+def of_packed_projection(make: Make, batch: int, tokens: int, heads: int) -> Case:
+    packed = make(batch, tokens, 3 * heads * 64).unflatten(-1, (3, heads, 64))
+    return Case("attention", dict(zip(("query", "key", "value"), packed.unbind(2), strict=True)))
+
+
+@every_dtype
+def test_without_elements(ltx, device, dtype):
+    for sizes in ((0, 5, 3, 64), (2, 0, 3, 64), (2, 5, 0, 64), (2, 5, 3, 0)):
+        (output,) = plain_attention_case(Make(device, dtype), sizes, 7).run(ltx)
+        assert output.shape == sizes and output.dtype == dtype
+
+
+@every_dtype
+def test_no_keys(ltx, device, dtype):
+    """Zeros, as scaled_dot_product_attention gives."""
+    case = plain_attention_case(Make(device, dtype), SIZES, 0)
+    assert not check(ltx, case)[0].any() and not in_torch(case, dtype).any()
+
+
+@bf16
+@pytest.mark.parametrize("scale", [1.0, 0.3, 0.0, -0.2, 1e-9])
+def test_scale(ltx, device, dtype, scale):
+    for keys in (40, 300):
+        check(ltx, plain_attention_case(Make(device, dtype), SIZES, keys, scale=scale))
+
+
+# ---- Memory
+
+
+@bf16
+@pytest.mark.parametrize("memory", LAYOUTS)
+def test_layouts(ltx, device, dtype, memory):
+    case = plain_attention_case(Make(device, dtype), SIZES, 140)
+    expected = check(ltx, case)[0]
+    for other in (case.in_layout(memory), *(case.replace(**{n: place(t, memory)}) for n, t in case.tensors.items())):
+        (output,) = check(ltx, other)
+        if has_kernel(ltx, device):
+            assert_same_bits(output, expected)
+
+
+@bf16
+def test_views_of_packed_projections(ltx, device, dtype):
+    """Of one tensor, also with heads before tokens, and of a wider one."""
+    case = of_packed_projection(Make(device, dtype), 2, 150, 3)
+    apart = case.map(lambda tensor: tensor.clone())
+    heads_first = case.map(lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2))
+    wider = case.map(lambda tensor: F.pad(tensor, (8, 8))[..., 8:-8])
+    expected = check(ltx, case)[0]
+    for other in (apart, heads_first, wider):
+        (output,) = check(ltx, other)
+        if has_kernel(ltx, device):
+            assert_same_bits(output, expected)
+
+
+@bf16
+def test_expanded(ltx, device, dtype):
+    """One sample, token or head for all: strides of zero."""
+    for name in ("query", "key", "value"):
+        for dim in range(3):
+            case = plain_attention_case(Make(device, dtype), SIZES, 9)
+            tensor = case.kwargs[name]
+            check(ltx, case.replace(**{name: tensor.narrow(dim, 0, 1).expand(tensor.shape)}))
+
+
+# ---- Values
+
+
+@bf16
+@pytest.mark.parametrize("keys", [100, 128, 129, 300, 700])
+def test_scores_far_apart(ltx, device, dtype, keys):
+    """One key takes all, the others' exponentials vanish; wherever it is."""
+    case = plain_attention_case(Make(device, dtype), (2, 200, 2, 64), keys)
+    for factor in (4.0, 64.0, 1000.0):
+        check(ltx, case.replace(query=factor * case.kwargs["query"]))
+    ramp = torch.linspace(0, 1, keys, device=device)[None, :, None]
+    for slope in (300.0, -300.0, 3000.0, -3000.0, 1e30, -1e30):
+        key = case.kwargs["key"].clone()
+        key[..., 0] = (slope * ramp).to(dtype)
+        query = case.kwargs["query"].clone()
+        query[..., 0] = 1.0
+        check(ltx, case.replace(query=query, key=key, scale=1.0))
+
+
+@bf16
+@pytest.mark.parametrize("logit", [50.0, 90.0, 110.0, 200.0, 300.0, 1e4, 1e30])
+@pytest.mark.parametrize("at", [128, 299])
+def test_one_key_far_above_the_first(ltx, device, dtype, logit, at):
+    """Above the first 128 by so much that sums relative to these leave the range of fp32; for some of the queries."""
+    case = plain_attention_case(Make(device, dtype), (1, 200, 2, 64), 300, scale=1.0)
+    query, key = 0.1 * case.kwargs["query"], case.kwargs["key"].clone()
+    query[..., 0] = 0.0
+    query[:, 3::7, :, 0] = 1.0
+    key[..., 0] = 0.0
+    key[:, at, :, 0] = logit
+    case = case.replace(query=query, key=key)
+    check(ltx, case)
+    large = 2.0**100 * case.kwargs["value"]  # so that the product leaves it, though the sum does not
+    check(ltx, case.replace(value=large))
+
+
+@bf16
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 17, 140])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_inf_and_nan_are_as_in_torch(ltx, kernel, dtype, name, place, special):
+    case = plain_attention_case(Make(kernel, dtype), (2, 200, 3, 64), 150)
+    plain = case.run(ltx)[0]
+    case.kwargs[name][1, place, 1, 3] = special
+    (output,) = case.run(ltx)
+    expected = by_the_formula(case)
+    assert bool((output.isnan() == expected.isnan()).all())
+    infinite = expected.isinf()
+    assert bool((output.isinf() == infinite).all())
+    assert torch.equal(output[infinite].float(), expected[infinite])
+    finite = expected.isfinite()
+    torch.testing.assert_close(output[finite].float(), expected[finite], rtol=0.02, atol=0.02)
+    touched = {"query": (1, place, 1), "key": (1, slice(None), 1), "value": (1, slice(None), 1, 3)}[name]
+    elsewhere = torch.ones(output.shape, dtype=torch.bool, device=kernel)
+    elsewhere[touched] = False
+    if name == "query":  # nor in the other rows of a tile
+        assert_same_bits(output[elsewhere], plain[elsewhere])
+    assert bool(output[elsewhere].isfinite().all())
+
+
+@bf16
+def test_special_keys(ltx, kernel, dtype):
+    """Logits of infinity in one, some and all keys, and in the first ones alone."""
+    for special in (math.inf, -math.inf):
+        for where in (slice(0, 1), slice(0, 128), slice(128, 300), slice(None), slice(5, 300, 9)):
+            case = plain_attention_case(Make(kernel, dtype), (1, 70, 2, 64), 300)
+            case.kwargs["query"][..., 2] = 1.0
+            case.kwargs["key"][:, where, :, 2] = special
+            (output,) = case.run(ltx)
+            torch.testing.assert_close(output.float(), by_the_formula(case), rtol=0.02, atol=0.02, equal_nan=True)
+
+
+@bf16
+def test_large_and_small_numbers(ltx, device, dtype):
+    for power in (-60, -20, 20, 60):
+        case = plain_attention_case(Make(device, dtype), SIZES, 140)
+        check(ltx, case.replace(value=2.0**power * case.kwargs["value"]))
+        check(ltx, case.replace(query=2.0**power * case.kwargs["query"], key=2.0**-power * case.kwargs["key"]))
+
+
+@bf16
+def test_near_torch(ltx, device, dtype):
+    """Root of the mean square of the error, against that of torch's attention in the same dtype."""
+    case = plain_attention_case(Make(device, dtype), (2, 500, 8, 64), 700)
+    truth = case.truth(ltx)[0]
+    own, torchs = ((out.double() - truth).square().mean().sqrt() for out in (case.run(ltx)[0], in_torch(case, dtype)))
+    assert own <= 1.1 * torchs
+
+
+# ---- Bits: a row depends on its query, and the keys and values of its sample and head, alone
+
+
+@bf16
+@pytest.mark.parametrize("keys", [9, 300])
+def test_same_row_same_bits(ltx, kernel, dtype, keys):
+    case = plain_attention_case(Make(kernel, dtype), (3, 400, 2, 64), keys)
+    (expected,) = case.run(ltx)
+    for _ in range(5):
+        assert_same_bits(case.run(ltx)[0], expected, "another run")
+    for batches, queries in (
+        (slice(0, 1), slice(0, 400)),
+        (slice(2, 3), slice(7, 8)),
+        (slice(1, 3), slice(63, 333)),
+    ):
+        part = case.map(lambda tensor, batches=batches: tensor[batches])
+        part = part.replace(query=part.kwargs["query"][:, queries])
+        assert_same_bits(part.run(ltx)[0], expected[batches, queries].contiguous(), f"{batches}, {queries}")
+    one_head = case.map(lambda tensor: tensor[:, :, 1:])
+    assert_same_bits(one_head.run(ltx)[0], expected[:, :, 1:].contiguous(), "one head")
+    many = case.map(lambda tensor: tensor.repeat(30, 1, 1, 1))
+    assert_same_bits(many.run(ltx)[0], expected.repeat(30, 1, 1, 1), "in thirty times as many samples")
+
+
+# ---- Large
+
+
+def test_strides_above_int32(ltx, kernel):
+    """Samples, tokens, heads and columns more than 2^31 elements apart, in memory that is mostly never touched."""
+    apart = 2**31 + 8
+    try:
+        flat = torch.empty(apart + 4096, dtype=torch.bfloat16, device=kernel)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        pytest.skip(f"not enough memory: {error}")
+    case = plain_attention_case(Make(kernel, torch.bfloat16), (2, 2, 2, 64), 2)
+    (expected,) = case.run(ltx)
+    for strides in ((apart, 128, 64, 1), (128, apart, 64, 1), (256, 128, apart, 1), (4, 2, 1, apart // 64)):
+        far = flat.as_strided((2, 2, 2, 64), strides)
+        for name in ("query", "key", "value"):
+            far.copy_(case.kwargs[name])
+            assert_same_bits(case.replace(**{name: far}).run(ltx)[0], expected, name)
+
+
+@pytest.mark.slow
+def test_more_than_2_31_elements(ltx, kernel):
+    heads = 32
+    sequence = 2**31 // (heads * 64) + 3
+    try:
+        query = torch.empty(1, sequence, heads, 64, dtype=torch.bfloat16, device=kernel)
+        query.normal_(generator=torch.Generator(kernel).manual_seed(1))
+        case = plain_attention_case(Make(kernel, torch.bfloat16), (1, 1, heads, 64), 7)
+        (output,) = case.replace(query=query).run(ltx)
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"not enough memory: {error}")
+    for first in (0, sequence // 2, 2**31 // (heads * 64) - 2, sequence - 5):
+        rows = slice(first, first + 5)
+        assert_same_bits(output[:, rows], case.replace(query=query[:, rows]).run(ltx)[0])
+
+
+# ---- Gradients, torch.compile
+
+
+@every_dtype
+def test_gradients_are_torchs(ltx, device, dtype):
+    case = plain_attention_case(Make(device, dtype), (2, 20, 3, 64), 30).map(lambda tensor: tensor.requires_grad_())
+    weights = Make(device, dtype, seed=1)(2, 20, 3, 64)
+    tensors = tuple(case.tensors.values())
+    (output,) = case.run(ltx)
+    assert output.is_contiguous()
+    for got, want in zip(
+        torch.autograd.grad((output * weights).sum(), tensors),
+        torch.autograd.grad((in_torch(case, dtype) * weights).sum(), tensors),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        assert not case.run(ltx)[0].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reference(ltx, device, dtype):
+    case = plain_attention_case(Make(device, dtype), (2, 20, 3, 64), 30, scale=0.3)
+    output = case.run(ltx.reference)[0]
+    torch.testing.assert_close(output, in_torch(case, torch.float32).to(dtype))
+    assert output.is_contiguous()
+
+
+def test_autocast_keeps_the_dtype(ltx, device):
+    case = plain_attention_case(Make(device, torch.float32), (1, 5, 2, 64), 7)
+    with torch.autocast(device, torch.bfloat16):
+        assert case.run(ltx)[0].dtype == torch.float32
+
+
+@every_dtype
+def test_compile(ltx, device, dtype):
+    """Without graph breaks, an opaque op where the kernel runs, and for other lengths without compiling anew."""
+    torch.compiler.reset()
+    graphs = []
+
+    def keep(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda q, k, v: ltx.attention(q, k, v, scale=0.2), backend=keep, fullgraph=True)
+    for tokens, keys in ((70, 130), (75, 140), (90, 40)):
+        case = plain_attention_case(Make(device, dtype), (2, tokens, 3, 64), keys, scale=0.2)
+        if tokens == 90:
+            torch.compiler.set_stance("fail_on_recompile")
+        try:
+            torch.testing.assert_close(compiled(*case.tensors.values()), case.run(ltx)[0], rtol=0.02, atol=0.02)
+        finally:
+            torch.compiler.set_stance("default")
+    own = [node for node in graphs[0].graph.nodes if ltx._ops.ops.name in str(node.target)]
+    assert len(own) == (dtype == torch.bfloat16 and has_kernel(ltx, device))
+
+
+def test_opcheck(ltx, kernel):
+    for packed in (False, True):
+        case = plain_attention_case(Make(kernel, torch.bfloat16), (2, 70, 3, 64), 40, packed=packed)
+        torch.library.opcheck(ltx._ops.ops.attention.default, (*case.tensors.values(), None))
+        torch.library.opcheck(ltx._ops.ops.attention.default, (*case.tensors.values(), 0.3))
+
+
+def test_which_gpus_have_the_kernel(ltx, cuda):
+    """Of the GPUs only those of compute capability 9.0; and of these builds, those with code for it."""
+    for index in range(torch.cuda.device_count()):
+        has = ltx._ops.ops.has_attention(index)
+        assert has is False or torch.cuda.get_device_capability(index) == (9, 0)
+        with FakeTensorMode():
+            assert ltx._ops.ops.has_attention(index) is has
+
+
+# ---- Errors
+
+
+FLOATS = "dtype float32, float16 or bfloat16"
+LIKE_QUERY = "key: expected the batch size, heads and last dimension of query [2, 6, 3, 64], got shape "
+Q, K = (2, 6, 3, 64), (2, 4, 3, 64)
+F16, BF16, I64 = torch.float16, torch.bfloat16, torch.int64
+ERRORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("query: expected 4 dimensions, got shape [2, 6, 192]", ((2, 6, 192), K, K), {}),
+    ("query: expected 4 dimensions, got shape []", ((), K, K), {}),
+    (f"query: expected {FLOATS}, got int64", ((*Q, I64), K, K), {}),
+    ("scale: expected a finite number, got inf", (Q, K, K), {"scale": math.inf}),
+    ("scale: expected a finite number, got nan", (Q, K, K), {"scale": math.nan}),
+    ("key: expected dtype bfloat16 (that of query), got float16", (Q, (*K, F16), K), {}),
+    ("key: expected 4 dimensions, got shape [2, 4, 192]", (Q, (2, 4, 192), K), {}),
+    (f"{LIKE_QUERY}[1, 4, 3, 64]", (Q, (1, 4, 3, 64), K), {}),
+    (f"{LIKE_QUERY}[2, 4, 1, 64]", (Q, (2, 4, 1, 64), K), {}),
+    (f"{LIKE_QUERY}[2, 4, 3, 32]", (Q, (2, 4, 3, 32), K), {}),
+    ("value: expected dtype bfloat16 (that of query), got float16", (Q, K, (*K, F16)), {}),
+    ("value: expected shape [2, 4, 3, 64], got [2, 5, 3, 64]", (Q, K, (2, 5, 3, 64)), {}),
+    ("value: expected shape [2, 4, 3, 64], got [2, 4, 3, 128]", (Q, K, (2, 4, 3, 128)), {}),
+]
+
+
+def raised(call: Callable[[], Any]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        call()
+    return str(error.value)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(("text", "shapes", "options"), ERRORS, ids=[error[0][:60] for error in ERRORS])
+def test_errors(ltx, device, text, shapes, options):
+    """The same from the kernel, from what stands in for it, from fakes and under torch.compile."""
+
+    def call(f: Any, device: str) -> Any:
+        tensors = []
+        for shape in shapes:
+            *sizes, dtype = shape if shape and isinstance(shape[-1], torch.dtype) else (*shape, BF16)
+            tensors.append(torch.ones(sizes, dtype=dtype, device=device))
+        return f.attention(*tensors, **options)
+
+    for f in (ltx, ltx.reference):
+        assert raised(lambda f=f: call(f, device)) == text
+    assert raised(lambda: call(ltx, "meta")) == text
+    with FakeTensorMode():
+        assert raised(lambda: call(ltx, device)) == text
+    torch.compiler.reset()
+    assert text in raised(torch.compile(lambda: call(ltx, device), backend="eager", fullgraph=True))
+
+
+def test_devices(ltx, device):
+    here, there = (torch.ones(Q, dtype=BF16, device=d) for d in (device, "meta"))
+    for f in (ltx, ltx.reference):
+        for argument, tensors in (("key", (here, there, here)), ("value", (here, here, there))):
+            text = f"{argument}: expected device {here.device} (that of query), got meta"
+            assert raised(lambda f=f, tensors=tensors: f.attention(*tensors)) == text
+
+
+def test_what_the_op_takes(ltx, kernel):
+    """Of the Python function it gets nothing else."""
+    op = ltx._ops.ops.attention
+    x = torch.ones(1, 2, 1, 64, device=kernel)
+    assert raised(lambda: op(x, x, x, None)) == "query: expected dtype bfloat16, got float32"
+    y = x.bfloat16()[..., :32]
+    assert raised(lambda: op(y, y, y, None)) == "query: expected a last dimension of 64, got shape [1, 2, 1, 32]"
+
+
+def test_float64_is_for_the_reference(ltx, device):
+    x = torch.ones(Q, dtype=torch.float64, device=device)
+    assert raised(lambda: ltx.attention(x, x, x)) == f"query: expected {FLOATS}, got float64"
+    torch.testing.assert_close(ltx.reference.attention(x, x, x), x)
+
+
+# ---- Streams
+
+
+def test_on_a_side_stream(ltx, kernel):
+    cases = [plain_attention_case(Make(kernel, torch.bfloat16, seed=seed), (2, 1000, 8, 64), 1000) for seed in range(2)]
+    expected = [case.run(ltx)[0] for case in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    outputs: list[list[Tensor]] = [[], []]
+    for _ in range(20):
+        for case, stream, found in zip(cases, streams, outputs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(case.run(ltx)[0])
+    torch.cuda.synchronize()
+    for found, want in zip(outputs, expected, strict=True):
+        for output in found:
+            assert_same_bits(output, want)
