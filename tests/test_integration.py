@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import helpers.attention
 import pytest
 import torch
 from torch import Tensor, nn
@@ -747,12 +748,14 @@ def test_attention_backend_and_parallel_config_are_kept(
     assert [config is marker for _, config in seen] == [True] + [False] * (2 * LAYERS - 1)
 
 
-# ---- Cross-attention in one op
+# ---- Attention in ops of this package
+
+Attends = Callable[[Callable[[], Any]], "tuple[int, int]"]
 
 
 @pytest.fixture
-def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], int]:
-    """Counts the calls of qk_norm_cross_attention, which is used on the CPU too."""
+def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> Attends:
+    """Counts the calls of attention and qk_norm_cross_attention, which are used on the CPU too."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     # set_attention_backend of one model is for all of the process.
@@ -761,22 +764,33 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> Ca
     if device == "cpu":
         monkeypatch.setattr(integration, "_op_pays", lambda query, *_: integration._has_tensor_cores(query.device))
         monkeypatch.setattr(integration, "_capability", lambda _: (8, 0))
-    calls = 0
-    op = integration.qk_norm_cross_attention
+        monkeypatch.setattr(integration, "runs_kernel", lambda query, *_: query.dtype == torch.bfloat16)
+    calls = {"attention": 0, "qk_norm_cross_attention": 0}
 
-    def count_and_call(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return op(*args, **kwargs)
+    def counted(name: str) -> Callable[..., Tensor]:
+        op = getattr(integration, name)
 
-    monkeypatch.setattr(integration, "qk_norm_cross_attention", count_and_call)
+        def count_and_call(*args: Any, **kwargs: Any) -> Tensor:
+            calls[name] += 1
+            return op(*args, **kwargs)
 
-    def count(run: Callable[[], Any]) -> int:
-        before = calls
+        return count_and_call
+
+    for name in calls:
+        monkeypatch.setattr(integration, name, counted(name))
+
+    def count(run: Callable[[], Any]) -> tuple[int, int]:
+        calls.update(dict.fromkeys(calls, 0))
         run()
-        return calls - before
+        return calls["attention"], calls["qk_norm_cross_attention"]
 
     return count
+
+
+@pytest.fixture
+def has_kernel(ltx: ModuleType, device: str) -> bool:
+    """Whether self-attention in bfloat16 has a kernel of this package, or `attends` pretends so."""
+    return device == "cpu" or helpers.attention.has_kernel(ltx, device)
 
 
 HEADS_OF_64 = {"num_attention_heads": 2, "attention_head_dim": 64, "cross_attention_dim": 128}
@@ -784,8 +798,8 @@ HEADS_OF_64 = {"num_attention_heads": 2, "attention_head_dim": 64, "cross_attent
 
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_cross_attention_in_one_op(
-    ltx: ModuleType, device: str, dtype: torch.dtype, precision: str, attends: Callable[[Callable[[], Any]], int]
+def test_attention_in_ops(
+    ltx: ModuleType, device: str, dtype: torch.dtype, precision: str, attends: Attends, has_kernel: bool
 ) -> None:
     model = make_model(device, dtype, **HEADS_OF_64)
     inputs = make_inputs(device, dtype)
@@ -794,7 +808,8 @@ def test_cross_attention_in_one_op(
         pytest.skip("fp8 needs a GPU of compute capability 8.9")
     ltx.optimize(model, precision=precision)
     ours: list[Tensor] = []
-    assert attends(lambda: ours.append(model(**inputs)[0])) == LAYERS
+    in_bf16 = LAYERS * (has_kernel and dtype == torch.bfloat16)
+    assert attends(lambda: ours.append(model(**inputs)[0])) == (in_bf16, LAYERS)
     if precision == "native":
         assert_close(ours[0], stock)
         assert distance(ours[0], exact) <= 1.15 * distance(stock, exact)
@@ -802,8 +817,8 @@ def test_cross_attention_in_one_op(
     assert distance(model(**padded)[0], ours[0]) > 1e-3  # the mask is heeded
 
 
-def test_cross_attention_follows_what_is_asked_of_diffusers(
-    ltx: ModuleType, device: str, attends: Callable[[Callable[[], Any]], int], monkeypatch: pytest.MonkeyPatch
+def test_attention_follows_what_is_asked_of_diffusers(
+    ltx: ModuleType, device: str, attends: Attends, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from diffusers.models.attention_dispatch import attention_backend
     from diffusers.models.transformers import transformer_ltx
@@ -817,29 +832,41 @@ def test_cross_attention_follows_what_is_asked_of_diffusers(
 
     report = ltx.optimize(model)
     (site,) = (site for site in report.sites if site.name == ATTENTION)
-    assert site.ops == ("qk_norm_rope", "qk_norm_cross_attention", "rmsnorm")  # what may run
-    assert attends(run) == LAYERS
-    assert site.ops == ("qk_norm_rope", "qk_norm_cross_attention")
+    assert site.ops == ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm")  # what may run
+    in_kernel = LAYERS * has_kernel
+    assert attends(run) == (in_kernel, LAYERS)
+    assert site.ops == ("qk_norm_rope", *["attention"] * has_kernel, "qk_norm_cross_attention")
     with attention_backend("_native_math"):
-        assert attends(run) == 0
+        assert attends(run) == (0, 0)
     model.set_attention_backend("native")
-    assert attends(run) == 0
+    assert attends(run) == (0, 0)
     model.reset_attention_backend()
-    assert attends(run) == LAYERS
+    assert attends(run) == (in_kernel, LAYERS)
     unmasked = {**inputs, "encoder_attention_mask": None}
-    assert attends(lambda: model(**unmasked)) == 0
+    assert attends(lambda: model(**unmasked)) == (in_kernel, 0)
     ltx.optimize(model, rounding="eager")
-    assert attends(run) == 0
+    assert attends(run) == (0, 0)
     ltx.restore(model)
     dispatch = transformer_ltx.dispatch_attention_fn
     monkeypatch.setattr(transformer_ltx, "dispatch_attention_fn", lambda *a, **k: dispatch(*a, **k))
     ltx.optimize(model)
-    assert attends(run) == 0
+    assert attends(run) == (0, 0)
 
 
-def test_cross_attention_in_one_op_compiles(
-    ltx: ModuleType, device: str, attends: Callable[[Callable[[], Any]], int]
-) -> None:
+def test_self_attention_that_needs_a_gradient(ltx: ModuleType, device: str, attends: Attends) -> None:
+    """As of LoRA's weights: torch's attention, which has one."""
+    if device == "cpu":
+        pytest.skip("needs the choice that a GPU makes")
+    model, inputs = make_model(device, torch.bfloat16, **HEADS_OF_64), make_inputs(device, torch.bfloat16)
+    report = ltx.optimize(model)
+    model.transformer_blocks[0].attn1.to_v.weight.requires_grad_()
+    with torch.enable_grad():
+        assert attends(lambda: model(**inputs)[0].sum().backward())[0] == 0
+    assert model.transformer_blocks[0].attn1.to_v.weight.grad.isfinite().all()
+    assert report.sites[0].calls > 0
+
+
+def test_attention_in_ops_compiles(ltx: ModuleType, device: str, attends: Attends) -> None:
     dtype = torch.bfloat16
     model, inputs = make_model(device, dtype, **HEADS_OF_64), make_inputs(device, dtype)
     ltx.optimize(model)
@@ -896,7 +923,7 @@ def test_compile_whole(ltx: ModuleType, device: str, rounding: str) -> None:
 
 @pytest.mark.parametrize("in_one_op", [False, True], ids=["norms and attention", "cross-attention in one op"])
 def test_every_op_comes_first_in_the_first_block(
-    ltx: ModuleType, device: str, in_one_op: bool, attends: Callable[[Callable[[], Any]], int]
+    ltx: ModuleType, device: str, in_one_op: bool, attends: Attends
 ) -> None:
     """At an op's first call, inductor of torch 2.11 writes down the expression of each argument, back to the model's
     inputs: exponentially long, and so for ever, after many blocks."""

@@ -3,7 +3,8 @@
 LTX-Video, block by block: norm and modulation in one pass over strided views of table and timestep, which are never
 added up in memory; one GEMM for query, key and value; norm and rotation of query and key in one launch; gated residual;
 residual, norm and modulation in one launch; GELU in the epilogue of its GEMM. The rotary table is computed once per
-shape and kept at half its width, since each angle serves a pair. Attention itself stays with diffusers.
+shape and kept at half its width, since each angle serves a pair. Attention stays with diffusers where this package has
+none that is faster, or something else was asked of diffusers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from .._linear import linear_gelu, linear_gelu_op, make_adjacent, packed_linear, packed_linear_op
 from .._ops import add_op_namespace_prefix
 from ..adaln import adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
-from ..attention import qk_norm_cross_attention
+from ..attention import attention, qk_norm_cross_attention, runs_kernel
 from ..glu import gelu
 from ..norm import layernorm, rmsnorm
 from ..quant import adaln_rmsnorm_quant, gated_residual_adaln_rmsnorm_quant, gated_residual_quant, gelu_quant
@@ -281,18 +282,25 @@ def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
     )
 
 
-def _op_attends(self: Known, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Whether a cross-attention goes through qk_norm_cross_attention, and not through diffusers' dispatch."""
+def _may_attend(self: Known) -> bool:
+    """Whether an attention may go through an op of this package: nothing was asked of diffusers' dispatch."""
     processor, site = self.processor, self._ltx_kernels
     backends = site.settings["backends"]
     return (
         site.rounding == "fp32"
-        and mask is not None
-        and mask.is_floating_point()
         and processor._attention_backend is None
         and processor._parallel_config is None
         and backends is not None
         and backends.get_active_backend()[0].value == "native"
+    )
+
+
+def _op_attends(self: Known, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether a cross-attention goes through qk_norm_cross_attention, and not through diffusers' dispatch."""
+    return (
+        mask is not None
+        and mask.is_floating_point()
+        and _may_attend(self)
         and _op_pays(query, key.shape[1], query.shape[-1] // self.heads)
     )
 
@@ -321,7 +329,6 @@ def ltx_attention_forward(
     to_q, to_k, to_v, norm_q, norm_k, to_out = children(self, "to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out")
     attends = False
     if image_rotary_emb is not None:
-        site.count_call("qk_norm_rope")
         (query, key, value), packed = _project(site, (to_q, to_k, to_v), hidden_states)
         query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
         cos, sin = image_rotary_emb
@@ -339,6 +346,9 @@ def ltx_attention_forward(
             rounding=site.rounding,
             out=(query, key) if packed and not torch.is_grad_enabled() else None,
         )
+        value = value.unflatten(-1, (heads, -1))
+        attends = _may_attend(self) and runs_kernel(query, key, value)
+        site.count_call("qk_norm_rope", *(("attention",) if attends else ()))
     else:
         assert encoder_hidden_states is not None  # or it would have neither
         ((query,), _) = _project(site, (to_q,), hidden_states)
@@ -347,9 +357,10 @@ def ltx_attention_forward(
         site.count_call("qk_norm_cross_attention" if attends else "rmsnorm")
         if not attends:
             query, key = rmsnorm(query, norm_q.weight, norm_q.eps), rmsnorm(key, norm_k.weight, norm_k.eps)
-        query, key = query.unflatten(-1, (heads, -1)), key.unflatten(-1, (heads, -1))
-    value = value.unflatten(-1, (heads, -1))
-    if attends:
+        query, key, value = (x.unflatten(-1, (heads, -1)) for x in (query, key, value))
+    if attends and attention_mask is None:  # self-attention
+        output = attention(query, key, value)
+    elif attends:
         assert attention_mask is not None
         mask = attention_mask.squeeze(1)
         output = qk_norm_cross_attention(query, key, value, norm_q.weight, norm_k.weight, norm_q.eps, mask=mask)
@@ -563,7 +574,7 @@ ENTRIES: Mapping[str, Entry] = {
     ),
     LTX_ATTENTION: Entry(
         ltx_attention_forward,
-        ("qk_norm_rope", "qk_norm_cross_attention", "rmsnorm"),
+        ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm"),
         ("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
         frozenset({"norm_q", "norm_k", "to_q", "to_k", "to_v", "to_out"}),
         why_not=why_not_ltx_attention,
