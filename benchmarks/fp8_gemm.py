@@ -7,7 +7,7 @@ Random normal inputs and weights with a bias. `us` is the device's time for a ca
 as in a model: a CUDA graph of such pairs less one of the other kernels alone. The forms take turns; the median of 7.
 `rounding` is the relative L2 error against the product of the very same quantised matrices in float64 (accumulation
 and the rounding to bf16), `error` that against the product of the unquantised ones. `host_us`, of a few tokens, is what
-the host takes to launch a call.
+the host takes to launch a call, the least of three turns.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def measure(ltx: ModuleType, tokens: int, width: int, channels: int) -> list[dic
     calls = {name: call for name, (call, _) in forms.items()}
     if tokens == HOST_TOKENS:
         shared: dict[str, Any] = {"shape": [tokens, width, channels]}
-        return [{**shared, "form": name, "host_us": host_us(call)} for name, call in calls.items()]
+        turns = [{name: host_us(call) for name, call in calls.items()} for _ in range(3)]
+        return [{**shared, "form": name, "host_us": min(turn[name] for turn in turns)} for name in calls]
     us = microseconds(calls)
     records = []
     for name, (call, truth) in forms.items():

@@ -499,13 +499,14 @@ def scaled_linear(
         RuntimeError: A shape or dtype does not fit, or the GPU is older than compute capability 8.9 (Ada, Hopper,
             Blackwell and newer have fp8 tensor cores).
     """
-    check_scaled_linear(values, scales, weight, weight_scales, bias)
-    # Under torch.compile the device is looked at while tracing.
-    obstacle = (fp8_obstacle if torch.compiler.is_compiling() else _known_obstacle)(values.device)
-    if obstacle is not None:
-        raise RuntimeError(
-            f"values: expected a GPU of compute capability 8.9 or newer for fp8 matrix products, got {obstacle}"
-        )
+    if out_dtype != torch.bfloat16 or not has_own_product(values.device):  # or the op checks
+        check_scaled_linear(values, scales, weight, weight_scales, bias)
+        # Under torch.compile the device is looked at while tracing.
+        obstacle = (fp8_obstacle if torch.compiler.is_compiling() else _known_obstacle)(values.device)
+        if obstacle is not None:
+            raise RuntimeError(
+                f"values: expected a GPU of compute capability 8.9 or newer for fp8 matrix products, got {obstacle}"
+            )
     no_gradient(bias)
     values, scales, weight_scales = values.contiguous(), scales.contiguous(), weight_scales.contiguous()
     bias = None if bias is None else bias.contiguous()
