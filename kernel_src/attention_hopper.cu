@@ -43,8 +43,9 @@ constexpr int kRowBytes = 128;  // of a head
 constexpr int kThreads = (1 + kConsumers) * 128;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 160;  // a thread; 128 at the launch
 
-constexpr float kHeadroom = 30.f;        // log2: weights of the first tile's keys are at most 2^-30
-constexpr float kLargestSum = 0x1p126f;  // beyond, a row is computed once more
+constexpr float kHeadroom = 30.f;  // log2: weights of the first tile's keys are at most 2^-30
+// Beyond these a row is computed once more. Below the first: logits so large that `shift` is rounded by a power of two.
+constexpr float kSmallestSum = 0x1p-64f, kLargestSum = 0x1p126f;
 
 struct Parameters {
   CUtensorMap query_map, key_map, value_map;
@@ -135,7 +136,9 @@ __device__ void recompute_row(const Parameters& a, const TileIndex& at, int64_t 
   Words query[kHeadDim / 8];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 8; ++i) query[i] = words_of(head, i);
-  const auto logit = [&](int64_t key) { return a.scale * dot(query, row_of(p.key, p.key_stride, at, key)); };
+  const auto logit = [&](int64_t key) {  // rounded alike in both passes: no fused multiply-add with the maximum
+    return __fmul_rn(a.scale, dot(query, row_of(p.key, p.key_stride, at, key)));
+  };
   float maximum = -INFINITY;
 #pragma unroll 1
   for (int64_t key = lane; key < p.keys; key += 32) maximum = fmaxf(maximum, logit(key));
@@ -435,7 +438,7 @@ __device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at,
     float zero = 0.f;  // or NaN
 #pragma unroll
     for (int i = 2 * half; i < 32; i += 4) zero = fmaf(output[i], 0.f, fmaf(output[i + 1], 0.f, zero));
-    const bool fails = !(sum < kLargestSum) || zero != 0.f;
+    const bool fails = !(sum > kSmallestSum && sum < kLargestSum) || zero != 0.f;
     const unsigned found = __ballot_sync(0xffffffffu, fails && row < p.queries);
 #pragma unroll
     for (int g = 0; g < 8; ++g) once_more |= (found >> 4 * g & 0xf) != 0 ? 1u << (g + 8 * half) : 0;
