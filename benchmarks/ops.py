@@ -234,6 +234,16 @@ def cross_attention(
     return Inputs(arguments, {"mask": mask}, rounds=False, peers=native, stock=stock)
 
 
+def self_attention(make: Make, batch: int, tokens: int, heads: int, width: int) -> Inputs:
+    query, key, value = make(batch, tokens, 3, heads, width).unbind(2)  # of one projection, as models have it
+
+    def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+
+    native = {"native": lambda: stock(query, key, value)}  # on an H200 cuDNN's kernel
+    return Inputs((query, key, value), rounds=False, peers=native, stock=stock)
+
+
 def rows_alone(make: Make, *shape: int) -> Inputs:
     return Inputs((make(*shape),), rounds=False)
 
@@ -355,6 +365,7 @@ OPS = [
         [(2, 2688, 128, 32, 64), (2, 8064, 128, 32, 64)], (2, 5, 16, 4, 64),
         "qk_norm_cross_attention, 10 and 60 keys valid",
     ),
+    Op("attention", self_attention, [(2, 2688, 32, 64), (1, 2688, 32, 64), (2, 8064, 32, 64)], (2, 5, 4, 64)),
     Op("quantize_rows", rows_alone, [*TOKENS, (131072, 128)], (2, 5, 64)),
     *(
         Op(f"{function}_quant", partial(quantised, build=build), shapes, small, f"quantised {function}")

@@ -47,6 +47,7 @@ def behind(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # of a launch no longer counts. Attention multiplies matrices.
 AIMS = {
     "qk_norm_cross_attention": None,
+    "attention": None,
     "qk_norm_rope": 1.10,
     "apply_rotary": 1.08,
     "rope": 1.08,

@@ -55,11 +55,13 @@ def test_our_column_alone_runs_our_ops(ltx: ModuleType, backend: str, device: st
     if backend != device:
         pytest.skip("without a GPU the CUDA variant runs the reference")
     ours = ltx._ops.add_op_namespace_prefix("").rstrip(":")
+    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    ops_of_ours = {"ours"} if case.function != "attention" or hopper else set()  # elsewhere it is torch's
     with torch.no_grad():
         for name, call in ops.calls(ltx, case, case.build(ops.Make(torch.bfloat16, device)), compiled=False).items():
             with Namespaces() as namespaces:
                 call()
-            assert (ours in namespaces.seen) == (name == "ours"), name
+            assert (ours in namespaces.seen) == (name in ops_of_ours), name
 
 
 def test_a_wrong_result_is_noticed() -> None:
