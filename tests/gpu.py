@@ -39,7 +39,7 @@ from helpers.gpus import name_gpus, take_turns  # noqa: E402
 PARTS = ["forced", "models", "tests", "mutations", "sanitizers", "fuzz", "ptx", "large", "devices"]
 # Files of tests, and how many processes share each.
 FILES = {"compile": 4, **dict.fromkeys(["attention", "quant", "norm", "rope"], 3)}
-FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs"], 2)
+FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs", "linear"], 2)
 FILES |= {"tensor_kinds": 1, "sass": 1, "loading": 1, "benchmarks": 1, "properties": 3}
 MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2, "integration_pipelines": 1}
 LARGE_FILES = ["norm", "rope", "glu", "attention", "quant"]  # their tests of more than 2^31 elements are marked slow
@@ -177,7 +177,7 @@ def main() -> int:
             built = ["--backend", "cuda", "--built", str(options.mutations.resolve())]
             return [script(part, "tests/mutations.py", "mutations-cuda.json", share(0.2), *built)]
         if part == "devices" and torch.cuda.device_count() > 1:
-            return [tests(part, "processes", "-k", "second_device")]
+            return [tests(part, file, "-k", "second_device") for file in ("processes", "linear")]
         if part == "forced":  # each of its tests begins several processes, and waits for them
             return [tests(part, "forced", processes=share(0.12))]
         if part == "large":
