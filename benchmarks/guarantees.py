@@ -20,7 +20,7 @@ from mutations import MUTATIONS  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 DTYPES = ["float32", "float16", "bfloat16"]
-EXPONENTIAL = {"qk_norm_cross_attention"}  # of sums, so that no number of ulps bounds their errors
+EXPONENTIAL = {"attention", "qk_norm_cross_attention"}  # of sums, so that no number of ulps bounds their errors
 MISSING = "Not measured yet.\n"
 SUITES = {  # in this order; others, which name themselves, follow
     "tests": "this GPU's code",

@@ -15,8 +15,8 @@
 //
 // `shift` is the largest logit of a row's first tile of keys, plus kHeadroom. Flash attention would take the largest of
 // all keys so far, look for it in each tile, and rescale what it has; the exponent of a float makes that superfluous,
-// unless a logit lies 2^156 above the first ones. A row whose sums are not finite in the end is computed once more,
-// slowly, with its true maximum (recompute_row): that also gives infinities and NaN their meaning.
+// unless a logit lies 186 (log2) above the first ones. A row whose sums are not finite in the end is computed once
+// more, slowly, with its true maximum (recompute_row): that also gives infinities and NaN their meaning.
 #include <cuda.h>  // CUtensorMap: types alone, no function of the driver is linked
 
 #include <algorithm>
@@ -43,9 +43,9 @@ constexpr int kRowBytes = 128;  // of a head
 constexpr int kThreads = (1 + kConsumers) * 128;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 160;  // a thread; 128 at the launch
 
-constexpr float kHeadroom = 30.f;  // log2: weights of the first tile's keys are at most 2^-30
+constexpr float kHeadroom = 60.f;  // log2: weights of the first tile's keys are at most 2^-60
 // Beyond these a row is computed once more. Below the first: logits so large that `shift` is rounded by a power of two.
-constexpr float kSmallestSum = 0x1p-64f, kLargestSum = 0x1p126f;
+constexpr float kSmallestSum = 0x1p-90f, kLargestSum = 0x1p126f;
 
 struct Parameters {
   CUtensorMap query_map, key_map, value_map;

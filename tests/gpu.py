@@ -38,11 +38,12 @@ from helpers.gpus import name_gpus, take_turns  # noqa: E402
 # In this order, unless --parts says another: what waits longest for itself first.
 PARTS = ["forced", "models", "tests", "mutations", "sanitizers", "fuzz", "ptx", "large", "devices"]
 # Files of tests, and how many processes share each.
-FILES = {"compile": 4, **dict.fromkeys(["attention", "quant", "norm", "rope"], 3)}
+FILES = {"compile": 4, **dict.fromkeys(["attention", "plain_attention", "quant", "norm", "rope"], 3)}
 FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs", "linear"], 2)
 FILES |= {"tensor_kinds": 1, "sass": 1, "loading": 1, "benchmarks": 1, "properties": 3}
 MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2, "integration_pipelines": 1}
-LARGE_FILES = ["norm", "rope", "glu", "attention", "quant"]  # their tests of more than 2^31 elements are marked slow
+# Their tests of more than 2^31 elements are marked slow.
+LARGE_FILES = ["norm", "rope", "glu", "attention", "plain_attention", "quant"]
 PTX_FILES = ["sanitize", "quant", "regressions"]
 # What pytest -v says of each test as it ends, also where others run it for it (xdist): an interrupted run is countable.
 ENDED = "(PASSED|FAILED|SKIPPED|ERROR)"
