@@ -51,6 +51,7 @@ PYTHON = "torch-ext/ltx_kernels/"
 CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu", "kernel_src/attention.cu"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
+CUDA_HOPPER = "kernel_src/attention_hopper.cu"
 CUDA_GLU, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/ltx/fp8.cuh"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
@@ -342,6 +343,46 @@ MUTATIONS = [
         "shared.mask[row] = row < keys ? mask_of(p, sample, first + row) : -INFINITY;",
         "shared.mask[row] = row < keys ? mask_of(p, sample, first + row) : 0.f;",
         tests=("attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "keys past the last one attended to, on Hopper (CUDA)",
+        CUDA_HOPPER,
+        "scores[i] = key < from ? scores[i] : -INFINITY;",
+        "scores[i] = key < from ? scores[i] : 0.f;",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "rows that leave the range of fp32 not computed once more (CUDA)",
+        CUDA_HOPPER,
+        "__ballot_sync(0xffffffffu, fails && row < p.queries)",
+        "__ballot_sync(0xffffffffu, false)",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "rows computed once more without their maximum (CUDA)",
+        CUDA_HOPPER,
+        "maximum = lane_max(maximum);",
+        "maximum = 0.f;",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "strides of zero in tensor maps (CUDA)",
+        "torch-ext/attention.cpp",
+        "Operand(a, !lies_in_packs(a, 1))",
+        "Operand(a, !lies_in_packs(a, 0))",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "a kernel without derivatives where a gradient is needed (CUDA)",
+        PYTHON + "attention.py",
+        "and not (is_grad_enabled() and requires_grad(query, key, value))",
+        "and not requires_grad()",
+        tests=("plain_attention",),
         backends=("cuda",),
     ),
 ]
