@@ -68,7 +68,7 @@ def variant_table(project: builder.Project) -> str:
         served = f"{abi} or newer, for CUDA {version[0]}.{version[1]}{until}"
         name = f"torch-stable-abi{abi.replace('.', '')}-cu{version[0]}{version[1]}"
         archs = sorted(project.capabilities(version), key=builder.parse_version)
-        machine_code = ", ".join(arch.removesuffix("+PTX") for arch in archs)
+        machine_code = ", ".join(dict.fromkeys(arch.removesuffix("+PTX").rstrip("af") for arch in archs))
         ptx = ", ".join(f"{arch.removesuffix('+PTX')} and newer" for arch in archs if arch.endswith("+PTX"))
         lines.append(f"| {served} | `{name}` | {machine_code} | {ptx} |")
     lines.append("")
