@@ -1,7 +1,7 @@
 """Times the ops on an NVIDIA GPU beside a copy of the same bytes, plain torch, torch.compile, Liger and QuACK.
 
     python tools/build.py --backend cuda
-    python benchmarks/ops.py [--dtype bf16] [--only NAME] [--no-compile] [--jobs N] [--output PATH]
+    python benchmarks/ops.py [--dtype bf16] [--only NAME] [--no-compile] [--jobs N] [--output PATH] [--update]
 
 Columns: `ours`, in the default rounding; `copy`, a device copy that reads and writes as many bytes in all, in whole
 pages, the fastest that a copy gets; `eager`, the package's reference in plain torch, rounding in the input's dtype as
@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
+from plots import case_name
 from timing import Timer, host_us
 from torch import Tensor
 
@@ -541,6 +542,22 @@ def write(path: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> No
     partial.replace(path)
 
 
+def earlier(path: Path, meta: dict[str, Any], selected: Sequence[Case]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(what an earlier result says of its run, its cases that are not measured now)."""
+    result = json.loads(path.read_text())
+    for key in ("device", "torch", "cuda"):
+        if result["meta"][key] != meta[key]:
+            sys.exit(f"--update: {path} is of {key} {result['meta'][key]}, this machine has {meta[key]}")
+    measured = {case.name for case in selected}
+    return result["meta"], [record for record in result["records"] if case_name(record) not in measured]
+
+
+def in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As the table has them; cases that it no longer has are dropped."""
+    by_name = {case_name(record): record for record in records}
+    return [by_name[case.name] for case in cases() if case.name in by_name]
+
+
 def progress(selected: list[Case]) -> Iterator[Case]:
     try:
         from rich.progress import track
@@ -574,15 +591,19 @@ def print_table(records: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=DTYPES, help="only cases of this one")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only cases with this in `op shape`")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="SUBSTRING", help="only cases with one of these in `op shape`"
+    )
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes most of the time")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes that compile ahead")
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="for what compiles ahead (120)")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-ops.json)")
+    parser.add_argument("--update", action="store_true", help="keep the other cases that the JSON has")
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.version.cuda is None:
         sys.exit("benchmarks/ops.py needs an NVIDIA GPU and a torch that can use it; for the CPU: benchmarks/cpu.py")
-    selected = [case for case in cases() if options.only in case.name and options.dtype in (None, case.dtype)]
+    selected = [case for case in cases() if options.dtype in (None, case.dtype)]
+    selected = [case for case in selected if any(part in case.name for part in options.only)]
     if not selected:
         sys.exit("no such case")
     ltx, package = load_package()
@@ -611,6 +632,9 @@ def main() -> None:
         start = time.monotonic()
         ready = compile_ahead(selected, options.jobs, options.limit)
         print(f"compiled {len(ready)} of {len(selected)} in {time.monotonic() - start:.0f} s", flush=True)
+    commit, kept = meta["commit"], []
+    if options.update:
+        meta, kept = earlier(output, meta, selected)
     torch.manual_seed(0)
     timer = Timer(calls=10)
     records: list[dict[str, Any]] = []
@@ -620,8 +644,8 @@ def main() -> None:
             record = measure(ltx, timer, case, make, compiled=case.name in ready)
             if not options.no_compile and case.name not in ready:
                 record.setdefault("failed", {})["compile"] = f"did not compile in {options.limit:.0f} s"
-            records.append(record)
-            write(output, meta, records)
+            records.append(record if commit == meta["commit"] else {**record, "commit": commit})
+            write(output, meta, in_order([*kept, *records]))
     print_table(records)
     print(output)
 

@@ -35,6 +35,10 @@ PRODUCTS = (CROSS_ATTENTION, ATTENTION)  # of matrices: no copy is their floor
 TOP = 2.0  # of the scale of times over that of a copy
 
 
+def case_name(record: dict[str, Any]) -> str:
+    return f"{record['op']} {'x'.join(map(str, record['shape']))} {record['dtype']}"
+
+
 def family(op: str) -> str:
     return next(name for name, starts in FAMILIES.items() if op.startswith(starts))
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plots import PEERS, QUANTISED, RESULTS, family, fastest, geometric_mean, measured
+from plots import PEERS, QUANTISED, RESULTS, case_name, family, fastest, geometric_mean, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # What the first screen shows; all cases are in the file, and the losses below the table.
@@ -101,21 +101,29 @@ def families(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def case(record: dict[str, Any]) -> str:
-    return f"{record['op']} {'x'.join(map(str, record['shape']))} {record['dtype']}"
+def of_commits(ops: dict[str, Any]) -> str:
+    """Which kernels were timed: of one commit, or later those of some families."""
+    first = ops["meta"]["commit"]
+    later: dict[str, set[str]] = {}
+    for record in ops["records"]:
+        later.setdefault(record.get("commit", first), set()).add(family(record["op"]))
+    if len(later) == 1:
+        return f"of commit {next(iter(later))[:7]}"
+    names = [f"{', '.join(sorted(found))} of {commit[:7]}" for commit, found in later.items() if commit != first]
+    return f"of commit {first[:7]} ({'; '.join(names)})"
 
 
 def losses(records: list[dict[str, Any]]) -> list[str]:
     lines = ["| case | this package | the fastest peer | |", "|---|---|---|---|"]
     for record in behind(records):
         peer, us = fastest(record)
-        lines.append(f"| {case(record)} | {record['us']['ours']:.1f} | {us:.1f} | {peer} |")
+        lines.append(f"| {case_name(record)} | {record['us']['ours']:.1f} | {us:.1f} | {peer} |")
     return lines
 
 
 def slower(records: list[dict[str, Any]]) -> list[str]:
     lines = ["| case | times the copy | aim |", "|---|---|---|"]
-    return lines + [f"| {case(r)} | {over_copy(r):.3f} | {aim(r):.2f} |" for r in slow(records)]
+    return lines + [f"| {case_name(r)} | {over_copy(r):.3f} | {aim(r):.2f} |" for r in slow(records)]
 
 
 # The configurations of benchmarks/ltx.py, in the order of the table.
@@ -222,7 +230,7 @@ def ops_table() -> str:
     missing = "".join(f" {PEERS[key]} was not installed." for key in ops["meta"]["missing"])
     lines += [
         "",
-        f"All {len(records)} cases, of commit {ops['meta']['commit'][:7]}, are in "
+        f"All {len(records)} cases, {of_commits(ops)}, are in "
         f"[h200-ops.json](benchmarks/results/h200-ops.json).{missing} One `rmsnorm` of 8x2048 costs the host "
         f"{host['ours']} µs, `F.rms_norm` {host['native']} µs.",
         "",
@@ -321,7 +329,7 @@ def quantising() -> str:
     ]
     return "\n".join(
         [
-            f"Ops that quantise, beside a copy of the same bytes, at commit {result['meta']['commit'][:7]} "
+            f"Ops that quantise, beside a copy of the same bytes, {of_commits({**result, 'records': records})} "
             "([h200-ops.json](../benchmarks/results/h200-ops.json)):",
             "",
             *lines,

@@ -20,6 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import ops  # noqa: E402
 import plots  # noqa: E402
+import readme  # noqa: E402
 import timing  # noqa: E402
 
 SMALL = [op.case(op.small) for op in ops.OPS]
@@ -208,3 +209,21 @@ def test_readme_shows_the_results() -> None:
         [sys.executable, str(BENCHMARKS / "readme.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
+    """--update: the other cases of a result, in the table's order, from the same machine alone; each commit is told."""
+    meta = {"device": "GPU", "torch": "2.11", "cuda": "13.0", "commit": "a" * 40}
+    first, second, third = ops.cases()[:3]
+    records = [{"op": c.op, "shape": list(c.shape), "dtype": c.dtype} for c in (first, second, third)]
+    path = tmp_path / "ops.json"
+    ops.write(path, meta, records)
+    now = {**meta, "commit": "b" * 40}
+    found, kept = ops.earlier(path, now, [second])
+    assert found == meta and kept == [records[0], records[2]]
+    updated = ops.in_order([*kept, {**records[1], "commit": now["commit"]}])
+    assert [plots.case_name(record) for record in updated] == [first.name, second.name, third.name]
+    text = readme.of_commits({"meta": meta, "records": updated})
+    assert text == f"of commit aaaaaaa ({plots.family(second.op)} of bbbbbbb)"
+    with pytest.raises(SystemExit, match=r"--update: .* is of device GPU, this machine has other"):
+        ops.earlier(path, {**now, "device": "other"}, [second])
