@@ -51,7 +51,7 @@ PYTHON = "torch-ext/ltx_kernels/"
 CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu", "kernel_src/attention.cu"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
-CUDA_HOPPER = "kernel_src/attention_hopper.cu"
+CUDA_HOPPER, CUDA_LINEAR = "kernel_src/attention_hopper.cu", "torch-ext/linear.cpp"
 CUDA_GLU, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/ltx/fp8.cuh"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
@@ -312,6 +312,38 @@ MUTATIONS = [
         "!= input.device_index) guard_.emplace(input.device_index);",
         '< 0) throw std::runtime_error("no device");',
         tests=("processes", "sass"),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "scales of rows and of channels swapped (CUDA)",
+        CUDA_LINEAR,
+        "set(kAScalePointer, a.weight_scales.data) && set(kBScalePointer, a.scales.data)",
+        "set(kAScalePointer, a.scales.data) && set(kBScalePointer, a.weight_scales.data)",
+        tests=("linear",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "a bias left out of a product (CUDA)",
+        CUDA_LINEAR,
+        "(!a.bias || (set(kEpilogue, kEpilogueBias) && set(kBiasDataType, kBFloat16)))",
+        "(!a.bias || set(kBiasDataType, kBFloat16))",
+        tests=("linear",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "the scales of the first product of its shape for all (CUDA)",
+        CUDA_LINEAR,
+        "usable_ = usable_ && set_pointers(a) &&",
+        "usable_ = usable_ &&",
+        tests=("linear",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "products on the default stream (CUDA)",
+        CUDA_LINEAR,
+        "&algorithm_, nullptr, 0, stream)",
+        "&algorithm_, nullptr, 0, nullptr)",
+        tests=("linear",),
         backends=("cuda",),
     ),
     Mutation(

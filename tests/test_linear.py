@@ -188,6 +188,28 @@ def test_own_product_is_as_near_as_torchs(ltx, hopper, shape, fast):
         assert own <= 1.05 * torchs + 1e-6
 
 
+def test_own_products_of_one_shape(ltx, hopper):
+    """One plan serves them all, with the operands of each."""
+    layers = [layer(hopper, 48, 64, 96, seed=seed) for seed in range(3)]
+    for arguments in (*layers, *layers):
+        output, wanted = ltx.scaled_linear(*arguments), by_torch(*arguments)
+        assert ((output - wanted).norm() / wanted.norm()).item() < 4e-3
+
+
+@pytest.mark.slow
+def test_more_than_2_31_elements(ltx, hopper):
+    rows, channels = 2**17 + 5, 2**14
+    values, scales, *weight = layer(hopper, rows, 16, channels)
+    try:
+        output = ltx.scaled_linear(values, scales, *weight)
+    except torch.OutOfMemoryError as error:
+        pytest.skip(f"not enough memory: {error}")
+    for first in (0, 2**16, rows - 5):
+        part = slice(first, first + 5)
+        wanted = ltx.scaled_linear(values[part], scales[part], *weight)
+        assert ((output[part] - wanted).norm() / wanted.norm()).item() < 4e-3
+
+
 def test_own_product_clears_no_memory(ltx, hopper):
     """One kernel a product: what torch._scaled_mm spends on clearing cuBLASLt's workspace is the reason for it."""
     arguments = layer(hopper, 5376, 2048, 2048)
