@@ -43,8 +43,8 @@ FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "e
 FILES |= {"tensor_kinds": 1, "sass": 1, "loading": 1, "benchmarks": 1, "properties": 3}
 MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2, "integration_pipelines": 1}
 # Their tests of more than 2^31 elements are marked slow.
-LARGE_FILES = ["norm", "rope", "glu", "attention", "plain_attention", "quant"]
-PTX_FILES = ["sanitize", "quant", "regressions"]
+LARGE_FILES = ["norm", "rope", "glu", "attention", "plain_attention", "quant", "linear"]
+PTX_FILES = ["sanitize", "quant", "regressions", "plain_attention"]
 # What pytest -v says of each test as it ends, also where others run it for it (xdist): an interrupted run is countable.
 ENDED = "(PASSED|FAILED|SKIPPED|ERROR)"
 OUTCOME = re.compile(

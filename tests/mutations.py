@@ -402,6 +402,22 @@ MUTATIONS = [
         backends=("cuda",),
     ),
     Mutation(
+        "a row's sum without the half of its keys (CUDA)",
+        CUDA_HOPPER,
+        "return x + __shfl_xor_sync(0xffffffffu, x, 2);",
+        "return x;",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "logits in units of ln where those of log2 are meant (CUDA)",
+        CUDA_HOPPER,
+        "a.scale = p.scale * kLog2E;",
+        "a.scale = p.scale;",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
         "strides of zero in tensor maps (CUDA)",
         "torch-ext/attention.cpp",
         "Operand(a, !lies_in_packs(a, 1))",
