@@ -382,6 +382,39 @@ def test_which_gpus_have_the_kernel(ltx, cuda):
             assert ltx._ops.ops.has_attention(index) is has
 
 
+class Named(torch.Tensor):
+    """A subclass that adds nothing."""
+
+
+@bf16
+@pytest.mark.filterwarnings("ignore")
+def test_kinds_of_tensors(ltx, device, dtype):
+    """Subclasses, views whose numbers are not those in memory, inference tensors, and what torch.func makes of them."""
+    case = plain_attention_case(Make(device, dtype), (2, 70, 3, 64), 40)
+    (expected,) = case.run(ltx)
+    query = case.kwargs["query"]
+
+    def attend(query: Tensor) -> Tensor:
+        return case.replace(query=query).run(ltx)[0]
+
+    def near(output: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(output, wanted, rtol=0.02, atol=0.02)
+
+    (named,) = case.map(lambda tensor: tensor.as_subclass(Named)).run(ltx)
+    assert type(named) is Named
+    near(named.as_subclass(Tensor), expected)
+    near(attend(torch._neg_view(query)), attend(-query))
+    with torch.inference_mode():
+        inference = case.map(lambda tensor: tensor.clone())
+    near(inference.run(ltx)[0], expected)
+    near(torch.func.functionalize(attend)(query), expected)
+    near(torch.vmap(attend)(torch.stack((query, -query))), torch.stack((expected, attend(-query))))
+    gradient = torch.func.grad(lambda query: attend(query).float().square().sum())(query)
+    wanted = query.clone().requires_grad_()
+    in_torch(case.replace(query=wanted), dtype).float().square().sum().backward()
+    near(gradient, wanted.grad)
+
+
 # ---- Errors
 
 
