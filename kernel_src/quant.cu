@@ -9,13 +9,15 @@
 // 16-bit rows are read once (2 bytes an element, and as many for a residual or an up) and written once (1 byte, and 2
 // for the residual stream); y stays in registers while the row finds its largest magnitude.
 //
-// Four kinds of kernel, that share the ownership of packs, the order of a row's sum and the arithmetic:
+// Five kinds of kernel, that share the ownership of packs, the order of a row's sum and the arithmetic:
 //   norm_quant_kernel, glu_quant_kernel  a row in registers, each of its bytes read once; blocks come and go.
-//   norm_quant_kernel_held  norms with a modulation, whose vectors are the same for all rows of a block (but for those
-//                        of a gated residual that the first kind knows): it computes a row's factor and addend once,
-//                        holds them in shared memory, and takes one row after the other, the next one being on its way
-//                        while one is worked on. H200, adaln_rmsnorm 2x8064x2048: 1.14 x a copy, with the vectors from
-//                        the first cache for each row 1.24.
+//   modulate_quant_kernel  the same for the modulated norm of many rows, of a length that is known.
+//   norm_quant_kernel_held  norms with a modulation else, if its vectors are the same for all rows of a block (but for
+//                        those of a gated residual that the first kind knows): it computes a row's factor and addend
+//                        once, holds them in shared memory, and takes one row after the other, the next one being on
+//                        its way while one is worked on. Where rows are many, that costs: H200, adaln_rmsnorm
+//                        2x8064x2048, the vectors are there after 3.3 us, and memory serves some multiprocessors
+//                        faster, so that blocks with equal shares of the rows end after 22 to 32 us.
 //   *_kernel_general     rows that are too long, strided or misaligned: element by element, for the norm's sum, for the
 //                        magnitude and for the values, from cache after the first time.
 // How many threads share a row depends on its length and dtype, and on the op, alone.
@@ -95,6 +97,26 @@ __device__ __forceinline__ void activate(Activation activation, float (&x)[kWidt
   activate<T, Activation::kGelu>(x);
 }
 
+// Keeps a row's numbers from being unpacked a second time, which costs more than their registers.
+template <int kPacks, int kWidth>
+__device__ __forceinline__ void keep(float (&y)[kPacks][kWidth]) {
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k)
+    each(y[k], [](float v) {
+      asm volatile("" : "+f"(v));
+      return v;
+    });
+}
+// Keeps a row as it lies in memory, to be unpacked a second time: half the registers.
+template <typename T, int kPacks, int kWidth>
+__device__ __forceinline__ void keep(Pack<T, kWidth> (&packs)[kPacks]) {
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+    for (auto& word : packs[k].word) asm volatile("" : "+r"(word));
+  }
+}
+
 template <int kWidth>
 __device__ __forceinline__ float pack_magnitude(float most, const float (&y)[kWidth]) {
 #pragma unroll
@@ -131,6 +153,19 @@ struct Magnitude {
   __device__ __forceinline__ float warp(float x) const { return warp_magnitude(x); }
 };
 
+// The threads of a row: as many as a block has in x, or kWarps warps, which are a block.
+template <int kWarps>
+struct Group {
+  static_assert(kWarps > 1);
+  static __device__ __forceinline__ int threads() { return kWarps * 32; }
+  static __device__ __forceinline__ int number() { return 0; }
+};
+template <>
+struct Group<0> {
+  static __device__ __forceinline__ int threads() { return blockDim.x; }
+  static __device__ __forceinline__ int number() { return threadIdx.y; }
+};
+
 // Where the warps of a row meet: a number a warp, up to 16, and zeros up to the next multiple of four. For kRows rows
 // of a thread, and up to eight groups of rows of a block.
 constexpr int kPlaces = 32;
@@ -142,9 +177,10 @@ struct alignas(16) Places {
 // The sum or the largest magnitude over the threads of a row, in two steps with a barrier of the block in between: each
 // warp leaves what it has, then every thread takes it all. One warp has it all at the first step. kWhole: rows have
 // whole warps.
-template <bool kWhole, int kRows, typename Op>
+template <bool kWhole, int kWarps = 0, int kRows, typename Op>
 __device__ __forceinline__ void leave(float (&x)[kRows], Places<kRows>& places, const Op& op) {
-  const int threads = blockDim.x, warps = threads / 32, fours = (warps + 3) / 4, mine = threadIdx.y * fours * 4;
+  using G = Group<kWarps>;
+  const int threads = G::threads(), warps = threads / 32, fours = (warps + 3) / 4, mine = G::number() * fours * 4;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = kWhole ? op.warp(x[r]) : op.lanes(x[r], min(threads, 32));
   if (threads <= 32) return;
@@ -169,24 +205,25 @@ __device__ __forceinline__ float take(const float4* all, int fours, const Op& op
   a = both(a, b);
   return op(op(a.x, a.z), op(a.y, a.w));
 }
-template <int kRows, typename Op>
+template <int kWarps = 0, int kRows, typename Op>
 __device__ __forceinline__ void take(float (&x)[kRows], const Places<kRows>& places, const Op& op) {
-  const int threads = blockDim.x, fours = (threads / 32 + 3) / 4, mine = threadIdx.y * fours * 4;
+  using G = Group<kWarps>;
+  const int threads = G::threads(), fours = (threads / 32 + 3) / 4, mine = G::number() * fours * 4;
   if (threads <= 32) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = take(reinterpret_cast<const float4*>(&places.number[r][mine]), fours, op);
 }
 // Both at once. No other reduction may use `places`.
-template <bool kWhole, int kRows, typename Op>
+template <bool kWhole, int kWarps = 0, int kRows, typename Op>
 __device__ __forceinline__ void reduce(float (&x)[kRows], Places<kRows>& places, const Op& op) {
-  leave<kWhole>(x, places, op);
-  if (blockDim.x > 32) __syncthreads();
-  take(x, places, op);
+  leave<kWhole, kWarps>(x, places, op);
+  if (Group<kWarps>::threads() > 32) __syncthreads();
+  take<kWarps>(x, places, op);
 }
-template <bool kWhole, typename Op>
+template <bool kWhole, int kWarps = 0, typename Op>
 __device__ __forceinline__ float reduce(float x, Places<1>& places, const Op& op) {
   float one[1] = {x};
-  reduce<kWhole>(one, places, op);
+  reduce<kWhole, kWarps>(one, places, op);
   return one[0];
 }
 
@@ -536,8 +573,15 @@ __global__ void __launch_bounds__(register_threads(F, V), 1)
   if constexpr (has_norm(F)) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+      float squares[kPacks];
 #pragma unroll
-      for (int k = 0; k < kPacks; ++k) sum[r] += pack_squares(y[r][k]);
+      for (int k = 0; k < kPacks; ++k) squares[k] = pack_squares(y[r][k]);
+      if constexpr (kShort) {
+        sum[r] = tree_sum(squares);  // as threads with a pack each would have it
+      } else {
+#pragma unroll
+        for (int k = 0; k < kPacks; ++k) sum[r] += squares[k];
+      }
     }
     if constexpr (F != Fusion::kPlain) {
       reduce<kWhole>(sum, sums, Sum());
@@ -585,6 +629,69 @@ __global__ void __launch_bounds__(register_threads(F, V), 1)
   }
 }
 
+// ---- In registers, a row a block, of a length that is known: kWarps warps, four whole packs a thread.
+
+// Threads of a multiprocessor that bound a thread's registers. H200, of a copy's time, 768, 896 and 1024:
+// adaln_rmsnorm 2x8064x2048 1.14, 1.11, 1.13; 2x8064x4096 1.12, 1.08, 1.07.
+constexpr int modulate_threads(int warps) { return warps == 2 ? 896 : 1024; }
+
+// The modulated norm of 16-bit rows, with vectors of their dtype that are the same for all rows of a batch.
+template <typename T, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, modulate_threads(kWarps) / (kWarps * 32))
+    modulate_quant_kernel(const __grid_constant__ NormRowParams<1> p) {
+  constexpr int kPacks = 4, kWidth = kPackWidth<T>, kColumns = kWarps * 32 * kPacks * kWidth;
+  using P = Pack<T, kWidth>;
+  __shared__ Places<1> sums, magnitudes;
+  const uint32_t row = blockIdx.x;
+  const int first = first_pack(kPacks);
+  const auto pack = [&](const char* from, int k) { return reinterpret_cast<const P*>(from) + first + k * kPackStep; };
+  P packs[kPacks], scale[kPacks], shift[kPacks];
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) packs[k] = load_row_pack<true>(pack(p.operands[0].at(row), k));
+  // Half of the vectors ahead of the sum, the others from the first cache when they are due.
+  const auto fetch = [&](int begin, int end) {
+#pragma unroll
+    for (int k = begin; k < end; ++k) {
+      scale[k] = *pack(p.scale.value.at(0), k);
+      shift[k] = *pack(p.shift.value.at(0), k);
+    }
+  };
+  fetch(0, kPacks / 2);
+  // The vectors of later batches, for which all multiprocessors would wait at once. H200, adaln_rmsnorm 2x8064x2048, of
+  // a copy's time, without and with: 1.09, 1.07.
+  if (row < 8 && blockIdx.y == 0 && threadIdx.x > 0 && threadIdx.x < gridDim.y) {
+    prefetch(p.scale.value.data + p.scale.value.outer * threadIdx.x, kColumns * sizeof(T));
+    prefetch(p.shift.value.data + p.shift.value.outer * threadIdx.x, kColumns * sizeof(T));
+  }
+  float y[kPacks][kWidth], sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    unpack(packs[k], y[k]);
+    sum += pack_squares(y[k]);
+  }
+  keep(packs);
+  sum = reduce<true, kWarps>(sum, sums, Sum());
+  const float rstd = reciprocal_root(sum, p.inverse_width, p.eps);
+  fetch(kPacks / 2, kPacks);
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    float factor[kWidth], addend[kWidth];
+    unpack(scale[k], factor);
+    unpack(shift[k], addend);
+    each(factor, [](float x) { return __fadd_rn(1.f, x); });
+    unpack(packs[k], y[k]);
+    each(y[k], [&](float h) { return __fmul_rn(h, rstd); });
+    multiply_add(y[k], factor, addend);
+  }
+  const float most = reduce<true, kWarps>(magnitude(y), magnitudes, Magnitude());
+  const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
+  const int64_t number = static_cast<int64_t>(blockIdx.y) * p.rows + row;
+  if (threadIdx.x == 0) p.output.scales[number] = by.scale;
+  auto* const values = reinterpret_cast<E4m3Pack<kWidth>*>(p.output.values + number * kColumns) + first;
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) values[k * kPackStep] = E4m3Pack<kWidth>(y[k], by.inverse);
+}
+
 // ---- In registers, one row after the other: blocks stay, with the next row on its way while one is worked on.
 
 // Rows work on their own; those of more than a warp meet at a barrier of their own.
@@ -616,17 +723,6 @@ struct Meeting {
     return take(all + turn * (kPlaces / 4), fours, op);
   }
 };
-
-// Keeps a row's numbers from being unpacked a second time, which costs more than their registers.
-template <int kPacks, int kWidth>
-__device__ __forceinline__ void keep(float (&y)[kPacks][kWidth]) {
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k)
-    each(y[k], [](float v) {
-      asm volatile("" : "+f"(v));
-      return v;
-    });
-}
 
 constexpr int held_count(Fusion f) { return f == Fusion::kGated ? 3 : 2; }
 
@@ -1005,6 +1101,9 @@ struct Geometry {
 // gated_residual_adaln_rmsnorm 65.7 and 65.0; 16128x8192 gelu 104 and 135, swiglu 158 and 166. 131072x128
 // quantize_rows 1.18 x a copy with four, 1.10 with two.
 constexpr int kShortPacks = 2;
+// Of a norm with a weight, whose thread adds up its packs as threads of a pack each would, to the bit. H200, rmsnorm
+// 131072x128, of a copy's time, one, two and four: 1.42, 1.08, 1.13.
+constexpr int kShortNormPacks = 2;
 Geometry geometry(int64_t width, int pack_width, Fusion fusion) {
   const int64_t packs = ceil_div(width, pack_width);
   int a_thread = packs <= 32 ? 1 : packs <= 64 || (has_residual(fusion) && packs <= 2 * kMaxThreads) ? 2 : 4;
@@ -1148,13 +1247,51 @@ void launch_rows(const NormRowParams<has_residual(F) + 1>& p, int64_t outer, Lau
   launch.run(norm_quant_kernel<T, F, V, kPacks, kShort>, p);
 }
 
+// Bytes of rows for each multiprocessor from which on blocks that come and go are faster than those that stay. H200,
+// adaln_rmsnorm, us, come and go, and stay: 2x2688x2048 (163 KiB) 15.3, 14.9; 2x8064x2048 (489 KiB) 31.2, 32.5;
+// 2x8064x4096 54.8, 56.8.
+constexpr int64_t kManyBytes = 256 << 10;
+
+// modulate_quant_kernel: false where there is none for these rows, or they are few.
+template <typename T>
+bool launch_modulate(const NormRowParams<1>& p, int64_t outer, Launch<T>& launch) {
+  if constexpr (sizeof(T) == 2) {
+    const int threads = launch.shape.threads;
+    if (vectors_of<T>(p, Fusion::kModulate) != Vectors::kKnown || launch.shape.packs != 4) return false;
+    if (p.width != threads * 4 * kPackWidth<T>) return false;
+    const int64_t bytes = outer * p.rows * p.width * static_cast<int64_t>(sizeof(T));
+    if (forced().quant != Kernel::kPacked && bytes < kManyBytes * multiprocessors(launch.device)) return false;
+    launch.block = dim3(static_cast<unsigned>(threads));
+    launch.grid = dim3(p.rows, static_cast<unsigned>(outer));
+    const auto run = [&](auto warps) {
+      if (threads != warps * 32) return false;
+      launch.run(modulate_quant_kernel<T, warps>, p);
+      return true;
+    };
+    return run(std::integral_constant<int, 2>()) || run(std::integral_constant<int, 3>()) ||
+           run(std::integral_constant<int, 4>()) || run(std::integral_constant<int, 5>()) ||
+           run(std::integral_constant<int, 8>());
+  }
+  return false;
+}
+
 // The kernels for the vectors that a model's block passes: false where there is none for these.
 template <typename T, bool kResidual, bool kNorm>
 bool launch_known(const NormRowParams<kResidual + 1>& p, int64_t outer, Launch<T>& launch) {
   constexpr Vectors kKnown = Vectors::kKnown;
   const int packs = launch.shape.packs;
+  if constexpr (!kResidual && kNorm) {
+    const int threads = launch.shape.threads;
+    const bool is_short = packs == 1 && threads >= 2 * kShortNormPacks && threads <= 32;
+    if (is_short && vectors_of<T>(p, Fusion::kPlain) == kKnown) {
+      launch.shape = {threads / kShortNormPacks, kShortNormPacks};
+      launch_rows<T, Fusion::kPlain, kKnown, kShortNormPacks, true>(p, outer, launch);
+      return true;
+    }
+  }
   if (launch.shape.threads < 32) return false;
   if constexpr (!kResidual && kNorm) {
+    if (launch_modulate<T>(p, outer, launch)) return true;
     if (vectors_of<T>(p, Fusion::kPlain) != kKnown) return false;
     if (packs == 2) launch_rows<T, Fusion::kPlain, kKnown, 2>(p, outer, launch);
     if (packs == 4) launch_rows<T, Fusion::kPlain, kKnown, 4>(p, outer, launch);

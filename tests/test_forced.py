@@ -112,6 +112,9 @@ def test_quantised(cuda: str, packs: int, tmp_path: Path) -> None:
     shared = f",quant_packs={packs}" if packs else ""
     general, packed = run_all("quant", [f"quant={kernel}{shared}" for kernel in ("general", "packed")], tmp_path)
     assert assert_alike(packed, general, f"packed against general, {packs or 'any'} packs") > 20
+    if not packs:
+        free = run("quant", "", tmp_path)
+        assert assert_alike(free, general, "free against general") == sum(map(len, general.values()))
 
 
 @pytest.mark.parametrize("choice", ["norm=fast", "norm_packs=3", "nonsense", "norm=packed,", ",", "norm = packed"])

@@ -260,6 +260,7 @@ def test_norm_row_lengths(ltx, device, op, dtype):
     for width in WIDTHS:
         check(ltx, norm_case(op, Make(device, dtype, seed=width), (2, 3, width)))
         check(ltx, norm_case(op, Make(device, dtype, seed=width), (2, 3, width), tables=tables, without=["weight"]))
+        check(ltx, norm_case(op, Make(device, dtype, seed=width), (2, 3, width), without=["weight"]))
 
 
 @every_norm
@@ -402,6 +403,23 @@ def test_rows_do_not_depend_on_their_batch(ltx, device, dtype):
             part = ltx.gated_residual_adaln_rmsnorm_quant(*parts[:3], None, *parts[3:])
             for one, all_rows in zip(part, whole, strict=True):
                 assert_same_bits(one, all_rows[:, rows].contiguous(), f"rows {rows} of width {width}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_modulated_rows(ltx, cuda, dtype):
+    """They have kernels of their own, each for rows of one length."""
+    for width in (2048, 3072, 4096, 5120, 8192):
+        make = Make(cuda, dtype, seed=width)
+        rows = torch.cuda.get_device_properties(cuda).multi_processor_count * (256 << 10) // (2 * width * 2) + 1
+        x, modulation = make(2, rows, width), make(2, 6, width)
+        whole = ltx.adaln_rmsnorm_quant(x, None, modulation[:, 1], modulation[:, 4])
+        for batch, row in ((0, 0), (0, rows - 5), (1, 0), (1, rows // 2), (1, rows - 5)):
+            own = modulation[batch : batch + 1]
+            part = x[batch : batch + 1, row : row + 5]
+            few = ltx.adaln_rmsnorm_quant(part, None, own[:, 1], own[:, 4])
+            for output, expected in zip(whole, few, strict=True):
+                got = output[batch : batch + 1, row : row + 5]
+                assert_same_bits(got.view(torch.uint8), expected.view(torch.uint8), f"{width}, {batch}, {row}")
 
 
 def test_threads_change_nothing(ltx, device):

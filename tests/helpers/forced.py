@@ -59,6 +59,9 @@ def cases(family: str, device: str) -> dict[str, Case]:
             for op in ("rmsnorm", "gated_residual_adaln_rmsnorm"):
                 for width in NORM_WIDTHS:
                     found[f"{op} {dtype} {width}"] = norm_case(op, make, (2, 5, width))
+            for width in [*NORM_WIDTHS, 3072, 5120]:
+                modulated = norm_case("adaln_rmsnorm", make, (2, 5, width), without=["weight"])
+                found[f"adaln_rmsnorm {dtype} {width}"] = modulated
             for name in ("swiglu", "geglu erf, gate last", "gelu tanh, bias"):
                 for width in GLU_WIDTHS:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))
