@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# Of those that the kernel takes, in a name that compute-sanitizer's runs choose by.
+# Of those that the kernel takes.
 bf16 = pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 SIZES = (2, 200, 3, 64)
 KEYS = [1, 2, 8, 63, 127, 128, 129, 193, 256, 300, 513]
@@ -60,7 +60,6 @@ def by_the_formula(case: Case) -> Tensor:
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.sanitize
 @every_dtype
 @pytest.mark.parametrize("width", [64, 40])
 def test_basic(ltx, device, dtype, width):
@@ -218,7 +217,6 @@ def test_inf_and_nan_are_as_in_torch(ltx, kernel, dtype, name, place, special):
     assert bool(output[elsewhere].isfinite().all())
 
 
-@pytest.mark.sanitize
 @bf16
 def test_special_keys(ltx, kernel, dtype):
     """Logits of infinity in one, some and all keys, and in the first ones alone."""

@@ -21,11 +21,13 @@ from helpers import (
     attention_case,
     check_everywhere,
     norm_case,
+    plain_attention_case,
     qk_norm_rope_case,
     rope_case,
     rotary_case,
     torch_threads,
 )
+from helpers.attention import has_kernel
 
 pytestmark = pytest.mark.sanitize
 
@@ -114,6 +116,23 @@ def test_attention(ltx, device, dtype):
     for mask in MASKS:
         case = attention_case(Make("cpu", dtype), (2, 5, 3, 64), 20, mask=mask, mask_dtype=torch.float32)
         run(ltx, device, case, contiguous_alone=dtype != torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+def test_plain_attention(ltx, device, dtype):
+    """The kernel that such heads have on Hopper: parts of tiles, several tiles for a block, and rows that it computes
+    once more, for a key of which the logit is far above those of the first ones."""
+    if device == "cuda" and not has_kernel(ltx, device):
+        pytest.skip("the kernel is for Hopper alone")
+    for sizes, keys in (((2, 1, 3, 64), 1), ((2, 70, 3, 64), 140), ((1, 193, 2, 64), 128), ((2, 400, 32, 64), 300)):
+        make = Make("cpu", dtype, seed=keys)
+        cases = [plain_attention_case(make, sizes, keys, packed=packed) for packed in (False, True)]
+        run(ltx, device, *cases, contiguous_alone=True)
+    far = plain_attention_case(Make("cpu", dtype), (1, 70, 2, 64), 300, scale=1.0)
+    far.kwargs["query"][..., 0] = 1.0
+    far.kwargs["key"][..., 0] = 0.0
+    far.kwargs["key"][:, 200, :, 0] = 400.0
+    run(ltx, device, far, contiguous_alone=True)
 
 
 @every_dtype
