@@ -1248,9 +1248,9 @@ void launch_rows(const NormRowParams<has_residual(F) + 1>& p, int64_t outer, Lau
 }
 
 // Bytes of rows for each multiprocessor from which on blocks that come and go are faster than those that stay. H200,
-// adaln_rmsnorm, us, come and go, and stay: 2x2688x2048 (163 KiB) 14.8, 15.1; 2x4096x2048 18.7, 19.4; 2x8064x2048 30.5,
-// 32.3.
-constexpr int64_t kManyBytes = 128 << 10;
+// adaln_rmsnorm, us, come and go, and stay: 2x2688x2048 (163 KiB) 15.3, 14.9; 2x8064x2048 (489 KiB) 31.2, 32.5;
+// 2x8064x4096 54.8, 56.8.
+constexpr int64_t kManyBytes = 256 << 10;
 
 // modulate_quant_kernel: false where there is none for these rows, or they are few.
 template <typename T>

@@ -410,7 +410,7 @@ def test_many_modulated_rows(ltx, cuda, dtype):
     """They have kernels of their own, each for rows of one length."""
     for width in (2048, 3072, 4096, 5120, 8192):
         make = Make(cuda, dtype, seed=width)
-        rows = torch.cuda.get_device_properties(cuda).multi_processor_count * (128 << 10) // (2 * width * 2) + 1
+        rows = torch.cuda.get_device_properties(cuda).multi_processor_count * (256 << 10) // (2 * width * 2) + 1
         x, modulation = make(2, rows, width), make(2, 6, width)
         whole = ltx.adaln_rmsnorm_quant(x, None, modulation[:, 1], modulation[:, 4])
         for batch, row in ((0, 0), (0, rows - 5), (1, 0), (1, rows // 2), (1, rows - 5)):
