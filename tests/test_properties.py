@@ -48,6 +48,9 @@ FOUND = {
     "a weight half-way between two numbers, times rows of 1 and -1": norm(
         "rmsnorm", (3, 3, 3, 3, 1), torch.bfloat16, "normal", param_dtype=torch.float16, weight_offset=1.0
     ),
+    "rows of one number, of which a rounded mean is another": norm(
+        "layernorm", (3, 976), torch.bfloat16, "offset", eps=0.0
+    ),
 }
 
 
