@@ -71,9 +71,10 @@ def fuzz(name: str) -> str:
     repeats = sum(record["repeats"] for record in records.values())
     different = sum(r["eager_different"] for r in records.values() if r["dtype"] != "float32")
     compared = sum(r["eager_elements"] for r in records.values() if r["dtype"] != "float32")
+    found = f"{len(result['failures'])} failure{'s' * (len(result['failures']) != 1)}"
     head = ["op", *(f"{dtype}: ulp (part of the bound)" for dtype in DTYPES), "cases"]
     return (
-        f"{source(name, result['meta'])} **{result['cases']} cases, {len(result['failures'])} failures**, "
+        f"{source(name, result['meta'])} **{result['cases']} cases, {found}**, "
         f"{elements / 1e6:.0f} million numbers compared with fp64. {repeats} repeated calls, whole or one batch alone, "
         f'gave the same bits. With `rounding="eager"`, {different} of {compared / 1e6:.0f} million 16-bit numbers '
         f"differ from those of plain torch.\n\n{table(head, rows)}"
