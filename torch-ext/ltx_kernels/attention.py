@@ -45,7 +45,7 @@ def runs_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _aligned(x: Tensor) -> Tensor:
     """A tensor for torch's attention, which may give NaN on a GPU where heads do not begin at multiples of 16 bytes
-    (torch 2.11, bfloat16). Under torch.compile and torch.func, where a tensor's place is not known, it stays as it is."""
+    (torch 2.11, bfloat16). Where its place is not known, under torch.compile and torch.func, it stays as it is."""
     if not x.is_cuda or torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return x
     steps = [x.storage_offset(), *(x.stride(d) for d in range(3) if x.shape[d] > 1)]
