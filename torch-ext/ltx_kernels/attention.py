@@ -89,7 +89,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None 
     check_attention(query, key, value, scale=scale)
     if query.numel() == 0:  # torch's may return None
         return query.clone(memory_format=torch.contiguous_format)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (_aligned(x).transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
 
 
