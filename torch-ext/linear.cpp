@@ -4,9 +4,9 @@
 //
 // torch._scaled_mm calls the same function of the same library on Hopper, but offers it a workspace. For large products
 // cuBLASLt then takes kernels that count their tiles in 4 bytes of it, which it clears before each: on an H200 that
-// costs 2 to 4 us a product of LTX-Video's (5376 tokens), 0.4 to 0.6 ms of a step of 29. Without a workspace it takes
+// costs 1 to 4 us a product of LTX-Video's (5376 tokens), 0.4 to 0.6 ms of a step of 29. Without a workspace it takes
 // the same kernels with a fixed order of tiles, and the bits are the same. Also, torch asks for an algorithm at every
-// call; here one is kept for each kind of product, and a call takes the host half as long. bf16 products gain nothing
+// call; here one is kept for each kind of product, and a call takes the host less time. bf16 products gain nothing
 // that a step shows (all in benchmarks/results/h200-tuning.json).
 //
 // Where cuBLASLt is older than 12.9, or has no algorithm, the product is torch._scaled_mm's.

@@ -65,8 +65,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None 
     which is what runs, too, but for heads of 64 columns in bfloat16 on a Hopper GPU (compute capability 9.0) where no
     gradient is needed: these have a kernel of this package. It computes scores, exponentials and their sums in float32
     and rounds the exponentials to bfloat16 for their product with the values, as flash attention does. NaN, infinities
-    and scores of any size give what they give in torch. It is made for many queries; of a few to many keys torch's is
-    faster.
+    and scores of any size give what they give in torch; values below 2^-66 may lose digits. It is made for many queries
+    (a few leave most of the GPU idle, however many keys they have) and for a positive scale: with another one, and a
+    number of keys that is no multiple of 128, it computes every row a second time, and slowly.
 
     Args:
         query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.
