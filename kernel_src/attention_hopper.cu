@@ -581,9 +581,9 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   return function;
 }
 
-// How TMA finds `rows` rows of a head.
-CUtensorMap tensor_map(const void* data, const HeadStrides& stride, const HopperAttentionParams& p, int64_t sequence,
-                       int rows) {
+// How TMA finds `rows` rows of a head. `name`: of the argument, for the error.
+CUtensorMap tensor_map(const char* name, const void* data, const HeadStrides& stride, const HopperAttentionParams& p,
+                       int64_t sequence, int rows) {
   constexpr cuuint64_t kBytes = sizeof(__nv_bfloat16);
   const auto bytes = [](int64_t elements) {  // zero, of a dimension of one, would be refused
     return elements == 0 ? 16 : static_cast<cuuint64_t>(elements) * kBytes;
@@ -597,7 +597,9 @@ CUtensorMap tensor_map(const void* data, const HeadStrides& stride, const Hopper
                                     box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("attention: cuTensorMapEncodeTiled returned " + std::to_string(result));
+    throw std::runtime_error(std::string(name) +
+                             ": expected a layout that cuTensorMapEncodeTiled takes, got its error " +
+                             std::to_string(result) + "; pass " + name + ".contiguous()");
   }
   return map;
 }
@@ -628,12 +630,14 @@ void hopper_attention(const HopperAttentionParams& p, const Context& context) {
   }
   const int64_t row_tiles = ceil_div(p.queries, kConsumers * kRows), tiles = row_tiles * p.heads * p.batch;
   if (tiles > 0x7fffffff - 0xffff || p.queries > 0x7fffffff - kConsumers * kRows || p.keys > 0x7fffffff - kKeys) {
-    throw std::runtime_error("query: expected fewer tokens, heads and samples");
+    throw std::runtime_error("query: expected fewer than 2^31 tokens, keys and tiles of " +
+                             std::to_string(kConsumers * kRows) + " tokens, got " + std::to_string(p.queries) + ", " +
+                             std::to_string(p.keys) + " and " + std::to_string(tiles));
   }
   Parameters a;
-  a.query_map = tensor_map(p.query, p.query_stride, p, p.queries, kRows);
-  a.key_map = tensor_map(p.key, p.key_stride, p, p.keys, kKeys);
-  a.value_map = tensor_map(p.value, p.value_stride, p, p.keys, kKeys);
+  a.query_map = tensor_map("query", p.query, p.query_stride, p, p.queries, kRows);
+  a.key_map = tensor_map("key", p.key, p.key_stride, p, p.keys, kKeys);
+  a.value_map = tensor_map("value", p.value, p.value_stride, p, p.keys, kKeys);
   a.p = p;
   a.scale = p.scale * kLog2E;
   a.row_tiles = static_cast<int>(row_tiles);

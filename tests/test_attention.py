@@ -18,6 +18,7 @@ from helpers import (
     attention_case,
     check,
     check_out,
+    check_streams,
     place,
     torch_threads,
 )
@@ -447,15 +448,4 @@ def test_more_than_2_31_elements(ltx, cuda, width):
 def test_on_a_side_stream(ltx, cuda):
     """Its memory for the statistics is that stream's, too: calls of two streams do not share it."""
     cases = [attention_case(Make(cuda, torch.bfloat16, seed=seed), (2, 2000, 8, 64), 256) for seed in range(2)]
-    expected = [case.run(ltx)[0] for case in cases]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in cases]
-    outputs: list[list[torch.Tensor]] = [[], []]
-    for _ in range(20):
-        for case, stream, found in zip(cases, streams, outputs, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(case.run(ltx)[0])
-    torch.cuda.synchronize()
-    for found, want in zip(outputs, expected, strict=True):
-        for output in found:
-            assert_same_bits(output, want)
+    check_streams(ltx, cases)

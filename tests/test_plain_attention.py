@@ -23,6 +23,7 @@ from helpers import (
     Make,
     assert_same_bits,
     check,
+    check_streams,
     place,
     plain_attention_case,
 )
@@ -532,15 +533,4 @@ def test_float64_is_for_the_reference(ltx, device):
 
 def test_on_a_side_stream(ltx, kernel):
     cases = [plain_attention_case(Make(kernel, torch.bfloat16, seed=seed), (2, 1000, 8, 64), 1000) for seed in range(2)]
-    expected = [case.run(ltx)[0] for case in cases]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in cases]
-    outputs: list[list[Tensor]] = [[], []]
-    for _ in range(20):
-        for case, stream, found in zip(cases, streams, outputs, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(case.run(ltx)[0])
-    torch.cuda.synchronize()
-    for found, want in zip(outputs, expected, strict=True):
-        for output in found:
-            assert_same_bits(output, want)
+    check_streams(ltx, cases)

@@ -23,7 +23,7 @@ from .cases import (
     rope_case,
     rotary_case,
 )
-from .check import check, check_eager, check_everywhere, check_out
+from .check import check, check_eager, check_everywhere, check_out, check_streams
 from .memory import LAYOUTS, Guarded, Layout, copied, guarded_output, place, torch_threads, unchanged
 from .numeric import assert_close_to_eager, assert_close_to_fp64, assert_same_bits, ulp
 
@@ -49,6 +49,7 @@ __all__ = [
     "check_eager",
     "check_everywhere",
     "check_out",
+    "check_streams",
     "copied",
     "every_case",
     "every_op",

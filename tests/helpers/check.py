@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -115,6 +116,22 @@ def check_everywhere(
             results = _run_into(ltx, there, targets)
         for i, (result, want) in enumerate(zip(copied("cpu", *results), expected, strict=True)):
             assert_same_bits(result, want, f"{case.op} output {i} in place of {name}")
+
+
+def check_streams(ltx: Any, cases: Sequence[Case]) -> None:
+    """Calls of several streams at once, a case each: the same bits as one call at a time."""
+    expected = [case.run(ltx)[0] for case in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    outputs: list[list[Tensor]] = [[] for _ in cases]
+    for _ in range(20):
+        for case, stream, found in zip(cases, streams, outputs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(case.run(ltx)[0])
+    torch.cuda.synchronize()
+    for found, want in zip(outputs, expected, strict=True):
+        for output in found:
+            assert_same_bits(output, want)
 
 
 def _in_place_of(name: str, case: Case) -> tuple[Tensor, ...] | None:
