@@ -200,8 +200,7 @@ __device__ __forceinline__ int used_keys(const Shared<kHeadDim, kChunk>& shared,
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = lane; i < kChunk; i += 32) floor = fmaxf(floor, shared.mask[i] - shared.bound[i]);
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) floor = fmaxf(floor, __shfl_xor_sync(0xffffffffu, floor, offset));
+  floor = warp_max(floor);
   int used = 0;
 #pragma unroll
   for (int i = 0; i < kChunk; i += 32) {

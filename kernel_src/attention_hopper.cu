@@ -123,12 +123,6 @@ __device__ __forceinline__ float dot(const Words (&query)[kHeadDim / 8], const _
   return sum;
 }
 
-__device__ __forceinline__ float lane_max(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-  return x;
-}
-
 __device__ void recompute_row(const Parameters& a, const TileIndex& at, int64_t row) {
   const HopperAttentionParams& p = a.p;
   const int lane = threadIdx.x % 32;
@@ -142,7 +136,7 @@ __device__ void recompute_row(const Parameters& a, const TileIndex& at, int64_t 
   float maximum = -INFINITY;
 #pragma unroll 1
   for (int64_t key = lane; key < p.keys; key += 32) maximum = fmaxf(maximum, logit(key));
-  maximum = lane_max(maximum);
+  maximum = warp_max(maximum);
   if (maximum == -INFINITY) maximum = 0.f;  // then all weights are zero
   constexpr int kColumns = 32;
   auto* const out =

@@ -1,5 +1,5 @@
-// Sums over the threads that share a row. The order of the additions depends on the number of threads alone, which
-// depends on the row's length and dtype alone: the same row always gives the same bits.
+// Sums, and a maximum, over the threads that share a row. The order of the additions depends on the number of threads
+// alone, which depends on the row's length and dtype alone: the same row always gives the same bits.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -16,6 +16,13 @@ __device__ __forceinline__ float lane_sum(float x, int lanes) {
     const float other = __shfl_xor_sync(0xffffffffu, x, offset);
     if (offset < lanes) x += other;
   }
+  return x;
+}
+
+// The largest over a warp, for every lane; NaN only where all are.
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
   return x;
 }
 

@@ -31,10 +31,11 @@ def _has_code_for(device: torch.device) -> bool:
 vars(_has_code_for)["_dynamo_marked_constant"] = True
 
 
-def runs_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def runs_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> bool:
     """Whether ``attention`` runs this package's kernel, and not torch's."""
     return (
-        query.is_cuda
+        (scale is None or scale > 0)  # the kernel takes others too, but computes rows a second time for them
+        and query.is_cuda
         and query.dtype == torch.bfloat16
         and query.dim() == 4
         and query.shape[-1] == 64
@@ -63,11 +64,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None 
             *(x.transpose(1, 2) for x in (query, key, value)), scale=scale).transpose(1, 2)
 
     which is what runs, too, but for heads of 64 columns in bfloat16 on a Hopper GPU (compute capability 9.0) where no
-    gradient is needed: these have a kernel of this package. It computes scores, exponentials and their sums in float32
-    and rounds the exponentials to bfloat16 for their product with the values, as flash attention does. NaN, infinities
-    and scores of any size give what they give in torch; values below 2^-66 may lose digits. It is made for many queries
-    (a few leave most of the GPU idle, however many keys they have) and for a positive scale: with another one, and a
-    number of keys that is no multiple of 128, it computes every row a second time, and slowly.
+    gradient is needed and the scale is positive: these have a kernel of this package. It computes scores, exponentials
+    and their sums in float32 and rounds the exponentials to bfloat16 for their product with the values, as flash
+    attention does. NaN, infinities and scores of any size give what they give in torch; values below 2^-66 may lose
+    digits. It is made for many queries: a few leave most of the GPU idle, however many keys they have.
 
     Args:
         query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.
@@ -85,7 +85,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None 
 
     Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers).
     """
-    if runs_kernel(query, key, value):
+    if runs_kernel(query, key, value, scale):
         return _attention(query, key, value, scale)
     check_attention(query, key, value, scale=scale)
     if query.numel() == 0:  # torch's may return None
