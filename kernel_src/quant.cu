@@ -11,13 +11,14 @@
 //
 // Five kinds of kernel, that share the ownership of packs, the order of a row's sum and the arithmetic:
 //   norm_quant_kernel, glu_quant_kernel  a row in registers, each of its bytes read once; blocks come and go.
-//   modulate_quant_kernel  the same for the modulated norm of many rows, of a length that is known.
+//   modulate_quant_kernel  the same for the modulated norm, of a length that is known.
 //   norm_quant_kernel_held  norms with a modulation else, if its vectors are the same for all rows of a block (but for
 //                        those of a gated residual that the first kind knows): it computes a row's factor and addend
 //                        once, holds them in shared memory, and takes one row after the other, the next one being on
-//                        its way while one is worked on. Where rows are many, that costs: H200, adaln_rmsnorm
-//                        2x8064x2048, the vectors are there after 3.3 us, and memory serves some multiprocessors
-//                        faster, so that blocks with equal shares of the rows end after 22 to 32 us.
+//                        its way while one is worked on. That has a price, too: H200, adaln_rmsnorm 2x8064x2048, the
+//                        vectors are there after 3.3 us, and memory serves some multiprocessors faster, so that blocks
+//                        with equal shares of the rows end after 22 to 32 us. modulate_quant_kernel is faster for any
+//                        number of rows: 29.3 and 32.6 us, 1x64x2048 5.3 and 5.9.
 //   *_kernel_general     rows that are too long, strided or misaligned: element by element, for the norm's sum, for the
 //                        magnitude and for the values, from cache after the first time.
 // How many threads share a row depends on its length and dtype, and on the op, alone.
@@ -631,9 +632,16 @@ __global__ void __launch_bounds__(register_threads(F, V), 1)
 
 // ---- In registers, a row a block, of a length that is known: kWarps warps, four whole packs a thread.
 
-// Threads of a multiprocessor that bound a thread's registers. H200, of a copy's time, 768, 896 and 1024:
-// adaln_rmsnorm 2x8064x2048 1.14, 1.11, 1.13; 2x8064x4096 1.12, 1.08, 1.07.
-constexpr int modulate_threads(int warps) { return warps == 2 ? 896 : 1024; }
+// Threads of a multiprocessor that bound a thread's registers: 72 of these, which hold the row and both vectors. H200,
+// adaln_rmsnorm, of a copy's time, 640, 768, 896 and 960: 2x8064x2048 1.04, 1.02, 1.02, 1.23; 2x2688x2048 1.12, 1.08,
+// 1.05, 1.21. With half of the vectors loaded after the sum, 2x8064x2048 1.08.
+constexpr int modulate_threads([[maybe_unused]] int warps) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  return 768;  // more would spill
+#else
+  return warps == 5 ? 768 : 896;
+#endif
+}
 
 // The modulated norm of 16-bit rows, with vectors of their dtype that are the same for all rows of a batch.
 template <typename T, int kWarps>
@@ -648,15 +656,13 @@ __global__ void __launch_bounds__(kWarps * 32, modulate_threads(kWarps) / (kWarp
   P packs[kPacks], scale[kPacks], shift[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) packs[k] = load_row_pack<true>(pack(p.operands[0].at(row), k));
-  // Half of the vectors ahead of the sum, the others from the first cache when they are due.
-  const auto fetch = [&](int begin, int end) {
 #pragma unroll
-    for (int k = begin; k < end; ++k) {
-      scale[k] = *pack(p.scale.value.at(0), k);
-      shift[k] = *pack(p.shift.value.at(0), k);
-    }
-  };
-  fetch(0, kPacks / 2);
+  for (int k = 0; k < kPacks; ++k) {
+    scale[k] = *pack(p.scale.value.at(0), k);
+    shift[k] = *pack(p.shift.value.at(0), k);
+  }
+  const uint32_t later = row + p.ahead;
+  if (threadIdx.x == 0 && p.ahead != 0 && later < p.rows) prefetch(p.operands[0].at(later), kColumns * sizeof(T));
   // The vectors of later batches, for which all multiprocessors would wait at once. H200, adaln_rmsnorm 2x8064x2048, of
   // a copy's time, without and with: 1.09, 1.07.
   if (row < 8 && blockIdx.y == 0 && threadIdx.x > 0 && threadIdx.x < gridDim.y) {
@@ -672,7 +678,6 @@ __global__ void __launch_bounds__(kWarps * 32, modulate_threads(kWarps) / (kWarp
   keep(packs);
   sum = reduce<true, kWarps>(sum, sums, Sum());
   const float rstd = reciprocal_root(sum, p.inverse_width, p.eps);
-  fetch(kPacks / 2, kPacks);
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     float factor[kWidth], addend[kWidth];
@@ -1146,8 +1151,8 @@ struct Launch {
   bool is_short() const { return shape.packs > 1 && shape.threads < 32; }
 
   // How many rows ahead a block prefetches.
-  uint32_t ahead(int64_t width, int operands) const {
-    return rows_ahead(kAheadBytes, width * static_cast<int64_t>(sizeof(T)) * operands, device);
+  uint32_t ahead(int64_t width, int operands, int64_t bytes = kAheadBytes) const {
+    return rows_ahead(bytes, width * static_cast<int64_t>(sizeof(T)) * operands, device);
   }
 
   // Gives every group of `group` rows its part of a block.
@@ -1247,20 +1252,18 @@ void launch_rows(const NormRowParams<has_residual(F) + 1>& p, int64_t outer, Lau
   launch.run(norm_quant_kernel<T, F, V, kPacks, kShort>, p);
 }
 
-// Bytes of rows for each multiprocessor from which on blocks that come and go are faster than those that stay. H200,
-// adaln_rmsnorm, us, come and go, and stay: 2x2688x2048 (163 KiB) 15.3, 14.9; 2x8064x2048 (489 KiB) 31.2, 32.5;
-// 2x8064x4096 54.8, 56.8.
-constexpr int64_t kManyBytes = 256 << 10;
+// How far ahead modulate_quant_kernel prefetches, for each multiprocessor. H200, adaln_rmsnorm, of a copy's time, none,
+// 16, 24, 32 and 48 KiB: 2x8064x4096 1.06, 1.03, 1.03, 1.03, 1.04; 1x8190x5120 1.16, 1.09, 1.07, 1.07, 1.08.
+constexpr int64_t kModulateAheadBytes = 24 << 10;
 
-// modulate_quant_kernel: false where there is none for these rows, or they are few.
+// modulate_quant_kernel: false where there is none for these rows.
 template <typename T>
-bool launch_modulate(const NormRowParams<1>& p, int64_t outer, Launch<T>& launch) {
+bool launch_modulate(NormRowParams<1> p, int64_t outer, Launch<T>& launch) {
   if constexpr (sizeof(T) == 2) {
     const int threads = launch.shape.threads;
     if (vectors_of<T>(p, Fusion::kModulate) != Vectors::kKnown || launch.shape.packs != 4) return false;
     if (p.width != threads * 4 * kPackWidth<T>) return false;
-    const int64_t bytes = outer * p.rows * p.width * static_cast<int64_t>(sizeof(T));
-    if (forced().quant != Kernel::kPacked && bytes < kManyBytes * multiprocessors(launch.device)) return false;
+    p.ahead = launch.ahead(p.width, 1, kModulateAheadBytes);
     launch.block = dim3(static_cast<unsigned>(threads));
     launch.grid = dim3(p.rows, static_cast<unsigned>(outer));
     const auto run = [&](auto warps) {

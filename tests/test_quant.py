@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -406,20 +407,19 @@ def test_rows_do_not_depend_on_their_batch(ltx, device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_many_modulated_rows(ltx, cuda, dtype):
-    """They have kernels of their own, each for rows of one length."""
-    for width in (2048, 3072, 4096, 5120, 8192):
+def test_modulated_rows_of_known_lengths(ltx, cuda, dtype):
+    """They have kernels of their own; with tables, which change nothing, rows go through the one for any length."""
+    many = 60 * torch.cuda.get_device_properties(cuda).multi_processor_count
+    for width, rows in itertools.product((2048, 3072, 4096, 5120, 8192), (1, 7, many + 1)):
         make = Make(cuda, dtype, seed=width)
-        rows = torch.cuda.get_device_properties(cuda).multi_processor_count * (256 << 10) // (2 * width * 2) + 1
         x, modulation = make(2, rows, width), make(2, 6, width)
-        whole = ltx.adaln_rmsnorm_quant(x, None, modulation[:, 1], modulation[:, 4])
-        for batch, row in ((0, 0), (0, rows - 5), (1, 0), (1, rows // 2), (1, rows - 5)):
-            own = modulation[batch : batch + 1]
-            part = x[batch : batch + 1, row : row + 5]
-            few = ltx.adaln_rmsnorm_quant(part, None, own[:, 1], own[:, 4])
-            for output, expected in zip(whole, few, strict=True):
-                got = output[batch : batch + 1, row : row + 5]
-                assert_same_bits(got.view(torch.uint8), expected.view(torch.uint8), f"{width}, {batch}, {row}")
+        vectors = (None, modulation[:, 1], modulation[:, 4])
+        nothing = torch.zeros(width, device=cuda, dtype=dtype)
+        for static in (None, torch.tensor(0.01, device=cuda)):
+            known = ltx.adaln_rmsnorm_quant(x, *vectors, static_scale=static)
+            other = ltx.adaln_rmsnorm_quant(x, *vectors, static_scale=static, scale_table=nothing, shift_table=nothing)
+            for output, expected in zip(known, other, strict=True):
+                assert_same_bits(output.view(torch.uint8), expected.view(torch.uint8), f"{rows} rows of {width}")
 
 
 def test_threads_change_nothing(ltx, device):
