@@ -52,7 +52,7 @@ CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
 CUDA_HOPPER, CUDA_LINEAR = "kernel_src/attention_hopper.cu", "torch-ext/linear.cpp"
-CUDA_GLU, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/ltx/fp8.cuh"
+CUDA_GLU, CUDA_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/quant.cu", "kernel_src/ltx/fp8.cuh"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
 MUTATIONS = [
@@ -354,6 +354,22 @@ MUTATIONS = [
         tests=("tensor_kinds",),
     ),
     Mutation(
+        "modulated rows of later batches written over the first's (CUDA)",
+        CUDA_QUANT,
+        "const int64_t number = static_cast<int64_t>(blockIdx.y) * p.rows + row;",
+        "const int64_t number = row;",
+        tests=("quant",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "one pack of the scale for all of a thread's (CUDA)",
+        CUDA_QUANT,
+        "scale[k] = *pack(p.scale.value.at(0), k);",
+        "scale[k] = *pack(p.scale.value.at(0), 0);",
+        tests=("quant",),
+        backends=("cuda",),
+    ),
+    Mutation(
         "sums of the keys before not rescaled (CUDA)",
         CUDA_ATTENTION,
         "if constexpr (!kOnlyChunk) {",
@@ -396,7 +412,7 @@ MUTATIONS = [
     Mutation(
         "rows computed once more without their maximum (CUDA)",
         CUDA_HOPPER,
-        "maximum = lane_max(maximum);",
+        "maximum = warp_max(maximum);",
         "maximum = 0.f;",
         tests=("plain_attention",),
         backends=("cuda",),
