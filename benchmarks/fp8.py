@@ -112,18 +112,22 @@ def measure(
             pipe.transformer = None
 
 
-def time_recipes(ltx: ModuleType, stock: nn.Module, args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """Adds to each record the milliseconds of a step."""
-    if stock.device.type != "cuda":
-        return
+def measure_costs(ltx: ModuleType, stock: nn.Module, args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """Adds to each record the GiB of its weights without the stock ones, and on a GPU the milliseconds of a step."""
     inputs = make_inputs(stock, 2, args.frames, args.height, args.width)
     for record in records:
         if record["recipe"] == TORCHAO:
             continue
-        model = make_transformer(record["recipe"], stock, ltx)
-        model(**inputs)
-        times = time_steps(as_graph(lambda model=model: model(**inputs)[0]), 20, "cuda")
-        record["graph_ms"] = round(statistics.median(times), 3)
+        options = RECIPES[record["recipe"]]
+        if options and options.get("precision") == "fp8":
+            model = copy.deepcopy(stock)
+            ltx.optimize(model, **options, free_weights=True)
+            record["freed_gb"] = round(weight_bytes(model) / 2**30, 3)
+        if stock.device.type == "cuda":
+            model = make_transformer(record["recipe"], stock, ltx)
+            model(**inputs)
+            times = time_steps(as_graph(lambda model=model: model(**inputs)[0]), 20, "cuda")
+            record["graph_ms"] = round(statistics.median(times), 3)
 
 
 def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -132,14 +136,18 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, (by_step, by_time, memory) = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
     for record in records:
         steps = range(1, len(record["error_by_step"]) + 1)
-        (line,) = left.plot(steps, record["error_by_step"], label=record["recipe"])
+        (line,) = by_step.plot(steps, record["error_by_step"], label=record["recipe"])
+        color = line.get_color()
+        memory.barh(record["recipe"], record["weights_gb"], color=color, alpha=0.35 if "freed_gb" in record else 1)
+        if "freed_gb" in record:
+            memory.barh(record["recipe"], record["freed_gb"], color=color)
         if "graph_ms" not in record:
             continue
-        right.plot(record["graph_ms"], record["latents_error"], "o", color=line.get_color())
-        right.annotate(
+        by_time.plot(record["graph_ms"], record["latents_error"], "o", color=color)
+        by_time.annotate(
             record["recipe"],
             (record["graph_ms"], record["latents_error"]),
             (5, 4),
@@ -147,17 +155,18 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
             fontsize=8,
             rotation=35,
         )
-    left.set_xlabel("denoising step")
-    left.set_ylabel("relative error of the latents against float32")
-    left.set_yscale("log")
-    left.legend(frameon=False, fontsize=8)
-    right.set_xlabel("ms a step")
-    right.set_ylabel("error after the last step")
-    right.set_ylim(0, 1.25 * max(record["latents_error"] for record in records))
-    for axis in (left, right):
+    by_step.set_xlabel("denoising step")
+    by_step.set_ylabel("relative error of the latents against float32")
+    by_step.set_yscale("log")
+    by_step.legend(frameon=False, fontsize=8)
+    by_time.set_xlabel("ms a step")
+    by_time.set_ylabel("error after the last step")
+    by_time.set_ylim(0, 1.25 * max(record["latents_error"] for record in records))
+    memory.set_xlabel("GiB of weights; pale: unless the stock ones are freed")
+    memory.invert_yaxis()
+    for axis in (by_step, by_time, memory):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
     for suffix in (".png", ".svg"):
         figure.savefig(path.with_suffix(suffix), dpi=150)
 
@@ -168,7 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=ltx_pipeline.at_least(1), default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, TORCHAO], help="(default: all)")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8.json)")
-    parser.add_argument("--only", choices=["errors", "times"], help="times: of the recipes in an earlier result")
+    parser.add_argument(
+        "--only", choices=["errors", "costs"], help="costs: time and memory, of the recipes in an earlier result"
+    )
     parser.set_defaults(steps=30)
     args = ltx_pipeline.parse(parser, arguments)
     ltx_pipeline.quiet()
@@ -196,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     records: list[dict[str, Any]] = []
     stock = pipe.transformer
     with torch.no_grad():
-        if args.only == "times":
+        if args.only == "costs":
             earlier = json.loads(output.read_text())
             records = earlier["records"]
             meta = earlier["meta"]
@@ -205,17 +216,18 @@ def main(arguments: list[str] | None = None) -> int:
                 records.append(record)
                 write(output, meta, records)
         if args.only != "errors":
-            time_recipes(ltx, stock, args, records)
+            measure_costs(ltx, stock, args, records)
             write(output, meta, records)
     draw(records, output, f"LTX-Video, {args.frames} frames of {args.height}x{args.width}, {args.steps} steps, {name}")
     table = Table(title="Distance from the stock model in float32")
-    for column in ("recipe", "graph ms", "weights GiB", "error of the latents", "PSNR dB", "SSIM"):
+    for column in ("recipe", "graph ms", "weights GiB", "freed GiB", "error of the latents", "PSNR dB", "SSIM"):
         table.add_column(column, justify="left" if column == "recipe" else "right")
     for record in records:
         table.add_row(
             record["recipe"],
             f"{record['graph_ms']:.2f}" if "graph_ms" in record else "",
             f"{record['weights_gb']:.2f}",
+            f"{record['freed_gb']:.2f}" if "freed_gb" in record else "",
             f"{record['latents_error']:.3e}",
             f"{record['psnr_db']:.1f}",
             "" if record["ssim"] is None else f"{record['ssim']:.4f}",
