@@ -7,6 +7,7 @@ finite then: the tests under Values make it do so.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -113,17 +114,31 @@ def test_no_keys(ltx, device, dtype):
     assert not check(ltx, case)[0].any() and not in_torch(case, dtype).any()
 
 
-@bf16
-@pytest.mark.parametrize("scale", [1.0, 0.3, 0.0, -0.2, 1e-9])
+@every_dtype
+@pytest.mark.parametrize("scale", [1.0, 0.3, 0.0, -0.0, -0.2, 1e-9])
 def test_scale(ltx, device, dtype, scale):
-    """Torch's attention takes a scale that is not positive; the kernel, where there is one, can do so too."""
-    for keys in (40, 300):
-        case = plain_attention_case(Make(device, dtype), SIZES, keys, scale=scale)
+    """Any: torch's own attention may give NaN on a GPU where it is not positive."""
+    for keys, head_dim in itertools.product((40, 300), (64, 40)):
+        case = plain_attention_case(Make(device, dtype), (*SIZES[:3], head_dim), keys, scale=scale)
         (output,) = check(ltx, case)
-        if has_kernel(ltx, device):
-            assert has_kernel(ltx, device, scale) is (scale > 0)
+        assert output.isfinite().all()
+        if head_dim == 64 and dtype == torch.bfloat16 and has_kernel(ltx, device):  # by itself it takes any, too
             heads = (case.kwargs[name] for name in ("query", "key", "value"))
             torch.testing.assert_close(ltx._ops.ops.attention.default(*heads, scale), output, rtol=0.02, atol=0.01)
+
+
+@every_dtype
+def test_a_scale_of_zero_hides_nothing(ltx, device, dtype):
+    """A query that is not finite has no weights, as in plain arithmetic; an infinite key leaves none to any query."""
+    case = plain_attention_case(Make(device, dtype), SIZES, 40, scale=0.0)
+    query, key = case.kwargs["query"].clone(), case.kwargs["key"].clone()
+    query[0, 3, 0, 5], query[0, 4, 1, 0] = math.inf, math.nan
+    key[1, 7, 1, 2] = -math.inf
+    output = ltx.attention(query, key, case.kwargs["value"], scale=0.0)
+    lost = torch.zeros(output.shape[:3], dtype=torch.bool, device=device)
+    lost[0, 3, 0] = lost[0, 4, 1] = True
+    lost[1, :, 1] = True
+    assert torch.equal(output.isnan().any(-1), lost)
 
 
 # ---- Memory
@@ -202,6 +217,20 @@ def test_what_torchs_attention_gets(ltx, monkeypatch, on_gpu):
             assert same or (passed.transpose(1, 2).is_contiguous() and passed.storage_offset() == 0)
         assert len(got) == 3
         got.clear()
+
+
+@pytest.mark.parametrize(("scale", "factor", "passed"), [(-0.5, -1.0, 0.5), (0.0, 0.0, 1.0), (0.5, 1.0, 0.5)])
+def test_scale_that_torchs_attention_gets(ltx, monkeypatch, scale, factor, passed):
+    """On a GPU a positive one, with the same scores."""
+    query = torch.randn(1, 2, 3, 40).as_subclass(OnGpu)
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Tensor:
+        assert scale == passed
+        assert torch.equal(q.as_subclass(Tensor), factor * query.as_subclass(Tensor).transpose(1, 2))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    ltx.attention(query, query, query, scale=scale)
 
 
 # ---- Values

@@ -23,10 +23,10 @@ TENSOR_CORES = {  # widths of a head, by dtype, with norms and without
 }
 
 
-def has_kernel(ltx: Any, device: str, scale: float | None = None) -> bool:
+def has_kernel(ltx: Any, device: str) -> bool:
     """Whether attention of bf16 heads of 64 columns has a kernel of this package there."""
     x = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
-    return importlib.import_module(f"{ltx.__name__}.attention").runs_kernel(x, x, x, scale)
+    return importlib.import_module(f"{ltx.__name__}.attention").runs_kernel(x, x, x)
 
 
 def normalised(kwargs: dict[str, Any], name: str, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +32,10 @@ def _has_code_for(device: torch.device) -> bool:
 vars(_has_code_for)["_dynamo_marked_constant"] = True
 
 
-def runs_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> bool:
+def runs_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether ``attention`` runs this package's kernel, and not torch's."""
     return (
-        (scale is None or scale > 0)  # the kernel takes others too, but computes rows a second time for them
-        and query.is_cuda
+        query.is_cuda
         and query.dtype == torch.bfloat16
         and query.dim() == 4
         and query.shape[-1] == 64
@@ -64,10 +64,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None 
             *(x.transpose(1, 2) for x in (query, key, value)), scale=scale).transpose(1, 2)
 
     which is what runs, too, but for heads of 64 columns in bfloat16 on a Hopper GPU (compute capability 9.0) where no
-    gradient is needed and the scale is positive: these have a kernel of this package. It computes scores, exponentials
-    and their sums in float32 and rounds the exponentials to bfloat16 for their product with the values, as flash
-    attention does. NaN, infinities and scores of any size give what they give in torch; values below 2^-66 may lose
-    digits. It is made for many queries: a few leave most of the GPU idle, however many keys they have.
+    gradient is needed: these have a kernel of this package. It computes scores, exponentials and their sums in float32
+    and rounds the exponentials to bfloat16 for their product with the values, as flash attention does. NaN, infinities
+    and scores of any size give what they give in torch; values below 2^-66 may lose digits. It is made for many
+    queries: a few leave most of the GPU idle, however many keys they have.
 
     Args:
         query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.
@@ -85,9 +85,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None 
 
     Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers).
     """
-    if runs_kernel(query, key, value, scale):
+    own = runs_kernel(query, key, value)
+    if not own:
+        check_attention(query, key, value, scale=scale)
+    if query.is_cuda and scale is not None and -math.inf < scale <= 0:
+        # The same scores by a positive scale: with another one torch's attention gives NaN (2.11, on a GPU), and this
+        # package's kernel computes rows twice.
+        query, scale = (-query, -scale) if scale < 0 else (0 * query, 1.0)
+    if own:
         return _attention(query, key, value, scale)
-    check_attention(query, key, value, scale=scale)
     if query.numel() == 0:  # torch's may return None
         return query.clone(memory_format=torch.contiguous_format)
     q, k, v = (_aligned(x).transpose(1, 2) for x in (query, key, value))
