@@ -6,6 +6,7 @@ python benchmarks/readme.py [--check]
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import math
 import sys
@@ -102,15 +103,19 @@ def families(records: list[dict[str, Any]]) -> list[str]:
 
 
 def of_commits(ops: dict[str, Any]) -> str:
-    """Which kernels were timed: of one commit, or later those of some families."""
-    first = ops["meta"]["commit"]
-    later: dict[str, set[str]] = {}
-    for record in ops["records"]:
-        later.setdefault(record.get("commit", first), set()).add(family(record["op"]))
-    if len(later) == 1:
-        return f"of commit {next(iter(later))[:7]}"
-    names = [f"{', '.join(sorted(found))} of {commit[:7]}" for commit, found in later.items() if commit != first]
-    return f"of commit {first[:7]} ({'; '.join(names)})"
+    """Which kernels were timed: of the commit of most records, those of some families, and of single ops in these."""
+    timed = [(record["op"], record.get("commit", ops["meta"]["commit"])) for record in ops["records"]]
+    usual = collections.Counter(commit for _, commit in timed).most_common(1)[0][0]
+    of_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for op, commit in timed:
+        of_family[family(op)][commit] += 1
+    others: dict[str, dict[str, None]] = {}
+    for op, commit in timed:
+        expected = of_family[family(op)].most_common(1)[0][0]
+        if commit != expected or expected != usual:
+            others.setdefault(commit, {})[family(op) if commit == expected else op] = None
+    names = "; ".join(f"{', '.join(sorted(found))} of {commit[:7]}" for commit, found in others.items())
+    return f"of commit {usual[:7]}" + (f" ({names})" if names else "")
 
 
 def losses(records: list[dict[str, Any]]) -> list[str]:
@@ -265,6 +270,10 @@ def ops_table() -> str:
     return "\n".join(lines)
 
 
+def shown(number: float | None, digits: int) -> str:
+    return "" if number is None else f"{number:.{digits}f}"
+
+
 def loop() -> str:
     """What fp8 costs over a whole denoising loop: h200-fp8.json."""
     result = load("h200-fp8")
@@ -273,14 +282,15 @@ def loop() -> str:
         f"{meta['steps']} steps at {meta['frames']} frames of {meta['height']}x{meta['width']}, random weights, "
         f"{meta['seeds']} seeds, against the stock model in float32:",
         "",
-        "| recipe | error of the latents | PSNR of the frames | SSIM |",
-        "|---|---|---|---|",
+        "| recipe | error of the latents | PSNR of the frames | SSIM | ms a step | GiB of weights | stock ones freed |",
+        "|---|---|---|---|---|---|---|",
         *(
-            f"| {r['recipe']} | {r['latents_error']:.2e} | {r['psnr_db']:.1f} dB | {r['ssim']:.4f} |"
+            f"| {r['recipe']} | {r['latents_error']:.2e} | {r['psnr_db']:.1f} dB | {r['ssim']:.4f} | "
+            f"{shown(r.get('graph_ms'), 1)} | {r['weights_gb']:.2f} | {shown(r.get('freed_gb'), 2)} |"
             for r in result["records"]
         ),
         "",
-        '<img src="../benchmarks/results/h200-fp8.png" width="100%" alt="Error by step, and error against time">',
+        '<img src="../benchmarks/results/h200-fp8.png" width="100%" alt="Error by step, error against time, memory">',
         "",
         "" if meta["torchao"] else "torchao was not part of this run.",
     ]
@@ -334,8 +344,8 @@ def quantising() -> str:
             "",
             *lines,
             "",
-            f"Of the {len(large(records))} cases that move 40 MB or more, {len(late)} take more than {AIMS['quant']} "
-            f"times as long as the copy{': ' if late else ''}{', '.join(late)}.",
+            f"Cases that move 40 MB or more: {len(large(records))}. Longer than {AIMS['quant']} times the copy: "
+            f"{', '.join(late) or 'none'}.",
             "",
         ]
     )
