@@ -114,7 +114,8 @@ def measure(
 
 def measure_costs(ltx: ModuleType, stock: nn.Module, args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
     """Adds to each record the GiB of its weights without the stock ones, and on a GPU the milliseconds of a step."""
-    inputs = make_inputs(stock, 2, args.frames, args.height, args.width)
+    on_gpu = stock.device.type == "cuda"
+    inputs = make_inputs(stock, 2, args.frames, args.height, args.width) if on_gpu else {}
     for record in records:
         if record["recipe"] == TORCHAO:
             continue
@@ -123,7 +124,7 @@ def measure_costs(ltx: ModuleType, stock: nn.Module, args: argparse.Namespace, r
             model = copy.deepcopy(stock)
             ltx.optimize(model, **options, free_weights=True)
             record["freed_gb"] = round(weight_bytes(model) / 2**30, 3)
-        if stock.device.type == "cuda":
+        if on_gpu:
             model = make_transformer(record["recipe"], stock, ltx)
             model(**inputs)
             times = time_steps(as_graph(lambda model=model: model(**inputs)[0]), 20, "cuda")
@@ -208,9 +209,16 @@ def main(arguments: list[str] | None = None) -> int:
     stock = pipe.transformer
     with torch.no_grad():
         if args.only == "costs":
+            if not output.exists():
+                parser.error(f"--only costs: expected an earlier result, got none at {output}; run without --only")
             earlier = json.loads(output.read_text())
-            records = earlier["records"]
-            meta = earlier["meta"]
+            for key in ("device", "torch", "commit", "model", "dtype", "frames", "height", "width"):
+                if earlier["meta"][key] != meta[key]:
+                    parser.error(
+                        f"--only costs: expected an earlier result of {key} {meta[key]}, got {earlier['meta'][key]} "
+                        f"in {output}; run without --only"
+                    )
+            records, meta = earlier["records"], earlier["meta"]
         else:
             for record in measure(ltx, pipe, args, recipes, console):
                 records.append(record)

@@ -370,6 +370,22 @@ MUTATIONS = [
         backends=("cuda",),
     ),
     Mutation(
+        "no kernel of their own for modulated rows (CUDA)",
+        CUDA_QUANT,
+        "if (launch_modulate<T>(p, outer, launch)) return true;",
+        "",
+        tests=("quant",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "a scale that is not positive left to torch's attention",
+        PYTHON + "attention.py",
+        "-math.inf < scale <= 0:",
+        "False:",
+        tests=("plain_attention",),
+        backends=BOTH,
+    ),
+    Mutation(
         "sums of the keys before not rescaled (CUDA)",
         CUDA_ATTENTION,
         "if constexpr (!kOnlyChunk) {",

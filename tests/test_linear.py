@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Make, assert_same_bits
+from helpers import Make, assert_same_bits, kernels_of
 from test_quant import E4M3, FLOATS, assert_exactly, exactly
 from torch import Tensor
 
@@ -214,12 +214,7 @@ def test_own_product_clears_no_memory(ltx, hopper):
     """One kernel a product: what torch._scaled_mm spends on clearing cuBLASLt's workspace is the reason for it."""
     arguments = layer(hopper, 5376, 2048, 2048)
     ltx.scaled_linear(*arguments)
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        ltx.scaled_linear(*arguments)
-        torch.cuda.synchronize()
-    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    names = kernels_of(lambda: ltx.scaled_linear(*arguments))
     assert len(names) == 1 and "Memset" not in names[0], names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from helpers import (
     activation_case,
     assert_same_bits,
     gate_and_up,
+    kernels_of,
     norm_case,
     place,
     torch_threads,
@@ -416,8 +418,13 @@ def test_modulated_rows_of_known_lengths(ltx, cuda, dtype):
         vectors = (None, modulation[:, 1], modulation[:, 4])
         nothing = torch.zeros(width, device=cuda, dtype=dtype)
         for static in (None, torch.tensor(0.01, device=cuda)):
-            known = ltx.adaln_rmsnorm_quant(x, *vectors, static_scale=static)
-            other = ltx.adaln_rmsnorm_quant(x, *vectors, static_scale=static, scale_table=nothing, shift_table=nothing)
+            call = functools.partial(ltx.adaln_rmsnorm_quant, x, *vectors, static_scale=static)
+            call_with_tables = functools.partial(call, scale_table=nothing, shift_table=nothing)
+            known, other = call(), call_with_tables()
+            if rows == 1:
+                for run, kernel in ((call, "modulate_quant_kernel"), (call_with_tables, "norm_quant_kernel_held")):
+                    (name,) = kernels_of(run)
+                    assert f"::{kernel}<" in name
             for output, expected in zip(known, other, strict=True):
                 assert_same_bits(output.view(torch.uint8), expected.view(torch.uint8), f"{rows} rows of {width}")
 

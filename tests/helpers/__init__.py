@@ -23,7 +23,7 @@ from .cases import (
     rope_case,
     rotary_case,
 )
-from .check import check, check_eager, check_everywhere, check_out, check_streams
+from .check import check, check_eager, check_everywhere, check_out, check_streams, kernels_of
 from .memory import LAYOUTS, Guarded, Layout, copied, guarded_output, place, torch_threads, unchanged
 from .numeric import assert_close_to_eager, assert_close_to_fp64, assert_same_bits, ulp
 
@@ -56,6 +56,7 @@ __all__ = [
     "every_quantising_case",
     "gate_and_up",
     "guarded_output",
+    "kernels_of",
     "modulator_shape",
     "norm_case",
     "place",

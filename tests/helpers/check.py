@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,16 @@ def check_everywhere(
             results = _run_into(ltx, there, targets)
         for i, (result, want) in enumerate(zip(copied("cpu", *results), expected, strict=True)):
             assert_same_bits(result, want, f"{case.op} output {i} in place of {name}")
+
+
+def kernels_of(call: Callable[[], Any]) -> list[str]:
+    """The names of what a call runs on the GPU: kernels, copies and memsets."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def check_streams(ltx: Any, cases: Sequence[Case]) -> None:

@@ -89,8 +89,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None 
     if not own:
         check_attention(query, key, value, scale=scale)
     if query.is_cuda and scale is not None and -math.inf < scale <= 0:
-        # The same scores by a positive scale: with another one torch's attention gives NaN (2.11, on a GPU), and this
-        # package's kernel computes rows twice.
+        # The same scores by a positive scale: with another one torch's attention gives NaN (2.11, 16 bits, GPU), and
+        # this package's kernel computes rows twice.
         query, scale = (-query, -scale) if scale < 0 else (0 * query, 1.0)
     if own:
         return _attention(query, key, value, scale)
