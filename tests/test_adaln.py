@@ -220,9 +220,10 @@ def test_table_layouts(ltx, device, op, layout):
 # ---- What may be absent
 
 
-@pytest.mark.parametrize("op", ["gated_residual_adaln_rmsnorm", "gated_residual_adaln_layernorm"])
+@pytest.mark.parametrize("op", [op for op in MODULATED if "adaln" in op])
 def test_every_combination_of_absent_operands(ltx, device, op):
-    optional = [name for name in NORM_OPS[op] if name != "residual"]
+    required = ("scale", "gate") if op.startswith("adaln") else ("residual",)
+    optional = [name for name in NORM_OPS[op] if name not in required]
     for count in range(len(optional) + 1):
         for without in itertools.combinations(optional, count):
             for dtype in (torch.float32, torch.bfloat16):

@@ -284,6 +284,10 @@ def test_norm_options(ltx, device, op):
         check(ltx, norm_case(op, make, (2, 3, 64), eps=None))
     if op in ("rmsnorm", "rmsnorm_residual"):
         check(ltx, norm_case(op, make, (2, 3, 64), weight_offset=1.0))
+    if op == "adaln_rmsnorm":
+        for width in (64, 65, 2048):
+            check(ltx, norm_case(op, make, (2, 3, width), without=["shift"]))
+            check(ltx, norm_case(op, make, (2, 3, width), without=["weight", "shift"], tables=["scale"]))
     if op == "gated_residual_adaln_rmsnorm":
         for without in (["gate"], ["scale"], ["shift"], ["gate", "scale", "shift", "weight"]):
             for width in (64, 65):

@@ -58,7 +58,7 @@ NormArgs norm_args(const Tensor& input, const OptionalTensor& weight, const Opti
 }
 
 NormArgs adaln_args(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
-                    const Tensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
+                    const OptionalTensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
                     const OptionalTensor& shift_table, const OptionalTensor& gate_table, double eps, int64_t statistic,
                     int64_t rounding) {
   NormArgs a = norm_args(input, weight, bias, eps, 0.0, statistic, rounding);
@@ -118,7 +118,7 @@ Tensor norm(const Tensor& input, const OptionalTensor& weight, const OptionalTen
 }
 
 void adaln_norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                    const Tensor& scale, const Tensor& shift, const OptionalTensor& gate,
+                    const Tensor& scale, const OptionalTensor& shift, const OptionalTensor& gate,
                     const OptionalTensor& scale_table, const OptionalTensor& shift_table,
                     const OptionalTensor& gate_table, double eps, int64_t statistic, int64_t rounding) {
   NormArgs a = adaln_args(input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, eps, statistic,
@@ -128,7 +128,7 @@ void adaln_norm_out(const Tensor& out, const Tensor& input, const OptionalTensor
 }
 
 Tensor adaln_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
-                  const Tensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
+                  const OptionalTensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
                   const OptionalTensor& shift_table, const OptionalTensor& gate_table, double eps, int64_t statistic,
                   int64_t rounding) {
   NormArgs a = adaln_args(input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, eps, statistic,

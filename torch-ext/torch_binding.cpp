@@ -15,8 +15,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("norm(" LTX_NORM_ARGS ") -> Tensor");
   ops.def("norm_out(Tensor(a!) out, " LTX_NORM_ARGS ") -> ()");
 
-#define LTX_ADALN_ARGS                                                                                          \
-  "Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, Tensor? gate, Tensor? scale_table, " \
+#define LTX_ADALN_ARGS                                                                                           \
+  "Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor? shift, Tensor? gate, Tensor? scale_table, " \
   "Tensor? shift_table, Tensor? gate_table, float eps, int statistic, int rounding"
   ops.def("adaln_norm(" LTX_ADALN_ARGS ") -> Tensor");
   ops.def("adaln_norm_out(Tensor(a!) out, " LTX_ADALN_ARGS ") -> ()");

@@ -19,11 +19,11 @@ void norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& weig
 Tensor norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
             double weight_offset, int64_t statistic, int64_t rounding);
 void adaln_norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                    const Tensor& scale, const Tensor& shift, const OptionalTensor& gate,
+                    const Tensor& scale, const OptionalTensor& shift, const OptionalTensor& gate,
                     const OptionalTensor& scale_table, const OptionalTensor& shift_table,
                     const OptionalTensor& gate_table, double eps, int64_t statistic, int64_t rounding);
 Tensor adaln_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
-                  const Tensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
+                  const OptionalTensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
                   const OptionalTensor& shift_table, const OptionalTensor& gate_table, double eps, int64_t statistic,
                   int64_t rounding);
 void residual_norm_out(const Tensor& out, const Tensor& residual_out, const Tensor& input, const Tensor& residual,

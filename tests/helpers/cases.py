@@ -240,7 +240,7 @@ def norm_case(
     kwargs: dict[str, Any] = {"input": make(*shape)}
     for name in NORM_OPS[op]:
         if name in without:
-            if op.startswith("adaln") and name == "weight":
+            if op.startswith("adaln") and name in ("weight", "shift"):
                 kwargs[name] = None
             continue
         if name == "residual":

@@ -176,7 +176,9 @@ class Norm:
         self.memory.check(ltx, device, self.case(), tally)
 
     def case(self) -> Case:
-        required = set() if self.op.startswith("gated_residual_adaln") else set(MODULATORS)
+        required = (
+            {"gate"} if self.op == "gated_residual" else {"gate", "scale"} if self.op.startswith("adaln") else set()
+        )
         make = Make("cpu", self.dtype, self.memory.seed)
         case = norm_case(
             self.op,

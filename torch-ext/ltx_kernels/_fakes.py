@@ -64,7 +64,7 @@ def _adaln_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     scale: Tensor,
-    shift: Tensor,
+    shift: Tensor | None,
     gate: Tensor | None,
     scale_table: Tensor | None,
     shift_table: Tensor | None,

@@ -26,7 +26,7 @@ def adaln_rmsnorm(
     input: Tensor,
     weight: Tensor | None,
     scale: Tensor,
-    shift: Tensor,
+    shift: Tensor | None = None,
     eps: float | None = 1e-6,
     *,
     scale_table: Tensor | None = None,
@@ -46,7 +46,7 @@ def adaln_rmsnorm(
         input: [..., H], float32, float16 or bfloat16.
         weight: [H], any of these dtypes; None multiplies by nothing.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
-        shift: Like scale, independent of its shape and dtype.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
@@ -82,7 +82,7 @@ def adaln_layernorm(
     input: Tensor,
     weight: Tensor | None,
     scale: Tensor,
-    shift: Tensor,
+    shift: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
@@ -102,7 +102,7 @@ def adaln_layernorm(
         input: [..., H], float32, float16 or bfloat16.
         weight: [H], any of these dtypes; None multiplies by nothing.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
-        shift: Like scale, independent of its shape and dtype.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
         bias: [H], any of these dtypes, added before the modulation; None adds nothing.
         eps: Added to the variance.
         scale_table: [H], added to scale; None adds nothing.
@@ -137,7 +137,7 @@ def adaln_zero(
     input: Tensor,
     weight: Tensor | None,
     scale: Tensor,
-    shift: Tensor,
+    shift: Tensor | None,
     gate: Tensor,
     eps: float | None = 1e-6,
     *,
@@ -159,7 +159,7 @@ def adaln_zero(
         input: [..., H], float32, float16 or bfloat16.
         weight: [H], any of these dtypes; None multiplies by nothing.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
-        shift: Like scale, independent of its shape and dtype.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
         gate: Like scale, independent of its shape and dtype.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         scale_table: [H], added to scale; None adds nothing.

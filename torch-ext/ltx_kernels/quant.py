@@ -150,7 +150,7 @@ def adaln_rmsnorm_quant(
     input: Tensor,
     weight: Tensor | None,
     scale: Tensor,
-    shift: Tensor,
+    shift: Tensor | None = None,
     eps: float | None = 1e-6,
     *,
     scale_table: Tensor | None = None,
@@ -169,7 +169,7 @@ def adaln_rmsnorm_quant(
         weight: [H], any of these dtypes; None multiplies by nothing.
         scale: The modulation (not of the quantisation): [B or 1, H] for an input [B, ..., H], or any shape that
             broadcasts to the input; any of these dtypes.
-        shift: Like scale, independent of its shape and dtype.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
