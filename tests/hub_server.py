@@ -24,6 +24,11 @@ def blob_id(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
+def inside(root: Path, below: str) -> bool:
+    """Whether root/below lies in root, wherever `..`, an absolute path or a link leads."""
+    return (root / below).resolve().is_relative_to(root.resolve())
+
+
 @dataclass
 class Repository:
     """Branches to commits, and commits to directories that nothing changes any more."""
@@ -109,8 +114,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"id": repo_id, "author": repo_id.split("/")[0], "sha": commit, "private": False})
         elif what == "tree":
             self.tree(repository.store / commit, below)
-        else:
+        elif inside(repository.store / commit, below):
             self.file(repository.store / commit / below, commit)
+        else:
+            self.missing("EntryNotFound", "Entry not found", commit)
 
     def overview(self, name: str) -> None:
         self.answer(
@@ -120,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
     def tree(self, root: Path, below: str) -> None:
         recursive = "recursive=true" in self.path.lower()
         top = root / below
-        if not top.is_dir():
+        if not inside(root, below) or not top.is_dir():
             self.missing("EntryNotFound", f"{below} does not exist")
             return
         entries = []

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from build_checks import PACKAGE, ROOT, builder, built_variant, release
@@ -125,6 +126,20 @@ def test_a_change_needs_a_new_version(released: Path, name: str, old: str, new: 
     assert "compatible" in release.check_api(released) or "v1.0" in release.check_api(released)
 
 
+def test_the_last_release_is_the_highest_number(released: Path):
+    """v1.10 comes after v1.9; a tag that HEAD does not descend from is no release of it."""
+    for tag in ("v1.9", "v1.10", "v1.2", "not-a-release"):
+        release.git(released, "tag", tag)
+    assert release.last_release(released) == "v1.10"
+    assert release.last_release(released, before="v1.10") == "v1.9"
+    change(released, "ops.py", "eps=1e-6", "eps=1e-5")
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    release.git(released, *identity, "commit", "-qam", "elsewhere")
+    release.git(released, "tag", "v2.0")
+    release.git(released, "checkout", "-q", "v1.10")
+    assert release.last_release(released) == "v1.10"
+
+
 def test_tag(tmp_path: Path):
     (tmp_path / "build.toml").write_text("[general]\nversion = 1\n")
     changelog = tmp_path / "CHANGELOG.md"
@@ -144,47 +159,142 @@ def test_tag(tmp_path: Path):
     release.check_tag(tmp_path, "v1.1")
 
 
+COMMIT = "1" * 40
+
+
+def write_metadata(variant: Path, **changes: Any) -> None:
+    """What a build writes of the files that are there, but for `changes`."""
+    project = builder.load_project()
+    backend, cuda = release._backend(variant.name)
+    (library,) = variant.glob("*.abi3.so")
+    archs = project.capabilities(cuda) if cuda else ()
+    git = builder.Git(commit=COMMIT, tree="2" * 40, dirty=False)
+    metadata = builder.metadata(project, backend, library.name.removesuffix(".abi3.so"), archs, git, variant)
+    (variant / "metadata.json").write_text(json.dumps(metadata | changes))
+
+
 @pytest.fixture
 def gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Eight variants as Nix would leave them: the built one, under each name, from a clean commit."""
+    """Eight variants as Nix would leave them, from a clean commit, with libraries that are none."""
+    project = builder.load_project()
     monkeypatch.setattr(builder, "manylinux_violations", lambda library: [])
+    monkeypatch.setattr(builder, "git_status", lambda root: builder.Git(COMMIT, "2" * 40, dirty=False))
+    for name in release.variants(project):
+        variant = tmp_path / "dist" / "build" / name
+        variant.mkdir(parents=True)
+        library = tmp_path / "library"
+        library.write_text(name)
+        builder.assemble(project, library, f"_ltx_kernels_{release._backend(name)[0]}_2222222", variant)
+        write_metadata(variant)
+    return tmp_path / "dist" / "build"
+
+
+def check(gathered: Path) -> str:
+    return release.check_complete(builder.load_project(), gathered)
+
+
+def refused(gathered: Path) -> str:
+    with pytest.raises(release.ReleaseError) as error:
+        check(gathered)
+    return str(error.value)
+
+
+CUDA_VARIANT, CPU_VARIANT = (f"torch-stable-abi211-{compute}-aarch64-linux" for compute in ("cu126", "cpu"))
+
+
+def test_a_complete_set(gathered: Path, commands: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before and after it is signed and has its card and benchmarks."""
+    assert check(gathered) == "8 variants of 111111111111"
+    pytest.importorskip("jinja2")
+    monkeypatch.setattr(release, "hub_repository", lambda _: "someone/ltx-kernels")
+    release.stage_card(builder.load_project(), gathered)
     for name in release.variants(builder.load_project()):
-        target = tmp_path / name
-        shutil.copytree(built_variant("cpu"), target, ignore=shutil.ignore_patterns("__pycache__"))
-        metadata = json.loads((target / "metadata.json").read_text())
-        metadata["provenance"]["kernel"] = {"commit": "1" * 40, "dirty": False}
-        (target / "metadata.json").write_text(json.dumps(metadata))
-    return tmp_path
-
-
-def test_a_complete_set(gathered: Path):
-    assert release.check_complete(builder.load_project(), gathered) == "8 variants of 111111111111"
+        (gathered / name / "metadata.json.sigstore").write_text("{}")
+    assert check(gathered) == "8 variants of 111111111111"
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("changes", "message"),
     [
-        ("variant missing", "missing:.*cu126-aarch64"),
-        ("dirty", "dirty tree"),
-        ("other commit", "different commits"),
-        ("byte", "not those that its metadata was written for"),
-        ("version", "version 2, expected 1"),
+        ({"name": "other"}, "name: expected ltx-kernels, got other"),
+        ({"version": 2}, "version: expected 1, got 2"),
+        ({"license": "MIT"}, "license: expected Apache-2.0, got MIT"),
+        ({"source": "https://example.org"}, "source: expected"),
+        ({"python-depends": ["einops"]}, "python-depends: expected [], got ['einops']"),
+        ({"backend": {"type": "cpu"}}, "backend: expected {'type': 'cuda', 'archs': "),
+        ({"backend": {"type": "cuda", "archs": ["8.0"]}}, "got {'type': 'cuda', 'archs': ['8.0']}"),
+        ({"id": "_ltx_kernels_cpu_2222222"}, "id: expected _ltx_kernels_cuda_<commit>, got _ltx_kernels_cpu_2222222"),
+        ({"id": "_ltx_kernels_cuda_2222222_dirty"}, "id: expected _ltx_kernels_cuda_<commit>, got"),
+        ({"id": "_ltx_kernels_cuda_3333333"}, "not expected: _ltx_kernels_cuda_2222222.abi3.so"),
+        ({"provenance": {"kernel": {"commit": COMMIT, "dirty": True}}}, "dirty tree"),
+        ({"provenance": {}}, "dirty tree"),
+        ({"provenance": {"kernel": {"commit": "3" * 40, "dirty": False}}}, f"commit: expected {COMMIT}, got 3333"),
+        ({"digest": {"algorithm": "md5", "files": {}}}, "digest algorithm: expected sha256, got md5"),
+        ({"digest": {"algorithm": "sha256", "files": {}}}, "not those that its metadata was written for"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_metadata_of_something_else(gathered: Path, changes: dict[str, Any], message: str):
+    write_metadata(gathered / CUDA_VARIANT, **changes)
+    assert message in (refusal := refused(gathered)) and refusal.startswith(f"{CUDA_VARIANT}: ")
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("extra.py", "not expected: extra.py"),
+        ("norm.pyc", "not expected: norm.pyc"),
+        ("__pycache__/norm.cpython-312.pyc", "not expected: __pycache__"),
+        ("norm/__init__.pyc", "not expected: norm"),
+        ("integrations/extra.so", "not expected: integrations/extra.so"),
+        ("../extra/metadata.json", "build: not expected: extra"),
+        ("../.hidden", "build: not expected: .hidden"),
+        ("../../benchmarks/benchmark_extra.py", "benchmarks: not expected: benchmark_extra.py"),
+        ("../../benchmarks/benchmark.py", "benchmarks: not the files of this commit: benchmark.py"),
+        ("../../setup.py", "dist: not expected: setup.py"),
     ],
 )
-def test_an_unfit_set(gathered: Path, damage: str, message: str):
-    variant = gathered / "torch-stable-abi211-cu126-aarch64-linux"
-    metadata = json.loads((variant / "metadata.json").read_text())
-    if damage == "variant missing":
-        shutil.rmtree(variant)
-    elif damage == "byte":
-        (variant / "rope.py").write_text("")
-    else:
-        metadata["provenance"]["kernel"]["dirty"] = damage == "dirty"
-        metadata["provenance"]["kernel"]["commit"] = ("2" if damage == "other commit" else "1") * 40
-        metadata["version"] = 2 if damage == "version" else 1
-        (variant / "metadata.json").write_text(json.dumps(metadata))
-    with pytest.raises(release.ReleaseError, match=message):
-        release.check_complete(builder.load_project(), gathered)
+def test_nothing_else_is_published(gathered: Path, file: str, message: str):
+    """Digests that name such a file, or could not, do not help: only what this project consists of is accepted."""
+    path = gathered / CPU_VARIANT / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("print('poison')")
+    for _ in range(2):
+        assert message in refused(gathered)
+        write_metadata(gathered / CPU_VARIANT)
+
+
+@pytest.mark.parametrize("place", ["norm", "extra.py", "..", "../.."])
+def test_no_links(gathered: Path, tmp_path: Path, place: str):
+    """Python would run what a linked directory `norm` holds in the place of norm.py; the digest does not see it."""
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "__init__.py").write_text("print('poison')")
+    place = place if "." not in place or place == "extra.py" else f"{place}/link"
+    (gathered / CPU_VARIANT / place).symlink_to(target)
+    assert "expected no links, got " in refused(gathered)
+
+
+def test_changed_files(gathered: Path):
+    source = gathered / CUDA_VARIANT / "rope.py"
+    text = source.read_text()
+    source.write_text(text + "\n")
+    assert refused(gathered) == f"{CUDA_VARIANT}: its files are not those that its metadata was written for"
+    write_metadata(gathered / CUDA_VARIANT)
+    assert refused(gathered) == f"{CUDA_VARIANT}: not the sources of this commit: rope.py"
+    source.unlink()
+    write_metadata(gathered / CUDA_VARIANT)
+    assert refused(gathered) == f"{CUDA_VARIANT}: missing: rope.py"
+    shutil.rmtree(gathered / CUDA_VARIANT)
+    assert refused(gathered).endswith(f"missing variants: {CUDA_VARIANT}")
+
+
+def test_complete_needs_a_commit_and_a_directory_build(gathered: Path, monkeypatch: pytest.MonkeyPatch):
+    gathered.rename(gathered.with_name("variants"))
+    assert "expected a directory of the name build" in refused(gathered.with_name("variants"))
+    assert "is for local builds" in refused(ROOT / "build")
+    monkeypatch.setattr(builder, "git_status", lambda root: None)
+    assert "expected a git checkout" in refused(gathered)
 
 
 @pytest.fixture
@@ -229,6 +339,8 @@ def test_collect(tmp_path: Path):
     assert target == tmp_path / "dist" / "build" / variant.name
     assert builder.hash_variant(target) == builder.hash_variant(variant)
     assert builder.hash_variant(release.collect(target, "again", tmp_path)) == builder.hash_variant(variant)
+    (tmp_path / "again" / "of_an_earlier_variant.py").touch()
+    assert builder.hash_variant(release.collect(target, "again", tmp_path)) == builder.hash_variant(variant)
     with pytest.raises(release.ReleaseError, match="expected one variant, found 0"):
         release.collect(tmp_path / "dist", "none", tmp_path)
 
@@ -256,5 +368,4 @@ def test_card_and_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_local_builds_are_not_publishable(gathered: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(builder, "manylinux_violations", lambda library: ["GLIBC_2.32"])
-    with pytest.raises(release.ReleaseError, match=r"GLIBC_2\.32 are newer .*: build it with Nix"):
-        release.check_complete(builder.load_project(), gathered)
+    assert "GLIBC_2.32 are newer than manylinux_2_28: build it with Nix" in refused(gathered)

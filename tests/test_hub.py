@@ -7,8 +7,11 @@ test_not_run_here.
 
 from __future__ import annotations
 
+import http.client
+import importlib.util
 import json
 import os
+import py_compile
 import re
 import shutil
 import subprocess
@@ -16,11 +19,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from build_checks import ROOT, builder, built_variant, make_tiny_project, release, run_build
+from build_checks import ROOT, builder, built_variant, make_tiny_project, release, run_build, run_python
 from hub_server import HubServer, Repository
 
 pytest.importorskip("kernels")
@@ -269,9 +273,9 @@ def test_command_line(client: Client, tmp_path: Path):
     assert downloaded.startswith(f"Downloading kernel: {TRUSTED}") and "Error" not in downloaded
 
 
-@pytest.mark.parametrize("tampering", ["nothing", "byte", "extra file", "missing file"])
-def test_verification_finds_tampering(tampering: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What follows once Sigstore accepted the signature of metadata.json; Sigstore itself needs the network."""
+@pytest.fixture
+def verify(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """kernels.verify, as if Sigstore had accepted the signature of metadata.json; Sigstore itself needs the network."""
     verify = pytest.importorskip("kernels.verify")
 
     class AcceptsAnything:
@@ -281,6 +285,11 @@ def test_verification_finds_tampering(tampering: str, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(verify, "Verifier", AcceptsAnything)
     monkeypatch.setattr(verify.Bundle, "from_json", lambda _: None)
+    return verify
+
+
+@pytest.mark.parametrize("tampering", ["nothing", "byte", "extra file", "missing file"])
+def test_verification_finds_tampering(tampering: str, tmp_path: Path, verify: ModuleType):
     variant = tmp_path / built_variant("cpu").name
     shutil.copytree(built_variant("cpu"), variant, ignore=NO_BYTECODE)
     (variant / "metadata.json.sigstore").write_text("{}")
@@ -300,6 +309,47 @@ def test_verification_finds_tampering(tampering: str, tmp_path: Path, monkeypatc
         assert isinstance(result, verify.VerificationResult.DigestVerificationFailure)
         (violation,) = result.violations
         assert {"byte": library.name, "extra file": "extra.py", "missing file": "rope.py"}[tampering] in str(violation)
+
+
+def test_bytecode_passes_verification(tmp_path: Path, verify: ModuleType):
+    """Planted bytecode runs though verification succeeds; it does not run from the copy that docs/hub.md makes."""
+    variant = tmp_path / "planted" / built_variant("cpu").name
+    shutil.copytree(built_variant("cpu"), variant, ignore=NO_BYTECODE)
+    (variant / "metadata.json.sigstore").write_text("{}")
+    source, poison = variant / "rope.py", tmp_path / "poison.py"
+    poison.write_text(source.read_text() + "\nprint('poison')\n")
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    planted = py_compile.compile(
+        str(poison), importlib.util.cache_from_source(str(source)), invalidation_mode=unchecked
+    )
+    assert planted is not None and Path(planted).is_relative_to(variant)
+    assert isinstance(verify.verify_variant(variant), verify.VerificationResult.Success)
+
+    load = "import pathlib, kernels\nkernels.get_local_kernel(pathlib.Path(%r), backend='cpu')\n"
+    assert run_python(load % str(variant)) == "poison\n"
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL) if "shutil.copyfile" in b)
+    copying = block[block.index("copy = Path") : block.index("ltx = ")].replace("verified", str(tmp_path))
+    exec(copying, {"Path": Path, "json": json, "shutil": shutil, "variant": variant})
+    assert run_python(load % str(tmp_path / variant.name)) == ""
+
+
+def test_the_server_keeps_to_its_store(hub: HubServer):
+    """`..` in a path, also as %2e%2e, leads to nothing outside of the commit."""
+    commit = hub.repository(UNTRUSTED).branches["v1"]
+    (hub.store / "secret").write_text("confidential")
+    connection = http.client.HTTPConnection(*hub.server.server_address[:2])
+    for climb in (
+        "../../../secret",
+        "%2e%2e/%2e%2e/%2e%2e/secret",
+        f"build/../../../../secret#{commit}",
+        "%2Fetc/passwd",
+    ):
+        for what in (f"/kernels/{UNTRUSTED}/resolve/{commit}/", f"/api/kernels/{UNTRUSTED}/tree/{commit}/"):
+            connection.request("GET", what + climb)
+            response = connection.getresponse()
+            assert (response.status, b"confidential" in response.read()) == (404, False), what + climb
+    connection.request("GET", f"/kernels/{UNTRUSTED}/resolve/{commit}/README.md")
+    assert connection.getresponse().read() == b"the card\n"
 
 
 def test_two_versions_in_one_process(client: Client, repository, tmp_path: Path):
@@ -392,6 +442,7 @@ MESSAGES = [
     *(text for _, text in SYSTEMS.values()),
 ]  # fmt: skip
 DOCS = (ROOT / "docs" / "hub.md").read_text()
+CUDA_130 = "torch-stable-abi211-cu130-x86_64-linux"  # the example in the docs
 
 
 def test_docs_explain_every_error():
@@ -412,10 +463,12 @@ def test_docs_snippets(client: Client, hub: HubServer, tmp_path: Path):
     blocks = re.findall(r"```python\n(.*?)```", DOCS + card, re.DOTALL)
     assert len(blocks) >= 8
     commit = hub.repository(UNTRUSTED).branches["v1"]
-    blocks = [block.replace("COMMIT", commit) for block in blocks]
+    blocks = [block.replace("COMMIT", commit).replace(CUDA_130, built_variant("cpu").name) for block in blocks]
     use = "if 'ltx' in globals(): assert ltx.rmsnorm(torch.ones(1, 4)).sum().round() == 4; del ltx\n"
-    local = [block for block in blocks if "get_local_kernel" in block]
-    for group in (local, [block for block in blocks if block not in local]):
+    copied = [block for block in blocks if "shutil.copyfile" in block]  # of the same ops as the one that is downloaded
+    local = [block for block in blocks if "get_local_kernel" in block and block not in copied]
+    for group in (copied, local, [block for block in blocks if block not in copied + local]):
+        assert group
         for block, output in zip(group, client.outcomes(*(block + use for block in group)), strict=True):
             assert "Error" not in output, f"{block}\n{output}"
             if "get_kernel_variants" in block:

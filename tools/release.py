@@ -5,7 +5,7 @@
     python tools/release.py table [--write]     which variant serves whom, for docs/hub.md
     python tools/release.py api                 the signatures of the public API
     python tools/release.py check [TAG]         the API against the last release; with a tag, also version and changelog
-    python tools/release.py complete BUILD      is every variant in BUILD, whole, from this commit, and fit to publish?
+    python tools/release.py complete BUILD      does BUILD hold every variant of this commit, and nothing else?
     python tools/release.py sign BUILD          cosign signs every metadata.json below BUILD
     python tools/release.py card BUILD          CARD.md filled in, and benchmarks, where the upload wants them
     python tools/release.py upload BUILD        kernel-builder uploads these to the repository that build.toml names
@@ -28,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import build as builder
@@ -208,30 +209,94 @@ def check_tag(root: Path, tag: str) -> str:
 
 
 def check_complete(project: builder.Project, build: Path, systems: Sequence[str] = SYSTEMS) -> str:
-    """Every variant, one commit, nothing dirty, every digest right."""
-    found = {path.name for path in build.iterdir() if (path / "metadata.json").is_file()}
-    wanted = set(variants(project, systems))
-    if found != wanted:
-        raise ReleaseError(
-            f"missing: {sorted(wanted - found) or 'none'}; not expected: {sorted(found - wanted) or 'none'}"
-        )
-    commits = set()
-    for name in sorted(found):
-        metadata = json.loads((build / name / "metadata.json").read_text())
-        if metadata["version"] != project.version:
-            raise ReleaseError(f"{name}: version {metadata['version']}, expected {project.version}")
-        if metadata["digest"]["files"] != builder.hash_variant(build / name):
-            raise ReleaseError(f"{name}: its files are not those that its metadata was written for")
-        kernel = metadata.get("provenance", {}).get("kernel")
-        if kernel is None or kernel["dirty"]:
-            raise ReleaseError(f"{name}: built from a dirty tree; commit first")
-        commits.add(kernel["commit"])
-        violations = [v for library in (build / name).glob("*.so") for v in builder.manylinux_violations(library)]
-        if violations:
-            raise ReleaseError(f"{name}: {', '.join(violations)} are newer than manylinux_2_28: build it with Nix")
-    if len(commits) != 1:
-        raise ReleaseError(f"built from different commits: {', '.join(sorted(commits))}")
-    return f"{len(found)} variants of {commits.pop()[:12]}"
+    """`build` holds every variant, each made from HEAD by Nix, perhaps what `card` adds, and nothing else.
+
+    An upload takes whatever lies there, and the digest does not cover bytecode, `__pycache__` and linked directories.
+    So everything is named here that may be there, and all else is an error.
+    """
+    git_status = builder.git_status(project.root)
+    if git_status is None:
+        raise ReleaseError(f"{project.root}: expected a git checkout, whose commit the variants are compared with")
+    _check_gathered(project, build)
+    names = set(variants(project, systems))
+    found = {path.name for path in build.iterdir() if path.is_dir()}
+    if missing := sorted(names - found):
+        raise ReleaseError(f"{build}: missing variants: {', '.join(missing)}")
+    _check_entries(build, names | {"CARD.md"})
+    _check_entries(build.parent, {build.name, "benchmarks"})
+    benchmarks = {file.name: file for file in benchmark_scripts(project)}
+    if (staged := build.parent / "benchmarks").exists():
+        _check_entries(staged, set(benchmarks))
+        if changed := [
+            file.name for file in staged.iterdir() if file.read_bytes() != benchmarks[file.name].read_bytes()
+        ]:
+            raise ReleaseError(f"{staged}: not the files of this commit: {', '.join(sorted(changed))}")
+    for name in sorted(names):
+        _check_variant(project, build / name, git_status.commit)
+    return f"{len(names)} variants of {git_status.commit[:12]}"
+
+
+def _check_entries(directory: Path, allowed: set[str]) -> None:
+    links = sorted(path.name for path in directory.iterdir() if path.is_symlink())
+    if links:
+        raise ReleaseError(f"{directory}: expected no links, got {', '.join(links)}")
+    if others := sorted(path.name for path in directory.iterdir() if path.name not in allowed):
+        raise ReleaseError(f"{directory}: not expected: {', '.join(others)}")
+
+
+def _check_variant(project: builder.Project, variant: Path, commit: str) -> None:
+    """The variant's metadata describe this project at `commit`, and its files are those of the digest and no others."""
+    backend, cuda = _backend(variant.name)
+    metadata = json.loads((variant / "metadata.json").read_text())
+    ops = metadata.get("id", "")
+    kernel = metadata.get("provenance", {}).get("kernel") or {}
+    if kernel.get("dirty", True):
+        raise ReleaseError(f"{variant.name}: built from a dirty tree; commit first")
+    info: dict[str, Any] = {"type": backend}
+    if cuda is not None:
+        info["archs"] = project.capabilities(cuda)
+    for key, got, expected in (
+        ("name", metadata.get("name"), project.name),
+        ("version", metadata.get("version"), project.version),
+        ("license", metadata.get("license"), project.license),
+        ("source", metadata.get("source"), project.source),
+        ("python-depends", metadata.get("python-depends"), list(project.python_depends)),
+        ("backend", {k: v for k, v in metadata.get("backend", {}).items() if v is not None}, info),
+        ("commit", kernel.get("commit"), commit),
+        ("digest algorithm", metadata.get("digest", {}).get("algorithm"), "sha256"),
+    ):
+        if got != expected:
+            raise ReleaseError(f"{variant.name}: {key}: expected {expected}, got {got}")
+    if not re.fullmatch(rf"_{project.python_name}_{backend}_[0-9a-z]+", ops):
+        raise ReleaseError(f"{variant.name}: id: expected _{project.python_name}_{backend}_<commit>, got {ops}")
+
+    sources = {file.relative_to(project.package_dir).as_posix(): file for file in project.python_files()}
+    signed = {*sources, builder.OPS_FILE, f"{ops}.abi3.so"}
+    beside = {"metadata.json", "metadata.json.sigstore"}
+    directories = {parent.as_posix() for name in signed for parent in PurePosixPath(name).parents}
+    for path in sorted(variant.rglob("*")):
+        name = path.relative_to(variant).as_posix()
+        if path.is_symlink():
+            raise ReleaseError(f"{variant.name}: expected no links, got {name}")
+        if name not in (directories if path.is_dir() else signed | beside):
+            raise ReleaseError(f"{variant.name}: not expected: {name}")
+    files = builder.hash_variant(variant)
+    if files != metadata["digest"]["files"]:
+        raise ReleaseError(f"{variant.name}: its files are not those that its metadata was written for")
+    if missing := sorted(signed - files.keys()):
+        raise ReleaseError(f"{variant.name}: missing: {', '.join(missing)}")
+    if changed := sorted(name for name, file in sources.items() if file.read_bytes() != (variant / name).read_bytes()):
+        raise ReleaseError(f"{variant.name}: not the sources of this commit: {', '.join(changed)}")
+    if violations := builder.manylinux_violations(variant / f"{ops}.abi3.so"):
+        raise ReleaseError(f"{variant.name}: {', '.join(violations)} are newer than manylinux_2_28: build it with Nix")
+
+
+def _backend(variant: str) -> tuple[str, tuple[int, int] | None]:
+    """Backend and CUDA version in the name of a variant: ("cuda", (13, 0)) of cu130, ("cpu", None) of cpu."""
+    compute = variant.split("-")[3]
+    if match := re.fullmatch(r"cu(\d+)(\d)", compute):
+        return "cuda", (int(match[1]), int(match[2]))
+    return compute, None
 
 
 def sign(build: Path) -> None:
@@ -265,20 +330,32 @@ def render_card(project: builder.Project, repo_id: str) -> str:
         license=project.license.lower(),
         functions=functions,
         layers=layers,
-        has_benchmark=any((project.root / "benchmarks").glob("benchmark*.py")),
+        has_benchmark=bool(benchmark_scripts(project)),
         upstream=None,
         source=project.source,
     )
 
 
-def stage_card(project: builder.Project, build: Path) -> None:
-    """kernel-builder uploads build/CARD.md as README.md, and benchmarks/benchmark*.py from beside build/."""
+def _check_gathered(project: builder.Project, build: Path) -> None:
+    """kernel-builder uploads what it finds in a directory of the name `build`, and benchmarks from beside it."""
+    if build.name != "build":
+        raise ReleaseError(f"{build}: expected a directory of the name build, such as dist/build")
     if build.resolve() == project.root / "build":
         raise ReleaseError(f"{build} is for local builds: gather what Nix built in a directory of its own, dist/build")
+
+
+def benchmark_scripts(project: builder.Project) -> list[Path]:
+    """What `kernels benchmark` runs, which goes to the Hub beside the variants."""
+    return sorted((project.root / "benchmarks").glob("benchmark*.py"))
+
+
+def stage_card(project: builder.Project, build: Path) -> None:
+    """kernel-builder uploads build/CARD.md as README.md, and benchmarks/benchmark*.py from beside build/."""
+    _check_gathered(project, build)
     (build / "CARD.md").write_text(render_card(project, hub_repository(project)))
     benchmarks = build.parent / "benchmarks"
     benchmarks.mkdir(exist_ok=True)
-    for file in (project.root / "benchmarks").glob("benchmark*.py"):
+    for file in benchmark_scripts(project):
         shutil.copyfile(file, benchmarks / file.name)
 
 
