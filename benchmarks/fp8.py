@@ -29,10 +29,11 @@ import numpy as np
 import torch
 from cpu import REPOSITORY
 from cpu import meta as common_meta
-from ltx import as_graph, error, make_inputs, quantise_with_torchao, time_steps, view_of, weight_bytes
+from ltx import make_inputs
 from ops import driver_version, load_package, write
 from rich.console import Console
 from rich.table import Table
+from steps import as_graph, error, quantise_with_torchao, time_steps, view_of, weight_bytes
 from torch import nn
 
 sys.path.insert(0, str(REPOSITORY / "examples"))

@@ -18,8 +18,9 @@ import torch
 from cpu import REPOSITORY
 from cpu import meta as common_meta
 from fp8 import CROSS_OUTPUT, TEXT
-from ltx import error, load_model, make_inputs
+from ltx import load_model, make_inputs
 from ops import load_package, write
+from steps import error
 from torch import Tensor
 
 FRAMES, HEIGHT, WIDTH = 9, 128, 128

@@ -143,8 +143,7 @@ def test_calls_are_timed_by_the_device_behind_a_flush(order: list[str]) -> None:
 
 def test_steps_are_timed_by_the_device_behind_a_warm_up(order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a wait between the steps that are timed, and those before them."""
-    pytest.importorskip("diffusers")
-    import ltx as steps
+    import steps
 
     seconds = iter([0.0, 0.4, 0.8, 1.2])
     monkeypatch.setattr(steps.time, "perf_counter", lambda: next(seconds))
@@ -228,3 +227,49 @@ def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
     assert text == f"of commit aaaaaaa ({second.op} of bbbbbbb; {plots.ATTENTION} of ccccccc)"
     with pytest.raises(SystemExit, match=r"--update: .* is of device GPU, this machine has other"):
         ops.earlier(path, {**now, "device": "other"}, [second])
+
+
+@pytest.mark.parametrize("model", ["flux", "wan"])
+def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: str) -> None:
+    """Another model's records stay in the file; a model that fails is named, and the exit status says so."""
+    pytest.importorskip("diffusers")
+    import models
+
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps({"meta": {}, "records": [{"model": "other", "config": "baseline", "step_ms": 1.0,
+                                                         "first_step_s": 1.0}]}))  # fmt: skip
+    arguments = ["--tiny", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--steps", "1", "--output", str(path)]
+    assert models.main([*arguments, "--models", model, "--configs", "baseline", "kernels"]) == 0
+    other, baseline, kernels = json.loads(path.read_text())["records"]
+    assert other["model"] == "other"
+    assert (baseline["config"], kernels["config"]) == ("baseline", "kernels")
+    assert baseline["error_vs_fp32"] == 0 < kernels["error_vs_fp32"] < 1e-6
+    assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
+
+
+def test_a_model_that_fails_is_named(
+    ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("diffusers")
+    import models
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no such model")
+
+    monkeypatch.setattr(models.Model, "construct", fail)
+    assert models.main(["--tiny", "--device", "cpu", "--models", "wan", "--output", str(tmp_path / "m.json")]) == 1
+    assert "wan failed: RuntimeError: no such model" in capsys.readouterr().out
+
+
+def test_every_model_says_how_deep_it_was(ltx: ModuleType) -> None:
+    pytest.importorskip("diffusers")
+    import models
+
+    flux = models.MODELS["flux"].construct(True, torch.float32, "cpu")
+    shallow = models.first_blocks(flux, 1)
+    assert {name: len(blocks) for name, blocks in models.block_lists(flux).items()} == {
+        "transformer_blocks": 2,
+        "single_transformer_blocks": 2,
+    }
+    assert len(shallow.transformer_blocks) == 1 and len(flux.transformer_blocks) == 2
+    assert shallow.transformer_blocks[0].attn.to_q.weight is flux.transformer_blocks[0].attn.to_q.weight

@@ -1,0 +1,276 @@
+"""Times the steps of a model in several configurations; shared by the scripts that time whole models.
+
+The configurations share one set of weights and take turns, forwards and backwards: each leaves the chip warm or cool
+for the next one.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+Step = Callable[[], Tensor]
+
+CONFIGS = ("baseline", "kernels", "compile", "kernels_compile")
+FP8_CONFIGS = ("kernels_fp8", "torchao_fp8_compile", "kernels_fp8_compile")
+PROFILED_STEPS = 5
+WARM_UP_S = 1.0  # of each turn on a GPU: until then its clock is what the configuration before has left
+STEPS_AHEAD = 3  # that the host launches before those that are timed
+COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+
+# Device kernels by what they do, the first that fits; what is left is elementwise work of torch and torch.compile.
+KINDS = {
+    "elementwise": re.compile(r"^triton_"),  # torch.compile names them after all that they touch
+    "attention": re.compile(r"fmha|flash|sdpa|attention|cudnn.*sm\d+.*knob", re.IGNORECASE),
+    "GEMM": re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitK|addmm", re.IGNORECASE),
+    "this package": re.compile(r"\bltx::"),
+}
+COLOURS = {"GEMM": "#4C72B0", "attention": "#8172B3", "this package": "#55A868", "elementwise": "#DD8452"}
+COLOURS["idle"] = "#CCCCCC"
+
+# What torchao sets in inductor for these layers: by itself it would, for all that the process compiles later.
+TORCHAO_INDUCTOR = {"coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": True}
+
+
+@dataclass
+class Turns:
+    """How often and how long each configuration is timed."""
+
+    rounds: int = 4
+    steps: int = 10  # timed steps of a turn
+    seconds: float = math.inf  # a turn has fewer steps where these would take longer
+    warm_up_s: float = WARM_UP_S
+    profiled: int = PROFILED_STEPS
+    graphs: bool = True
+
+    def steps_of(self, step_s: float) -> int:
+        return max(1, min(self.steps, int(self.seconds / step_s)))
+
+
+@dataclass
+class Measured:
+    """One configuration: its step, its result, and what is known about it so far."""
+
+    step: Step
+    result: Tensor
+    record: dict[str, Any]
+    graph: Step | None = None
+    times: list[float] = field(default_factory=list)
+    graph_times: list[float] = field(default_factory=list)
+
+
+def view_of(model: nn.Module) -> nn.Module:
+    """Another model with the same parameters."""
+    return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
+
+
+def quantise_with_torchao(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
+    """Dynamic quantisation per row of the linear layers of the blocks; of LTX-Video's unless others are given."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    for block in model.transformer_blocks if blocks is None else blocks:
+        quantize_(block, config)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """What a model's parameters and buffers take; a storage that several share counts once."""
+    storages = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        parts = [getattr(tensor, name) for name in getattr(tensor, "tensor_data_names", ())] or [tensor]
+        for part in parts:
+            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_steps(step: Step, steps: int, device: str, warm_up_s: float = WARM_UP_S) -> list[float]:
+    """Milliseconds of each; on a GPU device time, launched ahead."""
+    if device != "cuda":
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    start = time.perf_counter()
+    while time.perf_counter() - start < warm_up_s:
+        step()
+        torch.cuda.synchronize()
+    for _ in range(STEPS_AHEAD if steps > 1 else 0):
+        step()
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def as_graph(step: Step) -> Step:
+    """A step whose kernels the host launches all at once."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def kernel_times(step: Step, steps: int = PROFILED_STEPS) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """(milliseconds of a step by kind of kernel, all kernels with their milliseconds and launches).
+
+    Of steps that follow one another: alone, a step finds a cooler chip and a higher clock.
+    """
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    step()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("gpu_"):
+            by_name[event.name].append(event.device_time_total / 1e3)
+    by_kind: dict[str, float] = defaultdict(float)
+    kernels = []
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+        kind = next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "elementwise")
+        ms, launches = sum(times) / steps, round(len(times) / steps)
+        by_kind[kind] += ms
+        kernels.append({"kernel": name, "kind": kind, "ms": round(ms, 3), "launches": launches})
+    return {kind: round(ms, 3) for kind, ms in by_kind.items()}, kernels
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def psnr(got: Tensor, expected: Tensor) -> float | None:
+    mean_square = (got.double() - expected.double()).square().mean().item()
+    span = (expected.max() - expected.min()).item()
+    return 10 * math.log10(span * span / mean_square) if mean_square else None
+
+
+def prepare(made: nn.Module, step: Step, start: float, device: str, graphs: bool) -> Measured:
+    """Runs a configuration's first steps, and captures one. `start`: when the making of `made` began."""
+    step()
+    synchronize(device)
+    record: dict[str, Any] = {"first_step_s": round(time.perf_counter() - start, 3)}
+    for _ in range(3):
+        step()
+    if device != "cuda":
+        return Measured(step, step().clone(), record)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    measured = Measured(step, step().clone(), record)
+    record["peak_gb"] = round((weight_bytes(made) + torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+    if graphs:
+        measured.graph = as_graph(step)
+    return measured
+
+
+def measure(
+    title: str,
+    make: Callable[[str], nn.Module],
+    step_of: Callable[[nn.Module], Step],
+    configs: Sequence[str],
+    turns: Turns,
+    device: str,
+    progress: Progress,
+) -> dict[str, Measured]:
+    """Every configuration that `make` makes, timed in turns. `step_of` gives a model's step."""
+    task = progress.add_task(title, total=len(configs) * (turns.rounds + 1))
+    all_measured: dict[str, Measured] = {}
+    for config in configs:
+        synchronize(device)
+        start = time.perf_counter()
+        made = make(config)
+        measured = all_measured[config] = prepare(made, step_of(made), start, device, turns.graphs)
+        progress.console.print(f"{title}, {label(config)}: first step {measured.record['first_step_s']} s")
+        progress.advance(task)
+    for turn in range(turns.rounds):
+        for config in configs[:: -1 if turn % 2 else 1]:
+            measured = all_measured[config]
+            for step, times in ((measured.step, measured.times), (measured.graph, measured.graph_times)):
+                if step is not None:
+                    start = time.perf_counter()
+                    step()
+                    synchronize(device)
+                    count = turns.steps_of(time.perf_counter() - start)
+                    times += time_steps(step, count, device, turns.warm_up_s)
+            progress.advance(task)
+    for measured in all_measured.values():
+        record = measured.record
+        record["step_ms"] = round(statistics.median(measured.times), 3)
+        if len(measured.times) > 1:
+            record["p90_ms"] = round(statistics.quantiles(measured.times, n=10)[-1], 3)
+        if measured.graph is not None:
+            record["graph_ms"] = round(statistics.median(measured.graph_times), 3)
+        if device == "cuda":
+            by_kind, record["kernels"] = kernel_times(measured.step, turns.profiled)
+            # Of the step as it was timed: under the profiler the host is slower, and the device waits for it.
+            idle = max(0.0, record["step_ms"] - sum(by_kind.values()))
+            record["ms_by_kind"] = {**by_kind, "idle": round(idle, 3)}
+    return all_measured
+
+
+def label(config: str) -> str:
+    return config.replace("_fp8", " fp8").replace("_", " + ")
+
+
+def draw(groups: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
+    """One panel a group: where the time of a step goes on the device, by configuration."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(4, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=((6.4 if columns < 3 else 4.8) * columns, 3.8 * rows), squeeze=False
+    )
+    for axis in axes.flat[len(groups) :]:
+        axis.remove()
+    for axis, (name, shown) in zip(axes.flat, groups.items()):
+        bottom = [0.0] * len(shown)
+        names = [label(record["config"]).replace(" + ", "\n+ ") for record in shown]
+        for kind, colour in COLOURS.items():
+            heights = [record["ms_by_kind"].get(kind, 0.0) for record in shown]
+            axis.bar(names, heights, bottom=bottom, color=colour, label=kind, width=0.7)
+            bottom = [b + h for b, h in zip(bottom, heights)]
+        for i, record in enumerate(shown):
+            axis.text(i, bottom[i], f"{record['step_ms']:.1f} ms", ha="center", va="bottom", fontsize=9)
+        axis.set_title(name)
+        axis.set_ylim(0, max(bottom) * 1.12)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(axis="x", labelsize=8)
+    axes[0][0].set_ylabel("ms a denoising step")
+    axes.flat[len(groups) - 1].legend(frameon=False, fontsize=8, loc="upper right")
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=150)
+    pyplot.close(figure)
