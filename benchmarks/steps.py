@@ -57,7 +57,7 @@ class Turns:
     graphs: bool = True
 
     def steps_of(self, step_s: float) -> int:
-        return max(1, min(self.steps, int(self.seconds / step_s)))
+        return max(1, int(min(self.steps, self.seconds / step_s)))
 
 
 @dataclass

@@ -273,3 +273,24 @@ def test_every_model_says_how_deep_it_was(ltx: ModuleType) -> None:
     }
     assert len(shallow.transformer_blocks) == 1 and len(flux.transformer_blocks) == 2
     assert shallow.transformer_blocks[0].attn.to_q.weight is flux.transformer_blocks[0].attn.to_q.weight
+
+
+def test_ltx_video_is_timed(ltx: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    import ltx as script
+
+    path = tmp_path / "ltx.json"
+    size = ["--frames", "9", "--height", "64", "--width", "64", "--rounds", "1", "--steps", "2"]
+    arguments = ["--model", "tiny", "--device", "cpu", "--dtype", "fp32", *size, "--output", str(path)]
+    assert script.main([*arguments, "--configs", "baseline", "kernels"]) == 0
+    baseline, kernels = json.loads(path.read_text())["records"]
+    assert baseline["error_vs_fp32"] == 0 < kernels["error_vs_fp32"] < 1e-6
+    assert kernels["step_ms"] > 0 and kernels["psnr_vs_baseline"] > 100
+
+
+def test_slow_steps_make_short_turns() -> None:
+    import steps
+
+    turns = steps.Turns(steps=10, seconds=1.0)
+    assert [turns.steps_of(seconds) for seconds in (0.01, 0.25, 3.0)] == [10, 4, 1]
+    assert steps.Turns(steps=10).steps_of(3.0) == 10
