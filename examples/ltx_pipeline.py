@@ -255,7 +255,7 @@ def start_offload(pipe: LTXPipeline, offload: str, device: torch.device) -> None
 @dataclasses.dataclass
 class Clip:
     latents: Tensor  # float32, as the scheduler left them
-    frames: np.ndarray  # [batch, frames, height, width, 3] in 0..1
+    frames: np.ndarray  # [batch, frames, height, width, 3] in 0..1, unless another output_type was asked for
     seconds: float  # the whole pipeline call but the text encoder
     steps: list[float]  # seconds of each denoising step
     decode: float  # seconds of the VAE
@@ -292,10 +292,17 @@ def progress_bar(console: Any) -> Progress:
 class Generator:
     """Makes clips from the same arguments and the same noise again and again, and times them."""
 
-    def __init__(self, pipe: LTXPipeline, args: argparse.Namespace, progress: Progress, batch: int = 1):
-        self.pipe, self.args, self.progress, self.batch = pipe, args, progress, batch
+    def __init__(
+        self,
+        pipe: LTXPipeline,
+        args: argparse.Namespace,
+        progress: Progress,
+        batch: int = 1,
+        output_type: str = "np",
+    ):
+        self.pipe, self.args, self.progress, self.batch, self.output_type = pipe, args, progress, batch, output_type
         self.device = torch.device(args.device)
-        self.encode()
+        self.text_seconds = self.encode()
 
     def encode(self) -> float:
         """Encodes the prompts for the clips to come; the seconds that it takes."""
@@ -348,7 +355,7 @@ class Generator:
             # For VAEs that are told how noisy the latents are (LTX-Video 0.9.1 and later).
             decode_timestep=0.05,
             decode_noise_scale=0.025,
-            output_type="np",
+            output_type=self.output_type,
             callback_on_step_end=on_step_end,
         ).frames
         stopwatch.mark()

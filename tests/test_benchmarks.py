@@ -294,3 +294,21 @@ def test_slow_steps_make_short_turns() -> None:
     turns = steps.Turns(steps=10, seconds=1.0)
     assert [turns.steps_of(seconds) for seconds in (0.01, 0.25, 3.0)] == [10, 4, 1]
     assert steps.Turns(steps=10).steps_of(3.0) == 10
+
+
+def test_clips_are_timed_by_part(ltx: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    import clip
+
+    path = tmp_path / "clip.json"
+    arguments = ["--model", "tiny", "--device", "cpu", "--dtype", "fp32", "--clips", "1", "--output", str(path)]
+    size = ["--recipes", "distilled", "--sizes", "9x64x64", "--configs", "stock", "kernels"]
+    assert clip.main([*arguments, *size]) == 0
+    records = json.loads(path.read_text())["records"]
+    assert [record["config"] for record in records] == ["stock", "kernels"]
+    for record in records:
+        assert (record["frames"], record["height"], record["width"], record["steps"]) == (9, 64, 64, 8)
+        parts = record["text_ms"] + record["steps_ms"] + record["decode_ms"]
+        assert 0 < parts <= record["clip_ms"] < 2 * parts + 1000
+        assert record["step_ms"] == pytest.approx(record["steps_ms"] / 8, rel=0.9)
+    assert path.with_suffix(".png").stat().st_size > 10_000
