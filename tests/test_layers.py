@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,7 @@ through_transformers = pytest.mark.skipif(
     not TAKES_KERNELS,
     reason=f"NOT RUN: transformers {transformers.__version__} does not take kernels {kernels.__version__}",
 )
+PACKED = ("SwiGLUMLP", "GeGLUMLP", "RMSNormSwiGLUMLP")
 MODES = [Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE]
 
 
@@ -53,6 +55,21 @@ def no_grad():
     with torch.no_grad():
         yield
     torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def stock_functions():
+    """kernelize replaces a decorated function for the whole process: afterwards it is the stock one again."""
+    yield
+    for function in rotary_functions():
+        function.__dict__.pop("forward", None)
+
+
+def rotary_functions() -> list[nn.Module]:
+    """What transformers made of `apply_rotary_pos_emb` in every model that is imported."""
+    models = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    functions = [vars(module).get("apply_rotary_pos_emb") for module in models]
+    return [function for function in functions if isinstance(function, nn.Module)]
 
 
 def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "Llama", **config: Any) -> Any:
@@ -457,16 +474,22 @@ def test_missing_layer_and_device(ltx: ModuleType, device: str, build: Path) -> 
 
 
 def test_mapping(ltx: ModuleType, backend: str) -> None:
-    mapping = ltx.kernel_mapping()
-    assert {device for devices in mapping.values() for device in devices} == {backend}
-    used = {repository.load() for devices in mapping.values() for repository in devices.values()}
-    assert used == {getattr(ltx.layers, name) for name in ltx.layers.__all__}
-    for layer in used:
+    used = set()
+    for rounding in ("fp32", "eager"):
+        mapping = ltx.kernel_mapping(rounding=rounding)
+        assert {device for devices in mapping.values() for device in devices} == {backend}
+        loaded = {repository.load() for devices in mapping.values() for repository in devices.values()}
+        assert mapping == ltx.kernel_mapping(rounding=rounding) == copy.deepcopy(mapping)  # kernels does all of this
+        assert len({hash(repository) for devices in mapping.values() for repository in devices.values()}) == len(loaded)
+        used |= loaded
+    packed = {getattr(ltx.layers, name) for name in PACKED}
+    assert used | packed == {getattr(ltx.layers, name) for name in ltx.layers.__all__} and not used & packed
+    for layer in used | packed:
         assert layer.has_backward and layer.can_torch_compile
         assert layer.__init__ is nn.Module.__init__
         assert set(dir(layer)) - set(dir(nn.Module)) == {"has_backward", "can_torch_compile"}
-    assert mapping == ltx.kernel_mapping() == copy.deepcopy(mapping)  # kernels compares, hashes and copies them
-    assert len({hash(repository) for devices in mapping.values() for repository in devices.values()}) == len(used)
+    with pytest.raises(ValueError, match='rounding: expected "fp32" or "eager", got \'no\''):
+        ltx.kernel_mapping(rounding="no")
 
 
 def decorated(name: str) -> dict[str, str]:
@@ -507,9 +530,111 @@ def test_layer_fits_every_module_of_its_name() -> None:
         assert lines[-1] in returned, name
 
 
+def norm_module(name: str, cls: str, dtype: torch.dtype, device: str, **options: Any) -> Any:
+    module = class_named(f"transformers.models.{name}.modeling_{name}.{cls}")
+    if module is None or not TAKES_KERNELS:
+        pytest.skip(f"NOT RUN: transformers {transformers.__version__} has no decorated {cls}")
+    torch.manual_seed(5)
+    norm = module(WIDTH, eps=0.3, **options).to(device, dtype)
+    norm.weight.normal_(0.7, 0.2)
+    return norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_zero_centred_norm(ltx: ModuleType, device: str, dtype: torch.dtype) -> None:
+    norm = norm_module("qwen3_5", "Qwen3_5RMSNorm", dtype, device)
+    x = torch.randn(3, 7, WIDTH).to(device, dtype)
+    stock = norm(x)
+    run_kernelize(norm, ltx.kernel_mapping())
+    assert replaced_by(ltx.layers.RMSNormZeroCentered, norm) == 1
+    wide = x.double()
+    truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.3) * (1 + norm.weight.double())
+    assert_close_to_fp64(norm(x), truth, truth.abs())
+    assert (norm(x) != stock).double().mean() < 0.01 or dtype == torch.float32
+
+
+GATED = [("qwen3_next", "Qwen3NextRMSNormGated"), ("kimi_linear", "KimiLinearRMSNormGated")]
+
+
+@pytest.mark.parametrize("model, cls", GATED, ids=["silu", "sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_gated_norm(ltx: ModuleType, device: str, dtype: torch.dtype, model: str, cls: str) -> None:
+    norm = norm_module(model, cls, dtype, device)
+    x, gate = torch.randn(2, 3, 7, WIDTH).to(device, dtype)
+    stock = norm(x, gate)
+    run_kernelize(norm, ltx.kernel_mapping())
+    assert replaced_by(ltx.layers.RMSNormGated, norm) == 1
+    wide, activate = x.double(), torch.nn.functional.silu if norm.activation == "silu" else torch.sigmoid
+    truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.3) * norm.weight.double()
+    truth = truth * activate(gate.double())
+    assert_close(norm(x, gate), stock)
+    assert distance(norm(x, gate), truth) <= 1.1 * max(distance(stock, truth), 1e-7)
+    assert distance(norm(x, 2 * gate), truth) > 0.1
+    norm.activation = "relu"
+    with pytest.raises(ValueError, match='activation: expected "silu", "swish" or "sigmoid", got \'relu\''):
+        norm(x, gate)
+
+
+# They rotate interleaved pairs: docs/layers.md says to leave them out.
+OTHER_ROTARY = {"modeling_openai_privacy_filter"}
+
+
+def test_every_rotary_function_turns_halves() -> None:
+    """Read in their sources: what the layer computes is what each decorated function means."""
+    found = {}
+    for file in sorted((Path(transformers.__file__).parent / "models").rglob("modeling_*.py")):
+        text = file.read_text()
+        if '"rotary_pos_emb"' not in text:
+            continue
+        nodes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+        rotary = nodes["apply_rotary_pos_emb"]
+        assert [a.arg for a in rotary.args.args] == ["q", "k", "cos", "sin", "unsqueeze_dim"], file.name
+        turn = nodes.get("rotate_half") or nodes["_apply_rotary_emb"]
+        found[file.stem] = ast.unparse(turn).replace('"""Rotates half the hidden dims of the input."""', "")
+    assert len(found) > 100 and "modeling_llama" in found
+    halves = ("x[..., :x.shape[-1] // 2]", "x.chunk(2, dim=-1)", "torch.chunk(x, 2, dim=-1)")
+    for name, body in found.items():
+        assert any(half in body for half in halves) == ("::2" not in body) == (name not in OTHER_ROTARY), name
+
+
+@through_transformers
+@pytest.mark.parametrize("rounding", ["fp32", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("heads_dim", [1, 2])
+def test_rotary_function(ltx: ModuleType, device: str, heads_dim: int, dtype: torch.dtype, rounding: str) -> None:
+    """Through kernelize, which reaches the function by the attention that it is attached to."""
+    llama = sys.modules["transformers.models.llama.modeling_llama"]
+    model, function = make_model(device, dtype), llama.apply_rotary_pos_emb
+    torch.manual_seed(6)
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    if heads_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k = q.to(device, dtype), k.to(device, dtype)
+    angles = torch.randn(2, 9, 8).repeat(1, 1, 2)
+    tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    stock = function(q, k, *tables, unsqueeze_dim=heads_dim)
+    truth = function(q.double(), k.double(), *(t.double() for t in tables), unsqueeze_dim=heads_dim)
+    run_kernelize(model, ltx.kernel_mapping(rounding=rounding))
+    layer = ltx.layers.RotaryPosEmbEager if rounding == "eager" else ltx.layers.RotaryPosEmb
+    assert function.forward.__func__ is layer.forward
+    for got, want, exact, x in zip(function(q, k, *tables, heads_dim), stock, truth, (q, k), strict=True):
+        assert got.dtype == dtype and got.stride() == x.stride()
+        if rounding == "eager":
+            assert_close_to_eager(got, want)
+        else:
+            assert_close_to_fp64(got, exact, 2 * x.double().abs().amax(-1, keepdim=True))
+    halves = tuple(t[..., :8] for t in tables)  # as GPT-OSS has them
+    for got, want in zip(function(q, k, *halves, heads_dim), function(q, k, *tables, heads_dim), strict=True):
+        assert torch.equal(got, want)
+    with torch.enable_grad():
+        leaf = q.clone().requires_grad_(True)
+        (grad,) = torch.autograd.grad(function(leaf, k, *tables, heads_dim)[0].float().square().sum(), leaf)
+    torch.testing.assert_close(grad.float(), 2 * q.float(), rtol=0.1, atol=0.1)  # a rotation keeps lengths
+
+
 @through_transformers
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python", "silu"])
 def test_activations(ltx: ModuleType, device: str, name: str, dtype: torch.dtype) -> None:
     from transformers.activations import ACT2FN
 
@@ -632,6 +757,78 @@ def test_kernel_config_of_the_mapping(ltx: ModuleType, device: str) -> None:
         model.train().eval()
 
 
+def forget_packed_layers() -> None:
+    """transformers keeps what KernelConfig patched for the whole process."""
+    from transformers import conversion_mapping, monkey_patching
+
+    monkey_patching.clear_patch_mapping()
+    conversion_mapping._checkpoint_conversion_mapping_cache = None
+    conversion_mapping.USER_REGISTERED_MAPPINGS.clear()
+
+
+@pytest.fixture
+def stock_classes():
+    yield
+    forget_packed_layers()
+
+
+NORM_AND_MLP = (
+    ("RMSNorm", "model.layers.*.post_attention_layernorm"),
+    ("MLP", "model.layers.*.mlp"),
+)
+
+
+@through_transformers
+@pytest.mark.usefixtures("transformers_takes_cpu", "build", "stock_classes")
+@pytest.mark.parametrize(
+    "family, key, layer",
+    [
+        ("Llama", "LlamaMLP", "SwiGLUMLP"),
+        ("Qwen3", "Qwen3MLP", "SwiGLUMLP"),
+        ("Gemma", "GemmaMLP", "GeGLUMLP"),
+        ("Llama", NORM_AND_MLP, "RMSNormSwiGLUMLP"),
+        ("Mistral", NORM_AND_MLP, "RMSNormSwiGLUMLP"),
+    ],
+)
+def test_packed_layers(ltx: ModuleType, device: str, tmp_path: Path, family: str, key: Any, layer: str) -> None:
+    """Built into the model from the stock checkpoint, twice in one process; what it saves is a stock checkpoint."""
+    from safetensors.torch import load_file
+
+    options = {"mlp_bias": True} if family == "Llama" else {}
+    model, ids = make_model(device, family=family, **options), make_ids(device)
+    model.save_pretrained(tmp_path / "stock")
+    repository = f"{REPO_ID}:{layer}", {"revision": "main", "trust_remote_code": True}
+    for _ in range(2):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "stock", dtype=torch.float32, device_map=device, use_kernels=True,
+            kernel_config=KernelConfig({key: repository}, inherit_mapping=False),
+        )  # fmt: skip
+        assert replaced_by(getattr(ltx.layers, layer), loaded) == LAYERS
+        assert sum("gate_up_proj.weight" in name for name, _ in loaded.named_parameters()) == LAYERS
+        assert_close(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(
+        loaded.generate(ids, max_new_tokens=8, do_sample=False), model.generate(ids, max_new_tokens=8, do_sample=False)
+    )
+    loaded.save_pretrained(tmp_path / "again")
+    want, got = (load_file(tmp_path / name / "model.safetensors") for name in ("stock", "again"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    got, want = gradients(loaded.requires_grad_(True), ids), gradients(model.requires_grad_(True), ids)
+    assert sum(g.double().square().sum() for g in got).item() == pytest.approx(
+        sum(g.double().square().sum() for g in want).item(), rel=1e-4
+    )
+
+
+@through_transformers
+@pytest.mark.usefixtures("transformers_takes_cpu", "build", "stock_classes")
+def test_packed_layer_of_another_activation(device: str, tmp_path: Path) -> None:
+    make_model(device, family="Gemma").save_pretrained(tmp_path)
+    repository = f"{REPO_ID}:SwiGLUMLP", {"revision": "main", "trust_remote_code": True}
+    with pytest.raises(ValueError, match='SwiGLUMLPLayout: expected a model whose activation is one of "silu"'):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, kernel_config=KernelConfig({"GemmaMLP": repository}, inherit_mapping=False), use_kernels=True
+        )
+
+
 @through_transformers
 def test_transformers_mends_local_kernels_in_from_pretrained(build: Path, tmp_path: Path) -> None:
     """A fault of transformers 5.22.2: docs/layers.md tells of it. Should this fail, it is mended."""
@@ -647,12 +844,16 @@ def test_transformers_mends_local_kernels_in_from_pretrained(build: Path, tmp_pa
 
 
 @through_transformers
-@pytest.mark.usefixtures("transformers_takes_cpu")
+@pytest.mark.usefixtures("transformers_takes_cpu", "stock_classes")
 def test_docs(ltx: ModuleType, device: str, build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of docs/layers.md, in their order, with a small model in the place of the real one."""
     text = (ROOT / "docs" / "layers.md").read_text()
     if transformers.__version__ in text:
-        assert f"each of the {len(decorated('RMSNorm'))}\nclasses" in text
+        assert f"each of the {len(decorated('RMSNorm'))} classes" in text
+    for name in ltx.kernel_mapping():
+        assert f"`{name}`" in text
+    for name in ltx.layers.__all__:
+        assert f"`{name}`" in text
     make_model(device, torch.bfloat16, "Qwen3").save_pretrained(tmp_path / "model")
     (tmp_path / "build").symlink_to(build.parent)
     monkeypatch.chdir(tmp_path)
@@ -664,6 +865,11 @@ def test_docs(ltx: ModuleType, device: str, build: Path, tmp_path: Path, monkeyp
             .replace("org/ltx-kernels", REPO_ID),
             names,
         )
+        (packed,) = re.findall(r":(\w*MLP)", block) or [""]
+        if packed:
+            assert replaced_by(getattr(ltx.layers, packed), names["model"]) == LAYERS, block
+            forget_packed_layers()
+            continue
         replaced = replaced_by(ltx.layers.RMSNorm, names["model"])
         if "kernelize" in block or "set_use_kernels" in block or "use_kernels=True" in block:
             assert replaced == NORMS["Qwen3"], block
