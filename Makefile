@@ -2,7 +2,7 @@
 #   PYTHON=/path/to/python   interpreter to make the environment with (default: the first usable one)
 #   VENV=dir                 where the environment is (default: .venv)
 #   SYSTEM=1                 no environment: use python3 (or PYTHON) and the torch that is installed there
-#   BACKEND=cpu|cuda         build this backend alone (default: what this machine can build)
+#   BACKEND=cpu|cuda         build this backend alone (default: what this machine can build; for demo: can run)
 #   BUILD_ARGS=...           more arguments for tools/build.py, for example --cuda-from-pypi
 #   PYTEST_ARGS=...          more arguments for pytest, for example "-k rope -x"
 #   MODEL=...                handed to examples/demo.py
@@ -33,12 +33,14 @@ else
   PY := $(VENV)/bin/python
   BIN := $(VENV)/bin/
   # Named after the pins: other pins, another file, and the set-up is done again.
-  READY := $(VENV)/.ready-$(shell cat requirements/*.txt | cksum | cut -d' ' -f1)
+  READY := $(VENV)/.ready-$(shell cat requirements/torch.txt requirements/dev.txt | cksum | cut -d' ' -f1)
   XDIST := -n $(TEST_JOBS)
 endif
 
 BACKEND_ARG := $(if $(BACKEND),--backend $(BACKEND))
-RUN := LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build HF_HUB_DISABLE_TELEMETRY=1 $(PY)
+BUILD := $(PY) tools/build.py
+LOCAL := LOCAL_KERNELS="org/ltx-kernels=$(CURDIR)/build"
+RUN := $(LOCAL) HF_HUB_DISABLE_TELEMETRY=1 $(PY)
 RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
@@ -47,49 +49,54 @@ CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 .DEFAULT_GOAL := help
 
 help:  ## show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
-	@sed -n '2,/^$$/s/^#//p' Makefile
+	@sed -nE 's/^##@ (.*)/\n\1/p; s/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 18
+	@echo; sed -n '2,/^$$/s/^#//p' Makefile
+
+##@ Try
+
+demo: $(READY)  ## build what this machine can run, then run examples/demo.py (MODEL=...)
+	$(BUILD) $(or $(BACKEND_ARG),--this-machine) $(BUILD_ARGS)
+	$(if $(MODEL),MODEL="$(MODEL)") $(RUN) examples/demo.py
+
+test: build  ## build every variant this machine can, then run the tests but the slow ones
+	$(RUN) -m pytest $(XDIST) -m "not slow" $(PYTEST_ARGS)
+
+##@ Develop
 
 setup: $(READY)  ## make the virtual environment
 
 ifndef SYSTEM
 $(READY):
-	PYTHON="$(PYTHON)" tools/venv.sh $(VENV)
+	PYTHON="$(PYTHON)" tools/venv.sh "$(VENV)"
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 endif
 
 build: $(READY)  ## build every variant this machine can into build/
-	$(PY) tools/build.py $(BACKEND_ARG) $(BUILD_ARGS)
-
-test: build  ## build, then run the tests but the slow ones
-	$(RUN) -m pytest $(XDIST) -m "not slow" $(PYTEST_ARGS)
+	$(BUILD) $(BACKEND_ARG) $(BUILD_ARGS)
 
 test-all: build  ## build, then run all tests
 	$(RUN) -m pytest $(XDIST) $(PYTEST_ARGS)
 
 test-torch:  ## test the built CPU variant, as it is, under another torch (TORCH=2.11) or Python (PYTHON=...)
 	TORCH="$(TORCH)" PYTHON="$(PYTHON)" tools/venv.sh .venv-torch-$(TORCH)
-	LTX_KERNELS_BACKEND=cpu LOCAL_KERNELS=org/ltx-kernels=$(CURDIR)/build \
+	LTX_KERNELS_BACKEND=cpu $(LOCAL) \
 	  .venv-torch-$(TORCH)/bin/python -m pytest -n $(TEST_JOBS) -m "not slow" $(TORCH_TESTS) $(PYTEST_ARGS)
 
 test-versions: build  ## the same under torch 2.11, 2.13 and the newest: gigabytes of download without PyTorch's CPU index
 	for torch in $(TORCH_VERSIONS); do $(MAKE) test-torch TORCH=$$torch || exit 1; done
 
 test-diffusers: build  ## build, then diffusers' own tests of its LTX transformer, on optimized models (STOCK=1: not)
-	[ -d $(DIFFUSERS) ] || \
-	  git clone -q --depth 1 --branch v$(DIFFUSERS_VERSION) https://github.com/huggingface/diffusers $(DIFFUSERS)
-	cd $(DIFFUSERS) && $(if $(STOCK),STOCK=1) PYTHONPATH=$(CURDIR)/tests \
-	  $(abspath $(PY)) -m pytest -p helpers.diffusers_models $(DIFFUSERS_TESTS) $(PYTEST_ARGS)
+	[ -d "$(DIFFUSERS)" ] || \
+	  git clone -q --depth 1 --branch v$(DIFFUSERS_VERSION) https://github.com/huggingface/diffusers "$(DIFFUSERS)"
+	python=$$(realpath -s "$$(command -v $(PY))"); cd "$(DIFFUSERS)" && \
+	  $(if $(STOCK),STOCK=1) PYTHONPATH="$(CURDIR)/tests" "$$python" -m pytest -p helpers.diffusers_models $(DIFFUSERS_TESTS) $(PYTEST_ARGS)
 
 fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
 	$(RUN) tests/fuzz.py --cases $(N) $(FUZZ_ARGS)
 
 sanitize: build  ## every tool of compute-sanitizer over tests/test_sanitize.py, own kernels only; needs a GPU
 	$(RUN) tests/sanitize.py $(SANITIZE_ARGS)
-
-demo: build  ## build, then run examples/demo.py (MODEL=...)
-	$(if $(MODEL),MODEL="$(MODEL)") $(RUN) examples/demo.py
 
 lint: $(READY)  ## check formatting, lint and types
 	$(PY) -m ruff format --check .
@@ -110,39 +117,41 @@ actionlint: $(READY)  ## check the workflow files
 
 check-all: lint actionlint test-all test-versions  ## lint, and all tests, under every torch
 
-# What the workflows in .github run, besides the above. docs/hub.md tells how to release.
+clean:  ## remove what was built
+	rm -rf build dist torch-ext/*/_ops.py torch-ext/*/*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## also the virtual environment and the downloaded CUDA compiler
+	rm -rf "$(VENV)" .venv-torch-* .venv-card .cuda .diffusers-*
+
+##@ Release (docs/hub.md; the workflows in .github run these)
 
 nix-matrix:  ## the variants that Nix would build: they must be those of a release (needs nix)
 	$(RELEASE) nix-matrix
 
 nix-build:  ## build one VARIANT=torch-... with Nix, into VARIANTS
 	nix build -L ".#redistributable.$(VARIANT)"
-	$(RELEASE) collect result $(VARIANT) $(VARIANTS)
+	$(RELEASE) collect result $(VARIANT) "$(VARIANTS)"
 
 check-variants: $(READY)  ## check each variant in VARIANTS: layout, metadata, digest, symbols, device code
-	LTX_KERNELS_VARIANTS=$(VARIANTS) $(RUN) -m pytest tests/test_build_variants.py $(PYTEST_ARGS)
+	LTX_KERNELS_VARIANTS="$(VARIANTS)" $(RUN) -m pytest tests/test_build_variants.py $(PYTEST_ARGS)
 
 check-complete:  ## is every variant of a release in VARIANTS, from one clean commit, fit to publish?
-	$(RELEASE) complete $(VARIANTS)
+	$(RELEASE) complete "$(VARIANTS)"
 
 check-release:  ## the API against the last release; with TAG=v1.0 also version and changelog
 	$(RELEASE) check $(TAG)
 
 sign:  ## sign the metadata of each variant in VARIANTS (needs cosign)
-	$(RELEASE) sign $(VARIANTS)
+	$(RELEASE) sign "$(VARIANTS)"
 
-card: $(READY)  ## put what the Hub shows beside the variants in VARIANTS: CARD.md filled in, the benchmark script
-	$(PY) tools/release.py card $(VARIANTS)
+# In an environment of its own, of two packages whose hashes are checked: what it writes is published.
+card:  ## put what the Hub shows beside the variants in VARIANTS: CARD.md filled in, the benchmark script
+	PYTHON="$(PYTHON)" REQUIREMENTS=requirements/card.txt tools/venv.sh .venv-card
+	.venv-card/bin/python tools/release.py card "$(VARIANTS)"
 
 upload:  ## upload VARIANTS, with card and benchmarks, to the repository that build.toml names (needs nix and HF_TOKEN)
-	$(RELEASE) upload $(VARIANTS)
+	$(RELEASE) upload "$(VARIANTS)"
 
 gpu-job: $(READY)  ## all tests on a GPU of Hugging Face Jobs (HF_TOKEN, FLAVOR=l4x1; DRY_RUN=1 shows the job)
 	@HF=$(BIN)hf tools/gpu_job.sh
-
-clean:  ## remove what was built
-	rm -rf build dist torch-ext/*/_ops.py torch-ext/*/*.so
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
-
-distclean: clean  ## also the virtual environment and the downloaded CUDA compiler
-	rm -rf $(VENV) .venv-torch-* .cuda .diffusers-*

@@ -38,6 +38,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_report_header() -> list[str]:
+    """Which builds are tested though the sources have changed."""
+    if not (ROOT / "tools").is_dir():  # a Nix build
+        return []
+    from build_checks import builder
+
+    project = builder.load_project()
+    tested = [path.parent for path in sorted((build_directory() or ROOT).glob("torch-*/metadata.json"))]
+    return [f"STALE: {v} was made from other sources: run `make build`" for v in tested if builder.is_stale(project, v)]
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """A Nix build holds torch-ext and tests alone: of them `nix run .#ci-test` can import those that it runs."""
     if (ROOT / "tools").is_dir() or not collection_path.name.startswith("test_"):

@@ -231,12 +231,91 @@ def test_two_cuda_versions_side_by_side(project: Path):
         (["--arch", "hopper"], "error: not an architecture: 'hopper'"),
         (["--sanitize", "address", "--backend", "cuda"], "error: --sanitize builds the CPU variant alone"),
         (["--suffix", "a-b"], "error: --suffix 'a-b': expected letters, digits and _"),
+        (["--arch", "9.0", "--backend", "cpu"], "error: --arch is for the CUDA variant: drop it, or --backend cpu"),
+        (["--this-machine", "--backend", "cpu"], "error: --this-machine chooses backend and architectures: drop"),
     ],
 )
 def test_argument_errors(project: Path, arguments: list[str], message: str):
     result = run_build(project, *arguments, check=False)
     assert result.returncode == 1
     assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def stand_in_torch(directory: Path, cuda: str | None) -> Path:
+    """The installed torch, with another torch.version.cuda."""
+    directory.mkdir()
+    real = Path(torch.__file__).parent
+    for name in ("include", "lib"):
+        (directory / name).symlink_to(real / name)
+    (directory / "version.py").write_text(f"__version__ = {torch.__version__!r}\ncuda = {cuda!r}\n")
+    return directory
+
+
+def stand_in_gpus(directory: Path, *capabilities: str) -> None:
+    """An nvidia-smi that lists GPUs of these compute capabilities."""
+    directory.mkdir(exist_ok=True)
+    (directory / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(f"echo {c}\n" for c in capabilities))
+    (directory / "nvidia-smi").chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory for stand-ins that comes first in PATH, with an nvidia-smi that lists no GPU."""
+    stand_in_gpus(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path / "bin"
+
+
+def test_native_architectures(machine: Path, monkeypatch: pytest.MonkeyPatch):
+    assert builder.native_archs() == []
+    stand_in_gpus(machine, "9.0", "12.0", "9.0", "[N/A]")
+    assert builder.native_archs() == ["9.0", "12.0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert builder.native_archs() == []
+
+
+def test_this_machine_without_a_gpu(project: Path, machine: Path):
+    """The CPU variant alone, whatever toolkit there is; what is compiled is told as it goes."""
+    output = run_build(project, "--this-machine").stdout
+    assert output.startswith("Building for the CPU: no NVIDIA GPU") and "`make build`" in output
+    assert [p.name for p in (project / "build").glob("torch-*")] == [cpu_variant(project).name]
+    assert re.findall(r"^  \[(\d)/3, ", output, re.MULTILINE) == ["1", "2", "3"]
+    assert "fault" not in output and "GLIBC" not in output
+    result = run_build(project, "--arch", "native", check=False)
+    assert result.returncode == 1 and "error: --arch native: no NVIDIA GPU found" in result.stderr
+
+
+@needs_nvcc
+def test_this_machine_with_a_gpu(project: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The CUDA variant alone, for the architectures of its GPUs, into build/."""
+    stand_in_gpus(machine, "8.9")
+    cuda = builder.find_cuda()
+    assert cuda is not None
+    monkeypatch.setenv("LTX_KERNELS_TORCH", str(stand_in_torch(tmp_path / "torch", f"{cuda.version[0]}.0")))
+    assert "compute capability 8.9" in run_build(project, "--this-machine").stdout
+    (variant,) = (project / "build").glob("torch-*")
+    assert fatbin_archs(library_of(variant))[0] == {("sm", 89)}
+    assert json.loads((variant / "metadata.json").read_text())["backend"] == {"type": "cuda", "archs": ["8.9"]}
+
+    monkeypatch.setenv("LTX_KERNELS_TORCH", str(stand_in_torch(tmp_path / "older", "11.8")))
+    result = run_build(project, "--this-machine", check=False)
+    assert result.returncode == 1
+    assert f"a torch for CUDA 11.8 and an nvcc of CUDA {cuda.version[0]}: install that CUDA toolkit" in result.stderr
+
+
+def test_stale_builds_are_noticed(project: Path):
+    run_build(project, "--backend", "cpu")
+    tiny = builder.load_project(project)
+    assert not builder.is_stale(tiny, cpu_variant(project))
+    (project / "README.md").write_text("not built\n")
+    assert not builder.is_stale(tiny, cpu_variant(project))
+    edit(project / "kernel_src/ltx/add.h", "1.0f", "5.0f")
+    assert builder.is_stale(tiny, cpu_variant(project))
+    run_build(project, "--backend", "cpu", "--output", str(project / "other"))
+    assert builder.is_stale(tiny, cpu_variant(project)) and not builder.is_stale(tiny, cpu_variant(project, "other"))
+    run_build(project, "--backend", "cpu")
+    assert not builder.is_stale(tiny, cpu_variant(project))
 
 
 def test_torch_missing_or_too_old(project: Path, tmp_path: Path):

@@ -66,6 +66,13 @@ def test_layout(variant: Path):
     assert f"from . import {ops}\n" in (variant / "_ops.py").read_text()
 
 
+def test_not_older_than_the_sources(variant: Path):
+    """A build of other sources passes tests that those sources would not."""
+    assert not builder.is_stale(builder.load_project(), variant), (
+        f"{variant}: made from other sources: run `make build`"
+    )
+
+
 def test_name_is_accepted_by_kernels(variant: Path):
     variants = pytest.importorskip("kernels.variants")
     parsed = variants.parse_variant(variant.name)

@@ -26,7 +26,14 @@ PINS = {
     "sigstore/cosign-installer": "6f9f17788090df1f26f669e9d70d6ae9567deba6",
 }
 # Rights beyond reading the repository.
-RIGHTS = {("release.yml", "publish"): {"contents": "read", "id-token": "write"}}
+RIGHTS = {("release.yml", "sign"): {"contents": "read", "id-token": "write"}}
+# The jobs that may sign or upload, each with all that it runs.
+PRIVILEGED = {
+    "sign": ["actions/checkout", "actions/setup-python", "sigstore/cosign-installer", "actions/download-artifact",
+             "make check-complete sign", "actions/upload-artifact"],
+    "upload": ["actions/checkout", "actions/setup-python", "DeterminateSystems/nix-installer-action",
+               "cachix/cachix-action", "actions/download-artifact", "make check-complete", "make upload"],
+}  # fmt: skip
 
 
 def load(workflow: Path) -> dict[str, Any]:
@@ -67,6 +74,60 @@ def test_rights(workflow: Path):
             assert step["with"]["persist-credentials"] == "false"
         if "pull_request" in content["on"]:
             assert "secrets." not in str(step)
+
+
+def jobs(name: str) -> dict[str, Any]:
+    return load(ROOT / ".github" / "workflows" / name)["jobs"]
+
+
+def test_a_release_goes_through_every_check():
+    """Each job waits for the one before: a wrong tag builds nothing, nothing unchecked is signed."""
+    release = jobs("release.yml")
+    assert [(name, job.get("needs")) for name, job in release.items()] == [
+        ("check", None), ("build", "check"), ("stage", "build"), ("sign", "stage"), ("upload", "sign"),
+    ]  # fmt: skip
+    assert release["build"]["uses"] == "./.github/workflows/build.yml"
+    (check,) = (step for step in release["check"]["steps"] if "run" in step)
+    assert check["run"] == "make check-release" and check["env"] == {"TAG": "${{ github.ref_name }}"}
+    assert not any("if" in part for job in release.values() for part in (job, *job.get("steps", [])))
+    assert [step["run"] for step in release["stage"]["steps"] if "run" in step] == [
+        "make check-complete card check-complete"
+    ]
+    build = jobs("build.yml")
+    assert [(name, job.get("needs")) for name, job in build.items()] == [
+        ("variants", None), ("build", "variants"), ("gather", "build"),
+    ]  # fmt: skip
+    assert [step["run"] for step in build["gather"]["steps"] if "run" in step] == ["make check-complete check-variants"]
+    assert [step["run"] for step in build["build"]["steps"] if "run" in step] == ["make nix-build check-variants"]
+
+
+def test_rights_are_held_by_the_steps_that_need_them():
+    """The jobs that sign and upload wait for approval, run nothing else, and install no Python package."""
+    for name, job in jobs("release.yml").items():
+        text = str(job)
+        if name not in PRIVILEGED:
+            assert "environment" not in job and "secrets." not in text and "id-token" not in text, name
+            continue
+        assert job["environment"] == "release"
+        assert [step.get("run") or step["uses"].split("@")[0] for step in job["steps"]] == PRIVILEGED[name]
+    for name in WORKFLOWS:
+        holders = [step["run"] for _, step in steps(name) if "HF_TOKEN" in str(step)]
+        assert holders == {"release.yml": ["make upload"], "gpu.yml": ["make gpu-job"]}.get(name.name, []), name
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("check-complete", "check-release", "sign", "upload"):
+        assert re.search(rf"^{target}:  ## .*\n\t\$\(RELEASE\) ", makefile, re.MULTILINE), f"{target} makes .venv"
+
+
+def test_card_is_made_with_checked_packages():
+    """What it needs has versions and hashes, and the environment takes nothing else."""
+    makefile, script = (ROOT / "Makefile").read_text(), (ROOT / "tools" / "venv.sh").read_text()
+    assert "REQUIREMENTS=requirements/card.txt tools/venv.sh .venv-card" in makefile.partition("\ncard:")[2]
+    assert 'pip install -qq --require-hashes --only-binary :all: -r "$here/$REQUIREMENTS"\n  exit\n' in script
+    wanted = (ROOT / "requirements" / "card.in").read_text()
+    pinned = re.findall(
+        r"^(\S+==\S+) \\\n    --hash=sha256:[0-9a-f]{64}", (ROOT / "requirements/card.txt").read_text(), re.M
+    )
+    assert pinned == re.findall(r"^\w\S+==\S+$", wanted, re.M) and len(pinned) == 2
 
 
 def make_targets() -> set[str]:

@@ -40,6 +40,7 @@ CXX_SUFFIXES = (".cpp", ".cc")
 PY_LIMITED_API = "0x03090000"
 MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 CUDA_TOOLCHAIN_DIR = ".cuda"
+INPUT_DIGEST = "input-digest.txt"  # in a variant's cache: of the sources that the variant was made from
 STD_SYMBOL = re.compile(r"_ZN?K?St")
 
 # The compiler of CUDA 13.x is complete on PyPI; that of 12.x is not (its wheels hold ptxas alone).
@@ -121,6 +122,14 @@ class Project:
         listed = [*self.torch_src, *(s for kernel in self.kernels_for(backend) for s in kernel.src)]
         files = {self.root / "build.toml", *(self.root / name for name in listed), *self.python_files()}
         return sorted(files)
+
+    def input_digest(self, backend: str, key: str = "") -> str:
+        """Hash of `key` and of all input files, with their names."""
+        digest = hashlib.sha256(key.encode())
+        for file in self.input_files(backend):
+            digest.update(f"{file.relative_to(self.root)}\0{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -274,6 +283,15 @@ def _toolkit(path: Path) -> Cuda:
     return Cuda(path=path, version=(int(match[1]), int(match[2])))
 
 
+def native_archs() -> list[str]:
+    """Compute capabilities of this machine's NVIDIA GPUs, such as 9.0; none where there is no GPU or no driver."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return sorted(set(re.findall(r"^\d+\.\d+$", listing, re.MULTILINE)), key=parse_version)
+
+
 def install_cuda_from_pypi(version: str, directory: Path) -> Cuda:
     """Install the CUDA compiler's wheels below `directory`, once."""
     target = directory / f"cuda-{version}"
@@ -369,11 +387,7 @@ def unique_id(project: Project, backend: str, options: Options, git: Git | None)
     if git is not None and not git.dirty and not options.key:
         identifier = git.tree[:7]  # as kernel-builder names a clean build
     else:
-        digest = hashlib.sha256(options.key.encode())
-        for file in project.input_files(backend):
-            digest.update(f"{file.relative_to(project.root)}\0{file.stat().st_size}\0".encode())
-            digest.update(file.read_bytes())
-        identifier = f"{digest.hexdigest()[:10]}_dirty"
+        identifier = f"{project.input_digest(backend, options.key)[:10]}_dirty"
     return f"{identifier}_{options.suffix}" if options.suffix else identifier
 
 
@@ -577,13 +591,26 @@ def compile_variant(library: Path, cache: Path, jobs: int, verbose: bool) -> Non
     """Run ninja; its output tells what failed."""
     # The environment, not the command line: with another number of jobs nothing needs to be compiled again.
     # nvcc compiles for its architectures in parallel: there are fewer sources than CPUs, and one is the largest by far.
-    environment = {**os.environ, "NVCC_APPEND_FLAGS": f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads={jobs}"}
-    command = [find_ninja(), "-C", str(cache), "-j", str(jobs), *(["-v"] if verbose else ["--quiet"])]
-    if subprocess.run(command, env=environment, check=False).returncode != 0:
+    environment = {
+        **os.environ,
+        "NVCC_APPEND_FLAGS": f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads={jobs}",
+        "NINJA_STATUS": "  [%f/%t, %e s] ",
+    }
+    command = [find_ninja(), "-j", str(jobs), *(["-v"] if verbose else [])]
+    sys.stdout.flush()
+    if subprocess.run(command, cwd=cache, env=environment, check=False).returncode != 0:
         raise BuildError("compilation failed (see above)")
     for stale in library.parent.glob("*.so"):
         if stale != library:
             stale.unlink()
+
+
+def is_stale(project: Project, variant: Path) -> bool:
+    """Whether build/<variant> was made from other sources than those that are there now; False if Nix made it."""
+    backend = json.loads((variant / "metadata.json").read_text())["backend"]["type"]
+    recorded = project.root / "build" / ".cache" / variant.name / INPUT_DIGEST
+    made_here = variant.parent.resolve() == project.root / "build" and recorded.is_file()
+    return made_here and recorded.read_text() != project.input_digest(backend)
 
 
 def check_defined(library: Path) -> None:
@@ -716,6 +743,7 @@ def build_variant(
     archs = () if cuda is None else options.archs or tuple(project.capabilities(cuda.version))
     cache = project.root / "build" / ".cache" / (f"{variant}.{options.key}" if options.key else variant)
     with locked(cache):
+        print(f"{variant}{': ' if archs else ''}{' '.join(archs)}")
         library = write_ninja(project, backend, torch, cuda, options, cache, ops)
         compile_variant(library, cache, jobs or len(os.sched_getaffinity(0)), verbose)
         if not options.sanitize:  # the sanitizers' runtime defines symbols of its own
@@ -737,6 +765,8 @@ def build_variant(
         else:
             replace_directory(new, target)
             status = "built"
+        if output.resolve() == project.root / "build":
+            write_if_changed(project.root / "build" / ".cache" / variant / INPUT_DIGEST, project.input_digest(backend))
     return Result(variant, status, target, time.monotonic() - start, archs)
 
 
@@ -777,10 +807,10 @@ def print_table(results: Sequence[Result]) -> None:
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
     libraries = [library for r in results if r.path is not None for library in r.path.glob("*.so")]
-    violations = sorted({v for library in libraries for v in manylinux_violations(library)})
-    if violations:
-        print(f"\nFor this machine only: {', '.join(violations)} are newer than manylinux_2_28.")
-        print("Variants to publish come from Nix: nix run .#build-and-copy -L")
+    if any(manylinux_violations(library) for library in libraries):
+        print(
+            "\nThese builds are for this machine. Builds for other machines come from Nix: nix run .#build-and-copy -L"
+        )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -790,8 +820,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--arch", action="append", default=[], metavar="ARCH",
-        help="CUDA architectures instead of build.toml's: 8.0, 9.0+PTX, or 7.5+PTX-only for PTX without machine code "
-        "(repeatable)",
+        help="CUDA architectures instead of build.toml's: 8.0, 9.0+PTX, 7.5+PTX-only for PTX without machine code, "
+        "or native for those of this machine's GPUs (repeatable)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--this-machine", action="store_true",
+        help="build what this machine runs, and no more: the CUDA variant for its GPUs, else the CPU variant",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, help="directory of the variants (default: build)")
     parser.add_argument("--jobs", type=int, help="compilations at a time (default: one per CPU)")
@@ -806,21 +840,55 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def choose_for_this_machine(project: Project, args: argparse.Namespace) -> None:
+    """Set backend, architectures and output to what this machine's torch and GPUs can run."""
+    if args.backend or args.arch or args.sanitize:
+        raise BuildError("--this-machine chooses backend and architectures: drop --backend, --arch and --sanitize")
+    torch = find_torch(min(project.stable_abi.values()))
+    archs = native_archs() if torch.cuda is not None else []
+    if archs and not args.cuda_from_pypi:
+        cuda = find_cuda()
+        if cuda is None or torch.cuda is None or cuda.version[0] != parse_version(torch.cuda)[0]:
+            found = (
+                "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)" if cuda is None else f"an nvcc of CUDA {cuda.version[0]}"
+            )
+            raise BuildError(
+                f"this machine has a GPU, a torch for CUDA {torch.cuda} and {found}: "
+                "install that CUDA toolkit, or a compiler by --cuda-from-pypi"
+            )
+    args.backend, args.arch = (["cuda"], archs) if archs else (["cpu"], [])
+    args.output = args.output or ROOT / "build"
+    print(
+        f"Building for this machine's GPU (compute capability {', '.join(archs)})."
+        if archs
+        else "Building for the CPU: no NVIDIA GPU that this torch can use was found.",
+        "`make build` builds every variant that this machine can compile.",
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    options = Options(
-        archs=tuple(re.split(r"[,; ]+", " ".join(args.arch))) if args.arch else (),
-        sanitize=tuple(s for s in args.sanitize.split(",") if s),
-        suffix=args.suffix,
-    )
     try:
+        project = load_project()
+        if args.this_machine:
+            choose_for_this_machine(project, args)
+        archs = [arch for arch in re.split(r"[,; ]+", " ".join(args.arch)) if arch]
+        if "native" in archs:
+            native = native_archs()
+            if not native:
+                raise BuildError("--arch native: no NVIDIA GPU found (nvidia-smi lists none): name the architectures")
+            archs = list(dict.fromkeys(a for arch in archs for a in (native if arch == "native" else [arch])))
+        options = Options(
+            archs=tuple(archs), sanitize=tuple(s for s in args.sanitize.split(",") if s), suffix=args.suffix
+        )
         gencode_flags(options.archs)
         if args.suffix and not re.fullmatch(r"[A-Za-z0-9_]+", args.suffix):
             raise BuildError(f"--suffix {args.suffix!r}: expected letters, digits and _")
-        project = load_project()
         backends = args.backend or (["cpu"] if options.sanitize else ["cuda"] if options.archs else project.backends)
         if options.sanitize and list(backends) != ["cpu"]:
             raise BuildError("--sanitize builds the CPU variant alone: drop --backend cuda")
+        if options.archs and "cpu" in backends:
+            raise BuildError("--arch is for the CUDA variant: drop it, or --backend cpu")
         special = "sanitized" if options.sanitize else f"archs-{options.key}" if options.key else ""
         output = args.output or ROOT / "build" / special
         torch = find_torch(min(project.stable_abi[b] for b in backends))

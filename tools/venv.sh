@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make the virtual environment $1 for development: Python 3.11 or newer with the pins of requirements/.
 # Honours PYTHON. With TORCH=2.11 (or newest) that torch, and the few pins of requirements/versions.txt.
+# With REQUIREMENTS=file that file's packages alone, each of a hash that it lists.
 # Downloads a CPU torch where no NVIDIA GPU is found and the CPU index of PyTorch can be reached.
 set -euo pipefail
 venv=$1
@@ -32,6 +33,11 @@ if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c 'import pip' 2>/dev/nu
   "$python" -m venv "$venv"
 fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+if [ -n "${REQUIREMENTS:-}" ]; then
+  pip install -qq --require-hashes --only-binary :all: -r "$here/$REQUIREMENTS"
+  exit
+fi
 
 index=()
 if [ ! -e /dev/nvidia0 ] && ! command -v nvidia-smi >/dev/null; then
