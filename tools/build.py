@@ -546,24 +546,29 @@ def write_ninja(
         f"  command = {ninja_quote([cxx])} -MMD -MF $out.d $flags -c $in -o $out",
         "  deps = gcc",
         "  depfile = $out.d",
-        "  description = c++ $in",
+        "  description = c++ $source",
         "rule nvcc",
         f"  command = {ninja_quote(nvcc)} -MMD -MF $out.d $flags -c $in -o $out > $out.log 2>&1 || "
         "{ cat $out.log; rm -f $out; exit 1; }",
         "  deps = gcc",
         "  depfile = $out.d",
-        "  description = nvcc $in",
+        "  description = nvcc $source",
         "rule link",
         f"  command = {ninja_quote([cxx])} -shared -o $out $in $flags",
-        "  description = link $out",
+        "  description = link $library",
     ]
     objects = []
     for rule, source, flags in edges:
         target = ninja_path(cache / "obj" / (source.replace("/", "__") + ".o"))
         objects.append(target)
-        lines += [f"build {target}: {rule} {ninja_path(project.root / source)}", f"  flags = {ninja_quote(flags)}"]
+        lines += [
+            f"build {target}: {rule} {ninja_path(project.root / source)}",
+            f"  source = {source}",
+            f"  flags = {ninja_quote(flags)}",
+        ]
     library = cache / "lib" / f"{ops}.abi3.so"
-    lines += [f"build {ninja_path(library)}: link {' '.join(objects)}", f"  flags = {ninja_quote(link)}"]
+    lines += [f"build {ninja_path(library)}: link {' '.join(objects)}"]
+    lines += [f"  library = {library.name}", f"  flags = {ninja_quote(link)}"]
     lines += [f"default {ninja_path(library)}", ""]
 
     write_if_changed(cache / "registration.h", REGISTRATION.format(ops=ops))
