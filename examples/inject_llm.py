@@ -2,58 +2,59 @@
 """This package's ops in a language model of transformers, with one call.
 
     python examples/inject_llm.py                      # a small random Llama: no download
-    python examples/inject_llm.py Qwen/Qwen3-0.6B      # or a folder
+    python examples/inject_llm.py llama-8b             # the released size of a model, with random weights
+    python examples/inject_llm.py Qwen/Qwen3-0.6B      # a model of the Hub, or a folder
     python examples/inject_llm.py --kernelize          # through kernels.kernelize, in the place of ltx.optimize
+    python examples/inject_llm.py --configs eager kernels compile kernels_compile liger kernels_fp8
 
-It prints what was replaced, how far the logits move (and how far bfloat16 takes them from float32), how many of the
-tokens are the same (in a random model each is a close choice), and tokens per second with and without.
+It prints what was replaced, and for every configuration: milliseconds of a prompt and of a decoded token, tokens per
+second, memory, how far the logits are from the stock model's in float32, and how many greedy tokens are the stock
+model's (in a random model each is a close choice). `--json` writes the same to a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import logging
-import os
+import statistics
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-REPO_ID = "org/ltx-kernels"
-os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={Path(__file__).resolve().parent.parent / 'build'}")
+import torch
+from kernels import Mode, get_kernel, kernelize, use_kernel_mapping
+from llm_models import CONFIGS, DTYPES, REPO_ID, SHAPES, Configured, configure, distance, has_liger, load_model, view_of
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
 
-import torch  # noqa: E402
-from kernels import Mode, get_kernel, kernelize, use_kernel_mapping  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
-
-
-def load(name: str, dtype: torch.dtype) -> nn.Module:
-    if name != "tiny":
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 1000}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads), dtype=dtype)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            nn.init.uniform_(parameter, 0.5, 1.5)  # as constructed they are all one
-    return model
+REPEATS = 5
 
 
-def generate(model: nn.Module, prompt: Tensor, tokens: int) -> tuple[Tensor, float]:
-    """The generated tokens, and how many of them came out per second."""
-    options = {"do_sample": False, "min_new_tokens": tokens, "pad_token_id": 0}
-    model.generate(prompt, max_new_tokens=2, **{**options, "min_new_tokens": 2})  # warm-up
-    start = time.perf_counter()
-    output = model.generate(prompt, max_new_tokens=tokens, **options)[:, prompt.shape[1] :]
-    output.cpu()  # waits for the GPU
-    return output, output.numel() / (time.perf_counter() - start)
+def milliseconds(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """The median of several calls, each waited for."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+def generate(configured: Configured, prompt: Tensor, tokens: int) -> Tensor:
+    options = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens, "pad_token_id": 0}
+    with configured.in_place():
+        return configured.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[
+            :, prompt.shape[1] :
+        ]
 
 
 def put_layers_in(model: nn.Module, ltx: ModuleType) -> str:
@@ -66,36 +67,90 @@ def put_layers_in(model: nn.Module, ltx: ModuleType) -> str:
     return "\n".join(f"{count} x {name}" for name, count in Counter(type(m).__name__ for m in replaced).items())
 
 
+def measure(configured: Configured, prompt: Tensor, tokens: int, device: str) -> dict[str, Any]:
+    """One configuration's times, tokens and memory."""
+    configured.prefill(prompt)  # warm-up
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    prefill = milliseconds(lambda: configured.prefill(prompt), device, REPEATS)
+    step = configured.decoder(prompt, tokens + 2)
+    step()
+    decode = milliseconds(step, device, tokens)
+    record = {"prefill_ms": round(prefill, 3), "decode_ms": round(decode, 3)}
+    record["tokens_per_s"] = round(prompt.shape[0] * 1e3 / decode, 1)
+    if device == "cuda":
+        record["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return record
+
+
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="tiny", help="tiny, a folder, or the name of a model on the Hub")
-    parser.add_argument("--kernelize", action="store_true", help="use the layers, through the kernels library")
+    named = ", ".join(SHAPES)
+    parser.add_argument(
+        "model", nargs="?", default="tiny", help=f"{named}, a folder, or the name of a model on the Hub"
+    )
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=["eager", "kernels"])
+    parser.add_argument("--kernelize", action="store_true", help="kernels: the layers, through the kernels library")
     parser.add_argument("--rounding", choices=("fp32", "eager"), default="fp32", help="once, or where the model does")
     parser.add_argument("--no-float32", action="store_true", help="leave float32 out, which saves memory")
-    parser.add_argument("--tokens", type=int, default=64, help="how many to generate")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompt (default: 32)")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64, help="how many to generate (default: 64)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all that is printed to this file")
     args = parser.parse_args(arguments)
+    if "liger" in args.configs and not has_liger():
+        parser.error("--configs: liger needs the package liger-kernel, which is not installed")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     ltx = get_kernel(REPO_ID, version=1, backend="cpu" if device == "cpu" else None)
-    model = load(args.model, torch.bfloat16).to(device).eval()
-    prompt = torch.randint(0, model.config.get_text_config().vocab_size, (1, 32)).to(device)
+    model = load_model(args.model, DTYPES[args.dtype], device)
+    prompt = torch.randint(0, model.config.get_text_config().vocab_size, (args.batch, args.prompt)).to(device)
+    keep = min(args.prompt, 64)  # tokens whose logits are compared
+    exact = None if args.no_float32 else copy.deepcopy(model).float()(prompt, logits_to_keep=keep).logits
+    stock = Configured("eager", view_of(model))
+    stock_logits, stock_tokens = stock.prefill(prompt, keep), generate(stock, prompt, args.tokens)
 
-    stock = model(prompt).logits
-    exact = None if args.no_float32 else copy.deepcopy(model).float()(prompt).logits
-    stock_tokens, stock_rate = generate(model, prompt, args.tokens)
-
-    report = put_layers_in(model, ltx) if args.kernelize else ltx.optimize(model, rounding=args.rounding)
-    ours = model(prompt).logits
-    our_tokens, our_rate = generate(model, prompt, args.tokens)
-
-    print(report)
-    print(f"logits, relative distance from the stock model's: {distance(ours, stock):.1e}")
-    if exact is not None:
-        print(f"  from those in float32: stock {distance(stock, exact):.2e}, with the ops {distance(ours, exact):.2e}")
-    same = int((our_tokens == stock_tokens).cumprod(1).sum())
-    print(f"greedy tokens: the first {same} of {args.tokens} are the same")
-    print(f"tokens per second on {device}: stock {stock_rate:.1f}, with the ops {our_rate:.1f}")
+    result: dict[str, Any] = {"model": args.model, "device": device, "records": []}
+    table = Table(
+        "configuration", "prompt ms", "token ms", "tokens/s", "peak GiB", "from float32", "from stock", "same"
+    )
+    for config in args.configs:
+        if config == "kernels" and args.kernelize:
+            configured = Configured(config, view_of(model))
+            replaced = put_layers_in(configured.model, ltx)
+        else:
+            configured = configure(
+                config, model, ltx, **({"rounding": args.rounding} if config in ("kernels", "kernels_compile") else {})
+            )
+            replaced = str(configured.report) if configured.report else ""
+        record = {"config": config, **measure(configured, prompt, args.tokens, device)}
+        logits = configured.prefill(prompt, keep)
+        tokens = generate(configured, prompt, args.tokens)
+        record["from_stock"] = distance(logits, stock_logits)
+        if exact is not None:
+            record["error_vs_fp32"] = distance(logits, exact)
+        record["same_tokens"] = int((tokens == stock_tokens).cumprod(1).sum())
+        record["replaced"] = replaced and (str(configured.report) if configured.report else replaced)
+        result["records"].append(record)
+        if record["replaced"]:
+            console.print(f"{config}:\n{record['replaced']}", markup=False)
+        table.add_row(
+            config,
+            f"{record['prefill_ms']:.2f}",
+            f"{record['decode_ms']:.2f}",
+            f"{record['tokens_per_s']:.1f}",
+            f"{record['peak_gb']:.2f}" if "peak_gb" in record else "",
+            f"{record['error_vs_fp32']:.2e}" if exact is not None else "",
+            f"{record['from_stock']:.1e}",
+            f"{record['same_tokens']} of {args.batch * args.tokens}",
+        )
+    console.print(table)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -288,6 +288,25 @@ def test_ltx_video_is_timed(ltx: ModuleType, tmp_path: Path) -> None:
     assert kernels["step_ms"] > 0 and kernels["psnr_vs_baseline"] > 100
 
 
+def test_language_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path) -> None:
+    """A later run adds to the file: other sizes of a model stay, and the same size is replaced."""
+    pytest.importorskip("transformers")
+    import llm
+
+    path = tmp_path / "llm.json"
+    options = ["--models", "tiny", "--layers", "2", "--device", "cpu", "--dtype", "fp32", "--output", str(path)]
+    options += ["--rounds", "1", "--steps", "1", "--decoded", "2", "--warm-up", "0", "--configs", "eager", "kernels"]
+    for sizes in (["20x1", "8x2"], ["20x1"]):
+        assert llm.main([*options, "--sizes", *sizes]) == 0
+    records = json.loads(path.read_text())["records"]
+    assert sorted((r["tokens"], r["batch"], r["config"]) for r in records) == [
+        (8, 2, "eager"), (8, 2, "kernels"), (20, 1, "eager"), (20, 1, "kernels")
+    ]  # fmt: skip
+    eager, kernels = (r for r in records if r["tokens"] == 20)
+    assert eager["error_vs_fp32"] == 0 < kernels["error_vs_fp32"] < 1e-5
+    assert eager["prefill_ms"] > 0 < kernels["decode_ms"] and kernels["layers"] == 2 and kernels["replaced"]
+
+
 def test_slow_steps_make_short_turns() -> None:
     import steps
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(EXAMPLES))
 import generate_video  # noqa: E402
 import inject_llm  # noqa: E402
 import inject_ltx  # noqa: E402
+import llm_models  # noqa: E402
 import numpy as np  # noqa: E402
 from diffusers import LTXPipeline  # noqa: E402
 from helpers.video import decoded  # noqa: E402
@@ -294,24 +295,23 @@ def test_inject(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_inject_llm(
     device: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    if "--kernelize" in options and not hasattr(LlamaRMSNorm, "kernel_layer_name"):
+        pytest.skip("NOT RUN: this transformers does not take this kernels")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-    inject_llm.load("tiny", torch.float32).save_pretrained(tmp_path)
-    for model in ("tiny", str(tmp_path)):
-        inject_llm.main([model, "--tokens", "8", *options])
-        lines = capsys.readouterr().out.splitlines()
-        if "--kernelize" in options:
-            if not hasattr(LlamaRMSNorm, "kernel_layer_name"):
-                pytest.skip("NOT RUN: this transformers does not take this kernels")
-            assert lines.pop(0) == "9 x LlamaRMSNorm"
-        else:
-            assert lines[2].split() == ["9", "transformers.LlamaRMSNorm", str(9 * (1 + 2 + 8)), "0", "0", "rmsnorm"]
-            del lines[:3]
-        moved = float(lines.pop(0).removeprefix("logits, relative distance from the stock model's: "))
-        assert (0 if "eager" in options else 1e-4) <= moved < 2e-2
+    llm_models.load_model("tiny", torch.float32, "cpu").save_pretrained(tmp_path / "model")
+    for model in ("tiny", str(tmp_path / "model")):
+        inject_llm.main([model, "--tokens", "8", "--json", str(tmp_path / "out" / "result.json"), *options])
+        result = json.loads((tmp_path / "out" / "result.json").read_text())
+        eager, kernels = result["records"]
+        assert (result["model"], eager["config"], kernels["config"]) == (model, "eager", "kernels")
+        assert eager["from_stock"] == 0 and eager["same_tokens"] == 8 and not eager["replaced"]
+        assert ("9 x LlamaRMSNorm" if "--kernelize" in options else "transformers.LlamaRMSNorm") in kernels["replaced"]
+        assert (0 if "eager" in options else 1e-4) <= kernels["from_stock"] < 2e-2 and kernels["same_tokens"] <= 8
         if "--no-float32" not in options:
-            *_, stock, _, _, _, ours = lines.pop(0).replace(",", "").split()
-            assert 1e-3 < float(ours) < 1.3 * float(stock) < 2e-2
-        same = int(lines[0].removeprefix("greedy tokens: the first ").removesuffix(" of 8 are the same"))
-        assert same <= 8 and (same == 8 or "eager" not in options or device != "cpu")
-        rates = lines[1].removeprefix(f"tokens per second on {device}: stock ").split(", with the ops ")
-        assert len(lines) == 2 and min(map(float, rates)) > 1
+            assert 1e-3 < kernels["error_vs_fp32"] < 1.3 * eager["error_vs_fp32"] < 2e-2
+        for record in (eager, kernels):
+            assert record["prefill_ms"] > 0 and record["tokens_per_s"] == pytest.approx(
+                1e3 / record["decode_ms"], rel=0.02
+            )
+        printed = capsys.readouterr().out
+        assert kernels["replaced"].splitlines()[-1] in printed and f"{kernels['decode_ms']:.2f}" in printed

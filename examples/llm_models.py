@@ -1,0 +1,245 @@
+"""Language models by name, configurations to compare, and their calls; inject_llm.py and benchmarks/llm.py share it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+REPO_ID = "org/ltx-kernels"
+os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={Path(__file__).resolve().parent.parent / 'build'}")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from transformers import AutoModelForCausalLM, StaticCache  # noqa: E402
+
+CONFIGS = ("eager", "compile", "liger", "kernels", "kernels_compile", "kernels_fp8")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+LLAMA_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+TINY = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 1000, "max_position_embeddings": 4096}
+TINY_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+# (configuration class, what it changes): the released sizes, as far as they decide what is computed.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": ("LlamaConfig", {**TINY, **TINY_HEADS, "intermediate_size": 688}),
+    "llama-8b": (
+        "LlamaConfig",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            **LLAMA_HEADS,
+            **rope(500000.0),
+        },
+    ),
+    "mistral-7b": (
+        "MistralConfig",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "vocab_size": 32768,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            **LLAMA_HEADS,
+            **rope(1e6),
+        },
+    ),
+    "qwen2-7b": (
+        "Qwen2Config",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "vocab_size": 152064,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            **rope(1e6),
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3Config",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            **LLAMA_HEADS,
+            **rope(1e6),
+        },
+    ),
+    "gemma3-12b": (
+        "Gemma3TextConfig",
+        {
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "num_hidden_layers": 48,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+        },
+    ),
+    "olmo2-7b": (
+        "Olmo2Config",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "vocab_size": 100352,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-6,
+            **rope(500000.0),
+        },
+    ),
+    "falcon-7b": (
+        "FalconConfig",
+        {
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+            "vocab_size": 65024,
+            "multi_query": True,
+            "parallel_attn": True,
+            "new_decoder_architecture": False,
+            "alibi": False,
+            "bias": False,
+        },
+    ),
+}
+
+
+def random_model(name: str, dtype: torch.dtype, device: str, layers: int | None = None) -> Any:
+    """A model of a named shape with random weights, made on the device; `layers` makes it shallower."""
+    config_class, sizes = SHAPES[name]
+    config = getattr(transformers, config_class)(**sizes)
+    if layers:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 1 and "norm" in key:  # as constructed they are all the same
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval().requires_grad_(False)
+
+
+def load_model(name: str, dtype: torch.dtype, device: str) -> Any:
+    """A model of a named shape, or one of the Hub or of a folder."""
+    if name in SHAPES:
+        return random_model(name, dtype, device)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval().requires_grad_(False)
+
+
+def view_of(model: nn.Module) -> Any:
+    """Another model with the same parameters."""
+    return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """The relative L2 distance."""
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def has_liger() -> bool:
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+@dataclass
+class Configured:
+    """A model in one configuration, with the weights of the one that it was made from."""
+
+    config: str
+    model: Any
+    report: Any = None
+    compiled: bool = False
+    # (module, name, function): what Liger replaces for the whole process. It is in place during our calls alone.
+    functions: list[tuple[ModuleType, str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        stock = [(module, name, getattr(module, name)) for module, name, _ in self.functions]
+        for entry in self.functions:
+            setattr(*entry)
+        try:
+            yield
+        finally:
+            for entry in stock:
+                setattr(*entry)
+
+    def prefill(self, ids: Tensor, keep: int = 1) -> Tensor:
+        """The logits of the last `keep` tokens of a prompt; keys and values are cached, as in `generate`."""
+        with self.in_place():
+            return self.model(input_ids=ids, use_cache=True, logits_to_keep=keep).logits
+
+    def decoder(self, ids: Tensor, tokens: int) -> Callable[[], Tensor]:
+        """A function that decodes the next of at most `tokens` tokens after a prompt."""
+        config = self.model.config
+        cache = StaticCache(config=config, max_cache_len=ids.shape[1] + tokens) if self.compiled else None
+        with self.in_place():
+            cache = self.model(input_ids=ids, use_cache=True, past_key_values=cache, logits_to_keep=1).past_key_values
+        token = ids[:, -1:].clone()
+
+        def step() -> Tensor:
+            with self.in_place():
+                return self.model(input_ids=token, use_cache=True, past_key_values=cache).logits
+
+        return step
+
+
+def configure(config: str, model: Any, ltx: ModuleType, **options: Any) -> Configured:
+    """A view of a model in a configuration of `CONFIGS`. `options` go to `optimize`."""
+    made = Configured(config, view_of(model))
+    if config.startswith("kernels"):
+        precision = {"precision": "fp8"} if "fp8" in config else {}
+        made.report = ltx.optimize(made.model, **precision, **options)
+    elif config == "liger":
+        made.functions = apply_liger(made.model)
+    if config.endswith("compile"):
+        made.compiled = True
+        made.model.forward = torch.compile(made.model.forward)
+    return made
+
+
+def apply_liger(model: Any) -> list[tuple[ModuleType, str, Any]]:
+    """Patches one model, and returns the functions that Liger would patch for all."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+    changed = [name for name, value in vars(module).items() if before.get(name) is not value]
+    functions = [(module, name, getattr(module, name)) for name in changed if name in before]
+    for name in changed:
+        if name in before:
+            setattr(module, name, before[name])
+    return functions
