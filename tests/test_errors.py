@@ -840,7 +840,7 @@ def test_codes(ltx: Any, device: str, name: str, text: str, arguments: tuple[Any
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_axes_of_the_rope_op(ltx: Any, device: str) -> None:
     q = maker(device)(*HEADS)
-    text = "grid: expected 1 or 3 axes, with as many axis_dims and theta, got 2"
+    text = "grid: expected 1 or 3 axes, with as many rope_dims and theta_base, got 2"
     assert raised(lambda: ltx._ops.ops.rope(q, q, None, [2, 3], [4, 4], [1e4, 1e4], True)) == text
     text = "positions: expected None with a 3-D grid, got a tensor"
     positions = maker(device)(6, dtype=I64)

@@ -335,7 +335,7 @@ void run_rope(RopeArgs& a) {
   check_inputs(a.rotary, p);
   const size_t axes = a.grid.size();
   if (!(axes == 1 || axes == 3) || a.axis_dims.size() != axes || a.theta.size() != axes) {
-    fail("grid", "1 or 3 axes, with as many axis_dims and theta", text(axes));
+    fail("grid", "1 or 3 axes, with as many rope_dims and theta_base", text(axes));
   }
   int64_t tokens = 1, dims = 0;
   for (size_t axis = 0; axis < axes; ++axis) {

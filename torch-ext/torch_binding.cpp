@@ -60,7 +60,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "bool use_fast_accum) -> Tensor");
 
 #define LTX_ROPE_ARGS \
-  "Tensor query, Tensor key, Tensor? positions, SymInt[] grid, int[] axis_dims, float[] theta, bool interleaved"
+  "Tensor query, Tensor key, Tensor? positions, SymInt[] grid, int[] rope_dims, float[] theta_base, bool interleaved"
   ops.def("rope(" LTX_ROPE_ARGS ") -> (Tensor, Tensor)");
   ops.def("rope_out(Tensor(a!) query_out, Tensor(b!) key_out, " LTX_ROPE_ARGS ") -> ()");
 

@@ -189,7 +189,7 @@ class Case:
         if self.is_activation:
             return (_activation_terms(self.op, self.kwargs),)
         if self.is_attention:
-            return (Truth(self.kwargs).terms(ltx._fakes.COMPILED_DEVICE == "cuda"),)
+            return (Truth(self.kwargs).terms(ltx._variant.COMPILED_DEVICE == "cuda"),)
         return _rotary_terms(self, ltx)
 
     def eager(self) -> tuple[Tensor, ...]:

@@ -44,7 +44,7 @@ def choice(name: str, codes: Mapping[str, Code], value: str) -> Code:
     """The code of a mode given by name."""
     try:
         return codes[value]
-    except KeyError:
+    except (KeyError, TypeError):  # TypeError: what has no hash
         names = " or ".join(f'"{known}"' for known in codes)
         raise ValueError(f"{name}: expected {names}, got {value!r}") from None
 
@@ -92,17 +92,6 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def differentiable(name: str, input: Tensor, *outs: object) -> None:
-    """What holds for a call that autograd follows: no given output, and the dtypes of every other call."""
-    for out in outs:
-        if out is not None:
-            raise RuntimeError(
-                "out: expected no gradient to be needed, got an input that requires grad; "
-                "call without out= or under torch.no_grad()"
-            )
-    _float_dtype(name, input, False)
-
-
 def no_gradient(*tensors: Tensor | None) -> None:
     """What holds for a call with a quantised result."""
     if torch.is_grad_enabled() and requires_grad(*tensors):
@@ -117,6 +106,10 @@ def no_gradient(*tensors: Tensor | None) -> None:
 
 def _fail(name: str, expected: str, got: str) -> NoReturn:
     raise RuntimeError(f"{name}: expected {expected}, got {got}")
+
+
+def wrong_type(name: str, expected: str, value: object) -> NoReturn:
+    raise TypeError(f"{name}: expected {expected}, got {'None' if value is None else type(value).__name__}") from None
 
 
 def _shape_text(shape: Sequence[int]) -> str:
@@ -372,8 +365,9 @@ def check_scaled_linear(
         _same_device(name, tensor, "values", values)
 
 
-def check_product(values: Tensor, scales: Tensor, weight_scales: Tensor, bias: Tensor | None) -> None:
-    """What the op asks beyond ``check_scaled_linear``."""
+def check_product(values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> None:
+    """What the op asks: more than ``check_scaled_linear``."""
+    check_scaled_linear(values, scales, weight, weight_scales, bias)
     if bias is not None and bias.dtype != torch.bfloat16:
         _fail("bias", "dtype bfloat16", _dtype_text(bias.dtype))
     for name, tensor in (("values", values), ("scales", scales), ("weight_scales", weight_scales), ("bias", bias)):
@@ -674,8 +668,8 @@ def check_rope(
     key: Tensor,
     positions: Tensor | None,
     grid: Sequence[int],
-    axis_dims: Sequence[int],
-    theta: Sequence[float],
+    rope_dims: Sequence[int],
+    theta_base: Sequence[float],
     *,
     out: Sequence[Tensor] | None = None,
     float64: bool = False,
@@ -687,18 +681,18 @@ def check_rope(
     ]
     _check_inputs(operands, 0.0, False, float64)
     axes = len(grid)
-    if axes not in (1, 3) or len(axis_dims) != axes or len(theta) != axes:
-        _fail("grid", "1 or 3 axes, with as many axis_dims and theta", str(axes))
+    if axes not in (1, 3) or len(rope_dims) != axes or len(theta_base) != axes:
+        _fail("grid", "1 or 3 axes, with as many rope_dims and theta_base", str(axes))
     tokens = 1
-    for size, dim, base in zip(grid, axis_dims, theta):
+    for size, dim, base in zip(grid, rope_dims, theta_base):
         tokens *= size
         if dim < 0 or dim % 2 != 0:
-            _fail("rope_dims", "even numbers >= 0", _shape_text(axis_dims))
+            _fail("rope_dims", "even numbers >= 0", _shape_text(rope_dims))
         if not 0 < base < math.inf:
             _fail("theta_base", "finite numbers > 0", format(base, "g"))
     head_dim = query.shape[-1]
-    if sum(axis_dims) != head_dim:
-        _fail("rope_dims", f"a sum of {head_dim} (the last dimension of query)", _shape_text(axis_dims))
+    if sum(rope_dims) != head_dim:
+        _fail("rope_dims", f"a sum of {head_dim} (the last dimension of query)", _shape_text(rope_dims))
     if head_dim > 2 * _MAX_PAIRS:
         _fail("query", f"a last dimension of at most {2 * _MAX_PAIRS}", "shape " + _shape_text(query.shape))
     if axes == 3:

@@ -7,19 +7,14 @@ table is an optional [H] that is added to it on the way, as AdaLN-single does (P
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from . import reference
-from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice, differentiable, requires_grad
-from ._ops import ops
+from ._call import both, op
+from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice
 
-_adaln_norm = ops.adaln_norm.default
-_adaln_norm_out = ops.adaln_norm_out.default
-_residual_norm = ops.residual_norm.default
-_residual_norm_out = ops.residual_norm_out.default
-_gated_residual = ops.gated_residual.default
-_gated_residual_out = ops.gated_residual_out.default
+_adaln_norm = op("adaln_norm")
+_residual_norm = op("residual_norm")
+_gated_residual = op("gated_residual")
 
 
 def adaln_rmsnorm(
@@ -65,17 +60,8 @@ def adaln_rmsnorm(
     Source: LTXVideoTransformerBlock (diffusers); adaptive norms of DiT, Peebles and Xie (arXiv:2212.09748).
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, weight, scale, shift, scale_table, shift_table, out):
-        differentiable("input", input, out)
-        return reference.adaln_rmsnorm(
-            input, weight, scale, shift, eps, scale_table=scale_table, shift_table=shift_table, rounding=rounding
-        )
-    if eps is None:
-        eps = FLOAT32_EPS
-    if out is None:
-        return _adaln_norm(input, weight, None, scale, shift, None, scale_table, shift_table, None, eps, RMS, mode)
-    _adaln_norm_out(out, input, weight, None, scale, shift, None, scale_table, shift_table, None, eps, RMS, mode)
-    return out
+    eps = FLOAT32_EPS if eps is None else eps
+    return _adaln_norm(out, input, weight, None, scale, shift, None, scale_table, shift_table, None, eps, RMS, mode)
 
 
 def adaln_layernorm(
@@ -122,15 +108,7 @@ def adaln_layernorm(
     Source: DiT, Peebles and Xie (arXiv:2212.09748); diffusers' AdaLayerNormZero and AdaLayerNormContinuous.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, weight, bias, scale, shift, scale_table, shift_table, out):
-        differentiable("input", input, out)
-        return reference.adaln_layernorm(
-            input, weight, scale, shift, bias, eps, scale_table=scale_table, shift_table=shift_table, rounding=rounding
-        )
-    if out is None:
-        return _adaln_norm(input, weight, bias, scale, shift, None, scale_table, shift_table, None, eps, LAYER, mode)
-    _adaln_norm_out(out, input, weight, bias, scale, shift, None, scale_table, shift_table, None, eps, LAYER, mode)
-    return out
+    return _adaln_norm(out, input, weight, bias, scale, shift, None, scale_table, shift_table, None, eps, LAYER, mode)
 
 
 def adaln_zero(
@@ -179,30 +157,10 @@ def adaln_zero(
     Source: adaLN-Zero of DiT, Peebles and Xie (arXiv:2212.09748), on RMSNorm.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(
-        input, weight, scale, shift, gate, scale_table, shift_table, gate_table, out
-    ):
-        differentiable("input", input, out)
-        return reference.adaln_zero(
-            input,
-            weight,
-            scale,
-            shift,
-            gate,
-            eps,
-            scale_table=scale_table,
-            shift_table=shift_table,
-            gate_table=gate_table,
-            rounding=rounding,
-        )
-    if eps is None:
-        eps = FLOAT32_EPS
-    if out is None:
-        return _adaln_norm(
-            input, weight, None, scale, shift, gate, scale_table, shift_table, gate_table, eps, RMS, mode
-        )
-    _adaln_norm_out(out, input, weight, None, scale, shift, gate, scale_table, shift_table, gate_table, eps, RMS, mode)
-    return out
+    eps = FLOAT32_EPS if eps is None else eps
+    return _adaln_norm(
+        out, input, weight, None, scale, shift, gate, scale_table, shift_table, gate_table, eps, RMS, mode
+    )
 
 
 def gated_residual(
@@ -239,13 +197,7 @@ def gated_residual(
     Source: LTXVideoTransformerBlock (diffusers), ``hidden_states + attn_hidden_states * gate_msa``.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, residual, gate, gate_table, out):
-        differentiable("input", input, out)
-        return reference.gated_residual(input, residual, gate, gate_table=gate_table, rounding=rounding)
-    if out is None:
-        return _gated_residual(input, residual, gate, gate_table, mode)
-    _gated_residual_out(out, input, residual, gate, gate_table, mode)
-    return out
+    return _gated_residual(out, input, residual, gate, gate_table, mode)
 
 
 def gated_residual_adaln_rmsnorm(
@@ -300,52 +252,10 @@ def gated_residual_adaln_rmsnorm(
     Source: LTXVideoTransformerBlock (diffusers), from the gate of attention to the modulation of the feed-forward.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(
-        input,
-        residual,
-        gate,
-        weight,
-        scale,
-        shift,
-        gate_table,
-        scale_table,
-        shift_table,
-        out,
-        residual_out,
-    ):
-        differentiable("input", input, out, residual_out)
-        return reference.gated_residual_adaln_rmsnorm(
-            input,
-            residual,
-            gate,
-            weight,
-            scale,
-            shift,
-            eps,
-            gate_table=gate_table,
-            scale_table=scale_table,
-            shift_table=shift_table,
-            rounding=rounding,
-        )
-    if eps is None:
-        eps = FLOAT32_EPS
-    return _gated_residual_adaln(
-        input,
-        residual,
-        gate,
-        weight,
-        None,
-        scale,
-        shift,
-        gate_table,
-        scale_table,
-        shift_table,
-        eps,
-        RMS,
-        mode,
-        out,
-        residual_out,
-    )
+    eps = FLOAT32_EPS if eps is None else eps
+    outs = None if out is None and residual_out is None else both(input, out, residual_out)
+    tables = gate_table, scale_table, shift_table
+    return _residual_norm(outs, input, residual, gate, weight, None, scale, shift, *tables, eps, 0.0, RMS, mode)
 
 
 def gated_residual_adaln_layernorm(
@@ -402,108 +312,6 @@ def gated_residual_adaln_layernorm(
     Source: FluxTransformerBlock, JointTransformerBlock (SD3) and WanTransformerBlock of diffusers.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(
-        input,
-        residual,
-        gate,
-        weight,
-        scale,
-        shift,
-        bias,
-        gate_table,
-        scale_table,
-        shift_table,
-        out,
-        residual_out,
-    ):
-        differentiable("input", input, out, residual_out)
-        return reference.gated_residual_adaln_layernorm(
-            input,
-            residual,
-            gate,
-            weight,
-            scale,
-            shift,
-            bias,
-            eps,
-            gate_table=gate_table,
-            scale_table=scale_table,
-            shift_table=shift_table,
-            rounding=rounding,
-        )
-    return _gated_residual_adaln(
-        input,
-        residual,
-        gate,
-        weight,
-        bias,
-        scale,
-        shift,
-        gate_table,
-        scale_table,
-        shift_table,
-        eps,
-        LAYER,
-        mode,
-        out,
-        residual_out,
-    )
-
-
-def _gated_residual_adaln(
-    input: Tensor,
-    residual: Tensor,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    gate_table: Tensor | None,
-    scale_table: Tensor | None,
-    shift_table: Tensor | None,
-    eps: float,
-    statistic: int,
-    rounding: int,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if out is None and residual_out is None:
-        return _residual_norm(
-            input,
-            residual,
-            gate,
-            weight,
-            bias,
-            scale,
-            shift,
-            gate_table,
-            scale_table,
-            shift_table,
-            eps,
-            0.0,
-            statistic,
-            rounding,
-        )
-    if out is None:
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    if residual_out is None:
-        residual_out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    _residual_norm_out(
-        out,
-        residual_out,
-        input,
-        residual,
-        gate,
-        weight,
-        bias,
-        scale,
-        shift,
-        gate_table,
-        scale_table,
-        shift_table,
-        eps,
-        0.0,
-        statistic,
-        rounding,
-    )
-    return out, residual_out
+    outs = None if out is None and residual_out is None else both(input, out, residual_out)
+    tables = gate_table, scale_table, shift_table
+    return _residual_norm(outs, input, residual, gate, weight, bias, scale, shift, *tables, eps, 0.0, LAYER, mode)

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
-from . import reference
-from ._checks import FLOAT32_EPS, check_attention, differentiable, requires_grad
-from ._fakes import COMPILED_DEVICE
+from ._call import op
+from ._checks import FLOAT32_EPS, check_attention, requires_grad
 from ._ops import ops
+from ._variant import COMPILED_DEVICE, constant_when_compiled
 
-_qk_norm_cross_attention = ops.qk_norm_cross_attention.default
-_qk_norm_cross_attention_out = ops.qk_norm_cross_attention_out.default
+_qk_norm_cross_attention = op("qk_norm_cross_attention")
 _attention = ops.attention.default
 
 
@@ -24,12 +23,9 @@ def _has_attention(device: int) -> bool:
     return ops.has_attention(device)
 
 
+@constant_when_compiled
 def _has_code_for(device: torch.device) -> bool:
     return COMPILED_DEVICE == "cuda" and _has_attention(device.index)
-
-
-# As in integrations/_sites.py. torch.compile would put the question into the graph, where only tensors may be.
-vars(_has_code_for)["_dynamo_marked_constant"] = True
 
 
 def runs_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -149,14 +145,5 @@ def qk_norm_cross_attention(
 
     Source: LTXVideoAttnProcessor (diffusers): norm_q, norm_k, scaled_dot_product_attention.
     """
-    if is_grad_enabled() and requires_grad(query, key, value, query_weight, key_weight, mask):
-        differentiable("query", query, out)
-        return reference.qk_norm_cross_attention(
-            query, key, value, query_weight, key_weight, eps, mask=mask, scale=scale
-        )
-    if eps is None:
-        eps = FLOAT32_EPS
-    if out is None:
-        return _qk_norm_cross_attention(query, key, value, query_weight, key_weight, mask, eps, scale)
-    _qk_norm_cross_attention_out(out, query, key, value, query_weight, key_weight, mask, eps, scale)
-    return out
+    eps = FLOAT32_EPS if eps is None else eps
+    return _qk_norm_cross_attention(out, query, key, value, query_weight, key_weight, mask, eps, scale)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from . import reference
-from ._checks import APPROXIMATE, ROUNDING, SILU, choice, differentiable, requires_grad
-from ._ops import ops
+from ._call import op
+from ._checks import APPROXIMATE, ROUNDING, SILU, choice
 
-_glu = ops.glu.default
-_glu_out = ops.glu_out.default
-_gelu = ops.gelu.default
-_gelu_out = ops.gelu_out.default
+_glu = op("glu")
+_gelu = op("gelu")
 
 
 def geglu(
@@ -49,14 +46,7 @@ def geglu(
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202); diffusers' GEGLU.
     """
     activation = choice("approximate", APPROXIMATE, approximate)
-    mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, up, out):
-        differentiable("input", input, out)
-        return reference.geglu(input, up, approximate=approximate, gate_first=gate_first, rounding=rounding)
-    if out is None:
-        return _glu(input, up, activation, gate_first, mode)
-    _glu_out(out, input, up, activation, gate_first, mode)
-    return out
+    return _glu(out, input, up, activation, gate_first, choice("rounding", ROUNDING, rounding))
 
 
 def swiglu(
@@ -91,14 +81,7 @@ def swiglu(
 
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202); LlamaMLP (transformers).
     """
-    mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, up, out):
-        differentiable("input", input, out)
-        return reference.swiglu(input, up, gate_first=gate_first, rounding=rounding)
-    if out is None:
-        return _glu(input, up, SILU, gate_first, mode)
-    _glu_out(out, input, up, SILU, gate_first, mode)
-    return out
+    return _glu(out, input, up, SILU, gate_first, choice("rounding", ROUNDING, rounding))
 
 
 def gelu(
@@ -133,11 +116,4 @@ def gelu(
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); torch.nn.functional.gelu.
     """
     activation = choice("approximate", APPROXIMATE, approximate)
-    mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, bias, out):
-        differentiable("input", input, out)
-        return reference.gelu(input, bias=bias, approximate=approximate, rounding=rounding)
-    if out is None:
-        return _gelu(input, bias, activation, mode)
-    _gelu_out(out, input, bias, activation, mode)
-    return out
+    return _gelu(out, input, bias, activation, choice("rounding", ROUNDING, rounding))

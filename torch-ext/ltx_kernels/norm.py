@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from . import reference
-from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice, differentiable, requires_grad
-from ._ops import ops
+from ._call import both, op
+from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice
 
-_norm = ops.norm.default
-_norm_out = ops.norm_out.default
-_residual_norm = ops.residual_norm.default
-_residual_norm_out = ops.residual_norm_out.default
+_norm = op("norm")
+_residual_norm = op("residual_norm")
 
 
 def rmsnorm(
@@ -53,15 +49,7 @@ def rmsnorm(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467); torch.nn.RMSNorm.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, weight, out):
-        differentiable("input", input, out)
-        return reference.rmsnorm(input, weight, eps, weight_offset=weight_offset, rounding=rounding)
-    if eps is None:
-        eps = FLOAT32_EPS
-    if out is None:
-        return _norm(input, weight, None, eps, weight_offset, RMS, mode)
-    _norm_out(out, input, weight, None, eps, weight_offset, RMS, mode)
-    return out
+    return _norm(out, input, weight, None, FLOAT32_EPS if eps is None else eps, weight_offset, RMS, mode)
 
 
 def rmsnorm_residual(
@@ -105,38 +93,11 @@ def rmsnorm_residual(
     Source: the pre-norm residual stream of LlamaDecoderLayer (transformers); arXiv:1910.07467.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, residual, weight, out, residual_out):
-        differentiable("input", input, out, residual_out)
-        return reference.rmsnorm_residual(input, residual, weight, eps, weight_offset=weight_offset, rounding=rounding)
-    if eps is None:
-        eps = FLOAT32_EPS
-    if out is None and residual_out is None:
-        return _residual_norm(
-            input, residual, None, weight, None, None, None, None, None, None, eps, weight_offset, RMS, mode
-        )
-    if out is None:
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    if residual_out is None:
-        residual_out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    _residual_norm_out(
-        out,
-        residual_out,
-        input,
-        residual,
-        None,
-        weight,
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        eps,
-        weight_offset,
-        RMS,
-        mode,
+    outs = None if out is None and residual_out is None else both(input, out, residual_out)
+    eps = FLOAT32_EPS if eps is None else eps
+    return _residual_norm(
+        outs, input, residual, None, weight, None, None, None, None, None, None, eps, weight_offset, RMS, mode
     )
-    return out, residual_out
 
 
 def layernorm(
@@ -176,10 +137,4 @@ def layernorm(
     Source: Ba, Kiros and Hinton, "Layer Normalization" (arXiv:1607.06450); torch.nn.LayerNorm.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, weight, bias, out):
-        differentiable("input", input, out)
-        return reference.layernorm(input, weight, bias, eps, rounding=rounding)
-    if out is None:
-        return _norm(input, weight, bias, eps, 0.0, LAYER, mode)
-    _norm_out(out, input, weight, bias, eps, 0.0, LAYER, mode)
-    return out
+    return _norm(out, input, weight, bias, eps, 0.0, LAYER, mode)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from ._call import op
 from ._checks import (
     APPROXIMATE,
     FLOAT32_EPS,
@@ -31,13 +32,13 @@ from ._checks import (
     no_gradient,
     requires_grad,
 )
-from ._fakes import COMPILED_DEVICE
 from ._ops import ops
+from ._variant import COMPILED_DEVICE, constant_when_compiled
 
-_norm_quant = ops.norm_quant.default
-_residual_norm_quant = ops.residual_norm_quant.default
-_glu_quant = ops.glu_quant.default
-_gelu_quant = ops.gelu_quant.default
+_norm_quant = op("norm_quant", gradient=False)
+_residual_norm_quant = op("residual_norm_quant", gradient=False)
+_glu_quant = op("glu_quant", gradient=False)
+_gelu_quant = op("gelu_quant", gradient=False)
 _scaled_linear = ops.scaled_linear.default
 
 Quantised = tuple[Tensor, Tensor]
@@ -66,8 +67,7 @@ def quantize_rows(input: Tensor, *, static_scale: Tensor | None = None) -> Quant
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433).
     """
-    no_gradient(input)
-    return _norm_quant(input, None, None, None, None, None, static_scale, 0.0, 0.0, NONE)
+    return _norm_quant(None, input, None, None, None, None, None, static_scale, 0.0, 0.0, NONE)
 
 
 def rmsnorm_quant(
@@ -100,9 +100,8 @@ def rmsnorm_quant(
 
     Source: as ``rmsnorm`` and ``quantize_rows``.
     """
-    no_gradient(input, weight)
     eps = FLOAT32_EPS if eps is None else eps
-    return _norm_quant(input, weight, None, None, None, None, static_scale, eps, weight_offset, RMS)
+    return _norm_quant(None, input, weight, None, None, None, None, static_scale, eps, weight_offset, RMS)
 
 
 def rmsnorm_residual_quant(
@@ -139,10 +138,9 @@ def rmsnorm_residual_quant(
 
     Source: as ``rmsnorm_residual`` and ``quantize_rows``.
     """
-    no_gradient(input, residual, weight)
     eps = FLOAT32_EPS if eps is None else eps
     return _residual_norm_quant(
-        input, residual, None, weight, None, None, None, None, None, static_scale, eps, weight_offset, RMS
+        None, input, residual, None, weight, None, None, None, None, None, static_scale, eps, weight_offset, RMS
     )
 
 
@@ -184,9 +182,8 @@ def adaln_rmsnorm_quant(
 
     Source: as ``adaln_rmsnorm`` and ``quantize_rows``.
     """
-    no_gradient(input, weight, scale, shift, scale_table, shift_table)
     eps = FLOAT32_EPS if eps is None else eps
-    return _norm_quant(input, weight, scale, shift, scale_table, shift_table, static_scale, eps, 0.0, RMS)
+    return _norm_quant(None, input, weight, scale, shift, scale_table, shift_table, static_scale, eps, 0.0, RMS)
 
 
 def gated_residual_quant(
@@ -220,9 +217,8 @@ def gated_residual_quant(
 
     Source: as ``gated_residual`` and ``quantize_rows``.
     """
-    no_gradient(input, residual, gate, gate_table)
     return _residual_norm_quant(
-        input, residual, gate, None, None, None, gate_table, None, None, static_scale, 0.0, 0.0, NONE
+        None, input, residual, gate, None, None, None, gate_table, None, None, static_scale, 0.0, 0.0, NONE
     )
 
 
@@ -272,9 +268,9 @@ def gated_residual_adaln_rmsnorm_quant(
 
     Source: as ``gated_residual_adaln_rmsnorm`` and ``quantize_rows``.
     """
-    no_gradient(input, residual, gate, weight, scale, shift, gate_table, scale_table, shift_table)
     eps = FLOAT32_EPS if eps is None else eps
     return _residual_norm_quant(
+        None,
         input,
         residual,
         gate,
@@ -326,8 +322,7 @@ def geglu_quant(
     Source: as ``geglu`` and ``quantize_rows``.
     """
     activation = choice("approximate", APPROXIMATE, approximate)
-    no_gradient(input, up)
-    return _glu_quant(input, up, static_scale, activation, gate_first)
+    return _glu_quant(None, input, up, static_scale, activation, gate_first)
 
 
 def swiglu_quant(
@@ -358,8 +353,7 @@ def swiglu_quant(
 
     Source: as ``swiglu`` and ``quantize_rows``.
     """
-    no_gradient(input, up)
-    return _glu_quant(input, up, static_scale, SILU, gate_first)
+    return _glu_quant(None, input, up, static_scale, SILU, gate_first)
 
 
 def gelu_quant(
@@ -394,8 +388,7 @@ def gelu_quant(
     Source: as ``gelu`` and ``quantize_rows``.
     """
     activation = choice("approximate", APPROXIMATE, approximate)
-    no_gradient(input, bias)
-    return _gelu_quant(input, bias, static_scale, activation)
+    return _gelu_quant(None, input, bias, static_scale, activation)
 
 
 # ---- Linear layers
@@ -453,13 +446,10 @@ def _calls_cublaslt(device: torch.device) -> bool:
     return (int(major), int(minor)) >= (12, 9) and torch.cuda.get_device_properties(device).major == 9
 
 
+@constant_when_compiled
 def has_own_product(device: torch.device) -> bool:
     """Whether the package calls cuBLASLt itself, as torch._scaled_mm does there: on Hopper, from CUDA 12.9 on."""
     return _calls_cublaslt(device)
-
-
-# As in integrations/_sites.py. torch.compile would put the question into the graph, where only tensors may be.
-vars(has_own_product)["_dynamo_marked_constant"] = True
 
 
 def scaled_linear(

@@ -777,8 +777,8 @@ def computed_table(
     operand: RotaryInput,
     positions: Tensor | None,
     grid: Sequence[int],
-    axis_dims: Sequence[int],
-    theta: Sequence[float],
+    rope_dims: Sequence[int],
+    theta_base: Sequence[float],
 ) -> RotaryTable:
     """The table of rope_1d and rope_3d for one operand: cos and sin of the float32 angle."""
     tensor = operand.tensor
@@ -789,7 +789,7 @@ def computed_table(
         _, height, width = grid
         axes = [token // (height * width), token // width % height, token % width]
     angles = []
-    for axis, dim, base in zip(axes, axis_dims, theta):
+    for axis, dim, base in zip(axes, rope_dims, theta_base):
         exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=tensor.device) / dim
         inverse_frequency = torch.pow(base, exponent).reciprocal().to(torch.float32)
         angles.append(axis.to(torch.float32).unsqueeze(-1) * inverse_frequency)
@@ -804,12 +804,12 @@ def _rope(
     key: Tensor,
     positions: Tensor | None,
     grid: Sequence[int],
-    axis_dims: Sequence[int],
-    theta: Sequence[float],
+    rope_dims: Sequence[int],
+    theta_base: Sequence[float],
     interleaved: bool,
 ) -> Pair:
-    operands = _checks.check_rope(query, key, positions, grid, axis_dims, theta, float64=True)
-    tables = [computed_table(operand, positions, grid, axis_dims, theta) for operand in operands]
+    operands = _checks.check_rope(query, key, positions, grid, rope_dims, theta_base, float64=True)
+    tables = [computed_table(operand, positions, grid, rope_dims, theta_base) for operand in operands]
     out = rotary(operands, tables, interleaved=interleaved)
     return out[0], out[1]
 

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from . import reference
-from ._checks import (
-    FLOAT32_EPS,
-    INTERLEAVED,
-    ROUNDING,
-    choice,
-    differentiable,
-    heads,
-    requires_grad,
-    rope_axes,
-    table_pair,
-)
-from ._ops import ops
+from ._call import op
+from ._checks import FLOAT32_EPS, INTERLEAVED, ROUNDING, choice, heads, rope_axes, table_pair
 
-_rope = ops.rope.default
-_rope_out = ops.rope_out.default
-_apply_rotary = ops.apply_rotary.default
-_apply_rotary_out = ops.apply_rotary_out.default
-_apply_rotary_qk = ops.apply_rotary_qk.default
-_apply_rotary_qk_out = ops.apply_rotary_qk_out.default
-_qk_norm_rope = ops.qk_norm_rope.default
-_qk_norm_rope_out = ops.qk_norm_rope_out.default
+_rope = op("rope", grid=("num_frames", "height", "width"))
+_apply_rotary = op("apply_rotary")
+_apply_rotary_qk = op("apply_rotary_qk")
+_qk_norm_rope = op("qk_norm_rope")
 
 Pair = tuple[Tensor, Tensor]
 
@@ -69,15 +54,8 @@ def rope_1d(
     Source: Su et al., "RoFormer" (arXiv:2104.09864); LlamaRotaryEmbedding (transformers).
     """
     interleaved = choice("layout", INTERLEAVED, layout)
-    if is_grad_enabled() and requires_grad(query, key):
-        differentiable("query", query, out)
-        return reference.rope_1d(query, key, theta_base, layout=layout, positions=positions)
     tokens, width = heads("query", query)
-    grid, dims, theta = (tokens,), (width,), (theta_base,)
-    if out is None:
-        return _rope(query, key, positions, grid, dims, theta, interleaved)
-    _rope_out(out[0], out[1], query, key, positions, grid, dims, theta, interleaved)
-    return out
+    return _rope(out, query, key, positions, (tokens,), (width,), (theta_base,), interleaved)
 
 
 def rope_3d(
@@ -126,15 +104,8 @@ def rope_3d(
     Source: the axis split of CogVideoX and Wan (get_3d_rotary_pos_embed, WanRotaryPosEmbed of diffusers).
     """
     interleaved = choice("layout", INTERLEAVED, layout)
-    if is_grad_enabled() and requires_grad(query, key):
-        differentiable("query", query, out)
-        return reference.rope_3d(query, key, num_frames, height, width, theta_base, rope_dims=rope_dims, layout=layout)
     dims, theta = rope_axes(query, rope_dims, theta_base)
-    grid = (num_frames, height, width)
-    if out is None:
-        return _rope(query, key, None, grid, dims, theta, interleaved)
-    _rope_out(out[0], out[1], query, key, None, grid, dims, theta, interleaved)
-    return out
+    return _rope(out, query, key, None, (num_frames, height, width), dims, theta, interleaved)
 
 
 def apply_rotary(
@@ -185,16 +156,7 @@ def apply_rotary(
     """
     interleaved = choice("layout", INTERLEAVED, layout)
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(input, cos, sin, out):
-        differentiable("input", input, out)
-        return reference.apply_rotary(
-            input, cos, sin, sequence_dim=sequence_dim, rotary_dim=rotary_dim, layout=layout, rounding=rounding
-        )
-    width = 0 if rotary_dim is None else rotary_dim
-    if out is None:
-        return _apply_rotary(input, cos, sin, sequence_dim, width, interleaved, mode)
-    _apply_rotary_out(out, input, cos, sin, sequence_dim, width, interleaved, mode)
-    return out
+    return _apply_rotary(out, input, cos, sin, sequence_dim, 0 if rotary_dim is None else rotary_dim, interleaved, mode)
 
 
 def apply_rotary_qk(
@@ -238,16 +200,9 @@ def apply_rotary_qk(
     """
     interleaved = choice("layout", INTERLEAVED, layout)
     mode = choice("rounding", ROUNDING, rounding)
-    if is_grad_enabled() and requires_grad(query, key, cos, sin):
-        differentiable("query", query, out)
-        return reference.apply_rotary_qk(
-            query, key, cos, sin, sequence_dim=sequence_dim, rotary_dim=rotary_dim, layout=layout, rounding=rounding
-        )
-    width = 0 if rotary_dim is None else rotary_dim
-    if out is None:
-        return _apply_rotary_qk(query, key, cos, sin, sequence_dim, width, interleaved, mode)
-    _apply_rotary_qk_out(out[0], out[1], query, key, cos, sin, sequence_dim, width, interleaved, mode)
-    return out
+    return _apply_rotary_qk(
+        out, query, key, cos, sin, sequence_dim, 0 if rotary_dim is None else rotary_dim, interleaved, mode
+    )
 
 
 def qk_norm_rope(
@@ -304,45 +259,8 @@ def qk_norm_rope(
     mode = choice("rounding", ROUNDING, rounding)
     query_cos, key_cos = table_pair("cos", cos)
     query_sin, key_sin = table_pair("sin", sin)
-    if is_grad_enabled() and requires_grad(
-        query, key, query_weight, key_weight, query_cos, query_sin, key_cos, key_sin
-    ):
-        differentiable("query", query, out)
-        return reference.qk_norm_rope(
-            query,
-            key,
-            query_weight,
-            key_weight,
-            cos,
-            sin,
-            eps,
-            across_heads=across_heads,
-            rotary_dim=rotary_dim,
-            layout=layout,
-            rounding=rounding,
-        )
-    if eps is None:
-        eps = FLOAT32_EPS
-    width = 0 if rotary_dim is None else rotary_dim
-    if out is None:
-        return _qk_norm_rope(
-            query,
-            key,
-            query_weight,
-            key_weight,
-            query_cos,
-            query_sin,
-            key_cos,
-            key_sin,
-            eps,
-            across_heads,
-            width,
-            interleaved,
-            mode,
-        )
-    _qk_norm_rope_out(
-        out[0],
-        out[1],
+    return _qk_norm_rope(
+        out,
         query,
         key,
         query_weight,
@@ -351,10 +269,9 @@ def qk_norm_rope(
         query_sin,
         key_cos,
         key_sin,
-        eps,
+        FLOAT32_EPS if eps is None else eps,
         across_heads,
-        width,
+        0 if rotary_dim is None else rotary_dim,
         interleaved,
         mode,
     )
-    return out

@@ -20,7 +20,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from .._fakes import COMPILED_DEVICE
+from .._variant import COMPILED_DEVICE, constant_when_compiled
 
 ATTRIBUTE = "_ltx_kernels"
 
@@ -131,6 +131,7 @@ def stock_forward(module: Any, reason: str, *arguments: Any, **options: Any) -> 
     return site.stock(module, *arguments, **options)
 
 
+@constant_when_compiled
 def _count_trace(number: int, reason: str, *ops: str) -> None:
     """Runs while torch.compile traces, and leaves nothing in the graph."""
     site = _by_number.get(number)
@@ -141,10 +142,6 @@ def _count_trace(number: int, reason: str, *ops: str) -> None:
     else:
         site.traces += 1
         site.chosen.update(ops)
-
-
-# What torch.compiler.assume_constant_result does; calling it here would import torch._dynamo, 2 s for every user.
-vars(_count_trace)["_dynamo_marked_constant"] = True
 
 
 def hooked(module: nn.Module) -> bool:

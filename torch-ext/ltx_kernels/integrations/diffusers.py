@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._linear import linear_gelu, linear_gelu_op, make_adjacent, packed_linear, packed_linear_op
 from .._ops import add_op_namespace_prefix
+from .._variant import constant_when_compiled
 from ..adaln import adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
 from ..attention import attention, qk_norm_cross_attention, runs_kernel
 from ..glu import gelu
@@ -263,12 +264,9 @@ def _project(site: Site, linears: tuple[Known, ...], input: Tensor | Rows) -> tu
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
+@constant_when_compiled
 def _has_tensor_cores(device: torch.device) -> bool:
     return _capability(device) >= (8, 0)
-
-
-# As in _sites.py. torch.compile would put the question into the graph, where only tensors may be.
-vars(_has_tensor_cores)["_dynamo_marked_constant"] = True
 
 
 def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:

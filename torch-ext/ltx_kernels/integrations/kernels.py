@@ -9,7 +9,7 @@ from torch import nn
 
 from .. import layers
 from .._checks import ROUNDING, choice
-from .._fakes import COMPILED_DEVICE
+from .._variant import COMPILED_DEVICE
 
 
 @dataclass(frozen=True)

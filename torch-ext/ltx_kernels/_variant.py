@@ -1,0 +1,30 @@
+"""Facts of the built variant. They hold for the whole process, and torch.compile may take them for constants."""
+
+from __future__ import annotations
+
+from typing import Callable, TypeVar
+
+import torch
+
+from ._ops import add_op_namespace_prefix
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def _compiled_device() -> str | None:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = add_op_namespace_prefix("norm")
+    return next((device for device in ("cuda", "cpu") if has_kernel(name, device.upper())), None)
+
+
+# The device whose kernels this variant holds.
+COMPILED_DEVICE = _compiled_device()
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """torch.compile calls the function while it traces, and leaves nothing of the call in the graph.
+
+    This is what torch.compiler.assume_constant_result does, which would import torch._dynamo: 2 s for every user.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
