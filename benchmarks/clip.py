@@ -37,6 +37,7 @@ from rich.table import Table
 from steps import COLUMNS, synchronize, view_of, weight_bytes
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
+import command_line
 import ltx_pipeline
 import transformers
 from diffusers import AutoencoderKLLTXVideo, LTXPipeline
@@ -114,8 +115,8 @@ def make_clip(pipe: LTXPipeline, recipe: Recipe, size: tuple[int, int, int], dev
     """One call; its milliseconds by part."""
     frames, height, width = size
     args = SimpleNamespace(
-        prompt=ltx_pipeline.PROMPT,
-        negative_prompt=ltx_pipeline.NEGATIVE_PROMPT,
+        prompt=command_line.PROMPT,
+        negative_prompt=command_line.NEGATIVE_PROMPT,
         frames=frames,
         height=height,
         width=width,
@@ -245,7 +246,7 @@ def clip_size(text: str) -> tuple[int, int, int]:
         frames, height, width = map(int, text.split("x"))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected FRAMESxHEIGHTxWIDTH, got {text}") from error
-    return ltx_pipeline.frames(str(frames)), ltx_pipeline.pixels(str(height)), ltx_pipeline.pixels(str(width))
+    return command_line.frames(str(frames)), command_line.pixels(str(height)), command_line.pixels(str(width))
 
 
 def main(arguments: list[str] | None = None) -> int:

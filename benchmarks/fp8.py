@@ -37,6 +37,7 @@ from steps import as_graph, error, quantise_with_torchao, time_steps, view_of, w
 from torch import nn
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
+import command_line
 import ltx_pipeline
 
 # optimize()'s arguments; the recipes between "kernels" and "fp8, all" are the frontier of time against error.
@@ -175,8 +176,8 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    ltx_pipeline.add_arguments(parser)
-    parser.add_argument("--seeds", type=ltx_pipeline.at_least(1), default=3, metavar="N", help="(default: 3)")
+    command_line.add_arguments(parser)
+    parser.add_argument("--seeds", type=command_line.at_least(1), default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--recipes", nargs="+", choices=[*RECIPES, TORCHAO], help="(default: all)")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8.json)")
     parser.add_argument(

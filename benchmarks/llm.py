@@ -39,7 +39,8 @@ from steps import synchronize, time_steps, weight_bytes
 from torch import Tensor
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
-from llm_models import CONFIGS, DTYPES, SHAPES, Configured, configure, distance, has_liger, random_model
+from llm_models import Configured, configure, distance, has_liger, random_model
+from llm_shapes import CONFIGS, DTYPES, SHAPES
 
 KEPT_LOGITS = 64
 MODELS = [name for name in SHAPES if name != "tiny"]
@@ -176,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     with torch.no_grad():
         for key in options.models:
             torch.compiler.reset()
-            model = random_model(key, DTYPES[options.dtype], options.device, options.layers)
+            model = random_model(key, getattr(torch, DTYPES[options.dtype]), options.device, options.layers)
             for tokens, batch in options.sizes:
                 try:
                     records += [{"model": key, **r} for r in measure(model, ltx, tokens, batch, options)]

@@ -18,16 +18,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from command_line import REPO_ID, ROOT, ExampleError, add_arguments, directory, start
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--output", type=directory, default=ROOT / "demo", metavar="DIR", help="(default: demo)")
+    parser.add_argument("--rounding", default="fp32", choices=("fp32", "eager"), help="of the package's ops")
+    return parser
+
+
+if __name__ == "__main__":
+    start(make_parser())  # before the imports below, which take seconds
+
+# ruff: noqa: E402
 import numpy as np
 import torch
 from ltx_pipeline import (
     DTYPES,
-    REPO_ID,
-    ROOT,
     Clip,
-    ExampleError,
     Generator,
-    add_arguments,
     load_kernels,
     load_pipeline,
     origin,
@@ -45,6 +56,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # How much further from float32 than the stock modules the package's ops may be before the demo calls it a fault.
 ERROR_LIMIT = 1.5
+RANDOM_WEIGHTS = "random weights"
 
 # Ops that serve several functions, by the one that the model calls; the blank is for the statistic.
 FUNCTIONS = {"norm": "{}norm", "adaln_norm": "adaln_{}norm", "residual_norm": "gated_residual_adaln_{}norm"}
@@ -109,37 +121,68 @@ def clip_error(got: Clip, expected: Clip) -> dict[str, Any]:
     }
 
 
-def write_picture(stock: np.ndarray, ours: np.ndarray, path: Path, columns: int = 4) -> int:
+def clip_title(result: dict[str, Any]) -> str:
+    run = result["run"]
+    return (
+        f"LTX-Video, {run['model']} ({run['parameters'] / 1e9:.2g} B), {run['frames']} frames of "
+        f"{run['height']}x{run['width']}, {run['steps']} steps, {run['dtype']}, {result['machine']['device']}"
+    )
+
+
+def picture_title(result: dict[str, Any]) -> list[str]:
+    """What the picture shows and how far the two clips are apart, a line each."""
+    errors = result["errors"]["ltx_kernels_to_stock"]
+    psnr = errors["frames"]["psnr_db"]
+    lines = [
+        clip_title(result),
+        f"ltx-kernels to stock: latents {errors['latents']['relative_l2']:.1e} (relative L2), frames "
+        + (
+            "equal"
+            if psnr is None
+            else f"{psnr:.1f} dB PSNR, largest difference {errors['frames']['max_abs']:.1e} of 1"
+        ),
+    ]
+    if result["run"]["model"] == RANDOM_WEIGHTS:
+        lines.append("Random weights: the clip shows nothing. The first two rows should look alike.")
+    return lines
+
+
+def write_picture(
+    stock: np.ndarray, ours: np.ndarray, path: Path, title: list[str], columns: int = 4, tile_width: int = 384
+) -> int:
     """Frames of both clips and their amplified difference, one below the other; the amplification."""
     difference = np.abs(ours.astype(np.float64) - stock)
     # A power of two, so that the largest difference is between half and full brightness.
     gain = 2 ** int(max(0, np.floor(-np.log2(max(difference.max(), 2**-16)))))
     chosen = np.linspace(0, len(stock) - 1, min(columns, len(stock))).round().astype(int)
-    scale = min(1, 384 / stock.shape[2])
-    width, height = round(stock.shape[2] * scale), round(stock.shape[1] * scale)
-    font, margin, header = ImageFont.load_default(14), 6, 22
+    scale = tile_width / stock.shape[2]
+    size = tile_width, round(stock.shape[1] * scale)
+    resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC  # enlarged pixels stay pixels
+    font, margin, line = ImageFont.load_default(16), 8, 24
     rows = {"stock": stock, "ltx-kernels": ours, f"|difference| x {gain}": difference * gain}
+    top = len(title) * line + margin
     picture = Image.new(
-        "RGB", (len(chosen) * (width + margin) + margin, len(rows) * (height + header) + margin), "white"
+        "RGB", (len(chosen) * (size[0] + margin) + margin, top + len(rows) * (size[1] + line) + margin), "white"
     )
     draw = ImageDraw.Draw(picture)
+    for number, text in enumerate(title):
+        draw.text((margin, margin // 2 + number * line), text, fill="black", font=font)
     for row, (label, frames) in enumerate(rows.items()):
-        top = row * (height + header)
+        above = top + row * (size[1] + line)
         for column, index in enumerate(chosen):
-            left = margin + column * (width + margin)
-            draw.text((left, top + 3), f"{label}, frame {index}", fill="black", font=font)
+            left = margin + column * (size[0] + margin)
+            draw.text((left, above + 3), f"{label}, frame {index}", fill="black", font=font)
             image = Image.fromarray((frames[index].clip(0, 1) * 255).round().astype(np.uint8))
-            picture.paste(image.resize((width, height)), (left, top + header))
+            picture.paste(image.resize(size, resampling), (left, above + line))
     picture.save(path)
     return gain
 
 
 def make_table(result: dict[str, Any]) -> Table:
-    run, times, errors = result["run"], result["seconds"], result["errors"]
+    times, errors = result["seconds"], result["errors"]
     on_gpu = not result["machine"]["device"].startswith("CPU")
     table = Table(
-        title=f"LTX-Video, {run['model']} ({run['parameters'] / 1e9:.2g} B), {run['frames']} frames of "
-        f"{run['height']}x{run['width']}, {run['steps']} steps, {run['dtype']}, {result['machine']['device']}",
+        title=clip_title(result),
         title_justify="left",
         show_header=False,
     )
@@ -189,14 +232,6 @@ def make_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--output", type=Path, default=ROOT / "demo", metavar="DIR", help="(default: demo)")
-    parser.add_argument("--rounding", default="fp32", choices=("fp32", "eager"), help="of the package's ops")
-    return parse(parser, arguments)
-
-
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     ltx = load_kernels(device)
@@ -238,12 +273,11 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     for key, clip in (("stock", stock), ("ltx_kernels", ours)):
         (files[key],), note = write_video(clip.frames[0], args.output / f"{Path(args.model).name}_{key}")
     files["comparison"] = args.output / "comparison.png"
-    gain = write_picture(stock.frames[0], ours.frames[0], files["comparison"])
 
-    return {
+    result = {
         **origin(device, ltx),
         "run": {
-            "model": "random weights" if args.model in ("random", "tiny") else args.model,
+            "model": RANDOM_WEIGHTS if args.model in ("random", "tiny") else args.model,
             "parameters": sum(p.numel() for p in transformer.parameters()),
             **{key: getattr(args, key) for key in ("frames", "height", "width", "steps", "seed", "dtype", "rounding")},
         },
@@ -262,9 +296,10 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             for key in ("stock_to_float32", "ltx_kernels_to_float32", "ltx_kernels_to_stock")
         },
         "files": {key: str(path) for key, path in files.items()},
-        "picture_gain": gain,
         "note": note,
     }
+    result["picture_gain"] = write_picture(stock.frames[0], ours.frames[0], files["comparison"], picture_title(result))
+    return result
 
 
 def faults(result: dict[str, Any]) -> list[str]:
@@ -289,7 +324,7 @@ def faults(result: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse_arguments(arguments)
+    args = parse(make_parser(), arguments)
     quiet()
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
@@ -302,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(make_table(result))
     if result["machine"]["device"].startswith("CPU"):
         console.print("On a CPU the times are not the point: the package is for GPUs, and this shows that it is right.")
-    elif result["run"]["model"] == "random weights":
+    elif result["run"]["model"] == RANDOM_WEIGHTS:
         console.print("The weights are random: the times are the model's, the clip shows nothing.")
     for path in (*result["files"].values(), args.output / "result.json"):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -17,34 +17,13 @@ import resource
 import statistics
 import sys
 import time
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from ltx_pipeline import (
-    DTYPES,
-    OFFLOADS,
-    ROOT,
-    Clip,
-    ExampleError,
-    Generator,
-    add_arguments,
-    at_least,
-    load_kernels,
-    load_pipeline,
-    origin,
-    parse,
-    progress_bar,
-    quiet,
-    replaced,
-    write_video,
-)
-from rich.console import Console
-from rich.table import Table
+from command_line import OFFLOADS, ROOT, ExampleError, add_arguments, at_least, new_file, start
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kernels = parser.add_mutually_exclusive_group()
     kernels.add_argument("--use-optimized-kernels", dest="optimized", action="store_true", help="(default)")
@@ -63,11 +42,38 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help="what is on the GPU only while it computes")
     parser.add_argument(
-        "--output", type=Path, default=ROOT / "demo" / "video.mp4", metavar="PATH",
+        "--output", type=new_file, default=ROOT / "demo" / "video.mp4", metavar="PATH",
         help="of the video; what made it is added to its name (default: demo/video.mp4)",
     )  # fmt: skip
     parser.add_argument("--gif", action="store_true", help="write a GIF too")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all that is printed to this file")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="write all that is printed to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    start(make_parser())  # before the imports below, which take seconds
+
+# ruff: noqa: E402
+import torch
+from ltx_pipeline import (
+    DTYPES,
+    Clip,
+    Generator,
+    load_kernels,
+    load_pipeline,
+    origin,
+    parse,
+    progress_bar,
+    quiet,
+    replaced,
+    write_video,
+)
+from rich.console import Console
+from rich.table import Table
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     args = parse(parser, arguments)
     if args.precision != "native" and not args.optimized:
         parser.error(f"argument --precision: {args.precision} needs the optimized kernels")

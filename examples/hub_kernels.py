@@ -19,13 +19,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from command_line import ROOT, start
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repo-id", default="org/ltx-kernels", help="this package on the Hub, once it is there")
+    parser.add_argument("--trust", action="store_true", help="run the code of --repo-id whoever published it")
+    parser.add_argument("--build", type=Path, default=ROOT / "build", help="local build (default: build)")
+    return parser
+
+
+if __name__ == "__main__":
+    start(make_parser())  # before the imports below, which take seconds
+
+# ruff: noqa: E402
 import torch
 import torch.nn.functional as F
 from kernels import get_kernel, get_loaded_kernels, get_local_kernel, has_kernel
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 COMMUNITY = "kernels-community/activation"
@@ -135,11 +149,7 @@ def replace_norms(ltx: ModuleType) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repo-id", default="org/ltx-kernels", help="this package on the Hub, once it is there")
-    parser.add_argument("--trust", action="store_true", help="run the code of --repo-id whoever published it")
-    parser.add_argument("--build", type=Path, default=ROOT / "build", help="local build (default: build)")
-    args = parser.parse_args()
+    args = make_parser().parse_args()
     torch.manual_seed(0)
 
     right = community_kernel()

@@ -23,13 +23,38 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from command_line import REPO_ID, at_least, new_file, start
+from llm_shapes import CONFIGS, DTYPES, SHAPES
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    named = ", ".join(SHAPES)
+    parser.add_argument(
+        "model", nargs="?", default="tiny", help=f"{named}, a folder, or the name of a model on the Hub"
+    )
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=["eager", "kernels"])
+    parser.add_argument("--kernelize", action="store_true", help="kernels: the layers, through the kernels library")
+    parser.add_argument("--rounding", choices=("fp32", "eager"), default="fp32", help="once, or where the model does")
+    parser.add_argument("--no-float32", action="store_true", help="leave float32 out, which saves memory")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--prompt", type=at_least(1), default=32, help="tokens of the prompt (default: 32)")
+    parser.add_argument("--batch", type=at_least(1), default=1)
+    parser.add_argument("--tokens", type=at_least(1), default=64, help="how many to generate (default: 64)")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="write all that is printed to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    start(make_parser())  # before the imports below, which take seconds
+
+# ruff: noqa: E402
 import torch
 from kernels import Mode, get_kernel, kernelize, use_kernel_mapping
-from llm_models import CONFIGS, DTYPES, REPO_ID, SHAPES, Configured, configure, distance, has_liger, load_model, view_of
+from llm_models import Configured, configure, distance, has_liger, load_model, view_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -85,20 +110,7 @@ def measure(configured: Configured, prompt: Tensor, tokens: int, device: str) ->
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    named = ", ".join(SHAPES)
-    parser.add_argument(
-        "model", nargs="?", default="tiny", help=f"{named}, a folder, or the name of a model on the Hub"
-    )
-    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=["eager", "kernels"])
-    parser.add_argument("--kernelize", action="store_true", help="kernels: the layers, through the kernels library")
-    parser.add_argument("--rounding", choices=("fp32", "eager"), default="fp32", help="once, or where the model does")
-    parser.add_argument("--no-float32", action="store_true", help="leave float32 out, which saves memory")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompt (default: 32)")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=64, help="how many to generate (default: 64)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all that is printed to this file")
+    parser = make_parser()
     args = parser.parse_args(arguments)
     if "liger" in args.configs and not has_liger():
         parser.error("--configs: liger needs the package liger-kernel, which is not installed")
@@ -106,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     ltx = get_kernel(REPO_ID, version=1, backend="cpu" if device == "cpu" else None)
-    model = load_model(args.model, DTYPES[args.dtype], device)
+    model = load_model(args.model, getattr(torch, DTYPES[args.dtype]), device)
     prompt = torch.randint(0, model.config.get_text_config().vocab_size, (args.batch, args.prompt)).to(device)
     keep = min(args.prompt, 64)  # tokens whose logits are compared
     exact = None if args.no_float32 else copy.deepcopy(model).float()(prompt, logits_to_keep=keep).logits

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """The minimal integration: this package's ops in an LTX-Video pipeline, with one call.
 
-    python examples/inject_ltx.py [tiny | random | a folder | a Hub id such as Lightricks/LTX-Video]
+    python examples/inject_ltx.py [MODEL]
+
+MODEL is tiny (the default), random, a folder, or a Hub id such as Lightricks/LTX-Video.
 
 It prints the report of what was replaced, with the calls that ran the ops (norms of a block have none of their own: the
 block's launches do their work), what was left alone, and what `restore` leaves. For the tiny model:
@@ -18,15 +20,23 @@ block's launches do their work), what was left alone, and what `restore` leaves.
     25 frames of 128x192; modules still replaced after restore: 0
 """  # noqa: E501
 
-import sys
+import argparse
 
+from command_line import start  # sets LOCAL_KERNELS to build/, unless it is set
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", nargs="?", default="tiny")
+if __name__ == "__main__":
+    start(parser)
+
+# ruff: noqa: E402
 import torch
 from kernels import get_kernel
-from ltx_pipeline import load_pipeline, quiet  # sets LOCAL_KERNELS to build/, unless it is set
+from ltx_pipeline import load_pipeline, quiet
 
 
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else "tiny"
+    model = parser.parse_args().model
     quiet()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ltx = get_kernel("org/ltx-kernels", version=1, backend="cpu" if device.type == "cpu" else None)

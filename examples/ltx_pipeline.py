@@ -1,4 +1,4 @@
-"""What the examples share: arguments, LTX-Video pipelines (with random weights, or loaded), timed clips, videos.
+"""What the examples share: LTX-Video pipelines (with random weights, or loaded), timed clips, videos.
 
 Nothing here is about this package but `load_kernels`; `inject_ltx.py` shows how it is used.
 """
@@ -15,99 +15,50 @@ import json
 import math
 import os
 import platform
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-REPO_ID = "org/ltx-kernels"
-os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
-
-import diffusers  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from diffusers import (  # noqa: E402
+import diffusers
+import numpy as np
+import torch
+import transformers
+from command_line import DTYPES as DTYPE_NAMES
+from command_line import REPO_ID, ExampleError
+from diffusers import (
     AutoencoderKLLTXVideo,
     FlowMatchEulerDiscreteScheduler,
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
-from diffusers.hooks import apply_group_offloading  # noqa: E402
-from kernels import get_kernel  # noqa: E402
-from PIL import Image  # noqa: E402
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
-from torch import Tensor  # noqa: E402
+from diffusers.hooks import apply_group_offloading
+from kernels import get_kernel
+from PIL import Image
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
-PROMPT = "A red kite over a beach at sunset, waves rolling in, slow camera pan"
-NEGATIVE_PROMPT = "worst quality, inconsistent motion, blurry, jittery, distorted"
 FRAME_RATE = 25
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-OFFLOADS = ("none", "model", "sequential", "group")
-
-
-class ExampleError(RuntimeError):
-    """What stops an example; the message says what to do."""
+DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 # ---- Arguments
 
 
-def frames(text: str) -> int:
-    value = int(text)
-    if value < 1 or value % 8 != 1:
-        raise argparse.ArgumentTypeError(f"expected a multiple of 8, plus 1, got {value}")
-    return value
-
-
-def pixels(text: str) -> int:
-    value = int(text)
-    if value < 32 or value % 32:
-        raise argparse.ArgumentTypeError(f"expected a multiple of 32, got {value}")
-    return value
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
-        return value
-
-    return integer
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", default=os.environ.get("MODEL"), metavar="MODEL",
-        help="random (weights; the shape of the 2B model), tiny (random, and small), a folder, or a Hub id such as "
-        "Lightricks/LTX-Video (default: $MODEL; without it tiny, on a GPU random)",
-    )  # fmt: skip
-    parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--negative-prompt", default=NEGATIVE_PROMPT)
-    parser.add_argument(
-        "--num-frames", "--frames", type=frames, dest="frames", metavar="N",
-        help="a multiple of 8, plus 1 (default: 25; on a GPU 49)",
-    )  # fmt: skip
-    parser.add_argument("--height", type=pixels, help="a multiple of 32 (default: 128; on a GPU 512)")
-    parser.add_argument("--width", type=pixels, help="a multiple of 32 (default: 192; on a GPU 768)")
-    # The scheduler's noise levels, which end at one that is given, need two.
-    parser.add_argument("--steps", type=at_least(2), help="of denoising, at least 2 (default: 8; on a GPU 20)")
-    parser.add_argument("--guidance-scale", type=float, default=3.0, help="1 or less: no guidance (default: 3)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-
-
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """The parser's arguments, with what depends on the device: the device itself, the model and the clip's size."""
     args = parser.parse_args(arguments)
-    kind = args.device.split(":")[0]
-    if kind not in ("cuda", "cpu"):
-        parser.error(f"argument --device: expected cuda or cpu, got {args.device}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        parser.error(f"argument --device: {args.device}, but torch {torch.__version__} sees no GPU")
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if re.fullmatch(r"cpu|cuda(:\d+)?", args.device) is None:
+        parser.error(f"argument --device: expected cuda, cuda:<number> or cpu, got {args.device}")
+    kind, _, number = args.device.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        parser.error(
+            f"argument --device: {args.device}, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
+        )
     for name, small, large in (
         ("model", "tiny", "random"),
         ("frames", 25, 49),

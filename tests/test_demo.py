@@ -78,7 +78,18 @@ def test_videos_and_picture_are_real(finished: tuple[Path, dict[str, Any], str])
     assert all(frame.std() > 5 for frame in stock)
     with Image.open(folder / "comparison.png") as picture:
         picture.load()
-        assert picture.width >= 4 * WIDTH and picture.height >= 3 * HEIGHT
+        tile = 384, 384 * HEIGHT // WIDTH
+        assert picture.width > 4 * tile[0] and picture.height > 3 * tile[1]
+        pixels = np.asarray(picture.convert("L"))
+        title = pixels[: 3 * 24]
+        assert (title < 128).any() and (title[:, -8:] == 255).all()  # all of it fits
+        stock_tile, our_tile = (
+            pixels[top : top + tile[1], 8 : 8 + tile[0]].astype(int) for top in (104, 128 + tile[1])
+        )
+        assert stock_tile.std() > 5 and np.abs(stock_tile - our_tile).mean() < 0.25 * stock_tile.std()
+    *_, error, random = demo.picture_title(result)
+    assert f"{result['errors']['ltx_kernels_to_stock']['frames']['psnr_db']:.1f} dB PSNR" in error
+    assert random.startswith("Random weights: ")
     for path in folder.iterdir():
         assert f"wrote {path}" in output
 
@@ -189,12 +200,18 @@ def test_missing_model_says_what_to_do(tmp_path: Path, device: str, capsys: pyte
         ("--height 100", "--height: expected a multiple of 32, got 100"),
         ("--width 0", "--width: expected a multiple of 32, got 0"),
         ("--steps 1", "--steps: expected at least 2, got 1"),
-        ("--device tpu", "--device: expected cuda or cpu, got tpu"),
+        ("--device tpu", "--device: expected cuda, cuda:<number> or cpu, got tpu"),
+        ("--device cuda:99", "--device: cuda:99, but torch "),
+        ("--device cuda:x", "--device: expected cuda, cuda:<number> or cpu, got cuda:x"),
+        ("--guidance-scale nan", "--guidance-scale: expected a finite number, got nan"),
+        ("--seed -1", "--seed: expected 0 to 2^63 - 1, got -1"),
+        ("--output /dev/null", "--output: /dev/null is not a directory"),
+        ("--output /dev/null/demo", "--output: /dev/null is not a directory that can be written to"),
     ],
 )
 def test_wrong_arguments(wrong: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        demo.parse_arguments(wrong.split())
+        ltx_pipeline.parse(demo.make_parser(), wrong.split())
     assert raised.value.code == 2 and f"error: argument {expected}" in capsys.readouterr().err
 
 
@@ -211,7 +228,7 @@ class Recorded:
     """The tiny model in float32, and what the pipeline hands its transformer."""
 
     def __init__(self, device: str):
-        args = demo.parse_arguments([*TINY, "--device", device])
+        args = ltx_pipeline.parse(demo.make_parser(), [*TINY, "--device", device])
         self.pipe = ltx_pipeline.load_pipeline("tiny", torch.device(device), torch.float32)
         with Progress(disable=True) as progress:
             self.call = demo.first_call(self.pipe.transformer, ltx_pipeline.Generator(self.pipe, args, progress))

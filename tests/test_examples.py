@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +25,7 @@ pytest.importorskip("rich")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import command_line  # noqa: E402
 import generate_video  # noqa: E402
 import inject_llm  # noqa: E402
 import inject_ltx  # noqa: E402
@@ -227,6 +231,71 @@ def test_offload(device: str, monkeypatch: pytest.MonkeyPatch, offload: str) -> 
     np.testing.assert_allclose(clip(device, *options, offload=offload), clip("cpu", *options), atol=1e-2)
 
 
+PROGRAMS = ["demo", "generate_video", "hub_kernels", "inject_llm", "inject_ltx"]
+
+
+def test_every_program_is_tested() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert sorted(scripts) == PROGRAMS
+
+
+def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_and_wrong_arguments_are_answered_at_once(name: str) -> None:
+    """Before torch and diffusers are imported, which takes ten seconds and more."""
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        help = run_program(name, "--help")
+        times.append(time.perf_counter() - start)
+        assert help.returncode == 0 and help.stdout.startswith(f"usage: {name}.py") and help.stderr == ""
+    assert min(times) < 2
+    wrong = run_program(name, "--no-such-option")
+    usage, error = wrong.stderr.rsplit("\n", 2)[:2]
+    assert wrong.returncode == 2 and usage.startswith("usage: ") and error.startswith(f"{name}.py: error: ")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ctrl_c(name: str) -> None:
+    """Status 130 and one word, also while the libraries are imported."""
+    command = [sys.executable, "-X", "importtime", str(EXAMPLES / f"{name}.py")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:  # up to torch, whose first modules are loaded then
+        if re.search(r"\| +torch\.", line):
+            break
+    process.send_signal(signal.SIGINT)
+    errors = [line for line in process.communicate(timeout=60)[1].splitlines() if not line.startswith("import time:")]
+    assert (process.returncode, errors) == (130, ["interrupted"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        ("command_line.ExampleError('none: no such model')", 1, "error: none: no such model"),
+        ("FileNotFoundError(2, 'No such file', 'none')", 1, "error: [Errno 2] No such file: 'none'"),
+        ("ModuleNotFoundError(\"No module named 'diffusers'\")", 1, "error: No module named 'diffusers': `pip install"),
+        ("KeyboardInterrupt()", 130, "interrupted"),
+        ("ZeroDivisionError()", 1, "Traceback (most recent call last):"),  # a fault of the example's own
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(error: str, status: int, line: str) -> None:
+    code = f"import sys; sys.path.append({str(EXAMPLES)!r}); import command_line; sys.argv = ['x']\n"
+    code += f"command_line.start(command_line.argparse.ArgumentParser())\nraise {error}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    lines = result.stderr.splitlines()
+    assert result.returncode == status and lines[0].startswith(line) and (len(lines) == 1) == ("Zero" not in error)
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(command_line.ExampleError, match=f"^{tmp_path}/none: "):
+        llm_models.load_model(f"{tmp_path}/none", torch.float32, "cpu")
+
+
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
@@ -249,7 +318,7 @@ def test_wrong_arguments(wrong: str, expected: str, capsys: pytest.CaptureFixtur
 
 
 def test_no_compile_below_offload(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     options = ["--device", "cuda", "--compile", "--offload"]
     assert generate_video.parse_arguments([*options, "model"]).compile
     for offload in ("sequential", "group"):

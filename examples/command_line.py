@@ -1,0 +1,138 @@
+"""What the examples do before they import anything large: arguments, --help, Ctrl-C, other packages' notes.
+
+Only the standard library is imported here, so that `--help` and wrong arguments are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+REPO_ID = "org/ltx-kernels"
+PROMPT = "A red kite over a beach at sunset, waves rolling in, slow camera pan"
+NEGATIVE_PROMPT = "worst quality, inconsistent motion, blurry, jittery, distorted"
+DTYPES = ("bfloat16", "float16", "float32")
+OFFLOADS = ("none", "model", "sequential", "group")
+# torchao names the libraries that it cannot load, diffusers says that it goes without torchao then, and torch warns of
+# how torchao registers its classes. None of that is about these examples.
+FOREIGN_LOGGERS = ("torchao", "diffusers.quantizers.torchao.torchao_quantizer", "torch.utils._pytree")
+
+# `get_kernel` then takes the local build, unless the user names another.
+os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
+
+
+class ExampleError(RuntimeError):
+    """What stops an example; the message says what to do."""
+
+
+def start(parser: argparse.ArgumentParser) -> None:
+    """Answer --help and wrong arguments; then set the process up for one quiet run."""
+    sys.excepthook = last_words
+    parser.parse_args()
+    for name in FOREIGN_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def last_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Ctrl-C ends a run with status 130 and no traceback; what the user can mend is one line."""
+    if issubclass(kind, KeyboardInterrupt):
+        leave("interrupted", 130)
+    if issubclass(kind, ModuleNotFoundError):
+        leave(f"error: {error}: `pip install -r requirements/dev.txt`, or `make setup`, installs what examples need", 1)
+    if issubclass(kind, (ExampleError, OSError)):
+        leave(f"error: {error}", 1)
+    sys.__excepthook__(kind, error, traceback)
+
+
+def leave(message: str, status: int) -> NoReturn:
+    """End the process now. What Python would still run, such as other packages' exit handlers, prints tracebacks."""
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def frames(text: str) -> int:
+    value = int(text)
+    if value < 1 or value % 8 != 1:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 8, plus 1, got {value}")
+    return value
+
+
+def pixels(text: str) -> int:
+    value = int(text)
+    if value < 32 or value % 32:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 32, got {value}")
+    return value
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
+        return value
+
+    return integer
+
+
+def finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {value}")
+    return value
+
+
+def seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"expected 0 to 2^63 - 1, got {value}")
+    return value
+
+
+def new_file(text: str) -> Path:
+    """A path in which a file can be made: its directory is there, or can be made."""
+    parent = Path(text).absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{parent} is not a directory that can be written to")
+    return Path(text)
+
+
+def directory(text: str) -> Path:
+    """A path of a directory that is there, or can be made."""
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a directory")
+    return new_file(f"{text}/file").parent
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of every example that makes clips. `ltx_pipeline.parse` fills in what depends on the device."""
+    parser.add_argument(
+        "--model", default=os.environ.get("MODEL"), metavar="MODEL",
+        help="random (weights; the shape of the 2B model), tiny (random, and small), a folder, or a Hub id such as "
+        "Lightricks/LTX-Video (default: $MODEL; without it tiny, on a GPU random)",
+    )  # fmt: skip
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--negative-prompt", default=NEGATIVE_PROMPT)
+    parser.add_argument(
+        "--num-frames", "--frames", type=frames, dest="frames", metavar="N",
+        help="a multiple of 8, plus 1 (default: 25; on a GPU 49)",
+    )  # fmt: skip
+    parser.add_argument("--height", type=pixels, help="a multiple of 32 (default: 128; on a GPU 512)")
+    parser.add_argument("--width", type=pixels, help="a multiple of 32 (default: 192; on a GPU 768)")
+    # The scheduler's noise levels, which end at one that is given, need two.
+    parser.add_argument("--steps", type=at_least(2), help="of denoising, at least 2 (default: 8; on a GPU 20)")
+    parser.add_argument("--guidance-scale", type=finite, default=3.0, help="1 or less: no guidance (default: 3)")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: cuda where torch sees a GPU, else cpu)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
