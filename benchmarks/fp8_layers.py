@@ -76,8 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
         write(options.output, meta, records)
 
     add("none (bf16)")
-    known = ltx.integrations.diffusers
-    default = known.ENTRIES[known.LTX_BLOCK].fp8_skip
+    default = ltx.integrations.diffusers.ltx.BLOCK.fp8_skip
     for recipe, skip in recipes(default, len(model.transformer_blocks)).items():
         with ltx.optimize(model, precision="fp8", skip=skip):
             add(recipe)

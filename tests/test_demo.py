@@ -265,8 +265,11 @@ FAULTS: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
         ),
     ),
     "no weights": ("qk_norm_rope", lambda op: lambda q, k, wq, wk, *a, **o: op(q, k, None, None, *a, **o)),
-    "eps": ("rmsnorm", lambda op: lambda x, w, eps: op(x, w, 0.5)),
-    "no mean": ("layernorm", lambda op: lambda x, w, b, eps: x.float() * x.float().square().mean(-1, True).rsqrt()),
+    "eps": ("rmsnorm", lambda op: lambda x, w, eps, **o: op(x, w, 0.5, **o)),
+    "no mean": (
+        "layernorm",
+        lambda op: lambda x, w, b, eps, **o: x.float() * x.float().square().mean(-1, True).rsqrt(),
+    ),
     "scale for shift": (
         "adaln_rmsnorm",
         lambda op: (
@@ -286,8 +289,10 @@ FAULTS: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
 
 def plant(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     name, make = FAULTS[fault]
-    module = ltx.integrations.diffusers
-    monkeypatch.setattr(module, name, make(getattr(module, name)))
+    parts = ltx.integrations
+    for module in (parts._attend, parts._stream, parts._linear, parts.diffusers.norms):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, make(getattr(module, name)))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -317,7 +322,7 @@ def test_demo_fails_where_no_compiled_op_runs(
     ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An op that is there, right, and not compiled, for one class of modules alone."""
-    monkeypatch.setattr(ltx.integrations.diffusers, "layernorm", ltx.reference.layernorm)
+    monkeypatch.setattr(ltx.integrations.diffusers.norms, "layernorm", ltx.reference.layernorm)
     found = run_with_fault(ltx, device, tmp_path, monkeypatch, capsys)
     assert found == "fault: said to run, but no compiled op did: layernorm"
 
@@ -325,7 +330,8 @@ def test_demo_fails_where_no_compiled_op_runs(
 def test_demo_fails_where_stock_modules_run(
     ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in (ltx.integrations.diffusers, ltx.integrations._sites):
+    parts = ltx.integrations
+    for module in (parts._block, parts._attend, parts._guards, parts.diffusers.norms):
         monkeypatch.setattr(module, "why_not_input", lambda tensor: "it is Saturday")
     found = run_with_fault(ltx, device, tmp_path, monkeypatch, capsys)
     assert "fault: no compiled op ran" in found

@@ -331,7 +331,8 @@ def test_says_so_if_no_op_runs(
     ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(generate_video, "load_kernels", lambda device: ltx)
-    for module in (ltx.integrations.diffusers, ltx.integrations._sites):
+    parts = ltx.integrations
+    for module in (parts._block, parts._attend, parts._guards, parts.diffusers.norms):
         monkeypatch.setattr(module, "why_not_input", lambda tensor: "it is Saturday")
     run = Run(capsys, tmp_path, device)
     assert run.status == 1

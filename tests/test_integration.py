@@ -760,7 +760,7 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> At
 
     # set_attention_backend of one model is for all of the process.
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
-    integration = importlib.import_module(f"{ltx.__name__}.integrations.diffusers")
+    integration = importlib.import_module(f"{ltx.__name__}.integrations._attend")
     if device == "cpu":
         monkeypatch.setattr(integration, "_op_pays", lambda query, *_: integration._has_tensor_cores(query.device))
         monkeypatch.setattr(integration, "_capability", lambda _: (8, 0))

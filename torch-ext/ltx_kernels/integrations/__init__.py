@@ -13,13 +13,16 @@ from torch import nn
 
 from .._checks import ROUNDING, choice
 from ..quant import fp8_obstacle
-from . import _fp8, diffusers, transformers
-from ._sites import Plan, Report, Site, class_of, install, uninstall_all, why_not
+from . import _linear, diffusers, transformers
+from ._guards import class_of
+from ._registry import entry_for
+from ._report import Report
+from ._rotary import keep_table_readers_together
+from ._sites import Entry, Plan, Site, install, uninstall_all, why_not
 from .kernels import kernel_mapping as kernel_mapping
 
 LEVELS = ("norms", "block")
 PRECISIONS = ("native", "fp8")
-LINEAR = "torch.nn.modules.linear.Linear"
 # What a pipeline's call spends its time in. Text encoders run once, and a VAE's norms see memory formats of their own.
 DENOISERS = ("transformer", "transformer_2", "unet")
 ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
@@ -89,24 +92,26 @@ def optimize(
     for root in roots.values():
         uninstall_all(root)
         report._roots.append(weakref.ref(root))
-    sites: dict[str, Site] = {}
+    sites: dict[tuple[str, Entry], Site] = {}
     for module, entry in plan.modules.values():
         name = class_of(module)
-        if name not in sites:
-            sites[name] = Site(entry, type(module).forward, name, rounding, entry.settings(module))
-            report.sites.append(sites[name])
-        install(module, sites[name])
+        if (name, entry) not in sites:
+            site = Site(entry, type(module).forward, name, rounding, entry.settings(module))
+            sites[name, entry] = site
+            report.sites.append(site)
+        install(module, sites[name, entry])
+    installed = {name for name, _ in sites}
     for site in report.sites:
-        site.together = site.entry.together_with in sites
+        site.together = site.entry.together_with in installed
     for linears in groups:
-        _fp8.quantise_weights(linears)
+        _linear.quantise_weights(linears)
     if groups:
         linears = [linear for group in groups for linear in group]
-        freed = sum(map(_fp8.free_weight, linears)) if free_weights else None
-        report.notes.append(_fp8.summary(linears, freed))
+        freed = sum(map(_linear.free_weight, linears)) if free_weights else None
+        report.notes.append(_linear.summary(linears, freed))
     if rounding == "fp32":
-        attentions = [m for m, entry in plan.modules.values() if entry.forward is diffusers.ltx_attention_forward]
-        unpacked = Counter(filter(None, map(diffusers.pack_attention, attentions)))
+        reasons = (_linear.pack(module, entry.packs(module)) for module, entry in plan.modules.values())
+        unpacked = Counter(filter(None, reasons))
         report.notes += [f"not packed, {count} attentions: {reason}" for reason, count in unpacked.items()]
     if not report.sites:
         warnings.warn(f"ltx-kernels: nothing was replaced\n{report}", stacklevel=2)
@@ -174,7 +179,7 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
     for component, root in roots.items():
         known = False
         for name, module in root.named_modules(prefix=component):
-            entry = ENTRIES.get(class_of(module))
+            entry = entry_for(ENTRIES, module)
             if entry is None:
                 reason = transformers.why_unknown(module)
                 if reason:
@@ -192,24 +197,24 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
             plan.left_alone[component] = f"nothing in {class_of(root)} is of a class that is known at level {level}"
     if not roots:
         plan.left_alone["the pipeline"] = f"it has none of the components {', '.join(DENOISERS)}"
-    diffusers.keep_table_readers_together(plan)
+    keep_table_readers_together(plan)
     return plan
 
 
-def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Module]]:
+def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Linear]]:
     """Adds the linear layers of known blocks to the plan; those that share an input, together."""
     groups = []
     for block_name, (block, entry) in list(plan.modules.items()):
         patterns = entry.fp8_skip if skip is None else skip
-        for paths in entry.fp8:
+        for paths in entry.fp8(block):
             group = []
             for path in paths:
                 name = f"{block_name}.{path}" if block_name else path
                 if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                     continue
                 linear: Any = block.get_submodule(path)
-                if class_of(linear) != LINEAR:
-                    plan.left_alone[name] = f"it is {class_of(linear)}, not {LINEAR}"
+                if class_of(linear) != _linear.LINEAR_CLASS:
+                    plan.left_alone[name] = f"it is {class_of(linear)}, not {_linear.LINEAR_CLASS}"
                     continue
                 obstacle = fp8_obstacle(linear.weight.device)
                 if obstacle:
@@ -217,11 +222,11 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Module]]:
                         f'precision: expected a GPU of compute capability 8.9 or newer for "fp8", got {obstacle}; '
                         "nothing was changed"
                     )
-                reason = why_not(linear, _fp8.LINEAR)
+                reason = why_not(linear, _linear.LINEAR)
                 if reason:
                     plan.left_alone[name] = reason
                 else:
-                    plan.modules[name] = linear, _fp8.LINEAR
+                    plan.modules[name] = linear, _linear.LINEAR
                     group.append(linear)
             if group:
                 groups.append(group)

@@ -18,32 +18,27 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._variant import COMPILED_DEVICE, constant_when_compiled
-
-ATTRIBUTE = "_ltx_kernels"
+from .._variant import constant_when_compiled
+from ._guards import ATTRIBUTE, class_of, forget
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
 
 
-def name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def class_of(value: object) -> str:
-    return name_of(type(value))
-
-
 @dataclass(frozen=True)
 class Entry:
-    """What is known about one class: how to compute its forward, and which modules of it that fits."""
+    """What is known about classes of modules: how to compute their forward, and which modules of them that fits."""
 
+    # Names of the classes with their modules; "class + processor class" for an attention that many models share.
+    classes: tuple[str, ...]
     forward: Callable[..., Any]
     ops: tuple[str, ...]  # the public functions that it calls
     parameters: tuple[str, ...]  # of the stock forward, without self
     children: frozenset[str] = frozenset()  # the names of the modules that the stock forward knows
+    # Alternatives to them, as other options of a constructor make them.
+    optional_children: frozenset[str] = frozenset()
     level: str = "block"
     roundings: tuple[str, ...] = ("fp32", "eager")
     # Why this module cannot be replaced, empty if it can; what may change later is asked at every call instead.
@@ -55,10 +50,16 @@ class Entry:
     release: Callable[[nn.Module], None] = lambda module: None
     # The class whose replacement only modules of this class understand: where both were replaced, both go together.
     together_with: str = ""
+    # Of a module that makes rotary tables in another form: how the names of those that read them end.
+    table_readers: str = ""
     # The linear layers below such a module that precision="fp8" quantises, those that share an input together, and
     # patterns of those that it leaves in their own precision unless told otherwise.
-    fp8: tuple[tuple[str, ...], ...] = ()
+    fp8: Callable[[nn.Module], list[tuple[str, ...]]] = lambda module: []
     fp8_skip: tuple[str, ...] = ()
+    # Children that have guards of their own.
+    apart: frozenset[str] = frozenset()
+    # Groups of linear layers whose weights should lie side by side.
+    packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
 
 
 @dataclass
@@ -124,9 +125,15 @@ class Site:
             self.fallbacks[reason] += 1
 
 
-def stock_forward(module: Any, reason: str, *arguments: Any, **options: Any) -> Any:
+def site_of(module: nn.Module) -> Site:
+    """The site of a module that was replaced."""
+    site: Site = module.__dict__[ATTRIBUTE]
+    return site
+
+
+def stock_forward(module: nn.Module, reason: str, *arguments: Any, **options: Any) -> Any:
     """What the stock module would do, counted as a fallback."""
-    site = module._ltx_kernels
+    site = site_of(module)
     site.count_fallback(reason)
     return site.stock(module, *arguments, **options)
 
@@ -144,73 +151,8 @@ def _count_trace(number: int, reason: str, *ops: str) -> None:
         site.chosen.update(ops)
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward, or another one than its class's or ours."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return True
-    forward = module.__dict__.get("forward")
-    if forward is None:
-        return False
-    site = module.__dict__.get(ATTRIBUTE)
-    if site is None or type(forward) is not types.MethodType:  # hooks are functools.partial
-        return True
-    # torch.compile of torch 2.11 takes one function for two, so there the type has to do.
-    return not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward
-
-
-def children(module: nn.Module, *names: str) -> tuple[Any, ...]:
-    """Submodules by name, where attribute access by nn.Module's __getattr__ is too slow: it takes ten times as long."""
-    modules = module._modules
-    return tuple(modules[name] for name in names)
-
-
-def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module is nn.Linear and nothing else, with ordinary parameters (not quantised, not distributed) that
-    need no gradient."""
-    if type(module) is not nn.Linear or "forward" in module.__dict__ or hooked(module):
-        return False
-    grad = torch.is_grad_enabled()
-    for parameter in module._parameters.values():
-        if parameter is not None and (
-            type(parameter) is not nn.Parameter or parameter.dtype != dtype or (grad and parameter.requires_grad)
-        ):
-            return False
-    return True
-
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def why_not_input(tensor: Tensor) -> str:
-    """Why ops cannot take a module's input now; empty if they can."""
-    if tensor.dtype not in _DTYPES:
-        return f"dtype {tensor.dtype}"
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return "a gradient is needed"
-    device = tensor.device.type
-    if device != COMPILED_DEVICE:
-        return f"the input is on {device}, and this build holds the kernels for {COMPILED_DEVICE}"
-    if torch.is_autocast_enabled(device):
-        return "autocast is on"
-    if not torch.compiler.is_compiling() and type(tensor) is not Tensor:
-        return f"the input is a {type(tensor).__name__}"
-    return ""
-
-
-def why_not_norm_weight(module: nn.Module, input: Tensor) -> str:
-    """Why a norm's weight and bias cannot go with an input now; empty if they can."""
-    for parameter in module._parameters.values():
-        if parameter is None:
-            continue
-        if type(parameter) is not nn.Parameter or parameter.device != input.device or parameter.dtype != input.dtype:
-            return f"its weight is not an ordinary one of {input.dtype} on {input.device}"
-        if parameter.requires_grad and torch.is_grad_enabled():
-            return "a gradient is needed"
-    return ""
-
-
-def why_not_norm_call(module: nn.Module, input: Tensor) -> str:
-    return why_not_input(input) or why_not_norm_weight(module, input)
+# What torch.compiler.assume_constant_result does; calling it here would import torch._dynamo, 2 s for every user.
+vars(_count_trace)["_dynamo_marked_constant"] = True
 
 
 # ---- Installing and removing
@@ -245,7 +187,7 @@ def why_not(module: nn.Module, entry: Entry) -> str:
     if found != entry.parameters:
         return f"its forward takes ({', '.join(found)}), expected ({', '.join(entry.parameters)})"
     children = frozenset(name for name, _ in module.named_children())
-    if entry.children and children != entry.children:
+    if entry.children and not entry.children <= children <= entry.children | entry.optional_children:
         return f"it holds the modules {', '.join(sorted(children))}; expected {', '.join(sorted(entry.children))}"
     if "forward" in module.__dict__ and not any(
         _is_bound(forward, module, function) for _, _, forward in _slots(module) for function in (stock, entry.forward)
@@ -294,84 +236,4 @@ def uninstall_all(root: nn.Module) -> None:
             )
     for module in ours.values():
         uninstall(module)
-
-
-# ---- The report
-
-
-def _columns(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    ]
-
-
-@dataclass(eq=False)
-class Report:
-    """What `optimize` replaced and left alone, and what has happened since; print it for a table.
-
-    As a context manager it restores the modules at its end.
-
-    Attributes:
-        target: What was optimized, by class and component.
-        sites: One for every replaced class: `class_name`, `modules`, `calls` that ran the package's ops, `traces` by
-            torch.compile, and `fallbacks`, the calls that ran the stock forward instead, by reason.
-        left_alone: Modules of a known class, or whole components, that stay as they were, and why.
-        notes: Other things to know, such as parameters that could not be packed.
-    """
-
-    target: str
-    sites: list[Site] = field(default_factory=list)
-    left_alone: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    _roots: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
-
-    @property
-    def replaced(self) -> dict[str, int]:
-        """How many modules of each class were replaced."""
-        return {site.name: site.modules for site in self.sites}
-
-    @property
-    def fallbacks(self) -> dict[str, dict[str, int]]:
-        """Calls that ran the stock forward instead, by class and reason."""
-        return {site.name: dict(site.fallbacks) for site in self.sites if site.fallbacks}
-
-    def restore(self) -> None:
-        """Gives every module of what was optimized its stock forward back."""
-        for reference in self._roots:
-            root = reference()
-            if root is not None:
-                uninstall_all(root)
-
-    def __enter__(self) -> Report:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.restore()
-
-    def __str__(self) -> str:
-        lines = [f"ltx-kernels: {self.target}"]
-        if self.sites:
-            rows: list[tuple[str, ...]] = [("modules", "class", "calls", "traced", "stock calls", "ops")]
-            for s in self.sites:
-                numbers = str(s.modules), str(s.calls), str(s.traces), str(sum(s.fallbacks.values()))
-                rows.append((numbers[0], s.name, *numbers[1:], ", ".join(s.ops)))
-            lines += _columns(rows, right=(0, 2, 3, 4))
-        else:
-            lines.append("nothing was replaced")
-        for name, reasons in self.fallbacks.items():
-            lines += [f"stock call of {name}, {count} x: {reason}" for reason, count in reasons.items()]
-        for s in self.sites:
-            if s.unpacked:
-                lines.append(
-                    f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again), or "
-                    "they are no plain linear layers"
-                )
-        grouped: dict[str, list[str]] = {}
-        for name, reason in self.left_alone.items():
-            grouped.setdefault(reason, []).append(name or "the model")
-        for reason, names in grouped.items():
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            lines.append(f"left alone: {shown}: {reason}")
-        return "\n".join(lines + self.notes)
+    forget(root)

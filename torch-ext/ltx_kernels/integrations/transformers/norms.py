@@ -1,45 +1,50 @@
-"""Models of transformers, recognised by the names of their classes: nothing of transformers is imported.
+"""Norms of language models.
 
-So far the norms. What is left alone is named with the reason, since a model's norms look alike and are not: with
-Gemma's formula in the place of Llama's, a model computes something else.
+What is left alone is named with the reason, since a model's norms look alike and are not: with Gemma's formula in the
+place of Llama's, a model computes something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
-from ..norm import rmsnorm
-from ._sites import Entry, class_of, name_of, stock_forward, why_not_norm_call
-
-# A module whose class is known by its name, and with it its attributes.
-Known = Any
+from ...norm import rmsnorm
+from .._guards import class_of, name_of, why_not_norm_call
+from .._sites import Entry, site_of, stock_forward
 
 
-def rms_norm_forward(self: Known, hidden_states: Tensor) -> Tensor:
+class LlamaNorm(Protocol):
+    """A norm as LlamaRMSNorm makes it."""
+
+    variance_epsilon: float
+
+
+def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     reason = why_not_norm_call(self, hidden_states)
     if reason:
         return stock_forward(self, reason, hidden_states)
-    site = self._ltx_kernels
+    site = site_of(self)
     site.count_call()
     # The stock forward rounds before the weight and after it, as "eager" does.
-    return rmsnorm(hidden_states, self.weight, self.variance_epsilon, rounding=site.rounding)
+    eps = cast(LlamaNorm, self).variance_epsilon
+    return rmsnorm(hidden_states, self._parameters["weight"], eps, rounding=site.rounding)
 
 
 def _class(model: str, name: str) -> str:
     return f"transformers.models.{model}.modeling_{model}.{name}"
 
 
-_RMSNORM = Entry(rms_norm_forward, ("rmsnorm",), ("hidden_states",), level="norms")
+NORMS = (
+    _class("llama", "LlamaRMSNorm"),
+    _class("mistral", "MistralRMSNorm"),
+    _class("qwen2", "Qwen2RMSNorm"),
+    _class("qwen3", "Qwen3RMSNorm"),
+)
 
-ENTRIES: Mapping[str, Entry] = {
-    _class("llama", "LlamaRMSNorm"): _RMSNORM,
-    _class("mistral", "MistralRMSNorm"): _RMSNORM,
-    _class("qwen2", "Qwen2RMSNorm"): _RMSNORM,
-    _class("qwen3", "Qwen3RMSNorm"): _RMSNORM,
-}
+ENTRIES = (Entry(NORMS, rms_norm_forward, ("rmsnorm",), ("hidden_states",), level="norms"),)
 
 _OFFSET = "it multiplies by 1 + weight, not by weight"
 _WEIGHT_FIRST = "it multiplies by the weight before it rounds, not after"
@@ -68,7 +73,7 @@ DIFFERENT: Mapping[str, str] = {
 def why_unknown(module: nn.Module) -> str:
     """Why a norm of transformers, or of a class made from one, has no entry; empty for what is no such norm."""
     for base in map(name_of, type(module).__mro__[1:]):
-        if base in ENTRIES:
+        if base in NORMS:
             return f"{class_of(module)} is a subclass of {base}, and may do something else"
     name = class_of(module)
     if name in DIFFERENT:

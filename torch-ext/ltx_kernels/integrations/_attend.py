@@ -1,0 +1,603 @@
+"""The attention of diffusion transformers: project, normalise and rotate query and key, attend, project.
+
+`Attention` describes one class of attention modules; `attend` computes any of them. Query, key and value come out of
+one product where their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so
+that nothing is concatenated; norm and rotation are one launch, in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._variant import constant_when_compiled
+from ..attention import attention, qk_norm_cross_attention, runs_kernel
+from ..norm import rmsnorm
+from ..rope import apply_rotary, qk_norm_rope
+from ._guards import (
+    children,
+    class_of,
+    hooked,
+    recall,
+    remember,
+    submodule,
+    why_not_input,
+    why_not_norm_weight,
+)
+from ._linear import Input, Linears, dequantised, in_fp8, joined
+from ._rotary import Tables
+from ._sites import Entry, Site, site_of, stock_forward
+from ._stream import RMSNORM, TORCH_RMSNORM
+
+# Recognised together with their processor: the class says nothing about what is computed.
+SHARED = ("diffusers.models.attention_processor.Attention",)
+DROPOUT = "torch.nn.modules.dropout.Dropout"
+
+# Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
+# (h200-tuning.json, 2 x 8064 queries of 32 heads: 128 keys of 64 columns 73 us with masked keys and 93 without, where
+# two norms and cuDNN's attention take 157; 256 keys 104 and 181 of 213; 128 keys of 128 columns, no mask, 163 of 181.)
+MOST_KEYS = 16384
+
+
+class Processor(Protocol):
+    """What diffusers' attention processors hold."""
+
+    _attention_backend: Any
+    _parallel_config: Any
+
+
+class AttentionModule(Protocol):
+    """What diffusers' attention modules hold, beside their submodules."""
+
+    heads: int
+    processor: Processor
+    training: bool
+    _modules: dict[str, nn.Module]
+    __dict__: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KeyBias:
+    """A mask [B, 1, T] that is added to the scores of each key."""
+
+    def why_not(self, mask: Tensor, keys: int) -> str:
+        fits = mask.dim() == 3 and mask.shape[1] == 1 and mask.shape[2] == keys
+        return "" if fits else "a mask of another shape than [B, 1, text]"
+
+    def for_scores(self, mask: Tensor) -> Tensor:
+        """[B, 1, 1, T], to broadcast over heads and queries."""
+        return mask.unsqueeze(1)
+
+    def of_keys(self, mask: Tensor) -> Tensor | None:
+        """[B, T], to be added to the scores of a key; None where the mask cannot be written so."""
+        return mask.squeeze(1) if mask.is_floating_point() else None
+
+
+def _same_tables(module: AttentionModule, rope: Any) -> Any:
+    return rope
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One class of attention modules with one processor class, as `attend` computes it.
+
+    classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
+    processor: Name of the processor's class.
+    parameters: Those of the stock forward, without self.
+    rope: The argument that holds the rotary tables; empty for an attention without any.
+    norm: Class of the norms of query and key; None: there are none.
+    across_heads: A norm's mean is taken over all heads of a token.
+    projections, norms, output: Names of submodules; an output that a module does not have is left out.
+    added, added_norms, added_output: The same for the second stream (the text) of a joint attention.
+    text_first: The rows of the second stream come before those of the first in the joint order.
+    ignored: Arguments that the stock processor takes and does not read.
+    mask: The form of the mask; None: a call with a mask runs stock.
+    tables: Turns the rope argument into (cos, sin) for the ops. For a joint attention they hold all rows, in joint
+        order.
+    stock_rope: Turns the rope argument into what the stock forward takes, where another module was replaced to make
+        another form of it.
+    cross: The modules read keys and values from their second input; it decides which layers share an input in fp8.
+    parallel_cross: The stock processor hands the parallel configuration to a cross-attention as well.
+    check: Why a call has to run stock, beside the above: (module, hidden_states, encoder_hidden_states, rope) to a
+        reason, or "".
+    """
+
+    classes: tuple[str, ...]
+    processor: str
+    parameters: tuple[str, ...]
+    rope: str = "image_rotary_emb"
+    norm: str | None = TORCH_RMSNORM
+    across_heads: bool = False
+    layout: str = "interleaved"
+    projections: tuple[str, str, str] = ("to_q", "to_k", "to_v")
+    norms: tuple[str, str] = ("norm_q", "norm_k")
+    output: str = "to_out"
+    added: tuple[str, ...] = ()
+    added_norms: tuple[str, ...] = ()
+    added_output: str = ""
+    text_first: bool = True
+    ignored: tuple[str, ...] = ()
+    optional_children: tuple[str, ...] = ()
+    mask: KeyBias | None = None
+    tables: Callable[[Any, Any], Tables] = _same_tables
+    stock_rope: Callable[[Any, Any], Any] = _same_tables
+    cross: bool = False
+    parallel_cross: bool = True
+    check: Callable[[Any, Tensor, Tensor | None, Any], str] = lambda *_: ""
+    together_with: str = ""
+
+    @property
+    def children(self) -> frozenset[str]:
+        """Submodules that every module of the class has."""
+        return frozenset((*self.projections, *(self.norms if self.norm else ())))
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        q, *kv = self.projections
+        groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
+        groups += [self.added, (f"{self.output}.0",), (self.added_output,)]
+        return [
+            tuple(f"{prefix}.{name}" for name in group)
+            for group in groups
+            if group and all(name and submodule(module, name) is not None for name in group)
+        ]
+
+    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
+        """The linear layers that read a module's first input, if they may be handed quantised rows instead of it."""
+        site = module.__dict__.get("_ltx_kernels")
+        first = module._modules[self.projections[0]]
+        if site is None or first is None or not in_fp8(first) or hooked(module):
+            return None
+        plan = _plan(self, module, hidden_states)
+        return None if plan.reason else plan.query if self.cross else plan.all
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+
+        def forward(
+            module: nn.Module,
+            hidden_states: Input,
+            encoder_hidden_states: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            *arguments: Any,
+            **options: Any,
+        ) -> Any:
+            if arguments:
+                options = {**dict(zip(self.parameters[3:], arguments)), **options}
+            return _forward(self, module, hidden_states, encoder_hidden_states, attention_mask, options)
+
+        shared = {name: f"{name} + {self.processor}" for name in self.classes if name in SHARED}
+        return Entry(
+            tuple(shared.get(name, name) for name in self.classes),
+            forward,
+            ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm"),
+            self.parameters,
+            self.children,
+            frozenset((self.output, *self.added, *self.added_norms, self.added_output, *self.optional_children)),
+            why_not=functools.partial(_why_not_module, self),
+            settings=_settings,
+            together_with=self.together_with,
+            packs=self.packs,
+        )
+
+    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """Groups of linear layers whose weights should lie side by side."""
+        to_q, to_k, _ = (cast(nn.Linear, module._modules[name]) for name in self.projections)
+        # A cross-attention finds the last two adjacent as well.
+        main = self.projections if _in_features(to_q) == _in_features(to_k) else self.projections[1:]
+        added = [self.added] if self.added and all(module._modules.get(name) is not None for name in self.added) else []
+        return (main, *added)
+
+
+def _why_not_module(spec: Attention, module: nn.Module) -> str:
+    """Why a module of the class cannot be replaced."""
+    attention_module = cast(AttentionModule, module)
+    if class_of(attention_module.processor) != spec.processor:
+        return f"its processor is {class_of(attention_module.processor)}"
+    return _why_not_norms(spec, module)
+
+
+def _norm_pairs(spec: Attention, module: nn.Module) -> list[tuple[str, str]]:
+    """The names of the norms of query and key, of each stream."""
+    pairs = [spec.norms] if spec.norm else []
+    if spec.added_norms and module._modules.get(spec.added_norms[0]) is not None:
+        pairs.append(cast("tuple[str, str]", spec.added_norms))
+    return pairs
+
+
+def _why_not_norms(spec: Attention, module: nn.Module) -> str:
+    for pair in _norm_pairs(spec, module):
+        norms = [module._modules.get(name) for name in pair]
+        if any(class_of(norm) != spec.norm for norm in norms):
+            return f"{pair[0]} or {pair[1]} is not {'torch.nn.RMSNorm' if spec.norm == TORCH_RMSNORM else spec.norm}"
+        one, other = norms
+        assert one is not None and other is not None
+        if one.eps != other.eps or any(norm._parameters.get("weight") is None for norm in (one, other)):
+            return f"{pair[0]} and {pair[1]} differ in eps, or have no weight"
+    return ""
+
+
+def _settings(module: nn.Module) -> Mapping[str, Any]:
+    # From where the processor takes it: another copy of diffusers, or a patched function, is followed.
+    processor = type(cast(AttentionModule, module).processor)
+    dispatch = getattr(sys.modules[processor.__module__], "dispatch_attention_fn", None)
+    if dispatch is None:
+        return {"dispatch": None, "backends": None}
+    home = sys.modules[dispatch.__module__]
+    patched = getattr(home, "dispatch_attention_fn", None) is not dispatch
+    backends = None if patched else getattr(home, "_AttentionBackendRegistry", None)
+    return {"dispatch": dispatch, "backends": backends}
+
+
+# ---- What is known about a module
+
+
+class _Plan:
+    """The layers of an attention module in the forms that their state allows, or the reason why its calls run stock."""
+
+    __slots__ = ("added", "added_out", "all", "context", "dropout", "eps", "out", "query", "reason", "weights")
+
+    def __init__(self, spec: Attention, module: nn.Module, input: Tensor, rounding: str) -> None:
+        self.reason = _why_not_plan(spec, module, input)
+        if self.reason:
+            return
+        pack = rounding == "fp32"
+        q, k, v = (cast(nn.Linear, module._modules[name]) for name in spec.projections)
+        self.all = Linears((q, k, v), input, pack and _in_features(q) == _in_features(k))
+        self.query = Linears((q,), input)
+        self.context = Linears((k, v), input, pack)
+        self.added = self.added_out = self.out = None
+        if spec.added and module._modules.get(spec.added[0]) is not None:
+            self.added = Linears([cast(nn.Linear, module._modules[name]) for name in spec.added], input, pack)
+        if spec.added_output and module._modules.get(spec.added_output) is not None:
+            self.added_out = Linears((cast(nn.Linear, module._modules[spec.added_output]),), input)
+        self.dropout: nn.Module | None = None
+        out = module._modules.get(spec.output) if spec.output else None
+        if out is not None:
+            projection, dropout = children(out, "0", "1")
+            self.out = Linears((projection,), input)
+            if class_of(dropout) != DROPOUT or dropout.training or hooked(dropout):
+                self.dropout = dropout
+        self.weights: list[Tensor | None] = []
+        self.eps: list[float | None] = []
+        for pair in _norm_pairs(spec, module):
+            norms = children(module, *pair)
+            self.weights += [norm._parameters["weight"] for norm in norms]
+            self.eps.append(norms[0].eps)
+
+
+def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
+    processor = cast(AttentionModule, module).processor
+    if class_of(processor) != spec.processor:
+        return f"the processor is {class_of(processor)}"
+    if module.__dict__.get("fused_projections"):
+        return "its projections were fused by fuse_qkv_projections"
+    reason = _why_not_norms(spec, module)
+    for pair in [] if reason else _norm_pairs(spec, module):
+        for name in pair:
+            norm = module._modules[name]
+            assert norm is not None
+            if hooked(norm):
+                return f"{name} has a hook"
+            reason = reason or why_not_norm_weight(norm, input)  # type: ignore[arg-type]
+            reason = f"{name}: {reason}" if reason else ""
+    return reason
+
+
+def _plan(spec: Attention, module: nn.Module, input: Tensor) -> _Plan:
+    def ask(module: nn.Module) -> _Plan:
+        return _Plan(spec, module, input, site_of(module).rounding)
+
+    return remember(module, ("attention", input.dtype, input.device), ask)
+
+
+def _in_features(linear: nn.Module) -> object:
+    return getattr(linear, "in_features", None)
+
+
+# ---- The call
+
+
+def _why_not_call(
+    spec: Attention, module: Any, input: Tensor, context: Tensor | None, mask: Tensor | None, rope: Any, more: Any
+) -> str:
+    reason = why_not_input(input)
+    if reason:
+        return reason
+    if more:
+        given = [name for name, value in more.items() if value is not None and name not in spec.ignored]
+        if given:
+            return f"arguments {', '.join(given)}"
+    if mask is not None:
+        if spec.mask is None or (context is None and not spec.added):
+            return "a mask"
+        reason = spec.mask.why_not(mask, input.shape[1] if context is None else context.shape[1])
+    return reason or spec.check(module, input, context, rope)
+
+
+def _forward(
+    spec: Attention, module: nn.Module, input: Input, context: Tensor | None, mask: Tensor | None, options: Any
+) -> Any:
+    """The stock forward; a block that asked `Attention.readers` may hand over rows of fp8 instead of a tensor."""
+    rope = options.pop(spec.rope, None)
+    site = site_of(module)
+    if isinstance(input, tuple):  # asked before, but for the arguments beside
+        like = dequantised(input) if torch.compiler.is_compiling() else input[1]
+        plan = recall(module, ("attention", torch.bfloat16, input[1].device)) or _plan(spec, module, dequantised(input))
+        reason = plan.reason or _why_not_call(spec, module, like, context, mask, rope, options)
+    else:
+        reason = _why_not_call(spec, module, input, context, mask, rope, options)
+        if not reason:
+            plan = _plan(spec, module, input)
+            reason = plan.reason
+    if reason:
+        tensor = dequantised(input) if isinstance(input, tuple) else input
+        named = {} if rope is None else {spec.rope: spec.stock_rope(module, rope)}
+        return stock_forward(module, reason, tensor, context, mask, **named, **options)
+    if plan.added is not None and context is not None:
+        return _joint(spec, site, module, plan, input, context, mask, rope)
+    return _single(spec, site, module, plan, input, context, mask, rope)
+
+
+def attend(
+    spec: Attention,
+    module: nn.Module,
+    input: Input,
+    context: Tensor | None = None,
+    mask: Tensor | None = None,
+    rope: Any = None,
+) -> Any:
+    """An attention module's work, for a block that knows that nothing hooks it; else call the module."""
+    return _forward(spec, module, input, context, mask, {spec.rope: rope})
+
+
+def _heads(outputs: tuple[Tensor, ...], heads: int) -> tuple[Tensor, ...]:
+    return tuple(x.unflatten(-1, (heads, -1)) for x in outputs)
+
+
+def _project(site: Site, linears: Linears, input: Input, heads: int) -> tuple[Tensor, ...]:
+    """The output of each layer, [B, S, heads, D]; views of one new tensor where the layers are packed."""
+    if linears.packed:
+        if len(set(linears.sizes)) == 1:
+            return linears.together(input).unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
+    elif len(linears.modules) > 1 and site.rounding == "fp32" and not torch.compiler.is_compiling():
+        site.unpacked += 1
+    return _heads(linears(input), heads)
+
+
+def _in_place() -> bool:
+    """Whether fresh tensors may be overwritten: torch.compile and autograd want new ones."""
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
+def _norm_and_rotate(
+    spec: Attention,
+    site: Site,
+    plan: _Plan,
+    stream: int,
+    query: Tensor,
+    key: Tensor,
+    rope: Tables | None,
+    fresh: bool,
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotation of query and key, in their places where they are `fresh`."""
+    normed = len(plan.eps) > stream
+    query_weight, key_weight = plan.weights[2 * stream : 2 * stream + 2] if normed else (None, None)
+    eps = plan.eps[stream] if normed else None
+    out = (query, key) if fresh and _in_place() else None
+    # In "eager" the op rounds once after the weight, as torch's norm does and diffusers' does not.
+    one_op = spec.norm == TORCH_RMSNORM or (spec.norm == RMSNORM and site.rounding == "fp32")
+    if rope is not None and one_op:
+        return qk_norm_rope(
+            query,
+            key,
+            query_weight,
+            key_weight,
+            *rope,
+            eps,
+            across_heads=spec.across_heads,
+            layout=spec.layout,
+            rounding=site.rounding,
+            out=out,
+        )
+    return tuple(  # type: ignore[return-value]
+        _norm_then_rotate(spec, site, x, weight, eps, rope, normed)
+        for x, weight in ((query, query_weight), (key, key_weight))
+    )
+
+
+def _norm_then_rotate(
+    spec: Attention, site: Site, x: Tensor, weight: Tensor | None, eps: float | None, rope: Tables | None, normed: bool
+) -> Tensor:
+    if normed:
+        rows = x.flatten(-2) if spec.across_heads else x
+        # torch.nn.RMSNorm rounds once, as "fp32" does.
+        rounding = "fp32" if spec.norm == TORCH_RMSNORM else site.rounding
+        x = rmsnorm(rows, weight, eps, rounding=rounding).view_as(x)
+    if rope is not None:
+        x = apply_rotary(x, *rope, layout=spec.layout, rounding=site.rounding)
+    return x
+
+
+def _single(
+    spec: Attention,
+    site: Site,
+    module: Any,
+    plan: _Plan,
+    input: Input,
+    context: Tensor | None,
+    mask: Tensor | None,
+    rope: Any,
+) -> Tensor:
+    """Self-attention, and cross-attention to a context."""
+    heads = module.heads
+    if context is None:
+        query, key, value = _project(site, plan.all, input, heads)
+        fresh = plan.all.packed
+    else:
+        (query,) = _project(site, plan.query, input, heads)
+        key, value = _project(site, plan.context, context, heads)
+        fresh = plan.context.packed
+    tables = None if rope is None else spec.tables(module, rope)
+    keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
+    if tables is None and keys is not None and _in_one_op(spec, site, module, query, key):
+        site.count_call("qk_norm_cross_attention")
+        query_weight, key_weight = plan.weights
+        output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
+        return _output(plan, output)
+    query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
+    return _output(plan, _scores(spec, site, module, query, key, value, mask, tables is not None, context is not None))
+
+
+def _joint(
+    spec: Attention,
+    site: Site,
+    module: Any,
+    plan: _Plan,
+    input: Input,
+    context: Tensor,
+    mask: Tensor | None,
+    rope: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of two streams to both; (first, second) as the stock processors return them."""
+    heads, added = module.heads, plan.added
+    assert added is not None
+    tables = None if rope is None else spec.tables(module, rope)
+    second = context.shape[1]
+    first = (input[0] if isinstance(input, tuple) else input).shape[1]
+    rows, rows2 = slice(0, first), slice(first, first + second)
+    if spec.text_first:
+        rows, rows2 = slice(second, first + second), slice(0, second)
+    if _in_place() and plan.all.packed and added.packed and len({*plan.all.sizes, *added.sizes}) == 1:
+        packed = joined(plan.all, input, rows, added, context, rows2, first + second)
+        query, key, value = packed.unflatten(-1, (3, heads, -1)).unbind(-3)
+        for stream, part in enumerate((rows, rows2)):
+            mine = None if tables is None else (_rows(tables[0], part), _rows(tables[1], part))
+            query_part, key_part = query[:, part], key[:, part]
+            new = _norm_and_rotate(spec, site, plan, stream, query_part, key_part, mine, True)
+            if new[0] is not query_part:
+                query_part.copy_(new[0])
+                key_part.copy_(new[1])
+    else:
+        streams = []
+        for stream, (linears, tokens, part) in enumerate(((plan.all, input, rows), (added, context, rows2))):
+            q, k, v = _project(site, linears, tokens, heads)
+            mine = None if tables is None else (_rows(tables[0], part), _rows(tables[1], part))
+            streams.append((*_norm_and_rotate(spec, site, plan, stream, q, k, mine, linears.packed), v))
+        order = reversed(streams) if spec.text_first else streams
+        query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
+    output = _scores(spec, site, module, query, key, value, mask, tables is not None, False)
+    result = _output(plan, output[:, rows])
+    text = output[:, rows2].flatten(2)
+    if plan.added_out is not None:
+        (text,) = plan.added_out(text)
+    return result, text
+
+
+def _rows(table: Tensor, rows: slice) -> Tensor:
+    """Rows of a table [S, W], [B, S, W], or [B, heads, S, W]."""
+    return table[..., rows, :]
+
+
+def _output(plan: _Plan, output: Tensor) -> Tensor:
+    output = output.flatten(2)
+    if plan.out is None:
+        return output
+    (output,) = plan.out(output)
+    return output if plan.dropout is None else plan.dropout(output)
+
+
+# ---- Scores
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+@constant_when_compiled
+def _has_tensor_cores(device: torch.device) -> bool:
+    return _capability(device) >= (8, 0)
+
+
+def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
+    """Whether qk_norm_cross_attention is the faster way: where it has tensor cores."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and head_dim in (64, 128)
+        and head_dim * keys <= MOST_KEYS
+        and _has_tensor_cores(query.device)
+    )
+
+
+def _in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tensor, key: Tensor) -> bool:
+    """Whether a masked cross-attention goes through qk_norm_cross_attention."""
+    return (
+        spec.norm == TORCH_RMSNORM
+        and spec.across_heads
+        and _may_attend(site, module)
+        and _op_pays(query, key.shape[1], query.shape[-1])
+    )
+
+
+def _may_attend(site: Site, module: AttentionModule) -> bool:
+    """Whether an attention may go through an op of this package: nothing else was asked for.
+
+    Diffusers' dispatch chooses where a backend or a parallel configuration was set, and where somebody else takes calls
+    of torch functions: perturbed attention guidance replaces scaled_dot_product_attention in that way.
+    """
+    processor, backends = module.processor, site.settings["backends"]
+    return (
+        site.rounding == "fp32"
+        and getattr(processor, "_attention_backend", None) is None
+        and getattr(processor, "_parallel_config", None) is None
+        and ((backends is None and site.settings["dispatch"] is None) or _is_native(backends))
+        and torch._C._len_torch_function_stack() == 0
+    )
+
+
+def _is_native(backends: Any) -> bool:
+    return backends is not None and backends.get_active_backend()[0].value == "native"
+
+
+def _scores(
+    spec: Attention,
+    site: Site,
+    module: AttentionModule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    rotated: bool,
+    cross: bool,
+) -> Tensor:
+    """Attention of [B, S, heads, D] to [B, T, heads, D]."""
+    # The kernel is made for many keys: a prompt's few go through the dispatch.
+    own = mask is None and not cross and _may_attend(site, module) and runs_kernel(query, key, value)
+    normed = "qk_norm_rope" if rotated else "rmsnorm"
+    site.count_call(*((normed, "attention") if own else (normed,)))
+    if own:
+        return attention(query, key, value)
+    scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
+    dispatch = site.settings["dispatch"]
+    if dispatch is None:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=scores_mask).transpose(1, 2)
+    processor = module.processor
+    output: Tensor = dispatch(
+        query,
+        key,
+        value,
+        attn_mask=scores_mask,
+        dropout_p=0.0,
+        is_causal=False,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config if spec.parallel_cross or not cross else None,
+    )
+    return output.to(query.dtype)

@@ -1,0 +1,154 @@
+"""What a model family says about its transformer blocks, and the guards that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+from torch import Tensor, nn
+
+from ._attend import Attention
+from ._feed_forward import FEED_FORWARD
+from ._guards import class_of, hooked, remember, submodule, why_not_input, why_not_norm_weight, why_not_tensor
+from ._sites import Entry, site_of, stock_forward
+from ._stream import LAYER, RMS, STATISTICS, statistic
+
+
+@dataclass(frozen=True)
+class Block:
+    """A class of transformer blocks, and the forward that takes its place.
+
+    classes: Names of the classes, with their modules. Several where the bodies of their forwards are the same.
+    forward: The whole block on a `Stream`, with the stock signature. It calls submodules by the stock keyword names,
+        since hooks look for them.
+    parameters: Names of the stock forward's, without self.
+    children: Names of the submodules that every block has; optional_children: of those that some have.
+    streams: Arguments that are residual streams.
+    tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
+    norms: Classes that may stand at each norm that the forward reads past its call, by its path.
+    attentions: The attention at each of these names.
+    feed_forwards: Names of modules that the forward hands to `feed_forward`.
+    linears: Groups of other linear layers that share an input, for fp8.
+    fp8_skip: Patterns of linear layers that fp8 leaves alone unless told otherwise, since they cost more than they
+        save.
+    casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have others.
+    check: Why a call has to run stock, beside the above: (block, arguments by name) to a reason or "".
+    level, roundings: As in `Entry`.
+    """
+
+    classes: tuple[str, ...]
+    forward: Callable[..., Any]
+    parameters: tuple[str, ...]
+    children: frozenset[str]
+    optional_children: frozenset[str] = frozenset()
+    streams: tuple[str, ...] = ("hidden_states",)
+    tensors: tuple[str, ...] = ()
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attentions: Mapping[str, Attention] = field(default_factory=dict)
+    feed_forwards: tuple[str, ...] = ()
+    linears: tuple[tuple[str, ...], ...] = ()
+    fp8_skip: tuple[str, ...] = ()
+    casts: bool = False
+    check: Callable[[Any, Mapping[str, Any]], str] = lambda block, arguments: ""
+    roundings: tuple[str, ...] = ("fp32", "eager")
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+        compute, parameters = self.forward, self.parameters
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            arguments = {**dict(zip(parameters, args)), **kwargs} if args else kwargs
+            reason = self._why_not_call(module, arguments)
+            if reason:
+                return stock_forward(module, reason, *args, **kwargs)
+            site_of(module).count_call()
+            return compute(module, *args, **kwargs)
+
+        return Entry(
+            self.classes,
+            forward,
+            self._ops(),
+            parameters,
+            self.children,
+            self.optional_children,
+            roundings=self.roundings,
+            why_not=self._why_not_module,
+            fp8=self._fp8_groups,
+            fp8_skip=self.fp8_skip,
+            apart=frozenset((*self.attentions, *self.feed_forwards)),
+        )
+
+    def _ops(self) -> tuple[str, ...]:
+        kinds = {STATISTICS.get(name) for classes in self.norms.values() for name in classes}
+        norms = [name for kind, name in ((RMS, "rmsnorm"), (LAYER, "layernorm")) if kind in kinds]
+        forms = ("adaln", "gated_residual_adaln")
+        return tuple(sorted(["gated_residual", *(f"{form}_{norm}" for form in forms for norm in norms)]))
+
+    def _fp8_groups(self, module: nn.Module) -> list[tuple[str, ...]]:
+        """The linear layers that fp8 takes, those that share an input together."""
+        groups: list[tuple[str, ...]] = []
+        for name, spec in self.attentions.items():
+            groups += spec.groups(module.get_submodule(name), name)
+        for name in self.feed_forwards:
+            if class_of(module.get_submodule(name)) == FEED_FORWARD:
+                groups += [(f"{name}.net.0.proj",), (f"{name}.net.2",)]
+        return [*groups, *self.linears]
+
+    def _why_not_module(self, module: nn.Module) -> str:
+        return self._why_not_norms(module) or self._why_not_tables(module)
+
+    def _why_not_norms(self, module: nn.Module) -> str:
+        for path, classes in self.norms.items():
+            norm = submodule(module, path)
+            if norm is None or class_of(norm) not in classes:
+                return f"{path} is {class_of(norm)}"
+            if statistic(norm) and len(getattr(norm, "normalized_shape", (1,))) != 1:
+                return f"{path} normalises several dimensions"
+            if statistic(norm) == RMS and norm._parameters.get("bias") is not None:
+                return f"{path} has a bias"
+        return ""
+
+    def _why_not_tables(self, module: nn.Module) -> str:
+        for name in self.tensors:
+            if name not in self.parameters and name not in module._parameters:
+                return f"it has no parameter {name}"
+        return ""
+
+    def _why_not_state(self, module: nn.Module, input: Tensor) -> str:
+        """Why the block's own parameters and norms keep a call from running ops."""
+        reason = self._why_not_module(module)
+        if reason:
+            return reason
+        for name in self.tensors:
+            table = module._parameters.get(name)
+            if table is not None:
+                reason = why_not_tensor(name, table, input, self.casts)
+                if reason:
+                    return reason
+        for path in self.norms:
+            norm = submodule(module, path)
+            assert norm is not None
+            # A hook on a module around a norm, as on AdaLayerNormZero, would be passed over as well.
+            for end in (i for i, c in enumerate(path + ".") if c == "."):
+                around = submodule(module, path[:end])
+                if around is not None and hooked(around):
+                    return f"{path[:end]} has a hook"
+            reason = why_not_norm_weight(norm, input, self.casts)  # type: ignore[arg-type]
+            if reason:
+                return f"{path}: {reason}"
+        return ""
+
+    def _why_not_call(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
+        input: Tensor = arguments[self.streams[0]]
+        reason = why_not_input(input)
+        if reason:
+            return reason
+        for name in self.streams[1:] + self.tensors:
+            tensor = arguments.get(name)
+            if tensor is not None:
+                reason = why_not_tensor(name, tensor, input, self.casts and name in self.tensors)
+                if reason:
+                    return reason
+        key = "block", input.dtype, input.device
+        return remember(module, key, self._why_not_state, input) or self.check(module, arguments)

@@ -1,0 +1,73 @@
+"""The feed-forward of diffusion transformers: Linear and activation in one product where possible, Linear.
+
+Only what is exactly diffusers' FeedForward, with an activation that was replaced and nothing that hooks it, is taken
+apart; any other one is called as the module that it is.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..glu import gelu
+from ..quant import gelu_quant
+from ._guards import ATTRIBUTE, class_of, hooked, remember
+from ._linear import Input, Linears, linear_gelu_of
+
+FEED_FORWARD = "diffusers.models.attention.FeedForward"
+GELU = "diffusers.models.activations.GELU"
+DROPOUT = "torch.nn.modules.dropout.Dropout"
+
+
+class _Layers(NamedTuple):
+    up: Linears
+    down: Linears
+    approximate: str
+    count_call: Callable[[], None]
+
+
+def _layers(ff: nn.Module, input: Tensor) -> _Layers | None:
+    """The layers of a feed-forward that may be taken apart; None: it has to be called."""
+    if class_of(ff) != FEED_FORWARD or hooked(ff):
+        return None
+    net = list(cast(nn.ModuleList, ff._modules["net"]))
+    if len(net) < 3 or any(map(hooked, net[:2])):
+        return None
+    activation, down = net[0], net[2]
+    if class_of(activation) != GELU or ATTRIBUTE not in activation.__dict__:
+        return None
+    if any(class_of(dropout) != DROPOUT or dropout.training or hooked(dropout) for dropout in (net[1], *net[3:])):
+        return None
+    up = Linears((cast(nn.Linear, activation._modules["proj"]),), input)
+    site = activation.__dict__[ATTRIBUTE]
+    return _Layers(up, Linears((cast(nn.Linear, down),), input), cast(str, activation.approximate), site.count_call)
+
+
+def _known(ff: nn.Module, input: Tensor) -> _Layers | None:
+    return remember(ff, (input.dtype, input.device), _layers, input)
+
+
+def ff_input(ff: nn.Module, hidden_states: Tensor) -> Linears | None:
+    """The linear layer that reads the input of a feed-forward, if it may be handed quantised rows instead."""
+    layers = _known(ff, hidden_states)
+    return None if layers is None else layers.up
+
+
+def feed_forward(ff: nn.Module, input: Input) -> Tensor:
+    """``ff(input)``, of a tensor or of the rows that `ff_input` allowed."""
+    like = input if isinstance(input, Tensor) else input[1].to(torch.bfloat16)
+    layers = _known(ff, like)
+    if layers is None:
+        return cast(Tensor, ff(input))
+    up, down = layers.up, layers.down
+    layers.count_call()
+    if not up.fp8 and not down.fp8:
+        hidden = linear_gelu_of(up, cast(Tensor, input), layers.approximate)
+        if hidden is not None:
+            return down(hidden)[0]
+    (hidden,) = up(input)
+    if down.fp8:
+        return down(gelu_quant(hidden, approximate=layers.approximate))[0]
+    return down(gelu(hidden, approximate=layers.approximate))[0]

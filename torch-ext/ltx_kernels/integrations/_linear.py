@@ -1,0 +1,333 @@
+"""Linear layers of a model: several that read one input as one product, and weights in fp8.
+
+An fp8 weight lies beside the stock one, as buffers that are not saved; it is quantised once, per output channel. The
+layer's ``forward`` quantises its input row by row, so that whatever calls it works; a fused block hands over rows that
+an op has quantised already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Union, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear, packed_linear_op, stacked
+from .._ops import add_op_namespace_prefix
+from ..quant import multiply, quantize_rows, quantize_weight
+from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, why_not_input
+from ._sites import Entry, Site, stock_forward
+
+LINEAR_CLASS = "torch.nn.modules.linear.Linear"
+VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"
+STATE = "_ltx_fp8_of"  # the version of the weight that was quantised, or FREED
+FREED = "freed"
+
+Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
+Input = Union[Tensor, Rows]
+
+
+# ---- Weights in fp8
+
+
+def why_not_fp8(linear: nn.Linear) -> str:
+    """Why the weight of a linear layer cannot be quantised; empty if it can."""
+    if not is_ordinary(linear.weight) or linear.weight.device.type == "meta":
+        return f"its weight is no ordinary parameter ({type(linear.weight).__name__} on {linear.weight.device})"
+    if linear.in_features % 16 or linear.out_features % 16:
+        return f"fp8 GEMMs need multiples of 16, not {linear.in_features} x {linear.out_features}"
+    return ""
+
+
+def quantise_weights(linears: Sequence[nn.Linear]) -> None:
+    """Gives layers that share an input their fp8 weights, one behind the other."""
+    quantised = [quantize_weight(linear.weight) for linear in linears]
+    values, scales = (torch.cat(parts) for parts in zip(*quantised))
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.register_buffer(VALUES, values[start:end], persistent=False)
+        linear.register_buffer(SCALES, scales[start:end], persistent=False)
+        linear.__dict__[STATE] = linear.weight._version
+        start = end
+
+
+def drop_weights(linear: nn.Module) -> None:
+    """What `restore` does beside giving the layer its forward back."""
+    for name in (VALUES, SCALES):
+        linear._buffers.pop(name, None)
+        linear._non_persistent_buffers_set.discard(name)
+    linear.__dict__.pop(STATE, None)
+
+
+def freed(linear: nn.Module) -> bool:
+    return linear.__dict__.get(STATE) == FREED
+
+
+def free_weight(linear: nn.Linear) -> int:
+    """Gives the memory of the stock weight back; the bytes."""
+    size = linear.weight.nbytes
+    linear.weight.data = torch.empty(0, dtype=linear.weight.dtype, device=linear.weight.device)
+    linear.__dict__[STATE] = FREED
+    linear.register_state_dict_pre_hook(_refuse_to_save)
+    return size
+
+
+def summary(linears: Sequence[nn.Linear], freed_bytes: int | None) -> str:
+    """What to tell about the memory."""
+    added = sum(cast(Tensor, linear._buffers[name]).nbytes for linear in linears for name in (VALUES, SCALES))
+    text = f"fp8: {len(linears)} linear layers, {added / 2**20:.1f} MiB of weights"
+    if freed_bytes is None:
+        return f"{text} beside the stock ones"
+    return f"{text} in place of {freed_bytes / 2**20:.1f} MiB, which are freed: there is no restore"
+
+
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError(
+        f"{prefix}weight was freed by optimize(..., free_weights=True) and cannot be saved: load the model again"
+    )
+
+
+def _changed(linear: nn.Linear) -> bool:
+    """Whether the stock weight was written to after it was quantised (through .data it can be, unseen)."""
+    version = linear.weight._version
+    if version < linear.__dict__[STATE]:  # a copy, which counts anew
+        linear.__dict__[STATE] = version
+    return version > linear.__dict__[STATE]
+
+
+def _why_not_fp8_input(input: Tensor) -> str:
+    if input.dtype != torch.bfloat16:
+        return f"fp8 takes bfloat16 activations, not {input.dtype}"
+    return why_not_input(input)
+
+
+def _why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
+    values = linear._buffers.get(VALUES)
+    if values is None or values.dtype != torch.float8_e4m3fn or values.device != input.device:
+        return "the fp8 weight was converted or is on another device"
+    if not torch.compiler.is_compiling() and not freed(linear) and _changed(linear):
+        return "the weight has changed since it was quantised: call optimize again"
+    return ""
+
+
+def linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    reason = _why_not_fp8_input(input) or _why_not_fp8_weight(self, input)
+    if reason and not freed(self):
+        return stock_forward(self, reason, input)
+    if reason:
+        raise RuntimeError(
+            f"fp8 cannot run this call ({reason}), and the stock weight was freed by optimize(..., free_weights=True): "
+            "load the model again to run it without fp8"
+        )
+    site: Site = self.__dict__[ATTRIBUTE]
+    site.count_call()
+    return _multiply(self, quantize_rows(input))
+
+
+def _multiply(linear: nn.Linear, rows: Rows) -> Tensor:
+    values, scales = cast(Tensor, linear._buffers[VALUES]), cast(Tensor, linear._buffers[SCALES])
+    return multiply(*rows, values, scales, linear._parameters["bias"])
+
+
+def why_not_restored(linear: nn.Module) -> str:
+    return (
+        "its stock weight was freed by optimize(..., free_weights=True): load the model again" if freed(linear) else ""
+    )
+
+
+LINEAR = Entry(
+    (LINEAR_CLASS,),
+    linear_forward,
+    ("quantize_rows", "scaled_linear"),
+    ("input",),
+    why_not=lambda module: why_not_fp8(cast(nn.Linear, module)),
+    why_not_restored=why_not_restored,
+    release=drop_weights,
+)
+
+
+def in_fp8(linear: nn.Module) -> bool:
+    site = linear.__dict__.get(ATTRIBUTE)
+    return site is not None and site.entry is LINEAR
+
+
+# ---- Several layers, one input
+
+
+class Linears:
+    """Linear layers that read one input, in the form that their state allows.
+
+    It is made for one state of the layers and of the input's dtype and device: `remember` keeps it for as long as that
+    holds.
+
+    fp8: They take quantised rows, by one product where their weights are adjacent.
+    packed: One product makes all their outputs, which are views of one new tensor.
+    direct: nn.Linear and nothing else, so that their weights can be used without calling them.
+    """
+
+    __slots__ = ("direct", "fp8", "modules", "packed", "sizes")
+
+    def __init__(self, modules: Sequence[nn.Linear], input: Tensor, pack: bool = True) -> None:
+        self.modules = tuple(modules)
+        self.fp8 = not _why_not_fp8_input(input) and all(
+            in_fp8(linear) and not hooked(linear) and not _why_not_fp8_weight(linear, input) for linear in modules
+        )
+        self.direct = not self.fp8 and all(plain_linear(linear, input.dtype) for linear in modules)
+        self.packed = False
+        if len(self.modules) == 1 or not pack or not (self.fp8 or self.direct):
+            self.sizes: list[int] = []
+            return
+        biases = self._biases()
+        if biases is not None:
+            self.sizes = [linear.out_features for linear in modules]
+            if torch.compiler.is_compiling():  # the ops ask for adjacency where they run
+                self.packed = True
+            elif self.fp8:
+                values, scales = self._quantised()
+                self.packed = adjacent(values) and adjacent(scales) and (not biases or adjacent(biases))
+            else:
+                self.packed = adjacent(self._weights()) and (not biases or adjacent(biases))
+
+    def _weights(self) -> list[Tensor]:
+        return [linear._parameters["weight"] for linear in self.modules]  # type: ignore[misc]
+
+    def _quantised(self) -> tuple[list[Tensor], list[Tensor]]:
+        buffers = [linear._buffers for linear in self.modules]
+        return [b[VALUES] for b in buffers], [b[SCALES] for b in buffers]  # type: ignore[misc]
+
+    def _biases(self) -> list[Tensor] | None:
+        """None where some of the layers have a bias and some have none."""
+        biases: list[Tensor] = [b for b in (linear._parameters["bias"] for linear in self.modules) if b is not None]
+        return biases if len(biases) in (0, len(self.modules)) else None
+
+    def together(self, input: Input) -> Tensor:
+        """All outputs side by side, of layers that are `packed`."""
+        biases = self._biases() or []
+        compiling = torch.compiler.is_compiling()
+        output: Tensor | None
+        if self.fp8:
+            scaled = packed_scaled_linear_op if compiling else packed_scaled_linear
+            output = scaled(*self._rows(input), *self._quantised(), biases)
+        else:
+            output = (packed_linear_op if compiling else packed_linear)(cast(Tensor, input), self._weights(), biases)
+        assert output is not None
+        return output
+
+    def __call__(self, input: Input) -> tuple[Tensor, ...]:
+        """The output of each layer."""
+        if self.packed:
+            return self.together(input).split(self.sizes, -1)
+        if self.fp8:
+            rows = self._rows(input)
+            return tuple(_multiply(linear, rows) for linear in self.modules)
+        if self.direct:
+            return tuple(
+                F.linear(input, linear._parameters["weight"], linear._parameters["bias"])  # type: ignore[arg-type]
+                for linear in self.modules
+            )
+        return tuple(linear(input) for linear in self.modules)
+
+    def _rows(self, input: Input) -> Rows:
+        for linear in self.modules:
+            linear.__dict__[ATTRIBUTE].count_call()
+        return input if isinstance(input, tuple) else quantize_rows(input)
+
+
+def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor | None:
+    """One layer and GELU in one product; None where no product has it, or the layer has to be called."""
+    (linear,) = linears.modules
+    bias = linear._parameters["bias"] if linears.direct else None
+    if bias is None or approximate != "tanh":
+        return None
+    function = linear_gelu_op if torch.compiler.is_compiling() else linear_gelu
+    return function(input, cast(Tensor, linear._parameters["weight"]), bias)
+
+
+def dequantised(rows: Rows) -> Tensor:
+    """The tensor that quantised rows stand for."""
+    values, scales = rows
+    return (values.float() * scales).to(torch.bfloat16)
+
+
+def joined(
+    first: Linears, input: Input, rows: slice, second: Linears, context: Tensor, rows2: slice, length: int
+) -> Tensor:
+    """The packed outputs of two groups of layers for two streams of tokens, as rows of one new tensor [B, length, N].
+
+    Products write to their rows of it; where one cannot, both are made and concatenated.
+    """
+    if first.direct and second.direct and isinstance(input, Tensor):
+        width = sum(first.sizes)
+        output = input.new_empty(input.shape[0], length, width)
+        for linears, tokens, part in ((first, input, rows), (second, context, rows2)):
+            weights, biases = linears._weights(), linears._biases()
+            weight = stacked(weights).t()
+            for sample in range(len(output)):
+                target = output[sample, part]
+                if biases:
+                    torch.addmm(stacked(biases), tokens[sample], weight, out=target)
+                else:
+                    torch.mm(tokens[sample], weight, out=target)
+        return output
+    parts = first.together(input), second.together(context)
+    return torch.cat(parts if rows.start == 0 else parts[::-1], 1)
+
+
+def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
+    """Moves the weights of each group of linear layers below a module into one storage, as views; or why not."""
+    for names in groups:
+        linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
+        described = f"{', '.join(names[:-1])} or {names[-1]}"
+        if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
+            return f"{described} is no plain nn.Linear"
+        parameters = [p for linear in linears for p in linear.parameters(recurse=False)]
+        first = parameters[0]
+        for p in parameters:
+            if not is_ordinary(p) or p.is_inference() or (p.device, p.dtype) != (first.device, first.dtype):
+                return f"{described} has other than ordinary parameters of one device and dtype"
+            if p.device.type not in ("cuda", "cpu"):
+                return f"{described} is on {p.device}"
+        # Those in fp8 are adjacent as they are made.
+        weights = [cast(nn.Parameter, linear.weight) for linear in linears if not in_fp8(linear)]
+        if weights:
+            make_adjacent(weights)
+        if all(linear.bias is not None for linear in linears):
+            make_adjacent([linear.bias for linear in linears])
+    return ""
+
+
+def packed_scaled_linear(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor | None:
+    """``scaled_linear`` of several layers with one input, outputs side by side; None if their weights lie apart."""
+    if adjacent(weights) and adjacent(weight_scales) and (not biases or adjacent(biases)):
+        return multiply(values, scales, stacked(weights), stacked(weight_scales), stacked(biases) if biases else None)
+    return None
+
+
+@torch.library.custom_op(
+    add_op_namespace_prefix("packed_scaled_linear"),
+    mutates_args=(),
+    schema="(Tensor values, Tensor scales, Tensor[] weights, Tensor[] weight_scales, Tensor[] biases) -> Tensor",
+)
+def packed_scaled_linear_op(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    packed = packed_scaled_linear(values, scales, weights, weight_scales, biases)
+    if packed is not None:
+        return packed
+    outputs = [
+        multiply(values, scales, weight, weight_scales[i], biases[i] if biases else None)
+        for i, weight in enumerate(weights)
+    ]
+    return torch.cat(outputs, -1)
+
+
+@packed_scaled_linear_op.register_fake
+def _(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    return values.new_empty(*values.shape[:-1], sum(w.shape[0] for w in weights), dtype=torch.bfloat16)

@@ -1,0 +1,41 @@
+"""Finds the model families: every module of a package is one, and lists what it knows in ``ENTRIES``."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from typing import Union
+
+from torch import nn
+
+from ._attend import Attention
+from ._block import Block
+from ._guards import class_of
+from ._sites import Entry
+
+Known = Union[Entry, Block, Attention]
+
+
+def entries_of(package: str, path: Iterable[str]) -> dict[str, Entry]:
+    """The entries of all modules of a package, by the keys that `key_of` gives modules of their classes."""
+    found: dict[str, Entry] = {}
+    for info in sorted(pkgutil.iter_modules(path), key=lambda info: info.name):
+        name = f"{package}.{info.name}"
+        known: Iterable[Known] = importlib.import_module(name).ENTRIES
+        for description in known:
+            entry = description if isinstance(description, Entry) else description.entry()
+            for key in entry.classes:
+                if key in found:
+                    raise RuntimeError(f"{name}: {key} is known to another family already")
+                found[key] = entry
+    return found
+
+
+def entry_for(entries: dict[str, Entry], module: nn.Module) -> Entry | None:
+    """What is known about a module; of an attention class that many models share, by its processor."""
+    name = class_of(module)
+    found = entries.get(name)
+    if found is None and "processor" in module.__dict__:
+        found = entries.get(f"{name} + {class_of(module.processor)}")
+    return found

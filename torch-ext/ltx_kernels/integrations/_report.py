@@ -1,0 +1,88 @@
+"""What `optimize` tells: what was replaced and left alone, and what has happened at run time since."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ._sites import Site, uninstall_all
+
+
+def _columns(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
+    ]
+
+
+@dataclass(eq=False)
+class Report:
+    """What `optimize` replaced and left alone, and what has happened since; print it for a table.
+
+    As a context manager it restores the modules at its end.
+
+    Attributes:
+        target: What was optimized, by class and component.
+        sites: One for every replaced class: `class_name`, `modules`, `calls` that ran the package's ops, `traces` by
+            torch.compile, and `fallbacks`, the calls that ran the stock forward instead, by reason.
+        left_alone: Modules of a known class, or whole components, that stay as they were, and why.
+        notes: Other things to know, such as parameters that could not be packed.
+    """
+
+    target: str
+    sites: list[Site] = field(default_factory=list)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _roots: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
+
+    @property
+    def replaced(self) -> dict[str, int]:
+        """How many modules of each class were replaced."""
+        return {site.name: site.modules for site in self.sites}
+
+    @property
+    def fallbacks(self) -> dict[str, dict[str, int]]:
+        """Calls that ran the stock forward instead, by class and reason."""
+        return {site.name: dict(site.fallbacks) for site in self.sites if site.fallbacks}
+
+    def restore(self) -> None:
+        """Gives every module of what was optimized its stock forward back."""
+        for reference in self._roots:
+            root = reference()
+            if root is not None:
+                uninstall_all(root)
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+    def __str__(self) -> str:
+        lines = [f"ltx-kernels: {self.target}"]
+        if self.sites:
+            rows: list[tuple[str, ...]] = [("modules", "class", "calls", "traced", "stock calls", "ops")]
+            for s in self.sites:
+                numbers = str(s.modules), str(s.calls), str(s.traces), str(sum(s.fallbacks.values()))
+                rows.append((numbers[0], s.name, *numbers[1:], ", ".join(s.ops)))
+            lines += _columns(rows, right=(0, 2, 3, 4))
+        else:
+            lines.append("nothing was replaced")
+        for name, reasons in self.fallbacks.items():
+            lines += [f"stock call of {name}, {count} x: {reason}" for reason, count in reasons.items()]
+        for s in self.sites:
+            if s.unpacked:
+                lines.append(
+                    f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again), or "
+                    "they are no plain linear layers"
+                )
+        grouped: dict[str, list[str]] = {}
+        for name, reason in self.left_alone.items():
+            grouped.setdefault(reason, []).append(name or "the model")
+        for reason, names in grouped.items():
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            lines.append(f"left alone: {shown}: {reason}")
+        return "\n".join(lines + self.notes)

@@ -1,0 +1,101 @@
+"""Rotary tables: half as wide as the models make them, made once, kept as long as what they were made of.
+
+A stock table holds each angle at both places of its pair. The ops take one entry per pair, so the second of each two
+equal columns is left out once and not read in every block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from ._sites import Plan, Site
+
+Tables = tuple[Tensor, Tensor]  # cos, sin
+
+# Shapes whose table a module keeps: a multi-scale pipeline goes back and forth between two.
+KEPT = 4
+
+# Tables that a CUDA graph reads: they stay where they are, whatever happens to the module.
+_captured: list[Tables] = []
+
+
+def compact(table: Tensor) -> Tensor:
+    """A table of interleaved pairs, [..., 2 n], without the second of each two equal columns: [..., n], contiguous."""
+    return _compact_op(table) if torch.compiler.is_compiling() else table[..., ::2].contiguous()
+
+
+# Opaque to torch.compile, which would compute the table anew for every second block that reads it: 0.2 ms of a step of
+# 49 frames on an H200 (benchmarks/results/h200-ltx.json at 73b16a4).
+@torch.library.custom_op(add_op_namespace_prefix("compact_table"), mutates_args=(), schema="(Tensor table) -> Tensor")
+def _compact_op(table: Tensor) -> Tensor:
+    return table[..., ::2].contiguous()
+
+
+@_compact_op.register_fake
+def _(table: Tensor) -> Tensor:
+    return table.new_empty(*table.shape[:-1], table.shape[-1] // 2)
+
+
+def full_width(table: Tensor, width: int) -> Tensor:
+    """A table as the stock modules take it, from either form: each angle at both places of its pair."""
+    return table if table.shape[-1] == width else table.repeat_interleave(2, -1)
+
+
+def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Tables]) -> Tables:
+    """The tables that ``make`` gives, from an earlier call with the same key and the same, unchanged source tensor.
+
+    key: All that the tables depend on beside the source.
+    source: A tensor of coordinates or of angles that the tables are made of; None where shapes say it all.
+
+    Nothing is kept under torch.compile, nor of an inference tensor, which may be written to without a sign.
+    """
+    if torch.compiler.is_compiling() or (source is not None and source.is_inference()):
+        return make()
+    tables = site.cache
+    place = key, None if source is None else (id(source), source._version)
+    found = tables.get(place)
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if found is not None and (found[1] is None or found[1]() is source):
+        if capturing:
+            _captured.append(found[0])
+        return found[0]
+    made = make()
+    if not capturing:  # memory that is allocated during a capture belongs to the graph
+        while len(tables) >= KEPT:
+            tables.pop(next(iter(tables)), None)
+        tables[place] = made, None if source is None else weakref.ref(source)
+    return made
+
+
+def halves(site: Site, rope: Tables) -> Tables:
+    """Both tables, compact: one copy for all the blocks of a forward that are handed the same tensors."""
+    cos, sin = rope
+    if torch.compiler.is_compiling():
+        return cos[..., ::2], sin[..., ::2]
+    return kept(site, "halves", cos, lambda: (compact(cos), compact(sin)))
+
+
+def keep_table_readers_together(plan: Plan) -> None:
+    """Leaves a module that makes compact tables as it is, unless all that read them know that form.
+
+    The readers are the modules of the same model whose names end in the entry's ``table_readers``.
+    """
+    for name, (_, entry) in list(plan.modules.items()):
+        if not entry.table_readers:
+            continue
+        model = name[: name.rfind(".") + 1]
+        readers = [
+            other for other in plan.left_alone if other.startswith(model) and other.endswith(entry.table_readers)
+        ]
+        if readers:
+            del plan.modules[name]
+            plan.left_alone[name] = f"{readers[0]}, which reads its table, is left alone"
+        elif not any(other.startswith(model) and other.endswith(entry.table_readers) for other in plan.modules):
+            del plan.modules[name]
+            plan.left_alone[name] = "what reads its table is not in the part that was given"

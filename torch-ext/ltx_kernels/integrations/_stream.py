@@ -1,0 +1,177 @@
+"""The residual stream of a transformer block: a branch waits to be added until the op that reads the sum comes.
+
+This is the one place that chooses among the ops for residual, gate, norm and modulation, and the only one that knows
+their quantising forms: where the linear layers that read a result hold fp8 weights, the op quantises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from ..adaln import (
+    adaln_layernorm,
+    adaln_rmsnorm,
+    gated_residual,
+    gated_residual_adaln_layernorm,
+    gated_residual_adaln_rmsnorm,
+)
+from ..norm import layernorm, rmsnorm
+from ..quant import (
+    adaln_rmsnorm_quant,
+    gated_residual_adaln_rmsnorm_quant,
+    gated_residual_quant,
+    quantize_rows,
+    rmsnorm_quant,
+)
+from ._guards import ATTRIBUTE, NormModule, name_of
+from ._linear import Input, Linears
+
+RMS, LAYER = "rms", "layer"
+TORCH_RMSNORM = "torch.nn.modules.normalization.RMSNorm"
+TORCH_LAYERNORM = "torch.nn.modules.normalization.LayerNorm"
+RMSNORM = "diffusers.models.normalization.RMSNorm"
+FP32_LAYERNORM = "diffusers.models.normalization.FP32LayerNorm"
+
+# What the norms of blocks compute. torch.nn.Identity counts as a norm that a block's constructor may leave out.
+STATISTICS = {TORCH_RMSNORM: RMS, RMSNORM: RMS, TORCH_LAYERNORM: LAYER, FP32_LAYERNORM: LAYER}
+
+_statistics: dict[type, str] = {}  # the same by class, as far as classes have been met
+
+
+def statistic(norm: object) -> str:
+    """ "rms" or "layer"; empty for a module of any other class."""
+    cls = type(norm)
+    found = _statistics.get(cls)
+    if found is None:
+        found = _statistics[cls] = STATISTICS.get(name_of(cls), "")
+    return found
+
+
+class Mod(NamedTuple):
+    """One modulation input, a shift, scale or gate: a tensor and a row of a table, added up inside the ops.
+
+    value: [B, H] per sample, [B, 1, H], or [B, S, H] per token; any strides.
+    table: [H], or None.
+    """
+
+    value: Tensor
+    table: Tensor | None = None
+
+
+_NOTHING: tuple[Tensor | None, Tensor | None] = None, None
+
+
+def modulation(temb: Tensor, count: int, table: Tensor | None = None) -> list[Mod]:
+    """The `count` modulation inputs that lie side by side in the last dimension, [..., count * H], of one tensor.
+
+    table: [count, H], one row for each.
+    """
+    return modulation_of(temb.unflatten(-1, (count, -1)).unbind(-2), table)
+
+
+def modulation_of(values: Sequence[Tensor], table: Tensor | None = None) -> list[Mod]:
+    """The modulation inputs that are tensors already, with the rows of a table [count, H]."""
+    if table is None:
+        return [Mod(value) for value in values]
+    return list(map(Mod, values, table.unbind(0)))
+
+
+class Stream:
+    """The residual stream of a block, [B, S, H].
+
+    `add` makes a branch wait; `norm`, `rows` and `value` take it along. ``into`` names the linear layers that read a
+    result (`Linears`): the result is quantised rows where they hold fp8 weights and an op quantises, and a tensor else.
+    Linear layers take both.
+    """
+
+    __slots__ = ("_branch", "_gate", "_value", "rounding")
+
+    def __init__(self, module: nn.Module, value: Tensor) -> None:
+        """module: The block, a module that `optimize` replaced."""
+        self.rounding: str = module.__dict__[ATTRIBUTE].rounding
+        self._value = value
+        self._branch: Tensor | None = None
+        self._gate: Mod | None = None
+
+    def add(self, branch: Tensor, gate: Mod | None = None) -> None:
+        """Adds a branch, times a gate, to the stream."""
+        if self._branch is not None:
+            self.value()
+        self._branch, self._gate = branch, gate
+
+    def value(self) -> Tensor:
+        """The stream as a tensor."""
+        if self._branch is not None:
+            branch, gate, self._branch = self._branch, self._gate, None
+            if gate is None:
+                self._value = self._value + branch
+            else:
+                self._value = gated_residual(
+                    branch, self._value, gate.value, gate_table=gate.table, rounding=self.rounding
+                )
+        return self._value
+
+    def rows(self, into: Linears | None = None) -> Input:
+        """The stream for the linear layers that read it."""
+        if into is None or not into.fp8:
+            return self.value()
+        gate = self._gate
+        if self._branch is None or gate is None:
+            return quantize_rows(self.value())
+        branch, self._branch = self._branch, None
+        values, scales, self._value = gated_residual_quant(branch, self._value, gate.value, gate_table=gate.table)
+        return values, scales
+
+    def norm(
+        self, norm: nn.Module, shift: Mod | None = None, scale: Mod | None = None, into: Linears | None = None
+    ) -> Input:
+        """The stream normalised as a norm module does, times 1 + scale, plus shift.
+
+        A norm of torch.nn.Identity gives the stream itself. shift and scale are given together, or neither is.
+        """
+        kind = statistic(norm)
+        if not kind:  # torch.nn.Identity, or the guards would have run the stock block
+            return self.rows(into)
+        module = cast(NormModule, norm)
+        quantises = into is not None and into.fp8
+        if self._branch is not None:
+            return self._norm_of_sum(kind, module, shift, scale, quantises)
+        x, rounding, parameters = self._value, self.rounding, module._parameters
+        weight, bias, eps = parameters.get("weight"), parameters.get("bias"), module.eps
+        if scale is None or shift is None:
+            if kind == LAYER:
+                return layernorm(x, weight, bias, cast(float, eps), rounding=rounding)
+            return rmsnorm_quant(x, weight, eps) if quantises else rmsnorm(x, weight, eps, rounding=rounding)
+        tables = {"scale_table": scale.table, "shift_table": shift.table}
+        if kind == LAYER:
+            return adaln_layernorm(
+                x, weight, scale.value, shift.value, bias, cast(float, eps), **tables, rounding=rounding
+            )
+        if quantises:
+            return adaln_rmsnorm_quant(x, weight, scale.value, shift.value, eps, **tables)
+        return adaln_rmsnorm(x, weight, scale.value, shift.value, eps, **tables, rounding=rounding)
+
+    def _norm_of_sum(
+        self, kind: str, module: NormModule, shift: Mod | None, scale: Mod | None, quantises: bool
+    ) -> Input:
+        """`norm` of the stream and the waiting branch, in one launch."""
+        branch, self._branch = cast(Tensor, self._branch), None
+        weight, bias, eps = module._parameters.get("weight"), module._parameters.get("bias"), module.eps
+        gate, gate_table = self._gate or _NOTHING
+        scale_value, scale_table = scale or _NOTHING
+        shift_value, shift_table = shift or _NOTHING
+        tables: dict[str, Any] = {"gate_table": gate_table, "scale_table": scale_table, "shift_table": shift_table}
+        operands = branch, self._value, gate, weight, scale_value, shift_value
+        if kind == LAYER:
+            result, self._value = gated_residual_adaln_layernorm(
+                *operands, bias, cast(float, eps), **tables, rounding=self.rounding
+            )
+            return result
+        if quantises:
+            values, scales, self._value = gated_residual_adaln_rmsnorm_quant(*operands, eps, **tables)
+            return values, scales
+        result, self._value = gated_residual_adaln_rmsnorm(*operands, eps, **tables, rounding=self.rounding)
+        return result

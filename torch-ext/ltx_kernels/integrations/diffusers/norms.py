@@ -1,0 +1,87 @@
+"""Norms and activations of diffusers and torch by themselves, wherever they stand in a model."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...glu import gelu
+from ...norm import layernorm, rmsnorm
+from .._feed_forward import GELU
+from .._guards import NormModule, children, why_not_input, why_not_norm_call
+from .._linear import Linears, linear_gelu_of
+from .._sites import Entry, site_of, stock_forward
+from .._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM
+
+
+def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    reason = why_not_norm_call(self, hidden_states)
+    if reason:
+        return stock_forward(self, reason, hidden_states)
+    site_of(self).count_call()
+    # torch.nn.RMSNorm rounds once, and a norm without weight has nothing to round between.
+    return rmsnorm(hidden_states, self._parameters.get("weight"), cast(NormModule, self).eps)
+
+
+def torch_rms_norm_forward(self: nn.Module, x: Tensor) -> Tensor:
+    return rms_norm_forward(self, x)
+
+
+def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
+    # At the first call of an op in a graph, inductor of torch 2.11 prints the op's whole producer graph. For the last
+    # norm of LTX-Video, after 28 blocks, that does not finish.
+    compiles = "torch.compile fuses it with what follows" if torch.compiler.is_compiling() else ""
+    reason = why_not_norm_call(self, input) or compiles
+    if reason:
+        return stock_forward(self, reason, input)
+    site_of(self).count_call()
+    parameters = self._parameters
+    eps = cast(float, cast(NormModule, self).eps)
+    return layernorm(input, parameters.get("weight"), parameters.get("bias"), eps)
+
+
+def why_not_diffusers_rms_norm(module: nn.Module) -> str:
+    return "diffusers' RMSNorm with a weight may change the dtype" if module.weight is not None else ""
+
+
+def why_not_torch_norm(module: nn.Module) -> str:
+    dimensions = len(cast("tuple[int, ...]", module.normalized_shape))
+    return f"it normalises {dimensions} dimensions" if dimensions != 1 else ""
+
+
+class Activation(Protocol):
+    """diffusers' GELU."""
+
+    approximate: str
+
+
+def gelu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    reason = why_not_input(hidden_states)
+    if reason:
+        return stock_forward(self, reason, hidden_states)
+    site_of(self).count_call()
+    approximate = cast(Activation, self).approximate
+    (linear,) = children(self, "proj")
+    linears = Linears((linear,), hidden_states)
+    output = linear_gelu_of(linears, hidden_states, approximate)
+    return gelu(linear(hidden_states), approximate=approximate) if output is None else output
+
+
+ENTRIES = (
+    Entry(
+        (RMSNORM,),
+        rms_norm_forward,
+        ("rmsnorm",),
+        ("hidden_states",),
+        level="norms",
+        why_not=why_not_diffusers_rms_norm,
+    ),
+    Entry((TORCH_RMSNORM,), torch_rms_norm_forward, ("rmsnorm",), ("x",), level="norms", why_not=why_not_torch_norm),
+    Entry(
+        (TORCH_LAYERNORM,), layer_norm_forward, ("layernorm",), ("input",), level="norms", why_not=why_not_torch_norm
+    ),
+    # The epilogue does not round before the GELU, so "eager" leaves it to torch.
+    Entry((GELU,), gelu_forward, ("gelu",), ("hidden_states",), frozenset({"proj"}), roundings=("fp32",)),
+)
