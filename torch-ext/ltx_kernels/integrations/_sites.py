@@ -151,10 +151,6 @@ def _count_trace(number: int, reason: str, *ops: str) -> None:
         site.chosen.update(ops)
 
 
-# What torch.compiler.assume_constant_result does; calling it here would import torch._dynamo, 2 s for every user.
-vars(_count_trace)["_dynamo_marked_constant"] = True
-
-
 # ---- Installing and removing
 
 
