@@ -386,6 +386,25 @@ def test_pip_install_beside_a_local_build(project: Path, tmp_path: Path):
     assert info == "1 ['torch>=2.11']\n"
 
 
+@needs_nvcc
+def test_pip_builds_for_the_gpus_of_this_machine(
+    project: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not for every architecture, which takes minutes; LTX_KERNELS_ARCH names others."""
+    cuda = builder.find_cuda()
+    assert cuda is not None
+    monkeypatch.setenv("LTX_KERNELS_TORCH", str(stand_in_torch(tmp_path / "torch", f"{cuda.version[0]}.0")))
+    tiny = builder.load_project(project)
+    for gpus, asked, held in (
+        ([], "", {("sm", 80), ("sm", 90), ("ptx", 90)}),
+        (["8.9"], "", {("sm", 89)}),
+        (["8.9"], "8.0; 9.0+PTX", {("sm", 80), ("sm", 90), ("ptx", 90)}),
+    ):
+        stand_in_gpus(machine, *gpus)
+        monkeypatch.setenv("LTX_KERNELS_ARCH", asked)
+        assert fatbin_archs(library_of(builder.build_for_pip(tiny)))[0] == held
+
+
 def test_editable_install_sees_edits(project: Path, tmp_path: Path):
     python = virtual_environment(tmp_path / "venv")
     pip_install(python, "--editable", str(project))
@@ -411,3 +430,5 @@ def test_pip_install_of_the_package(tmp_path: Path):
         "print(ltx_kernels._ops.add_op_namespace_prefix('') != kernel._ops.add_op_namespace_prefix(''))\n"
     )
     assert python_output(python, code) == "True\n"
+    typed = "import ltx_kernels, pathlib; print(pathlib.Path(ltx_kernels.__file__).with_name('py.typed').is_file())"
+    assert python_output(python, typed) == "True\n"

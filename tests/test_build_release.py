@@ -144,7 +144,11 @@ def test_tag(tmp_path: Path):
     (tmp_path / "build.toml").write_text("[general]\nversion = 1\n")
     changelog = tmp_path / "CHANGELOG.md"
     changelog.write_text("# Changelog\n\n## Version 1\n\nFirst.\n")
-    assert release.check_tag(tmp_path, "v1.0") == "v1.0: version and changelog agree"
+    assert release.check_tag(tmp_path, "v1.0") == "v1.0: version, changelog and the package's home agree"
+    (tmp_path / "pyproject.toml").write_text('Source = "https://github.com/org/ltx-kernels"')
+    with pytest.raises(release.ReleaseError, match=r"pyproject\.toml still has the placeholder org/ltx-kernels"):
+        release.check_tag(tmp_path, "v1.0")
+    (tmp_path / "pyproject.toml").unlink()
     for tag, message in {
         "1.0": "a release tag is v",
         "v2.0": "`version` in build.toml is 1",
@@ -295,6 +299,12 @@ def test_complete_needs_a_commit_and_a_directory_build(gathered: Path, monkeypat
     assert "is for local builds" in refused(ROOT / "build")
     monkeypatch.setattr(builder, "git_status", lambda root: None)
     assert "expected a git checkout" in refused(gathered)
+
+
+def test_what_names_the_home_is_there():
+    """A release is refused while one of these names the placeholder; what has another name would not be asked."""
+    for name in release.NAMES_ITS_HOME:
+        assert release.PLACEHOLDER in (ROOT / name).read_text(), name
 
 
 @pytest.fixture

@@ -778,6 +778,7 @@ def build_variant(
 def build_for_pip(project: Project) -> Path:
     """Build the one variant that serves the installed torch best; its directory.
 
+    With CUDA, for the GPUs of this machine, or what LTX_KERNELS_ARCH names; without either for all of build.toml.
     Its ops have an id of their own, so that it can be loaded beside the same sources' build/<variant>.
     """
     torch = find_torch(min(project.stable_abi.values()))
@@ -786,7 +787,11 @@ def build_for_pip(project: Project) -> Path:
         print(f"torch is for CUDA {torch.cuda}, nvcc is {cuda.version[0]}.{cuda.version[1]}: building for the CPU")
         cuda = None
     backend = "cpu" if cuda is None else "cuda"
-    result = build_variant(project, backend, torch, cuda, project.root / "build" / "pip", Options(suffix="pip"))
+    asked = re.split(r"[,; ]+", os.environ.get("LTX_KERNELS_ARCH", "").strip())
+    archs = () if cuda is None else tuple(filter(None, asked)) or tuple(native_archs())
+    gencode_flags(archs)
+    options = Options(archs=archs, suffix="pip")
+    result = build_variant(project, backend, torch, cuda, project.root / "build" / "pip", options)
     assert result.path is not None
     return result.path
 

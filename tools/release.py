@@ -40,6 +40,9 @@ RUNNERS = {"x86_64-linux": "ubuntu-latest", "aarch64-linux": "ubuntu-24.04-arm"}
 SYSTEMS = tuple(RUNNERS)
 # What the kernel-builder that flake.lock pins has, for a stable-ABI kernel of torch 2.11.
 CUDA_VERSIONS = ((12, 6), (13, 0), (13, 2))
+PLACEHOLDER = "org/ltx-kernels"
+# Files that tell the world where the package lives. Docs and tests use the placeholder as an example.
+NAMES_ITS_HOME = ("build.toml", "pyproject.toml", "CITATION.cff", "SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml")
 TABLE_MARKS = ("<!-- variants -->", "<!-- /variants -->")
 
 
@@ -205,7 +208,10 @@ def check_tag(root: Path, tag: str) -> str:
     changelog = (root / "CHANGELOG.md").read_text()
     if not re.search(rf"^##+ ({'|'.join(map(re.escape, wanted))})\b(?!\.).*\n+(?!#)\S", changelog, re.MULTILINE):
         raise ReleaseError(f"{tag}: CHANGELOG.md has no text under a heading `## {wanted[0]}`")
-    return f"{tag}: version and changelog agree"
+    for name in NAMES_ITS_HOME:
+        if (root / name).is_file() and PLACEHOLDER in (root / name).read_text():
+            raise ReleaseError(f"{tag}: {name} still has the placeholder {PLACEHOLDER}: name the package's home")
+    return f"{tag}: version, changelog and the package's home agree"
 
 
 def check_complete(project: builder.Project, build: Path, systems: Sequence[str] = SYSTEMS) -> str:
@@ -308,7 +314,7 @@ def sign(build: Path) -> None:
 
 def hub_repository(project: builder.Project) -> str:
     repo_id = builder.read_toml(project.root / "build.toml")["general"]["hub"]["repo-id"]
-    if repo_id.startswith("org/"):
+    if repo_id == PLACEHOLDER:
         raise ReleaseError(f"{repo_id} is a placeholder: set repo-id of [general.hub] in build.toml")
     return str(repo_id)
 
