@@ -22,6 +22,7 @@ from ..attention import attention, qk_norm_cross_attention, runs_kernel
 from ..norm import rmsnorm
 from ..rope import apply_rotary, qk_norm_rope
 from ._guards import (
+    ATTRIBUTE,
     children,
     class_of,
     hooked,
@@ -38,6 +39,8 @@ from ._stream import RMSNORM, TORCH_RMSNORM
 
 # Recognised together with their processor: the class says nothing about what is computed.
 SHARED = ("diffusers.models.attention_processor.Attention",)
+# Children that fuse_qkv_projections adds.
+FUSED = ("to_qkv", "to_kv", "to_added_qkv", "to_added_kv")
 DROPOUT = "torch.nn.modules.dropout.Dropout"
 
 # Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
@@ -151,11 +154,11 @@ class Attention:
 
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's first input, if they may be handed quantised rows instead of it."""
-        site = module.__dict__.get("_ltx_kernels")
+        site = module.__dict__.get(ATTRIBUTE)
         first = module._modules[self.projections[0]]
         if site is None or first is None or not in_fp8(first) or hooked(module):
             return None
-        plan = _plan(self, module, hidden_states)
+        plan = _plan(site.entry.description, module, hidden_states)
         return None if plan.reason else plan.query if self.cross else plan.all
 
     def entry(self) -> Entry:
@@ -180,11 +183,14 @@ class Attention:
             ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm"),
             self.parameters,
             self.children,
-            frozenset((self.output, *self.added, *self.added_norms, self.added_output, *self.optional_children)),
+            frozenset(
+                (self.output, *self.added, *self.added_norms, self.added_output, *self.optional_children, *FUSED)
+            ),
             why_not=functools.partial(_why_not_module, self),
             settings=_settings,
             together_with=self.together_with,
             packs=self.packs,
+            description=self,
         )
 
     def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -27,6 +27,7 @@ class Block:
     streams: Arguments that are residual streams.
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
     norms: Classes that may stand at each norm that the forward reads past its call, by its path.
+    modules: The class of each other module that the forward reads past its call, by its path.
     attentions: The attention at each of these names.
     feed_forwards: Names of modules that the forward hands to `feed_forward`.
     linears: Groups of other linear layers that share an input, for fp8.
@@ -45,6 +46,7 @@ class Block:
     streams: tuple[str, ...] = ("hidden_states",)
     tensors: tuple[str, ...] = ()
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
     attentions: Mapping[str, Attention] = field(default_factory=dict)
     feed_forwards: tuple[str, ...] = ()
     linears: tuple[tuple[str, ...], ...] = ()
@@ -99,6 +101,10 @@ class Block:
         return self._why_not_norms(module) or self._why_not_tables(module)
 
     def _why_not_norms(self, module: nn.Module) -> str:
+        for path, expected in self.modules.items():
+            passed = submodule(module, path)
+            if class_of(passed) != expected:
+                return f"{path} is {class_of(passed)}"
         for path, classes in self.norms.items():
             norm = submodule(module, path)
             if norm is None or class_of(norm) not in classes:
@@ -126,14 +132,14 @@ class Block:
                 reason = why_not_tensor(name, table, input, self.casts)
                 if reason:
                     return reason
+        for path in (*self.modules, *self.norms):
+            passed = submodule(module, path)
+            assert passed is not None
+            if hooked(passed):
+                return f"{path} has a hook"
         for path in self.norms:
             norm = submodule(module, path)
             assert norm is not None
-            # A hook on a module around a norm, as on AdaLayerNormZero, would be passed over as well.
-            for end in (i for i, c in enumerate(path + ".") if c == "."):
-                around = submodule(module, path[:end])
-                if around is not None and hooked(around):
-                    return f"{path[:end]} has a hook"
             reason = why_not_norm_weight(norm, input, self.casts)  # type: ignore[arg-type]
             if reason:
                 return f"{path}: {reason}"

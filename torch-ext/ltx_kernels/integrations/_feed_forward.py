@@ -30,7 +30,7 @@ class _Layers(NamedTuple):
 
 def _layers(ff: nn.Module, input: Tensor) -> _Layers | None:
     """The layers of a feed-forward that may be taken apart; None: it has to be called."""
-    if class_of(ff) != FEED_FORWARD or hooked(ff):
+    if class_of(ff) != FEED_FORWARD:
         return None
     net = list(cast(nn.ModuleList, ff._modules["net"]))
     if len(net) < 3 or any(map(hooked, net[:2])):
@@ -46,7 +46,7 @@ def _layers(ff: nn.Module, input: Tensor) -> _Layers | None:
 
 
 def _known(ff: nn.Module, input: Tensor) -> _Layers | None:
-    return remember(ff, (input.dtype, input.device), _layers, input)
+    return None if hooked(ff) else remember(ff, (input.dtype, input.device), _layers, input)
 
 
 def ff_input(ff: nn.Module, hidden_states: Tensor) -> Linears | None:
@@ -61,13 +61,19 @@ def feed_forward(ff: nn.Module, input: Input) -> Tensor:
     layers = _known(ff, like)
     if layers is None:
         return cast(Tensor, ff(input))
-    up, down = layers.up, layers.down
     layers.count_call()
-    if not up.fp8 and not down.fp8:
-        hidden = linear_gelu_of(up, cast(Tensor, input), layers.approximate)
-        if hidden is not None:
-            return down(hidden)[0]
-    (hidden,) = up(input)
+    up, down, approximate = layers.up, layers.down, layers.approximate
     if down.fp8:
-        return down(gelu_quant(hidden, approximate=layers.approximate))[0]
-    return down(gelu(hidden, approximate=layers.approximate))[0]
+        (hidden,) = up(input)
+        return down(gelu_quant(hidden, approximate=approximate))[0]
+    return down(up_gelu(up, input, approximate))[0]
+
+
+def up_gelu(up: Linears, input: Input, approximate: str) -> Tensor:
+    """One linear layer, then GELU."""
+    if not up.fp8:
+        output = linear_gelu_of(up, cast(Tensor, input), approximate)
+        if output is not None:
+            return output
+    (hidden,) = up(input)
+    return gelu(hidden, approximate=approximate)

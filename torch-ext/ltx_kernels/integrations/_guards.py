@@ -222,8 +222,10 @@ class Memory:
 
 def _memory(module: nn.Module) -> Memory | None:
     memory = module.__dict__.get(MEMORY)
-    if memory is not None and memory.holds(module):
-        return memory
+    if memory is not None:
+        if memory.holds(module):
+            return memory
+        del module.__dict__[MEMORY]  # or `recall` would find it
     parts = [module, *(child for _, _, child in _below(module))]
     if any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
         return None
@@ -255,8 +257,10 @@ def remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *argu
 
 def recall(module: nn.Module, key: Hashable) -> Any:
     """What `remember` kept under a key a moment ago, without another look at the module; None if nothing."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
     memory = module.__dict__.get(MEMORY)
-    return None if memory is None or torch.compiler.is_compiling() else memory.answers.get(key)
+    return None if memory is None else memory.answers.get(key)
 
 
 def forget(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows, quantize_weight
-from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, why_not_input
+from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, recall, remember, why_not_input
 from ._sites import Entry, Site, stock_forward
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
@@ -234,6 +234,28 @@ class Linears:
         for linear in self.modules:
             linear.__dict__[ATTRIBUTE].count_call()
         return input if isinstance(input, tuple) else quantize_rows(input)
+
+
+def linears_of(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
+    """Linear layers among a block's own children that read one input; the block's guards have just been asked."""
+    key = "linears", *names, input.dtype, input.device
+    found: Linears | None = recall(module, key)
+    return remember(module, key, _linears, names, input) if found is None else found
+
+
+def _linears(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
+    return Linears([cast(nn.Linear, module._modules[name]) for name in names], input)
+
+
+def all_readers(*groups: Linears | None) -> Linears | None:
+    """Groups that read one input, as ``into`` of a Stream's norm: rows are quantised only where all take them."""
+    return groups[0] if all(group is not None and group.fp8 for group in groups) else None
+
+
+def over_two(linears: Linears, first: Tensor, second: Tensor) -> Tensor:
+    """One layer on two inputs side by side, [..., K1] and [..., K2]."""
+    (output,) = linears(torch.cat((first, second), -1))
+    return output
 
 
 def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor | None:

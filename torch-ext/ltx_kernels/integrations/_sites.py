@@ -58,6 +58,8 @@ class Entry:
     fp8_skip: tuple[str, ...] = ()
     # Children that have guards of their own.
     apart: frozenset[str] = frozenset()
+    # What a description that this was made of says beside.
+    description: Any = None
     # Groups of linear layers whose weights should lie side by side.
     packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..adaln import (
@@ -26,7 +27,7 @@ from ..quant import (
     quantize_rows,
     rmsnorm_quant,
 )
-from ._guards import ATTRIBUTE, NormModule, name_of
+from ._guards import ATTRIBUTE, NormModule, children, name_of
 from ._linear import Input, Linears
 
 RMS, LAYER = "rms", "layer"
@@ -77,6 +78,30 @@ def modulation_of(values: Sequence[Tensor], table: Tensor | None = None) -> list
     if table is None:
         return [Mod(value) for value in values]
     return list(map(Mod, values, table.unbind(0)))
+
+
+def modulation_by(norm: nn.Module, temb: Tensor, count: int) -> list[Mod]:
+    """The `count` modulation inputs that the linear layer in a norm such as AdaLayerNormZero makes of SiLU(temb)."""
+    silu, linear = children(norm, "silu", "linear")
+    return modulation(linear(silu(temb)), count)
+
+
+def joint(first: Tensor, second: Tensor) -> Tensor:
+    """Two streams [B, S, H] and [B, T, H] as one [B, S + T, H]: a view where they are neighbours in one tensor."""
+    batch, rows, width = first.shape
+    length = rows + second.shape[1]
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return torch.cat((first, second), 1)
+    neighbours = (
+        first.stride() == second.stride()
+        and first.stride()[1:] == (width, 1)
+        and (batch == 1 or first.stride(0) == length * width)
+        and first.data_ptr() + rows * width * first.element_size() == second.data_ptr()
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    )
+    if neighbours:
+        return first.as_strided((batch, length, width), (length * width, width, 1))
+    return torch.cat((first, second), 1)
 
 
 class Stream:

@@ -1,0 +1,61 @@
+"""Tiny models of the families that `optimize` knows: one module for each, found by test_families.py without a list."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model of one family, and what must hold for it.
+
+    make: The model, on the CPU in float32, as its class makes it; the tests give it random parameters.
+    inputs: Arguments of a forward for a batch of this size, without masks, floating-point ones in float32.
+    blocks: Names in the report of the classes whose calls must run ops, and how many modules of each.
+    masked: More arguments, for a forward with a mask.
+    lora: Ends of the names of the linear layers that a LoRA is added to.
+    first_block_cache: diffusers' FirstBlockCache knows the blocks.
+    fp8: Linear layers that precision="fp8" takes.
+    stock_calls: Reasons that are expected in the report: what the family cannot fuse.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], dict[str, Any]]
+    blocks: dict[str, int]
+    fp8: int
+    masked: Callable[[int], dict[str, Any]] | None = None
+    lora: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj")
+    first_block_cache: bool = False
+    stock_calls: tuple[str, ...] = ()
+
+
+def families() -> dict[str, Family]:
+    """The families by name, "module" or "module-case"."""
+    found: dict[str, Family] = {}
+    for info in pkgutil.iter_modules(__path__):
+        for case, family in importlib.import_module(f"{__name__}.{info.name}").FAMILIES.items():
+            found["-".join(filter(None, (info.name, case)))] = family
+    return found
+
+
+def random_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Random parameters everywhere, so that a forgotten weight or an exchanged pair shows."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        fan_in = parameter.shape[-1] if parameter.dim() > 1 else 1
+        mean = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+        std = 0.2 if parameter.dim() == 1 else fan_in**-0.5
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * std + mean)
+    return model.eval().requires_grad_(False)
+
+
+def randn(*shape: int, seed: int = 1) -> Tensor:
+    """A random tensor of an input."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,328 @@
+"""`optimize` on every model family: a tiny model of each, compared with the stock model.
+
+A family adds one module to tests/families; the tests here run over all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+diffusers = pytest.importorskip("diffusers")
+from families import Family, families, random_  # noqa: E402
+
+FAMILIES = families()
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def no_grad(one_thread: None) -> Any:
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+def make(family: Family, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return random_(family.make()).to(device=device, dtype=dtype)
+
+
+def cast(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs as a pipeline hands them over; positions and times stay in float32."""
+    exact = ("timestep", "img_ids", "txt_ids", "guidance", "image_rotary_emb")
+
+    def convert(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(convert(name, item) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() and name not in exact else None)
+
+    return {name: convert(name, value) for name, value in inputs.items()}
+
+
+def run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """All tensors that a forward returns."""
+
+    def flat(value: Any) -> list[Tensor]:
+        return [value] if isinstance(value, Tensor) else [t for item in value for t in flat(item)]
+
+    return tuple(flat(model(**inputs, return_dict=False)))
+
+
+def distance(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
+    assert [x.shape for x in got] == [x.shape for x in want]
+    pairs = [(a.double(), b.double()) for a, b in zip(got, want)]
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def assert_ran(report: Any, family: Family) -> None:
+    """Every module of the family's blocks ran the ops, and nothing else is in the report."""
+    calls = {site.name: site.calls for site in report.sites}
+    assert {name: report.replaced.get(name) for name in family.blocks} == family.blocks
+    assert all(calls[name] > 0 for name in family.blocks), calls
+    reasons = {reason for name in family.blocks for reason in report.fallbacks.get(name, {})}
+    assert reasons == set(family.stock_calls)
+    assert report.left_alone == {}
+
+
+@every_family
+@pytest.mark.parametrize("batch", [1, 3])
+def test_float32(ltx: ModuleType, device: str, family: Family, batch: int) -> None:
+    model, inputs = make(family, device), cast(family.inputs(batch), device, torch.float32)
+    stock = run(model, inputs)
+    report = ltx.optimize(model)
+    assert distance(run(model, inputs), stock) < 1e-6
+    assert_ran(report, family)
+    names = [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    assert names
+    report.restore()
+    again = run(model, inputs)
+    assert distance(again, stock) < 1e-6
+    left = [
+        name for name, m in model.named_modules() if {"forward", "_ltx_kernels", "_ltx_kernels_memory"} & set(vars(m))
+    ]
+    assert left == []
+
+
+@every_family
+@pytest.mark.parametrize("rounding", ["fp32", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half(ltx: ModuleType, device: str, family: Family, dtype: torch.dtype, rounding: str) -> None:
+    """Not further from the model in float32 than stock, and stock's own bits after restore."""
+    model, inputs = make(family, device, dtype), cast(family.inputs(2), device, dtype)
+    stock = run(model, inputs)
+    exact = run(copy.deepcopy(model).float(), cast(inputs, device, torch.float32))
+    report = ltx.optimize(model, rounding=rounding)
+    ours = run(model, inputs)
+    assert all(a.dtype == b.dtype for a, b in zip(ours, stock))
+    assert distance(ours, exact) <= 1.2 * distance(stock, exact)  # one small model: the ratio has its own noise
+    if rounding == "fp32":
+        assert_ran(report, family)
+    report.restore()
+    assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), stock))
+
+
+@every_family
+def test_masks(ltx: ModuleType, device: str, family: Family) -> None:
+    if family.masked is None:
+        pytest.skip("the family has no masks")
+    model = make(family, device)
+    inputs = cast({**family.inputs(2), **family.masked(2)}, device, torch.float32)
+    stock = run(model, inputs)
+    plain = run(model, cast(family.inputs(2), device, torch.float32))
+    assert distance(plain, stock) > 1e-4  # the mask matters
+    ltx.optimize(model)
+    assert distance(run(model, inputs), stock) < 1e-6
+
+
+@every_family
+def test_faults_would_show(ltx: ModuleType, device: str, family: Family) -> None:
+    """No parameter of a block is left unread: each one, changed, changes the result as it changes stock's."""
+    model, stock_model = make(family, device), make(family, device)
+    inputs = cast(family.inputs(1), device, torch.float32)
+    report = ltx.optimize(model)
+    classes = {site.class_name for site in report.sites if site.name in family.blocks}
+    seen: set[type] = set()
+    for name, module in model.named_modules():
+        if f"{type(module).__module__}.{type(module).__qualname__}" not in classes or type(module) in seen:
+            continue
+        seen.add(type(module))
+        for parameter_name, _ in module.named_parameters():
+            pair = [m.get_submodule(name).get_parameter(parameter_name) for m in (model, stock_model)]
+            kept = pair[0].clone()
+            for parameter in pair:
+                parameter.mul_(0.5).add_(0.1)
+            assert distance(run(model, inputs), run(stock_model, inputs)) < 1e-5, f"{name}.{parameter_name}"
+            for parameter in pair:
+                parameter.copy_(kept)
+
+
+@every_family
+def test_compile(ltx: ModuleType, device: str, family: Family) -> None:
+    model, inputs = make(family, device), cast(family.inputs(2), device, torch.float32)
+    stock = run(model, inputs)
+    report = ltx.optimize(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert distance(run(compiled, inputs), stock) < 1e-6
+    traces = {site.name: site.traces for site in report.sites}
+    assert all(traces[name] > 0 for name in family.blocks), traces
+    assert all(name not in report.fallbacks for name in family.blocks)
+
+
+@pytest.mark.slow
+@every_family
+def test_compile_inductor(ltx: ModuleType, device: str, family: Family) -> None:
+    model, inputs = make(family, device, torch.bfloat16), cast(family.inputs(2), device, torch.bfloat16)
+    stock = run(model, inputs)
+    ltx.optimize(model)
+    assert distance(run(torch.compile(model, fullgraph=True), inputs), stock) < 0.02
+
+
+@every_family
+def test_hooks(ltx: ModuleType, device: str, family: Family) -> None:
+    """A hook on any submodule of the blocks is called as in the stock model, whatever it stands on."""
+    stock_model, model = make(family, device), make(family, device)
+    inputs = cast(family.inputs(1), device, torch.float32)
+    report = ltx.optimize(model)
+    classes = {site.class_name for site in report.sites if site.name in family.blocks}
+    blocks = [n for n, m in model.named_modules() if f"{type(m).__module__}.{type(m).__qualname__}" in classes]
+    names = {name for block in blocks for name, _ in model.get_submodule(block).named_modules(prefix=block)}
+    seen: dict[str, list[str]] = {"stock": [], "ours": []}
+    handles = [
+        m.get_submodule(name).register_forward_hook(lambda *_, where=where, name=name: seen[where].append(name))
+        for where, m in (("stock", stock_model), ("ours", model))
+        for name in names
+    ]
+    assert distance(run(model, inputs), run(stock_model, inputs)) < 1e-6
+    assert sorted(seen["ours"]) == sorted(seen["stock"])
+    for handle in handles:
+        handle.remove()
+    # One at a time: nothing relies on the others' being hooked.
+    for name in sorted(names):
+        with_hook = [m.get_submodule(name).register_forward_hook(_scaled) for m in (model, stock_model)]
+        assert distance(run(model, inputs), run(stock_model, inputs)) < 1e-6, name
+        for handle in with_hook:
+            handle.remove()
+
+
+def _scaled(module: nn.Module, arguments: Any, output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output * 1.25
+    return type(output)(_scaled(module, arguments, item) for item in output)
+
+
+@every_family
+def test_lora(ltx: ModuleType, device: str, family: Family) -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = make(family, device), cast(family.inputs(1), device, torch.float32)
+    bare = run(model, inputs)
+    ltx.optimize(model)
+    torch.manual_seed(0)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=list(family.lora), init_lora_weights=False))
+    model.requires_grad_(False)
+    ours = run(model, inputs)
+    ltx.restore(model)
+    stock = run(model, inputs)
+    assert distance(stock, bare) > 0.01
+    assert distance(ours, stock) < 1e-6
+    ltx.optimize(model)
+    assert distance(run(model, inputs), stock) < 1e-6
+    model.delete_adapters("default")
+    assert distance(run(model, inputs), bare) < 1e-6
+
+
+@every_family
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+def test_group_offload(ltx: ModuleType, device: str, family: Family, kind: str) -> None:
+    inputs = cast(family.inputs(1), device, torch.float32)
+    stock = run(make(family, device), inputs)
+    model = make(family, "cpu")
+    ltx.optimize(model)
+    model.enable_group_offload(
+        onload_device=torch.device(device),
+        offload_device=torch.device("cpu"),
+        offload_type=kind,
+        num_blocks_per_group=1 if kind == "block_level" else None,
+    )
+    for _ in range(2):
+        assert distance(run(model, inputs), stock) < 1e-6
+    ltx.restore(model)
+    assert distance(run(model, inputs), stock) < 1e-6
+
+
+@every_family
+def test_first_block_cache(ltx: ModuleType, device: str, family: Family) -> None:
+    if not family.first_block_cache:
+        pytest.skip("diffusers does not know these blocks")
+    models = make(family, device), make(family, device)
+    ltx.optimize(models[0])
+    steps = []
+    for model in models:
+        model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.5))
+        outputs = []
+        for step in range(3):
+            inputs = cast(family.inputs(1), device, torch.float32)
+            inputs["hidden_states"] = inputs["hidden_states"] * (1 + 0.01 * step)
+            with model.cache_context("cond"):
+                outputs.append(run(model, inputs))
+        steps.append(outputs)
+    for ours, stock in zip(*steps):
+        assert distance(ours, stock) < 1e-6
+
+
+@every_family
+def test_gradients(ltx: ModuleType, device: str, family: Family) -> None:
+    model, inputs = make(family, device), cast(family.inputs(1), device, torch.float32)
+    model.requires_grad_(True)
+
+    def gradients() -> list[Tensor]:
+        with torch.enable_grad():
+            loss = sum(output.square().sum() for output in run(model, inputs))
+        assert isinstance(loss, Tensor)
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        return [gradient for gradient in found if gradient is not None]
+
+    ltx.optimize(model)
+    ours = gradients()
+    ltx.restore(model)
+    stock = gradients()
+    assert len(ours) == len(stock)
+    for got, want in zip(ours, stock):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())
+
+
+@every_family
+def test_fp8(ltx: ModuleType, device: str, family: Family) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+    model, inputs = make(family, device, torch.bfloat16), cast(family.inputs(2), device, torch.bfloat16)
+    stock = run(model, inputs)
+    report = ltx.optimize(model, precision="fp8")
+    assert report.left_alone == {}
+    ours = run(model, inputs)
+    assert report.replaced["torch.Linear"] == family.fp8
+    assert "torch.Linear" not in report.fallbacks
+    assert 1e-3 < distance(ours, stock) < 0.15
+    report.restore()
+    assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), stock))
+
+
+@every_family
+@pytest.mark.parametrize("of", ["norm", "attention"])
+def test_exchanged_submodules(ltx: ModuleType, device: str, family: Family, of: str) -> None:
+    """A module that takes another's place after `optimize` is the one that runs."""
+    model, stock_model = make(family, device), make(family, device)
+    inputs = cast(family.inputs(1), device, torch.float32)
+    ltx.optimize(model)
+    run(model, inputs)
+    classes = (nn.LayerNorm, nn.RMSNorm) if of == "norm" else (nn.Linear,)
+    block = next(
+        m for m in model.modules() if "_ltx_kernels" in vars(m) and len(m._modules) > 3 and "processor" not in vars(m)
+    )
+    name = next(n for n, m in model.named_modules() if m is block)
+    paths = [n for n, m in block.named_modules() if isinstance(m, classes) and n]
+    for path in paths:
+        kept = [m.get_submodule(f"{name}.{path}") for m in (model, stock_model)]
+        for m, old in zip((model, stock_model), kept):
+            m.set_submodule(f"{name}.{path}", _Halved(copy.deepcopy(old)))
+        for module in model.get_submodule(f"{name}.{path}").modules():
+            for attribute in ("_ltx_kernels", "_ltx_kernels_memory", "forward"):
+                vars(module).pop(attribute, None)
+        assert distance(run(model, inputs), run(stock_model, inputs)) < 1e-6, path
+        for m, old in zip((model, stock_model), kept):
+            m.set_submodule(f"{name}.{path}", old)
+
+
+class _Halved(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 0.5 * self.module(input)

@@ -1,0 +1,146 @@
+"""FLUX.1 and the models with the same blocks: LongCat-Image, Ovis-Image and Bria FIBO.
+
+Double blocks keep text and image apart but for one joint attention; single blocks run both as one sequence, attention
+beside the feed-forward. The modulation comes from a linear layer inside each norm module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._attend import Attention
+from .._block import Block
+from .._feed_forward import feed_forward, ff_input, up_gelu
+from .._guards import children
+from .._linear import all_readers, linears_of, over_two
+from .._rotary import Tables, halves
+from .._sites import site_of
+from .._stream import TORCH_LAYERNORM, Stream, joint, modulation_by
+
+MODELS = "diffusers.models.transformers.transformer_"
+ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
+ADA_SINGLE = "diffusers.models.normalization.AdaLayerNormZeroSingle"
+
+
+def _tables(attention: Any, rope: Tables) -> Tables:
+    return halves(site_of(attention), rope)
+
+
+def _attention(module: str, name: str) -> Attention:
+    return Attention(
+        classes=(f"{MODELS}{module}.{name}Attention",),
+        processor=f"{MODELS}{module}.{name}AttnProcessor",
+        parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
+        added=("add_q_proj", "add_k_proj", "add_v_proj"),
+        added_norms=("norm_added_q", "norm_added_k"),
+        added_output="to_add_out",
+        tables=_tables,
+    )
+
+
+ATTENTION = _attention("flux", "Flux")
+COPIES = (
+    _attention("longcat_image", "LongCatImage"),
+    _attention("ovis_image", "OvisImage"),
+    _attention("bria_fibo", "BriaFibo"),
+)
+
+
+def clipped(value: Tensor) -> Tensor:
+    """The stream as the stock blocks return it: float16 without infinities."""
+    return value.clip(-65504, 65504) if value.dtype == torch.float16 else value
+
+
+def double_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Tables | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    norm1, norm1_context, attn = children(self, "norm1", "norm1_context", "attn")
+    norm2, ff, norm2_context, ff_context = children(self, "norm2", "ff", "norm2_context", "ff_context")
+    shift1, scale1, gate1, shift2, scale2, gate2 = modulation_by(norm1, temb, 6)
+    c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = modulation_by(norm1_context, temb, 6)
+    h, c = Stream(self, hidden_states), Stream(self, encoder_hidden_states)
+    x = h.norm(norm1._modules["norm"], shift1, scale1, into=ATTENTION.readers(attn, hidden_states))
+    text = c.norm(norm1_context._modules["norm"], c_shift1, c_scale1)
+    attended, c_attended = attn(hidden_states=x, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb)
+    h.add(attended, gate1)
+    h.add(feed_forward(ff, h.norm(norm2, shift2, scale2, into=ff_input(ff, hidden_states))), gate2)
+    c.add(c_attended, c_gate1)
+    text = c.norm(norm2_context, c_shift2, c_scale2, into=ff_input(ff_context, encoder_hidden_states))
+    c.add(feed_forward(ff_context, text), c_gate2)
+    return clipped(c.value()), h.value()
+
+
+def single_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Tables | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    norm, attn = children(self, "norm", "attn")
+    shift, scale, gate = modulation_by(norm, temb, 3)
+    both = joint(encoder_hidden_states, hidden_states)
+    h = Stream(self, both)
+    up, out = linears_of(self, ("proj_mlp",), both), linears_of(self, ("proj_out",), both)
+    x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, ATTENTION.readers(attn, both)))
+    mlp = up_gelu(up, x, "tanh")
+    attended = attn(hidden_states=x, image_rotary_emb=image_rotary_emb)
+    h.add(over_two(out, attended, mlp), gate)
+    result = clipped(h.value())
+    text = encoder_hidden_states.shape[1]
+    return result[:, :text], result[:, text:]
+
+
+def _why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
+    return "joint_attention_kwargs" if arguments.get("joint_attention_kwargs") else ""
+
+
+PARAMETERS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
+DOUBLE = Block(
+    classes=tuple(
+        f"{MODELS}{name}TransformerBlock"
+        for name in ("flux.Flux", "longcat_image.LongCatImage", "ovis_image.OvisImage", "bria_fibo.BriaFibo")
+    ),
+    forward=double_forward,
+    parameters=PARAMETERS,
+    children=frozenset({"norm1", "norm1_context", "attn", "norm2", "ff", "norm2_context", "ff_context"}),
+    streams=("hidden_states", "encoder_hidden_states"),
+    tensors=("temb",),
+    norms={
+        "norm1.norm": (TORCH_LAYERNORM,),
+        "norm1_context.norm": (TORCH_LAYERNORM,),
+        "norm2": (TORCH_LAYERNORM,),
+        "norm2_context": (TORCH_LAYERNORM,),
+    },
+    modules={"norm1": ADA_ZERO, "norm1_context": ADA_ZERO},
+    attentions={"attn": ATTENTION},
+    feed_forwards=("ff", "ff_context"),
+    fp8_skip=("*.add_*_proj", "*.to_add_out", "*.ff_context.*"),
+    check=_why_not_call,
+)
+SINGLE = Block(
+    classes=tuple(f"{MODELS}{name}SingleTransformerBlock" for name in ("flux.Flux", "longcat_image.LongCatImage")),
+    forward=single_forward,
+    parameters=PARAMETERS,
+    children=frozenset({"norm", "proj_mlp", "act_mlp", "proj_out", "attn"}),
+    streams=("hidden_states", "encoder_hidden_states"),
+    tensors=("temb",),
+    norms={"norm.norm": (TORCH_LAYERNORM,)},
+    modules={"norm": ADA_SINGLE, "act_mlp": "torch.nn.modules.activation.GELU"},
+    attentions={"attn": ATTENTION},
+    linears=(("proj_mlp",), ("proj_out",)),
+    check=_why_not_call,
+    roundings=("fp32",),
+)
+
+ENTRIES = (ATTENTION, *COPIES, DOUBLE, SINGLE)
