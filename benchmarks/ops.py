@@ -148,9 +148,9 @@ def modulated(make: Make, batch: int, tokens: int, width: int, function: str) ->
 
 def qk_norm_rope(
     make: Make, batch: int, tokens: int, heads: int, width: int, key_heads: int = 0, across: bool = False,
-    table: str = "full", layout: str = "interleaved", packed: bool = False,
+    table: str = "full", layout: str = "interleaved", packed: bool = False, layer: bool = False,
 ) -> Inputs:  # fmt: skip
-    """`table`: full or half width of all heads across which it norms, or of one "head"."""
+    """`table`: full or half width of all heads across which it norms, or of one "head". `layer`: a layer norm."""
     inner = heads * width if across else width
     if packed:
         query, key = make(batch, tokens, 3, heads, width).unbind(2)[:2]
@@ -164,7 +164,9 @@ def qk_norm_rope(
         cos, sin = (
             make.table(1, tokens, 1, width, layout=layout) if across else make.table(tokens, width, layout=layout)
         )
-    options = {"across_heads": across, "layout": layout}
+    options: dict[str, Any] = {"across_heads": across, "layout": layout}
+    if layer:
+        options |= {"norm": "layer", "query_bias": make(inner), "key_bias": make(inner)}
     return Inputs((query, key, make(inner), make(inner), cos, sin), options)
 
 
@@ -331,6 +333,10 @@ OPS = [
             make, batch, tokens, heads, width, keys, table="head", layout="half"
         ),
         LLAMA_HEADS, (2, 7, 4, 2, 32), "qk_norm_rope per head, half layout",
+    ),
+    Op(
+        "qk_norm_rope", partial(qk_norm_rope, table="head", layer=True), [(1, 17776, 48, 64)], (1, 6, 3, 32),
+        "qk_norm_rope per head, layer norm",
     ),
     Op("apply_rotary", apply_rotary, [*TOKENS, *OTHER_TOKENS], (2, 5, 64), dtypes=[(2, 8064, 2048)]),
     Op("apply_rotary_qk", apply_rotary_qk, LLAMA_HEADS, (2, 7, 4, 2, 32)),

@@ -1,6 +1,6 @@
 // The rotary family: apply_rotary, apply_rotary_qk, rope_1d, rope_3d and qk_norm_rope.
 //
-//   x      = input, or input * rstd * weight              rstd = 1 / sqrt(mean(x^2) + eps), over a head or over a token
+//   x      = input, or its rms norm or layer norm, over a head or over all heads of a token
 //   out[a] = x[a] * cos[a] - x[b] * sin[a]                pairs (a, b): (2p, 2p + 1) interleaved, (p, p + R / 2) half
 //   out[b] = x[b] * cos[b] + x[a] * sin[b]                columns from R = rotary_dim on pass through
 //
@@ -12,7 +12,8 @@
 //                   with a norm per head, the lanes of a head sum by shuffles.
 //   row_kernel      all heads of a token, query and key together (norm across heads).
 //   heads_general, row_general: the same for everything unusual: widths that packs do not divide, misaligned or strided
-//                   columns, partial rotary, angles of each head's own, long rows, eager rounding.
+//                   columns, partial rotary, angles of each head's own, long rows, eager rounding, layer norm or a
+//                   weight offset across heads.
 // The first two are instantiated per table form and load everything before its first use.
 #include <algorithm>
 #include <type_traits>
@@ -33,7 +34,7 @@ struct Units {
   int32_t pass_offset;     // B - A in the columns that pass through
   uint32_t packed_inputs;  // bit o: operand o's input moves in whole packs
   uint32_t packed_outputs;
-  uint32_t packed_weights;
+  uint32_t packed_vectors;  // bits 2o and 2o + 1: its norm's weight and bias
   uint32_t packed_tables;
 };
 
@@ -222,19 +223,42 @@ __device__ __forceinline__ void multiply(float factor, float (&x)[kWidth]) {
   for (int i = 0; i < kWidth; ++i) x[i] = __fmul_rn(x[i], factor);
 }
 
-// x * rstd * weight. torch.nn.RMSNorm, the q/k norm of the models, multiplies in fp32 and rounds once.
+template <int kWidth>
+__device__ __forceinline__ void subtract(float mean, float (&x)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) x[i] = __fsub_rn(x[i], mean);
+}
+
+template <int kWidth>
+__device__ __forceinline__ void add_offset(float offset, float (&weight)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) weight[i] = __fadd_rn(offset, weight[i]);
+}
+
+// A norm's weight with its offset. `packed`: bit 0 for the weight, bit 1 for the bias.
+template <int kWidth>
+__device__ __forceinline__ void load_weight(const RotaryParams& p, const RotaryOperand& o, uint32_t packed,
+                                            int64_t column, float (&weight)[kWidth]) {
+  load_floats<kWidth>(o.weight, o.weight_dtype, 0, column, o.weight_stride, INT64_MAX, packed & 1, weight);
+  add_offset(p.weight_offset, weight);
+}
+
+// x * rstd * weight + bias, of an x from which the mean is subtracted. Eager rounding rounds the result, and before the
+// weight too where cast_before_weight asks for it.
 template <typename T, int kWidth>
-__device__ __forceinline__ void scale_by(const RotaryParams& p, const RotaryOperand& o, bool packed, int64_t column,
+__device__ __forceinline__ void scale_by(const RotaryParams& p, const RotaryOperand& o, uint32_t packed, int64_t column,
                                          float rstd, float (&x)[kWidth]) {
-  float weight[kWidth];
-  if (o.weight) {
-    load_floats<kWidth>(o.weight, o.weight_dtype, 0, column, o.weight_stride, INT64_MAX, packed, weight);
-  }
+  const bool eager = p.rounding == Rounding::kEager;
+  float weight[kWidth], bias[kWidth];
+  if (o.weight) load_weight<kWidth>(p, o, packed, column, weight);
+  if (o.bias) load_floats<kWidth>(o.bias, o.bias_dtype, 0, column, o.bias_stride, INT64_MAX, packed >> 1 & 1, bias);
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     x[i] = __fmul_rn(x[i], rstd);
+    if (eager && p.cast_before_weight) x[i] = round_to<T>(x[i]);
     if (o.weight) x[i] = __fmul_rn(x[i], weight[i]);
-    if (p.rounding == Rounding::kEager) x[i] = round_to<T>(x[i]);
+    if (o.bias) x[i] = __fadd_rn(x[i], bias[i]);
+    if (eager) x[i] = round_to<T>(x[i]);
   }
 }
 
@@ -243,6 +267,14 @@ __device__ __forceinline__ float squares(const float (&a)[kWidth], const float (
   float terms[kWidth];
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) terms[i] = fmaf(a[i], a[i], __fmul_rn(b[i], b[i]));
+  return tree_sum(terms);
+}
+
+template <int kWidth>
+__device__ __forceinline__ float total(const float (&a)[kWidth], const float (&b)[kWidth]) {
+  float terms[kWidth];
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) terms[i] = __fadd_rn(a[i], b[i]);
   return tree_sum(terms);
 }
 
@@ -277,16 +309,17 @@ struct PackedStrides {
   uint32_t batch, sequence, head;
 };
 struct PackedOperand {
-  const char *input, *cos, *sin, *weight;
+  const char *input, *cos, *sin, *weight, *bias;
   char* output;
   PackedStrides input_stride, output_stride, table_stride;
   uint32_t sequence, heads;
+  float eps;
 };
 struct PackedParams {
   PackedOperand operand[2];
   uint32_t batch;
   int32_t half;  // of a head's columns
-  float eps;
+  float weight_offset;
 };
 
 __device__ __forceinline__ uint64_t place(const PackedStrides& s, uint32_t batch, uint32_t token, uint32_t head) {
@@ -312,6 +345,7 @@ struct FullTable {
   static constexpr int kRowThreads = row_threads<T>(kInterleaved ? 640 : 512);
   struct Angles {};
   static constexpr uint32_t kPairBytes = 2 * sizeof(C);
+  static constexpr bool kFp32 = std::is_same_v<C, float>;
   Elements<C, kWidth> cos_a, cos_b, sin_a, sin_b;
 
   __device__ __forceinline__ void load(const char* cos, const char* sin, int a, int b) {
@@ -337,6 +371,7 @@ struct HalfTable {
   static constexpr int kEntries = kInterleaved ? kWidth / 2 : kWidth;
   struct Angles {};
   static constexpr uint32_t kPairBytes = sizeof(float);
+  static constexpr bool kFp32 = true;
   Elements<float, kEntries> cos_a, cos_b, sin_a, sin_b;
 
   __device__ __forceinline__ void load(const char* cos, const char* sin, int a, int b) {
@@ -403,9 +438,28 @@ __device__ __forceinline__ void scale_held(bool weighted, const Pack<T, kWidth>&
   }
 }
 
+// x * rstd * (weight_offset + weight) + bias, both vectors held since the start.
 template <typename T, int kWidth>
-__device__ __forceinline__ void load_weight(const PackedOperand& o, int column, Pack<T, kWidth>& weight) {
-  if (o.weight) weight = load_pack<T, kWidth>(reinterpret_cast<const T*>(o.weight), column, 1, 0, true);
+__device__ __forceinline__ void scale_held(const PackedOperand& o, const Pack<T, kWidth>& weight, float weight_offset,
+                                           const Pack<T, kWidth>& bias, float rstd, float (&x)[kWidth]) {
+  float w[kWidth], b[kWidth];
+  if (o.weight) {
+    unpack(weight, w);
+    add_offset(weight_offset, w);
+  }
+  if (o.bias) unpack(bias, b);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    x[i] = __fmul_rn(x[i], rstd);
+    if (o.weight) x[i] = __fmul_rn(x[i], w[i]);
+    if (o.bias) x[i] = __fadd_rn(x[i], b[i]);
+  }
+}
+
+// A pack of a norm's weight or bias, where there is one.
+template <typename T, int kWidth>
+__device__ __forceinline__ void load_vector(const char* data, int column, Pack<T, kWidth>& vector) {
+  if (data) vector = load_pack<T, kWidth>(reinterpret_cast<const T*>(data), column, 1, 0, true);
 }
 
 // Small blocks end at different times.
@@ -414,7 +468,8 @@ constexpr int kHeadsThreads = 128;
 // than before, and with one head, where tokens are few, four more (H200, bf16, before: qk_norm_rope per head
 // 1x4608x24x128 35.3 us, 36.0; 1x512x32x8x128 9.5 us, 11.2).
 constexpr int kHeadsAtOnce = 4;
-constexpr int blocks_at_once(int heads) { return heads == 1 ? 8 : 5; }
+// A layer norm holds weight and bias beside cos and sin, which takes more registers.
+constexpr int blocks_at_once(int heads, Statistic norm) { return heads == 1 ? 8 : norm == Statistic::kLayer ? 4 : 5; }
 
 // What `slots` threads of heads_kernel share: `inner` heads, each taking every slots-th; over_batches: `inner` batches.
 // count[o]: runs of operand o's heads.
@@ -457,11 +512,12 @@ __device__ __forceinline__ void prefetch_heads(const PackedParams& p, const Runs
 
 // grid: x = groups of tokens, the runs of each side by side. `lanes` threads share a token, one a unit of a head; with
 // a norm the next power of two, so that the lanes of a head sum among themselves.
-template <typename T, typename Source, bool kInterleaved, bool kNorm, int kHeads>
-__global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads))
+template <typename T, typename Source, bool kInterleaved, Statistic kStatistic, int kHeads>
+__global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads, kStatistic))
     heads_kernel(const __grid_constant__ PackedParams p, const __grid_constant__ typename Source::Angles angles,
                  const __grid_constant__ Runs runs, int lanes, int units, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
+  constexpr bool kNorm = kStatistic != Statistic::kNone, kLayer = kStatistic == Statistic::kLayer;
   using P = Pack<T, kWidth>;
   const auto [group, run, second] = share_of(runs, blockIdx.x);
   const PackedOperand& o = p.operand[second];
@@ -508,7 +564,7 @@ __global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads))
 
   // After the heads, so that all are under way together.
   Source source;
-  P weight_a, weight_b;
+  P weight_a, weight_b, bias_a, bias_b;
   if constexpr (kComputed) {
     __shared__ float2 table[kMaxAngles];
     const int pairs = half, rows = static_cast<int>(block_rows);
@@ -533,16 +589,22 @@ __global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads))
       source.load(o.cos + start, o.sin + start, a, a + half);
     }
     if constexpr (kNorm) {
-      load_weight<T>(o, a, weight_a);
-      load_weight<T>(o, a + half, weight_b);
+      load_vector<T>(o.weight, a, weight_a);
+      load_vector<T>(o.weight, a + half, weight_b);
+    }
+    if constexpr (kLayer) {
+      load_vector<T>(o.bias, a, bias_a);
+      load_vector<T>(o.bias, a + half, bias_b);
     }
   }
   Turn<kWidth> turn;
   source.get(turn);
-  if (kNorm && o.weight) {
+  if (kStatistic == Statistic::kRms && o.weight) {
     float w_a[kWidth], w_b[kWidth];
     unpack(weight_a, w_a);
     unpack(weight_b, w_b);
+    add_offset(p.weight_offset, w_a);
+    add_offset(p.weight_offset, w_b);
     weigh<kInterleaved>(w_a, w_b, turn);
   }
 #pragma unroll
@@ -551,11 +613,21 @@ __global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads))
       float x_a[kWidth], x_b[kWidth];
       unpack(raw_a[i], x_a);
       unpack(raw_b[i], x_b);
+      if constexpr (kLayer) {
+        const float mean = __fmul_rn(lane_sum(active ? total(x_a, x_b) : 0.f, lanes), inverse_width);
+        subtract(mean, x_a);
+        subtract(mean, x_b);
+      }
       if constexpr (kNorm) {
         const float sum = lane_sum(active ? squares(x_a, x_b) : 0.f, lanes);
-        const float rstd = reciprocal_root(sum, inverse_width, p.eps);
-        multiply(rstd, x_a);
-        multiply(rstd, x_b);
+        const float rstd = reciprocal_root(sum, inverse_width, o.eps);
+        if constexpr (kLayer) {
+          scale_held(o, weight_a, p.weight_offset, bias_a, rstd, x_a);
+          scale_held(o, weight_b, p.weight_offset, bias_b, rstd, x_b);
+        } else {
+          multiply(rstd, x_a);
+          multiply(rstd, x_b);
+        }
       }
       rotate<kInterleaved>(false, DType::kFloat32, turn, x_a, x_b);
       if (active) {
@@ -627,8 +699,8 @@ __global__ void __launch_bounds__(Source::kRowThreads, 1)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (i == 0 || shared) {
-        load_weight<T>(operand_of(p, shared, i), column + a, weight_a[i]);
-        load_weight<T>(operand_of(p, shared, i), column + b, weight_b[i]);
+        load_vector<T>(operand_of(p, shared, i).weight, column + a, weight_a[i]);
+        load_vector<T>(operand_of(p, shared, i).weight, column + b, weight_b[i]);
       }
     }
   }
@@ -654,7 +726,7 @@ __global__ void __launch_bounds__(Source::kRowThreads, 1)
       if (i == 0 || shared) {
         const PackedOperand& o = operand_of(p, shared, i);
         const float inverse_width = i == 1 || blockIdx.z == 1 ? inverse_widths.y : inverse_widths.x;
-        const float rstd = reciprocal_root(sums[i], inverse_width, p.eps);
+        const float rstd = reciprocal_root(sums[i], inverse_width, o.eps);
         float x_a[kWidth], x_b[kWidth];
         unpack(raw_a[i], x_a);
         unpack(raw_b[i], x_b);
@@ -699,6 +771,8 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   const RotaryOperand& o = p.operand[blockIdx.z];
   const bool packed_in = units.packed_inputs >> blockIdx.z & 1, packed_out = units.packed_outputs >> blockIdx.z & 1;
   const bool packed_table = units.packed_tables >> blockIdx.z & 1;
+  const uint32_t packed_vectors = units.packed_vectors >> (2 * blockIdx.z);
+  const bool layer = p.statistic == Statistic::kLayer;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t row =
       thread <= 0xffffffffll ? static_cast<uint32_t>(thread) / static_cast<uint32_t>(lanes) : thread / lanes;
@@ -716,13 +790,11 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   Turn<kWidth> turn;
   if (turns && !own_angles) find_turn(p, o, angles, packed_table, batch, token, 0, a, b, turn);
   // As heads_kernel; where the weight cannot be multiplied out, scale_by applies it.
-  const bool weighed = kNorm && turns && !own_angles && p.rounding == Rounding::kFp32;
+  const bool weighed = kNorm && turns && !own_angles && !layer && p.rounding == Rounding::kFp32;
   if (weighed && o.weight) {
     float w_a[kWidth], w_b[kWidth];
-    load_floats<kWidth>(o.weight, o.weight_dtype, 0, a, o.weight_stride, INT64_MAX,
-                        units.packed_weights >> blockIdx.z & 1, w_a);
-    load_floats<kWidth>(o.weight, o.weight_dtype, 0, b, o.weight_stride, INT64_MAX,
-                        units.packed_weights >> blockIdx.z & 1, w_b);
+    load_weight<kWidth>(p, o, packed_vectors, a, w_a);
+    load_weight<kWidth>(p, o, packed_vectors, b, w_b);
     if (p.interleaved) {
       weigh<true>(w_a, w_b, turn);
     } else {
@@ -739,15 +811,20 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
       unpack(load_input<T, kWidth>(o, packed_in, start, b), x_b);
     }
     if constexpr (kNorm) {
-      const float sum = lane_sum(squares(x_a, x_b), lanes);
-      const float rstd = reciprocal_root(sum, 1.f / static_cast<float>(p.head_dim), p.eps);
-      const bool packed_weight = units.packed_weights >> blockIdx.z & 1;
+      const float inverse_width = 1.f / static_cast<float>(p.head_dim);
+      if (layer) {
+        const float mean = __fmul_rn(lane_sum(total(x_a, x_b), lanes), inverse_width);
+        subtract(mean, x_a);
+        subtract(mean, x_b);
+      }
+      const float sum = lane_sum(active ? squares(x_a, x_b) : 0.f, lanes);
+      const float rstd = reciprocal_root(sum, inverse_width, o.eps);
       if (weighed) {
         multiply(rstd, x_a);
         multiply(rstd, x_b);
       } else {
-        scale_by<T>(p, o, packed_weight, a, rstd, x_a);
-        scale_by<T>(p, o, packed_weight, b, rstd, x_b);
+        scale_by<T>(p, o, packed_vectors, a, rstd, x_a);
+        scale_by<T>(p, o, packed_vectors, b, rstd, x_b);
       }
     }
     if (turns) {
@@ -763,15 +840,15 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
 }
 
 // grid: x = rows, y = operand. A row is a token (norm across heads) or one long head of a token; the block owns it and
-// reads it twice.
+// reads it twice, or three times for a layer norm.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     row_general(const __grid_constant__ RotaryParams p, const __grid_constant__ Units units) {
-  __shared__ Scratch<1> scratch;
+  __shared__ Scratch<1> scratch[2];
   const RotaryOperand& o = p.operand[blockIdx.y];
   const bool packed_in = units.packed_inputs >> blockIdx.y & 1, packed_out = units.packed_outputs >> blockIdx.y & 1;
   const bool packed_table = units.packed_tables >> blockIdx.y & 1;
-  const bool packed_weight = units.packed_weights >> blockIdx.y & 1;
+  const uint32_t packed_vectors = units.packed_vectors >> (2 * blockIdx.y);
   const int heads = p.norm == QkNorm::kAcrossHeads ? static_cast<int>(o.heads) : 1;
   const int64_t tokens = p.norm == QkNorm::kAcrossHeads ? blockIdx.x : blockIdx.x / o.heads;
   const int row_head = static_cast<int>(blockIdx.x - tokens * (p.norm == QkNorm::kAcrossHeads ? 1 : o.heads));
@@ -798,13 +875,23 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     raw_a = load_input<T, kWidth>(o, packed_in, start, at.a);
     raw_b = load_input<T, kWidth>(o, packed_in, start, at.b);
   };
-  const auto finish = [&](const Place& at, const Pack<T, kWidth>& raw_a, const Pack<T, kWidth>& raw_b, float rstd) {
-    float x_a[kWidth], x_b[kWidth];
+  // For a layer norm; an rms norm's mean stays zero.
+  float mean = 0.f;
+  const auto centre = [&](const Pack<T, kWidth>& raw_a, const Pack<T, kWidth>& raw_b, float (&x_a)[kWidth],
+                          float (&x_b)[kWidth]) {
     unpack(raw_a, x_a);
     unpack(raw_b, x_b);
-    const int64_t weight_start = static_cast<int64_t>(at.head - row_head) * p.head_dim;
-    scale_by<T>(p, o, packed_weight, weight_start + at.a, rstd, x_a);
-    scale_by<T>(p, o, packed_weight, weight_start + at.b, rstd, x_b);
+    if (p.statistic == Statistic::kLayer) {
+      subtract(mean, x_a);
+      subtract(mean, x_b);
+    }
+  };
+  const auto finish = [&](const Place& at, const Pack<T, kWidth>& raw_a, const Pack<T, kWidth>& raw_b, float rstd) {
+    float x_a[kWidth], x_b[kWidth];
+    centre(raw_a, raw_b, x_a, x_b);
+    const int64_t vector_start = static_cast<int64_t>(at.head - row_head) * p.head_dim;
+    scale_by<T>(p, o, packed_vectors, vector_start + at.a, rstd, x_a);
+    scale_by<T>(p, o, packed_vectors, vector_start + at.b, rstd, x_b);
     if (at.turns) {
       Turn<kWidth> turn;
       load_turn<kWidth>(p, o, packed_table, batch, token, at.head, at.a, at.b, turn);
@@ -814,22 +901,22 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     store_output<T>(o, packed_out, start, at.a, x_a);
     store_output<T>(o, packed_out, start, at.b, x_b);
   };
-  const auto sum_of = [&](const Pack<T, kWidth>& raw_a, const Pack<T, kWidth>& raw_b) {
-    float x_a[kWidth], x_b[kWidth];
-    unpack(raw_a, x_a);
-    unpack(raw_b, x_b);
-    return squares(x_a, x_b);
-  };
-
-  float sum = 0.f;
   Pack<T, kWidth> raw_a, raw_b;
+  // Of the row's elements, or of their squares.
+  const auto sum_of = [&](bool squared) {
+    float sum = 0.f;
 #pragma unroll 1
-  for (int u = threadIdx.x; u < count; u += threads) {
-    load(place(u), raw_a, raw_b);
-    sum += sum_of(raw_a, raw_b);
-  }
+    for (int u = threadIdx.x; u < count; u += threads) {
+      load(place(u), raw_a, raw_b);
+      float x_a[kWidth], x_b[kWidth];
+      centre(raw_a, raw_b, x_a, x_b);
+      sum += squared ? squares(x_a, x_b) : total(x_a, x_b);
+    }
+    return row_sum(sum, threads, scratch[squared]);
+  };
   const float inverse_width = 1.f / static_cast<float>(heads * p.head_dim);
-  const float rstd = reciprocal_root(row_sum(sum, threads, scratch), inverse_width, p.eps);
+  if (p.statistic == Statistic::kLayer) mean = __fmul_rn(sum_of(false), inverse_width);
+  const float rstd = reciprocal_root(sum_of(true), inverse_width, o.eps);
 #pragma unroll 1
   for (int u = threadIdx.x; u < count; u += threads) {
     const Place at = place(u);
@@ -861,8 +948,9 @@ Units make_units(const RotaryParams& p) {
         static_cast<uint32_t>(is_packed_head(o.cos, p.table_dtype, table_width, table_width, o.cos_stride) &&
                               is_packed_head(o.sin, p.table_dtype, table_width, table_width, o.sin_stride))
         << i;
-    units.packed_weights |=
-        static_cast<uint32_t>(is_packed(o.weight, o.weight_dtype, kWidth, kWidth, o.weight_stride, nullptr, 0)) << i;
+    const bool weight = is_packed(o.weight, o.weight_dtype, kWidth, kWidth, o.weight_stride, nullptr, 0);
+    const bool bias = is_packed(o.bias, o.bias_dtype, kWidth, kWidth, o.bias_stride, nullptr, 0);
+    units.packed_vectors |= (static_cast<uint32_t>(weight) | static_cast<uint32_t>(bias) << 1) << 2 * i;
   }
   return units;
 }
@@ -890,7 +978,7 @@ template <typename T, int kWidth>
 void launch_general(const RotaryParams& p, const RotaryAngles* angles, cudaStream_t stream) {
   Units units = make_units<T, kWidth>(p);
   if (forced().rotary == Kernel::kElements) {
-    units.packed_inputs = units.packed_outputs = units.packed_weights = units.packed_tables = 0;
+    units.packed_inputs = units.packed_outputs = units.packed_vectors = units.packed_tables = 0;
   }
   if (angles) return launch_heads_general<T, kWidth, false>(p, *angles, units, stream);
   if (p.norm == QkNorm::kNone) return launch_heads_general<T, kWidth, false>(p, NoAngles{}, units, stream);
@@ -926,15 +1014,15 @@ bool pack_params(const RotaryParams& p, PackedParams& q) {
   for (int i = 0; i < p.operands; ++i) {
     const RotaryOperand& o = p.operand[i];
     fits = fits && same(o.cos_stride, o.sin_stride);
-    q.operand[i] = {static_cast<const char*>(o.input), static_cast<const char*>(o.cos),
-                    static_cast<const char*>(o.sin),   static_cast<const char*>(o.weight),
-                    static_cast<char*>(o.output),      pack(o.input_stride, p.dtype),
-                    pack(o.output_stride, p.dtype),    pack(o.cos_stride, p.table_dtype),
-                    static_cast<uint32_t>(o.sequence), static_cast<uint32_t>(o.heads)};
+    q.operand[i] = {
+        static_cast<const char*>(o.input),  static_cast<const char*>(o.cos),  static_cast<const char*>(o.sin),
+        static_cast<const char*>(o.weight), static_cast<const char*>(o.bias), static_cast<char*>(o.output),
+        pack(o.input_stride, p.dtype),      pack(o.output_stride, p.dtype),   pack(o.cos_stride, p.table_dtype),
+        static_cast<uint32_t>(o.sequence),  static_cast<uint32_t>(o.heads),   o.eps};
   }
   q.batch = static_cast<uint32_t>(p.batch);
   q.half = static_cast<int32_t>(p.head_dim / 2);
-  q.eps = p.eps;
+  q.weight_offset = p.weight_offset;
   return fits;
 }
 
@@ -947,6 +1035,10 @@ bool is_main_line(const RotaryParams& p, bool computed) {
   if (p.batch * longest(p) * std::max<int64_t>(p.head_dim / 2 / kWidth, kHeadsThreads) > 0x7fffffff) return false;
   if (p.half_width_table && p.table_dtype != DType::kFloat32) return false;
   if (computed && p.head_dim / 2 > kMaxAngles / 2) return false;
+  const bool layer = p.statistic == Statistic::kLayer;
+  // No model asks for these, and row_kernel has no register left for them.
+  if (p.norm == QkNorm::kAcrossHeads && (layer || p.weight_offset != 0.f)) return false;
+  if (p.norm == QkNorm::kPerHead && layer && p.table_dtype != DType::kFloat32) return false;
   const Units units = make_units<T, kWidth>(p);
   const uint32_t all = (1u << p.operands) - 1;
   if (units.packed_inputs != all || units.packed_outputs != all || (!computed && units.packed_tables != all)) {
@@ -954,7 +1046,8 @@ bool is_main_line(const RotaryParams& p, bool computed) {
   }
   for (int i = 0; i < p.operands; ++i) {
     const RotaryOperand& o = p.operand[i];
-    if (o.weight && (o.weight_dtype != DTypeOf<T>::value || !(units.packed_weights >> i & 1))) return false;
+    if (o.weight && (o.weight_dtype != DTypeOf<T>::value || !(units.packed_vectors >> 2 * i & 1))) return false;
+    if (o.bias && (o.bias_dtype != DTypeOf<T>::value || !(units.packed_vectors >> 2 * i & 2))) return false;
     const bool own_angles = o.cos_stride.head != 0 || o.sin_stride.head != 0;
     if (p.norm == QkNorm::kAcrossHeads ? o.heads * units.per_head > kMaxRowThreads : own_angles && o.heads > 1) {
       return false;
@@ -1079,8 +1172,8 @@ void launch_main_line(const RotaryParams& p, const PackedParams& packed, const t
       return;
     }
   }
-  const bool norm = p.norm == QkNorm::kPerHead;
-  const int lanes = norm ? next_power_of_two(units) : units;
+  const Statistic norm = p.norm == QkNorm::kPerHead ? p.statistic : Statistic::kNone;
+  const int lanes = norm != Statistic::kNone ? next_power_of_two(units) : units;
   const RotaryAngles* computed = nullptr;
   if constexpr (kComputed) computed = &angles;
   Runs runs = make_runs(p, computed, lanes, common, device);
@@ -1093,18 +1186,23 @@ void launch_main_line(const RotaryParams& p, const PackedParams& packed, const t
     runs.ahead = blocks_ahead(kHeadsAhead, kHeadsThreads, grid.x, device);
   }
   const float inverse_width = 1.f / static_cast<float>(p.head_dim);
-  const auto run = [&](auto normed) {
+  const auto run = [&](auto statistic) {
     const auto go = [&](auto kernel) {
       kernel<<<grid, kHeadsThreads, 0, stream>>>(packed, angles, runs, lanes, units, inverse_width);
     };
-    constexpr bool kNorm = decltype(normed)::value;
-    if (runs.inner <= runs.slots) return go(heads_kernel<T, Source, kInterleaved, kNorm, 1>);
-    go(heads_kernel<T, Source, kInterleaved, kNorm, kHeadsAtOnce>);
+    constexpr Statistic kStatistic = decltype(statistic)::value;
+    if constexpr (kStatistic != Statistic::kLayer) {  // few models have it: one kernel for any number of heads
+      if (runs.inner <= runs.slots) return go(heads_kernel<T, Source, kInterleaved, kStatistic, 1>);
+    }
+    go(heads_kernel<T, Source, kInterleaved, kStatistic, kHeadsAtOnce>);
   };
   if constexpr (!kComputed) {
-    if (norm) return run(std::true_type());
+    if (norm == Statistic::kRms) return run(std::integral_constant<Statistic, Statistic::kRms>());
+    if constexpr (Source::kFp32) {
+      if (norm == Statistic::kLayer) return run(std::integral_constant<Statistic, Statistic::kLayer>());
+    }
   }
-  run(std::false_type());
+  run(std::integral_constant<Statistic, Statistic::kNone>());
 }
 
 template <typename T, bool kInterleaved>

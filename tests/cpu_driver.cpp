@@ -192,9 +192,9 @@ void run_rotary(ltx::DType dtype, bool interleaved, ltx::QkNorm norm, const ltx:
   p.dtype = dtype;
   p.interleaved = interleaved;
   p.norm = norm;
-  p.eps = 1e-6f;
   for (int o = 0; o < 2; ++o) {
     ltx::RotaryOperand& x = p.operand[o];
+    x.eps = 1e-6f;
     x.input = (o == 0 ? query : key).bytes.data();
     x.output = (o == 0 ? query_out : key_out).bytes.data();
     // The query lies as [batch, sequence, heads, width], the key as [batch, heads, sequence, width].

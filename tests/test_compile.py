@@ -121,10 +121,12 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
         ]
     if name == "qk_norm_rope":
         weight = make(WIDTH, dtype=torch.float32)
-        pair = make(TOKENS - 2, WIDTH)
+        none, one = (None, None), (cos, sin, None, None)
+        other, two = make.heads(TOKENS - 2), (cos, sin, cos[:-2], sin[:-2])
         return [
-            (q, make.packed_heads(), w(), w(), cos, sin, None, None, 1e-6, True, 0, True, FP32),
-            (q, make.heads(TOKENS - 2), weight, None, cos, sin, pair, pair, 1e-6, False, WIDTH, False, EAGER),
+            (q, make.packed_heads(), w(), w(), *none, *one, 1e-6, 1e-6, 0.0, RMS, True, False, 0, True, FP32),
+            (q, other, weight, None, *none, *two, 1e-6, 1e-5, 1.0, RMS, False, True, WIDTH, False, EAGER),
+            (q, other, weight, None, weight, weight, *two, 1e-6, 1e-5, 0.0, LAYER, False, False, 0, True, FP32),
         ]
     if name == "qk_norm_cross_attention":
         text = make(BATCH, 4, 2 * HIDDEN)
@@ -303,6 +305,21 @@ CASES = {
         ),
         lambda f, q, k, wq, wk, cos, sin: f.qk_norm_rope(q, k, wq, wk, cos, sin, across_heads=True),
         qk_norm_rope_formula,
+    ),
+    "qk_norm_rope, layer": Case(
+        lambda m, b, s: (
+            *(m(b, s, HEADS, WIDTH) for _ in "qk"),
+            m(WIDTH),
+            m(WIDTH),
+            m(s, WIDTH // 2),
+            m(s, WIDTH // 2),
+        ),
+        lambda f, q, k, w, c, cos, sin: f.qk_norm_rope(
+            q, k, w, w, cos, sin, across_heads=False, norm="layer", query_bias=c, key_bias=c, weight_offset=1.0
+        ),
+        lambda q, k, w, c, cos, sin: tuple(
+            turn(layer(x, 1e-6) * (1 + w) + c, cos[:, None], sin[:, None]) for x in (q, k)
+        ),
     ),
     "qk_norm_cross_attention": Case(
         lambda m, b, s: (

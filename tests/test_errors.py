@@ -401,6 +401,29 @@ def rope_errors() -> list[Error]:
         qk_norm("query_weight: expected shape [24], got [8]", (8,), None),
         qk_norm("key_weight: expected shape [8], got [24]", (8,), (24,), across_heads=False),
         qk_norm("eps: expected a finite number >= 0, got -0.5", None, None, eps=-0.5),
+        qk_norm("key_eps: expected a finite number >= 0, got nan", None, None, eps=(0.5, float("nan"))),
+        qk_norm(
+            "cast_before_weight: expected False with a layer norm, got True",
+            None,
+            None,
+            norm="layer",
+            cast_before_weight=True,
+        ),
+        Error(
+            "key_bias: expected None with an rms norm, got a tensor",
+            lambda f, t, **out: f.qk_norm_rope(
+                t(*HEADS), t(*HEADS), None, None, t(6, 8), t(6, 8), across_heads=True, key_bias=t(24), **out
+            ),
+            qk,
+        ),
+        Error(
+            "query_bias: expected shape [8], got [24]",
+            lambda f, t, **out: f.qk_norm_rope(
+                *(t(*HEADS), t(*HEADS), None, None, t(6, 8), t(6, 8)),
+                **{"across_heads": False, "norm": "layer", "query_bias": t(24), **out},
+            ),
+            qk,
+        ),
         Error(
             f"key_weight: expected {FLOATS}, got int64",
             lambda f, t, **out: f.qk_norm_rope(
@@ -865,6 +888,12 @@ def test_choices(ltx: Any, device: str, grad: bool) -> None:
             lambda f: f.rope_1d(q, q, layout="split"),
             lambda f: f.rope_3d(q, q, 1, 2, 3, layout="split"),
             lambda f: f.qk_norm_rope(q, q, None, None, table, table, across_heads=True, layout="split"),
+        ],
+        'norm: expected "rms" or "layer", got \'batch\'': [
+            lambda f: f.qk_norm_rope(q, q, None, None, table, table, across_heads=True, norm="batch"),
+        ],
+        "eps: expected a number, None or a (query, key) pair of them, got 3": [
+            lambda f: f.qk_norm_rope(q, q, None, None, table, table, (1.0, 1.0, 1.0), across_heads=True),
         ],
         'approximate: expected "none" or "tanh", got \'erf\'': [
             lambda f: f.geglu(x, approximate="erf"),

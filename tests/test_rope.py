@@ -48,6 +48,9 @@ def cases(make: Make, layout: str = "interleaved", sizes: tuple[int, int, int, i
         "qk_norm_rope per head": qk_norm_rope_case(
             make, sizes, across_heads=False, key=(s + 2, h + 1), eps=0.01, layout=layout
         ),
+        "qk_norm_rope per head, layer": qk_norm_rope_case(
+            make, sizes, across_heads=False, norm="layer", biases=True, key=(s + 2, h + 1), eps=0.01, layout=layout
+        ),
         "rope_1d": rope_case(make, (b, h, d), sequence=s, key_heads=h + 1, layout=layout),
         "rope_3d": rope_case(make, (b, h, d), grid=(1, s, 1), key_heads=h + 1, layout=layout),
     }
@@ -125,6 +128,22 @@ def test_reference_apply_rotary(ltx, device, layout):
     torch.testing.assert_close(ltx.reference.apply_rotary(x, *full, layout=layout), expected, rtol=1e-12, atol=1e-12)
     first = ltx.reference.apply_rotary(x.transpose(1, 2), *full, sequence_dim=2, layout=layout)
     torch.testing.assert_close(first, expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("across_heads", [True, False])
+def test_reference_qk_layer_norm_rope(ltx, device, across_heads):
+    make = Make(device, torch.float64)
+    q, k, angle = make(2, 5, 3, 8), make(2, 5, 2, 8), make(5, 4)
+    widths = (24, 16) if across_heads else (8, 8)
+    weights, biases = [make(n) for n in widths], [make(n) for n in widths]
+    got = ltx.reference.qk_norm_rope(
+        q, k, *weights, angle.cos(), angle.sin(), (0.3, 0.7), across_heads=across_heads, norm="layer",
+        query_bias=biases[0], key_bias=biases[1], weight_offset=0.5,
+    )  # fmt: skip
+    for output, x, weight, bias, eps in zip(got, (q, k), weights, biases, (0.3, 0.7), strict=True):
+        flat = x.flatten(-2) if across_heads else x
+        n = F.layer_norm(flat, flat.shape[-1:], weight + 0.5, bias, eps).view(x.shape)
+        torch.testing.assert_close(output, rotate(n, angle[:, None], "interleaved"), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("across_heads", [True, False])
@@ -681,6 +700,69 @@ def test_weight_dtypes(ltx, device, dtype, weight_dtype, across_heads):
         check(ltx, case.replace(query_weight=None, key_weight=None))
 
 
+@every_dtype
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("across_heads", [True, False])
+@pytest.mark.parametrize("width", [64, 128, 10])
+def test_options_of_the_norm(ltx, device, dtype, norm, across_heads, width):
+    """1 + weight (Gemma 3, Krea 2), biases, an eps each, weights and biases of another dtype or none."""
+    make = Make(device, dtype)
+    for weight_dtype in {torch.float32, dtype}:
+        for layout in ("interleaved", "half"):
+            options = {"norm": norm, "biases": norm == "layer", "weight_dtype": weight_dtype, "layout": layout}
+            options |= {"weight_offset": 1.0, "eps": (0.3, 1e-6)}
+            case = qk_norm_rope_case(make, (2, 5, 4, width), across_heads=across_heads, key=(7, 2), **options)
+            check(ltx, case)
+            check_eager(ltx, case)
+            check(ltx, case.replace(query_weight=None, eps=(None, 0.3)))
+            check(ltx, case.replace(query_bias=None, key_bias=None))
+            for name in ("query", "key"):  # a mean far above the deviation
+                case.kwargs[name] += 3
+            check(ltx, case)
+
+
+@every_dtype
+@pytest.mark.parametrize("across_heads", [True, False])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_an_eps_each(ltx, device, dtype, norm, across_heads):
+    """A pair of equal numbers is the number, and each of two is its operand's."""
+    case = qk_norm_rope_case(Make(device, dtype), (2, 5, 3, 64), across_heads=across_heads, norm=norm)
+    first, second = (case.replace(eps=eps).run(ltx) for eps in (0.5, 1e-6))
+    for eps, wanted in (
+        ((0.5, 0.5), first),
+        ((0.5, 1e-6), (first[0], second[1])),
+        ((1e-6, 0.5), (second[0], first[1])),
+    ):
+        for output, want in zip(case.replace(eps=eps).run(ltx), wanted, strict=True):
+            assert_same_bits(output, want, str(eps))
+    assert not torch.equal(first[0], second[0])
+
+
+@every_dtype
+@every_pairing
+@pytest.mark.parametrize("across_heads", [True, False])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_rows_that_do_not_turn(ltx, device, dtype, layout, across_heads, norm):
+    """cos = 1 and sin = 0 leave the norm alone, exactly: the text rows of a joint attention."""
+    make = Make(device, dtype)
+    for table in ("[S, D]", "[S, D/2]"):
+        case = qk_norm_rope_case(make, (2, 6, 4, 64), across_heads=across_heads, norm=norm, table=table, layout=layout)
+        case.kwargs["cos"][:4], case.kwargs["sin"][:4] = 1, 0
+        ones = case.replace(cos=torch.ones_like(case.kwargs["cos"]), sin=torch.zeros_like(case.kwargs["sin"]))
+        check(ltx, case)
+        for output, normed in zip(case.run(ltx), ones.run(ltx), strict=True):
+            assert_same_bits(output[:, :4].contiguous(), normed[:, :4].contiguous())
+        if norm == "rms":
+            integers = {name: make.integers(2, 6, 4, 64) for name in ("query", "key")}
+            outputs = case.replace(**integers, rounding="eager").run(ltx)
+            for output, (name, x) in zip(outputs, integers.items(), strict=True):
+                flat = x.flatten(-2) if across_heads else x
+                weight = case.kwargs[f"{name}_weight"].float()
+                rstd = torch.rsqrt(flat.float().square().mean(-1, keepdim=True) + 1e-6)
+                expected = (flat.float() * rstd * weight).to(dtype).view(x.shape)
+                assert torch.equal(output[:, :4], expected[:, :4])
+
+
 def test_weights_of_different_dtypes(ltx, device):
     case = qk_norm_rope_case(Make(device, torch.bfloat16), (2, 5, 3, 64), across_heads=True)
     check(ltx, case.replace(query_weight=case.kwargs["query_weight"].float()))
@@ -716,7 +798,16 @@ def test_eager_norm_and_rotation_bitwise(ltx, device, dtype, layout, across_head
             options = {"weight_dtype": weight_dtype, "table_dtype": table_dtype, "layout": layout, "eps": 1e-5}
             case = qk_norm_rope_case(make, (2, 5, 4, 64), across_heads=across_heads, **options)
             integers = {name: make.integers(2, 5, 4, 64) for name in ("query", "key")}
-            check_eager(ltx, case.replace(**integers), exact=True)
+            found = []
+            for choice in (
+                {},
+                {"cast_before_weight": True},
+                {"weight_offset": 1.0},
+                {"weight_offset": 1.0, "cast_before_weight": True},
+            ):
+                found.append(check_eager(ltx, case.replace(**integers, **choice), exact=True)[0])
+            if dtype != torch.float32:
+                assert not torch.equal(found[0], found[1]) and not torch.equal(found[2], found[3])
 
 
 @every_dtype

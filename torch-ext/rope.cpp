@@ -28,8 +28,9 @@ HeadDims head_dims(const Arg& a, int64_t sequence_dim) {
 }
 
 struct Operand {
-  Arg input, output, weight, cos, sin;
+  Arg input, output, weight, bias, cos, sin;
   HeadDims dims;
+  double eps = 0.0;
 };
 
 struct RotaryArgs {
@@ -38,7 +39,9 @@ struct RotaryArgs {
   int64_t rotary_dim = 0;
   bool interleaved = true;
   QkNorm norm = QkNorm::kNone;
-  double eps = 0.0;
+  Statistic statistic = Statistic::kRms;
+  double weight_offset = 0.0;
+  bool cast_before_weight = false;
   Rounding rounding = Rounding::kFp32;
   bool fresh_outputs = false;
 };
@@ -105,6 +108,17 @@ HeadStrides table_strides(const Arg& table, const TableForm& form, int64_t batch
   return strides;
 }
 
+// A norm's weight or bias.
+void check_vector(const Arg& vector, const Arg& input, int64_t width, const void*& data, DType& dtype,
+                  int64_t& stride) {
+  if (!vector) return;
+  check_same_device(vector, input);
+  dtype = float_dtype(vector);
+  check_shape(vector, {width});
+  data = vector.data;
+  stride = vector.last() == 1 ? 0 : vector.stride[0];
+}
+
 // Everything about the inputs but their tables.
 void check_inputs(RotaryArgs& a, RotaryParams& p) {
   const Arg& query = a.operand[0].input;
@@ -112,8 +126,12 @@ void check_inputs(RotaryArgs& a, RotaryParams& p) {
   p.dtype = float_dtype(query);
   p.interleaved = a.interleaved;
   p.norm = a.norm;
-  p.eps = check_eps(a.eps);
+  p.statistic = a.statistic;
   p.rounding = a.rounding;
+  p.cast_before_weight = a.cast_before_weight;
+  p.weight_offset = static_cast<float>(a.weight_offset);
+  const bool layer = a.statistic == Statistic::kLayer;
+  if (layer && a.cast_before_weight) fail("cast_before_weight", "False with a layer norm", "True");
   p.batch = size_of(query, a.operand[0].dims.batch);
   p.head_dim = query.last();
   if (p.head_dim % 2 != 0) fail(query.name, "an even last dimension", "shape " + shape_text(query));
@@ -133,13 +151,11 @@ void check_inputs(RotaryArgs& a, RotaryParams& p) {
     r.input_stride = strides_of(o.input, o.dims);
     r.sequence = size_of(o.input, o.dims.sequence);
     r.heads = size_of(o.input, o.dims.head);
-    if (o.weight) {
-      check_same_device(o.weight, o.input);
-      r.weight_dtype = float_dtype(o.weight);
-      check_shape(o.weight, {a.norm == QkNorm::kAcrossHeads ? r.heads * p.head_dim : p.head_dim});
-      r.weight = o.weight.data;
-      r.weight_stride = o.weight.last() == 1 ? 0 : o.weight.stride[0];
-    }
+    r.eps = check_eps(o.eps, i == 0 ? "eps" : "key_eps");
+    const int64_t width = a.norm == QkNorm::kAcrossHeads ? r.heads * p.head_dim : p.head_dim;
+    check_vector(o.weight, o.input, width, r.weight, r.weight_dtype, r.weight_stride);
+    if (o.bias && !layer) fail(o.bias.name, "None with an rms norm", "a tensor");
+    check_vector(o.bias, o.input, width, r.bias, r.bias_dtype, r.bias_stride);
   }
 }
 
@@ -187,6 +203,7 @@ void check_outputs(RotaryArgs& a, RotaryParams& p) {
     for (int j = 0; j < a.operands; ++j) {
       check_overlap(o.output, a.operand[j].input, i == j);
       check_overlap(o.output, a.operand[j].weight, false);
+      check_overlap(o.output, a.operand[j].bias, false);
       check_overlap(o.output, a.operand[j].cos, false);
       check_overlap(o.output, a.operand[j].sin, false);
       if (j < i) check_overlap(o.output, a.operand[j].output, false);
@@ -270,13 +287,22 @@ void set_tables(RotaryArgs& a, const Tensor& cos, const Tensor& sin) {
 }
 
 RotaryArgs qk_norm_args(const Tensor& query, const Tensor& key, const OptionalTensor& query_weight,
-                        const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
-                        const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps, bool across_heads,
+                        const OptionalTensor& key_weight, const OptionalTensor& query_bias,
+                        const OptionalTensor& key_bias, const Tensor& cos, const Tensor& sin,
+                        const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps, double key_eps,
+                        double weight_offset, int64_t statistic, bool across_heads, bool cast_before_weight,
                         int64_t rotary_dim, bool interleaved, int64_t rounding) {
   check_dim(arg("query", query), 4);
   RotaryArgs a = pair_args(query, key, 1, rotary_dim, interleaved, rounding);
+  a.statistic = check_code("statistic", statistic, Statistic::kRms, Statistic::kLayer);
   a.operand[0].weight = arg("query_weight", query_weight);
   a.operand[1].weight = arg("key_weight", key_weight);
+  a.operand[0].bias = arg("query_bias", query_bias);
+  a.operand[1].bias = arg("key_bias", key_bias);
+  a.operand[0].eps = eps;
+  a.operand[1].eps = key_eps;
+  a.weight_offset = weight_offset;
+  a.cast_before_weight = cast_before_weight;
   set_tables(a, cos, sin);
   if (key_cos || key_sin) {
     if (!key_cos || !key_sin) fail(key_cos ? "key_sin" : "key_cos", "both key_cos and key_sin, or neither", "None");
@@ -284,7 +310,6 @@ RotaryArgs qk_norm_args(const Tensor& query, const Tensor& key, const OptionalTe
     a.operand[1].sin = arg("key_sin", key_sin);
   }
   a.norm = across_heads ? QkNorm::kAcrossHeads : QkNorm::kPerHead;
-  a.eps = eps;
   return a;
 }
 
@@ -442,22 +467,29 @@ std::tuple<Tensor, Tensor> apply_rotary_qk(const Tensor& query, const Tensor& ke
 }
 
 void qk_norm_rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& query, const Tensor& key,
-                      const OptionalTensor& query_weight, const OptionalTensor& key_weight, const Tensor& cos,
+                      const OptionalTensor& query_weight, const OptionalTensor& key_weight,
+                      const OptionalTensor& query_bias, const OptionalTensor& key_bias, const Tensor& cos,
                       const Tensor& sin, const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps,
-                      bool across_heads, int64_t rotary_dim, bool interleaved, int64_t rounding) {
-  RotaryArgs a = qk_norm_args(query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, eps, across_heads,
-                              rotary_dim, interleaved, rounding);
+                      double key_eps, double weight_offset, int64_t statistic, bool across_heads,
+                      bool cast_before_weight, int64_t rotary_dim, bool interleaved, int64_t rounding) {
+  RotaryArgs a =
+      qk_norm_args(query, key, query_weight, key_weight, query_bias, key_bias, cos, sin, key_cos, key_sin, eps, key_eps,
+                   weight_offset, statistic, across_heads, cast_before_weight, rotary_dim, interleaved, rounding);
   a.operand[0].output = mutable_arg("out[0]", query_out);
   a.operand[1].output = mutable_arg("out[1]", key_out);
   run_with_tables(a, !key_cos);
 }
 
 std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& query, const Tensor& key, const OptionalTensor& query_weight,
-                                        const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
+                                        const OptionalTensor& key_weight, const OptionalTensor& query_bias,
+                                        const OptionalTensor& key_bias, const Tensor& cos, const Tensor& sin,
                                         const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps,
-                                        bool across_heads, int64_t rotary_dim, bool interleaved, int64_t rounding) {
-  RotaryArgs a = qk_norm_args(query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, eps, across_heads,
-                              rotary_dim, interleaved, rounding);
+                                        double key_eps, double weight_offset, int64_t statistic, bool across_heads,
+                                        bool cast_before_weight, int64_t rotary_dim, bool interleaved,
+                                        int64_t rounding) {
+  RotaryArgs a =
+      qk_norm_args(query, key, query_weight, key_weight, query_bias, key_bias, cos, sin, key_cos, key_sin, eps, key_eps,
+                   weight_offset, statistic, across_heads, cast_before_weight, rotary_dim, interleaved, rounding);
   Tensor query_out = set_fresh_output(a.operand[0], "out[0]", query);
   Tensor key_out = set_fresh_output(a.operand[1], "out[1]", key);
   a.fresh_outputs = true;

@@ -158,8 +158,8 @@ inline void check_shape(const Arg& a, std::initializer_list<int64_t> shape) {
   check_shape(a, shape.begin(), static_cast<int64_t>(shape.size()));
 }
 
-inline float check_eps(double eps) {
-  if (!(eps >= 0) || std::isinf(eps)) fail("eps", "a finite number >= 0", text(eps));
+inline float check_eps(double eps, const char* name = "eps") {
+  if (!(eps >= 0) || std::isinf(eps)) fail(name, "a finite number >= 0", text(eps));
   return static_cast<float>(eps);
 }
 

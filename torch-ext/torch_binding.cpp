@@ -71,9 +71,10 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("apply_rotary_qk_out(Tensor(a!) query_out, Tensor(b!) key_out, Tensor query, Tensor key, " LTX_ROTARY_ARGS
           ") -> ()");
 
-#define LTX_QK_NORM_ROPE_ARGS                                                                                     \
-  "Tensor query, Tensor key, Tensor? query_weight, Tensor? key_weight, Tensor cos, Tensor sin, Tensor? key_cos, " \
-  "Tensor? key_sin, float eps, bool across_heads, int rotary_dim, bool interleaved, int rounding"
+#define LTX_QK_NORM_ROPE_ARGS                                                                                  \
+  "Tensor query, Tensor key, Tensor? query_weight, Tensor? key_weight, Tensor? query_bias, Tensor? key_bias, " \
+  "Tensor cos, Tensor sin, Tensor? key_cos, Tensor? key_sin, float eps, float key_eps, float weight_offset, "  \
+  "int statistic, bool across_heads, bool cast_before_weight, int rotary_dim, bool interleaved, int rounding"
   ops.def("qk_norm_rope(" LTX_QK_NORM_ROPE_ARGS ") -> (Tensor, Tensor)");
   ops.def("qk_norm_rope_out(Tensor(a!) query_out, Tensor(b!) key_out, " LTX_QK_NORM_ROPE_ARGS ") -> ()");
 

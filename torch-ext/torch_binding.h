@@ -52,13 +52,18 @@ std::tuple<Tensor, Tensor> apply_rotary_qk(const Tensor& query, const Tensor& ke
                                            int64_t sequence_dim, int64_t rotary_dim, bool interleaved,
                                            int64_t rounding);
 void qk_norm_rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& query, const Tensor& key,
-                      const OptionalTensor& query_weight, const OptionalTensor& key_weight, const Tensor& cos,
+                      const OptionalTensor& query_weight, const OptionalTensor& key_weight,
+                      const OptionalTensor& query_bias, const OptionalTensor& key_bias, const Tensor& cos,
                       const Tensor& sin, const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps,
-                      bool across_heads, int64_t rotary_dim, bool interleaved, int64_t rounding);
+                      double key_eps, double weight_offset, int64_t statistic, bool across_heads,
+                      bool cast_before_weight, int64_t rotary_dim, bool interleaved, int64_t rounding);
 std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& query, const Tensor& key, const OptionalTensor& query_weight,
-                                        const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
+                                        const OptionalTensor& key_weight, const OptionalTensor& query_bias,
+                                        const OptionalTensor& key_bias, const Tensor& cos, const Tensor& sin,
                                         const OptionalTensor& key_cos, const OptionalTensor& key_sin, double eps,
-                                        bool across_heads, int64_t rotary_dim, bool interleaved, int64_t rounding);
+                                        double key_eps, double weight_offset, int64_t statistic, bool across_heads,
+                                        bool cast_before_weight, int64_t rotary_dim, bool interleaved,
+                                        int64_t rounding);
 void qk_norm_cross_attention_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
                                  const OptionalTensor& query_weight, const OptionalTensor& key_weight,
                                  const OptionalTensor& mask, double eps, std::optional<double> scale);

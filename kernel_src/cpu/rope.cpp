@@ -1,6 +1,6 @@
-// CPU rotary embedding: optional RMSNorm of query and key, then rotation of the first rotary_dim columns of each head.
+// CPU rotary embedding: optional norm of query and key, then rotation of the first rotary_dim columns of each head.
 //
-//   x      = input, or input * rstd * weight with rstd over a head or over all heads of a token
+//   x      = input, or its rms norm or layer norm, over a head or over all heads of a token
 //   out[a] = x[a] * cos[a] - x[b] * sin[a]
 //   out[b] = x[b] * cos[b] + x[a] * sin[b]
 //   pair (a, b) = (2p, 2p + 1) when interleaved, else (p, p + rotary_dim / 2)
@@ -212,13 +212,36 @@ void rotate_head(const RotaryParams& p, const void* input, bool normed, void* ou
   }
 }
 
-// RMSNorm of an fp32 row padded with zeros, in place. torch.nn.RMSNorm rounds once, after the weight.
-void norm_row(const RotaryParams& p, const float* weight, int64_t width, float* row) {
-  const float rstd = rms_rstd(row, width, p.eps);
+// The norm's vectors in fp32; null where there is none.
+struct Vectors {
+  float *weight = nullptr, *bias = nullptr;
+  float eps = 0.f;
+};
+
+struct SumTerm {
+  const float* row;
+  LTX_INLINE F operator()(int64_t c) const { return load(row + c); }
+};
+
+// Norm of an fp32 row padded with zeros, in place. Eager rounding rounds once, after weight and bias, and before the
+// weight too where cast_before_weight asks for it.
+void norm_row(const RotaryParams& p, const Vectors& vectors, int64_t width, float* row) {
+  if (p.statistic == Statistic::kLayer) {
+    const float mean = sum_row(width, SumTerm{row}) / static_cast<float>(width);
+    for (int64_t c = 0; c < width; c += kLanes) {
+      F x = load(row + c) - mean;
+      if (width - c < kLanes) x = first_lanes(x, width - c);
+      store(row + c, x);
+    }
+  }
+  const float rstd = rms_rstd(row, width, vectors.eps);
+  const bool eager = p.rounding == Rounding::kEager;
   for (int64_t c = 0; c < width; c += kLanes) {
     F x = load(row + c) * rstd;
-    if (const float* w = varying(weight)) x = x * load(w + c);
-    if (p.rounding == Rounding::kEager) x = round_to(p.dtype, x);
+    if (eager && p.cast_before_weight) x = round_to(p.dtype, x);
+    if (const float* weight = varying(vectors.weight)) x = x * load(weight + c);
+    if (const float* bias = varying(vectors.bias)) x = x + load(bias + c);
+    if (eager) x = round_to(p.dtype, x);
     store(row + c, x);
   }
 }
@@ -235,10 +258,17 @@ class TokenRange {
     output_buffer_ = scratch_.take();
     for (int o = 0; o < p.operands; ++o) {
       const RotaryOperand& x = p.operand[o];
-      if (x.weight == nullptr) continue;
-      weight_[o] = scratch_.take();
-      const int64_t heads = p.norm == QkNorm::kAcrossHeads ? x.heads : 1;
-      expand(weight_[o], x.weight, x.weight_dtype, x.weight_stride, heads * p.head_dim);
+      const int64_t width = (p.norm == QkNorm::kAcrossHeads ? x.heads : 1) * p.head_dim;
+      vectors_[o].eps = x.eps;
+      if (x.weight != nullptr) {
+        vectors_[o].weight = scratch_.take();
+        expand(vectors_[o].weight, x.weight, x.weight_dtype, x.weight_stride, width);
+        for (int64_t c = 0; p.weight_offset != 0.f && c < width; ++c) vectors_[o].weight[c] += p.weight_offset;
+      }
+      if (x.bias != nullptr) {
+        vectors_[o].bias = scratch_.take();
+        expand(vectors_[o].bias, x.bias, x.bias_dtype, x.bias_stride, width);
+      }
     }
   }
 
@@ -252,7 +282,7 @@ class TokenRange {
  private:
   // Tokens whose angles are held at a time, so that heads which lie apart can be walked one by one.
   static constexpr int kTokens = 8;
-  static constexpr int kRows = 2 * kTokens + 7;
+  static constexpr int kRows = 2 * kTokens + 9;
 
   static int64_t row_width(const RotaryParams& p) {
     int64_t width = p.head_dim;
@@ -281,7 +311,7 @@ class TokenRange {
       if (angles_ == nullptr && shared_by_heads && tokens > 0) read_tables(x, batch, token, tokens);
       const auto run_one = [&](int64_t t, int64_t head) {
         if (!shared_by_heads) read_table_at(x, batch, token + t, head, turns_[t]);
-        run_head(x, weight_[o], batch, token + t, head, turns_[t]);
+        run_head(x, vectors_[o], batch, token + t, head, turns_[t]);
       };
       if (p_.norm != QkNorm::kAcrossHeads && x.input_stride.head > x.input_stride.sequence) {
         for (int64_t head = 0; head < x.heads; ++head) {
@@ -289,7 +319,7 @@ class TokenRange {
         }
       } else {
         for (int64_t t = 0; t < tokens; ++t) {
-          if (p_.norm == QkNorm::kAcrossHeads) norm_token(x, weight_[o], batch, token + t);
+          if (p_.norm == QkNorm::kAcrossHeads) norm_token(x, vectors_[o], batch, token + t);
           for (int64_t head = 0; head < x.heads; ++head) run_one(t, head);
         }
       }
@@ -323,12 +353,12 @@ class TokenRange {
     last_count_ = count;
   }
 
-  void norm_token(const RotaryOperand& x, const float* weight, int64_t batch, int64_t token) {
+  void norm_token(const RotaryOperand& x, const Vectors& vectors, int64_t batch, int64_t token) {
     expand_heads(normed_, input_at(x, batch, token, 0), p_.dtype, x.input_stride, x.heads, p_.head_dim);
-    norm_row(p_, weight, x.heads * p_.head_dim, normed_);
+    norm_row(p_, vectors, x.heads * p_.head_dim, normed_);
   }
 
-  void run_head(const RotaryOperand& x, const float* weight, int64_t batch, int64_t token, int64_t head,
+  void run_head(const RotaryOperand& x, const Vectors& vectors, int64_t batch, int64_t token, int64_t head,
                 const Turn& turn) {
     const void* input = input_at(x, batch, token, head);
     char* output = static_cast<char*>(x.output) + offset(x.output_stride, batch, token, head) * element_;
@@ -336,7 +366,7 @@ class TokenRange {
       input = normed_ + head * p_.head_dim;
     } else if (p_.norm == QkNorm::kPerHead) {
       expand(normed_, input, p_.dtype, x.input_stride.column, p_.head_dim);
-      norm_row(p_, weight, p_.head_dim, normed_);
+      norm_row(p_, vectors, p_.head_dim, normed_);
       input = normed_;
     } else if (x.input_stride.column != 1) {
       gather(input_buffer_, input, p_.dtype, x.input_stride.column, p_.head_dim);
@@ -354,7 +384,7 @@ class TokenRange {
   Scratch scratch_;
   Turn turns_[kTokens], spare_;
   float *normed_, *input_buffer_, *output_buffer_;
-  float* weight_[2] = {};
+  Vectors vectors_[2];
   // What turns_ holds.
   const void* last_cos_ = nullptr;
   const void* last_sin_ = nullptr;

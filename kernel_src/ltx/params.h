@@ -105,16 +105,22 @@ struct RotaryOperand {
   void* output = nullptr;
   HeadStrides input_stride, output_stride;
   int64_t sequence = 0, heads = 0;
-  const void* weight = nullptr;  // of the norm: head_dim elements (kPerHead) or heads * head_dim (kAcrossHeads)
-  DType weight_dtype = DType::kFloat32;
-  int64_t weight_stride = 0;
+  // The norm's: weight and bias have head_dim elements (kPerHead) or heads * head_dim (kAcrossHeads).
+  float eps = 0.f;
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  DType weight_dtype = DType::kFloat32, bias_dtype = DType::kFloat32;
+  int64_t weight_stride = 0, bias_stride = 0;
   const void* cos = nullptr;  // null where the angles are computed
   const void* sin = nullptr;
   HeadStrides cos_stride, sin_stride;
 };
 
-// x   = input, or input * rstd * weight               rstd over a head (kPerHead) or over all heads of a token
+// x   = input, or its norm over a head (kPerHead) or over all heads of a token (kAcrossHeads):
+//       input * rstd * (weight_offset + weight)                   kRms; without a weight the factor is left out
+//       (input - mean) * rstd * (weight_offset + weight) + bias   kLayer; without a bias the addend is left out
 // out = x rotated, in the first rotary_dim columns of each head; the others pass through.
+// Eager rounding rounds x once, after the weight; with cast_before_weight it rounds before the weight as well.
 // Pair p is (2p, 2p + 1) when interleaved, else (p, p + rotary_dim / 2). With a full-width table each element of the
 // pair has its own cos and sin: out[a] = x[a] * cos[a] - x[b] * sin[a], out[b] = x[b] * cos[b] + x[a] * sin[b].
 // A half-width table has one entry per pair.
@@ -126,8 +132,10 @@ struct RotaryParams {
   DType dtype = DType::kFloat32, table_dtype = DType::kFloat32;
   bool interleaved = true, half_width_table = false;
   QkNorm norm = QkNorm::kNone;
+  Statistic statistic = Statistic::kRms;  // of the norm
   Rounding rounding = Rounding::kFp32;
-  float eps = 0.f;
+  bool cast_before_weight = false;
+  float weight_offset = 0.f;
 };
 
 // Angles of rope_1d and rope_3d: pair p turns by fp32(position) * inverse_frequency[p], where the position of token s

@@ -179,8 +179,13 @@ class Case:
         if "positions" in self.kwargs:  # a dtype of its own, which is part of the formula
             wide = wide.replace(positions=self.kwargs["positions"])
         if "eps" in self.kwargs:
-            wide = wide.replace(eps=_eps(self.kwargs, self.op))  # None means the compute dtype's
-        wide.kwargs.pop("rounding", None)
+            eps = self.kwargs["eps"]  # None means the compute dtype's
+            pair = isinstance(eps, tuple)
+            wide = wide.replace(
+                eps=tuple(_eps({"eps": e}, self.op) for e in eps) if pair else _eps(self.kwargs, self.op)
+            )
+        for name in ("rounding", "cast_before_weight"):
+            wide.kwargs.pop(name, None)
         return wide.run(ltx.reference)
 
     def terms(self, ltx: Any) -> tuple[Tensor, ...]:
@@ -464,14 +469,18 @@ def qk_norm_rope_case(
     table_dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
     weights: bool = True,
+    biases: bool = False,
     **options: Any,
 ) -> Case:
-    """qk_norm_rope of [B, S, heads, D]; `key` = its (sequence, heads); `key_table`: the key has tables of its own."""
+    """qk_norm_rope of [B, S, heads, D]; `key` = its (sequence, heads); `key_table`: the key has tables of its own.
+
+    `biases`: the layer norm that `options` ask for has them.
+    """
     batch, sequence, heads, width = sizes
     key_sequence, key_heads = key or (sequence, heads)
 
-    def weight(h: int) -> Tensor | None:
-        return make(h * width if across_heads else width, dtype=weight_dtype, mean=1.0) if weights else None
+    def weight(h: int, mean: float = 1.0) -> Tensor | None:
+        return make(h * width if across_heads else width, dtype=weight_dtype, mean=mean) if weights else None
 
     def tables(s: int, h: int) -> tuple[Tensor, Tensor]:
         shape = TABLES[table](batch, s, h, width)
@@ -488,6 +497,8 @@ def qk_norm_rope_case(
         kwargs["cos"], kwargs["sin"] = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     else:
         kwargs["cos"], kwargs["sin"] = tables(max(sequence, key_sequence), heads)
+    if biases:
+        kwargs["query_bias"], kwargs["key_bias"] = weight(heads, 0.0), weight(key_heads, 0.0)
     return Case("qk_norm_rope", {**kwargs, "across_heads": across_heads, **options})
 
 
@@ -606,6 +617,8 @@ def every_case(make: Make) -> dict[str, Case]:
     for across_heads in (True, False):
         name = f"qk_norm_rope {'across heads' if across_heads else 'per head'}"
         found[name] = qk_norm_rope_case(make, sizes, across_heads=across_heads, key=(4, 7), key_table=True)
+        layer = {"norm": "layer", "biases": True, "weight_offset": 1.0}
+        found[f"{name}, layer"] = qk_norm_rope_case(make, sizes, across_heads=across_heads, key=(4, 7), **layer)
     found["qk_norm_cross_attention"] = attention_case(make, sizes, 7, mask="addends")
     positions = torch.arange(5, device=make.device)
     found["rope_1d"] = rope_case(make, (2, 3, 16), sequence=5, key_heads=1, positions=positions)
@@ -643,16 +656,20 @@ def _rotary_terms(case: Case, ltx: Any) -> tuple[Tensor, ...]:
     """|x[a] * cos| + |x[b] * sin|: the rotation by each of the two tables alone, the other one being zero."""
     case = case if case.table is None else _with_tables(case)
     zeros = case.map(torch.zeros_like)
-    by_cos = case.replace(sin=zeros.kwargs["sin"]).truth(ltx)
-    by_sin = case.replace(cos=zeros.kwargs["cos"]).truth(ltx)
-    terms = []
-    for cos, sin in zip(by_cos, by_sin, strict=True):
-        terms.append(cos.abs() + sin.abs())
-    return tuple(terms)
+    parts = case.replace(sin=zeros.kwargs["sin"]), case.replace(cos=zeros.kwargs["cos"])
+    if case.op == "qk_norm_rope":
+        rotated = [_rotated(part.map(torch.Tensor.double), _heads_magnitude) for part in parts]
+    else:
+        rotated = [part.truth(ltx) for part in parts]
+    return tuple(cos.abs() + sin.abs() for cos, sin in zip(*rotated, strict=True))
 
 
 def _rotary_eager(case: Case) -> tuple[Tensor, ...]:
-    case = case if case.table is None else _with_tables(case)
+    return _rotated(case if case.table is None else _with_tables(case), _heads_normalised)
+
+
+def _rotated(case: Case, normalise: Any) -> tuple[Tensor, ...]:
+    """The rotation of what `normalise` makes of query and key, in the tensors' own dtypes."""
     kwargs = case.kwargs
     rows = max(x.shape[kwargs.get("sequence_dim", 1)] for x in case.inputs)
     outs = []
@@ -661,8 +678,9 @@ def _rotary_eager(case: Case) -> tuple[Tensor, ...]:
         heads_first = kwargs.get("sequence_dim", 1) == 2
         x = x.transpose(1, 2) if heads_first else x
         if case.op == "qk_norm_rope":
-            weight = kwargs["key_weight" if i else "query_weight"]
-            x = _rms_norm_once(x, weight, kwargs.get("eps", 1e-6), kwargs["across_heads"])
+            vectors = [kwargs.get(f"{'key' if i else 'query'}_{name}") for name in ("weight", "bias")]
+            n = normalise(x.flatten(-2) if kwargs["across_heads"] else x, *vectors, _eps_of(kwargs, i), kwargs)
+            x = n.view(x.shape)
         own = isinstance(kwargs["cos"], tuple)
         tables = [_table_rows(t, x, x.shape[1] if own else rows) for t in (cos, sin)]
         out = _rotate(x, *tables, kwargs.get("rotary_dim"), kwargs.get("layout", "interleaved"))
@@ -670,14 +688,42 @@ def _rotary_eager(case: Case) -> tuple[Tensor, ...]:
     return tuple(outs)
 
 
-def _rms_norm_once(x: Tensor, weight: Tensor | None, eps: float | None, across_heads: bool) -> Tensor:
-    """torch.nn.RMSNorm: one rounding, after the weight."""
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
-    n = (x.flatten(-2) if across_heads else x).float()
+def _eps_of(kwargs: dict[str, Any], operand: int) -> float:
+    eps = kwargs.get("eps", 1e-6)
+    eps = eps[operand] if isinstance(eps, tuple) else eps
+    return torch.finfo(torch.float32).eps if eps is None else eps
+
+
+def _heads_normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kwargs: dict[str, Any]
+) -> Tensor:
+    """torch.nn.RMSNorm, which rounds once after the weight, diffusers' RMSNorm, or torch.nn.LayerNorm."""
+    factor = None if weight is None else weight.float() + kwargs.get("weight_offset", 0.0)
+    if kwargs.get("norm") == "layer":
+        return F.layer_norm(x.float(), x.shape[-1:], factor, None if bias is None else bias.float(), eps).to(x.dtype)
+    n = x.float()
     n = n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + eps)
+    if kwargs.get("cast_before_weight"):
+        n = n.to(x.dtype)
+        if weight is not None:  # in torch's own promotion
+            n = n * (factor if kwargs.get("weight_offset") else weight)
+    elif factor is not None:
+        n = n * factor
+    return n.to(x.dtype)
+
+
+def _heads_magnitude(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kwargs: dict[str, Any]
+) -> Tensor:
+    """The norm with every summand replaced by its absolute value."""
+    magnitude = x.abs()
+    if kwargs.get("norm") == "layer":
+        x = x - x.mean(-1, keepdim=True)
+        magnitude = magnitude + magnitude.mean(-1, keepdim=True).clamp(min=TINY)
+    n = magnitude * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
-        n = n * weight.float()
-    return n.to(x.dtype).view(x.shape)
+        n = n * (weight.abs() + abs(kwargs.get("weight_offset", 0.0)))
+    return n if bias is None else n + bias.abs()
 
 
 def _table_rows(table: Tensor, x: Tensor, rows: int) -> Tensor:

@@ -79,8 +79,10 @@ def cases(family: str, device: str) -> dict[str, Case]:
                     found[f"rotary {key}"] = rotary_case(make, sizes, layout=layout, key=(5, 2))
                     found[f"rope_3d {key}"] = rope_case(make, (2, heads, width), grid=(1, 7, 1), layout=layout)
                     for across in (True, False):
-                        case = qk_norm_rope_case(make, sizes, across_heads=across, layout=layout)
-                        found[f"qk_norm_rope {across} {key}"] = case
+                        for norm in ("rms", "layer"):
+                            options = {"norm": norm, "biases": norm == "layer", "weight_offset": 1.0}
+                            case = qk_norm_rope_case(make, sizes, across_heads=across, layout=layout, **options)
+                            found[f"qk_norm_rope {across} {norm} {key}"] = case
     return found
 
 

@@ -72,10 +72,13 @@ class Memory:
         for name in MAIN:
             if name in case.kwargs:
                 case = case.replace(**{name: spread(case.kwargs[name], self.values, self.seed)})
-        if self.values == "denormal" and case.kwargs.get("eps") in (0.0, 1e-12):  # their squares are zero in fp32
+        eps = case.kwargs.get("eps")
+        least = [e for e in (eps if isinstance(eps, tuple) else (eps,)) if e is not None]
+        if self.values == "denormal" and least and min(least) <= 1e-12:  # their squares are zero in fp32
             case = case.replace(eps=1e-6)
         constant = self.values == "offset" and case.inputs[0].dtype == torch.bfloat16  # all elements are 64
-        if constant and "layernorm" in case.op and case.kwargs["eps"] == 0.0:  # 0 / 0
+        layer = "layernorm" in case.op or case.kwargs.get("norm") == "layer"
+        if (constant or case.inputs[0].shape[-1:] == (1,)) and layer and least and min(least) == 0.0:  # 0 / 0
             case = case.replace(eps=1e-6)
         if self.expanded:
             for name in MAIN:
@@ -272,7 +275,11 @@ class Rotary:
     table_is_fp32: bool
     weight_dtype: torch.dtype
     weights: bool
-    eps: float | None
+    eps: float | tuple[float | None, float | None] | None
+    norm: str
+    biases: bool
+    weight_offset: float
+    cast_before_weight: bool
     memory: Memory
 
     def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
@@ -309,6 +316,10 @@ class Rotary:
                 weight_dtype=self.weight_dtype,
                 weights=self.weights,
                 eps=self.eps,
+                norm=self.norm,
+                biases=self.biases and self.norm == "layer",
+                weight_offset=self.weight_offset,
+                cast_before_weight=self.cast_before_weight and self.norm == "rms",
                 **options,
             )
         if self.packed and "query" in case.kwargs and not case.kwargs.get("sequence_dim"):
@@ -335,7 +346,11 @@ rotaries = st.builds(
     table_is_fp32=st.booleans(),
     weight_dtype=dtypes,
     weights=st.sampled_from([True, True, False]),
-    eps=eps,
+    eps=eps | st.tuples(eps, eps),
+    norm=st.sampled_from(["rms", "rms", "layer"]),
+    biases=st.booleans(),
+    weight_offset=st.sampled_from([0.0, 0.0, 1.0, -0.5]),
+    cast_before_weight=st.booleans(),
     memory=memories,
 )
 

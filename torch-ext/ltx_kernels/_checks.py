@@ -25,6 +25,7 @@ GELU, GELU_TANH, SILU = 0, 1, 2
 ROUNDING = {"fp32": FP32, "eager": EAGER}
 APPROXIMATE = {"none": GELU, "tanh": GELU_TANH}
 INTERLEAVED = {"interleaved": True, "half": False}
+STATISTIC = {"rms": RMS, "layer": LAYER}
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
@@ -47,6 +48,16 @@ def choice(name: str, codes: Mapping[str, Code], value: str) -> Code:
     except (KeyError, TypeError):  # TypeError: what has no hash
         names = " or ".join(f'"{known}"' for known in codes)
         raise ValueError(f"{name}: expected {names}, got {value!r}") from None
+
+
+def eps_pair(eps: float | Sequence[float | None] | None, none: float) -> tuple[float, float]:
+    """eps of query and key; ``none`` stands for None."""
+    if not isinstance(eps, (tuple, list)):
+        both: Any = none if eps is None else eps
+        return both, both
+    if len(eps) != 2:
+        raise ValueError(f"eps: expected a number, None or a (query, key) pair of them, got {len(eps)}")
+    return none if eps[0] is None else eps[0], none if eps[1] is None else eps[1]
 
 
 def table_pair(name: str, table: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -161,9 +172,9 @@ def _shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
         _fail(name, "shape " + _shape_text(shape), _shape_text(tensor.shape))
 
 
-def _eps(eps: float) -> None:
+def _eps(eps: float, name: str = "eps") -> None:
     if not 0 <= eps < math.inf:
-        _fail("eps", "a finite number >= 0", format(eps, "g"))
+        _fail(name, "a finite number >= 0", format(eps, "g"))
 
 
 def _code(name: str, value: int, first: int, last: int) -> None:
@@ -499,8 +510,11 @@ class RotaryInput(NamedTuple):
     name: str
     tensor: Tensor
     dims: HeadDims
-    weight_name: str = ""
+    prefix: str = ""  # of the names of its norm's arguments, weight and bias
     weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps_name: str = "eps"
+    eps: float = 0.0
 
     @property
     def sequence(self) -> int:
@@ -511,11 +525,27 @@ class RotaryInput(NamedTuple):
         return _size(self.tensor, self.dims.head)
 
 
-def _check_inputs(operands: list[RotaryInput], eps: float, across_heads: bool, float64: bool) -> None:
+def _norm_vector(name: str, vector: Tensor | None, operand: RotaryInput, across_heads: bool, float64: bool) -> None:
+    if vector is not None:
+        _same_device(name, vector, operand.name, operand.tensor)
+        _float_dtype(name, vector, float64)
+        head_dim = operand.tensor.shape[-1]
+        _shape(name, vector, (operand.heads * head_dim if across_heads else head_dim,))
+
+
+def _check_inputs(
+    operands: list[RotaryInput],
+    float64: bool,
+    *,
+    across_heads: bool = False,
+    statistic: int = RMS,
+    cast_before_weight: bool = False,
+) -> None:
     query = operands[0]
     _float_dtype(query.name, query.tensor, float64)
     float64 = query.tensor.dtype == torch.float64
-    _eps(eps)
+    if statistic == LAYER and cast_before_weight:
+        _fail("cast_before_weight", "False with a layer norm", "True")
     batch = _size(query.tensor, query.dims.batch)
     head_dim = query.tensor.shape[-1]
     if head_dim % 2 != 0:
@@ -529,11 +559,11 @@ def _check_inputs(operands: list[RotaryInput], eps: float, across_heads: bool, f
             if tensor.shape[-1] != head_dim or _size(tensor, operand.dims.batch) != batch:
                 expected = f"the batch size and last dimension of {query.name} {_shape_text(query.tensor.shape)}"
                 _fail(name, expected, "shape " + _shape_text(tensor.shape))
-        if operand.weight is not None:
-            _same_device(operand.weight_name, operand.weight, name, tensor)
-            _float_dtype(operand.weight_name, operand.weight, float64)
-            width = operand.heads * head_dim if across_heads else head_dim
-            _shape(operand.weight_name, operand.weight, (width,))
+        _eps(operand.eps, operand.eps_name)
+        _norm_vector(operand.prefix + "weight", operand.weight, operand, across_heads, float64)
+        if operand.bias is not None and statistic != LAYER:
+            _fail(operand.prefix + "bias", "None with an rms norm", "a tensor")
+        _norm_vector(operand.prefix + "bias", operand.bias, operand, across_heads, float64)
 
 
 def _check_tables(
@@ -599,7 +629,7 @@ def check_apply_rotary(
 ) -> tuple[list[RotaryInput], list[RotaryTable]]:
     operands = [RotaryInput("input", input, head_dims("input", input, sequence_dim))]
     _code("rounding", rounding, FP32, EAGER)
-    _check_inputs(operands, 0.0, False, float64)
+    _check_inputs(operands, float64)
     tables = _check_tables(operands, [("cos", cos, "sin", sin)], rotary_dim)
     _check_outputs(operands, None if out is None else (out,))
     return operands, tables
@@ -622,7 +652,7 @@ def check_apply_rotary_qk(
         RotaryInput("key", key, head_dims("key", key, sequence_dim)),
     ]
     _code("rounding", rounding, FP32, EAGER)
-    _check_inputs(operands, 0.0, False, float64)
+    _check_inputs(operands, float64)
     tables = _check_tables(operands, [("cos", cos, "sin", sin)], rotary_dim)
     _check_outputs(operands, out)
     return operands, tables
@@ -638,26 +668,36 @@ def check_qk_norm_rope(
     key_cos: Tensor | None,
     key_sin: Tensor | None,
     *,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
     eps: float,
+    key_eps: float,
+    weight_offset: float,
+    statistic: int,
     across_heads: bool,
+    cast_before_weight: bool,
     rotary_dim: int,
     rounding: int,
     out: Sequence[Tensor] | None = None,
     float64: bool = False,
 ) -> tuple[list[RotaryInput], list[RotaryTable]]:
     _dim("query", query, 4)
+    query_dims, key_dims = head_dims("query", query, 1), head_dims("key", key, 1)
     operands = [
-        RotaryInput("query", query, head_dims("query", query, 1), "query_weight", query_weight),
-        RotaryInput("key", key, head_dims("key", key, 1), "key_weight", key_weight),
+        RotaryInput("query", query, query_dims, "query_", query_weight, query_bias, "eps", eps),
+        RotaryInput("key", key, key_dims, "key_", key_weight, key_bias, "key_eps", key_eps),
     ]
     _code("rounding", rounding, FP32, EAGER)
+    _code("statistic", statistic, RMS, LAYER)
     tables = [("cos", cos, "sin", sin)]
     if key_cos is not None and key_sin is not None:
         tables.append(("key_cos", key_cos, "key_sin", key_sin))
     elif key_cos is not None or key_sin is not None:
         name = "key_cos" if key_cos is None else "key_sin"
         _fail(name, "both key_cos and key_sin, or neither", "None")
-    _check_inputs(operands, eps, across_heads, float64)
+    _check_inputs(
+        operands, float64, across_heads=across_heads, statistic=statistic, cast_before_weight=cast_before_weight
+    )
     views = _check_tables(operands, tables, rotary_dim)
     _check_outputs(operands, out)
     return operands, views
@@ -679,7 +719,7 @@ def check_rope(
         RotaryInput("query", query, head_dims("query", query, 1)),
         RotaryInput("key", key, head_dims("key", key, 1)),
     ]
-    _check_inputs(operands, 0.0, False, float64)
+    _check_inputs(operands, float64)
     axes = len(grid)
     if axes not in (1, 3) or len(rope_dims) != axes or len(theta_base) != axes:
         _fail("grid", "1 or 3 axes, with as many rope_dims and theta_base", str(axes))

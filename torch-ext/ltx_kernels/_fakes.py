@@ -118,7 +118,8 @@ def _apply_rotary_qk(outs: Outs, compute: bool, *, interleaved: bool, **argument
 
 def _qk_norm_rope(outs: Outs, compute: bool, *, interleaved: bool, **arguments: Any) -> Results:
     operands, tables = _checks.check_qk_norm_rope(**arguments, out=tuple(outs.values()) or None)
-    norm = {name: arguments[name] for name in ("eps", "across_heads", "rounding")}
+    names = ("across_heads", "weight_offset", "statistic", "cast_before_weight", "rounding")
+    norm = {name: arguments[name] for name in names}
     return _rotary(compute, operands, tables, interleaved=interleaved, normalised=True, **norm)
 
 

@@ -30,6 +30,7 @@ from ._checks import (
     RMS,
     ROUNDING,
     SILU,
+    STATISTIC,
     RotaryInput,
     RotaryTable,
     TableForm,
@@ -740,15 +741,33 @@ def _restore(out: Tensor, operand: RotaryInput) -> Tensor:
     return out.contiguous() if tensor.is_contiguous() else torch.empty_like(tensor).copy_(out)
 
 
-def _rms_normalise(x: Tensor, weight: Tensor | None, eps: float, across_heads: bool, rounding: int) -> Tensor:
+def _normalise_heads(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    across_heads: bool,
+    *,
+    bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    statistic: int = RMS,
+    cast_before_weight: bool = False,
+    rounding: int = FP32,
+) -> Tensor:
+    """The norm of x [batch, sequence, heads, columns] in the dtype of the math, or in x's with rounding="eager"."""
     compute = _compute_dtype(x)
     n = x.to(compute)
     shape = n.shape
     if across_heads:
         n = n.flatten(-2)
+    if statistic == LAYER:
+        n = n - n.mean(-1, keepdim=True)
     n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + eps)
+    if rounding == EAGER and cast_before_weight:
+        n = n.to(x.dtype).to(compute)
     if weight is not None:
-        n = n * weight.to(compute)
+        n = n * (weight.to(compute) + weight_offset if weight_offset != 0.0 else weight.to(compute))
+    if bias is not None:
+        n = n + bias.to(compute)
     n = n.view(shape)
     return n.to(x.dtype) if rounding == EAGER else n
 
@@ -760,15 +779,20 @@ def rotary(
     interleaved: bool,
     rounding: int = FP32,
     normalised: bool = False,
-    eps: float = 0.0,
     across_heads: bool = False,
+    **norm: Any,
 ) -> list[Tensor]:
-    """Every op of the rotary family: normalises where asked, then rotates each operand with its table."""
+    """Every op of the rotary family: normalises where asked, then rotates each operand with its table.
+
+    ``norm``: options of ``_normalise_heads``.
+    """
     outs = []
     for operand, table in zip(operands, tables):
         x = _checks.heads_last(operand.tensor, operand.dims)
         if normalised:
-            x = _rms_normalise(x, operand.weight, eps, across_heads, rounding)
+            x = _normalise_heads(
+                x, operand.weight, operand.eps, across_heads, bias=operand.bias, rounding=rounding, **norm
+            )
         outs.append(_restore(rotate(x, table, operand.tensor.dtype, interleaved, rounding), operand))
     return outs
 
@@ -888,16 +912,22 @@ def qk_norm_rope(
     key_weight: Tensor | None,
     cos: Tensor | Pair,
     sin: Tensor | Pair,
-    eps: float | None = 1e-6,
+    eps: float | Sequence[float | None] | None = 1e-6,
     *,
     across_heads: bool,
+    norm: str = "rms",
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
     rotary_dim: int | None = None,
     layout: str = "interleaved",
     rounding: str = "fp32",
 ) -> Pair:
     interleaved = choice("layout", INTERLEAVED, layout)
     mode = choice("rounding", ROUNDING, rounding)
-    eps = rms_eps(eps, query)
+    statistic = choice("norm", STATISTIC, norm)
+    query_eps, key_eps = _checks.eps_pair(eps, rms_eps(None, query))
     query_cos, key_cos = _checks.table_pair("cos", cos)
     query_sin, key_sin = _checks.table_pair("sin", sin)
     operands, tables = _checks.check_qk_norm_rope(
@@ -909,8 +939,14 @@ def qk_norm_rope(
         query_sin,
         key_cos,
         key_sin,
-        eps=eps,
+        query_bias=query_bias,
+        key_bias=key_bias,
+        eps=query_eps,
+        key_eps=key_eps,
+        weight_offset=weight_offset,
+        statistic=statistic,
         across_heads=across_heads,
+        cast_before_weight=cast_before_weight,
         rotary_dim=rotary_dim or 0,
         rounding=mode,
         float64=True,
@@ -921,8 +957,10 @@ def qk_norm_rope(
         interleaved=interleaved,
         rounding=mode,
         normalised=True,
-        eps=eps,
         across_heads=across_heads,
+        weight_offset=weight_offset,
+        statistic=statistic,
+        cast_before_weight=cast_before_weight,
     )
     return out[0], out[1]
 
@@ -949,8 +987,8 @@ def cross_attention(
 ) -> Tensor:
     """Attention of normalised queries to normalised keys; queries with nothing to attend to give zeros."""
     compute = _compute_dtype(query)
-    q = _rms_normalise(query, query_weight, eps, True, FP32).transpose(1, 2)
-    k = _rms_normalise(key, key_weight, eps, True, FP32).permute(0, 2, 3, 1)
+    q = _normalise_heads(query, query_weight, eps, True).transpose(1, 2)
+    k = _normalise_heads(key, key_weight, eps, True).permute(0, 2, 3, 1)
     scores = q @ k * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores + mask.to(compute)[:, None, None]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ._call import op
-from ._checks import FLOAT32_EPS, INTERLEAVED, ROUNDING, choice, heads, rope_axes, table_pair
+from ._checks import FLOAT32_EPS, INTERLEAVED, ROUNDING, STATISTIC, choice, eps_pair, heads, rope_axes, table_pair
 
 _rope = op("rope", grid=("num_frames", "height", "width"))
 _apply_rotary = op("apply_rotary")
@@ -212,22 +212,35 @@ def qk_norm_rope(
     key_weight: Tensor | None,
     cos: Tensor | Pair,
     sin: Tensor | Pair,
-    eps: float | None = 1e-6,
+    eps: float | Sequence[float | None] | None = 1e-6,
     *,
     across_heads: bool,
+    norm: str = "rms",
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
     rotary_dim: int | None = None,
     layout: str = "interleaved",
     rounding: str = "fp32",
     out: Pair | None = None,
 ) -> Pair:
-    """RMSNorm of query and key, then their rotation, in one launch.
+    """The norm of query and key, then their rotation, in one launch.
+
+    Rows whose table has cos = 1 and sin = 0 are normalised and not rotated. The two streams of a joint attention, each
+    with weights of its own, take a call each, on the rows of one buffer that belong to the stream.
 
     Equivalent to::
 
-        def normalise(x, weight):                           # x: [B, S, heads, D]
-            x = x.flatten(-2) if across_heads else x
-            return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps).view(B, S, heads, D)
-        apply_rotary(normalise(query, query_weight), cos, sin), apply_rotary(normalise(key, key_weight), cos, sin)
+        def normalise(x, weight, bias):                     # x: [B, S, heads, D]
+            n = x.flatten(-2) if across_heads else x
+            if norm == "rms":
+                n = torch.nn.functional.rms_norm(n, n.shape[-1:], weight_offset + weight, eps)
+            else:
+                n = torch.nn.functional.layer_norm(n, n.shape[-1:], weight_offset + weight, bias, eps)
+            return n.view(B, S, heads, D)
+        apply_rotary(normalise(query, query_weight, query_bias), cos, sin)
+        apply_rotary(normalise(key, key_weight, key_bias), cos, sin)
 
     Args:
         query: [B, S, heads, D], D even; float32, float16 or bfloat16; any strides, so also a view of a packed qkv.
@@ -237,12 +250,19 @@ def qk_norm_rope(
         cos: A table as in ``apply_rotary`` for query and key, or a (query, key) pair of tables. One table has
             max(Sq, Sk) rows: the shorter of query and key uses the first ones.
         sin: Like cos in shape and dtype; a pair where cos is one.
-        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        eps: Added to the mean square, or to the variance of a layer norm. None: the machine epsilon of float32, as in
+            torch.nn.RMSNorm. A (query, key) pair where the two differ.
         across_heads: The mean is taken over all heads of a token (LTX-Video, Wan) instead of over each (FLUX, Qwen3).
+        norm: "rms" or "layer" (CogVideoX, Phi).
+        query_bias: Like query_weight, of a layer norm; None adds nothing.
+        key_bias: Like key_weight, of a layer norm; None adds nothing.
+        weight_offset: Added to the weights; 1.0 where a model stores weight - 1 (Gemma 3, Qwen3-Next, Krea 2).
+        cast_before_weight: Where rounding="eager" rounds an rms norm: True rounds to the input's dtype before the
+            weight as well (diffusers' RMSNorm, Llama, Qwen3), False once after it (torch.nn.RMSNorm, Gemma, OLMo 2).
         rotary_dim: As in ``apply_rotary``.
         layout: As in ``apply_rotary``.
-        rounding: "fp32" rounds once, at the end; "eager" rounds the normalised and weighted value once to the input's
-            dtype, as torch.nn.RMSNorm does, and then as ``apply_rotary`` does.
+        rounding: "fp32" rounds once, at the end; "eager" rounds the normalised and weighted value to the input's dtype
+            (``cast_before_weight`` says how often), and then as ``apply_rotary`` does.
         out: (query, key) to write into, each like its input; may be the inputs themselves.
 
     Returns:
@@ -251,12 +271,15 @@ def qk_norm_rope(
     Raises:
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
             came), or ``out`` is given where a gradient is needed.
-        ValueError: An unknown ``layout`` or ``rounding``, or a pair of other than two tables.
+        ValueError: An unknown ``layout``, ``norm`` or ``rounding``, or a pair of other than two tables or numbers.
 
-    Source: LTXVideoAttnProcessor and FluxAttnProcessor (diffusers): norm_q, norm_k, apply_rotary_emb.
+    Source: LTXVideoAttnProcessor, FluxAttnProcessor and CogVideoXAttnProcessor2_0 (diffusers): norm_q, norm_k,
+        apply_rotary_emb.
     """
     interleaved = choice("layout", INTERLEAVED, layout)
     mode = choice("rounding", ROUNDING, rounding)
+    statistic = choice("norm", STATISTIC, norm)
+    query_eps, key_eps = eps_pair(eps, FLOAT32_EPS)
     query_cos, key_cos = table_pair("cos", cos)
     query_sin, key_sin = table_pair("sin", sin)
     return _qk_norm_rope(
@@ -265,12 +288,18 @@ def qk_norm_rope(
         key,
         query_weight,
         key_weight,
+        query_bias,
+        key_bias,
         query_cos,
         query_sin,
         key_cos,
         key_sin,
-        FLOAT32_EPS if eps is None else eps,
+        query_eps,
+        key_eps,
+        weight_offset,
+        statistic,
         across_heads,
+        cast_before_weight,
         0 if rotary_dim is None else rotary_dim,
         interleaved,
         mode,
