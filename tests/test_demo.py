@@ -1,15 +1,14 @@
-"""examples/demo.py: what it writes and prints, and that it would notice ops that compute something else; the README."""
+"""examples/demo.py: what it writes and prints, and that it would notice ops that compute something else."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ sys.path.insert(0, str(EXAMPLES))
 import demo  # noqa: E402
 import ltx_pipeline  # noqa: E402
 import numpy as np  # noqa: E402
-from diffusers import LTXPipeline  # noqa: E402
 from helpers.video import decoded  # noqa: E402
 from PIL import Image  # noqa: E402
 from rich.progress import Progress  # noqa: E402
@@ -336,39 +334,3 @@ def test_demo_fails_where_stock_modules_run(
     found = run_with_fault(ltx, device, tmp_path, monkeypatch, capsys)
     assert "fault: no compiled op ran" in found
     assert "fault: stock calls of diffusers.LTXVideoTransformerBlock: it is Saturday" in found
-
-
-README = (EXAMPLES.parent / "README.md").read_text()
-
-
-def test_readme_pipeline_example_runs(
-    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As it is there, but for the model and the size of the clip."""
-    tiny = ltx_pipeline.load_pipeline("tiny", torch.device(device), torch.bfloat16)
-    tiny.set_progress_bar_config(disable=True)
-    monkeypatch.setattr(LTXPipeline, "from_pretrained", lambda *a, **k: SimpleNamespace(to=lambda device: tiny))
-    code, _ = re.findall(r"```python\n(.*?)```", README, re.S)
-    size = "num_frames=49, height=512, width=768"
-    assert size in code
-    names: dict[str, Any] = {}
-    exec(code.replace(size, f"num_frames={FRAMES}, height={HEIGHT}, width={WIDTH}, num_inference_steps=2"), names)
-    assert len(names["video"]) == FRAMES
-    assert {site.name: site.calls for site in names["report"].sites}["diffusers.LTXVideoTransformerBlock"] == 2 * LAYERS
-    assert "LTXVideoTransformerBlock" in capsys.readouterr().out
-    assert not any(hasattr(module, "_ltx_kernels") for module in tiny.transformer.modules())
-
-
-def test_readme_op_example_runs(ltx: ModuleType) -> None:
-    _, code = re.findall(r"```python\n(.*?)```", README, re.S)
-    names: dict[str, Any] = {"ltx": ltx, "torch": torch}
-    exec(code, names)
-    expected = ltx.reference.adaln_rmsnorm(names["x"], None, names["scale"], names["shift"])
-    torch.testing.assert_close(names["y"], expected)
-
-
-def test_readme_has_every_function(ltx: ModuleType) -> None:
-    section = README.split("## Operations")[1].split("\n## ")[0]
-    assert {name for name in re.findall(r"`(?:ltx\.)?(\w+)\(", section) if name} >= {
-        name for name in ltx.__all__ if callable(getattr(ltx, name))
-    }

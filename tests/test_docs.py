@@ -1,0 +1,253 @@
+"""README, card, CONTRIBUTING and docs: each code block runs here, or says above it why not; calls fit their signatures.
+
+`<!-- needs a GPU -->` or `<!-- needs the network -->` on the line before a block is such a reason. A block that has one
+and runs all the same, where that is missing, fails its test.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from build_checks import ROOT
+
+FILES = [
+    "README.md",
+    "CARD.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *sorted(f"docs/{f.name}" for f in (ROOT / "docs").glob("*.md")),
+]
+# Python blocks that need a Hub or a language model, and the test that runs every one of them.
+RUN_ELSEWHERE = {
+    "CARD.md": "tests/test_hub.py::test_docs_snippets",
+    "docs/hub.md": "tests/test_hub.py::test_docs_snippets",
+    "docs/layers.md": "tests/test_layers.py::test_docs",
+}
+REASONS = ("needs a GPU", "needs the network")
+
+
+@dataclass(frozen=True)
+class Block:
+    file: str
+    line: int
+    language: str
+    reason: str | None
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def blocks(file: str, *languages: str) -> list[Block]:
+    text = (ROOT / file).read_text()
+    found = []
+    for match in re.finditer(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        line = text[: match.start(2)].count("\n") + 1
+        found.append(Block(file, line, match[2], match[1], match[3]))
+    assert text.count("\n```") == 2 * len(found), f"{file}: a block that does not begin or end at the line's start"
+    return [block for block in found if not languages or block.language in languages]
+
+
+def test_every_block_has_a_known_language_and_reason():
+    """A block without a language holds no code: it shows a text."""
+    for block in (block for file in FILES for block in blocks(file)):
+        assert block.language in ("python", "bash", "text", ""), block.place
+        assert block.reason is None or (block.reason in REASONS and block.language == "python"), block.place
+        if not block.language or block.language == "text":
+            with pytest.raises(SyntaxError):
+                compile(block.code, block.place, "exec")
+    for file, test in RUN_ELSEWHERE.items():
+        name, _, function = test.partition("::")
+        (source,) = re.findall(rf"^def {function}\(.*?(?=^\S|\Z)", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+        assert "```python" in source and not [block for block in blocks(file) if block.reason], file
+
+
+# ---- Python
+
+
+@pytest.fixture(scope="module")
+def tiny(one_thread: None, device: str) -> Any:
+    """The pipeline that each block gets in the place of the real one."""
+    pytest.importorskip("diffusers")
+    sys.path.insert(0, str(ROOT / "examples"))
+    import ltx_pipeline
+
+    pipe = ltx_pipeline.load_pipeline("tiny", torch.device(device), torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in RUN_ELSEWHERE and blocks(file, "python")])
+def test_python_blocks_run(
+    file: str,
+    ltx: ModuleType,
+    device: str,
+    tiny: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """In their order, with the names that the page says are there, but for the model and the size of the clip."""
+    from diffusers import LTXPipeline
+
+    monkeypatch.setitem(sys.modules, "ltx_kernels", ltx)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(LTXPipeline, "from_pretrained", lambda *a, **k: SimpleNamespace(to=lambda device: tiny))
+    bf16 = {"device": device, "dtype": torch.bfloat16}
+    names: dict[str, Any] = {
+        "ltx": ltx, "torch": torch, "pipe": tiny, "x": torch.randn(2, 16, 64, **bf16),
+        "scale": torch.randn(2, 64, **bf16), "shift": torch.randn(2, 64, **bf16),
+        "linear": torch.nn.Linear(64, 32, **bf16),
+    }  # fmt: skip
+    for block in blocks(file, "python"):
+        code = block.code.replace("num_frames=49, height=512, width=768", "num_frames=9, height=64, width=96, **STEPS")
+        names["STEPS"] = {} if "num_inference_steps" in code else {"num_inference_steps": 2}
+        program = compile(code, block.place, "exec")
+        runs = {None: True, "needs a GPU": device == "cuda", "needs the network": False}[block.reason]
+        if runs:
+            exec(program, names)
+        else:
+            with pytest.raises((RuntimeError, OSError, AssertionError)):
+                exec(program, names)
+    ltx.restore(tiny)
+    if file == "README.md":
+        sites = {site.name: site.calls for site in names["report"].sites}
+        assert sites["diffusers.LTXVideoTransformerBlock"] == 2 * len(tiny.transformer.transformer_blocks)
+        assert "LTXVideoTransformerBlock" in capsys.readouterr().out and len(names["video"]) == 9
+        expected = ltx.reference.adaln_rmsnorm(names["x"], None, names["scale"], names["shift"])
+        torch.testing.assert_close(names["y"], expected)
+
+
+# ---- Calls
+
+
+def spans(file: str) -> Iterator[tuple[str, str]]:
+    """(place, code) of each Python block, and of each piece of code within a sentence that Python can read."""
+    for block in blocks(file, "python"):
+        yield block.place, re.sub(r"\{\{.*?\}\}", "0", block.code)
+    text = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), (ROOT / file).read_text(), flags=re.M | re.S)
+    for match in re.finditer(r"`([^`\n]+)`", text):
+        try:
+            ast.parse(match[1])
+        except SyntaxError:
+            continue
+        yield f"{file}:{text[: match.start()].count(chr(10)) + 1}", match[1]
+
+
+def misfits(ltx: ModuleType, code: str) -> list[str]:
+    """Attributes of `ltx` that it does not have, and calls of public functions that their signature refuses."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ltx."):
+            try:
+                eval(ast.unparse(node), {"ltx": ltx})
+            except AttributeError as error:
+                found.append(str(error))
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).removeprefix("ltx.").removeprefix("ltx_kernels.")
+        function = getattr(ltx, name, None) if name in ltx.__all__ else None
+        if not inspect.isfunction(function):
+            continue
+        keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg is not None}
+        shortened = any(isinstance(a, ast.Starred) or ast.unparse(a) == "..." for a in node.args)
+        signature = inspect.signature(function)
+        try:
+            if shortened or len(keywords) < len(node.keywords) or (not node.args and not keywords):
+                signature.bind_partial(**keywords)
+            else:
+                signature.bind_partial(*node.args, **keywords)
+        except TypeError as error:
+            found.append(f"{name}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_calls_fit_their_signatures(file: str, ltx: ModuleType):
+    """Also those that are not run: a misspelt name or argument in a sentence misleads as much as in a block."""
+    for place, code in spans(file):
+        assert misfits(ltx, code) == [], place
+
+
+@pytest.mark.parametrize(
+    "code", ["ltx.optimise(pipe)", "ltx.rmsnorm(x, w, 1e-6, 3, 4)", "geglu(x, precision=1)", "ltx.reference.rmsnom"]
+)
+def test_misfits_are_found(ltx: ModuleType, code: str):
+    assert len(misfits(ltx, code)) == 1
+
+
+def test_the_table_of_operations(ltx: ModuleType):
+    """Every function, each with its arguments by their names in their order, but for some of the last."""
+    section = (ROOT / "README.md").read_text().split("## Operations")[1].split("\n## ")[0]
+    named = set(re.findall(r"`ltx\.(\w+)\(", section))
+    for cell in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE):
+        for text in re.findall(r"`(\w+\(.*?\))`", cell):
+            call = ast.parse(text, mode="eval").body
+            assert isinstance(call, ast.Call)
+            name = ast.unparse(call.func)
+            named.add(name)
+            parameters = inspect.signature(getattr(ltx, name)).parameters
+            given = [ast.unparse(argument) for argument in call.args if ast.unparse(argument) != "..."]
+            assert given == list(parameters)[: len(given)], text
+            assert {keyword.arg for keyword in call.keywords} <= set(parameters), text
+    assert named == {name for name in ltx.__all__ if inspect.isfunction(getattr(ltx, name))}
+
+
+# ---- Shell
+
+# Programs that need a network or another machine, beside `make` and this repository's scripts.
+ELSEWHERE = {"pip", "nix", "hf", "kernels"}
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each command, without comment and environment."""
+    for line in block.code.replace("\\\n", " ").splitlines():
+        for command in re.split(r" && ", line):
+            words = shlex.split(command, comments=True)
+            while words and re.fullmatch(r"\w+=.*", words[0]):
+                words = words[1:]
+            if words:
+                yield words
+
+
+def options_of(script: str) -> set[str]:
+    """The options that a script, or the modules of this repository that it imports, adds to a parser."""
+    text = (ROOT / script).read_text()
+    imported = re.findall(r"^from (\w+) import|^import (\w+)$", text, re.MULTILINE)
+    beside = [(ROOT / script).with_name(f"{a or b}.py") for a, b in imported]
+    beside += [ROOT / "examples" / f"{a or b}.py" for a, b in imported]
+    text += "".join(path.read_text() for path in beside if path.is_file())
+    return set(re.findall(r"\"(--[a-z0-9-]+)\"", text)) | {"--help"}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if blocks(file, "bash")])
+def test_shell_blocks(file: str):
+    """Their syntax; targets and variables of make, scripts and their options exist."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for block in blocks(file, "bash"):
+        subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
+        for words in commands(block):
+            program, arguments = words[0], words[1:]
+            if program == "make":
+                assert {a for a in arguments if "=" not in a} <= targets, f"{block.place}: {words}"
+                for variable in (a.partition("=")[0] for a in arguments if "=" in a):
+                    assert f"$({variable})" in makefile or f"({variable})," in makefile, f"{block.place}: {variable}"
+            elif program == "python" and arguments[0] == "-m":
+                assert arguments[1] in ("ltx_kernels", "pytest"), f"{block.place}: {words}"
+            elif program == "python" and arguments != ["app.py"]:  # app.py is the reader's own
+                given = {a.partition("=")[0] for a in arguments if a.startswith("--")}
+                assert given <= options_of(arguments[0]), f"{block.place}: {words}"
+            else:
+                assert program in ELSEWHERE or arguments == ["app.py"], f"{block.place}: {words}"
