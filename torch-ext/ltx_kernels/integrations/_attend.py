@@ -33,7 +33,7 @@ from ._guards import (
     why_not_norm_weight,
 )
 from ._linear import Input, Linears, dequantised, in_fp8, joined
-from ._rotary import Tables
+from ._rotary import Tables, kept
 from ._sites import Entry, Site, site_of, stock_forward
 from ._stream import RMSNORM, TORCH_RMSNORM
 
@@ -95,7 +95,7 @@ class Attention:
     processor: Name of the processor's class.
     parameters: Those of the stock forward, without self.
     rope: The argument that holds the rotary tables; empty for an attention without any.
-    norm: Class of the norms of query and key; None: there are none.
+    norm: Class of the norms of query and key, where a module has any; None: it may have none.
     across_heads: A norm's mean is taken over all heads of a token.
     projections, norms, output: Names of submodules; an output that a module does not have is left out.
     added, added_norms, added_output: The same for the second stream (the text) of a joint attention.
@@ -139,7 +139,7 @@ class Attention:
     @property
     def children(self) -> frozenset[str]:
         """Submodules that every module of the class has."""
-        return frozenset((*self.projections, *(self.norms if self.norm else ())))
+        return frozenset(self.projections)
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
@@ -180,11 +180,14 @@ class Attention:
         return Entry(
             tuple(shared.get(name, name) for name in self.classes),
             forward,
-            ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm"),
+            self._ops(),
             self.parameters,
             self.children,
             frozenset(
-                (self.output, *self.added, *self.added_norms, self.added_output, *self.optional_children, *FUSED)
+                (
+                    *(self.output, *self.norms, *self.added, *self.added_norms, self.added_output),
+                    *(*self.optional_children, *FUSED),
+                )
             ),
             why_not=functools.partial(_why_not_module, self),
             settings=_settings,
@@ -192,6 +195,10 @@ class Attention:
             packs=self.packs,
             description=self,
         )
+
+    def _ops(self) -> tuple[str, ...]:
+        apart = ("apply_rotary",) if self.rope and self.norm != TORCH_RMSNORM else ()
+        return ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm", *apart)
 
     def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
         """Groups of linear layers whose weights should lie side by side."""
@@ -211,11 +218,9 @@ def _why_not_module(spec: Attention, module: nn.Module) -> str:
 
 
 def _norm_pairs(spec: Attention, module: nn.Module) -> list[tuple[str, str]]:
-    """The names of the norms of query and key, of each stream."""
-    pairs = [spec.norms] if spec.norm else []
-    if spec.added_norms and module._modules.get(spec.added_norms[0]) is not None:
-        pairs.append(cast("tuple[str, str]", spec.added_norms))
-    return pairs
+    """The names of the norms of query and key, of each stream that has any."""
+    pairs = [spec.norms, *([cast("tuple[str, str]", spec.added_norms)] if spec.added_norms else [])]
+    return [pair for pair in pairs if any(module._modules.get(name) is not None for name in pair)]
 
 
 def _why_not_norms(spec: Attention, module: nn.Module) -> str:
@@ -398,8 +403,9 @@ def _norm_and_rotate(
     query_weight, key_weight = plan.weights[2 * stream : 2 * stream + 2] if normed else (None, None)
     eps = plan.eps[stream] if normed else None
     out = (query, key) if fresh and _in_place() else None
-    # In "eager" the op rounds once after the weight, as torch's norm does and diffusers' does not.
-    one_op = spec.norm == TORCH_RMSNORM or (spec.norm == RMSNORM and site.rounding == "fp32")
+    one_op = _rotates_in_one_op(spec, site)
+    if one_op and normed and rope is None and not spec.across_heads:
+        rope = _identity(site, query)  # one launch for both norms; the table is one row, which stays in the cache
     if rope is not None and one_op:
         return qk_norm_rope(
             query,
@@ -417,6 +423,30 @@ def _norm_and_rotate(
         _norm_then_rotate(spec, site, x, weight, eps, rope, normed)
         for x, weight in ((query, query_weight), (key, key_weight))
     )
+
+
+def _rotates_in_one_op(spec: Attention, site: Site) -> bool:
+    """Whether norm and rotation are one launch."""
+    # In "eager" the op rounds once after the weight, as torch's norm does and diffusers' does not.
+    return spec.norm == TORCH_RMSNORM or (spec.norm == RMSNORM and site.rounding == "fp32")
+
+
+def _ops_before(spec: Attention, site: Site, plan: _Plan, rotated: bool) -> tuple[str, ...]:
+    """The ops that `_norm_and_rotate` runs."""
+    if (rotated or (plan.eps and not spec.across_heads)) and _rotates_in_one_op(spec, site):
+        return ("qk_norm_rope",)
+    return (*(("rmsnorm",) if plan.eps else ()), *(("apply_rotary",) if rotated else ()))
+
+
+def _identity(site: Site, query: Tensor) -> Tables:
+    """Tables of a rotation by nothing, for the rows of a query [B, S, heads, D]."""
+    width, device = query.shape[-1] // 2, query.device
+
+    def make() -> Tables:
+        return torch.ones(1, width, device=device), torch.zeros(1, width, device=device)
+
+    cos, sin = kept(site, ("identity", width, device), None, make)
+    return cos.expand(query.shape[1], width), sin.expand(query.shape[1], width)
 
 
 def _norm_then_rotate(
@@ -459,7 +489,8 @@ def _single(
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
         return _output(plan, output)
     query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
-    return _output(plan, _scores(spec, site, module, query, key, value, mask, tables is not None, context is not None))
+    before = _ops_before(spec, site, plan, tables is not None)
+    return _output(plan, _scores(spec, site, module, query, key, value, mask, before, context is not None))
 
 
 def _joint(
@@ -499,7 +530,8 @@ def _joint(
             streams.append((*_norm_and_rotate(spec, site, plan, stream, q, k, mine, linears.packed), v))
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
-    output = _scores(spec, site, module, query, key, value, mask, tables is not None, False)
+    before = _ops_before(spec, site, plan, tables is not None)
+    output = _scores(spec, site, module, query, key, value, mask, before, False)
     result = _output(plan, output[:, rows])
     text = output[:, rows2].flatten(2)
     if plan.added_out is not None:
@@ -580,14 +612,13 @@ def _scores(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    rotated: bool,
+    before: tuple[str, ...],
     cross: bool,
 ) -> Tensor:
     """Attention of [B, S, heads, D] to [B, T, heads, D]."""
     # The kernel is made for many keys: a prompt's few go through the dispatch.
     own = mask is None and not cross and _may_attend(site, module) and runs_kernel(query, key, value)
-    normed = "qk_norm_rope" if rotated else "rmsnorm"
-    site.count_call(*((normed, "attention") if own else (normed,)))
+    site.count_call(*before, *(("attention",) if own else ()))
     if own:
         return attention(query, key, value)
     scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)

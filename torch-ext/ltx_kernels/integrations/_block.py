@@ -27,7 +27,7 @@ class Block:
     streams: Arguments that are residual streams.
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
     norms: Classes that may stand at each norm that the forward reads past its call, by its path.
-    modules: The class of each other module that the forward reads past its call, by its path.
+    modules: Classes that may stand at each other module that the forward reads past its call, by its path.
     attentions: The attention at each of these names.
     feed_forwards: Names of modules that the forward hands to `feed_forward`.
     linears: Groups of other linear layers that share an input, for fp8.
@@ -46,7 +46,7 @@ class Block:
     streams: tuple[str, ...] = ("hidden_states",)
     tensors: tuple[str, ...] = ()
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    modules: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attentions: Mapping[str, Attention] = field(default_factory=dict)
     feed_forwards: tuple[str, ...] = ()
     linears: tuple[tuple[str, ...], ...] = ()
@@ -91,9 +91,10 @@ class Block:
         """The linear layers that fp8 takes, those that share an input together."""
         groups: list[tuple[str, ...]] = []
         for name, spec in self.attentions.items():
-            groups += spec.groups(module.get_submodule(name), name)
+            attention = submodule(module, name)
+            groups += spec.groups(attention, name) if attention is not None else []
         for name in self.feed_forwards:
-            if class_of(module.get_submodule(name)) == FEED_FORWARD:
+            if class_of(submodule(module, name)) == FEED_FORWARD:
                 groups += [(f"{name}.net.0.proj",), (f"{name}.net.2",)]
         return [*groups, *self.linears]
 
@@ -103,10 +104,12 @@ class Block:
     def _why_not_norms(self, module: nn.Module) -> str:
         for path, expected in self.modules.items():
             passed = submodule(module, path)
-            if class_of(passed) != expected:
+            if class_of(passed) not in expected:
                 return f"{path} is {class_of(passed)}"
         for path, classes in self.norms.items():
             norm = submodule(module, path)
+            if norm is None and path in self.optional_children:
+                continue
             if norm is None or class_of(norm) not in classes:
                 return f"{path} is {class_of(norm)}"
             if statistic(norm) and len(getattr(norm, "normalized_shape", (1,))) != 1:
@@ -134,12 +137,12 @@ class Block:
                     return reason
         for path in (*self.modules, *self.norms):
             passed = submodule(module, path)
-            assert passed is not None
-            if hooked(passed):
+            if passed is not None and hooked(passed):
                 return f"{path} has a hook"
         for path in self.norms:
             norm = submodule(module, path)
-            assert norm is not None
+            if norm is None:
+                continue
             reason = why_not_norm_weight(norm, input, self.casts)  # type: ignore[arg-type]
             if reason:
                 return f"{path}: {reason}"

@@ -1,0 +1,111 @@
+"""Qwen-Image (also Edit and Layered): blocks of two streams, image and text, that meet in the attention.
+
+The rotary tables are complex, one for each stream; their real and imaginary parts are put together once per forward, in
+the order of the joint rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._attend import Attention
+from .._block import Block
+from .._feed_forward import feed_forward, ff_input
+from .._guards import children
+from .._rotary import Tables, kept
+from .._sites import site_of
+from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, modulation
+
+QWEN = "diffusers.models.transformers.transformer_qwenimage."
+
+
+def _tables(attention: Any, rope: Tables) -> Tables:
+    """cos and sin of all rows, [text + image, D / 2], of the complex tables of image and text."""
+    image, text = rope
+
+    def make() -> Tables:
+        angles = torch.view_as_real(torch.cat([text, image]))
+        return angles[..., 0].contiguous(), angles[..., 1].contiguous()
+
+    # The text's table is a slice, a new tensor at each forward, of one that never changes.
+    key = "joint", text.shape[0], text.storage_offset(), text.data_ptr()
+    return kept(site_of(attention), key, image, make)
+
+
+ATTENTION = Attention(
+    classes=("diffusers.models.attention_processor.Attention",),
+    processor=QWEN + "QwenDoubleStreamAttnProcessor2_0",
+    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
+    norm=RMSNORM,
+    added=("add_q_proj", "add_k_proj", "add_v_proj"),
+    added_norms=("norm_added_q", "norm_added_k"),
+    added_output="to_add_out",
+    tables=_tables,
+)
+
+
+def block_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_hidden_states_mask: Tensor | None,
+    temb: Tensor,
+    image_rotary_emb: Tables | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    modulate_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    names = "img_mod", "txt_mod", "img_norm1", "txt_norm1", "attn", "img_norm2", "txt_norm2", "img_mlp", "txt_mlp"
+    img_mod, txt_mod, img_norm1, txt_norm1, attn, img_norm2, txt_norm2, img_mlp, txt_mlp = children(self, *names)
+    shift1, scale1, gate1, shift2, scale2, gate2 = modulation(img_mod(temb), 6)
+    text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation(txt_mod(temb), 6)
+    image, text = Stream(self, hidden_states), Stream(self, encoder_hidden_states)
+    image_branch, text_branch = attn(
+        hidden_states=image.norm(img_norm1, shift1, scale1, into=ATTENTION.readers(attn, hidden_states)),
+        encoder_hidden_states=text.norm(txt_norm1, text_shift1, text_scale1),
+        encoder_hidden_states_mask=encoder_hidden_states_mask,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    image.add(image_branch, gate1)
+    text.add(text_branch, text_gate1)
+    x = image.norm(img_norm2, shift2, scale2, into=ff_input(img_mlp, hidden_states))
+    image.add(feed_forward(img_mlp, x), gate2)
+    x = text.norm(txt_norm2, text_shift2, text_scale2, into=ff_input(txt_mlp, encoder_hidden_states))
+    text.add(feed_forward(txt_mlp, x), text_gate2)
+    return text.value(), image.value()
+
+
+def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
+    if arguments["hidden_states"].dtype == torch.float16:
+        return "the stock block clips float16"
+    return "a modulation of its own for some tokens" if arguments.get("modulate_index") is not None else ""
+
+
+BLOCK = Block(
+    classes=(QWEN + "QwenImageTransformerBlock",),
+    forward=block_forward,
+    parameters=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "encoder_hidden_states_mask",
+        "temb",
+        "image_rotary_emb",
+        "joint_attention_kwargs",
+        "modulate_index",
+    ),
+    children=frozenset(
+        {"img_mod", "img_norm1", "attn", "img_norm2", "img_mlp", "txt_mod", "txt_norm1", "txt_norm2", "txt_mlp"}
+    ),
+    streams=("hidden_states", "encoder_hidden_states"),
+    norms=dict.fromkeys(("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"), (TORCH_LAYERNORM,)),
+    attentions={"attn": ATTENTION},
+    feed_forwards=("img_mlp", "txt_mlp"),
+    fp8_skip=("*.attn.add_*_proj", "*.attn.to_add_out", "*.txt_mlp.*"),
+    check=_why_not_block,
+)
+
+ENTRIES = (BLOCK, ATTENTION)

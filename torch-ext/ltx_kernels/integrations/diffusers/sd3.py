@@ -1,0 +1,100 @@
+"""Stable Diffusion 3 and 3.5: blocks of two streams, image and text, that meet in the attention, without rotation.
+
+The last block leaves the text as it is. Some blocks of 3.5 medium have a second attention, of the image to itself, with
+a modulation of the same norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .._attend import Attention
+from .._block import Block
+from .._feed_forward import feed_forward, ff_input
+from .._guards import children
+from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, modulation_by
+
+NORMS = "diffusers.models.normalization."
+
+JOINT = Attention(
+    classes=("diffusers.models.attention_processor.Attention",),
+    processor="diffusers.models.attention_processor.JointAttnProcessor2_0",
+    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
+    rope="",
+    norm=RMSNORM,
+    added=("add_q_proj", "add_k_proj", "add_v_proj"),
+    added_norms=("norm_added_q", "norm_added_k"),
+    added_output="to_add_out",
+    text_first=False,
+)
+SELF = replace(JOINT, added=(), added_norms=(), added_output="")
+
+
+def block_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor | None, Tensor]:
+    norm1, norm1_context, attn, norm2, ff = children(self, "norm1", "norm1_context", "attn", "norm2", "ff")
+    options = joint_attention_kwargs or {}
+    image, text = Stream(self, hidden_states), Stream(self, encoder_hidden_states)
+    count = 9 if self.use_dual_attention else 6
+    shift1, scale1, gate1, shift2, scale2, gate2, *second = modulation_by(norm1, temb, count)
+    if self.context_pre_only:
+        text_scale1, text_shift1 = modulation_by(norm1_context, temb, 2)
+    else:
+        text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation_by(norm1_context, temb, 6)
+    x = image.norm(norm1.norm, shift1, scale1, into=JOINT.readers(attn, hidden_states))
+    if second:
+        attn2 = self.attn2
+        shift, scale, gate = second
+        x2 = image.norm(norm1.norm, shift, scale, into=SELF.readers(attn2, hidden_states))
+    image_branch, text_branch = attn(
+        hidden_states=x,
+        encoder_hidden_states=text.norm(norm1_context.norm, text_shift1, text_scale1),
+        **options,
+    )
+    image.add(image_branch, gate1)
+    if second:
+        image.add(attn2(hidden_states=x2, **options), gate)
+    x = image.norm(norm2, shift2, scale2, into=ff_input(ff, hidden_states))
+    image.add(feed_forward(ff, x), gate2)
+    if self.context_pre_only:
+        return None, image.value()
+    norm2_context, ff_context = children(self, "norm2_context", "ff_context")
+    text.add(text_branch, text_gate1)
+    x = text.norm(norm2_context, text_shift2, text_scale2, into=ff_input(ff_context, encoder_hidden_states))
+    text.add(feed_forward(ff_context, x), text_gate2)
+    return text.value(), image.value()
+
+
+def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
+    return "its feed-forward runs in chunks" if block._chunk_size is not None else ""
+
+
+BLOCK = Block(
+    classes=("diffusers.models.attention.JointTransformerBlock",),
+    forward=block_forward,
+    parameters=("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"),
+    children=frozenset({"norm1", "norm1_context", "attn", "norm2", "ff"}),
+    optional_children=frozenset({"attn2", "norm2_context", "ff_context"}),
+    streams=("hidden_states", "encoder_hidden_states"),
+    norms=dict.fromkeys(("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"), (TORCH_LAYERNORM,)),
+    modules={
+        "norm1": (NORMS + "AdaLayerNormZero", NORMS + "SD35AdaLayerNormZeroX"),
+        "norm1_context": (NORMS + "AdaLayerNormZero", NORMS + "AdaLayerNormContinuous"),
+    },
+    tensors=("temb",),
+    attentions={"attn": JOINT, "attn2": SELF},
+    feed_forwards=("ff", "ff_context"),
+    fp8_skip=("*.attn.add_*_proj", "*.attn.to_add_out", "*.ff_context.*"),
+    check=_why_not_block,
+)
+
+ENTRIES = (BLOCK, JOINT)
