@@ -44,7 +44,6 @@ def family(attentions: int, **config: Any) -> Family:
         {"diffusers.JointTransformerBlock": 3, "diffusers.Attention": attentions},
         fp8=3 * 6 + 4 * (attentions - 3),
         lora=("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "net.0.proj", "norm1.linear"),
-        first_block_cache=True,
     )
 
 

@@ -86,6 +86,11 @@ def modulation_by(norm: nn.Module, temb: Tensor, count: int) -> list[Mod]:
     return modulation(linear(silu(temb)), count)
 
 
+def clipped(value: Tensor) -> Tensor:
+    """The stream as the stock blocks return it: float16 without infinities."""
+    return value.clip(-65504, 65504) if value.dtype == torch.float16 else value
+
+
 def joint(first: Tensor, second: Tensor) -> Tensor:
     """Two streams [B, S, H] and [B, T, H] as one [B, S + T, H]: a view where they are neighbours in one tensor."""
     batch, rows, width = first.shape

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._attend import Attention
@@ -19,7 +18,7 @@ from .._guards import children
 from .._linear import all_readers, linears_of, over_two
 from .._rotary import Tables, halves
 from .._sites import site_of
-from .._stream import TORCH_LAYERNORM, Stream, joint, modulation_by
+from .._stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation_by
 
 MODELS = "diffusers.models.transformers.transformer_"
 ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
@@ -48,11 +47,6 @@ COPIES = (
     _attention("ovis_image", "OvisImage"),
     _attention("bria_fibo", "BriaFibo"),
 )
-
-
-def clipped(value: Tensor) -> Tensor:
-    """The stream as the stock blocks return it: float16 without infinities."""
-    return value.clip(-65504, 65504) if value.dtype == torch.float16 else value
 
 
 def double_forward(

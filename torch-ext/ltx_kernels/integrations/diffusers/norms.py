@@ -20,13 +20,19 @@ def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     reason = why_not_norm_call(self, hidden_states)
     if reason:
         return stock_forward(self, reason, hidden_states)
-    site_of(self).count_call()
-    # torch.nn.RMSNorm rounds once, and a norm without weight has nothing to round between.
-    return rmsnorm(hidden_states, self._parameters.get("weight"), cast(NormModule, self).eps)
+    site = site_of(self)
+    site.count_call()
+    eps = cast(NormModule, self).eps
+    return rmsnorm(hidden_states, self._parameters.get("weight"), eps, rounding=site.rounding)
 
 
 def torch_rms_norm_forward(self: nn.Module, x: Tensor) -> Tensor:
-    return rms_norm_forward(self, x)
+    reason = why_not_norm_call(self, x)
+    if reason:
+        return stock_forward(self, reason, x)
+    site_of(self).count_call()
+    # torch's norm rounds once, after the weight.
+    return rmsnorm(x, self._parameters.get("weight"), cast(NormModule, self).eps)
 
 
 def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
@@ -43,7 +49,7 @@ def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
 
 
 def why_not_diffusers_rms_norm(module: nn.Module) -> str:
-    return "diffusers' RMSNorm with a weight may change the dtype" if module.weight is not None else ""
+    return "it has a bias" if module._parameters.get("bias") is not None else ""
 
 
 def why_not_torch_norm(module: nn.Module) -> str:

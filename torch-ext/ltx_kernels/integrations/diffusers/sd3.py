@@ -49,7 +49,9 @@ def block_forward(
     if self.context_pre_only:
         text_scale1, text_shift1 = modulation_by(norm1_context, temb, 2)
     else:
-        text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation_by(norm1_context, temb, 6)
+        text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation_by(
+            norm1_context, temb, 6
+        )
     x = image.norm(norm1.norm, shift1, scale1, into=JOINT.readers(attn, hidden_states))
     if second:
         attn2 = self.attn2
