@@ -620,7 +620,12 @@ def is_stale(project: Project, variant: Path) -> bool:
 
 def check_defined(library: Path) -> None:
     """A shared library links with symbols missing, and then fails at import, on the user's machine: fail here."""
-    undefined = [line.split()[-1] for line in run(["nm", "-D", "--undefined-only", str(library)]).splitlines()]
+    # A weak symbol need not be defined: newer compilers leave those of transactional memory behind.
+    undefined = [
+        line.split()[-1]
+        for line in run(["nm", "-D", "--undefined-only", str(library)]).splitlines()
+        if line.split()[-2] not in ("w", "v")
+    ]
     # Those of std have no version either where the linker met them in libtorch_cpu.so first, as in torch's wheels.
     missing = [s for s in undefined if s.startswith("_Z") and "@" not in s and not STD_SYMBOL.match(s)]
     if missing:
