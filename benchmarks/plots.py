@@ -40,7 +40,10 @@ def case_name(record: dict[str, Any]) -> str:
 
 
 def family(op: str) -> str:
-    return next(name for name, starts in FAMILIES.items() if op.startswith(starts))
+    found = next((name for name, starts in FAMILIES.items() if op.startswith(starts)), None)
+    if found is None:
+        raise ValueError(f"op: expected one of a family, got {op}: name it in FAMILIES of benchmarks/plots.py")
+    return found
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -80,8 +80,8 @@ MUTATIONS = [
     Mutation(
         "eps hard-coded in q/k norm and rotary",
         "torch-ext/rope.cpp",
-        "p.eps = check_eps(",
-        "p.eps = 0 * check_eps(",
+        "r.eps = check_eps(",
+        "r.eps = 0 * check_eps(",
         backends=BOTH,
     ),
     Mutation(
@@ -124,9 +124,9 @@ MUTATIONS = [
     ),
     Mutation(
         "`out` ignored",
-        PYTHON + "norm.py",
-        "_norm_out(out, input, weight, None,",
-        "_norm_out(out.clone(), input, weight, None,",
+        PYTHON + "_call.py",
+        "            into(*given)\n            return outs\n",
+        "            functional(*arguments)\n            return outs\n",
         backends=BOTH,
     ),
     Mutation(

@@ -182,6 +182,8 @@ def test_cases() -> None:
     assert len({case.name for case in cases}) == len(cases)
     assert ops.HOST_CASE in [(case.op, case.shape, case.dtype) for case in cases]
     assert {plots.family(case.op) for case in cases} == set(plots.FAMILIES)
+    with pytest.raises(ValueError, match="op: expected one of a family, got no_such_op: name it in FAMILIES"):
+        plots.family("no_such_op")
 
 
 def test_the_file_is_replaced(tmp_path: Path) -> None:

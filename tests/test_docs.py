@@ -138,6 +138,8 @@ def spans(file: str) -> Iterator[tuple[str, str]]:
         yield block.place, re.sub(r"\{\{.*?\}\}", "0", block.code)
     text = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), (ROOT / file).read_text(), flags=re.M | re.S)
     for match in re.finditer(r"`([^`\n]+)`", text):
+        if re.fullmatch(r"[\w./-]+\.(py|md|cpp|cu|cuh|h|json|toml|yml)", match[1]):  # the name of a file
+            continue
         try:
             ast.parse(match[1])
         except SyntaxError:

@@ -84,6 +84,14 @@ print(json.dumps(answers))
 """
 
 
+def copy_variant(target: Path) -> None:
+    """The built CPU variant as of a clean commit: of another the loader warns, in what these tests read."""
+    shutil.copytree(built_variant("cpu"), target, ignore=NO_BYTECODE)
+    metadata = json.loads((target / "metadata.json").read_text())
+    metadata["provenance"].setdefault("kernel", {"commit": "1" * 40})["dirty"] = False
+    (target / "metadata.json").write_text(json.dumps(metadata))
+
+
 def fill_repository(directory: Path) -> Path:
     """What a release uploads: the built CPU variant, and of each other variant its metadata alone."""
     cpu = built_variant("cpu")
@@ -91,7 +99,7 @@ def fill_repository(directory: Path) -> Path:
     for name in release.variants(project):
         target = directory / "build" / name
         if name == cpu.name:
-            shutil.copytree(cpu, target, ignore=NO_BYTECODE)
+            copy_variant(target)
             continue
         metadata = json.loads((cpu / "metadata.json").read_text())
         if match := re.search(r"-cu(\d+)(\d)-", name):
@@ -314,7 +322,7 @@ def test_verification_finds_tampering(tampering: str, tmp_path: Path, verify: Mo
 def test_bytecode_passes_verification(tmp_path: Path, verify: ModuleType):
     """Planted bytecode runs though verification succeeds; it does not run from the copy that docs/hub.md makes."""
     variant = tmp_path / "planted" / built_variant("cpu").name
-    shutil.copytree(built_variant("cpu"), variant, ignore=NO_BYTECODE)
+    copy_variant(variant)
     (variant / "metadata.json.sigstore").write_text("{}")
     source, poison = variant / "rope.py", tmp_path / "poison.py"
     poison.write_text(source.read_text() + "\nprint('poison')\n")

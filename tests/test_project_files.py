@@ -85,6 +85,22 @@ def test_links_lead_somewhere(file: str):
             )
 
 
+def test_readme_example():
+    """Its inline requirements are all that it imports, and it runs on the local build."""
+    path = ROOT / "scripts" / "readme_example.py"
+    text = path.read_text()
+    inline = re.search(r"^# /// script\n(.*?)^# ///$", text, re.MULTILINE | re.DOTALL)
+    assert inline is not None
+    needed = re.findall(r'"([a-z]+)(?:[>=.0-9]*)"', inline[1].partition("dependencies")[2])
+    assert (
+        set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)) <= set(needed) == {"kernels", "numpy", "torch"}
+    )
+    assert "torch>=" + ".".join(map(str, min(PROJECT.stable_abi.values()))) in inline[1]
+    environment = {**os.environ, "LOCAL_KERNELS": f"org/ltx-kernels={ROOT / 'build'}"}
+    result = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "adaln_rmsnorm on " in result.stdout, result.stdout + result.stderr
+
+
 # ---- python -m ltx_kernels
 
 
