@@ -173,7 +173,7 @@ def norm_errors() -> list[Error]:
         ),
         *(
             Error(
-                f"{name}_table: expected its modulation input to be given too, got a table alone",
+                f"{name}_table: expected {name} to be given too, got a table alone",
                 lambda f, t, name=name, **out: f.gated_residual_adaln_rmsnorm(
                     t(*ROWS), t(*ROWS), **{f"{name}_table": t(8)}, **out
                 ),
@@ -901,9 +901,6 @@ def test_choices(ltx: Any, device: str, grad: bool) -> None:
         ],
         "rope_dims: expected three numbers, got (4, 4)": [lambda f: f.rope_3d(q, q, 1, 2, 3, rope_dims=(4, 4))],
         "theta_base: expected one number or three, got (1.0, 2.0)": [lambda f: f.rope_3d(q, q, 1, 2, 3, (1.0, 2.0))],
-        "cos: expected a tensor or a (query, key) pair of tensors, got 3": [
-            lambda f: f.qk_norm_rope(q, q, None, None, (table,) * 3, table, across_heads=True)
-        ],
     }
     for text, functions in calls.items():
         for call in functions:

@@ -7,13 +7,15 @@ input, and the op gives the same result. tests/test_errors.py has the texts them
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers import Case, Make, every_case, every_quantising_case, guarded_output
+from helpers import Case, Make, assert_same_bits, every_case, every_quantising_case, guarded_output
 from torch import Tensor
 
 NAMES = list(every_case(Make("cpu", torch.float32)))
@@ -57,6 +59,19 @@ def spoiled(case: Case, name: str, how: str) -> Case:
     return case.replace(**{operand: SPOILED[how](value)})
 
 
+def outputs_of(case: Case, outputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Outputs as the function takes them."""
+    if len(case.output_names) == len(outputs):
+        return dict(zip(case.output_names, outputs, strict=True))
+    return {"out": tuple(outputs)}
+
+
+def output_labels(case: Case, count: int) -> list[str]:
+    """The names of the outputs in errors."""
+    names = list(case.output_names)
+    return names if len(names) == count else [f"out[{i}]" for i in range(count)]
+
+
 def outcome(call: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...] | None, str]:
     try:
         return call(), ""
@@ -90,11 +105,7 @@ def test_every_argument(ltx: Any, device: str, name: str, how: str) -> None:
         for g in guarded:
             g.view.fill_(math.nan)
         views = tuple(g.view for g in guarded)
-        outs = (
-            dict(zip(case.output_names, views, strict=True))
-            if len(case.output_names) > 1
-            else {"out": views if len(views) > 1 else views[0]}
-        )
+        outs = outputs_of(case, views)
         _, text = outcome(lambda bad=bad, outs=outs: bad.run(ltx, **outs))
         assert text, f"{operand}, {how}: no error with given outputs"
         for g in guarded:
@@ -133,18 +144,13 @@ def test_every_output(ltx: Any, backend: str, device: str, name: str, how: str) 
     """A spoiled output is named; none is written, the other one neither."""
     case = every_case(Make(device, torch.float32))[name]
     expected = case.run(ltx)
-    names = case.output_names if len(case.output_names) == len(expected) else ("out[0]", "out[1]")
-    for i, argument in enumerate(names):
+    for i, argument in enumerate(output_labels(case, len(expected))):
         outputs = [torch.full_like(output, math.nan) for output in expected]
         outputs[i] = SPOILED[how](outputs[i])
         same = outputs[i].shape == expected[i].shape and outputs[i].dtype == torch.float32
         if same and not (how == "another device" or (how == "overlapping rows" and backend == device)):
             continue
-        outs = (
-            dict(zip(case.output_names, outputs, strict=True))
-            if len(case.output_names) > 1
-            else {"out": tuple(outputs) if len(outputs) > 1 else outputs[0]}
-        )
+        outs = outputs_of(case, outputs)
         before = [output.clone() for output in outputs]
         _, text = outcome(lambda outs=outs: case.run(ltx, **outs))
         assert text.startswith(f"{argument}: expected "), f"{argument}, {how}: {text!r}"
@@ -169,6 +175,98 @@ def test_outputs_in_one_place(ltx: Any, backend: str, device: str, name: str) ->
         _, text = outcome(lambda outs=outs: case.run(ltx, **outs))
         assert "expected memory of its own for every element" in text, strides
     assert bool(flat.isnan().all())
+
+
+def spaced(shape: Sequence[int], gap: int) -> list[int]:
+    """Strides that leave `gap` elements free after each row, and after each of the larger parts."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * size + gap
+    return strides[::-1]
+
+
+@every_call
+def test_an_output_that_overlaps_an_argument(ltx: Any, backend: str, device: str, name: str) -> None:
+    """In one element, between tensors with gaps: each output and each argument, and the outputs among themselves."""
+    if backend != device:
+        pytest.skip("the reference does not look at memory")
+    case = every_case(Make(device, torch.float32))[name]
+    expected = case.run(ltx)
+    labels = output_labels(case, len(expected))
+    memory = torch.zeros(1 << 16, device=device)
+    for i, output in enumerate(expected):
+        fresh = [torch.empty_like(e) for e in expected]
+        for operand, tensor in case.tensors.items():
+            strides, start = spaced(tensor.shape, 2), 16
+            taken = memory.view(tensor.dtype).as_strided(tensor.shape, strides, start)
+            last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+            fresh[i] = memory.as_strided(output.shape, spaced(output.shape, 3), last * tensor.element_size() // 4)
+            swapped = case.map(lambda t, old=tensor, new=taken: new if t is old else t)
+            _, text = outcome(lambda swapped=swapped, fresh=fresh: swapped.run(ltx, **outputs_of(case, fresh)))
+            of = {"cos[0]": "cos", "cos[1]": "key_cos", "sin[0]": "sin", "sin[1]": "key_sin"}.get(operand, operand)
+            texts = (f"exactly the memory of {of} or none of it", f"memory apart from that of {of}")
+            assert text in [f"{labels[i]}: expected {expected}, got an overlap" for expected in texts], operand
+        for j in range(i):
+            fresh = [torch.empty_like(e) for e in expected]
+            for k, start in ((j, 0), (i, 8)):
+                fresh[k] = memory.as_strided(expected[k].shape, spaced(expected[k].shape, 3), start)
+            _, text = outcome(lambda fresh=fresh: case.run(ltx, **outputs_of(case, fresh)))
+            assert text == f"{labels[i]}: expected memory apart from that of {labels[j]}, got an overlap"
+    assert not memory.any()
+
+
+@every_call
+def test_slices_of_a_packed_tensor_are_apart(ltx: Any, device: str, name: str) -> None:
+    """Outputs beside the arguments that they are like, in the same rows of one tensor, and exactly in their place."""
+    case = every_case(Make(device, torch.float32))[name]
+    if not case.takes_out or any(a.shape != e.shape for a, e in zip(case.inputs, case.run(ltx))):
+        pytest.skip("no output is like an input")
+    expected = case.run(ltx)
+    packed = {}
+    for tensor in case.inputs:
+        packed[id(tensor)] = torch.zeros(*tensor.shape[:-1], 3 * tensor.shape[-1], device=device).chunk(3, -1)
+        packed[id(tensor)][1].copy_(tensor)
+    swapped = case.map(lambda t: packed[id(t)][1] if id(t) in packed else t)
+    sides = [packed[id(case.inputs[i if len(case.inputs) > 1 else 0])] for i in range(len(expected))]
+    beside = [side[2 * (i % 2)] for i, side in enumerate(sides)]
+    for got, want in zip(swapped.run(ltx, **outputs_of(case, beside)), expected, strict=True):
+        assert_same_bits(got, want)
+    if not case.is_attention and len(expected) == len(case.inputs):
+        in_place = [side[1] for side in sides]
+        for got, want in zip(swapped.run(ltx, **outputs_of(case, in_place)), expected, strict=True):
+            assert_same_bits(got, want)
+
+
+def test_overlaps_are_told_exactly(ltx: Any, backend: str, device: str) -> None:
+    """An error where two tensors share an element and are not the same, and nowhere else: compared with their sets."""
+    if backend != device:
+        pytest.skip("the reference does not look at memory")
+    draw = random.Random(0)
+    memory = torch.zeros(1024, device=device)
+
+    def places(x: Tensor) -> set[int]:
+        steps = [range(0, size * stride, stride) for size, stride in zip(x.shape, x.stride(), strict=True)]
+        return {x.storage_offset() + sum(step) for step in itertools.product(*steps)}
+
+    told = [0, 0]
+    for _ in range(4000):
+        shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
+        x, out = (
+            memory.as_strided(shape, [draw.choice([1, 2, 3, 4, 5, 6, 12, 24, 60]) for _ in shape], draw.randint(0, 60))
+            for _ in range(2)
+        )
+        if len(places(out)) < out.numel():
+            continue
+        steps = [[(size, step) for size, step in zip(t.shape, t.stride(), strict=True) if size > 1] for t in (x, out)]
+        same = x.storage_offset() == out.storage_offset() and steps[0] == steps[1]
+        expected = bool(places(x) & places(out)) and not same
+        _, text = outcome(lambda x=x, out=out: (ltx.gelu(x, out=out),))
+        if "memory of its own" in text:  # strides that do not nest count as if elements shared a place
+            continue
+        assert bool(text) == expected, (shape, x.stride(), x.storage_offset(), out.stride(), out.storage_offset())
+        told[expected] += 1
+    assert min(told) > 300
 
 
 @every_call

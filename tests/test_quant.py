@@ -517,7 +517,7 @@ ERRORS: dict[str, list[Callable[[Any, Any], Any]]] = {
         lambda f, t: f.adaln_rmsnorm_quant(t(2, 3, 8), None, t(5, 8), t(8)),
         lambda f, t: f.gated_residual_adaln_rmsnorm_quant(t(2, 3, 8), t(2, 3, 8), scale=t(5, 8)),
     ],
-    "shift_table: expected its modulation input to be given too, got a table alone": [
+    "shift_table: expected shift to be given too, got a table alone": [
         lambda f, t: f.gated_residual_adaln_rmsnorm_quant(t(2, 8), t(2, 8), shift_table=t(8)),
     ],
     "eps: expected a finite number >= 0, got -1": [

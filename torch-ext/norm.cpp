@@ -38,8 +38,7 @@ void run(NormArgs& a) {
 
 Statistic check_statistic(int64_t code) { return check_code("statistic", code, Statistic::kRms, Statistic::kLayer); }
 
-Tensor empty_like_rows(const Tensor& input) {
-  const Arg a = arg("input", input);
+Tensor empty_like_rows(const Arg& a) {
   check_min_dim(a, 1);
   return empty_rows(a, a.last());
 }
@@ -110,7 +109,7 @@ void norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& weig
 Tensor norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
             double weight_offset, int64_t statistic, int64_t rounding) {
   NormArgs a = norm_args(input, weight, bias, eps, weight_offset, statistic, rounding);
-  Tensor out = empty_like_rows(input);
+  Tensor out = empty_like_rows(a.input);
   a.out = arg("out", out);
   a.fresh_outputs = true;
   run(a);
@@ -133,7 +132,7 @@ Tensor adaln_norm(const Tensor& input, const OptionalTensor& weight, const Optio
                   int64_t rounding) {
   NormArgs a = adaln_args(input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, eps, statistic,
                           rounding);
-  Tensor out = empty_like_rows(input);
+  Tensor out = empty_like_rows(a.input);
   a.out = arg("out", out);
   a.fresh_outputs = true;
   run(a);
@@ -160,7 +159,7 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& input, const Tensor& resi
                                          int64_t statistic, int64_t rounding) {
   NormArgs a = residual_args(input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table,
                              eps, weight_offset, statistic, rounding);
-  Tensor out = empty_like_rows(input), residual_out = empty_like_rows(input);
+  Tensor out = empty_like_rows(a.input), residual_out = empty_like_rows(a.input);
   a.out = arg("out", out);
   a.residual_out = arg("residual_out", residual_out);
   a.fresh_outputs = true;
@@ -178,7 +177,7 @@ void gated_residual_out(const Tensor& out, const Tensor& input, const Tensor& re
 Tensor gated_residual(const Tensor& input, const Tensor& residual, const Tensor& gate, const OptionalTensor& gate_table,
                       int64_t rounding) {
   NormArgs a = gated_residual_args(input, residual, gate, gate_table, rounding);
-  Tensor out = empty_like_rows(input);
+  Tensor out = empty_like_rows(a.input);
   a.residual_out = arg("out", out);
   a.fresh_outputs = true;
   run(a);

@@ -33,7 +33,10 @@ struct NormInputs {
 };
 
 inline void add_modulator(RowSpace& space, Modulator& modulator, const Arg& value, const Arg& table) {
-  if (table && !value) fail(table.name, "its modulation input to be given too", "a table alone");
+  if (table && !value) {
+    const std::string name = table.name;
+    fail(table.name, name.substr(0, name.rfind("_table")) + " to be given too", "a table alone");
+  }
   space.add_broadcast(modulator.value, value);
   space.add_vector(modulator.table, table);
 }

@@ -423,6 +423,9 @@ void run_rope(RopeArgs& a) {
   p.rotary_dim = p.head_dim;
   p.table_dtype = DType::kFloat32;
   check_outputs(a.rotary, p);
+  for (const Operand& o : a.rotary.operand) {
+    if (!a.rotary.fresh_outputs) check_overlap(o.output, a.positions, false);
+  }
   launch(a.rotary, p, &angles);
 }
 

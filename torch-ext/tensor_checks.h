@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <initializer_list>
@@ -45,9 +46,12 @@ struct Arg {
   }
 };
 
+[[noreturn]] void fail(const char* name, const std::string& expected, const std::string& got);
+
 inline Arg arg(const char* name, const Tensor& tensor) {
   Arg a;
   a.name = name;
+  if (!tensor.defined()) fail(name, "a tensor", "None");  // the dispatcher takes None for any tensor but the first
   AtenTensorHandle handle = tensor.get();
   int64_t* shape = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &a.dim));
@@ -215,7 +219,65 @@ inline int64_t element_size(const Arg& a) {
   return a.dtype == aoti_torch_dtype_float32() || a.dtype == aoti_torch_dtype_int32() ? 4 : 2;
 }
 
-// Like torch, this sees overlap between dense tensors; interleaved views of one buffer (slices of a packed qkv) pass.
+// Whether an element of one tensor and an element of another share a byte. The places of a tensor's elements are its
+// address plus sums of index * stride, so the distance of two elements is the distance of the addresses plus, for each
+// stride of either tensor, a count * stride. The search goes from the largest stride to the smallest; what the smaller
+// ones can add bounds the counts worth trying, to two or three where strides nest. Slices of a packed tensor, which
+// interleave, are told apart in this way. Strides that need more than kMostSteps counts pass for an overlap.
+class SharedBytes {
+ public:
+  SharedBytes(const Arg& a, const Arg& b) : width_a_(element_size(a)), width_b_(element_size(b)) {
+    add(a, width_a_, 1);
+    add(b, width_b_, -1);
+    std::sort(levels_.begin(), levels_.end(), [](const Level& x, const Level& y) { return x.stride > y.stride; });
+  }
+
+  bool any(int64_t distance) { return search(0, distance); }
+
+ private:
+  struct Level {
+    int64_t stride, least, most;  // counts from `least`, <= 0, to `most`, >= 0
+  };
+
+  static constexpr int kMostSteps = 1 << 14;
+
+  void add(const Arg& a, int64_t width, int sign) {
+    for (int64_t d = 0; d < a.dim; ++d) {
+      const int64_t stride = a.stride[d] * width, count = a.size[d] - 1;
+      if (stride == 0 || count == 0) continue;
+      size_t i = 0;
+      while (i < levels_.size() && levels_[i].stride != stride) ++i;
+      if (i == levels_.size()) levels_.push_back({stride, 0, 0});
+      (sign > 0 ? levels_[i].most : levels_[i].least) += sign * count;
+    }
+  }
+
+  bool search(size_t level, int64_t distance) {
+    // Two elements share a byte at distances from -(width_a - 1) to width_b - 1.
+    if (level == levels_.size()) return distance > -width_a_ && distance < width_b_;
+    if (++steps_ > kMostSteps) return true;
+    int64_t lower = 0, upper = 0;  // what the smaller strides can add
+    for (size_t i = level + 1; i < levels_.size(); ++i) {
+      lower += levels_[i].least * levels_[i].stride;
+      upper += levels_[i].most * levels_[i].stride;
+    }
+    const Level& l = levels_[level];
+    const int64_t first = std::max(l.least, ceil_div(-width_a_ + 1 - upper - distance, l.stride));
+    const int64_t last = std::min(l.most, floor_div(width_b_ - 1 - lower - distance, l.stride));
+    for (int64_t count = first; count <= last; ++count) {
+      if (search(level + 1, distance + count * l.stride)) return true;
+    }
+    return false;
+  }
+
+  static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+  static int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b > 0); }
+
+  int64_t width_a_, width_b_;
+  std::vector<Level> levels_;
+  int steps_ = 0;
+};
+
 // `may_be_same`: an op that reads each element before it writes it may work in place.
 inline void check_overlap(const Arg& out, const Arg& other, bool may_be_same) {
   if (!other || out.numel() == 0 || other.numel() == 0) return;
@@ -228,8 +290,7 @@ inline void check_overlap(const Arg& out, const Arg& other, bool may_be_same) {
     same = out.size[d] == other.size[d] && (out.size[d] == 1 || out.stride[d] == other.stride[d]);
   }
   if (same && may_be_same) return;
-  const bool dense = extent(out) == out.numel() && extent(other) == other.numel();
-  if (!same && !dense) return;
+  if (!same && !SharedBytes(out, other).any(out_begin - other_begin)) return;
   fail(out.name,
        may_be_same ? text("exactly the memory of ", other.name, " or none of it")
                    : text("memory apart from that of ", other.name),

@@ -645,6 +645,20 @@ def every_op(make: Make) -> dict[str, Case]:
     return {**every_case(make), **every_quantising_case(make)}
 
 
+def every_function(make: Make) -> dict[str, Case]:
+    """One small call of every public function that computes something, by its name.
+
+    tests/test_completeness.py compares it with the package's __all__: a new function needs its line in every_case.
+    """
+    found = {case.op: case for case in every_op(make).values()}
+    found["attention"] = plain_attention_case(make, (2, 5, 3, 16), 7)
+    found["quantize_weight"] = Case("quantize_weight", {"weight": make(16, 32)})
+    values, weight = (make(rows, 32).to(torch.float8_e4m3fn) for rows in (4, 16))
+    scales = {"scales": make(4, 1, dtype=torch.float32), "weight_scales": make(16, dtype=torch.float32)}
+    found["scaled_linear"] = Case("scaled_linear", {"values": values, "weight": weight, **scales})
+    return found
+
+
 def _with_tables(case: Case) -> Case:
     """rope_1d and rope_3d as apply_rotary_qk with the fp64 table that they stand for."""
     assert case.table is not None

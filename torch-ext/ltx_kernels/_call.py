@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any, Callable
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from ._checks import no_gradient, requires_grad, wrong_type
+from ._checks import check_type, no_gradient, requires_grad
 from ._fakes import in_torch
 from ._ops import ops
-
-# What a type of the schemas takes, and its name in errors.
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "Tensor": ((Tensor,), "a tensor"),
-    "float": ((numbers.Real, torch.SymInt, torch.SymFloat, Tensor), "a number"),
-    "int": ((numbers.Integral, torch.SymInt, Tensor), "an integer"),
-    "bool": ((numbers.Integral,), "True or False"),
-    "List[float]": ((numbers.Real, torch.SymInt, torch.SymFloat), "numbers"),
-    "List[int]": ((numbers.Integral, torch.SymInt), "integers"),
-}
 
 
 def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callable[..., Any]:
@@ -69,44 +58,27 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
 
     def check_types(arguments: Sequence[Any]) -> None:
         for argument, value in zip(schema.arguments, arguments):
-            kind = str(argument.type)
+            kind = str(argument.type).replace("List", "Sequence")
             if kind.startswith("Optional["):
-                if value is None:
-                    continue
-                kind = kind[len("Optional[") : -1]
-            types, expected = _TYPES[kind]
-            if not kind.startswith("List["):
-                if not isinstance(value, types):
-                    wrong_type(argument.name, expected, value)
-                continue
-            for i, element in enumerate(value):
-                if not isinstance(element, types):
-                    part, one = argument.name, expected
-                    if part in elements:
-                        part, one = elements[part][i], _TYPES[kind[len("List[") : -1]][1]
-                    wrong_type(part, one, element)
+                kind = kind[len("Optional[") : -1] + " | None"
+            if argument.name in elements:
+                for part, element in zip(elements[argument.name], value):
+                    check_type(part, kind[len("Sequence[") : -1], element)
+            else:
+                check_type(argument.name, kind, value)
 
     def check_outs(outs: Any) -> None:
-        if results == 1:
-            if not isinstance(outs, Tensor):
-                wrong_type("out", "a tensor", outs)
-        elif not isinstance(outs, (tuple, list)) or len(outs) != 2:
-            wrong_type("out", "a pair of tensors", outs)
+        names = [argument.name for argument in into._schema.arguments[:results]]
+        if names[0] != "out":
+            check_type("out", "Pair", outs)
         else:
-            names = [argument.name for argument in into._schema.arguments[:2]]
-            for i, (name, out) in enumerate(zip(names, outs)):
-                if not isinstance(out, Tensor):
-                    wrong_type(f"out[{i}]" if names[0] != "out" else name, "a tensor", out)
+            for name, out in zip(names, (outs,) if results == 1 else outs):
+                check_type(name, "Tensor", out)
 
     return call
 
 
-def both(input: Tensor, out: Tensor | None, residual_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The two outputs of a call that gave one of them or both: what was not given is new."""
-    if not isinstance(input, Tensor):
-        wrong_type("input", "a tensor", input)
-    if out is None:
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    if residual_out is None:
-        residual_out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    return out, residual_out
+def given_or_new(input: Tensor, *outs: Tensor | None) -> tuple[Tensor, ...]:
+    """The outputs of a call that gave some of them: what was not given is new."""
+    check_type("input", "Tensor", input)
+    return tuple(torch.empty_like(input, memory_format=torch.contiguous_format) if out is None else out for out in outs)

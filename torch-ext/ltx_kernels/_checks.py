@@ -10,9 +10,13 @@ only where the answer decides what is computed.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import numbers
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Callable, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +37,7 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 E4M3_MAX, MIN_SCALE = 448.0, 2.0**-120
 
 Code = TypeVar("Code", int, bool)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Columns of one head of an attention (kMaxHeadDim).
 _MAX_HEAD_DIM = 256
@@ -64,14 +69,18 @@ def table_pair(name: str, table: Tensor | Sequence[Tensor]) -> tuple[Tensor, Ten
     """The tables of query and key; None: they share one."""
     if isinstance(table, Tensor):
         return table, None
-    if len(table) != 2:
-        raise ValueError(f"{name}: expected a tensor or a (query, key) pair of tensors, got {len(table)}")
+    if not isinstance(table, (tuple, list)) or len(table) != 2:
+        check_type(name, "Tensor | Pair", table)
     return table[0], table[1]
 
 
 def heads(name: str, tensor: Tensor) -> tuple[int, int]:
     """The sequence length and the width of a head of a [batch, sequence, heads, width] tensor."""
-    _dim(name, tensor, 4)
+    try:
+        _dim(name, tensor, 4)
+    except AttributeError:
+        check_type(name, "Tensor", tensor)
+        raise
     shape = tensor.shape
     return shape[1], shape[3]
 
@@ -84,10 +93,16 @@ def rope_axes(
         head_dim = heads("query", query)[1]
         side = head_dim // 3 // 2 * 2
         rope_dims = (side, side, head_dim - 2 * side)
-    elif len(rope_dims) != 3:
-        raise ValueError(f"rope_dims: expected three numbers, got {rope_dims!r}")
+    else:
+        if not isinstance(rope_dims, (tuple, list)):
+            check_type("rope_dims", "Sequence[int] | None", rope_dims)
+        if len(rope_dims) != 3:
+            raise ValueError(f"rope_dims: expected three numbers, got {rope_dims!r}")
     if isinstance(theta_base, (int, float)):
         return rope_dims, (theta_base, theta_base, theta_base)
+    if not isinstance(theta_base, (tuple, list)):
+        check_type("theta_base", "float | Sequence[float]", theta_base)
+        return rope_dims, (float(cast(float, theta_base)),) * 3  # a number of numpy, or a tensor
     if len(theta_base) != 3:
         raise ValueError(f"theta_base: expected one number or three, got {theta_base!r}")
     return rope_dims, theta_base
@@ -112,15 +127,78 @@ def no_gradient(*tensors: Tensor | None) -> None:
         )
 
 
+# ---- Types
+
+# What an annotation takes, and its name in errors. A mode given by name is `choice`'s.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "Tensor": ((Tensor,), "a tensor"),
+    "float": ((numbers.Real, torch.SymInt, torch.SymFloat, Tensor), "a number"),
+    "int": ((numbers.Integral, torch.SymInt, Tensor), "an integer"),
+    "bool": ((numbers.Integral,), "True or False"),
+    "torch.dtype": ((torch.dtype,), "a torch.dtype"),
+}
+_PLURALS = {"float": "numbers", "int": "integers", "float | None": "numbers or None"}
+
+
+def _kinds(annotation: str) -> list[str]:
+    return re.split(r" \| (?![^\[]*\])", annotation)  # not inside of Sequence[...]
+
+
+def _fits(annotation: str, value: object) -> bool:
+    for kind in _kinds(annotation):
+        if kind == "None":
+            fits = value is None
+        elif kind == "Pair":
+            fits = isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(x, Tensor) for x in value)
+        elif kind.startswith("Sequence["):
+            fits = isinstance(value, (tuple, list)) and all(_fits(kind[len("Sequence[") : -1], x) for x in value)
+        else:
+            fits = kind not in _TYPES or isinstance(value, _TYPES[kind][0])
+        if fits:
+            return True
+    return False
+
+
+def check_type(name: str, annotation: str, value: object) -> None:
+    """Raises TypeError where the value is of none of the annotation's types."""
+    if _fits(annotation, value):
+        return
+    texts = {kind: text for kind, (_, text) in _TYPES.items()} | {"Pair": "a (query, key) pair of tensors"}
+    expected = [
+        _PLURALS[kind[len("Sequence[") : -1]] if kind.startswith("Sequence[") else texts[kind]
+        for kind in _kinds(annotation)
+        if kind != "None"
+    ]
+    got = "None" if value is None else type(value).__name__
+    if isinstance(value, (tuple, list)):
+        got += " of " + (", ".join(type(element).__name__ for element in value) or "nothing")
+    raise TypeError(f"{name}: expected {' or '.join(expected)}, got {got}") from None
+
+
+def check_types(function: Callable[..., Any], *arguments: object, **options: object) -> None:
+    """Raises TypeError for the first argument of a call whose type its annotation does not allow."""
+    signature = inspect.signature(function)
+    for name, value in signature.bind_partial(*arguments, **options).arguments.items():
+        check_type(name, signature.parameters[name].annotation, value)
+
+
+def checks_types(function: Function) -> Function:
+    """Checks the types of every call: for functions of which a call takes long anyway."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            check_types(function, *arguments, **options)
+        return function(*arguments, **options)
+
+    return cast(Function, call)
+
+
 # ---- Texts
 
 
 def _fail(name: str, expected: str, got: str) -> NoReturn:
     raise RuntimeError(f"{name}: expected {expected}, got {got}")
-
-
-def wrong_type(name: str, expected: str, value: object) -> NoReturn:
-    raise TypeError(f"{name}: expected {expected}, got {'None' if value is None else type(value).__name__}") from None
 
 
 def _shape_text(shape: Sequence[int]) -> str:
@@ -212,7 +290,7 @@ def _modulation(
     """Anything that broadcasts to the input, and the vector added to it."""
     if value is None:
         if table is not None:
-            _fail(f"{name}_table", "its modulation input to be given too", "a table alone")
+            _fail(f"{name}_table", f"{name} to be given too", "a table alone")
         return
     _same_device(name, value, "input", input)
     _float_dtype(name, value, float64)

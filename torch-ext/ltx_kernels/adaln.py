@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._call import both, op
+from ._call import given_or_new, op
 from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice
 
 _adaln_norm = op("adaln_norm")
@@ -253,7 +253,7 @@ def gated_residual_adaln_rmsnorm(
     """
     mode = choice("rounding", ROUNDING, rounding)
     eps = FLOAT32_EPS if eps is None else eps
-    outs = None if out is None and residual_out is None else both(input, out, residual_out)
+    outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     tables = gate_table, scale_table, shift_table
     return _residual_norm(outs, input, residual, gate, weight, None, scale, shift, *tables, eps, 0.0, RMS, mode)
 
@@ -312,6 +312,6 @@ def gated_residual_adaln_layernorm(
     Source: FluxTransformerBlock, JointTransformerBlock (SD3) and WanTransformerBlock of diffusers.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    outs = None if out is None and residual_out is None else both(input, out, residual_out)
+    outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     tables = gate_table, scale_table, shift_table
     return _residual_norm(outs, input, residual, gate, weight, bias, scale, shift, *tables, eps, 0.0, LAYER, mode)

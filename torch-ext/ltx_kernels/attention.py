@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from ._call import op
-from ._checks import FLOAT32_EPS, check_attention, requires_grad
+from ._checks import FLOAT32_EPS, check_attention, check_types, requires_grad
 from ._ops import ops
 from ._variant import COMPILED_DEVICE, constant_when_compiled
 
@@ -81,9 +81,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None 
 
     Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers).
     """
-    own = runs_kernel(query, key, value)
-    if not own:
-        check_attention(query, key, value, scale=scale)
+    try:
+        own = runs_kernel(query, key, value)
+        if not own:
+            check_attention(query, key, value, scale=scale)
+    except Exception:
+        check_types(attention, query, key, value, scale=scale)
+        raise
     if query.is_cuda and scale is not None and -math.inf < scale <= 0:
         # The same scores by a positive scale: with another one torch's attention gives NaN (2.11, 16 bits, GPU), and
         # this package's kernel computes rows twice.

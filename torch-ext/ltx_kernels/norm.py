@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._call import both, op
+from ._call import given_or_new, op
 from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice
 
 _norm = op("norm")
@@ -93,7 +93,7 @@ def rmsnorm_residual(
     Source: the pre-norm residual stream of LlamaDecoderLayer (transformers); arXiv:1910.07467.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    outs = None if out is None and residual_out is None else both(input, out, residual_out)
+    outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     eps = FLOAT32_EPS if eps is None else eps
     return _residual_norm(
         outs, input, residual, None, weight, None, None, None, None, None, None, eps, weight_offset, RMS, mode

@@ -28,6 +28,7 @@ from ._checks import (
     SILU,
     check_scaled_linear,
     check_weight,
+    checks_types,
     choice,
     no_gradient,
     requires_grad,
@@ -394,6 +395,7 @@ def gelu_quant(
 # ---- Linear layers
 
 
+@checks_types
 def quantize_weight(weight: Tensor) -> Quantised:
     """Quantises the weight of a linear layer once, with one scale per output channel.
 

@@ -34,6 +34,7 @@ from ._checks import (
     RotaryInput,
     RotaryTable,
     TableForm,
+    checks_types,
     choice,
 )
 
@@ -190,6 +191,7 @@ def _norm(input: Tensor, **arguments: Any) -> Pair:
     return norm_family(input, **arguments)
 
 
+@checks_types
 def rmsnorm(
     input: Tensor,
     weight: Tensor | None = None,
@@ -207,6 +209,7 @@ def rmsnorm(
     )[0]
 
 
+@checks_types
 def rmsnorm_residual(
     input: Tensor,
     residual: Tensor,
@@ -226,6 +229,7 @@ def rmsnorm_residual(
     )
 
 
+@checks_types
 def layernorm(
     input: Tensor,
     weight: Tensor | None = None,
@@ -244,6 +248,7 @@ def layernorm(
     )[0]
 
 
+@checks_types
 def adaln_rmsnorm(
     input: Tensor,
     weight: Tensor | None,
@@ -267,6 +272,7 @@ def adaln_rmsnorm(
     )[0]
 
 
+@checks_types
 def adaln_layernorm(
     input: Tensor,
     weight: Tensor | None,
@@ -293,6 +299,7 @@ def adaln_layernorm(
     )[0]
 
 
+@checks_types
 def adaln_zero(
     input: Tensor,
     weight: Tensor | None,
@@ -320,6 +327,7 @@ def adaln_zero(
     )[0]
 
 
+@checks_types
 def gated_residual(
     input: Tensor,
     residual: Tensor,
@@ -338,6 +346,7 @@ def gated_residual(
     )[1]
 
 
+@checks_types
 def gated_residual_adaln_rmsnorm(
     input: Tensor,
     residual: Tensor,
@@ -367,6 +376,7 @@ def gated_residual_adaln_rmsnorm(
     )
 
 
+@checks_types
 def gated_residual_adaln_layernorm(
     input: Tensor,
     residual: Tensor,
@@ -455,6 +465,7 @@ def _glu(input: Tensor, **arguments: Any) -> Tensor:
     return gated_unit(input, **arguments)
 
 
+@checks_types
 def geglu(
     input: Tensor,
     up: Tensor | None = None,
@@ -473,6 +484,7 @@ def geglu(
     )
 
 
+@checks_types
 def swiglu(
     input: Tensor,
     up: Tensor | None = None,
@@ -490,6 +502,7 @@ def swiglu(
     )
 
 
+@checks_types
 def gelu(
     input: Tensor,
     *,
@@ -546,10 +559,12 @@ def _glu_quant(input: Tensor, **arguments: Any) -> Pair:
     return gated_unit_quant(input, **arguments)
 
 
+@checks_types
 def quantize_rows(input: Tensor, *, static_scale: Tensor | None = None) -> Pair:
     return _norm_quant(input, statistic=NONE, static_scale=static_scale)[:2]
 
 
+@checks_types
 def rmsnorm_quant(
     input: Tensor,
     weight: Tensor | None = None,
@@ -563,6 +578,7 @@ def rmsnorm_quant(
     )[:2]
 
 
+@checks_types
 def rmsnorm_residual_quant(
     input: Tensor,
     residual: Tensor,
@@ -582,6 +598,7 @@ def rmsnorm_residual_quant(
     )
 
 
+@checks_types
 def adaln_rmsnorm_quant(
     input: Tensor,
     weight: Tensor | None,
@@ -605,6 +622,7 @@ def adaln_rmsnorm_quant(
     )[:2]
 
 
+@checks_types
 def gated_residual_quant(
     input: Tensor,
     residual: Tensor,
@@ -618,6 +636,7 @@ def gated_residual_quant(
     )
 
 
+@checks_types
 def gated_residual_adaln_rmsnorm_quant(
     input: Tensor,
     residual: Tensor,
@@ -647,6 +666,7 @@ def gated_residual_adaln_rmsnorm_quant(
     )
 
 
+@checks_types
 def geglu_quant(
     input: Tensor,
     up: Tensor | None = None,
@@ -659,12 +679,14 @@ def geglu_quant(
     return _glu_quant(input, up=up, gated=True, gate_first=gate_first, activation=activation, static_scale=static_scale)
 
 
+@checks_types
 def swiglu_quant(
     input: Tensor, up: Tensor | None = None, *, gate_first: bool = True, static_scale: Tensor | None = None
 ) -> Pair:
     return _glu_quant(input, up=up, gated=True, gate_first=gate_first, activation=SILU, static_scale=static_scale)
 
 
+@checks_types
 def gelu_quant(
     input: Tensor,
     *,
@@ -838,6 +860,7 @@ def _rope(
     return out[0], out[1]
 
 
+@checks_types
 def rope_1d(
     query: Tensor,
     key: Tensor,
@@ -851,6 +874,7 @@ def rope_1d(
     return _rope(query, key, positions, (tokens,), (width,), (theta_base,), interleaved)
 
 
+@checks_types
 def rope_3d(
     query: Tensor,
     key: Tensor,
@@ -867,6 +891,7 @@ def rope_3d(
     return _rope(query, key, None, [num_frames, height, width], dims, theta, interleaved)
 
 
+@checks_types
 def apply_rotary(
     input: Tensor,
     cos: Tensor,
@@ -885,6 +910,7 @@ def apply_rotary(
     return rotary(operands, tables, interleaved=interleaved, rounding=mode)[0]
 
 
+@checks_types
 def apply_rotary_qk(
     query: Tensor,
     key: Tensor,
@@ -905,6 +931,7 @@ def apply_rotary_qk(
     return out[0], out[1]
 
 
+@checks_types
 def qk_norm_rope(
     query: Tensor,
     key: Tensor,
@@ -968,6 +995,7 @@ def qk_norm_rope(
 # ---- Attention
 
 
+@checks_types
 def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
     _checks.check_attention(query, key, value, scale=scale, float64=True)
     q, k, v = (x.to(_compute_dtype(query)).transpose(1, 2) for x in (query, key, value))
@@ -997,6 +1025,7 @@ def cross_attention(
     return (weights @ value.to(compute).transpose(1, 2)).transpose(1, 2).to(query.dtype).contiguous()
 
 
+@checks_types
 def qk_norm_cross_attention(
     query: Tensor,
     key: Tensor,

@@ -271,7 +271,7 @@ def qk_norm_rope(
     Raises:
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
             came), or ``out`` is given where a gradient is needed.
-        ValueError: An unknown ``layout``, ``norm`` or ``rounding``, or a pair of other than two tables or numbers.
+        ValueError: An unknown ``layout``, ``norm`` or ``rounding``, or a pair of other than two numbers.
 
     Source: LTXVideoAttnProcessor, FluxAttnProcessor and CogVideoXAttnProcessor2_0 (diffusers): norm_q, norm_k,
         apply_rotary_emb.
