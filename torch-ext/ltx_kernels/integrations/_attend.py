@@ -70,7 +70,8 @@ class AttentionModule(Protocol):
 class KeyBias:
     """A mask [B, 1, T] that is added to the scores of each key."""
 
-    def why_not(self, mask: Tensor, keys: int) -> str:
+    def why_not(self, mask: Tensor, keys: int | None) -> str:
+        """keys: The length of a cross-attention's context; None for a self-attention."""
         fits = mask.dim() == 3 and mask.shape[1] == 1 and mask.shape[2] == keys
         return "" if fits else "a mask of another shape than [B, 1, text]"
 
@@ -81,6 +82,20 @@ class KeyBias:
     def of_keys(self, mask: Tensor) -> Tensor | None:
         """[B, T], to be added to the scores of a key; None where the mask cannot be written so."""
         return mask.squeeze(1) if mask.is_floating_point() else None
+
+
+@dataclass(frozen=True)
+class ScoresMask:
+    """A mask as torch's scaled_dot_product_attention takes it, that the stock processor hands on as it is."""
+
+    def why_not(self, mask: Tensor, keys: int | None) -> str:
+        return ""
+
+    def for_scores(self, mask: Tensor) -> Tensor:
+        return mask
+
+    def of_keys(self, mask: Tensor) -> Tensor | None:
+        return None
 
 
 def _same_tables(module: AttentionModule, rope: Any) -> Any:
@@ -100,6 +115,8 @@ class Attention:
     projections, norms, output: Names of submodules; an output that a module does not have is left out.
     added, added_norms, added_output: The same for the second stream (the text) of a joint attention.
     text_first: The rows of the second stream come before those of the first in the joint order.
+    image: Names of the projections and the norm of a second set of keys and values, of an image, which the same queries
+        attend to by themselves; the context begins with its tokens and ends with `text` others. Modules may lack them.
     ignored: Arguments that the stock processor takes and does not read.
     mask: The form of the mask; None: a call with a mask runs stock.
     tables: Turns the rope argument into (cos, sin) for the ops. For a joint attention they hold all rows, in joint
@@ -126,9 +143,11 @@ class Attention:
     added_norms: tuple[str, ...] = ()
     added_output: str = ""
     text_first: bool = True
+    image: tuple[str, ...] = ()
+    text: int = 0
     ignored: tuple[str, ...] = ()
     optional_children: tuple[str, ...] = ()
-    mask: KeyBias | None = None
+    mask: KeyBias | ScoresMask | None = None
     tables: Callable[[Any, Any], Tables] = _same_tables
     stock_rope: Callable[[Any, Any], Any] = _same_tables
     cross: bool = False
@@ -145,7 +164,7 @@ class Attention:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         q, *kv = self.projections
         groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
-        groups += [self.added, (f"{self.output}.0",), (self.added_output,)]
+        groups += [self.added, self.image[:2], (f"{self.output}.0",), (self.added_output,)]
         return [
             tuple(f"{prefix}.{name}" for name in group)
             for group in groups
@@ -186,7 +205,7 @@ class Attention:
             frozenset(
                 (
                     *(self.output, *self.norms, *self.added, *self.added_norms, self.added_output),
-                    *(*self.optional_children, *FUSED),
+                    *(*self.image, *self.optional_children, *FUSED),
                 )
             ),
             why_not=functools.partial(_why_not_module, self),
@@ -205,8 +224,8 @@ class Attention:
         to_q, to_k, _ = (cast(nn.Linear, module._modules[name]) for name in self.projections)
         # A cross-attention finds the last two adjacent as well.
         main = self.projections if _in_features(to_q) == _in_features(to_k) else self.projections[1:]
-        added = [self.added] if self.added and all(module._modules.get(name) is not None for name in self.added) else []
-        return (main, *added)
+        others = (self.added, self.image[:2])
+        return (main, *(names for names in others if names and all(module._modules.get(name) for name in names)))
 
 
 def _why_not_module(spec: Attention, module: nn.Module) -> str:
@@ -219,7 +238,11 @@ def _why_not_module(spec: Attention, module: nn.Module) -> str:
 
 def _norm_pairs(spec: Attention, module: nn.Module) -> list[tuple[str, str]]:
     """The names of the norms of query and key, of each stream that has any."""
-    pairs = [spec.norms, *([cast("tuple[str, str]", spec.added_norms)] if spec.added_norms else [])]
+    pairs = [spec.norms]
+    if spec.added_norms:
+        pairs.append(cast("tuple[str, str]", spec.added_norms))
+    if spec.image:
+        pairs.append((spec.image[2], spec.image[2]))
     return [pair for pair in pairs if any(module._modules.get(name) is not None for name in pair)]
 
 
@@ -253,7 +276,7 @@ def _settings(module: nn.Module) -> Mapping[str, Any]:
 class _Plan:
     """The layers of an attention module in the forms that their state allows, or the reason why its calls run stock."""
 
-    __slots__ = ("added", "added_out", "all", "context", "dropout", "eps", "out", "query", "reason", "weights")
+    __slots__ = ("added", "added_out", "all", "context", "dropout", "eps", "image", "out", "query", "reason", "weights")
 
     def __init__(self, spec: Attention, module: nn.Module, input: Tensor, rounding: str) -> None:
         self.reason = _why_not_plan(spec, module, input)
@@ -264,11 +287,13 @@ class _Plan:
         self.all = Linears((q, k, v), input, pack and _in_features(q) == _in_features(k))
         self.query = Linears((q,), input)
         self.context = Linears((k, v), input, pack)
-        self.added = self.added_out = self.out = None
+        self.added = self.added_out = self.image = self.out = None
         if spec.added and module._modules.get(spec.added[0]) is not None:
             self.added = Linears([cast(nn.Linear, module._modules[name]) for name in spec.added], input, pack)
         if spec.added_output and module._modules.get(spec.added_output) is not None:
             self.added_out = Linears((cast(nn.Linear, module._modules[spec.added_output]),), input)
+        if spec.image and module._modules.get(spec.image[0]) is not None:
+            self.image = Linears([cast(nn.Linear, module._modules[name]) for name in spec.image[:2]], input, pack)
         self.dropout: nn.Module | None = None
         out = module._modules.get(spec.output) if spec.output else None
         if out is not None:
@@ -327,9 +352,9 @@ def _why_not_call(
         if given:
             return f"arguments {', '.join(given)}"
     if mask is not None:
-        if spec.mask is None or (context is None and not spec.added):
+        if spec.mask is None:
             return "a mask"
-        reason = spec.mask.why_not(mask, input.shape[1] if context is None else context.shape[1])
+        reason = spec.mask.why_not(mask, None if context is None else context.shape[1])
     return reason or spec.check(module, input, context, rope)
 
 
@@ -474,6 +499,11 @@ def _single(
 ) -> Tensor:
     """Self-attention, and cross-attention to a context."""
     heads = module.heads
+    image: tuple[Tensor, ...] = ()
+    if plan.image is not None and context is not None:
+        length = context.shape[1] - spec.text
+        image = _project(site, plan.image, context[:, :length], heads)
+        context = context[:, length:]
     if context is None:
         query, key, value = _project(site, plan.all, input, heads)
         fresh = plan.all.packed
@@ -489,8 +519,12 @@ def _single(
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
         return _output(plan, output)
     query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
-    before = _ops_before(spec, site, plan, tables is not None)
-    return _output(plan, _scores(spec, site, module, query, key, value, mask, before, context is not None))
+    output, own = _scores(spec, site, module, query, key, value, mask, context is not None)
+    if image:
+        key = _norm_then_rotate(spec, site, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
+        output = output + _scores(spec, site, module, query, key, image[1], None, True)[0]
+    _count(spec, site, plan, tables is not None, own)
+    return _output(plan, output)
 
 
 def _joint(
@@ -530,8 +564,8 @@ def _joint(
             streams.append((*_norm_and_rotate(spec, site, plan, stream, q, k, mine, linears.packed), v))
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
-    before = _ops_before(spec, site, plan, tables is not None)
-    output = _scores(spec, site, module, query, key, value, mask, before, False)
+    output, own = _scores(spec, site, module, query, key, value, mask, False)
+    _count(spec, site, plan, tables is not None, own)
     result = _output(plan, output[:, rows])
     text = output[:, rows2].flatten(2)
     if plan.added_out is not None:
@@ -604,6 +638,10 @@ def _is_native(backends: Any) -> bool:
     return backends is not None and backends.get_active_backend()[0].value == "native"
 
 
+def _count(spec: Attention, site: Site, plan: _Plan, rotated: bool, own: bool) -> None:
+    site.count_call(*_ops_before(spec, site, plan, rotated), *(("attention",) if own else ()))
+
+
 def _scores(
     spec: Attention,
     site: Site,
@@ -612,20 +650,17 @@ def _scores(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    before: tuple[str, ...],
     cross: bool,
-) -> Tensor:
-    """Attention of [B, S, heads, D] to [B, T, heads, D]."""
+) -> tuple[Tensor, bool]:
+    """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it)."""
     # The kernel is made for many keys: a prompt's few go through the dispatch.
-    own = mask is None and not cross and _may_attend(site, module) and runs_kernel(query, key, value)
-    site.count_call(*before, *(("attention",) if own else ()))
-    if own:
-        return attention(query, key, value)
+    if mask is None and not cross and _may_attend(site, module) and runs_kernel(query, key, value):
+        return attention(query, key, value), True
     scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
     dispatch = site.settings["dispatch"]
     if dispatch is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=scores_mask).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=scores_mask).transpose(1, 2), False
     processor = module.processor
     output: Tensor = dispatch(
         query,
@@ -637,4 +672,4 @@ def _scores(
         backend=processor._attention_backend,
         parallel_config=processor._parallel_config if spec.parallel_cross or not cross else None,
     )
-    return output.to(query.dtype)
+    return output.to(query.dtype), False

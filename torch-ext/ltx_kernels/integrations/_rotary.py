@@ -74,11 +74,15 @@ def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Ta
 
 
 def halves(site: Site, rope: Tables) -> Tables:
-    """Both tables, compact: one copy for all the blocks of a forward that are handed the same tensors."""
+    """Both tables of interleaved pairs, compact: one copy for all the blocks of a forward that get the same tensors.
+
+    Of a pair the cosine of its first place is taken and the sine of its second one, as Wan's processors do.
+    """
     cos, sin = rope
     if torch.compiler.is_compiling():
-        return cos[..., ::2], sin[..., ::2]
-    return kept(site, "halves", cos, lambda: (compact(cos), compact(sin)))
+        return cos[..., ::2], sin[..., 1::2]
+    key = "halves", id(sin), sin._version if not sin.is_inference() else None
+    return kept(site, key, cos, lambda: (cos[..., ::2].contiguous(), sin[..., 1::2].contiguous()))
 
 
 def keep_table_readers_together(plan: Plan) -> None:

@@ -1,0 +1,146 @@
+"""Wan 2.1 and 2.2 (text, image, image per token) and the models with the same blocks: VACE, Animate, ChronoEdit,
+SkyReels-V2.
+
+The stock blocks compute norm, modulation and gated residual in float32 and cast each result, which is what the ops do.
+Modulation is a table plus the timestep's, per sample or, in TI2V, per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .._attend import Attention, ScoresMask
+from .._block import Block
+from .._feed_forward import feed_forward, ff_input
+from .._guards import children
+from .._rotary import Tables, halves
+from .._sites import site_of
+from .._stream import FP32_LAYERNORM, Stream, modulation_of
+
+MODELS = "diffusers.models.transformers.transformer_"
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+def _tables(attention: Any, rope: Tables) -> Tables:
+    """[1, S, D / 2] of the stock [1, S, 1, D]."""
+    cos, sin = halves(site_of(attention), rope)
+    return cos.squeeze(2), sin.squeeze(2)
+
+
+SELF = Attention(
+    classes=(MODELS + "wan.WanAttention",),
+    processor=MODELS + "wan.WanAttnProcessor",
+    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb", "kwargs"),
+    rope="rotary_emb",
+    across_heads=True,
+    image=("add_k_proj", "add_v_proj", "norm_added_k"),
+    text=512,
+    mask=ScoresMask(),
+    tables=_tables,
+    parallel_cross=False,
+)
+CROSS = replace(SELF, cross=True)
+COPIES = tuple(
+    replace(SELF, classes=(f"{MODELS}{module}.WanAttention",), processor=f"{MODELS}{module}.WanAttnProcessor")
+    for module in ("wan_animate", "chronoedit")
+)
+SKYREELS = replace(
+    SELF,
+    classes=(MODELS + "skyreels_v2.SkyReelsV2Attention",),
+    processor=MODELS + "skyreels_v2.SkyReelsV2AttnProcessor",
+    parallel_cross=True,
+)
+
+
+def _forward(block: Any, value: Tensor, text: Tensor, mods: list[Any], rotary_emb: Tables, mask: Any = None) -> Tensor:
+    """The body that all these blocks share."""
+    norm1, attn1, norm2, attn2, norm3, ffn = children(block, "norm1", "attn1", "norm2", "attn2", "norm3", "ffn")
+    shift1, scale1, gate1, shift2, scale2, gate2 = mods
+    h = Stream(block, value)
+    h.add(attn1(h.norm(norm1, shift1, scale1, into=SELF.readers(attn1, value)), None, mask, rotary_emb), gate1)
+    h.add(attn2(h.norm(norm2, into=CROSS.readers(attn2, value)), text, None, None))
+    h.add(feed_forward(ffn, h.norm(norm3, shift2, scale2, into=ff_input(ffn, value))), gate2)
+    return h.value()
+
+
+def block_forward(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Tables
+) -> Tensor:
+    mods = modulation_of(temb.unbind(-2), self.scale_shift_table[0])
+    return _forward(self, hidden_states, encoder_hidden_states, mods, rotary_emb)
+
+
+def vace_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    control_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Tables,
+) -> tuple[Tensor | None, Tensor]:
+    proj_in, proj_out = (self._modules.get(name) for name in ("proj_in", "proj_out"))
+    if proj_in is not None:
+        control_hidden_states = proj_in(control_hidden_states) + hidden_states
+    mods = modulation_of(temb.unbind(-2), self.scale_shift_table[0])
+    result = _forward(self, control_hidden_states, encoder_hidden_states, mods, rotary_emb)
+    return None if proj_out is None else proj_out(result), result
+
+
+def skyreels_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Tables,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    mods = modulation_of(temb.unbind(1), self.scale_shift_table[0])
+    return _forward(self, hidden_states, encoder_hidden_states, mods, rotary_emb, attention_mask)
+
+
+def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
+    temb: Tensor = arguments["temb"]
+    fits = temb.dim() in (3, 4) and temb.shape[-2] == 6
+    return "" if fits else f"a timestep embedding of shape {list(temb.shape)}"
+
+
+def _why_not_skyreels(block: Any, arguments: Mapping[str, Any]) -> str:
+    temb: Tensor = arguments["temb"]
+    fits = temb.dim() in (3, 4) and temb.shape[1] == 6
+    return "" if fits else f"a timestep embedding of shape {list(temb.shape)}"
+
+
+BLOCK = Block(
+    classes=tuple(f"{MODELS}{module}.WanTransformerBlock" for module in ("wan", "wan_animate", "chronoedit")),
+    forward=block_forward,
+    parameters=("hidden_states", "encoder_hidden_states", "temb", "rotary_emb"),
+    children=frozenset({"norm1", "attn1", "norm2", "attn2", "norm3", "ffn"}),
+    tensors=("temb", "scale_shift_table"),
+    norms={"norm1": (FP32_LAYERNORM,), "norm2": (FP32_LAYERNORM, IDENTITY), "norm3": (FP32_LAYERNORM,)},
+    attentions={"attn1": SELF, "attn2": CROSS},
+    feed_forwards=("ffn",),
+    fp8_skip=("*.attn2.to_k", "*.attn2.to_v", "*.attn2.add_*_proj", "*.attn2.to_out.0"),
+    casts=True,
+    check=_why_not_block,
+)
+VACE = replace(
+    BLOCK,
+    classes=(MODELS + "wan_vace.WanVACETransformerBlock",),
+    forward=vace_forward,
+    parameters=("hidden_states", "encoder_hidden_states", "control_hidden_states", "temb", "rotary_emb"),
+    optional_children=frozenset({"proj_in", "proj_out"}),
+    streams=("control_hidden_states", "hidden_states"),
+)
+SKYREELS_BLOCK = replace(
+    BLOCK,
+    classes=(MODELS + "skyreels_v2.SkyReelsV2TransformerBlock",),
+    forward=skyreels_forward,
+    parameters=("hidden_states", "encoder_hidden_states", "temb", "rotary_emb", "attention_mask"),
+    check=_why_not_skyreels,
+)
+
+ENTRIES = (SELF, *COPIES, SKYREELS, BLOCK, VACE, SKYREELS_BLOCK)
