@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from helpers import assert_same_bits
+from helpers.registry import WITH_OUT, op_samples
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -17,22 +18,6 @@ HIDDEN = HEADS * WIDTH
 # (batch, tokens) of calls that share one compilation. The first two differ from each other and from every fixed size,
 # because torch takes sizes that are equal at first for one size.
 SIZES = [(5, 12), (4, 10), (7, 28)]
-
-OPS = [
-    "norm",
-    "adaln_norm",
-    "residual_norm",
-    "gated_residual",
-    "glu",
-    "gelu",
-    "rope",
-    "apply_rotary",
-    "apply_rotary_qk",
-    "qk_norm_rope",
-    "qk_norm_cross_attention",
-]
-RMS, LAYER = 1, 2
-FP32, EAGER = 0, 1
 
 
 class Inputs:
@@ -64,92 +49,22 @@ class Inputs:
         return self(BATCH, TOKENS, 3 * HIDDEN)[..., HIDDEN : 2 * HIDDEN].unflatten(-1, (HEADS, WIDTH))
 
 
-def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    make = Inputs(device, dtype)
-    x, w, v = make.rows, make.vector, make.strided_modulation
-    if name == "norm":
-        return [
-            (x(), None, None, 1e-6, 0.0, RMS, FP32),
-            (x(), w(), None, 1e-6, 1.0, RMS, EAGER),
-            (x().transpose(0, 1), w(), w(), 1e-5, 0.0, LAYER, FP32),
-            (make(0, HIDDEN), w(), None, 1e-6, 0.0, RMS, FP32),
-        ]
-    if name == "adaln_norm":
-        return [
-            (x(), None, None, v(), v(), None, None, None, None, 1e-6, RMS, FP32),
-            (x(), w(), w(), make(BATCH, HIDDEN), make(1, HIDDEN), x(), w(), w(), w(), 1e-5, LAYER, EAGER),
-        ]
-    if name == "residual_norm":
-        return [
-            (x(), x(), None, w(), None, None, None, None, None, None, 1e-6, 1.0, RMS, FP32),
-            (x(), x(), v(), w(), w(), v(), v(), w(), w(), w(), 1e-5, 0.0, LAYER, EAGER),
-        ]
-    if name == "gated_residual":
-        return [(x(), x(), v(), None, FP32), (x(), x(), make(BATCH, HIDDEN), w(), EAGER)]
-    if name == "glu":
-        return [(x(), None, 1, True, FP32), (x(), None, 0, False, EAGER), (x(), x(), 2, True, FP32)]
-    if name == "gelu":
-        return [(x(), None, 0, FP32), (x(), w(), 1, EAGER)]
-    q, k = make.heads(), make.heads(heads=1)
-    cos, sin = make(TOKENS, WIDTH), make(TOKENS, WIDTH)
-    if name == "rope":
-        positions = torch.arange(TOKENS, device=device).expand(BATCH, TOKENS)
-        return [
-            (q, k, None, [TOKENS], [WIDTH], [1e4], True),
-            (q, k, positions, [TOKENS], [WIDTH], [1e4], False),
-            (make.packed_heads(), q, None, [1, 2, 3], [2, 2, 4], [1e4, 1e3, 1e2], True),
-        ]
-    if name == "apply_rotary":
-        return [
-            (q, cos, sin, 1, 0, True, FP32),
-            (
-                q.transpose(1, 2),
-                make(1, HEADS, TOKENS, WIDTH // 2),
-                make(1, HEADS, TOKENS, WIDTH // 2),
-                2,
-                0,
-                False,
-                EAGER,
-            ),
-            (make.packed_heads(), make(BATCH, TOKENS, HIDDEN), make(BATCH, TOKENS, HIDDEN), 1, 0, True, FP32),
-            (make.rows(), make(TOKENS, 4), make(TOKENS, 4), -2, 0, False, FP32),
-        ]
-    if name == "apply_rotary_qk":
-        return [
-            (q, k, cos, sin, 1, 0, True, FP32),
-            (q, make.heads(TOKENS - 1), cos, sin, 1, 0, False, EAGER),
-        ]
-    if name == "qk_norm_rope":
-        weight = make(WIDTH, dtype=torch.float32)
-        none, one = (None, None), (cos, sin, None, None)
-        other, two = make.heads(TOKENS - 2), (cos, sin, cos[:-2], sin[:-2])
-        return [
-            (q, make.packed_heads(), w(), w(), *none, *one, 1e-6, 1e-6, 0.0, RMS, True, False, 0, True, FP32),
-            (q, other, weight, None, *none, *two, 1e-6, 1e-5, 1.0, RMS, False, True, WIDTH, False, EAGER),
-            (q, other, weight, None, weight, weight, *two, 1e-6, 1e-5, 0.0, LAYER, False, False, 0, True, FP32),
-        ]
-    if name == "qk_norm_cross_attention":
-        text = make(BATCH, 4, 2 * HIDDEN)
-        key, value = (part.unflatten(-1, (HEADS, WIDTH)) for part in text.chunk(2, -1))
-        mask = make(BATCH, 4, dtype=torch.float32)
-        return [
-            (q, make.heads(4), make.heads(4), w(), w(), None, 1e-6, None),
-            (make.packed_heads(), key, value, None, w(), mask, 1e-6, 0.3),
-            (q.transpose(1, 2).contiguous().transpose(1, 2), key[:, :0], value[:, :0], None, None, None, 0.0, None),
-        ]
-    raise AssertionError(name)
+@pytest.fixture(scope="module")
+def samples(ltx: Any, device: str) -> dict[torch.dtype, dict[str, list[tuple[Any, ...]]]]:
+    return {dtype: op_samples(ltx, device, dtype) for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OPS)
-def test_opcheck(ltx: Any, device: str, name: str, dtype: torch.dtype) -> None:
-    for arguments in op_samples(name, device, dtype):
+@pytest.mark.parametrize("name", WITH_OUT)
+def test_opcheck(ltx: Any, samples: Any, name: str, dtype: torch.dtype) -> None:
+    assert len(samples[dtype][name]) > 1
+    for arguments in samples[dtype][name]:
         torch.library.opcheck(getattr(ltx._ops.ops, name).default, arguments)
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_opcheck_out(ltx: Any, device: str, name: str) -> None:
-    for arguments in op_samples(name, device, torch.bfloat16):
+@pytest.mark.parametrize("name", WITH_OUT)
+def test_opcheck_out(ltx: Any, samples: Any, name: str) -> None:
+    for arguments in samples[torch.bfloat16][name]:
         results = getattr(ltx._ops.ops, name)(*arguments)
         outs = [torch.empty_like(result) for result in (results if isinstance(results, tuple) else (results,))]
         torch.library.opcheck(getattr(ltx._ops.ops, name + "_out").default, (*outs, *arguments))
@@ -552,7 +467,7 @@ def test_out_where_a_gradient_is_needed_raises(ltx: Any, device: str, compiled: 
 # ---- The variant's other device
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", WITH_OUT)
 def test_both_devices_have_kernels(ltx: Any, name: str) -> None:
     for op in (name, name + "_out"):
         for key in ("CPU", "CUDA", "Meta"):

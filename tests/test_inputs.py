@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import Case, Make, assert_same_bits, every_case, every_quantising_case, guarded_output
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 NAMES = list(every_case(Make("cpu", torch.float32)))
 every_call = pytest.mark.parametrize("name", NAMES)
@@ -157,6 +158,28 @@ def test_every_output(ltx: Any, backend: str, device: str, name: str, how: str) 
         for output, old in zip(outputs, before, strict=True):
             if output.device.type != "meta":
                 torch.testing.assert_close(output, old, rtol=0, atol=0, equal_nan=True)
+
+
+@every_call
+def test_texts_of_wrong_outputs(ltx: Any, device: str, name: str) -> None:
+    """From the compiled op, on meta tensors and from the fake alike."""
+    case = every_case(Make(device, torch.float32))[name]
+    expected = case.run(ltx)
+    like = [name for value in case.inputs for name, tensor in case.tensors.items() if tensor is value]
+    for i, label in enumerate(output_labels(case, len(expected))):
+        shape = list(expected[i].shape)
+        wrong = {
+            f"shape {shape}, got {[*shape, 1]}": expected[i][..., None],
+            f"dtype float32 (that of {like[i if len(like) > 1 else 0]}), got bfloat16": expected[i].bfloat16(),
+        }
+        for text, output in wrong.items():
+            outs = outputs_of(case, [output if j == i else e for j, e in enumerate(expected)])
+            whole = case.replace(**outs)
+            for call in (whole, whole.map(lambda tensor: tensor.to("meta"))):
+                assert outcome(lambda call=call: call.run(ltx))[1] == f"{label}: expected {text}"
+            with FakeTensorMode() as mode:
+                fake = whole.map(mode.from_tensor)
+                assert outcome(lambda fake=fake: fake.run(ltx))[1] == f"{label}: expected {text}"
 
 
 @every_call

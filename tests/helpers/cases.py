@@ -655,7 +655,8 @@ def every_function(make: Make) -> dict[str, Case]:
     found["quantize_weight"] = Case("quantize_weight", {"weight": make(16, 32)})
     values, weight = (make(rows, 32).to(torch.float8_e4m3fn) for rows in (4, 16))
     scales = {"scales": make(4, 1, dtype=torch.float32), "weight_scales": make(16, dtype=torch.float32)}
-    found["scaled_linear"] = Case("scaled_linear", {"values": values, "weight": weight, **scales})
+    tensors = {"values": values, "weight": weight, **scales, "bias": make(16, dtype=torch.bfloat16)}
+    found["scaled_linear"] = Case("scaled_linear", tensors)
     return found
 
 

@@ -1,0 +1,88 @@
+"""A new op or function that was forgotten somewhere: each test names what is missing, and where.
+
+tests/test_properties.py does the same for the random calls.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from helpers import Make, every_function
+from helpers.build import ROOT
+from helpers.registry import FUNCTIONS, SCHEMAS, WITH_OUT
+
+# Without a gradient, and so without a formula for it.
+WITHOUT_GRADIENT = {name for name in FUNCTIONS if name.endswith("_quant")} | {
+    "quantize_rows",
+    "quantize_weight",
+    "scaled_linear",
+}
+
+
+def test_every_schema_has_its_plain_torch(ltx: Any) -> None:
+    """Fakes, the reference on the other device, and gradients: all from `BODIES`."""
+    ops = {name for name in SCHEMAS if not name.endswith("_out")} - {"has_attention"}  # which takes no tensor
+    assert set(ltx._fakes.BODIES) == ops
+
+
+def test_every_function_has_a_case() -> None:
+    assert set(every_function(Make("cpu", torch.float32))) == set(FUNCTIONS)
+
+
+def test_every_function_has_its_reference(ltx: Any) -> None:
+    assert set(ltx.reference.__all__) == set(FUNCTIONS) - {"quantize_weight", "scaled_linear"}
+    assert ltx.__all__ == sorted(ltx.__all__)
+    assert ltx.reference.__all__ == sorted(ltx.reference.__all__)
+    assert all(hasattr(module, name) for module in (ltx, ltx.reference) for name in module.__all__)
+
+
+def test_every_function_has_a_formula_for_its_gradients() -> None:
+    import test_compile
+
+    assert {re.match(r"\w+", name)[0] for name in test_compile.CASES} == set(FUNCTIONS) - WITHOUT_GRADIENT - {
+        "attention"
+    }
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_gradient_or_an_error(ltx: Any, device: str, name: str) -> None:
+    """As the package's docstring says. quantize_weight detaches."""
+    case = every_function(Make(device, torch.float32))[name]
+    for tensor in case.tensors.values():
+        if tensor.dtype in (torch.float32, torch.bfloat16):
+            tensor.requires_grad_()
+    if name in WITHOUT_GRADIENT - {"quantize_weight"}:
+        with pytest.raises(RuntimeError, match="expected no gradient to be needed"):
+            case.run(ltx)
+    else:
+        assert all(result.requires_grad == (name != "quantize_weight") for result in case.run(ltx))
+
+
+def test_every_op_is_checked_by_opcheck() -> None:
+    """Ops with an `_out` twin in test_compile.py, which needs no list."""
+    import test_quant
+
+    checked = {*WITH_OUT, *test_quant.OPS, *(name for name in SCHEMAS if "attention" in name)}
+    assert {name for name in SCHEMAS if not name.endswith("_out")} <= checked
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="a Nix build has no benchmarks")
+def test_every_function_is_measured() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import ops
+    import plots
+
+    measured = {op.function for op in ops.OPS}
+    # fp8_gemm.py measures the linear layer; its weight is quantised once.
+    assert set(FUNCTIONS) - measured == {"quantize_weight", "scaled_linear"}
+    assert all(plots.family(op.name or op.function) for op in ops.OPS)
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="a Nix build has no documents")
+def test_every_function_is_documented() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    assert [name for name in FUNCTIONS if f"`{name}" not in text and f"ltx.{name}" not in text] == []
