@@ -200,6 +200,15 @@ def glu(make: Make, rows: int, width: int, options: dict[str, Any], liger_name: 
     return Inputs((x,), options, peers=make.peers(liger=lambda liger: getattr(liger, liger_name)(gate, up)))
 
 
+def gate_heads(make: Make, batch: int, tokens: int, heads: int, width: int, per_head: bool) -> Inputs:
+    logits = make(batch, tokens, heads if per_head else heads * width)
+    return Inputs((make(batch, tokens, heads, width), logits, 2.0 if per_head else 1.0))
+
+
+def swiglu_clamped(make: Make, rows: int, width: int) -> Inputs:
+    return Inputs((make(rows, 2 * width),))
+
+
 def gelu(make: Make, rows: int, width: int, approximate: str, bias: bool = False) -> Inputs:
     x = make(rows, width)
     if bias:
@@ -352,6 +361,17 @@ OPS = [
             ("swiglu", "swiglu", {}, "liger_swiglu", FEED_FORWARD),
             ("geglu tanh", "geglu", {"approximate": "tanh"}, "liger_geglu", FEED_FORWARD),
             ("geglu erf", "geglu", {"approximate": "none"}, None, FEED_FORWARD[-2:]),
+        )
+    ),
+    Op("swiglu_clamped", swiglu_clamped, [(64, 2880), (16384, 2880)], (9, 64)),
+    *(
+        Op(
+            "gate_heads", partial(gate_heads, per_head=per_head), shapes, (2, 5, 4, 16),
+            f"gate_heads per {'head' if per_head else 'column'}",
+        )
+        for per_head, shapes in (
+            (True, [(1, 126, 32, 64), (1, 6144, 32, 128), (2, 8064, 32, 64)]),
+            (False, [(1, 4608, 48, 128)]),
         )
     ),
     Op("gelu", partial(gelu, approximate="tanh"), FEED_FORWARD, (9, 64), "gelu tanh"),

@@ -25,7 +25,7 @@ FAMILIES = {  # how the names of the ops begin
     "gated residual (+ norm + modulation)": ("gated_residual",),
     "q/k norm + rotary": ("qk_norm_rope",),
     "rotary": ("apply_rotary", "rope"),
-    "GLU and GELU": ("swiglu", "geglu", "gelu"),
+    "GLU and GELU": ("swiglu", "geglu", "gelu", "gate_heads"),
     CROSS_ATTENTION: ("qk_norm_cross_attention",),
     ATTENTION: ("attention",),
     QUANTISED: ("quant",),

@@ -184,6 +184,25 @@ CASES = {
         lambda f, x, up: f.swiglu(x, up),
         lambda x, up: torch.nn.functional.silu(x) * up,
     ),
+    "swiglu_clamped": Case(
+        lambda m, b, s: (m(b, s, 2 * HIDDEN),),
+        lambda f, x: f.swiglu_clamped(x, limit=1.0),
+        lambda x: (
+            (x[..., 1::2].clamp(-1, 1) + 1)
+            * x[..., 0::2].clamp(max=1.0)
+            * torch.sigmoid(1.702 * x[..., 0::2].clamp(max=1.0))
+        ),
+    ),
+    "gate_heads": Case(
+        lambda m, b, s: (m(b, s, HEADS, WIDTH), m(b, s, HEADS)),
+        lambda f, x, gate: f.gate_heads(x, gate, 2.0),
+        lambda x, gate: x * 2 * torch.sigmoid(gate)[..., None],
+    ),
+    "gate_heads per column": Case(
+        lambda m, b, s: (m(b, s, HEADS, WIDTH), m(b, s, HIDDEN)),
+        lambda f, x, gate: f.gate_heads(x, gate),
+        lambda x, gate: x * torch.sigmoid(gate).view_as(x),
+    ),
     "gelu": Case(
         lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN)),
         lambda f, x, c: f.gelu(x, bias=c, approximate="tanh"),

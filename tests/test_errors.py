@@ -248,6 +248,41 @@ def glu_errors() -> list[Error]:
             one(2, 8),
         ),
         Error(
+            "input: expected an even last dimension (gate and up packed), got shape [2, 7]",
+            lambda f, t, **out: f.swiglu_clamped(t(2, 7), **out),
+            one(2, 3),
+        ),
+        Error(
+            "limit: expected a number >= 0, got -1",
+            lambda f, t, **out: f.swiglu_clamped(t(2, 8), limit=-1.0, **out),
+            one(2, 4),
+        ),
+        Error(
+            "alpha: expected a finite number, got inf",
+            lambda f, t, **out: f.swiglu_clamped(t(2, 8), alpha=float("inf"), **out),
+            one(2, 4),
+        ),
+        Error(
+            "logits: expected shape [2, 6, 3] (one per head) or [2, 6, 24] (one per column), got [2, 6, 8]",
+            lambda f, t, **out: f.gate_heads(t(*HEADS), t(2, 6, 8), **out),
+            one(*HEADS),
+        ),
+        Error(
+            "logits: expected dtype float32 (that of input), got bfloat16",
+            lambda f, t, **out: f.gate_heads(t(*HEADS), t(2, 6, 3, dtype=BF16), **out),
+            one(*HEADS),
+        ),
+        Error(
+            "input: expected at least 2 dimensions, got shape [8]",
+            lambda f, t, **out: f.gate_heads(t(8), t(1), **out),
+            one(8),
+        ),
+        Error(
+            "scale: expected a finite number, got nan",
+            lambda f, t, **out: f.gate_heads(t(*HEADS), t(2, 6, 3), float("nan"), **out),
+            one(*HEADS),
+        ),
+        Error(
             "bias: expected shape [8], got [4]",
             lambda f, t, **out: f.gelu(t(2, 8), bias=t(4), **out),
             one(2, 8),

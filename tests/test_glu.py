@@ -1,4 +1,4 @@
-"""geglu, swiglu and gelu."""
+"""geglu, swiglu, swiglu_clamped, gelu and gate_heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     ACTIVATIONS,
+    CLAMPED,
     DTYPES,
     LAYOUTS,
     Case,
@@ -19,12 +20,14 @@ from helpers import (
     check_eager,
     check_out,
     gate_and_up,
+    gate_heads_case,
     place,
     torch_threads,
 )
 
 WIDTHS = [1, 2, 3, 5, 7, 8, 17, 33, 64, 127, 128, 250, 1000, 1024, 1985, 2048, 2050, 4096, 8192, 16384, 32768, 40000]
-every_activation = pytest.mark.parametrize("name", ACTIVATIONS)
+FORMS = {**ACTIVATIONS, **CLAMPED}
+every_activation = pytest.mark.parametrize("name", FORMS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -211,7 +214,7 @@ def test_out(ltx, device, name, layout):
             check_out(ltx, activation_case(name, Make(device, dtype), shape), layout)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, form) in ACTIVATIONS.items() if form != "packed"])
+@pytest.mark.parametrize("name", [name for name, (_, _, form) in FORMS.items() if form != "packed"])
 @every_dtype
 def test_in_place(ltx, device, name, dtype):
     for width in (33, 5000):
@@ -245,7 +248,7 @@ def test_same_element_same_bits(ltx, device, name, dtype):
         rows = case.map(lambda t, first=first, last=last: t[first:last] if t.dim() == 2 else t)
         for layout in LAYOUTS:
             assert_same_bits(rows.in_layout(layout).run(ltx)[0], expected[first:last], f"{first}:{last}, {layout}")
-    if ACTIVATIONS[name][2] != "packed":
+    if FORMS[name][2] != "packed":
         columns = case.map(lambda t: t[..., 7:40].contiguous())
         assert_same_bits(columns.run(ltx)[0], expected[:, 7:40].contiguous(), "columns 7:40")
 
@@ -286,7 +289,7 @@ def test_eager(ltx, device, name, dtype):
     assert same > 0.97, f"{1 - same:.2%} of the elements are not torch's"
 
 
-@every_activation
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_eager_float32(ltx, device, name):
     """There is nothing to round."""
     case = activation_case(name, Make(device, torch.float32), (40, 264))
@@ -317,6 +320,125 @@ def test_eager_rounds_the_biased_input(ltx, device, dtype, param_dtype):
     for approximate in ("none", "tanh"):
         output = ltx.gelu(x, bias=bias, approximate=approximate, rounding="eager")
         assert_same_bits(output, ltx.gelu((x + bias).to(dtype), approximate=approximate, rounding="eager"))
+
+
+# ---- swiglu_clamped
+
+
+def test_reference_swiglu_clamped(ltx, device):
+    """GPT-OSS's experts: gates in the even columns, ups in the odd ones."""
+    x = torch.linspace(-30, 30, 602, dtype=torch.float64, device=device).view(7, 86)
+    for alpha, limit in ((1.702, 7.0), (0.5, 2.0)):
+        gate, up = x[:, 0::2].clamp(max=limit), x[:, 1::2].clamp(-limit, limit)
+        expected = (up + 1) * gate / (1 + torch.exp(-alpha * gate))
+        got = ltx.reference.swiglu_clamped(x, alpha=alpha, limit=limit)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
+        halves = torch.cat((x[:, 0::2], x[:, 1::2]), -1)
+        for again in (
+            ltx.reference.swiglu_clamped(halves, alpha=alpha, limit=limit, layout="half"),
+            ltx.reference.swiglu_clamped(*halves.chunk(2, -1), alpha=alpha, limit=limit),
+        ):
+            assert torch.equal(again, got)
+    assert_same_bits(ltx.swiglu_clamped(x.float()), ltx.swiglu_clamped(x.float(), alpha=1.702, limit=7.0))
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_clamped_eager(ltx, device, name, dtype):
+    case = activation_case(name, Make(device, dtype), (40, 1000))
+    for layout in ("contiguous", "rows misaligned", "columns strided"):
+        (output,) = check_eager(ltx, case.in_layout(layout), flipped=0.03)
+        same = (output == case.eager()[0]).double().mean().item()
+        assert same > 0.97, f"{1 - same:.2%} of the elements are not torch's"
+
+
+@every_dtype
+def test_clamped_special_values(ltx, device, dtype):
+    """NaN stays; infinities are clamped but for a gate of -inf, of which torch makes NaN."""
+    gate = torch.tensor([math.nan, 1.0, math.inf, 100.0, 1.0, 0.0], device=device, dtype=dtype)
+    up = torch.tensor([1.0, math.nan, 1.0, -math.inf, math.inf, 5.0], device=device, dtype=dtype)
+    for form in ({"input": gate, "up": up}, {"input": torch.stack((gate, up), -1).flatten()}):
+        for rounding in ("fp32", "eager"):
+            output = ltx.swiglu_clamped(**form, limit=2.0, rounding=rounding)
+            expected = ltx.reference.swiglu_clamped(**form, limit=2.0)
+            torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02, equal_nan=True)
+            assert output[:2].isnan().all() and output[2:].isfinite().all()
+
+
+# ---- gate_heads
+
+every_gating = pytest.mark.parametrize("per_head", [True, False])
+
+
+@every_gating
+def test_reference_gate_heads(ltx, device, per_head):
+    case = gate_heads_case(Make(device, torch.float64), (2, 5, 3, 8), per_head=per_head, scale=2.0)
+    x, logits = case.kwargs["input"], case.kwargs["logits"]
+    gates = logits.view(2, 5, 3, -1).expand(2, 5, 3, 8)
+    torch.testing.assert_close(case.run(ltx.reference)[0], x * 2 / (1 + torch.exp(-gates)), rtol=1e-12, atol=0)
+
+
+@every_gating
+@every_dtype
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 7, 32, 64), (1, 6, 24, 128), (3, 5, 10), (4, 8), (2, 3, 1, 64), (2, 3, 5, 1), (2, 3, 4, 2, 33), (9, 1, 1)],
+)
+def test_gate_heads(ltx, device, dtype, per_head, shape):
+    for scale in (1.0, 2.0, 0.3):
+        case = gate_heads_case(Make(device, dtype), shape, per_head=per_head, scale=scale)
+        check(ltx, case)
+        check_eager(ltx, case)
+
+
+@every_gating
+@every_layout
+def test_gate_heads_layouts(ltx, device, per_head, layout):
+    for dtype in DTYPES:
+        for shape in ((2, 5, 4, 64), (2, 3, 3, 10)):
+            case = gate_heads_case(Make(device, dtype), shape, per_head=per_head, scale=2.0)
+            check(ltx, case.in_layout(layout))
+            check_out(ltx, case, layout)
+            expected = case.run(ltx)[0]
+            for operand in ("input", "logits"):
+                moved = case.replace(**{operand: place(case.kwargs[operand], layout)})
+                assert_same_bits(moved.run(ltx)[0], expected, operand)
+            again = case.in_layout(layout)
+            (output,) = again.run(ltx, out=again.kwargs["input"])
+            assert output is again.kwargs["input"]
+            assert_same_bits(output, expected, "in place")
+
+
+@every_gating
+@every_dtype
+def test_gate_heads_in_one_projection(ltx, device, dtype, per_head):
+    """Logits as further columns of the product that makes query, key and value; heads that lie before the tokens."""
+    make = Make(device, dtype)
+    heads, width = 4, 64
+    columns = heads if per_head else heads * width
+    product = make(2, 6, 3 * heads * width + columns)
+    case = gate_heads_case(make, (2, 6, heads, width), per_head=per_head, scale=2.0)
+    case = case.replace(logits=product[..., -columns:])
+    (expected,) = check(ltx, case)
+    heads_first = case.kwargs["input"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert_same_bits(case.replace(input=heads_first).run(ltx)[0], expected)
+    joint = make(2, 6, heads * width + 40)
+    view = joint[..., 8 : 8 + heads * width].unflatten(-1, (heads, width))
+    before = joint.clone()
+    case.run(ltx, out=view)
+    assert_same_bits(view.contiguous(), expected)
+    assert torch.equal(joint[..., :8], before[..., :8]) and torch.equal(joint[..., -32:], before[..., -32:])
+
+
+@every_gating
+def test_gate_heads_special_values(ltx, device, per_head):
+    x = torch.tensor([[1.0, math.inf, -2.0, math.nan, 0.0, 3.0]], device=device).view(1, 6, 1)
+    logits = torch.tensor([[math.inf, 0.0, -math.inf, 1.0, math.nan, -200.0]], device=device)
+    for dtype in DTYPES:
+        for rounding in ("fp32", "eager"):
+            output = ltx.gate_heads(x.to(dtype), logits.to(dtype), 2.0, rounding=rounding).flatten().tolist()
+            assert output[:2] == [2.0, math.inf] and abs(output[2]) == 0 and abs(output[5]) == 0
+            assert math.isnan(output[3]) and math.isnan(output[4])
 
 
 # ---- Large

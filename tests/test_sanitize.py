@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import (
     ACTIVATIONS,
+    CLAMPED,
     DTYPES,
     MASKS,
     MODULATORS,
@@ -20,6 +21,7 @@ from helpers import (
     activation_case,
     attention_case,
     check_everywhere,
+    gate_heads_case,
     norm_case,
     plain_attention_case,
     qk_norm_rope_case,
@@ -62,7 +64,14 @@ def test_norms(ltx, device, op, dtype):
         run(ltx, device, norm_case(op, make, (2, ROWS, width), tables=tables), mixed)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@every_dtype
+@pytest.mark.parametrize("per_head", [True, False])
+def test_gates_of_heads(ltx, device, dtype, per_head):
+    for width in HEAD_WIDTHS:
+        run(ltx, device, gate_heads_case(Make("cpu", dtype, seed=width), (2, 5, 3, width), per_head=per_head))
+
+
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *CLAMPED])
 @every_dtype
 def test_activations(ltx, device, name, dtype):
     for width in GLU_WIDTHS:

@@ -1,4 +1,5 @@
-// Gated and plain activations: glu (geglu, swiglu) and gelu. Checks the tensors, fills GluParams and calls ltx::glu.
+// Gated and plain activations: glu (geglu, swiglu), swiglu_clamped, gelu and gate_heads. Checks the tensors, fills
+// GluParams and calls ltx::glu.
 #include "op_inputs.h"
 #include "torch_binding.h"
 
@@ -13,7 +14,7 @@ struct GluArgs : GluInputs {
 
 // One long row where nothing distinguishes rows: short rows then cost no more than long ones.
 void flatten(GluParams& p) {
-  const bool plain = !p.bias.data && p.rows.ndim <= 1;
+  const bool plain = !p.bias.data && p.rows.ndim <= 1 && p.gate_repeat == 1;
   for (const RowView* view : {&p.gate, &p.up, &p.out}) {
     if (!plain || (view->data && (view->column_stride != 1 || (p.rows.ndim == 1 && view->stride[0] != p.rows.width)))) {
       return;
@@ -66,6 +67,22 @@ GluArgs gelu_args(const Tensor& input, const OptionalTensor& bias, int64_t activ
   return a;
 }
 
+GluArgs clamped_args(const Tensor& input, const OptionalTensor& up, double alpha, double limit, bool interleaved,
+                     int64_t rounding) {
+  GluArgs a;
+  a.input = arg("input", input);
+  a.up = arg("up", up);
+  a.gated = true;
+  a.interleaved = interleaved;
+  a.activation = Activation::kClampedSilu;
+  a.rounding = check_rounding(rounding);
+  if (!std::isfinite(alpha)) fail("alpha", "a finite number", text(alpha));
+  if (!(limit >= 0)) fail("limit", "a number >= 0", text(limit));
+  a.alpha = alpha;
+  a.limit = limit;
+  return a;
+}
+
 Tensor run_fresh(GluArgs& a) {
   Tensor out = empty_rows(a.input, output_width(a));
   a.out = arg("out", out);
@@ -74,7 +91,135 @@ Tensor run_fresh(GluArgs& a) {
   return out;
 }
 
+// ---- Gates of heads
+
+struct GateArgs {
+  Arg input, logits, out;
+  double scale = 1.0;
+  Rounding rounding = Rounding::kFp32;
+  bool fresh_output = false;
+};
+
+// A tensor with other sizes and strides.
+struct Reshaped {
+  std::vector<int64_t> size, stride;
+  Arg a;
+
+  explicit Reshaped(const Arg& from)
+      : size(from.size, from.size + from.dim), stride(from.stride, from.stride + from.dim), a(from) {}
+  const Arg& get() {
+    a.dim = static_cast<int64_t>(size.size());
+    a.size = size.data();
+    a.stride = stride.data();
+    return a;
+  }
+  // [..., h, D] as [..., h * D].
+  const Arg& flatten() {
+    if (size.back() != 1) stride[stride.size() - 2] = stride.back();
+    size[size.size() - 2] *= size.back();
+    size.pop_back();
+    stride.pop_back();
+    return get();
+  }
+  // [..., h] as [..., h, 1], [..., h * D] as [..., h, D].
+  const Arg& unflatten(int64_t width) {
+    const int64_t step = stride.back();
+    size.back() /= width;
+    stride.back() = step * width;
+    size.push_back(width);
+    stride.push_back(step);
+    return get();
+  }
+};
+
+bool has_flat_heads(const Arg& a) {
+  const int64_t d = a.dim;
+  return a.size[d - 2] == 1 || a.size[d - 1] == 1 || a.stride[d - 2] == a.size[d - 1] * a.stride[d - 1];
+}
+
+void run(GateArgs& a) {
+  check_min_dim(a.input, 2);
+  GluParams p;
+  p.dtype = float_dtype(a.input);
+  p.activation = Activation::kSigmoid;
+  p.rounding = a.rounding;
+  p.scale = static_cast<float>(a.scale);
+  const int64_t heads = a.input.size[a.input.dim - 2], width = a.input.last();
+  check_same_device(a.logits, a.input);
+  check_same_dtype(a.logits, a.input);
+  bool fits = a.logits.dim == a.input.dim - 1;
+  for (int64_t d = 0; fits && d + 2 < a.input.dim; ++d) fits = a.logits.size[d] == a.input.size[d];
+  const bool per_head = fits && a.logits.last() == heads;
+  if (!fits || !(per_head || a.logits.last() == heads * width)) {
+    std::vector<int64_t> size(a.input.size, a.input.size + a.input.dim - 1);
+    std::vector<int64_t> flat = size;
+    flat.back() = heads * width;
+    fail(a.logits.name,
+         text("shape ", shape_text(size.data(), a.input.dim - 1), " (one per head) or ",
+              shape_text(flat.data(), a.input.dim - 1), " (one per column)"),
+         shape_text(a.logits));
+  }
+  if (!a.fresh_output) {
+    check_output(a.out, a.input, a.input.size, a.input.dim);
+    check_overlap(a.out, a.input, true);
+    check_overlap(a.out, a.logits, false);
+  }
+  if (a.input.numel() == 0) return;
+  p.gate_repeat = per_head ? width : 1;
+  Reshaped input(a.input), out(a.out), logits(a.logits);
+  const bool flat = has_flat_heads(a.input) && has_flat_heads(a.out);
+  const Arg& rows = flat ? input.flatten() : input.get();
+  RowSpace space(rows, rows.last());
+  space.add(p.up, rows);
+  space.add(p.gate, flat ? logits.get() : logits.unflatten(per_head ? 1 : width));
+  space.add(p.out, flat ? out.flatten() : out.get());
+  if (!space.finish(p.rows)) return;
+  flatten(p);
+  Launch launch(a.input);
+  ltx::glu(p, launch.context());
+}
+
+GateArgs gate_args(const Tensor& input, const Tensor& logits, double scale, int64_t rounding) {
+  GateArgs a;
+  a.input = arg("input", input);
+  a.logits = arg("logits", logits);
+  if (!std::isfinite(scale)) fail("scale", "a finite number", text(scale));
+  a.scale = scale;
+  a.rounding = check_rounding(rounding);
+  return a;
+}
+
 }  // namespace
+
+void gate_heads_out(const Tensor& out, const Tensor& input, const Tensor& logits, double scale, int64_t rounding) {
+  GateArgs a = gate_args(input, logits, scale, rounding);
+  a.out = mutable_arg("out", out);
+  run(a);
+}
+
+Tensor gate_heads(const Tensor& input, const Tensor& logits, double scale, int64_t rounding) {
+  GateArgs a = gate_args(input, logits, scale, rounding);
+  check_min_dim(a.input, 2);
+  float_dtype(a.input);
+  Tensor out = empty_rows(a.input, a.input.last());
+  a.out = arg("out", out);
+  a.fresh_output = true;
+  run(a);
+  return out;
+}
+
+void swiglu_clamped_out(const Tensor& out, const Tensor& input, const OptionalTensor& up, double alpha, double limit,
+                        bool interleaved, int64_t rounding) {
+  GluArgs a = clamped_args(input, up, alpha, limit, interleaved, rounding);
+  a.out = mutable_arg("out", out);
+  run(a);
+}
+
+Tensor swiglu_clamped(const Tensor& input, const OptionalTensor& up, double alpha, double limit, bool interleaved,
+                      int64_t rounding) {
+  GluArgs a = clamped_args(input, up, alpha, limit, interleaved, rounding);
+  return run_fresh(a);
+}
 
 void glu_out(const Tensor& out, const Tensor& input, const OptionalTensor& up, int64_t activation, bool gate_first,
              int64_t rounding) {

@@ -61,9 +61,11 @@ inline void add_inputs(RowSpace& space, NormParams& p, const NormInputs& a) {
 struct GluInputs {
   Arg input, up, bias;
   bool gated = false, gate_first = true;
+  bool interleaved = false;  // packed gate and up are neighbours, not halves
   Activation activation = Activation::kGelu;
+  double alpha = 1.0, limit = 0.0;
 
-  bool packed() const { return gated && !up; }  // gate and up are the halves of the input
+  bool packed() const { return gated && !up; }  // the input holds gate and up
 };
 
 inline Activation check_activation(int64_t code) {
@@ -83,18 +85,21 @@ inline int64_t output_width(const GluInputs& a) {
 inline void add_inputs(RowSpace& space, GluParams& p, const GluInputs& a) {
   p.dtype = float_dtype(a.input);
   p.activation = a.activation;
+  p.alpha = static_cast<float>(a.alpha);
+  p.limit = static_cast<float>(a.limit);
   space.add(p.gate, a.input);
   add_like(space, p.up, a.packed() ? a.input : a.up, a.input);
   space.add_vector(p.bias, a.bias);
 }
 
-// When the space is finished: both views of a packed input start at it; the second half begins `width` columns later.
+// When the space is finished: both views of a packed input start at it; the second one begins `width` columns later, or
+// one column where they are interleaved.
 inline void part_halves(GluParams& p, const GluInputs& a, int64_t width) {
   if (!a.packed()) return;
   RowView& second = a.gate_first ? p.up : p.gate;
   const int64_t stride = a.input.stride[a.input.dim - 1];
-  p.gate.column_stride = p.up.column_stride = stride;
-  second.data = static_cast<char*>(second.data) + width * stride * element_size(a.input);
+  p.gate.column_stride = p.up.column_stride = a.interleaved ? 2 * stride : stride;
+  second.data = static_cast<char*>(second.data) + (a.interleaved ? 1 : width) * stride * element_size(a.input);
 }
 
 // ---- Heads

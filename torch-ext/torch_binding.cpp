@@ -36,6 +36,14 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("glu(" LTX_GLU_ARGS ") -> Tensor");
   ops.def("glu_out(Tensor(a!) out, " LTX_GLU_ARGS ") -> ()");
 
+#define LTX_CLAMPED_ARGS "Tensor input, Tensor? up, float alpha, float limit, bool interleaved, int rounding"
+  ops.def("swiglu_clamped(" LTX_CLAMPED_ARGS ") -> Tensor");
+  ops.def("swiglu_clamped_out(Tensor(a!) out, " LTX_CLAMPED_ARGS ") -> ()");
+
+#define LTX_GATE_HEADS_ARGS "Tensor input, Tensor logits, float scale, int rounding"
+  ops.def("gate_heads(" LTX_GATE_HEADS_ARGS ") -> Tensor");
+  ops.def("gate_heads_out(Tensor(a!) out, " LTX_GATE_HEADS_ARGS ") -> ()");
+
 #define LTX_GELU_ARGS "Tensor input, Tensor? bias, int activation, int rounding"
   ops.def("gelu(" LTX_GELU_ARGS ") -> Tensor");
   ops.def("gelu_out(Tensor(a!) out, " LTX_GELU_ARGS ") -> ()");
@@ -104,6 +112,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(residual_norm);
   LTX_IMPL(gated_residual);
   LTX_IMPL(glu);
+  LTX_IMPL(swiglu_clamped);
+  LTX_IMPL(gate_heads);
   LTX_IMPL(gelu);
   LTX_IMPL(rope);
   LTX_IMPL(apply_rotary);

@@ -81,6 +81,12 @@ std::tuple<Tensor, Tensor> rope(const Tensor& query, const Tensor& key, const Op
 void glu_out(const Tensor& out, const Tensor& input, const OptionalTensor& up, int64_t activation, bool gate_first,
              int64_t rounding);
 Tensor glu(const Tensor& input, const OptionalTensor& up, int64_t activation, bool gate_first, int64_t rounding);
+void swiglu_clamped_out(const Tensor& out, const Tensor& input, const OptionalTensor& up, double alpha, double limit,
+                        bool interleaved, int64_t rounding);
+Tensor swiglu_clamped(const Tensor& input, const OptionalTensor& up, double alpha, double limit, bool interleaved,
+                      int64_t rounding);
+void gate_heads_out(const Tensor& out, const Tensor& input, const Tensor& logits, double scale, int64_t rounding);
+Tensor gate_heads(const Tensor& input, const Tensor& logits, double scale, int64_t rounding);
 void gelu_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, int64_t activation, int64_t rounding);
 Tensor gelu(const Tensor& input, const OptionalTensor& bias, int64_t activation, int64_t rounding);
 std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& scale,

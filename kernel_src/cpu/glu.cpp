@@ -3,6 +3,8 @@
 //   silu       x * sigmoid(x)
 //   gelu tanh  x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3); equal to x / 2 * (1 + tanh(u))
 //   gelu       x * Phi(x), Phi the normal distribution function; equal to x / 2 * (1 + erf(x / sqrt(2)))
+//   sigmoid    of a gate for each column or for several, times up and a scale
+//   clamped    g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit)
 //
 // The forms on the left keep a relative accuracy where the result is small, which 1 + tanh and 1 + erf lose.
 // Elementwise: rows are cut into column blocks, which are the units of parallel work.
@@ -90,6 +92,23 @@ LTX_INLINE Wide activate(const Wide& x) {
   return kCoarse ? gelu_coarse(x) : gelu(x);
 }
 
+LTX_INLINE Wide constant(float value) {
+  Wide x;
+  LTX_EACH_PART x.part[p] = splat(value);
+  return x;
+}
+
+// min(x, limit), where NaN stays.
+LTX_INLINE Wide at_most(const Wide& x, float limit) { return select(x * -1.f < -limit, constant(limit), x); }
+
+LTX_INLINE Wide clamp(const Wide& x, float limit) { return select(x < -limit, constant(-limit), at_most(x, limit)); }
+
+LTX_INLINE Wide sigmoid(const Wide& x) {
+  Wide one;
+  LTX_EACH_PART one.part[p] = x.part[p] != x.part[p] ? x.part[p] : splat(1.f);
+  return times_sigmoid(one, x);
+}
+
 // A column block: contiguous storage of the input's dtype; the bias is an arranged fp32 row. Absent operands are null.
 // The width is a multiple of kStep.
 struct Block {
@@ -99,7 +118,43 @@ struct Block {
   void* out;
   bool eager;
   DType bias_sum;  // the dtype that eager code adds the bias in
+  float scale, alpha, limit;
 };
+
+template <class T>
+LTX_INLINE Wide rounded(Wide x, bool eager) {
+  if (eager) {
+    LTX_EACH_PART x.part[p] = round_to<T>(x.part[p]);
+  }
+  return x;
+}
+
+// scale * sigmoid(gate) * up, or the clamped form. Eager code rounds each step.
+template <class T, Activation kActivation>
+void run_combining_block(const Block& block) {
+  const T *gate = static_cast<const T*>(block.gate), *up = static_cast<const T*>(block.up);
+  T* out = static_cast<T*>(block.out);
+  const bool eager = block.eager;
+  float limits[kLanes];
+  store(limits, round_to<T>(splat(block.limit)));
+  const float limit = eager ? limits[0] : block.limit;
+  for (int64_t c = 0; c < block.width; c += kStep) {
+    Wide g = load_wide(gate + c), u = load_wide(up + c);
+    if (kActivation == Activation::kSigmoid) {
+      const Wide weight = rounded<T>(sigmoid(g), eager) * block.scale;
+      store_wide(out + c, rounded<T>(weight, eager) * u);
+      continue;
+    }
+    g = at_most(g, limit);
+    u = rounded<T>(clamp(u, limit) + 1.f, eager);
+    if (eager) {
+      g = rounded<T>(g * rounded<T>(sigmoid(rounded<T>(g * block.alpha, true)), true), true);
+    } else {
+      g = times_sigmoid(g, g * block.alpha);
+    }
+    store_wide(out + c, g * u);
+  }
+}
 
 template <class T, Activation kActivation, bool kCoarse>
 void run_block(const Block& block) {
@@ -137,6 +192,10 @@ void run_block(const Block& block, Activation activation) {
       return run_block<T, Activation::kGeluTanh, false>(block);
     case Activation::kSilu:
       return run_block<T, Activation::kSilu, false>(block);
+    case Activation::kSigmoid:
+      return run_combining_block<T, Activation::kSigmoid>(block);
+    case Activation::kClampedSilu:
+      return run_combining_block<T, Activation::kClampedSilu>(block);
   }
 }
 
@@ -145,23 +204,43 @@ void run_block(const Block& block, DType dtype, Activation activation) {
   return dtype == DType::kFloat16 ? run_block<Half>(block, activation) : run_block<BFloat>(block, activation);
 }
 
+// Columns of a row in which each gate stands for `repeat` of them.
+void repeat_gates(void* target, const char* gates, DType dtype, int64_t stride, int64_t repeat, int64_t column,
+                  int64_t width) {
+  const int64_t size = static_cast<int64_t>(size_of(dtype));
+  char* at = static_cast<char*>(target);
+  for (int64_t c = 0; c < width; ++c) {
+    std::copy_n(gates + (column + c) / repeat * stride * size, size, at + c * size);
+  }
+}
+
 // Units are column blocks of rows.
 void glu_units(const GluParams& p, int64_t blocks, int64_t begin, int64_t end) {
-  Scratch scratch(4, kBlockColumns);
+  Scratch scratch(5, kBlockColumns);
   float *bias_row = scratch.take(), *gate_copy = scratch.take(), *up_copy = scratch.take(), *out_copy = scratch.take();
+  float* gate_row = scratch.take();
   const int64_t size = static_cast<int64_t>(size_of(p.dtype));
   const char* last_bias = nullptr;
   int64_t last_width = 0;
   Block block = {};
   block.eager = p.rounding == Rounding::kEager;
   block.bias_sum = promote(p.dtype, p.bias.dtype);
+  block.scale = p.scale;
+  block.alpha = p.alpha;
+  block.limit = p.limit;
+  const bool repeated = p.gate_repeat > 1;
+  const int64_t gate_stride = repeated ? 1 : p.gate.column_stride;
 
   RowIndex index(p.rows, begin / blocks);
   int64_t number = begin % blocks;
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t column = number * kBlockColumns;
     const int64_t width = std::min(kBlockColumns, p.rows.width - column);
-    char* gate = index.pointer(p.gate, column);
+    char* gate = index.pointer(p.gate, repeated ? 0 : column);
+    if (repeated) {
+      repeat_gates(gate_row, gate, p.dtype, p.gate.column_stride, p.gate_repeat, column, width);
+      gate = reinterpret_cast<char*>(gate_row);
+    }
     char* up = index.pointer(p.up, column);
     char* out = index.pointer(p.out, column);
     const char* bias = index.pointer(p.bias, column);
@@ -172,8 +251,7 @@ void glu_units(const GluParams& p, int64_t blocks, int64_t begin, int64_t end) {
       last_width = width;
     }
     // Whole steps of contiguous columns where they lie; the rest, or all columns of a strided operand, through copies.
-    const bool in_place =
-        p.gate.column_stride == 1 && p.out.column_stride == 1 && (up == nullptr || p.up.column_stride == 1);
+    const bool in_place = gate_stride == 1 && p.out.column_stride == 1 && (up == nullptr || p.up.column_stride == 1);
     const int64_t whole = in_place ? width / kStep * kStep : 0;
     block.width = whole;
     block.gate = gate;
@@ -182,7 +260,7 @@ void glu_units(const GluParams& p, int64_t blocks, int64_t begin, int64_t end) {
     block.bias = bias == nullptr ? nullptr : bias_row;
     run_block(block, p.dtype, p.activation);
     if (const int64_t rest = width - whole) {
-      gather(gate_copy, gate + whole * size, p.dtype, p.gate.column_stride, rest);
+      gather(gate_copy, gate + whole * size, p.dtype, gate_stride, rest);
       if (up != nullptr) gather(up_copy, up + whole * size, p.dtype, p.up.column_stride, rest);
       block.width = round_up(rest, kStep);
       block.gate = gate_copy;

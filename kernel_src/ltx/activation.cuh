@@ -1,4 +1,4 @@
-// Activations of one number: gelu, its tanh form, silu.
+// Activations of one number: gelu, its tanh form, silu, sigmoid.
 //
 //   gelu(x)      = x / 2 * (1 + erf(x / sqrt(2)))
 //   gelu_tanh(x) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3)     the same as x / 2 * (1 + tanh(u))
@@ -43,6 +43,17 @@ __device__ __forceinline__ float times_sigmoid(float x, float t) {
     // The sixteenths keep the reciprocal of 1 + exp(88) normal.
     if constexpr (kTiny) return x * 0.0625f * fast_reciprocal(fmaf(power, 0.0625f, 0.0625f));
     return x * fast_reciprocal(1.f + power);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float sigmoid(float x) {
+  if constexpr (sizeof(T) == 4) {
+    const float power = expf(-fabsf(x));
+    const float y = 1.f / (1.f + power);
+    return x < 0.f ? y * power : y;
+  } else {
+    return fast_reciprocal(1.f + fast_exp2(x * kExponentUnit<T>));
   }
 }
 

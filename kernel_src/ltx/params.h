@@ -15,7 +15,7 @@ namespace ltx {
 enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 enum class Statistic : int32_t { kNone = 0, kRms = 1, kLayer = 2 };
 enum class Rounding : int32_t { kFp32 = 0, kEager = 1 };
-enum class Activation : int32_t { kGelu = 0, kGeluTanh = 1, kSilu = 2 };
+enum class Activation : int32_t { kGelu = 0, kGeluTanh = 1, kSilu = 2, kSigmoid = 3, kClampedSilu = 4 };
 enum class QkNorm : int32_t { kNone = 0, kPerHead = 1, kAcrossHeads = 2 };
 enum class PositionType : int32_t { kInt64 = 0, kInt32 = 1, kFloat32 = 2 };
 
@@ -73,12 +73,16 @@ struct NormParams {
 };
 
 // out = activation(gate) * up. Without up: out = activation(gate + bias), bias being one optional row.
+// kSigmoid:     out = scale * sigmoid(gate) * up, one column of gate for every gate_repeat columns of up
+// kClampedSilu: out = g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit)
 // gate, up and out have dtype `dtype`.
 struct GluParams {
   Rows rows;
   DType dtype = DType::kFloat32;
   Activation activation = Activation::kGelu;
   Rounding rounding = Rounding::kFp32;
+  float scale = 1.f, alpha = 1.f, limit = 0.f;
+  int64_t gate_repeat = 1;
   RowView gate, up, bias, out;
 };
 

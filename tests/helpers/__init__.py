@@ -2,6 +2,7 @@
 
 from .cases import (
     ACTIVATIONS,
+    CLAMPED,
     DTYPES,
     MASKS,
     MODULATORS,
@@ -17,6 +18,7 @@ from .cases import (
     every_op,
     every_quantising_case,
     gate_and_up,
+    gate_heads_case,
     modulator_shape,
     norm_case,
     plain_attention_case,
@@ -30,6 +32,7 @@ from .numeric import assert_close_to_eager, assert_close_to_fp64, assert_same_bi
 
 __all__ = [
     "ACTIVATIONS",
+    "CLAMPED",
     "DTYPES",
     "LAYOUTS",
     "MASKS",
@@ -57,6 +60,7 @@ __all__ = [
     "every_op",
     "every_quantising_case",
     "gate_and_up",
+    "gate_heads_case",
     "guarded_output",
     "kernels_of",
     "modulator_shape",

@@ -50,6 +50,12 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gelu erf, bias": ("gelu", {"approximate": "none"}, "bias"),
     "gelu tanh, bias": ("gelu", {"approximate": "tanh"}, "bias"),
 }
+# The same of swiglu_clamped, which has no quantising twin.
+CLAMPED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "swiglu_clamped": ("swiglu_clamped", {}, "packed"),
+    "swiglu_clamped, halves": ("swiglu_clamped", {"layout": "half", "alpha": 1.3, "limit": 2.5}, "packed"),
+    "swiglu_clamped of two": ("swiglu_clamped", {"limit": 1.0}, "two"),
+}
 
 
 class Make:
@@ -94,6 +100,10 @@ class Case:
     @property
     def is_activation(self) -> bool:
         return self.op in ("geglu", "swiglu", "gelu")
+
+    @property
+    def packs_gate_and_up(self) -> bool:
+        return self.op in ("geglu", "swiglu", "swiglu_clamped") and self.kwargs.get("up") is None
 
     @property
     def is_rotary(self) -> bool:
@@ -159,7 +169,7 @@ class Case:
             if self.is_rotary:
                 has_batch = name in ("input", "query", "key") or value.dim() > 2 or name == "positions"
             else:  # two dimensions are per batch, all others broadcast
-                has_batch = value.dim() == 2 or value.dim() == first.dim()
+                has_batch = self.op == "gate_heads" or value.dim() == 2 or value.dim() == first.dim()
             return value[index : index + 1] if has_batch else value
 
         return dataclasses.replace(self, kwargs={name: narrowed(name, value) for name, value in self.kwargs.items()})
@@ -193,6 +203,10 @@ class Case:
             return _norm_terms(self.op, self.kwargs)
         if self.is_activation:
             return (_activation_terms(self.op, self.kwargs),)
+        if self.op == "swiglu_clamped":
+            return (_clamped_terms(self.kwargs),)
+        if self.op == "gate_heads":
+            return (_head_gate_terms(self.kwargs),)
         if self.is_attention:
             return (Truth(self.kwargs).terms(ltx._variant.COMPILED_DEVICE == "cuda"),)
         return _rotary_terms(self, ltx)
@@ -203,6 +217,10 @@ class Case:
             return _norm_eager(self.op, self.kwargs)
         if self.is_activation:
             return (_activation_eager(self.op, self.kwargs),)
+        if self.op == "swiglu_clamped":
+            return (_clamped_eager(self.kwargs),)
+        if self.op == "gate_heads":
+            return (self.kwargs["input"] * _head_gates(self.kwargs),)
         if self.is_attention:
             return (attention_eager(self.kwargs),)
         return _rotary_eager(self)
@@ -358,7 +376,7 @@ def _norm_eager(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def activation_case(name: str, make: Make, shape: Sequence[int], **options: Any) -> Case:
     """`shape` is that of the output."""
-    op, own, form = ACTIVATIONS[name]
+    op, own, form = {**ACTIVATIONS, **CLAMPED}[name]
     width = shape[-1]
     kwargs: dict[str, Any] = {"input": make(*shape[:-1], 2 * width if form == "packed" else width, std=2.0)}
     if form == "two":
@@ -403,6 +421,47 @@ def _activation_eager(op: str, kwargs: dict[str, Any]) -> Tensor:
     approximate = "tanh" if _is_tanh(op, kwargs) else "none"
     activated = F.silu(gate) if op == "swiglu" else F.gelu(gate, approximate=approximate)
     return activated if up is None else activated * up
+
+
+def _clamped_gate_and_up(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    gate, up = kwargs["input"], kwargs.get("up")
+    if up is None:
+        half = kwargs.get("layout") == "half"
+        gate, up = gate.chunk(2, -1) if half else gate.unflatten(-1, (-1, 2)).unbind(-1)
+    limit = kwargs.get("limit", 7.0)
+    return gate.clamp(max=limit), up.clamp(-limit, limit)
+
+
+def _clamped_eager(kwargs: dict[str, Any]) -> Tensor:
+    gate, up = _clamped_gate_and_up(kwargs)
+    return (up + 1) * (gate * torch.sigmoid(gate * kwargs.get("alpha", 1.702)))
+
+
+def _clamped_terms(kwargs: dict[str, Any]) -> Tensor:
+    gate, up = (x.double() for x in _clamped_gate_and_up(kwargs))
+    argument = gate * kwargs.get("alpha", 1.702)
+    return gate.abs() * torch.sigmoid(argument) * (1 + argument.abs()) * (up.abs() + 1)
+
+
+def gate_heads_case(make: Make, shape: Sequence[int], *, per_head: bool = True, **options: Any) -> Case:
+    """gate_heads of an input [..., heads, D]."""
+    *leading, heads, width = shape
+    logits = make(*leading, heads if per_head else heads * width, std=3.0)
+    return Case("gate_heads", {"input": make(*shape), "logits": logits, **options})
+
+
+def _head_gates(kwargs: dict[str, Any], sigmoid: Any = torch.sigmoid) -> Tensor:
+    heads = kwargs["input"].shape[-2:]
+    logits = kwargs["logits"]
+    logits = logits[..., None] if logits.shape[-1] == heads[0] else logits.unflatten(-1, heads)
+    return kwargs.get("scale", 1.0) * sigmoid(logits)
+
+
+def _head_gate_terms(kwargs: dict[str, Any]) -> Tensor:
+    def steep(logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits.double()) * (1 + logits.double().abs())
+
+    return kwargs["input"].double().abs() * _head_gates(kwargs, steep).abs()
 
 
 # ---- Rotary
@@ -611,7 +670,12 @@ def every_case(make: Make) -> dict[str, Case]:
         found[op] = norm_case(op, make, (2, 3, 64), tables=tables)
     for name in ("geglu of two", "swiglu of two", "geglu erf", "gelu tanh, bias"):
         found[name] = activation_case(name, make, (2, 3, 64))
+    found["swiglu_clamped"] = activation_case("swiglu_clamped", make, (2, 3, 64))
     sizes = (2, 5, 3, 16)
+    for per_head in (True, False):
+        found[f"gate_heads per {'head' if per_head else 'column'}"] = gate_heads_case(
+            make, sizes, per_head=per_head, scale=2.0
+        )
     found["apply_rotary"] = rotary_case(make, sizes)
     found["apply_rotary_qk"] = rotary_case(make, sizes, key=(4, 7), table="[S, D/2]")
     for across_heads in (True, False):
@@ -772,6 +836,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None, layout:
 
 __all__ = [
     "ACTIVATIONS",
+    "CLAMPED",
     "DTYPES",
     "LAYOUTS",
     "MASKS",
@@ -787,6 +852,7 @@ __all__ = [
     "every_op",
     "every_quantising_case",
     "gate_and_up",
+    "gate_heads_case",
     "modulator_shape",
     "norm_case",
     "plain_attention_case",

@@ -146,7 +146,7 @@ def check_streams(ltx: Any, cases: Sequence[Case]) -> None:
 
 def _in_place_of(name: str, case: Case) -> tuple[Tensor, ...] | None:
     """The tensors that outputs may overwrite exactly; None where the op cannot work in their place."""
-    if name not in case.kwargs or (case.is_activation and case.op != "gelu" and "up" not in case.kwargs):
+    if name not in case.kwargs or case.packs_gate_and_up:
         return None
     if not case.takes_out or (case.is_attention and name != "query"):
         return None

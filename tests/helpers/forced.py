@@ -15,6 +15,7 @@ import torch
 
 from helpers import (
     ACTIVATIONS,
+    CLAMPED,
     DTYPES,
     MASKS,
     MODULATORS,
@@ -24,6 +25,7 @@ from helpers import (
     activation_case,
     attention_case,
     check,
+    gate_heads_case,
     norm_case,
     qk_norm_rope_case,
     rope_case,
@@ -52,9 +54,13 @@ def cases(family: str, device: str) -> dict[str, Case]:
                     wide = norm_case(op, make, (2, 5, width), param_dtype=torch.float32, modulation_dtype=torch.float32)
                     found[f"{op} {dtype} {width} fp32"] = wide
         elif family == "glu":
-            for name in ACTIVATIONS:
+            for name in (*ACTIVATIONS, *CLAMPED):
                 for width in GLU_WIDTHS:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))
+            for heads, width in HEADS:
+                for per_head in (True, False):
+                    case = gate_heads_case(make, (2, 7, heads, width), per_head=per_head, scale=2.0)
+                    found[f"gate_heads {per_head} {dtype} {heads}x{width}"] = case
         elif family == "quant":
             for op in ("rmsnorm", "gated_residual_adaln_rmsnorm"):
                 for width in NORM_WIDTHS:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .attention import has_kernel
 from .cases import (
     ACTIVATIONS,
+    CLAMPED,
     DTYPES,
     MASKS,
     MODULATORS,
@@ -27,6 +28,7 @@ from .cases import (
     Make,
     activation_case,
     attention_case,
+    gate_heads_case,
     modulator_shape,
     norm_case,
     plain_attention_case,
@@ -250,12 +252,41 @@ class Activation:
         return activation_case(self.name, make, self.shape, **options)
 
 
-activations = st.builds(
-    Activation,
-    name=st.sampled_from(list(ACTIVATIONS)),
-    shape=shapes(),
+def activations(names: list[str]) -> st.SearchStrategy[Activation]:
+    return st.builds(
+        Activation,
+        name=st.sampled_from(names),
+        shape=shapes(),
+        dtype=dtypes,
+        param_dtype=dtypes,
+        memory=memories,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadGates:
+    leading: tuple[int, ...]
+    heads: tuple[int, int]  # heads, D
+    per_head: bool
+    scale: float
+    dtype: torch.dtype
+    memory: Memory
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        make = Make("cpu", self.dtype, self.memory.seed)
+        case = gate_heads_case(make, (*self.leading, *self.heads), per_head=self.per_head, scale=self.scale)
+        self.memory.check(ltx, device, case, tally)
+
+
+head_gates = st.builds(
+    HeadGates,
+    leading=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+    heads=st.tuples(
+        st.one_of(st.integers(1, 6), st.sampled_from([24, 32])), st.one_of(st.integers(1, 70), st.just(128))
+    ),
+    per_head=st.booleans(),
+    scale=st.sampled_from([1.0, 2.0, 0.3]),
     dtype=dtypes,
-    param_dtype=dtypes,
     memory=memories,
 )
 
@@ -534,7 +565,7 @@ def has_whole_rows(of: Norm | Activation) -> bool:
 
 quantised = st.builds(
     Quantised,
-    of=st.one_of(norms(), activations).map(quantisable).filter(has_whole_rows),
+    of=st.one_of(norms(), activations(list(ACTIVATIONS))).map(quantisable).filter(has_whole_rows),
     rows_alone=st.sampled_from([False, False, True]),
     static_scale=st.sampled_from([None, None, 0.01, 3.0]),
 )
@@ -542,8 +573,9 @@ quantised = st.builds(
 # Each with its part of the cases.
 FAMILIES = {
     "norms": (norms(), 0.28),
-    "activations": (activations, 0.13),
-    "rotary": (rotaries, 0.26),
+    "activations": (activations([*ACTIVATIONS, *CLAMPED]), 0.13),
+    "gates of heads": (head_gates, 0.04),
+    "rotary": (rotaries, 0.22),
     "rope": (ropes, 0.08),
     "attention": (attentions, 0.1),
     "plain attention": (plain_attentions, 0.05),

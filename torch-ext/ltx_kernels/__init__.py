@@ -20,7 +20,7 @@ from .adaln import (
     gated_residual_adaln_rmsnorm,
 )
 from .attention import attention, qk_norm_cross_attention
-from .glu import geglu, gelu, swiglu
+from .glu import gate_heads, geglu, gelu, swiglu, swiglu_clamped
 from .integrations import kernel_mapping, optimize, restore
 from .norm import layernorm, rmsnorm, rmsnorm_residual
 from .quant import (
@@ -48,6 +48,7 @@ __all__ = [
     "apply_rotary",
     "apply_rotary_qk",
     "attention",
+    "gate_heads",
     "gated_residual",
     "gated_residual_adaln_layernorm",
     "gated_residual_adaln_rmsnorm",
@@ -75,5 +76,6 @@ __all__ = [
     "rope_3d",
     "scaled_linear",
     "swiglu",
+    "swiglu_clamped",
     "swiglu_quant",
 ]

@@ -255,6 +255,11 @@ def _eps(eps: float, name: str = "eps") -> None:
         _fail(name, "a finite number >= 0", format(eps, "g"))
 
 
+def _finite(name: str, value: float) -> None:
+    if not -math.inf < value < math.inf:  # math.isfinite of a symbolic number cannot be traced
+        _fail(name, "a finite number", format(value, "g"))
+
+
 def _code(name: str, value: int, first: int, last: int) -> None:
     if value < first or value > last:
         _fail(name, f"a code from {first} to {last}", str(value))
@@ -390,6 +395,42 @@ def check_glu(
     shape = (*input.shape[:-1], width)
     _output("out", out, "input", input, shape)
     return shape
+
+
+def check_swiglu_clamped(
+    input: Tensor, *, alpha: float, limit: float, interleaved: bool, rounding: int, **arguments: Any
+) -> tuple[int, ...]:
+    """The arguments of swiglu_clamped; returns the shape of the output."""
+    _code("rounding", rounding, FP32, EAGER)
+    _finite("alpha", alpha)
+    if not limit >= 0:
+        _fail("limit", "a number >= 0", format(limit, "g"))
+    return check_glu(input, gated=True, activation=SILU, rounding=rounding, **arguments)
+
+
+def check_gate_heads(
+    input: Tensor,
+    logits: Tensor,
+    *,
+    scale: float,
+    rounding: int = FP32,
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> None:
+    _finite("scale", scale)
+    _code("rounding", rounding, FP32, EAGER)
+    _min_dim("input", input, 2)
+    _float_dtype("input", input, float64)
+    _same_device("logits", logits, "input", input)
+    _same_dtype("logits", logits, "input", input)
+    *leading, heads, width = input.shape
+    fits = logits.dim() == len(leading) + 1
+    for size, wanted in zip(logits.shape, leading):
+        fits = fits and size == wanted
+    if not fits or not (logits.shape[-1] == heads or logits.shape[-1] == heads * width):
+        shapes = [_shape_text((*leading, columns)) for columns in (heads, heads * width)]
+        _fail("logits", f"shape {shapes[0]} (one per head) or {shapes[1]} (one per column)", _shape_text(logits.shape))
+    _output("out", out, "input", input, input.shape)
 
 
 # ---- quant.cpp
@@ -842,8 +883,8 @@ def check_rope(
 
 
 def _scale(scale: float | None) -> None:
-    if scale is not None and not math.isfinite(scale):
-        _fail("scale", "a finite number", format(scale, "g"))
+    if scale is not None:
+        _finite("scale", scale)
 
 
 def _key_and_value(query: Tensor, key: Tensor, value: Tensor) -> None:

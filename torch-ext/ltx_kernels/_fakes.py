@@ -66,6 +66,17 @@ def _glu(outs: Outs, compute: bool, *, input: Tensor, gated: bool = True, **argu
     return (reference.gated_unit(input, gated=gated, **arguments) if compute else input.new_empty(shape),)
 
 
+def _swiglu_clamped(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_swiglu_clamped(input, **outs, **arguments)
+    return (reference.clamped_unit(input, **arguments) if compute else input.new_empty(shape),)
+
+
+def _gate_heads(outs: Outs, compute: bool, **arguments: Any) -> Results:
+    _checks.check_gate_heads(**arguments, **outs)
+    input = arguments["input"]
+    return (reference.head_gates(**arguments) if compute else input.new_empty(input.shape),)
+
+
 def _gelu(outs: Outs, compute: bool, **arguments: Any) -> Results:
     return _glu(outs, compute, gated=False, **arguments)
 
@@ -146,6 +157,8 @@ BODIES: dict[str, Callable[..., Results]] = {
     "norm_quant": _norm_quant,
     "residual_norm_quant": _norm_quant,
     "glu": _glu,
+    "swiglu_clamped": _swiglu_clamped,
+    "gate_heads": _gate_heads,
     "gelu": _gelu,
     "glu_quant": _glu_quant,
     "gelu_quant": _gelu_quant,

@@ -1,13 +1,15 @@
-"""Gated linear units and GELU."""
+"""Gated linear units, GELU, and gates of attention heads."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ._call import op
-from ._checks import APPROXIMATE, ROUNDING, SILU, choice
+from ._checks import APPROXIMATE, INTERLEAVED, ROUNDING, SILU, choice
 
 _glu = op("glu")
+_swiglu_clamped = op("swiglu_clamped")
+_gate_heads = op("gate_heads")
 _gelu = op("gelu")
 
 
@@ -117,3 +119,77 @@ def gelu(
     """
     activation = choice("approximate", APPROXIMATE, approximate)
     return _gelu(out, input, bias, activation, choice("rounding", ROUNDING, rounding))
+
+
+def swiglu_clamped(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    layout: str = "interleaved",
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+) -> Tensor:
+    """SwiGLU of clamped inputs, with a linear part that is centred at one.
+
+    Equivalent to::
+
+        gate, up = input.float()[..., 0::2], input.float()[..., 1::2]   # layout="half": input.float().chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(input.dtype)
+
+    Args:
+        input: [..., 2N], gate and up in one tensor; with ``up``: the gate, [..., N]. float32, float16 or bfloat16.
+        up: None, or the linear part, like input in shape, dtype and device.
+        alpha: What the gate is multiplied by inside the sigmoid.
+        limit: The largest gate, and the largest magnitude of up; >= 0.
+        layout: How gate and up lie in one tensor: "interleaved" as g0, u0, g1, u1, ..., "half" as two halves, the gate
+            first.
+        rounding: "fp32" rounds once, at the end; "eager" rounds every step to the input's dtype.
+        out: Where to write, [..., N], of the input's dtype and device; with ``up`` it may be input or up itself.
+
+    Returns:
+        [..., N], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``layout`` or ``rounding``.
+
+    Source: GptOssExperts (transformers): gate_up, alpha 1.702, limit 7.
+    """
+    interleaved = choice("layout", INTERLEAVED, layout)
+    return _swiglu_clamped(out, input, up, alpha, limit, interleaved, choice("rounding", ROUNDING, rounding))
+
+
+def gate_heads(
+    input: Tensor, logits: Tensor, scale: float = 1.0, *, rounding: str = "fp32", out: Tensor | None = None
+) -> Tensor:
+    """Gates the heads of an attention's output.
+
+    Equivalent to::
+
+        gate = scale * torch.sigmoid(logits.float())
+        gate = gate[..., None] if gate.shape[-1] == heads else gate.unflatten(-1, (heads, D))
+        (input.float() * gate).to(input.dtype)
+
+    Args:
+        input: [..., heads, D], float32, float16 or bfloat16; any strides.
+        logits: [..., heads], a gate for each head (LTX-2.3, with a scale of 2), or [..., heads * D], a gate for each
+            column (Krea 2); input's leading sizes, dtype and device; any strides, so also columns of a wider product.
+        scale: What the gates are multiplied by.
+        rounding: "fp32" rounds once, at the end; "eager" rounds the sigmoid and the scaled gate as well.
+        out: Where to write, like input; may be input itself.
+
+    Returns:
+        [..., heads, D], contiguous, in the input's dtype; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: LTX2Attention (diffusers): to_gate_logits.
+    """
+    return _gate_heads(out, input, logits, scale, choice("rounding", ROUNDING, rounding))

@@ -46,6 +46,7 @@ __all__ = [
     "apply_rotary",
     "apply_rotary_qk",
     "attention",
+    "gate_heads",
     "gated_residual",
     "gated_residual_adaln_layernorm",
     "gated_residual_adaln_rmsnorm",
@@ -66,6 +67,7 @@ __all__ = [
     "rope_1d",
     "rope_3d",
     "swiglu",
+    "swiglu_clamped",
     "swiglu_quant",
 ]
 
@@ -517,6 +519,58 @@ def gelu(
         activation=choice("approximate", APPROXIMATE, approximate),
         rounding=choice("rounding", ROUNDING, rounding),
     )
+
+
+def clamped_unit(
+    input: Tensor, *, up: Tensor | None, alpha: float, limit: float, interleaved: bool, rounding: int = FP32
+) -> Tensor:
+    """g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit) and u = clamp(up, -limit, limit)."""
+    dtype = input.dtype
+    gate = input
+    if up is None:
+        width = input.shape[-1] // 2
+        gate, up = (input[..., 0::2], input[..., 1::2]) if interleaved else (input[..., :width], input[..., width:])
+    if rounding == FP32:
+        gate, up = gate.to(_compute_dtype(input)), up.to(_compute_dtype(input))
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    out = (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    return out.to(dtype).contiguous()
+
+
+def swiglu_clamped(
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    layout: str = "interleaved",
+    rounding: str = "fp32",
+) -> Tensor:
+    arguments: dict[str, Any] = {
+        "up": up,
+        "alpha": alpha,
+        "limit": limit,
+        "interleaved": choice("layout", INTERLEAVED, layout),
+        "rounding": choice("rounding", ROUNDING, rounding),
+    }
+    _checks.check_swiglu_clamped(input, float64=True, **arguments)
+    return clamped_unit(input, **arguments)
+
+
+def head_gates(input: Tensor, logits: Tensor, *, scale: float, rounding: int = FP32) -> Tensor:
+    """input * scale * sigmoid(logits), the logits one per head or one per column."""
+    dtype = input.dtype
+    heads, width = input.shape[-2:]
+    logits = logits.unsqueeze(-1) if logits.shape[-1] == heads else logits.unflatten(-1, (heads, width))
+    if rounding == FP32:
+        input, logits = input.to(_compute_dtype(input)), logits.to(_compute_dtype(input))
+    return (input * (scale * torch.sigmoid(logits))).to(dtype).contiguous()
+
+
+def gate_heads(input: Tensor, logits: Tensor, scale: float = 1.0, *, rounding: str = "fp32") -> Tensor:
+    mode = choice("rounding", ROUNDING, rounding)
+    _checks.check_gate_heads(input, logits, scale=scale, rounding=mode, float64=True)
+    return head_gates(input, logits, scale=scale, rounding=mode)
 
 
 # ---- Quantised rows
