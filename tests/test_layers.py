@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import copy
 import importlib.util
-import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 import torch
 from helpers import assert_close_to_eager, assert_close_to_fp64
 from helpers.build import REPO_ID, ROOT
+from helpers.language_models import LAYERS, WIDTH, assert_close, distance, gradients, make_ids, make_model
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -33,7 +33,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LAYERS, WIDTH = 2, 64
 # By library name; Qwen3 also normalises queries and keys.
 NORMS = {"Llama": 2 * LAYERS + 1, "Mistral": 2 * LAYERS + 1, "Qwen2": 2 * LAYERS + 1, "Qwen3": 4 * LAYERS + 1}
 HALF = [torch.bfloat16, torch.float16]
@@ -72,37 +71,8 @@ def rotary_functions() -> list[nn.Module]:
     return [function for function in functions if isinstance(function, nn.Module)]
 
 
-def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "Llama", **config: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": 99}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    tokens = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
-    config_class = getattr(transformers, f"{family}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            nn.init.normal_(parameter, 1.0, 0.2)  # as constructed they are all one
-        elif not name.endswith("bias"):
-            nn.init.normal_(parameter, 0.0, 0.2)  # as constructed they hardly do anything
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-
-
-def make_ids(device: str, length: int = 9) -> Tensor:
-    return torch.randint(1, 99, (2, length), generator=torch.Generator().manual_seed(1)).to(device)
-
-
 def norms(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if "RMSNorm" in type(m).__name__]
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-def assert_close(got: Tensor, stock: Tensor) -> None:
-    """Not further from stock than the order of sums in float32, or a few roundings to half precision, can take it."""
-    assert got.dtype == stock.dtype and got.shape == stock.shape
-    assert distance(got, stock) < (1e-5 if got.dtype == torch.float32 else 4 * torch.finfo(got.dtype).eps)
 
 
 # ---- optimize
@@ -114,7 +84,7 @@ def assert_close(got: Tensor, stock: Tensor) -> None:
 def test_forward(ltx: ModuleType, device: str, family: str, dtype: torch.dtype, rounding: str) -> None:
     model, ids = make_model(device, dtype, family), make_ids(device)
     stock, exact = model(ids).logits, copy.deepcopy(model).float()(ids).logits
-    report = ltx.optimize(model, rounding=rounding, strict=True)
+    report = ltx.optimize(model, level="norms", rounding=rounding, strict=True)
     ours = model(ids).logits
     assert report.replaced == {f"transformers.{family}RMSNorm": NORMS[family]}
     assert report.sites[0].calls == NORMS[family] and report.fallbacks == {}
@@ -149,24 +119,6 @@ def test_one_norm(ltx: ModuleType, device: str, dtype: torch.dtype, family: str)
             assert_close_to_fp64(stock, truth, truth.abs())
 
 
-@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic cache", "static cache"])
-@pytest.mark.parametrize("rounding", ["fp32", "eager"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_generation(ltx: ModuleType, device: str, family: str, rounding: str, cache: str | None) -> None:
-    """With the cache of keys and values, and with prompts of two lengths."""
-    model, ids = make_model(device, family=family), make_ids(device)
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "cache_implementation": cache}
-    if cache == "static":
-        options["disable_compile"] = True
-    stock = model.generate(ids, **options)
-    report = ltx.optimize(model, rounding=rounding)
-    assert torch.equal(model.generate(ids, **options), stock)
-    assert report.sites[0].calls == 20 * NORMS[family] and report.fallbacks == {}
-    assert len(stock[:, ids.shape[1] :].unique()) > 5  # not one token over and over
-
-
 def test_faults_would_show(ltx: ModuleType, device: str) -> None:
     """A weight or an eps that was forgotten moves the result far more than rounding does."""
     model, ids = make_model(device), make_ids(device)
@@ -192,39 +144,39 @@ def test_short_inputs(ltx: ModuleType, device: str, length: int) -> None:
 
 
 def test_other_norms_are_named(ltx: ModuleType, device: str) -> None:
-    """Gemma's weight counts from one; nothing of it is touched, whatever its class is called."""
-    ids = make_ids(device)
-    gemma = make_model(device, family="Gemma")
-    stock = gemma(ids).logits
+    """What nobody has looked at, or what computes something else, stays as it is, whatever its class is called."""
+    name = "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated"
+    gated = nn.Sequential(class_named(name)(WIDTH)).to(device)
     with pytest.warns(UserWarning, match="nothing was replaced"):
-        report = ltx.optimize(gemma)
-    name = "transformers.models.gemma.modeling_gemma.GemmaRMSNorm"
-    reason = f"{name}: it multiplies by 1 + weight, not by weight"
-    assert report.left_alone["model.norm"] == reason and reason in str(report)
-    assert list(report.left_alone.values()).count(reason) == 2 * LAYERS + 1 and report.sites == []
-    assert torch.equal(gemma(ids).logits, stock)
-    with pytest.raises(RuntimeError, match=r"model\.norm: .*GemmaRMSNorm: it multiplies by 1 \+ weight"):
-        ltx.optimize(gemma, strict=True)
+        report = ltx.optimize(gated)
+    assert report.left_alone["0"] == f"{name}: it has a gate" in str(report) and report.sites == []
+    with pytest.raises(RuntimeError, match=r"0: .*Qwen3NextRMSNormGated: it has a gate"):
+        ltx.optimize(gated, strict=True)
 
     class OwnNorm(LlamaRMSNorm):
         def forward(self, hidden_states: Tensor) -> Tensor:
             return 2 * super().forward(hidden_states)
 
-    model = make_model(device)
+    model, ids = make_model(device), make_ids(device)
     model.model.norm = OwnNorm(WIDTH).to(device)
     model.model.layers[0].input_layernorm = GemmaRMSNorm(WIDTH).to(device)
     stock = model(ids).logits
     report = ltx.optimize(model)
-    assert report.replaced == {"transformers.LlamaRMSNorm": NORMS["Llama"] - 2}
-    assert report.left_alone["model.layers.0.input_layernorm"] == reason
+    assert report.replaced["transformers.LlamaRMSNorm"] == NORMS["Llama"] - 2
+    assert report.replaced["transformers.GemmaRMSNorm"] == report.replaced["transformers.LlamaDecoderLayer"] == 1
+    assert report.left_alone["model.layers.0"].endswith("input_layernorm is " + class_of(GemmaRMSNorm))
     assert "OwnNorm is a subclass of transformers.models.llama" in report.left_alone["model.norm"]
     assert_close(model(ids).logits, stock)
     with pytest.raises(RuntimeError, match="strict"):
         ltx.optimize(model, strict=True)
 
-    phi = make_model(device, family="Phi3")
-    with pytest.warns(UserWarning, match=r"transformers\.models\.phi3\.modeling_phi3\.Phi3RMSNorm is not known"):
-        assert ltx.optimize(phi).left_alone["model.norm"].endswith("Phi3RMSNorm is not known")
+    other = nn.Sequential(class_named("transformers.models.glm4.modeling_glm4.Glm4RMSNorm")(WIDTH))
+    with pytest.warns(UserWarning, match=r"transformers\.models\.glm4\.modeling_glm4\.Glm4RMSNorm is not known"):
+        assert ltx.optimize(other).left_alone["0"].endswith("Glm4RMSNorm is not known")
+
+
+def class_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def test_layer_norms_of_transformers(ltx: ModuleType, device: str) -> None:
@@ -234,7 +186,7 @@ def test_layer_norms_of_transformers(ltx: ModuleType, device: str) -> None:
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).to(device).eval().requires_grad_(False)
     ids = make_ids(device)
     stock = model(ids).logits
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, level="norms")
     assert report.replaced == {"torch.LayerNorm": LAYERS + 1}
     assert_close(model(ids).logits, stock)
     assert report.fallbacks == {}
@@ -246,72 +198,62 @@ def class_named(name: str) -> Any:
     return getattr(importlib.import_module(module), cls, None) if importlib.util.find_spec(module) else None
 
 
-def test_reasons_hold(ltx: ModuleType, device: str) -> None:
-    """What the registry says of classes that it leaves alone is what they do."""
-    reasons = ltx.integrations.transformers.DIFFERENT
-    classes = {name: cls for name in reasons if (cls := class_named(name)) is not None}
-    assert len(classes) > 10
+def test_forms_hold(ltx: ModuleType, device: str) -> None:
+    """Every class that is known as a norm computes what is known of it, and rounds where that says."""
+    forms = ltx.integrations.transformers.norms.LANGUAGE_FORMS
+    classes = {name: cls for name in forms if (cls := class_named(name)) is not None}
+    assert len(classes) > 15
     for name, cls in classes.items():
         norm = cls(WIDTH, eps=1e-3).to(device, torch.bfloat16)
         torch.manual_seed(3)
         norm.weight.normal_(0.5, 0.2)
-        x, gate = torch.randn(2, 5, 9, WIDTH).to(device, torch.bfloat16)
-        if "gate" in reasons[name]:
-            assert "gate" in inspect.signature(norm.forward).parameters, name
-            assert not torch.equal(norm(x, gate), norm(x, 2 * gate)), name
-            continue
+        x = torch.randn(5, 9, WIDTH).to(device, torch.bfloat16)
         stock = norm(x)
-        same = ltx.rmsnorm(x, norm.weight, 1e-3, weight_offset=1.0 if "1 + weight" in reasons[name] else 0.0)
-        llama = ltx.rmsnorm(x, norm.weight, 1e-3, rounding="eager")
-        assert (same != stock).double().mean() < 0.01 and (llama != stock).double().mean() > 0.05, name
+        with ltx.optimize(norm, rounding="eager", strict=True) as report:
+            assert (norm(x) != stock).double().mean() < 0.01, name
+            assert report.sites[0].calls == 1
+        with ltx.optimize(norm):
+            differ = (norm(x) != stock).double().mean()
+        assert differ > 0.05 if forms[name].twice else differ < 0.01, name
+        other = ltx.rmsnorm(x, norm.weight, 1e-3, weight_offset=1.0 - forms[name].offset)
+        assert (other != stock).double().mean() > 0.5, name
+
+
+def test_a_weight_of_another_dtype(ltx: ModuleType, device: str) -> None:
+    """GPT-OSS keeps its norms in float32: they cast their result, while Llama's would return float32."""
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(4)).to(device, torch.bfloat16)
+    for name, runs in (("gpt_oss.modeling_gpt_oss.GptOssRMSNorm", 1), ("llama.modeling_llama.LlamaRMSNorm", 0)):
+        norm = class_named(f"transformers.models.{name}")(WIDTH).to(device)
+        nn.init.normal_(norm.weight, 1.0, 0.2)
+        stock = norm(x)
+        report = ltx.optimize(norm)
+        ours = norm(x)
+        assert ours.dtype == stock.dtype and (ours != stock).double().mean() < 0.01
+        assert report.sites[0].calls == runs and len(report.fallbacks) == 1 - runs
 
 
 # ---- Calls that the op cannot take
-
-
-def gradients(model: Any, ids: Tensor) -> list[Tensor]:
-    with torch.enable_grad():
-        loss = model(ids, labels=ids, use_cache=False).loss
-        return list(torch.autograd.grad(loss, list(model.parameters())))
-
-
-def test_training_runs_stock(ltx: ModuleType, device: str) -> None:
-    model, ids = make_model(device).requires_grad_(True).train(), make_ids(device)
-    want = gradients(model, ids)
-    report = ltx.optimize(model)
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        for got, expected in zip(gradients(model, ids), want, strict=True):
-            assert torch.equal(got, expected) or checkpointing or device != "cpu"
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-        assert "a gradient is needed" in report.fallbacks["transformers.LlamaRMSNorm"]
-    assert report.sites[0].fallbacks["a gradient is needed"] >= 2 * NORMS["Llama"]
-    model.eval()
-    calls = report.sites[0].calls
-    model(ids)  # without gradients it is the op again
-    assert report.sites[0].calls == calls + NORMS["Llama"]
 
 
 def test_other_calls_run_stock(ltx: ModuleType, device: str) -> None:
     ids = make_ids(device)
     for change, reason in (
         (lambda model: model.double(), "dtype torch.float64"),
-        (lambda model: norms(model)[0].double(), f"its weight is not an ordinary one of torch.float32 on {ids.device}"),
+        (lambda model: norms(model)[0].double(), "its weight has dtype torch.float64, the input torch.float32"),
     ):
         model = make_model(device)
         change(model)
         norm = norms(model)[0]
         x = model.model.embed_tokens(ids)
         stock = norm(x)
-        report = ltx.optimize(model)
+        report = ltx.optimize(model, level="norms")
         got = norm(x)
         assert torch.equal(got, stock) and got.dtype == torch.float64
         assert report.fallbacks == {"transformers.LlamaRMSNorm": {reason: 1}} and reason in str(report)
     model = make_model(device)
     with torch.autocast(device, torch.bfloat16):
         stock = model(ids).logits
-        report = ltx.optimize(model)
+        report = ltx.optimize(model, level="norms")
         assert torch.equal(model(ids).logits, stock)
     assert report.fallbacks == {"transformers.LlamaRMSNorm": {"autocast is on": NORMS["Llama"]}}
 
@@ -319,38 +261,11 @@ def test_other_calls_run_stock(ltx: ModuleType, device: str) -> None:
 # ---- What goes on around a model
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compile(ltx: ModuleType, device: str, compiler: str) -> None:
-    model, ids = make_model(device, torch.bfloat16), make_ids(device)
-    stock = model(ids, use_cache=False).logits
-    report = ltx.optimize(model)
-    compiled = torch.compile(model, fullgraph=True, backend=compiler)
-    assert_close(compiled(ids, use_cache=False).logits, stock)
-    assert report.sites[0].traces == NORMS["Llama"] and report.fallbacks == {}
-    compiled(make_ids(device, 12), use_cache=False)  # once more for lengths that vary, and then never again
-    with torch.compiler.set_stance("fail_on_recompile"):
-        ids = make_ids(device, 15)
-        assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-
-
-def test_compiled_generation(ltx: ModuleType, device: str) -> None:
-    """`generate` compiles the decoding step by itself on a GPU; here wherever it runs."""
-    model, ids = make_model(device), make_ids(device)
-    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    stock = model.generate(ids, **options)
-    report = ltx.optimize(model)
-    config = transformers.CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
-    config._compile_all_devices = True
-    ours = model.generate(ids, **options, cache_implementation="static", compile_config=config)
-    assert torch.equal(ours, stock)
-    assert report.sites[0].traces >= NORMS["Llama"] and report.fallbacks == {}
-
-
 def test_copies_and_files(ltx: ModuleType, device: str, tmp_path: Path) -> None:
     model, ids = make_model(device), make_ids(device)
     stock, keys = model(ids).logits, list(model.state_dict())
     parameters = [id(p) for p in model.parameters()]
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, level="norms")
     assert list(model.state_dict()) == keys and [id(p) for p in model.parameters()] == parameters
 
     copied = copy.deepcopy(model)
@@ -365,7 +280,7 @@ def test_copies_and_files(ltx: ModuleType, device: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(device).eval()
     assert torch.equal(loaded(ids).logits, stock)
-    other = ltx.optimize(loaded)
+    other = ltx.optimize(loaded, level="norms")
     report.restore()
     assert torch.equal(model(ids).logits, stock)
     assert_close(loaded(ids).logits, stock)
@@ -378,7 +293,7 @@ def test_offload(ltx: ModuleType, device: str) -> None:
     model, ids = make_model(device), make_ids(device)
     stock = model(ids).logits
     accelerate.cpu_offload(model, torch.device(device))
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, level="norms")
     assert_close(model(ids).logits, stock)
     assert report.sites[0].calls == NORMS["Llama"] and report.fallbacks == {}
     report.restore()
@@ -690,19 +605,19 @@ def test_optimize_and_kernelize(ltx: ModuleType, device: str) -> None:
     ids = make_ids(device)
     model = make_model(device)
     stock = model(ids).logits
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, level="norms")
     run_kernelize(model, ltx.kernel_mapping())
     assert_close(model(ids).logits, stock)
     assert report.sites[0].calls == 0 and replaced_by(ltx.layers.RMSNorm, model) == NORMS["Llama"]
     report.restore()
     assert replaced_by(ltx.layers.RMSNorm, model) == NORMS["Llama"]
     with pytest.warns(UserWarning, match="its forward is patched already"):
-        assert set(ltx.optimize(model).left_alone.values()) == {"its forward is patched already"}
+        assert set(ltx.optimize(model, level="norms").left_alone.values()) == {"its forward is patched already"}
     assert_close(model(ids).logits, stock)
 
     model = make_model(device)
     run_kernelize(model, {})  # puts every stock forward where it would put a layer's
-    report = ltx.optimize(model, strict=True)
+    report = ltx.optimize(model, level="norms", strict=True)
     assert_close(model(ids).logits, stock)
     assert report.sites[0].calls == NORMS["Llama"]
 
@@ -876,6 +791,6 @@ def test_docs(ltx: ModuleType, device: str, build: Path, tmp_path: Path, monkeyp
             names["model"] = transformers.AutoModelForCausalLM.from_pretrained("model").to(device)
         else:
             assert replaced == 0
-    assert names["report"].sites[0].calls == NORMS["Qwen3"] and names["report"].fallbacks == {}
+    assert all(site.calls for site in names["report"].sites) and names["report"].fallbacks == {}
     for mapping in (names["by_path"], names["by_name"]):
         assert mapping["RMSNorm"][device].load() is ltx.layers.RMSNorm

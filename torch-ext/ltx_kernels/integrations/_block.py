@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, Protocol
 
 from torch import Tensor, nn
 
-from ._attend import Attention
 from ._feed_forward import FEED_FORWARD
 from ._guards import class_of, hooked, remember, submodule, why_not_input, why_not_norm_weight, why_not_tensor
+from ._norms import FORMS, LAYER, RMS, statistic
 from ._sites import Entry, site_of, stock_forward
-from ._stream import LAYER, RMS, STATISTICS, statistic
+
+
+class Part(Protocol):
+    """What describes a part of a block with linear layers: an attention, or an MLP."""
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,15 @@ class Block:
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
     norms: Classes that may stand at each norm that the forward reads past its call, by its path.
     modules: Classes that may stand at each other module that the forward reads past its call, by its path.
-    attentions: The attention at each of these names.
+    attentions: The attention at each of these names, or another part that has an entry of its own.
     feed_forwards: Names of modules that the forward hands to `feed_forward`.
     linears: Groups of other linear layers that share an input, for fp8.
     fp8_skip: Patterns of linear layers that fp8 leaves alone unless told otherwise, since they cost more than they
         save.
     casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have others.
     check: Why a call has to run stock, beside the above: (block, arguments by name) to a reason or "".
-    level, roundings: As in `Entry`.
+    ops: The ops of the forward itself; empty for those of modulated norms.
+    roundings: As in `Entry`.
     """
 
     classes: tuple[str, ...]
@@ -47,12 +53,13 @@ class Block:
     tensors: tuple[str, ...] = ()
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    attentions: Mapping[str, Attention] = field(default_factory=dict)
+    attentions: Mapping[str, Part] = field(default_factory=dict)
     feed_forwards: tuple[str, ...] = ()
     linears: tuple[tuple[str, ...], ...] = ()
     fp8_skip: tuple[str, ...] = ()
     casts: bool = False
     check: Callable[[Any, Mapping[str, Any]], str] = lambda block, arguments: ""
+    ops: tuple[str, ...] = ()
     roundings: tuple[str, ...] = ("fp32", "eager")
 
     def entry(self) -> Entry:
@@ -70,7 +77,7 @@ class Block:
         return Entry(
             self.classes,
             forward,
-            self._ops(),
+            self.ops or self._ops(),
             parameters,
             self.children,
             self.optional_children,
@@ -82,7 +89,7 @@ class Block:
         )
 
     def _ops(self) -> tuple[str, ...]:
-        kinds = {STATISTICS.get(name) for classes in self.norms.values() for name in classes}
+        kinds = {FORMS[name].statistic for classes in self.norms.values() for name in classes if name in FORMS}
         norms = [name for kind, name in ((RMS, "rmsnorm"), (LAYER, "layernorm")) if kind in kinds]
         forms = ("adaln", "gated_residual_adaln")
         return tuple(sorted(["gated_residual", *(f"{form}_{norm}" for form in forms for norm in norms)]))

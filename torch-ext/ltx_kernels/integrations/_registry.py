@@ -11,10 +11,11 @@ from torch import nn
 
 from ._attend import Attention
 from ._block import Block
+from ._decoder import CausalAttention, GatedMLP
 from ._guards import class_of
 from ._sites import Entry
 
-Known = Union[Entry, Block, Attention]
+Known = Union[Entry, Block, Attention, CausalAttention, GatedMLP]
 
 
 def entries_of(package: str, path: Iterable[str]) -> dict[str, Entry]:

@@ -19,36 +19,20 @@ from ..adaln import (
     gated_residual_adaln_layernorm,
     gated_residual_adaln_rmsnorm,
 )
-from ..norm import layernorm, rmsnorm
+from ..norm import layernorm
 from ..quant import (
     adaln_rmsnorm_quant,
     gated_residual_adaln_rmsnorm_quant,
     gated_residual_quant,
     quantize_rows,
-    rmsnorm_quant,
 )
-from ._guards import ATTRIBUTE, NormModule, children, name_of
+from ._guards import ATTRIBUTE, NormModule, children
 from ._linear import Input, Linears
-
-RMS, LAYER = "rms", "layer"
-TORCH_RMSNORM = "torch.nn.modules.normalization.RMSNorm"
-TORCH_LAYERNORM = "torch.nn.modules.normalization.LayerNorm"
-RMSNORM = "diffusers.models.normalization.RMSNorm"
-FP32_LAYERNORM = "diffusers.models.normalization.FP32LayerNorm"
-
-# What the norms of blocks compute. torch.nn.Identity counts as a norm that a block's constructor may leave out.
-STATISTICS = {TORCH_RMSNORM: RMS, RMSNORM: RMS, TORCH_LAYERNORM: LAYER, FP32_LAYERNORM: LAYER}
-
-_statistics: dict[type, str] = {}  # the same by class, as far as classes have been met
-
-
-def statistic(norm: object) -> str:
-    """ "rms" or "layer"; empty for a module of any other class."""
-    cls = type(norm)
-    found = _statistics.get(cls)
-    if found is None:
-        found = _statistics[cls] = STATISTICS.get(name_of(cls), "")
-    return found
+from ._norms import FP32_LAYERNORM as FP32_LAYERNORM
+from ._norms import LAYER, RMS, Form, form_of
+from ._norms import RMSNORM as RMSNORM
+from ._norms import TORCH_LAYERNORM as TORCH_LAYERNORM
+from ._norms import TORCH_RMSNORM as TORCH_RMSNORM
 
 
 class Mod(NamedTuple):
@@ -162,19 +146,19 @@ class Stream:
 
         A norm of torch.nn.Identity gives the stream itself. shift and scale are given together, or neither is.
         """
-        kind = statistic(norm)
-        if not kind:  # torch.nn.Identity, or the guards would have run the stock block
+        form = form_of(norm)
+        if form is None:  # torch.nn.Identity, or the guards would have run the stock block
             return self.rows(into)
-        module = cast(NormModule, norm)
         quantises = into is not None and into.fp8
+        if form.statistic == RMS and scale is None and (self._branch is None or self._gate is None):
+            return self._rms(form, norm, quantises)
+        kind, module = form.statistic, cast(NormModule, norm)
         if self._branch is not None:
             return self._norm_of_sum(kind, module, shift, scale, quantises)
         x, rounding, parameters = self._value, self.rounding, module._parameters
         weight, bias, eps = parameters.get("weight"), parameters.get("bias"), module.eps
         if scale is None or shift is None:
-            if kind == LAYER:
-                return layernorm(x, weight, bias, cast(float, eps), rounding=rounding)
-            return rmsnorm_quant(x, weight, eps) if quantises else rmsnorm(x, weight, eps, rounding=rounding)
+            return layernorm(x, weight, bias, cast(float, eps), rounding=rounding)
         tables = {"scale_table": scale.table, "shift_table": shift.table}
         if kind == LAYER:
             return adaln_layernorm(
@@ -183,6 +167,20 @@ class Stream:
         if quantises:
             return adaln_rmsnorm_quant(x, weight, scale.value, shift.value, eps, **tables)
         return adaln_rmsnorm(x, weight, scale.value, shift.value, eps, **tables, rounding=rounding)
+
+    def _rms(self, form: Form, norm: nn.Module, quantises: bool) -> Input:
+        """`norm` without modulation, of the stream and of a waiting branch without a gate."""
+        if self._branch is None:
+            if quantises:
+                return form.rms_quant(norm, self._value)
+            return form.rms(norm, self._value, self.rounding)
+        branch, self._branch = self._branch, None
+        result: Input
+        if quantises:
+            result, self._value = form.rms_of_sum_quant(norm, branch, self._value)
+        else:
+            result, self._value = form.rms_of_sum(norm, branch, self._value, self.rounding)
+        return result
 
     def _norm_of_sum(
         self, kind: str, module: NormModule, shift: Mod | None, scale: Mod | None, quantises: bool

@@ -1,0 +1,53 @@
+"""Small random language models of transformers' own classes, and how far results may be from theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+LAYERS, WIDTH = 2, 64
+
+
+def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "Llama", **config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": 99}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    tokens = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
+    config_class = getattr(transformers, f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
+    return random_(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def random_(model: nn.Module) -> nn.Module:
+    """Random parameters: as constructed, norms are all the same and layers hardly do anything."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("ln_f.weight"):
+            nn.init.normal_(parameter, parameter.mean().item(), 0.2)
+        elif not name.endswith("bias"):
+            nn.init.normal_(parameter, 0.0, 0.2)
+        else:
+            nn.init.normal_(parameter, 0.0, 0.1)
+    return model
+
+
+def make_ids(device: str, length: int = 9) -> Tensor:
+    return torch.randint(1, 99, (2, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def assert_close(got: Tensor, stock: Tensor) -> None:
+    """Not further from stock than the order of sums in float32, or a few roundings to half precision, can take it."""
+    assert got.dtype == stock.dtype and got.shape == stock.shape
+    assert distance(got, stock) < (1e-5 if got.dtype == torch.float32 else 4 * torch.finfo(got.dtype).eps)
+
+
+def gradients(model: Any, ids: Tensor) -> list[Tensor]:
+    with torch.enable_grad():
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return list(torch.autograd.grad(loss, list(model.parameters())))

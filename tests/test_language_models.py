@@ -1,0 +1,302 @@
+"""`optimize` on whole layers of language models: a tiny model of each family's own classes, compared with stock."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+from helpers.language_models import LAYERS, distance, gradients, make_ids, make_model  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+HALF = [torch.bfloat16, torch.float16]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model.
+
+    family: The prefix of its configuration and model classes.
+    replaced: How many modules of each class `optimize` replaces, without "transformers." before the names.
+    config: What its configuration changes.
+    fp8: How many linear layers precision="fp8" takes.
+    """
+
+    family: str
+    replaced: dict[str, int]
+    fp8: int
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def layers(prefix: str, norms: int, mlp: str = "") -> dict[str, int]:
+    each = {f"{prefix}DecoderLayer": LAYERS, f"{prefix}Attention": LAYERS, mlp or f"{prefix}MLP": LAYERS}
+    return {**each, f"{prefix}RMSNorm": norms}
+
+
+CASES = {
+    "llama": Case("Llama", layers("Llama", 5), 14),
+    "llama-biases": Case("Llama", layers("Llama", 5), 14, {"mlp_bias": True, "attention_bias": True}),
+    "mistral": Case("Mistral", layers("Mistral", 5), 14, {"sliding_window": None}),
+    "mistral-window": Case("Mistral", layers("Mistral", 5), 14, {"sliding_window": 6}),
+    "qwen2": Case("Qwen2", layers("Qwen2", 5), 14),
+    "phi3": Case("Phi3", layers("Phi3", 5), 8),
+    "phi3-partial": Case(
+        "Phi3",
+        layers("Phi3", 5),
+        8,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+def make(case: Case, device: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    return make_model(device, dtype, case.family, **{**case.config, **config})
+
+
+def assert_ran(report: Any, case: Case) -> None:
+    """Every module of the family's layers ran the ops, and nothing else is in the report."""
+    assert report.replaced == {f"transformers.{name}": count for name, count in case.replaced.items()}
+    assert all(site.calls for site in report.sites), report
+    assert report.fallbacks == {} and report.left_alone == {} and "not packed" not in str(report)
+
+
+@every_case
+@pytest.mark.parametrize("batch", [1, 3])
+def test_float32(ltx: ModuleType, device: str, case: Case, batch: int) -> None:
+    model, ids = make(case, device), make_ids(device).repeat(2, 1)[:batch]
+    stock = model(ids).logits
+    keys = list(model.state_dict())
+    report = ltx.optimize(model, strict=True)
+    assert distance(model(ids).logits, stock) < 3e-6
+    assert_ran(report, case)
+    assert list(model.state_dict()) == keys
+    report.restore()
+    assert distance(model(ids).logits, stock) < 3e-6
+    kept = {"forward", "_ltx_kernels", "_ltx_kernels_memory"}
+    assert not any(kept & set(vars(module)) for module in model.modules())
+
+
+@every_case
+@pytest.mark.parametrize("rounding", ["fp32", "eager"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half(ltx: ModuleType, device: str, case: Case, dtype: torch.dtype, rounding: str) -> None:
+    """Not further from the model in float32 than stock; "eager" has stock's bits but for the order of sums."""
+    model, ids = make(case, device, dtype), make_ids(device)
+    stock, exact = model(ids).logits, copy.deepcopy(model).float()(ids).logits
+    report = ltx.optimize(model, rounding=rounding)
+    ours = model(ids).logits
+    assert ours.dtype == dtype
+    assert distance(ours, exact) <= 1.2 * distance(stock, exact)  # one small model: the ratio has its own noise
+    if rounding == "eager":
+        assert distance(ours, stock) < 0.5 * distance(stock, exact)
+    else:
+        assert_ran(report, case)
+    report.restore()
+    assert torch.equal(model(ids).logits, stock)
+
+
+@every_case
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic cache", "static cache"])
+def test_generation(ltx: ModuleType, device: str, case: Case, cache: str | None) -> None:
+    """Token for token, with prompts of two lengths, beyond the length of a sliding window."""
+    model, ids = make(case, device), make_ids(device)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, "cache_implementation": cache}
+    if cache == "static":
+        options["disable_compile"] = True
+    stock = model.generate(ids, **options)
+    report = ltx.optimize(model)
+    assert torch.equal(model.generate(ids, **options), stock)
+    assert_ran(report, case)
+    assert len(stock[:, ids.shape[1] :].unique()) > 5  # not one token over and over
+
+
+@every_case
+def test_recorded_outputs(ltx: ModuleType, device: str, case: Case) -> None:
+    """Hidden states and attention weights, which transformers records by hooks."""
+    model, ids = make(case, device, attn_implementation="eager"), make_ids(device)
+    stock = model(ids, output_hidden_states=True, output_attentions=True)
+    ltx.optimize(model)
+    ours = model(ids, output_hidden_states=True, output_attentions=True)
+    assert len(ours.hidden_states) == len(stock.hidden_states) == LAYERS + 1
+    for got, want in zip(ours.hidden_states + ours.attentions, stock.hidden_states + stock.attentions, strict=True):
+        assert distance(got, want) < 3e-6
+
+
+@every_case
+def test_faults_would_show(ltx: ModuleType, device: str, case: Case) -> None:
+    """No parameter is left unread: each one, changed, changes the result as it changes stock's."""
+    model, stock_model, ids = make(case, device), make(case, device), make_ids(device)
+    ltx.optimize(model)
+    before = model(ids).logits
+    for name, parameter in model.model.layers[0].named_parameters():
+        pair = parameter, stock_model.model.layers[0].get_parameter(name)
+        kept = parameter.clone()
+        for changed in pair:
+            changed.mul_(0.5).add_(0.1)
+        stock = stock_model(ids).logits
+        assert distance(model(ids).logits, stock) < 1e-5, name
+        # A bias of the keys moves all the scores of a query alike, which the softmax takes away.
+        assert distance(before, stock) > 1e-4 or name.endswith("k_proj.bias"), name
+        for changed in pair:
+            changed.copy_(kept)
+
+
+@every_case
+def test_hooks(ltx: ModuleType, device: str, case: Case) -> None:
+    """A hook on any submodule of a layer does what it does in the stock model."""
+    stock_model, model, ids = make(case, device), make(case, device), make_ids(device)
+    ltx.optimize(model)
+    names = [name for name, _ in model.named_modules() if name.startswith("model.layers.0")]
+    seen: dict[str, list[str]] = {"stock": [], "ours": []}
+    handles = [
+        m.get_submodule(name).register_forward_hook(lambda *_, where=where, name=name: seen[where].append(name))
+        for where, m in (("stock", stock_model), ("ours", model))
+        for name in names
+    ]
+    assert distance(model(ids).logits, stock_model(ids).logits) < 3e-6
+    assert sorted(seen["ours"]) == sorted(seen["stock"])
+    for handle in handles:
+        handle.remove()
+    for name in names:
+        handles = [m.get_submodule(name).register_forward_hook(scaled) for m in (model, stock_model)]
+        assert distance(model(ids).logits, stock_model(ids).logits) < 3e-6, name
+        for handle in handles:
+            handle.remove()
+
+
+def scaled(module: nn.Module, arguments: Any, output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output * 1.25
+    return (output[0] * 1.25, *output[1:])
+
+
+class Quantised(nn.Linear):
+    """Stands for a layer of a quantisation library: its weight is not what multiplies."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, 1.5 * self.weight, self.bias)
+
+
+@every_case
+def test_quantised_layers_are_called(ltx: ModuleType, device: str, case: Case) -> None:
+    model, stock_model, ids = make(case, device), make(case, device), make_ids(device)
+    for m in (model, stock_model):
+        for module in m.model.layers.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Quantised
+    report = ltx.optimize(model)
+    assert distance(model(ids).logits, stock_model(ids).logits) < 3e-6
+    assert "no plain nn.Linear" in str(report) or case.family == "Phi3"  # which has packed weights of its own
+
+
+@every_case
+def test_lora(ltx: ModuleType, device: str, case: Case) -> None:
+    peft = pytest.importorskip("peft")
+    model, ids = make(case, device), make_ids(device)
+    bare = model(ids).logits
+    report = ltx.optimize(model)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).requires_grad_(False)
+    ours = adapted(ids).logits
+    report.restore()
+    stock = adapted(ids).logits
+    assert distance(stock, bare) > 0.01 and distance(ours, stock) < 3e-6
+
+
+@every_case
+def test_training_runs_stock(ltx: ModuleType, device: str, case: Case) -> None:
+    model, ids = make(case, device).requires_grad_(True).train(), make_ids(device)
+    want = gradients(model, ids)
+    report = ltx.optimize(model)
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        for got, expected in zip(gradients(model, ids), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+    assert any("a gradient is needed" in reasons for reasons in report.fallbacks.values())
+    model.eval()
+    calls = report.sites[0].calls
+    model(ids)  # without gradients it is the ops again
+    assert report.sites[0].calls == calls + LAYERS
+
+
+@every_case
+def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
+    model, ids = make(case, device), make_ids(device)
+    stock = model(ids, use_cache=False).logits
+    report = ltx.optimize(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert distance(compiled(ids, use_cache=False).logits, stock) < 3e-6
+    assert all(site.traces for site in report.sites) and report.fallbacks == {}
+    compiled(make_ids(device, 12), use_cache=False)  # once more for lengths that vary, and then never again
+    with torch.compiler.set_stance("fail_on_recompile"):
+        ids = make_ids(device, 15)
+        assert distance(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < 3e-6
+
+
+@every_case
+def test_compiled_generation(ltx: ModuleType, device: str, case: Case) -> None:
+    """`generate` compiles the decoding step by itself on a GPU; here wherever it runs, and once for all tokens."""
+    model, ids = make(case, device), make_ids(device)
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    stock = model.generate(ids, **options)
+    report = ltx.optimize(model)
+    config = transformers.CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(model.generate(ids, **options, cache_implementation="static", compile_config=config), stock)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # as many as stock has
+    assert all(site.traces for site in report.sites) and report.fallbacks == {}
+
+
+@every_case
+def test_fp8(ltx: ModuleType, device: str, case: Case) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+    model, ids = make(case, device, torch.bfloat16), make_ids(device)
+    stock, exact = model(ids).logits, copy.deepcopy(model).float()(ids).logits
+    report = ltx.optimize(model, precision="fp8")
+    ours = model(ids).logits
+    assert report.replaced["torch.Linear"] == case.fp8 and report.fallbacks == {}
+    assert distance(stock, exact) < distance(ours, exact) < 0.3
+    report.restore()
+    assert torch.equal(model(ids).logits, stock)
+
+
+@every_case
+@pytest.mark.parametrize("first", ["optimize", "kernelize"])
+def test_optimize_and_kernelize(ltx: ModuleType, device: str, case: Case, first: str) -> None:
+    """Either way round the result holds, and what kernelize has replaced is reported."""
+    kernels = pytest.importorskip("kernels")
+    model, ids = make(case, device), make_ids(device)
+    stock = model(ids).logits
+    functions = [f for m in model.modules() for f in vars(m).get("_kernel_funcs", {}).values()]
+    try:
+        for step in (first, "kernelize" if first == "optimize" else "optimize"):
+            if step == "optimize":
+                report = ltx.optimize(model)
+            else:
+                with kernels.use_kernel_mapping(ltx.kernel_mapping(), inherit_mapping=False):
+                    kernels.kernelize(model, mode=kernels.Mode.INFERENCE)
+        assert distance(model(ids).logits, stock) < 3e-6
+        if functions:  # this transformers takes this kernels
+            assert report.fallbacks if first == "optimize" else "its forward is patched already" in str(report)
+    finally:
+        for function in functions:
+            vars(function).pop("forward", None)

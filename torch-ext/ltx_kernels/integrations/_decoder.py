@@ -1,0 +1,358 @@
+"""Attention and MLP of language models: packed products, norm and rotation of query and key in one launch, gated MLP.
+
+`CausalAttention` and `GatedMLP` describe one class each, as `Attention` does for diffusion transformers. The cache of
+keys and values, the mask and the attention function stay the model's: the function is looked up at every call, as the
+stock forward does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..glu import geglu, swiglu
+from ..quant import geglu_quant, swiglu_quant
+from ..rope import apply_rotary_qk, qk_norm_rope
+from ._guards import (
+    ATTRIBUTE,
+    class_of,
+    hooked,
+    remember,
+    submodule,
+    why_not_input,
+    why_not_norm_weight,
+    why_not_tensor,
+)
+from ._linear import Input, Linears, dequantised, in_fp8
+from ._norms import form_of
+from ._rotary import Tables
+from ._sites import Entry, Site, site_of, stock_forward
+
+# What the activation modules of transformers compute, by the name of their class.
+SILU, TANH, ERF = "silu", "tanh", "none"
+ACTIVATIONS = {
+    "torch.nn.modules.activation.SiLU": SILU,
+    "transformers.activations.SiLUActivation": SILU,
+    "transformers.activations.GELUTanh": TANH,
+    "transformers.activations.NewGELUActivation": TANH,
+    "transformers.activations.FastGELUActivation": TANH,
+    "transformers.activations.GELUActivation": ERF,
+}
+
+
+def _arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(parameters, args)), **kwargs} if args else dict(kwargs)
+
+
+def _like(input: Input) -> Tensor:
+    """A tensor of the dtype and device of an input, which may be rows in fp8."""
+    return input[1].new_empty(0, dtype=torch.bfloat16) if isinstance(input, tuple) else input
+
+
+def _tensor(input: Input) -> Tensor:
+    return dequantised(input) if isinstance(input, tuple) else input
+
+
+# ---- Attention
+
+
+@dataclass(frozen=True)
+class CausalAttention:
+    """One class of attention modules with a cache, as `_attention` computes it.
+
+    classes: Names of the classes, with their modules.
+    parameters: Those of the stock forward, without self.
+    projections: Names of the layers for query, key and value; one name where a layer holds all three.
+    norms: Names of the norms of query and key; empty where there are none.
+    across_heads: A norm's mean is taken over all heads of a token.
+    half_tables: The model's tables hold each angle once. Otherwise their width is that of the columns that turn.
+    options: What the stock forward gives to the attention function beside scale, dropout and its own keywords, from
+        the module and the arguments of its forward.
+    """
+
+    classes: tuple[str, ...]
+    parameters: tuple[str, ...] = (
+        "hidden_states",
+        "position_embeddings",
+        "attention_mask",
+        "past_key_values",
+        "kwargs",
+    )
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    norms: tuple[str, ...] = ()
+    across_heads: bool = False
+    half_tables: bool = False
+    options: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = lambda module, arguments: {}
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.o_proj",)]
+
+    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
+        """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
+        first = module._modules[self.projections[0]]
+        if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
+            return None
+        plan = _attention_plan(self, module, hidden_states)
+        return None if plan.reason else plan.projections
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _attention(self, module, _arguments(self.parameters, args, kwargs))
+
+        return Entry(
+            self.classes,
+            forward,
+            ("qk_norm_rope", "apply_rotary_qk", "rmsnorm"),
+            self.parameters,
+            frozenset((*self.projections, *self.norms, "o_proj")),
+            settings=_functions,
+            packs=lambda module: (self.projections,) if len(self.projections) > 1 else (),
+        )
+
+
+def _functions(module: nn.Module) -> Mapping[str, Any]:
+    """Where the stock forward finds its attention function: from the module's own file, so that a copy is followed."""
+    home = sys.modules[type(module).__module__]
+    return {"registry": home.ALL_ATTENTION_FUNCTIONS, "eager": home.eager_attention_forward}
+
+
+class _AttentionPlan:
+    """The layers of an attention in the forms that their state allows, or the reason why its calls run stock."""
+
+    __slots__ = ("norms", "output", "projections", "reason")
+
+    def __init__(self, spec: CausalAttention, module: nn.Module, input: Tensor) -> None:
+        modules = module._modules
+        self.norms = [cast(nn.Module, modules[name]) for name in spec.norms]
+        self.reason = _why_not_norms(spec, self.norms, input)
+        pack = site_of(module).rounding == "fp32"
+        self.projections = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, pack)
+        self.output = Linears((cast(nn.Linear, modules["o_proj"]),), input)
+
+
+def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor) -> str:
+    for name, norm in zip(spec.norms, norms):
+        if form_of(norm) is None:
+            return f"{name} is {class_of(norm)}"
+        if hooked(norm):
+            return f"{name} has a hook"
+        reason = why_not_norm_weight(norm, input)  # type: ignore[arg-type]
+        if reason:
+            return f"{name}: {reason}"
+    return ""
+
+
+def _attention_plan(spec: CausalAttention, module: nn.Module, input: Tensor) -> _AttentionPlan:
+    def ask(module: nn.Module) -> _AttentionPlan:
+        return _AttentionPlan(spec, module, input)
+
+    return remember(module, ("attention", input.dtype, input.device), ask)
+
+
+def _why_not_tables(rope: Tables | None, input: Tensor) -> str:
+    if rope is None:
+        return "no rotary tables"
+    for name, table in zip(("cos", "sin"), rope):
+        reason = why_not_tensor(name, table, input)
+        if reason:
+            return reason
+    return ""
+
+
+def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) -> Any:
+    """The stock forward; a layer that asked `CausalAttention.readers` may hand over rows of fp8."""
+    input: Input = arguments["hidden_states"]
+    rope: Tables | None = arguments.get("position_embeddings")
+    like = _like(input)
+    reason = why_not_input(like) or _why_not_tables(rope, like)
+    if not reason:
+        plan = _attention_plan(spec, module, like)
+        reason = plan.reason
+    if reason:
+        return stock_forward(module, reason, **{**arguments, "hidden_states": _tensor(input)})
+    site = site_of(module)
+    query, key, value = _heads(spec, site, plan.projections, input, module)
+    assert rope is not None
+    query, key = _norm_and_rotate(spec, site, plan, query, key, rope)
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    cache = arguments.get("past_key_values")
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    settings = site.settings
+    function = settings["registry"].get_interface(module.config._attn_implementation, settings["eager"])
+    known = spec.parameters
+    more = {name: value for name, value in arguments.items() if name not in known}
+    output, weights = function(
+        module,
+        query,
+        key,
+        value,
+        arguments.get("attention_mask"),
+        dropout=module.attention_dropout if module.training else 0.0,
+        scaling=module.scaling,
+        **spec.options(module, arguments),
+        **more,
+    )
+    return plan.output(output.flatten(2))[0], weights
+
+
+def _heads(
+    spec: CausalAttention, site: Site, projections: Linears, input: Input, module: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, [B, S, heads, D]: views of one new tensor where one product makes them."""
+    outputs = projections(input)
+    if len(outputs) == 1:
+        config = module.config
+        sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        outputs = outputs[0].split([size * module.head_dim for size in sizes], -1)
+    elif not projections.packed and site.rounding == "fp32" and not torch.compiler.is_compiling():
+        site.unpacked += 1
+    query, key, value = (output.unflatten(-1, (-1, module.head_dim)) for output in outputs)
+    return query, key, value
+
+
+def _norm_and_rotate(
+    spec: CausalAttention, site: Site, plan: _AttentionPlan, query: Tensor, key: Tensor, rope: Tables
+) -> tuple[Tensor, Tensor]:
+    # What the layers made is new, unless something else than this package called them.
+    fresh = plan.projections.packed or plan.projections.direct or plan.projections.fp8
+    rotation: dict[str, Any] = {"layout": "half", "rotary_dim": None if spec.half_tables else rope[0].shape[-1]}
+    in_place = fresh and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if not spec.norms:
+        site.count_call("apply_rotary_qk")
+        return apply_rotary_qk(
+            query, key, *rope, **rotation, rounding=site.rounding, out=(query, key) if in_place else None
+        )
+    query_norm, key_norm = plan.norms
+    form = form_of(query_norm)
+    assert form is not None
+    if site.rounding == "fp32" and form.offset == 0.0:
+        site.count_call("qk_norm_rope")
+        return qk_norm_rope(
+            query,
+            key,
+            query_norm._parameters["weight"],
+            key_norm._parameters["weight"],
+            *rope,
+            form.eps_of(query_norm),
+            across_heads=spec.across_heads,
+            **rotation,
+            out=(query, key) if in_place else None,
+        )
+    site.count_call("rmsnorm", "apply_rotary_qk")
+    query, key = (
+        form.rms(norm, x.flatten(-2) if spec.across_heads else x, site.rounding).view_as(x)
+        for norm, x in ((query_norm, query), (key_norm, key))
+    )
+    return apply_rotary_qk(query, key, *rope, **rotation, rounding=site.rounding)
+
+
+# ---- MLP
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """One class of gated MLPs, ``down(act(gate(x)) * up(x))``.
+
+    classes: Names of the classes, with their modules.
+    parameter: The name of the stock forward's input.
+    projections: Names of the layers for gate and up; one name where a layer holds both, gate first.
+    activation: The name of the activation module.
+    """
+
+    classes: tuple[str, ...]
+    parameter: str = "x"
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        if class_of(module) not in self.classes:
+            return []
+        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.down_proj",)]
+
+    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
+        """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
+        first = module._modules.get(self.projections[0])
+        if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
+            return None
+        plan = _mlp_plan(self, module, hidden_states)
+        return None if plan.reason else plan.up
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            return _mlp(self, module, _arguments((self.parameter,), args, kwargs)[self.parameter])
+
+        return Entry(
+            self.classes,
+            forward,
+            ("swiglu", "geglu"),
+            (self.parameter,),
+            frozenset((*self.projections, "down_proj", self.activation)),
+            why_not=self._why_not_activation,
+            packs=lambda module: (self.projections,) if len(self.projections) > 1 else (),
+        )
+
+    def _why_not_activation(self, module: nn.Module) -> str:
+        activation = submodule(module, self.activation)
+        return "" if class_of(activation) in ACTIVATIONS else f"{self.activation} is {class_of(activation)}"
+
+
+class _MLPPlan:
+    """The layers of an MLP in the forms that their state allows, or the reason why its calls run stock."""
+
+    __slots__ = ("activation", "down", "reason", "up")
+
+    def __init__(self, spec: GatedMLP, module: nn.Module, input: Tensor) -> None:
+        modules = module._modules
+        activation = cast(nn.Module, modules[spec.activation])
+        self.activation = ACTIVATIONS.get(class_of(activation), "")
+        self.reason = spec._why_not_activation(module)
+        if not self.reason and hooked(activation):
+            self.reason = f"{spec.activation} has a hook"
+        pack = site_of(module).rounding == "fp32"
+        self.up = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, pack)
+        self.down = Linears((cast(nn.Linear, modules["down_proj"]),), input)
+
+
+def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:
+    def ask(module: nn.Module) -> _MLPPlan:
+        return _MLPPlan(spec, module, input)
+
+    return remember(module, ("mlp", input.dtype, input.device), ask)
+
+
+def _mlp(spec: GatedMLP, module: nn.Module, input: Input) -> Tensor:
+    """The stock forward; a layer that asked `GatedMLP.readers` may hand over rows of fp8."""
+    like = _like(input)
+    reason = why_not_input(like)
+    if not reason:
+        plan = _mlp_plan(spec, module, like)
+        reason = plan.reason
+    if reason:
+        return cast(Tensor, stock_forward(module, reason, _tensor(input)))
+    site, up, down = site_of(module), plan.up, plan.down
+    gate_up = (up.together(input),) if up.packed else up(input)
+    if len(gate_up) == 2 and site.rounding == "fp32":
+        site.unpacked += 1
+    if plan.activation == SILU:
+        site.count_call("swiglu")
+        hidden: Input = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)
+    else:
+        site.count_call("geglu")
+        approximate = plan.activation
+        if down.fp8:
+            hidden = geglu_quant(*gate_up, approximate=approximate)
+        else:
+            hidden = geglu(*gate_up, approximate=approximate, rounding=site.rounding)
+    return down(hidden)[0]

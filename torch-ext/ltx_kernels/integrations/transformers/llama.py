@@ -1,0 +1,135 @@
+"""Llama, Mistral, Qwen2, the text model of Qwen2.5-VL, Phi-3: norm, attention, norm, gated MLP, two residual additions.
+
+The addition after the attention and the norm behind it are one launch. The layer returns the stream itself, which
+transformers records as a hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .._block import Block
+from .._decoder import CausalAttention, GatedMLP
+from .._guards import children, hooked
+from .._norms import NORMS
+from .._norms import transformers_class as _class
+from .._rotary import Tables
+from .._stream import Stream
+
+Options = dict[str, Any]
+
+LAYER_PARAMETERS = (
+    "hidden_states",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "position_embeddings",
+    "kwargs",
+)
+
+
+def model_window(attention: Any, arguments: Mapping[str, Any]) -> Options:
+    return {"sliding_window": getattr(attention.config, "sliding_window", None)}
+
+
+def layer_window(attention: Any, arguments: Mapping[str, Any]) -> Options:
+    return {"sliding_window": attention.sliding_window}
+
+
+def _window_and_positions(attention: Any, arguments: Mapping[str, Any]) -> Options:
+    return {"sliding_window": attention.sliding_window, "position_ids": arguments.get("position_ids")}
+
+
+def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
+    """A branch after a dropout that only some classes have; it does nothing in a model that is not trained."""
+    dropout = layer._modules.get(name)
+    return branch if dropout is None or not (dropout.training or hooked(dropout)) else dropout(branch)
+
+
+def pre_norm_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP) -> Block:
+    """Decoder layers of these classes, whose attention and MLP are of the given ones, or of others."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: Tables | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        norm1, attn, norm2, ff = children(self, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+        h = Stream(self, hidden_states)
+        attended = attn(
+            hidden_states=h.norm(norm1, into=attention.readers(attn, hidden_states)),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        h.add(dropped(self, "resid_attn_dropout", attended[0]))
+        h.add(dropped(self, "resid_mlp_dropout", ff(h.norm(norm2, into=mlp.readers(ff, hidden_states)))))
+        return h.value()
+
+    return Block(
+        classes,
+        forward,
+        LAYER_PARAMETERS,
+        frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}),
+        frozenset({"resid_attn_dropout", "resid_mlp_dropout"}),
+        norms={"input_layernorm": NORMS, "post_attention_layernorm": NORMS},
+        attentions={"self_attn": attention, "mlp": mlp},
+        ops=("rmsnorm", "rmsnorm_residual"),
+    )
+
+
+LLAMA = CausalAttention((_class("llama", "LlamaAttention"),))
+MISTRAL = CausalAttention((_class("mistral", "MistralAttention"),), options=model_window)
+QWEN2 = CausalAttention((_class("qwen2", "Qwen2Attention"),), options=layer_window)
+QWEN2_5_VL = CausalAttention(
+    (_class("qwen2_5_vl", "Qwen2_5_VLAttention"),),
+    parameters=(
+        "hidden_states",
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "position_embeddings",
+        "kwargs",
+    ),
+    options=_window_and_positions,
+)
+PHI3 = CausalAttention((_class("phi3", "Phi3Attention"),), projections=("qkv_proj",), options=model_window)
+
+MLP = GatedMLP(
+    (
+        _class("llama", "LlamaMLP"),
+        _class("mistral", "MistralMLP"),
+        _class("qwen2", "Qwen2MLP"),
+        _class("qwen2_5_vl", "Qwen2MLP"),
+    )
+)
+PHI3_MLP = GatedMLP(
+    (_class("phi3", "Phi3MLP"),), "hidden_states", projections=("gate_up_proj",), activation="activation_fn"
+)
+
+ENTRIES = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN2_5_VL,
+    PHI3,
+    MLP,
+    PHI3_MLP,
+    pre_norm_layer((_class("llama", "LlamaDecoderLayer"),), LLAMA, MLP),
+    pre_norm_layer((_class("mistral", "MistralDecoderLayer"),), MISTRAL, MLP),
+    pre_norm_layer((_class("qwen2", "Qwen2DecoderLayer"),), QWEN2, MLP),
+    pre_norm_layer((_class("qwen2_5_vl", "Qwen2_5_VLDecoderLayer"),), QWEN2_5_VL, MLP),
+    pre_norm_layer((_class("phi3", "Phi3DecoderLayer"),), PHI3, PHI3_MLP),
+)
