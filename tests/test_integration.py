@@ -380,11 +380,26 @@ def test_wrong_arguments(ltx: ModuleType, device: str) -> None:
         ({"level": "all"}, ValueError, "level: expected"),
         ({"rounding": "bf16"}, ValueError, "rounding: expected"),
         ({"components": ["transformer"]}, ValueError, "components: expected None with a module"),
+        ({"components": "transformer"}, ValueError, "components: expected a list of names, got the string"),
+        ({"components": 3}, TypeError, "components: expected a list of names, got 3"),
+        ({"components": [None]}, TypeError, r"components: expected a list of names, got \[None\]"),
+        ({"level": ["block"]}, ValueError, "level: expected"),
+        ({"level": None}, ValueError, "level: expected"),
+        ({"precision": {}}, ValueError, "precision: expected"),
+        ({"rounding": ["fp32"]}, ValueError, "rounding: expected"),
+        ({"skip": 5, "precision": "fp8"}, TypeError, "skip: expected a list of patterns, got 5"),
+        ({"skip": [5], "precision": "fp8"}, TypeError, r"skip: expected a list of patterns, got \[5\]"),
+        ({"strict": 1}, TypeError, "strict: expected True or False, got 1"),
+        ({"free_weights": "yes", "precision": "fp8"}, TypeError, "free_weights: expected True or False"),
     ):
         with pytest.raises(error, match=text):
             ltx.optimize(model, **arguments)
-    with pytest.raises(TypeError, match=r"obj: expected a torch.nn.Module or a pipeline"):
-        ltx.optimize("model")
+    for wrong in ("model", None, 3, {"transformer": model}):
+        for function in (ltx.optimize, ltx.restore):
+            with pytest.raises(TypeError, match=r"obj: expected a torch.nn.Module or a pipeline"):
+                function(wrong)
+    with pytest.raises(ValueError, match="components: expected a list of names, got the string"):
+        ltx.restore(model, components="transformer")
     assert patched(model) == []
     with pytest.warns(UserWarning, match="nothing was replaced"):
         ltx.optimize(nn.Linear(2, 2))
@@ -483,6 +498,325 @@ def test_tensor_subclass_runs_stock(ltx: ModuleType, device: str) -> None:
     inputs["hidden_states"] = inputs["hidden_states"].as_subclass(Marked)
     assert_close(model(**inputs)[0].as_subclass(Tensor), stock)
     assert report.fallbacks[BLOCK] == {"the input is a Marked": LAYERS}
+
+
+# ---- Modules and models that change after `optimize`, and what interrupts it
+
+
+class Halved(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 0.5 * self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "path, make",
+    [
+        ("norm1", lambda: nn.LayerNorm(64, elementwise_affine=False)),
+        ("norm2", lambda: nn.RMSNorm(64, eps=1e-6)),
+        ("attn1.norm_q", lambda: nn.LayerNorm(64, bias=False)),
+        ("norm1", nn.Identity),
+        ("attn1.norm_q", nn.Identity),
+    ],
+)
+def test_exchanged_norm(ltx: ModuleType, device: str, path: str, make: Callable[[], nn.Module]) -> None:
+    model, stock_model, inputs = make_model(device), make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    model(**inputs)
+    for m in (model, stock_model):
+        torch.manual_seed(5)
+        norm = make().to(device).requires_grad_(False)
+        for parameter in norm.parameters():
+            parameter.normal_(1, 0.3)
+        m.transformer_blocks[0].set_submodule(path, norm)
+    assert_close(model(**inputs)[0], stock_model(**inputs)[0])
+    (reasons,) = report.fallbacks.values()
+    assert list(reasons.values()) == [1] and path.rpartition(".")[2] in next(iter(reasons))
+
+
+@pytest.mark.parametrize("path", ["norm1", "norm2", "attn1.norm_q", "attn1.norm_k", "attn2.norm_q"])
+def test_changed_eps(ltx: ModuleType, device: str, path: str) -> None:
+    """Each norm's own eps is asked at the call, before and after it changes."""
+    model, stock_model, inputs = make_model(device), make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    want = model(**inputs)[0]
+    for m in (model, stock_model):
+        m.transformer_blocks[1].get_submodule(path).eps = 0.5
+    changed = model(**inputs)[0]
+    assert distance(changed, want) > 1e-4
+    assert_close(changed, stock_model(**inputs)[0])
+
+
+def test_dropout_of_another_class(ltx: ModuleType, device: str) -> None:
+    model, stock_model, inputs = make_model(device), make_model(device), make_inputs(device)
+    for m in (model, stock_model):
+        m.transformer_blocks[0].attn1.to_out[1] = Halved(nn.Dropout())
+        m.eval()
+    ltx.optimize(model, strict=True)
+    assert_close(model(**inputs)[0], stock_model(**inputs)[0])
+
+
+def test_dropout_in_training(ltx: ModuleType, device: str) -> None:
+    """Without gradients, but with training on, dropout drops."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    want = model(**inputs)[0]
+    for block in model.transformer_blocks:
+        block.attn1.to_out[1].p = block.ff.net[1].p = 0.5
+    assert torch.equal(model(**inputs)[0], want)
+    for path in ("attn1.to_out.1", "ff.net.1"):
+        model.transformer_blocks[0].get_submodule(path).train()
+        assert distance(model(**inputs)[0], want) > 1e-3, path
+        model.eval()
+
+
+def test_gelu_around_another_module(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    for block in model.transformer_blocks:
+        block.ff.net[0].proj = nn.Sequential(block.ff.net[0].proj)
+    ltx.optimize(model)
+    assert_close(model(**inputs)[0], stock)
+
+
+def test_restore_of_a_part_that_shares_a_table(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    for act in (ltx.restore, ltx.optimize):
+        ltx.optimize(model)
+        with pytest.raises(RuntimeError, match=r"was optimized together with .*: give the whole model"):
+            act(model.rope)
+        assert_close(model(**inputs)[0], stock)
+        ltx.restore(model)
+        assert patched(model) == []
+
+
+def test_restore_after_the_table_was_exchanged(ltx: ModuleType, device: str) -> None:
+    model = make_model(device)
+    report = ltx.optimize(model)
+    model.rope = make_model(device).rope
+    report.restore()
+    assert patched(model) == []
+
+
+def test_restore_below_a_wrapper(ltx: ModuleType, device: str) -> None:
+    """Somebody wrapped the forwards in between, and calls what was there."""
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+    wrapped = [model.transformer_blocks[0], model.transformer_blocks[1].attn1, model.transformer_blocks[0].ff.net[0]]
+    for module in wrapped:
+        module.forward = lambda *args, ours=module.forward, **kwargs: ours(*args, **kwargs)
+    assert_close(model(**inputs)[0], stock)
+    ltx.restore(model)
+    assert_close(model(**inputs)[0], stock)
+
+
+def test_restore_is_all_or_nothing(ltx: ModuleType, device: str) -> None:
+    class Pipeline:
+        def __init__(self, **components: nn.Module) -> None:
+            self.components = components
+
+    one, other = make_model(device), make_model(device)
+    ltx.optimize(one)
+    ltx.optimize(other)
+    with pytest.raises(RuntimeError, match="give the whole model"):
+        ltx.restore(Pipeline(transformer=one, transformer_2=other.transformer_blocks))
+    assert patched(one) and patched(other)
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+@pytest.mark.parametrize("where", ["install", "pack", "quantise_weights"])
+def test_optimize_is_all_or_nothing(
+    ltx: ModuleType, device: str, where: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "quantise_weights" and precision == "native":
+        pytest.skip("quantises nothing")
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    holder = ltx.integrations if where == "install" else ltx.integrations._linear
+    function, calls = getattr(holder, where), itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    monkeypatch.setattr(holder, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ltx.optimize(model, precision=precision)
+    assert patched(model) == [] and list(model.named_buffers()) == []
+    assert_close(model(**inputs)[0], stock)
+
+
+def test_one_model_under_two_names(ltx: ModuleType, device: str) -> None:
+    class Pipeline:
+        components = dict.fromkeys(("transformer", "transformer_2"), make_model(device))
+
+    assert ltx.optimize(Pipeline()).replaced[BLOCK] == LAYERS
+
+
+def test_saved_as_safetensors_after_restore(ltx: ModuleType, device: str, tmp_path: Any) -> None:
+    """Packed weights share a storage, which safetensors refuses: `restore` takes them apart."""
+    from safetensors.torch import save_model
+
+    model = make_model(device)
+    save_model(model, str(tmp_path / "stock.safetensors"))
+    ltx.optimize(model)
+    with pytest.raises(RuntimeError):
+        save_model(model, str(tmp_path / "packed.safetensors"))
+    ltx.restore(model)
+    save_model(model, str(tmp_path / "restored.safetensors"))
+    assert (tmp_path / "restored.safetensors").read_bytes() == (tmp_path / "stock.safetensors").read_bytes()
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+def test_parameters_in_a_flat_buffer_stay_there(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    attention = model.transformer_blocks[0].attn1
+    flat = torch.cat([p.detach().flatten() for p in (attention.to_v.weight, attention.to_q.weight)])
+    attention.to_v.weight.data, attention.to_q.weight.data = flat.view(2, *attention.to_q.weight.shape).unbind(0)
+    report = ltx.optimize(model)
+    assert attention.to_q.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    assert "somebody else" in report.notes[0] and "not packed, 1 attentions" in report.notes[0]
+    assert_close(model(**inputs)[0], stock)
+    ltx.restore(model)
+    assert attention.to_q.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("missing", [("to_k",), ("to_q", "to_v")])
+def test_biases_of_some_projections(ltx: ModuleType, device: str, missing: tuple[str, ...]) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    for block in model.transformer_blocks:
+        for name in missing:
+            linear = block.attn1._modules[name]
+            linear.register_parameter("bias", None)
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+    assert_close(model(**inputs)[0], stock)
+
+
+def test_global_hooks_run_stock(ltx: ModuleType, device: str) -> None:
+    from torch.nn.modules.module import register_module_forward_hook
+
+    model, stock_model, inputs = make_model(device), make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    handle = register_module_forward_hook(lambda m, args, output: output * 1.01 if type(m) is nn.Linear else None)
+    try:
+        assert_close(model(**inputs)[0], stock_model(**inputs)[0])
+    finally:
+        handle.remove()
+    assert report.fallbacks[BLOCK] == {"a global forward hook is registered": LAYERS}
+
+
+def test_vmap_runs_stock(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    several = torch.stack([inputs["hidden_states"], 2 * inputs["hidden_states"]])
+
+    def run(hidden_states: Tensor) -> Tensor:
+        return model(**{**inputs, "hidden_states": hidden_states})[0]
+
+    stock = torch.func.vmap(run)(several)
+    ltx.optimize(model)
+    assert_close(torch.func.vmap(run)(several), stock)
+
+
+def test_scale_as_a_list(ltx: ModuleType, device: str) -> None:
+    model = make_model(device)
+    inputs = make_inputs(device, rope_interpolation_scale=[8 / 25, 32, 32])
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+    assert_close(model(**inputs)[0], stock)
+
+
+def test_mode_that_replaces_attention(ltx: ModuleType, device: str, attends: Attends, has_kernel: bool) -> None:
+    """Perturbed attention guidance takes calls of scaled_dot_product_attention: the package's op must not pass it."""
+    from torch.overrides import TorchFunctionMode
+
+    class Perturbed(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                return args[2] if len(args) > 2 else kwargs["value"]
+            return func(*args, **(kwargs or {}))
+
+    dtype = torch.bfloat16
+    model, inputs = make_model(device, dtype, **HEADS_OF_64), make_inputs(device, dtype, encoder_attention_mask=None)
+    stock_model = make_model(device, dtype, **HEADS_OF_64)
+    for m in (model, stock_model):
+        for block in m.transformer_blocks:
+            block.attn2.processor = block.attn2.processor
+            block.attn2.forward = lambda hidden_states, **_: torch.zeros_like(hidden_states)
+    ltx.optimize(model)
+    with Perturbed():
+        want = stock_model(**inputs)[0]
+        assert attends(lambda: assert_close(model(**inputs)[0], want)) == (0, 0)
+
+
+def test_gradients_are_reported(ltx: ModuleType, device: str) -> None:
+    """Where a gradient goes through a block's ops, they are plain torch, and the report says so."""
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    model.transformer_blocks[0].attn1.to_q.weight.requires_grad_()
+    with torch.enable_grad():
+        model(**inputs)
+    (site,) = (site for site in report.sites if site.name == BLOCK)
+    assert site.calls == site.gradients == 1 and f"gradients through {BLOCK}, 1 x" in str(report)
+    assert report.fallbacks[BLOCK] == {"a gradient is needed": LAYERS - 1}
+
+
+def test_coordinates_written_through_data(ltx: ModuleType, device: str) -> None:
+    """docs/optimize.md says so: torch does not count such writes, and the table stays that of before."""
+    model, coords = make_model(device), coordinates(device)
+    ltx.optimize(model)
+    arguments = {"hidden_states": make_inputs(device)["hidden_states"], "video_coords": coords}
+    first = model.rope(**arguments)[0]
+    coords.data.mul_(2)
+    assert model.rope(**arguments)[0] is first
+    coords.mul_(1)
+    assert not torch.equal(model.rope(**arguments)[0], first)
+
+
+def test_shallow_copy(ltx: ModuleType, device: str) -> None:
+    """docs/optimize.md says so: copy.copy shares the original's forward, copy.deepcopy does not."""
+    model = make_model(device)
+    ltx.optimize(model)
+    gelu = model.transformer_blocks[0].ff.net[0]
+    assert copy.copy(gelu).forward.__self__ is gelu and copy.deepcopy(gelu).forward.__self__ is not gelu
+
+
+def test_blocks_that_are_not_known_are_named(ltx: ModuleType, device: str) -> None:
+    """A block that keeps its own forward is not passed over in silence."""
+
+    class OtherTransformerBlock(type(make_model(device).transformer_blocks[0])):  # type: ignore[misc]
+        pass
+
+    model = make_model(device)
+    model._repeated_blocks = [OtherTransformerBlock.__name__]
+    model.transformer_blocks[1].__class__ = OtherTransformerBlock
+    report = ltx.optimize(model)
+    assert list(report.left_alone) == ["transformer_blocks.1"]
+    assert "OtherTransformerBlock is not known" in report.left_alone["transformer_blocks.1"]
+    with pytest.raises(RuntimeError, match="OtherTransformerBlock is not known"):
+        ltx.optimize(model, strict=True)
+
+
+def test_report_shows_every_reason(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    with torch.autocast(device, torch.bfloat16):
+        model(**inputs)
+    model.transformer_blocks[1].norm1.register_forward_hook(lambda *_: None)
+    model(**inputs)
+    (site,) = (site for site in report.sites if site.name == BLOCK)
+    assert site.fallbacks == {"autocast is on": LAYERS, "norm1 has a hook": 1} and site.calls == LAYERS - 1
+    for reason, count in site.fallbacks.items():
+        assert f"stock call of {BLOCK}, {count} x: {reason}" in str(report)
+    (line,) = [line for line in str(report).splitlines() if line.split()[:2] == [str(LAYERS), BLOCK]]
+    assert line.split()[2:5] == [str(LAYERS - 1), "0", str(LAYERS + 1)]
 
 
 # ---- Weights

@@ -75,12 +75,12 @@ def optimize(
         A report of what was replaced, what was left alone and why; print it, before and after a run.
 
     Raises:
-        TypeError: ``obj`` is neither a module nor a pipeline.
+        TypeError: ``obj`` is neither a module nor a pipeline, or another argument has a wrong type.
         ValueError: An unknown ``level``, ``precision``, ``rounding`` or component, or options that do not go together.
         RuntimeError: With ``strict``, something has to be left alone; the text says what and why. With "fp8", the GPU
             is too old. Nothing was changed then.
     """
-    _check_options(level, precision, rounding, skip, free_weights)
+    _check_options(level, precision, rounding, skip, free_weights, strict)
     roots = _roots(obj, components)
     plan = _plan(roots, level, rounding)
     groups = _plan_fp8(plan, skip) if precision == "fp8" else []
@@ -89,39 +89,50 @@ def optimize(
         raise RuntimeError("strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines))
     title = f"{type(obj).__name__}, level {level}, precision {precision}, rounding {rounding}"
     report = Report(title, left_alone=plan.left_alone)
-    for root in roots.values():
-        uninstall_all(root)
-        report._roots.append(weakref.ref(root))
-    sites: dict[tuple[str, Entry], Site] = {}
-    for module, entry in plan.modules.values():
-        name = class_of(module)
-        if (name, entry) not in sites:
-            site = Site(entry, type(module).forward, name, rounding, entry.settings(module))
-            sites[name, entry] = site
-            report.sites.append(site)
-        install(module, sites[name, entry])
-    installed = {name for name, _ in sites}
-    for site in report.sites:
-        site.together = site.entry.together_with in installed
-    for linears in groups:
-        _linear.quantise_weights(linears)
+    uninstall_all(roots.values())
+    report._roots = [weakref.ref(root) for root in roots.values()]
+    try:
+        _install(plan, groups, rounding, report)
+    except BaseException:  # an interrupt as well: all or nothing
+        uninstall_all(roots.values())
+        raise
     if groups:
         linears = [linear for group in groups for linear in group]
         freed = sum(map(_linear.free_weight, linears)) if free_weights else None
         report.notes.append(_linear.summary(linears, freed))
-    if rounding == "fp32":
-        reasons = (_linear.pack(module, entry.packs(module)) for module, entry in plan.modules.values())
-        unpacked = Counter(filter(None, reasons))
-        report.notes += [f"not packed, {count} attentions: {reason}" for reason, count in unpacked.items()]
     if not report.sites:
         warnings.warn(f"ltx-kernels: nothing was replaced\n{report}", stacklevel=2)
     return report
 
 
+def _install(plan: Plan, groups: Sequence[Sequence[nn.Linear]], rounding: str, report: Report) -> None:
+    """Puts everything in its place that can be taken out again."""
+    sites: dict[tuple[str, Entry], Site] = {}
+    for module, entry in plan.modules.values():
+        name = class_of(module)
+        if (name, entry) not in sites:
+            site = Site(entry, type(module).forward, name, rounding, entry.settings(module))
+            site.roots = list(report._roots)
+            sites[name, entry] = site
+            report.sites.append(site)
+        install(module, sites[name, entry])
+    pairs = {(site.class_name, site.entry.together_with) for site in report.sites}
+    pairs = {(one, other) for one, other in pairs if any(other == name for name, _ in sites)}
+    for site in report.sites:
+        name = site.class_name
+        site.partners = frozenset({b for a, b in pairs if a == name} | {a for a, b in pairs if b == name})
+    for linears in groups:
+        _linear.quantise_weights(linears)
+    if rounding == "fp32":
+        reasons = (_linear.pack(module, entry.packs(module)) for module, entry in plan.modules.values())
+        unpacked = Counter(filter(None, reasons))
+        report.notes += [f"not packed, {count} attentions: {reason}" for reason, count in unpacked.items()]
+
+
 def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
     """Gives every module its stock forward back.
 
-    Packed weights stay where they are, as views of one storage: they are the same parameters with the same values.
+    Packed weights get a storage each again; they are the same parameters with the same values.
 
     Args:
         obj: What was given to `optimize`, or a deepcopy of it; of an LTX-Video transformer the whole, since its blocks
@@ -129,20 +140,26 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
         components: As in `optimize`; None: all that a pipeline has.
 
     Raises:
-        TypeError: ``obj`` is neither a module nor a pipeline.
+        TypeError: ``obj`` is neither a module nor a pipeline, or ``components`` no list.
         ValueError: An unknown component.
         RuntimeError: A part of what belongs together, or weights that were freed. Nothing was restored then.
     """
-    for root in _roots(obj, components, default=None).values():
-        uninstall_all(root)
+    uninstall_all(_roots(obj, components, default=None).values())
 
 
-def _check_options(level: str, precision: str, rounding: str, skip: Sequence[str] | None, free_weights: bool) -> None:
+def _check_options(
+    level: str, precision: str, rounding: str, skip: Sequence[str] | None, free_weights: bool, strict: bool
+) -> None:
     if level not in LEVELS:
         raise ValueError(f'level: expected "norms" or "block", got {level!r}')
     if precision not in PRECISIONS:
         raise ValueError(f'precision: expected "native" or "fp8", got {precision!r}')
     choice("rounding", ROUNDING, rounding)
+    for name, value in (("free_weights", free_weights), ("strict", strict)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+    if skip is not None:
+        _check_names("skip", "patterns", skip)
     if precision == "fp8":
         if level != "block" or rounding != "fp32":
             raise ValueError(
@@ -150,14 +167,21 @@ def _check_options(level: str, precision: str, rounding: str, skip: Sequence[str
             )
     elif skip is not None or free_weights:
         raise ValueError(f'skip and free_weights: expected precision "fp8" with them, got {precision!r}')
-    if isinstance(skip, str):
-        raise ValueError(f"skip: expected a list of patterns, got the string {skip!r}")
+
+
+def _check_names(argument: str, what: str, names: Sequence[str]) -> None:
+    if isinstance(names, str):
+        raise ValueError(f"{argument}: expected a list of {what}, got the string {names!r}")
+    if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument}: expected a list of {what}, got {names!r}")
 
 
 def _roots(
     obj: Any, components: Sequence[str] | None, default: Sequence[str] | None = DENOISERS
 ) -> dict[str, nn.Module]:
     """The modules to search, by the name of the component; one without a name if there are no components."""
+    if components is not None:
+        _check_names("components", "names", components)
     if isinstance(obj, nn.Module):
         if components is not None:
             raise ValueError(f"components: expected None with a module, got {list(components)!r}")
@@ -176,12 +200,15 @@ def _roots(
 
 def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
     plan = Plan()
+    seen: set[nn.Module] = set()  # a pipeline may hold one model under two names
     for component, root in roots.items():
-        known = False
-        for name, module in root.named_modules(prefix=component):
+        known = root in seen
+        for name, module in root.named_modules(memo=seen, prefix=component):
             entry = entry_for(ENTRIES, module)
             if entry is None:
                 reason = transformers.why_unknown(module)
+                if level == "block" and diffusers.is_block(root, module):
+                    reason = f"{class_of(module)} is not known: its norms and attentions alone"
                 if reason:
                     plan.left_alone[name] = reason
                 continue

@@ -32,7 +32,7 @@ from ._guards import (
     why_not_input,
     why_not_norm_weight,
 )
-from ._linear import Input, Linears, dequantised, in_fp8, joined
+from ._linear import Input, Linears, dequantised, in_fp8, joined, unpack
 from ._rotary import Tables, kept
 from ._sites import Entry, Site, site_of, stock_forward
 from ._stream import RMSNORM, TORCH_RMSNORM
@@ -212,6 +212,7 @@ class Attention:
             settings=_settings,
             together_with=self.together_with,
             packs=self.packs,
+            release=lambda module: unpack(module, self.packs(module)),
             description=self,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ._feed_forward import FEED_FORWARD
@@ -71,7 +72,10 @@ class Block:
             reason = self._why_not_call(module, arguments)
             if reason:
                 return stock_forward(module, reason, *args, **kwargs)
-            site_of(module).count_call()
+            site = site_of(module)
+            site.count_call()
+            if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+                site.count_gradients()
             return compute(module, *args, **kwargs)
 
         return Entry(

@@ -24,6 +24,7 @@ LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"
 STATE = "_ltx_fp8_of"  # the version of the weight that was quantised, or FREED
 FREED = "freed"
+PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
 
 Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
 Input = Union[Tensor, Rows]
@@ -312,13 +313,34 @@ def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
                 return f"{described} has other than ordinary parameters of one device and dtype"
             if p.device.type not in ("cuda", "cpu"):
                 return f"{described} is on {p.device}"
+        module.__dict__[PACKED] = True
         # Those in fp8 are adjacent as they are made.
+        storages = [p.untyped_storage().nbytes() > p.nbytes for p in parameters]
+        if any(storages) and not adjacent([linear.weight for linear in linears]):
+            return f"{described} has parameters in a storage of somebody else's"
         weights = [cast(nn.Parameter, linear.weight) for linear in linears if not in_fp8(linear)]
         if weights:
             make_adjacent(weights)
         if all(linear.bias is not None for linear in linears):
             make_adjacent([linear.bias for linear in linears])
     return ""
+
+
+def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Gives weights that `pack` has moved into one storage a storage each; they stay the parameters they are."""
+    if not module.__dict__.pop(PACKED, False):
+        return
+    for names in groups:
+        linears = [linear for linear in map(module._modules.get, names) if type(linear) is nn.Linear]
+        shared: dict[int, list[Tensor]] = {}
+        for parameter in (p for linear in linears for p in (linear.weight, linear.bias)):
+            if parameter is not None and is_ordinary(parameter) and parameter.device.type in ("cuda", "cpu"):
+                shared.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        for parameters in shared.values():
+            # A storage that holds more than these is somebody else's.
+            if len(parameters) > 1 and parameters[0].untyped_storage().nbytes() == sum(p.nbytes for p in parameters):
+                for parameter in parameters:
+                    parameter.data = parameter.data.clone()
 
 
 def packed_scaled_linear(

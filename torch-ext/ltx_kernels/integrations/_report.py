@@ -27,7 +27,9 @@ class Report:
     Attributes:
         target: What was optimized, by class and component.
         sites: One for every replaced class: `class_name`, `modules`, `calls` that ran the package's ops, `traces` by
-            torch.compile, and `fallbacks`, the calls that ran the stock forward instead, by reason.
+            torch.compile, `gradients`, calls among these with gradients through parameters of the block, whose ops run
+            in plain torch where an input needs one, and `fallbacks`, the calls that ran the stock forward instead, by
+            reason.
         left_alone: Modules of a known class, or whole components, that stay as they were, and why.
         notes: Other things to know, such as parameters that could not be packed.
     """
@@ -50,10 +52,8 @@ class Report:
 
     def restore(self) -> None:
         """Gives every module of what was optimized its stock forward back."""
-        for reference in self._roots:
-            root = reference()
-            if root is not None:
-                uninstall_all(root)
+        roots = (reference() for reference in self._roots)
+        uninstall_all(root for root in roots if root is not None)
 
     def __enter__(self) -> Report:
         return self
@@ -74,6 +74,8 @@ class Report:
         for name, reasons in self.fallbacks.items():
             lines += [f"stock call of {name}, {count} x: {reason}" for reason, count in reasons.items()]
         for s in self.sites:
+            if s.gradients:
+                lines.append(f"gradients through {s.name}, {s.gradients} x: ops run in plain torch where one is needed")
             if s.unpacked:
                 lines.append(
                     f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again), or "

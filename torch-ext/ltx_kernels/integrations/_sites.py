@@ -7,13 +7,14 @@ modules of its class. Both travel with a deepcopy, and ``restore`` takes both aw
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import pickle
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -25,6 +26,18 @@ from ._guards import ATTRIBUTE, class_of, forget
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+
+
+def _or_stock(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A replaced forward that runs the class's own once the module is restored: a wrapper may still call it."""
+
+    @functools.wraps(function)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if ATTRIBUTE in module.__dict__:
+            return function(module, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,9 @@ class Entry:
     # Groups of linear layers whose weights should lie side by side.
     packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forward", _or_stock(self.forward))
+
 
 @dataclass
 class Plan:
@@ -82,9 +98,12 @@ class Site:
         # The class's forward. torch.compile cannot take it from a class that diffusers marks allow_in_graph, a block's.
         self.stock = stock
         self.modules = 0
-        self.together = False  # a module of entry.together_with was replaced as well
+        # What was given to `optimize`, and classes that it replaced and that understand one another alone.
+        self.roots: list[weakref.ref[nn.Module]] = []
+        self.partners: frozenset[str] = frozenset()
         self.unpacked = 0  # calls of an attention whose projections ran one by one, and not by one GEMM
         self.calls = 0  # that ran the package's ops
+        self.gradients = 0  # calls among these whose ops may have run in plain torch, for a gradient
         self.traces = 0  # by torch.compile, of calls that will run them
         self.chosen: set[str] = set()  # ops that calls named, of a class whose calls differ
         self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward instead, by reason
@@ -106,7 +125,9 @@ class Site:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         copied = Site(self.entry, self.stock, self.class_name, self.rounding, self.settings)
-        copied.modules, copied.together = self.modules, self.together
+        copied.modules, copied.partners = self.modules, self.partners
+        # Of a root that is being copied, the copy; a copied part is a whole.
+        copied.roots = [weakref.ref(memo[id(root())]) for root in self.roots if id(root()) in memo]
         memo[id(self)] = copied
         return copied
 
@@ -119,6 +140,10 @@ class Site:
         else:
             self.calls += 1
             self.chosen.update(ops)
+
+    def count_gradients(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.gradients += 1
 
     def count_fallback(self, reason: str) -> None:
         if torch.compiler.is_compiling():
@@ -196,18 +221,18 @@ def why_not(module: nn.Module, entry: Entry) -> str:
 
 def install(module: nn.Module, site: Site) -> None:
     stock, ours = type(module).forward, types.MethodType(site.entry.forward, module)
+    module.__dict__[ATTRIBUTE] = site  # first: whatever interrupts what follows, `uninstall` finds the module
+    site.modules += 1
     if "forward" not in module.__dict__:
         module.__dict__["forward"] = ours
-    else:
-        for holder, key, forward in list(_slots(module)):
-            if _is_bound(forward, module, stock):
-                _put(holder, key, ours)
-    module.__dict__[ATTRIBUTE] = site
-    site.modules += 1
+        return
+    for holder, key, forward in list(_slots(module)):
+        if _is_bound(forward, module, stock):
+            _put(holder, key, ours)
 
 
 def uninstall(module: nn.Module) -> None:
-    site = module.__dict__.pop(ATTRIBUTE)
+    site = module.__dict__[ATTRIBUTE]
     site.entry.release(module)
     for holder, key, forward in list(_slots(module)):
         if not _is_bound(forward, module, site.entry.forward):
@@ -216,22 +241,38 @@ def uninstall(module: nn.Module) -> None:
             del holder[key]
         else:
             _put(holder, key, types.MethodType(type(module).forward, module))
+    del module.__dict__[ATTRIBUTE]
 
 
-def uninstall_all(root: nn.Module) -> None:
+def _why_not_uninstall(root: nn.Module) -> str:
+    """Why what was replaced below a module cannot be taken out; empty if it can."""
     ours = {name: module for name, module in root.named_modules() if ATTRIBUTE in module.__dict__}
-    for name, module in ours.items():
-        reason = module.__dict__[ATTRIBUTE].entry.why_not_restored(module)
-        if reason:
-            raise RuntimeError(f"{name or class_of(module)} cannot be restored, and nothing was: {reason}")
     found = {class_of(module) for module in ours.values()}
+    given = set(map(id, root.modules()))
     for name, module in ours.items():
-        site = module.__dict__[ATTRIBUTE]
-        if site.together and site.entry.together_with not in found:
-            raise RuntimeError(
-                f"{name or class_of(module)} was optimized together with {site.entry.together_with}, which is not in "
+        site: Site = module.__dict__[ATTRIBUTE]
+        reason = site.entry.why_not_restored(module)
+        if reason:
+            return f"{name or class_of(module)} cannot be restored, and nothing was: {reason}"
+        whole = not site.roots or any(id(optimized()) in given for optimized in site.roots)
+        missing = sorted(site.partners - found)
+        if missing and not whole:
+            return (
+                f"{name or class_of(module)} was optimized together with {missing[0]}, which is not in "
                 "the part that was given, and nothing was changed: give the whole model"
             )
-    for module in ours.values():
-        uninstall(module)
-    forget(root)
+    return ""
+
+
+def uninstall_all(roots: Iterable[nn.Module]) -> None:
+    """Takes every replaced forward below some modules out, or raises and takes none."""
+    roots = list(roots)
+    for root in roots:
+        reason = _why_not_uninstall(root)
+        if reason:
+            raise RuntimeError(reason)
+    for root in roots:
+        for module in root.modules():
+            if ATTRIBUTE in module.__dict__:
+                uninstall(module)
+        forget(root)

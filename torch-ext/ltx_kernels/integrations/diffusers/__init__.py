@@ -5,6 +5,14 @@ One module holds one family, or the norms and activations that all share. Each l
 
 from __future__ import annotations
 
+from torch import nn
+
 from .._registry import entries_of
 
 ENTRIES = entries_of(__name__, __path__)
+
+
+def is_block(root: nn.Module, module: nn.Module) -> bool:
+    """Whether a model of diffusers lists a module's class among its repeated blocks; this decides a report alone."""
+    name = type(module).__name__
+    return name.endswith("Block") and name in (getattr(root, "_repeated_blocks", None) or ())
