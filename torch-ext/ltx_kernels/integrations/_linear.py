@@ -313,11 +313,11 @@ def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
                 return f"{described} has other than ordinary parameters of one device and dtype"
             if p.device.type not in ("cuda", "cpu"):
                 return f"{described} is on {p.device}"
-        module.__dict__[PACKED] = True
-        # Those in fp8 are adjacent as they are made.
         storages = [p.untyped_storage().nbytes() > p.nbytes for p in parameters]
         if any(storages) and not adjacent([linear.weight for linear in linears]):
             return f"{described} has parameters in a storage of somebody else's"
+        module.__dict__[PACKED] = True
+        # Those in fp8 are adjacent as they are made.
         weights = [cast(nn.Parameter, linear.weight) for linear in linears if not in_fp8(linear)]
         if weights:
             make_adjacent(weights)
