@@ -156,8 +156,8 @@ MUTATIONS = [
     Mutation(
         "a table of one batch read as one of each",
         "torch-ext/tensor_checks.h",
-        "if (e.per_batch) return d == 0 && e.a.size[0] != 1 ? e.a.stride[0] : 0;",
-        "if (e.per_batch) return d == 0 ? e.a.stride[0] : 0;",
+        "if (e.per_batch) return d == 0 && e.a->size[0] != 1 ? e.a->stride[0] : 0;",
+        "if (e.per_batch) return d == 0 ? e.a->stride[0] : 0;",
     ),
     Mutation(
         "fp32 weight read as the input's dtype",

@@ -431,6 +431,49 @@ def test_the_op_runs_where_no_gradient_is_needed(ltx: Any, device: str) -> None:
     assert ltx.rmsnorm(x, w.detach()).grad_fn is None
 
 
+def test_a_dispatcher_op_by_itself_has_no_gradient(ltx: Any, device: str) -> None:
+    """torch warns where one is asked for; an error at each call would cost every call. The functions have gradients."""
+    x = Inputs(device, grad=True).rows()
+    result = ltx._ops.ops.norm(x, None, None, 1e-6, 0.0, 1, 0)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        result.sum().backward()
+    assert x.grad is None
+
+
+def test_second_derivatives_through_a_custom_function(ltx: Any, device: str) -> None:
+    """forward runs without gradients, as any custom function's does; what backward calls is differentiated again."""
+
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return ltx.rmsnorm(x).square()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            (gradient,) = torch.autograd.grad(ltx.rmsnorm(x).square(), x, grad, create_graph=torch.is_grad_enabled())
+            return gradient
+
+    def second(function: Callable[[Tensor], Tensor]) -> Tensor:
+        x = Inputs(device, torch.float32, grad=True).rows()
+        weight = torch.linspace(-1, 1, x.numel(), device=device).view_as(x)
+        (first,) = torch.autograd.grad((function(x) * weight).sum(), x, create_graph=True)
+        return torch.autograd.grad((first * weight).sum(), x)[0]
+
+    expected = second(lambda x: ltx.reference.rmsnorm(x).square())
+    assert expected.abs().max() > 1e-2
+    torch.testing.assert_close(second(Squared.apply), expected)
+
+
+def test_given_outputs_under_vmap_are_an_error(ltx: Any, device: str) -> None:
+    """As torch's own functions have it; without given outputs vmap works."""
+    x = Inputs(device).rows()
+    with pytest.raises(RuntimeError, match="doesn't work on out= or view ops"):
+        torch.vmap(lambda row: ltx.rmsnorm(row, out=torch.empty_like(row)))(x)
+    torch.testing.assert_close(torch.vmap(ltx.rmsnorm)(x), ltx.rmsnorm(x), rtol=0, atol=0)
+
+
 # ---- out=
 
 

@@ -418,7 +418,7 @@ class RowSpace {
  private:
   struct Entry {
     RowView* view;
-    Arg a;
+    const Arg* a;  // the caller's, which lives as long as the row space
     int64_t dim;
     bool per_batch;
   };
@@ -430,13 +430,13 @@ class RowSpace {
     view.dtype = float_dtype(a);
     // A broadcast column has stride 0; a single column may be read with any stride, and 1 takes the fast path.
     view.column_stride = a.dim == 0 ? 0 : a.last() == 1 ? (width_ == 1 ? 1 : 0) : a.stride[a.dim - 1];
-    entries_[count_++] = Entry{&view, a, dim, per_batch};
+    entries_[count_++] = Entry{&view, &a, dim, per_batch};
   }
   int64_t stride(int i, int64_t d) const {
     const Entry& e = entries_[i];
-    if (e.per_batch) return d == 0 && e.a.size[0] != 1 ? e.a.stride[0] : 0;
+    if (e.per_batch) return d == 0 && e.a->size[0] != 1 ? e.a->stride[0] : 0;
     const int64_t own = d - (input_.dim - e.dim);
-    return own < 0 || e.a.size[own] == 1 ? 0 : e.a.stride[own];
+    return own < 0 || e.a->size[own] == 1 ? 0 : e.a->stride[own];
   }
 
   static constexpr int kMaxOperands = 16;
