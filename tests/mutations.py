@@ -50,6 +50,7 @@ class Mutation:
 PYTHON = "torch-ext/ltx_kernels/"
 CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu", "kernel_src/attention.cu"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
+CPU_QUANT = "kernel_src/cpu/quant.cpp"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
 CUDA_HOPPER, CUDA_LINEAR = "kernel_src/attention_hopper.cu", "torch-ext/linear.cpp"
 CUDA_GLU, CUDA_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/quant.cu", "kernel_src/ltx/fp8.cuh"
@@ -464,6 +465,135 @@ MUTATIONS = [
         "and not requires_grad()",
         tests=("plain_attention",),
         backends=("cuda",),
+    ),
+    # The Python functions: each is built in seconds.
+    Mutation(
+        "a gradient that is needed not followed",
+        PYTHON + "_call.py",
+        "if is_grad_enabled() and requires_grad(*arguments[:tensors]):",
+        "if False:",
+        tests=("compile",),
+    ),
+    Mutation(
+        "inputs that need a gradient not asked where outputs are given",
+        PYTHON + "_call.py",
+        "requires_grad(*given[: results + tensors])",
+        "requires_grad(*given[:results])",
+        tests=("compile",),
+    ),
+    Mutation(
+        "two given outputs exchanged",
+        PYTHON + "_call.py",
+        "(*outs, *arguments)",
+        "(*reversed(outs), *arguments)",
+        tests=("inputs", "norm"),
+    ),
+    Mutation(
+        "wrong types not looked for",
+        PYTHON + "_call.py",
+        "            check_types(arguments)\n            if outs",
+        "            if outs",
+        tests=("wrong_types",),
+    ),
+    Mutation(
+        "a mode without a hash",
+        PYTHON + "_checks.py",
+        "except (KeyError, TypeError):",
+        "except KeyError:",
+        tests=("wrong_types",),
+    ),
+    Mutation(
+        "eps=None as zero",
+        PYTHON + "norm.py",
+        "return _norm(out, input, weight, None, FLOAT32_EPS if eps is None else eps,",
+        "return _norm(out, input, weight, None, 0.0 if eps is None else eps,",
+        tests=("norm",),
+    ),
+    Mutation(
+        "a fake with scales of the input's dtype",
+        PYTHON + "_fakes.py",
+        "input.new_empty((*shape[:-1], 1), dtype=torch.float32)",
+        "input.new_empty((*shape[:-1], 1))",
+        tests=("quant",),
+    ),
+    Mutation(
+        "a fake of the rotary ops that is always contiguous",
+        PYTHON + "_fakes.py",
+        "return [torch.empty_like(operand.tensor) for operand in operands]",
+        "return [operand.tensor.new_empty(operand.tensor.shape) for operand in operands]",
+        tests=("compile",),
+    ),
+    # Bindings
+    Mutation(
+        "overlaps looked for between dense tensors alone",
+        "torch-ext/tensor_checks.h",
+        "if (!same && !SharedBytes(out, other).any(out_begin - other_begin)) return;",
+        "if (!same && !(extent(out) == out.numel() && extent(other) == other.numel())) return;",
+        tests=("inputs",),
+    ),
+    Mutation(
+        "overlap of an output with the residual not checked",
+        "torch-ext/norm.cpp",
+        "check_overlap(*out, a.residual, true);",
+        "",
+        tests=("inputs",),
+    ),
+    Mutation(
+        "overlap of an output with the shift not checked",
+        "torch-ext/norm.cpp",
+        "&a.shift,",
+        "",
+        tests=("inputs",),
+    ),
+    Mutation(
+        "overlap of an output with the table of the shift not checked",
+        "torch-ext/norm.cpp",
+        "&a.shift_table,",
+        "",
+        tests=("inputs",),
+    ),
+    Mutation(
+        "overlap of an output with the positions not checked",
+        "torch-ext/rope.cpp",
+        "check_overlap(o.output, a.positions, false);",
+        "(void)o;",
+        tests=("inputs",),
+    ),
+    Mutation(
+        "None taken for a tensor",
+        "torch-ext/tensor_checks.h",
+        'if (!tensor.defined()) fail(name, "a tensor", "None");',
+        "",
+        tests=("errors",),
+    ),
+    # fp8 and activations on the CPU
+    Mutation(
+        "fp8 rounded half up",
+        CPU_QUANT,
+        "finite + 0x7ffffu + ((finite >> 20) & 1u)",
+        "finite + 0x80000u",
+        tests=("quant",),
+    ),
+    Mutation(
+        "fp8 values past the largest wrap",
+        CPU_QUANT,
+        "const U finite = (U)(magnitude < largest ? magnitude : largest);",
+        "const U finite = (U)magnitude;",
+        tests=("quant",),
+    ),
+    Mutation(
+        "a NaN left out of a row's scale",
+        CPU_QUANT,
+        "amax = std::max(amax, static_cast<int32_t>(most[i]));",
+        "amax = most[i] > 0x7f800000 ? amax : std::max(amax, static_cast<int32_t>(most[i]));",
+        tests=("quant",),
+    ),
+    Mutation(
+        "the scale of the first row of a block for all of them",
+        CPU_QUANT,
+        "output.values + row * own_.width, output.scales + row);",
+        "output.values + row * own_.width, output.scales + first);",
+        tests=("quant",),
     ),
 ]
 

@@ -828,6 +828,15 @@ def test_codes(ltx: Any, device: str, name: str, text: str, arguments: tuple[Any
     assert raised(lambda: op(maker("meta")(*ROWS), *arguments)) == text
 
 
+def test_none_for_a_tensor_of_an_op(ltx: Any, backend: str, device: str) -> None:
+    """The dispatcher takes it for any tensor but the first; the Python functions name the argument in a TypeError."""
+    if backend != device:
+        pytest.skip("the compiled op's text")
+    x = maker(device)(*ROWS)
+    text = "scale: expected a tensor, got None"
+    assert raised(lambda: ltx._ops.ops.adaln_norm(x, None, None, None, x, *[None] * 4, 1e-6, 1, 0)) == text
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_axes_of_the_rope_op(ltx: Any, device: str) -> None:
     q = maker(device)(*HEADS)

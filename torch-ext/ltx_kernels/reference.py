@@ -193,7 +193,6 @@ def _norm(input: Tensor, **arguments: Any) -> Pair:
     return norm_family(input, **arguments)
 
 
-@checks_types
 def rmsnorm(
     input: Tensor,
     weight: Tensor | None = None,
@@ -211,7 +210,6 @@ def rmsnorm(
     )[0]
 
 
-@checks_types
 def rmsnorm_residual(
     input: Tensor,
     residual: Tensor,
@@ -231,7 +229,6 @@ def rmsnorm_residual(
     )
 
 
-@checks_types
 def layernorm(
     input: Tensor,
     weight: Tensor | None = None,
@@ -250,7 +247,6 @@ def layernorm(
     )[0]
 
 
-@checks_types
 def adaln_rmsnorm(
     input: Tensor,
     weight: Tensor | None,
@@ -274,7 +270,6 @@ def adaln_rmsnorm(
     )[0]
 
 
-@checks_types
 def adaln_layernorm(
     input: Tensor,
     weight: Tensor | None,
@@ -301,7 +296,6 @@ def adaln_layernorm(
     )[0]
 
 
-@checks_types
 def adaln_zero(
     input: Tensor,
     weight: Tensor | None,
@@ -329,7 +323,6 @@ def adaln_zero(
     )[0]
 
 
-@checks_types
 def gated_residual(
     input: Tensor,
     residual: Tensor,
@@ -348,7 +341,6 @@ def gated_residual(
     )[1]
 
 
-@checks_types
 def gated_residual_adaln_rmsnorm(
     input: Tensor,
     residual: Tensor,
@@ -378,7 +370,6 @@ def gated_residual_adaln_rmsnorm(
     )
 
 
-@checks_types
 def gated_residual_adaln_layernorm(
     input: Tensor,
     residual: Tensor,
@@ -467,7 +458,6 @@ def _glu(input: Tensor, **arguments: Any) -> Tensor:
     return gated_unit(input, **arguments)
 
 
-@checks_types
 def geglu(
     input: Tensor,
     up: Tensor | None = None,
@@ -486,7 +476,6 @@ def geglu(
     )
 
 
-@checks_types
 def swiglu(
     input: Tensor,
     up: Tensor | None = None,
@@ -504,7 +493,6 @@ def swiglu(
     )
 
 
-@checks_types
 def gelu(
     input: Tensor,
     *,
@@ -613,12 +601,10 @@ def _glu_quant(input: Tensor, **arguments: Any) -> Pair:
     return gated_unit_quant(input, **arguments)
 
 
-@checks_types
 def quantize_rows(input: Tensor, *, static_scale: Tensor | None = None) -> Pair:
     return _norm_quant(input, statistic=NONE, static_scale=static_scale)[:2]
 
 
-@checks_types
 def rmsnorm_quant(
     input: Tensor,
     weight: Tensor | None = None,
@@ -632,7 +618,6 @@ def rmsnorm_quant(
     )[:2]
 
 
-@checks_types
 def rmsnorm_residual_quant(
     input: Tensor,
     residual: Tensor,
@@ -652,7 +637,6 @@ def rmsnorm_residual_quant(
     )
 
 
-@checks_types
 def adaln_rmsnorm_quant(
     input: Tensor,
     weight: Tensor | None,
@@ -676,7 +660,6 @@ def adaln_rmsnorm_quant(
     )[:2]
 
 
-@checks_types
 def gated_residual_quant(
     input: Tensor,
     residual: Tensor,
@@ -690,7 +673,6 @@ def gated_residual_quant(
     )
 
 
-@checks_types
 def gated_residual_adaln_rmsnorm_quant(
     input: Tensor,
     residual: Tensor,
@@ -720,7 +702,6 @@ def gated_residual_adaln_rmsnorm_quant(
     )
 
 
-@checks_types
 def geglu_quant(
     input: Tensor,
     up: Tensor | None = None,
@@ -733,14 +714,12 @@ def geglu_quant(
     return _glu_quant(input, up=up, gated=True, gate_first=gate_first, activation=activation, static_scale=static_scale)
 
 
-@checks_types
 def swiglu_quant(
     input: Tensor, up: Tensor | None = None, *, gate_first: bool = True, static_scale: Tensor | None = None
 ) -> Pair:
     return _glu_quant(input, up=up, gated=True, gate_first=gate_first, activation=SILU, static_scale=static_scale)
 
 
-@checks_types
 def gelu_quant(
     input: Tensor,
     *,
@@ -914,7 +893,6 @@ def _rope(
     return out[0], out[1]
 
 
-@checks_types
 def rope_1d(
     query: Tensor,
     key: Tensor,
@@ -928,7 +906,6 @@ def rope_1d(
     return _rope(query, key, positions, (tokens,), (width,), (theta_base,), interleaved)
 
 
-@checks_types
 def rope_3d(
     query: Tensor,
     key: Tensor,
@@ -945,7 +922,6 @@ def rope_3d(
     return _rope(query, key, None, [num_frames, height, width], dims, theta, interleaved)
 
 
-@checks_types
 def apply_rotary(
     input: Tensor,
     cos: Tensor,
@@ -964,7 +940,6 @@ def apply_rotary(
     return rotary(operands, tables, interleaved=interleaved, rounding=mode)[0]
 
 
-@checks_types
 def apply_rotary_qk(
     query: Tensor,
     key: Tensor,
@@ -985,7 +960,6 @@ def apply_rotary_qk(
     return out[0], out[1]
 
 
-@checks_types
 def qk_norm_rope(
     query: Tensor,
     key: Tensor,
@@ -1049,7 +1023,6 @@ def qk_norm_rope(
 # ---- Attention
 
 
-@checks_types
 def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
     _checks.check_attention(query, key, value, scale=scale, float64=True)
     q, k, v = (x.to(_compute_dtype(query)).transpose(1, 2) for x in (query, key, value))
@@ -1079,7 +1052,6 @@ def cross_attention(
     return (weights @ value.to(compute).transpose(1, 2)).transpose(1, 2).to(query.dtype).contiguous()
 
 
-@checks_types
 def qk_norm_cross_attention(
     query: Tensor,
     key: Tensor,
@@ -1095,3 +1067,7 @@ def qk_norm_cross_attention(
     arguments = (query, key, value, query_weight, key_weight, mask)
     _checks.check_qk_norm_cross_attention(*arguments, eps=eps, scale=scale, float64=True)
     return cross_attention(*arguments, eps=eps, scale=scale)
+
+
+for _name in __all__:
+    globals()[_name] = checks_types(globals()[_name])
