@@ -6,7 +6,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -124,6 +124,150 @@ def test_errors_of_linear_layers(ltx, device):
         with pytest.raises(RuntimeError) as error:
             ltx.quantize_weight(weight)
         assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"out_dtype": torch.int8}, RuntimeError, "out_dtype: expected bfloat16, float16 or float32, got int8"),
+        ({"out_dtype": 2.5}, TypeError, "out_dtype: expected a torch.dtype, got float"),
+        ({"out_dtype": None}, TypeError, "out_dtype: expected a torch.dtype, got None"),
+        ({"use_fast_accum": "x"}, TypeError, "use_fast_accum: expected True or False, got str"),
+    ],
+)
+def test_errors_of_options(ltx, device, options, kind, text):
+    with pytest.raises(kind) as error:
+        ltx.scaled_linear(*linear_inputs(ltx, device)[:4], **options)
+    assert str(error.value) == text
+
+
+# ---- linear_cat
+
+
+def parts_of(whole: Tensor, widths: Sequence[int], *, apart: bool) -> list[Tensor]:
+    """The columns of a tensor as several: views, or tensors of their own."""
+    return [part.contiguous() if apart else part for part in whole.split(list(widths), -1)]
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(48, 80), (128,), (16, 96, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (2, 7), (), (2, 3, 4), (0, 3)], ids=str)
+def test_linear_cat(ltx, device, dtype, widths, shape):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    whole, weight, own_bias = normal(*shape, 128), normal(72, 128), normal(72)
+    for bias in (own_bias, None):
+        exact = F.linear(whole.double(), weight.double(), None if bias is None else bias.double())
+        magnitude = F.linear(whole.double().abs(), weight.double().abs()) + 4
+        for apart in (False, True):
+            output = ltx.linear_cat(parts_of(whole, widths, apart=apart), weight, bias)
+            assert output.shape == (*shape, 72) and output.is_contiguous() and output.dtype == dtype
+            # A rounding for each product, and those of the sums in fp32.
+            bound = (
+                len(widths) * torch.finfo(dtype).eps * exact.abs()
+                + (2.0**-9 if dtype != torch.float32 else 2.0**-20) * magnitude
+            )
+            assert bool(((output - exact).abs() <= bound).all())
+
+
+def test_linear_cat_of_neighbours_is_one_product(ltx, device):
+    """The bits of the layer on the whole; and those of the layer itself for one input."""
+    generator = torch.Generator().manual_seed(0)
+    whole, weight, bias = (
+        torch.randn(*s, generator=generator).to(device).bfloat16() for s in ((3, 9, 128), (64, 128), (64,))
+    )
+    expected = F.linear(whole, weight, bias)
+    assert_same_bits(ltx.linear_cat(whole.split((48, 80), -1), weight, bias), expected)
+    assert_same_bits(ltx.linear_cat([whole], weight, bias), expected)
+    swapped = ltx.linear_cat(whole.split((64, 64), -1)[::-1], weight, bias)  # neighbours, but in the other order
+    wanted = F.linear(torch.cat(whole.split((64, 64), -1)[::-1], -1), weight, bias)
+    assert (swapped.double() - wanted.double()).norm() < 0.01 * wanted.double().norm()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_linear_cat_into_a_larger_tensor(ltx, device, apart):
+    """Rows of each sample, columns, and both: what lies beside them stays."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device)
+
+    whole, weight, bias = normal(2, 5, 48), normal(32, 48), normal(32)
+    parts = parts_of(whole, (16, 32), apart=apart)
+    expected = ltx.linear_cat(parts, weight, bias)
+    for place in (
+        lambda big: big[:2, :5, :32],
+        lambda big: big[:2, 3:8, 8:40],
+        lambda big: big.transpose(0, 1)[:2, 1:6, :32],
+    ):
+        big = torch.full((8, 9, 48), 7.0, device=device)
+        out = place(big)
+        assert ltx.linear_cat(parts, weight, bias, out=out) is out
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        out.fill_(7.0)
+        assert bool((big == 7.0).all())
+
+
+def test_linear_cat_gradients_and_compile(ltx, device):
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(s, generator=generator).to(device).requires_grad_()
+        for s in ((2, 5, 16), (2, 5, 32), (24, 48), (24,))
+    ]
+    a, m, weight, bias = tensors
+    gradients = torch.autograd.grad(ltx.linear_cat((a, m), weight, bias).square().sum(), tensors)
+    wanted = torch.autograd.grad(F.linear(torch.cat((a, m), -1), weight, bias).square().sum(), tensors)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        assert_same_bits(gradient, want)
+    with pytest.raises(RuntimeError, match=r"^out: expected no gradient to be needed"):
+        ltx.linear_cat((a, m), weight, bias, out=torch.empty(2, 5, 24, device=device))
+    with torch.no_grad():
+        compiled = torch.compile(lambda *args: ltx.linear_cat(args[:2], *args[2:]), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*tensors), ltx.linear_cat((a, m), weight, bias))
+
+
+def test_errors_of_linear_cat(ltx, device):
+    def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.ones(shape, device=device, dtype=dtype)
+
+    for text, arguments, options in (
+        (
+            "inputs: expected last dimensions that add up to 32 (that of weight), got 16 + 8",
+            ([t(2, 16), t(2, 8)], t(4, 32)),
+            {},
+        ),
+        (
+            "inputs[1]: expected the leading sizes of inputs[0] [2, 16], got shape [3, 16]",
+            ([t(2, 16), t(3, 16)], t(4, 32)),
+            {},
+        ),
+        (
+            "inputs[0]: expected dtype float32 (that of weight), got bfloat16",
+            ([t(2, 32, dtype=torch.bfloat16)], t(4, 32)),
+            {},
+        ),
+        ("weight: expected 2 dimensions, got shape [32]", ([t(2, 32)], t(32)), {}),
+        ("bias: expected shape [4], got [5]", ([t(2, 32)], t(4, 32), t(5)), {}),
+        ("out: expected shape [2, 4], got [2, 5]", ([t(2, 32)], t(4, 32)), {"out": t(2, 5)}),
+        ("inputs: expected a sequence of tensors, got none", ([], t(4, 32)), {}),
+        ("inputs: expected a sequence of tensors, got a tensor", (t(2, 32), t(4, 32)), {}),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            ltx.linear_cat(*arguments, **options)
+        assert str(error.value) == text
+    for arguments, options in (
+        (([t(2, 32), 3], t(4, 32)), {}),
+        ((3, t(4, 32)), {}),
+        (([t(2, 32)], "x"), {}),
+        (([t(2, 32)], t(4, 32)), {"out": 3}),
+    ):
+        with pytest.raises(TypeError, match=r"^(inputs|weight|out): expected "):
+            ltx.linear_cat(*arguments, **options)
 
 
 def test_error_of_an_old_gpu(ltx, monkeypatch):

@@ -11,6 +11,7 @@ torch code of the model libraries rounds, to reproduce a stock model.
 
 from . import _fakes as _fakes  # registers fakes, and kernels for the variant's other device
 from . import layers, reference
+from ._linear import linear_cat
 from .adaln import (
     adaln_layernorm,
     adaln_rmsnorm,
@@ -61,6 +62,7 @@ __all__ = [
     "kernel_mapping",
     "layernorm",
     "layers",
+    "linear_cat",
     "optimize",
     "qk_norm_cross_attention",
     "qk_norm_rope",

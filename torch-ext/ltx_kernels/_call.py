@@ -8,7 +8,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, is_grad_enabled
 
-from ._checks import check_type, no_gradient, requires_grad
+from ._checks import check_type, no_given_outputs, no_gradient, requires_grad
 from ._fakes import in_torch
 from ._ops import ops
 
@@ -37,10 +37,7 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
                 return functional(*arguments)
             given = (outs, *arguments) if results == 1 else (*outs, *arguments)
             if is_grad_enabled() and requires_grad(*given[: results + tensors]):
-                raise RuntimeError(
-                    "out: expected no gradient to be needed, got an input that requires grad; "
-                    "call without out= or under torch.no_grad()"
-                )
+                no_given_outputs(outs)
             into(*given)
             return outs
         except Exception:

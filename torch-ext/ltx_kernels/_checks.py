@@ -118,6 +118,15 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def no_given_outputs(*outs: object) -> None:
+    """What holds for a call that autograd follows."""
+    if any(out is not None for out in outs):
+        raise RuntimeError(
+            "out: expected no gradient to be needed, got an input that requires grad; "
+            "call without out= or under torch.no_grad()"
+        )
+
+
 def no_gradient(*tensors: Tensor | None) -> None:
     """What holds for a call with a quantised result."""
     if torch.is_grad_enabled() and requires_grad(*tensors):
@@ -137,7 +146,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((numbers.Integral,), "True or False"),
     "torch.dtype": ((torch.dtype,), "a torch.dtype"),
 }
-_PLURALS = {"float": "numbers", "int": "integers", "float | None": "numbers or None"}
+_PLURALS = {"Tensor": "tensors", "float": "numbers", "int": "integers", "float | None": "numbers or None"}
 
 
 def _kinds(annotation: str) -> list[str]:
@@ -468,6 +477,35 @@ def check_weight(weight: Tensor) -> None:
         _float_dtype("weight", weight, False)
 
 
+def check_linear_cat(
+    inputs: Sequence[Tensor] | Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None
+) -> None:
+    if isinstance(inputs, Tensor):
+        _fail("inputs", "a sequence of tensors", "a tensor")
+    if len(inputs) == 0:
+        _fail("inputs", "a sequence of tensors", "none")
+    _dim("weight", weight, 2)
+    channels, width = weight.shape
+    first = inputs[0]
+    _min_dim("inputs[0]", first, 1)
+    for i, tensor in enumerate(inputs):
+        name = f"inputs[{i}]"
+        _same_device(name, tensor, "weight", weight)
+        _same_dtype(name, tensor, "weight", weight)
+        if tensor.shape[:-1] != first.shape[:-1]:
+            expected = f"the leading sizes of inputs[0] {_shape_text(first.shape)}"
+            _fail(name, expected, "shape " + _shape_text(tensor.shape))
+    widths = [tensor.shape[-1] for tensor in inputs]
+    if sum(widths) != width:
+        expected = f"last dimensions that add up to {width} (that of weight)"
+        _fail("inputs", expected, " + ".join(str(size) for size in widths))
+    if bias is not None:
+        _same_device("bias", bias, "weight", weight)
+        _same_dtype("bias", bias, "weight", weight)
+        _shape("bias", bias, (channels,))
+    _output("out", out, "weight", weight, (*first.shape[:-1], channels))
+
+
 def check_scaled_linear(
     values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
 ) -> None:
@@ -493,6 +531,15 @@ def check_scaled_linear(
         _same_device("bias", bias, "values", values)
     for name, tensor in (("scales", scales), ("weight", weight), ("weight_scales", weight_scales)):
         _same_device(name, tensor, "values", values)
+
+
+def check_product_options(out_dtype: torch.dtype, use_fast_accum: object) -> None:
+    if use_fast_accum is not True and use_fast_accum is not False:
+        check_type("use_fast_accum", "bool", use_fast_accum)
+    if out_dtype is not torch.bfloat16:
+        check_type("out_dtype", "torch.dtype", out_dtype)
+        if out_dtype not in (torch.float16, torch.float32):
+            _fail("out_dtype", "bfloat16, float16 or float32", _dtype_text(out_dtype))
 
 
 def check_product(values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> None:

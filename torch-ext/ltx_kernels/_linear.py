@@ -1,6 +1,7 @@
-"""Linear layers in forms that torch.nn.Linear has not: several in one GEMM, and with the GELU in the GEMM's epilogue.
+"""Linear layers in forms that torch.nn.Linear has not: several in one GEMM, with the GELU in the GEMM's epilogue, and
+one layer on inputs side by side.
 
-Both are opaque to torch.compile, which would take them apart again; called eagerly they are plain functions.
+The first two are opaque to torch.compile, which would take them apart again; called eagerly they are plain functions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._checks import check_linear_cat, check_types, no_given_outputs, requires_grad
 from ._ops import add_op_namespace_prefix
 from .glu import gelu
 
@@ -89,6 +91,108 @@ def linear_gelu(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     # benchmarks/results/h200-ltx.json.
     output = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
     return output.view(*input.shape[:-1], weight.shape[0])
+
+
+def linear_cat(
+    inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """A linear layer on inputs side by side, without their concatenation.
+
+    Equivalent to::
+
+        torch.nn.functional.linear(torch.cat(inputs, -1), weight, bias)
+
+    Inputs that are neighbouring columns of one tensor take one product. Others take a product each, added to the sum of
+    those before, which is rounded to the inputs' dtype once for each. With one input and ``out`` this is a linear layer
+    that writes to rows or columns of a larger tensor.
+
+    Args:
+        inputs: [..., K_i] each, of one shape but for K_i, one dtype and one device; any strides.
+        weight: [N, sum of K_i], of the inputs' dtype.
+        bias: [N], of the inputs' dtype; None adds nothing.
+        out: Where to write, [..., N], of the inputs' dtype and device, apart from the memory of the inputs.
+
+    Returns:
+        [..., N], contiguous; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit, or ``out`` is given where a gradient is needed.
+
+    Source: FluxSingleTransformerBlock (diffusers): proj_out of attention and MLP.
+    """
+    try:
+        check_linear_cat(inputs, weight, bias, out)
+    except (AttributeError, TypeError):
+        check_types(linear_cat, inputs, weight, bias, out=out)
+        raise
+    if torch.is_grad_enabled() and requires_grad(*inputs, weight, bias, out):
+        no_given_outputs(out)
+        return F.linear(torch.cat(tuple(inputs), -1), weight, bias)
+    if torch.compiler.is_compiling():
+        result = _sum_of_products(inputs, weight, bias)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        out = inputs[0].new_empty(*inputs[0].shape[:-1], weight.shape[0])
+    whole = _side_by_side(inputs)
+    _add_products(out, inputs if whole is None else (whole,), weight, bias)
+    return out
+
+
+def _sum_of_products(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of the inputs' products with their columns of the weight, for torch.compile, which has no addresses."""
+    start = inputs[0].shape[-1]
+    rows = F.linear(inputs[0].reshape(-1, start), weight[:, :start], bias)
+    for tensor in inputs[1:]:
+        width = tensor.shape[-1]
+        rows = torch.addmm(rows, tensor.reshape(-1, width), weight[:, start : start + width].t())
+        start += width
+    return rows.view(*inputs[0].shape[:-1], weight.shape[0])
+
+
+def _side_by_side(inputs: Sequence[Tensor]) -> Tensor | None:
+    """Inputs that are neighbouring columns of one tensor as one; None where they are not."""
+    first, width = inputs[0], 0
+    if len(inputs) == 1:
+        return first
+    for tensor in inputs:
+        beside = tensor.data_ptr() == first.data_ptr() + width * first.element_size()
+        if not beside or tensor.stride() != first.stride() or tensor.stride(-1) != 1:
+            return None
+        width += tensor.shape[-1]
+    storage = first.untyped_storage()
+    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in inputs):
+        return None
+    return first.as_strided((*first.shape[:-1], width), first.stride())
+
+
+def _add_products(out: Tensor, inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> None:
+    """Writes the sum of the inputs' products with their columns of the weight."""
+    if out.dim() > 2 and not _is_rows(out):
+        for i, sample in enumerate(out):
+            _add_products(sample, [tensor[i] for tensor in inputs], weight, bias)
+        return
+    rows = out.view(-1, out.shape[-1])
+    start = 0
+    for tensor in inputs:
+        width = tensor.shape[-1]
+        tokens, columns = tensor.reshape(-1, width), weight[:, start : start + width].t()
+        if start:
+            rows.addmm_(tokens, columns)
+        elif bias is None:
+            torch.mm(tokens, columns, out=rows)
+        else:
+            torch.addmm(bias, tokens, columns, out=rows)
+        start += width
+
+
+def _is_rows(tensor: Tensor) -> bool:
+    """Whether the leading dimensions are one, so that a product can write to the tensor as a matrix."""
+    step = tensor.stride(-2)
+    for dim in range(tensor.dim() - 2, -1, -1):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != step:
+            return False
+        step = tensor.stride(dim) * tensor.shape[dim]
+    return True
 
 
 @torch.library.custom_op(

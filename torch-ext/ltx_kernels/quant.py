@@ -26,6 +26,7 @@ from ._checks import (
     NONE,
     RMS,
     SILU,
+    check_product_options,
     check_scaled_linear,
     check_weight,
     checks_types,
@@ -490,7 +491,9 @@ def scaled_linear(
     Raises:
         RuntimeError: A shape or dtype does not fit, or the GPU is older than compute capability 8.9 (Ada, Hopper,
             Blackwell and newer have fp8 tensor cores).
+        TypeError: ``out_dtype`` is no dtype, or ``use_fast_accum`` neither True nor False.
     """
+    check_product_options(out_dtype, use_fast_accum)
     if out_dtype != torch.bfloat16 or not has_own_product(values.device):  # or the op checks
         check_scaled_linear(values, scales, weight, weight_scales, bias)
         # Under torch.compile the device is looked at while tracing.
