@@ -16,7 +16,8 @@ def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "L
     sizes = {"hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": 99}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     tokens = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
-    config_class = getattr(transformers, f"{family}Config")
+    # Gemma 3's plain configuration is that of the model that also takes images.
+    config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
     return random_(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
 

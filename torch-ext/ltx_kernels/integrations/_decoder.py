@@ -71,6 +71,7 @@ class CausalAttention:
     norms: Names of the norms of query and key; empty where there are none.
     across_heads: A norm's mean is taken over all heads of a token.
     half_tables: The model's tables hold each angle once. Otherwise their width is that of the columns that turn.
+    casts: The stock rotation casts its result to the input's dtype, so that the tables may have another one.
     options: What the stock forward gives to the attention function beside scale, dropout and its own keywords, from
         the module and the arguments of its forward.
     """
@@ -87,6 +88,7 @@ class CausalAttention:
     norms: tuple[str, ...] = ()
     across_heads: bool = False
     half_tables: bool = False
+    casts: bool = False
     options: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = lambda module, arguments: {}
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
@@ -110,7 +112,7 @@ class CausalAttention:
         return Entry(
             self.classes,
             forward,
-            ("qk_norm_rope", "apply_rotary_qk", "rmsnorm"),
+            ("qk_norm_rope" if self.norms else "apply_rotary_qk",),
             self.parameters,
             frozenset((*self.projections, *self.norms, "o_proj")),
             settings=_functions,
@@ -147,7 +149,7 @@ def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor)
         reason = why_not_norm_weight(norm, input)  # type: ignore[arg-type]
         if reason:
             return f"{name}: {reason}"
-    return ""
+    return "" if len({form_of(norm) for norm in norms}) < 2 else "its norms are of different classes"
 
 
 def _attention_plan(spec: CausalAttention, module: nn.Module, input: Tensor) -> _AttentionPlan:
@@ -157,11 +159,11 @@ def _attention_plan(spec: CausalAttention, module: nn.Module, input: Tensor) -> 
     return remember(module, ("attention", input.dtype, input.device), ask)
 
 
-def _why_not_tables(rope: Tables | None, input: Tensor) -> str:
+def _why_not_tables(spec: CausalAttention, rope: Tables | None, input: Tensor) -> str:
     if rope is None:
         return "no rotary tables"
     for name, table in zip(("cos", "sin"), rope):
-        reason = why_not_tensor(name, table, input)
+        reason = why_not_tensor(name, table, input, spec.casts)
         if reason:
             return reason
     return ""
@@ -172,7 +174,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     input: Input = arguments["hidden_states"]
     rope: Tables | None = arguments.get("position_embeddings")
     like = _like(input)
-    reason = why_not_input(like) or _why_not_tables(rope, like)
+    reason = why_not_input(like) or _why_not_tables(spec, rope, like)
     if not reason:
         plan = _attention_plan(spec, module, like)
         reason = plan.reason
@@ -234,25 +236,21 @@ def _norm_and_rotate(
     query_norm, key_norm = plan.norms
     form = form_of(query_norm)
     assert form is not None
-    if site.rounding == "fp32" and form.offset == 0.0:
-        site.count_call("qk_norm_rope")
-        return qk_norm_rope(
-            query,
-            key,
-            query_norm._parameters["weight"],
-            key_norm._parameters["weight"],
-            *rope,
-            form.eps_of(query_norm),
-            across_heads=spec.across_heads,
-            **rotation,
-            out=(query, key) if in_place else None,
-        )
-    site.count_call("rmsnorm", "apply_rotary_qk")
-    query, key = (
-        form.rms(norm, x.flatten(-2) if spec.across_heads else x, site.rounding).view_as(x)
-        for norm, x in ((query_norm, query), (key_norm, key))
+    site.count_call("qk_norm_rope")
+    return qk_norm_rope(
+        query,
+        key,
+        query_norm._parameters["weight"],
+        key_norm._parameters["weight"],
+        *rope,
+        (form.eps_of(query_norm), form.eps_of(key_norm)),
+        across_heads=spec.across_heads,
+        weight_offset=form.offset,
+        cast_before_weight=form.twice,
+        **rotation,
+        rounding=site.rounding,
+        out=(query, key) if in_place else None,
     )
-    return apply_rotary_qk(query, key, *rope, **rotation, rounding=site.rounding)
 
 
 # ---- MLP

@@ -110,10 +110,14 @@ class Stream:
         self._branch: Tensor | None = None
         self._gate: Mod | None = None
 
-    def add(self, branch: Tensor, gate: Mod | None = None) -> None:
-        """Adds a branch, times a gate, to the stream."""
+    def add(self, branch: Tensor, gate: Mod | None = None, norm: nn.Module | None = None) -> None:
+        """Adds a branch, normalised as an RMS norm module does and times a gate, to the stream."""
         if self._branch is not None:
             self.value()
+        if norm is not None:
+            form = form_of(norm)
+            assert form is not None  # or the guards would have run the stock block
+            branch = form.rms(norm, branch, self.rounding)
         self._branch, self._gate = branch, gate
 
     def value(self) -> Tensor:

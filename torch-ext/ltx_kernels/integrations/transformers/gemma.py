@@ -1,0 +1,89 @@
+"""Gemma 2 and the text model of Gemma 3: a norm before and a norm behind attention and MLP; weights count from one.
+
+Gemma 3 normalises query and key as well. Each layer gets the rotary tables of its own kind, sliding or full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .._block import Block
+from .._decoder import CausalAttention, GatedMLP
+from .._guards import children
+from .._norms import OFFSET_NORMS
+from .._norms import transformers_class as _class
+from .._rotary import Tables
+from .._stream import Stream
+from .llama import Options, layer_window
+
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+def _window_and_softcap(attention: Any, arguments: Mapping[str, Any]) -> Options:
+    return {"sliding_window": attention.sliding_window, "softcap": attention.attn_logit_softcapping}
+
+
+def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP) -> Block:
+    """Decoder layers of these classes, whose attention and MLP are of the given ones."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: Tables | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        norm1, norm2, norm3, norm4 = children(self, *NORMS)
+        attn, ff = children(self, "self_attn", "mlp")
+        h = Stream(self, hidden_states)
+        attended = attn(
+            hidden_states=h.norm(norm1, into=attention.readers(attn, hidden_states)),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        h.add(attended[0], norm=norm2)
+        h.add(ff(h.norm(norm3, into=mlp.readers(ff, hidden_states))), norm=norm4)
+        return h.value()
+
+    return Block(
+        classes,
+        forward,
+        (
+            "hidden_states",
+            "position_embeddings",
+            "attention_mask",
+            "position_ids",
+            "past_key_values",
+            "kwargs",
+        ),
+        frozenset({*NORMS, "self_attn", "mlp"}),
+        norms=dict.fromkeys(NORMS, OFFSET_NORMS),
+        attentions={"self_attn": attention, "mlp": mlp},
+        ops=("rmsnorm", "rmsnorm_residual"),
+    )
+
+
+GEMMA2 = CausalAttention((_class("gemma2", "Gemma2Attention"),), options=_window_and_softcap)
+GEMMA3 = CausalAttention((_class("gemma3", "Gemma3Attention"),), norms=("q_norm", "k_norm"), options=layer_window)
+MLP = GatedMLP((_class("gemma2", "Gemma2MLP"), _class("gemma3", "Gemma3MLP")))
+
+ENTRIES = (
+    GEMMA2,
+    GEMMA3,
+    MLP,
+    sandwich_layer((_class("gemma2", "Gemma2DecoderLayer"),), GEMMA2, MLP),
+    sandwich_layer((_class("gemma3", "Gemma3DecoderLayer"),), GEMMA3, MLP),
+)

@@ -1,0 +1,64 @@
+"""OLMo 2: norms stand behind attention and MLP alone; query and key are normalised over all heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .._block import Block
+from .._decoder import CausalAttention, GatedMLP
+from .._guards import children
+from .._norms import NORMS
+from .._norms import transformers_class as _class
+from .._rotary import Tables
+from .._stream import Stream
+from .llama import LAYER_PARAMETERS
+
+ATTENTION = CausalAttention(
+    (_class("olmo2", "Olmo2Attention"),), norms=("q_norm", "k_norm"), across_heads=True, casts=True
+)
+MLP = GatedMLP((_class("olmo2", "Olmo2MLP"),))
+
+
+def layer_forward(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    position_embeddings: Tables | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    attn, norm1, ff, norm2 = children(
+        self, "self_attn", "post_attention_layernorm", "mlp", "post_feedforward_layernorm"
+    )
+    h = Stream(self, hidden_states)
+    attended = attn(
+        hidden_states=h.rows(into=ATTENTION.readers(attn, hidden_states)),
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        use_cache=use_cache,
+        position_embeddings=position_embeddings,
+        **kwargs,
+    )
+    h.add(attended[0], norm=norm1)
+    h.add(ff(h.rows(into=MLP.readers(ff, hidden_states))), norm=norm2)
+    return h.value()
+
+
+ENTRIES = (
+    ATTENTION,
+    MLP,
+    Block(
+        (_class("olmo2", "Olmo2DecoderLayer"),),
+        layer_forward,
+        LAYER_PARAMETERS,
+        frozenset({"self_attn", "post_attention_layernorm", "mlp", "post_feedforward_layernorm"}),
+        norms={"post_attention_layernorm": NORMS, "post_feedforward_layernorm": NORMS},
+        attentions={"self_attn": ATTENTION, "mlp": MLP},
+        ops=("rmsnorm",),
+    ),
+)
