@@ -4,8 +4,11 @@
     python benchmarks/llm.py [--models llama-8b qwen3-8b] [--configs eager kernels] [--layers 4] [--output PATH]
 
 `prefill_ms` is a prompt of `tokens` tokens whose keys and values are cached and whose last logits are computed.
-`decode_ms` is one token after such a prompt, as a program launches it. "compile" is torch.compile of the whole model,
-which decodes with a static cache, as `generate` compiles it; the others decode with the dynamic cache of `generate`.
+`decode_ms` is one token after such a prompt, as a program launches it, at lengths of the cache that the configuration
+has met before. `first_decode_ms` is the same at lengths that it meets for the first time: there the attention may
+prepare something that it keeps, and what one configuration has prepared may serve the next, so that only `decode_ms`
+compares configurations. "compile" is torch.compile of the whole model, which decodes with a static cache, as `generate`
+compiles it; the others decode with the dynamic cache of `generate`.
 "liger" is Liger's norms, MLP and rotary embedding. The configurations share one set of weights and take turns.
 
 `error_vs_fp32` is the relative L2 error of the last 64 tokens' logits against the same model in float32, for one
@@ -35,7 +38,7 @@ from cpu import meta as common_meta
 from ops import driver_version, load_package, write
 from rich.console import Console
 from rich.table import Table
-from steps import synchronize, time_steps, weight_bytes
+from steps import STEPS_AHEAD, synchronize, time_steps, weight_bytes
 from torch import Tensor
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -43,6 +46,7 @@ from llm_models import Configured, configure, distance, has_liger, random_model
 from llm_shapes import CONFIGS, DTYPES, SHAPES
 
 KEPT_LOGITS = 64
+WARM_TOKENS = 4  # before those that are timed
 MODELS = [name for name in SHAPES if name != "tiny"]
 SIZES = ["8192x1", "512x1", "512x8"]  # tokens x batch
 
@@ -90,17 +94,21 @@ def measure(model: Any, ltx: ModuleType, tokens: int, batch: int, options: argpa
     found = errors(model, ids, all_made) if batch == 1 and not options.no_errors else {}
     prefill: dict[str, list[float]] = {config: [] for config in all_made}
     decode: dict[str, list[float]] = {config: [] for config in all_made}
+    first_decode: dict[str, list[float]] = {config: [] for config in all_made}
     for turn in range(options.rounds):
         for config in options.configs[:: -1 if turn % 2 else 1]:
             made = all_made[config]
             prefill[config] += time_steps(lambda made=made: made.prefill(ids), options.steps, device, options.warm_up)
-            step = made.decoder(ids, options.decoded + 8)
-            for _ in range(4):
-                step()
-            decode[config] += time_steps(step, options.decoded, device, 0.0)
+            for timed in (False, True) if turn == 0 else (True,):
+                step = made.decoder(ids, options.decoded + WARM_TOKENS)
+                for _ in range(WARM_TOKENS):
+                    step()
+                times = time_steps(step, options.decoded - STEPS_AHEAD, device, 0.0)
+                (decode if timed else first_decode)[config] += times
     for config, record in records.items():
         record["prefill_ms"] = round(statistics.median(prefill[config]), 3)
         record["decode_ms"] = round(statistics.median(decode[config]), 3)
+        record["first_decode_ms"] = round(statistics.median(first_decode[config]), 3)
         if config in found:
             record["error_vs_fp32"] = found[config]
         report = all_made[config].report
@@ -146,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=2, help="turns of a configuration (default: 2)")
     parser.add_argument("--steps", type=int, default=4, help="timed prompts of a turn (default: 4)")
-    parser.add_argument("--decoded", type=int, default=24, help="timed tokens of a turn (default: 24)")
+    parser.add_argument("--decoded", type=int, default=24, help="tokens of a turn (default: 24)")
     parser.add_argument("--warm-up", type=float, default=0.3, help="seconds of prompts before each turn (default: 0.3)")
     parser.add_argument("--no-errors", action="store_true", help="leave out the model in float32")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-llm.json)")

@@ -297,7 +297,7 @@ def test_language_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path)
 
     path = tmp_path / "llm.json"
     options = ["--models", "tiny", "--layers", "2", "--device", "cpu", "--dtype", "fp32", "--output", str(path)]
-    options += ["--rounds", "1", "--steps", "1", "--decoded", "2", "--warm-up", "0", "--configs", "eager", "kernels"]
+    options += ["--rounds", "1", "--steps", "1", "--decoded", "5", "--warm-up", "0", "--configs", "eager", "kernels"]
     for sizes in (["20x1", "8x2"], ["20x1"]):
         assert llm.main([*options, "--sizes", *sizes]) == 0
     records = json.loads(path.read_text())["records"]
