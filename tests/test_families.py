@@ -17,6 +17,8 @@ diffusers = pytest.importorskip("diffusers")
 from families import Family, families, random_  # noqa: E402
 
 FAMILIES = families()
+# Of float32: the order of sums, which on a GPU is that of other products as well.
+CLOSE = 1e-5 if torch.cuda.is_available() else 1e-6
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
@@ -77,13 +79,13 @@ def test_float32(ltx: ModuleType, device: str, family: Family, batch: int) -> No
     model, inputs = make(family, device), cast(family.inputs(batch), device, torch.float32)
     stock = run(model, inputs)
     report = ltx.optimize(model)
-    assert distance(run(model, inputs), stock) < 1e-6
+    assert distance(run(model, inputs), stock) < CLOSE
     assert_ran(report, family)
     names = [name for name, module in model.named_modules() if "forward" in module.__dict__]
     assert names
     report.restore()
     again = run(model, inputs)
-    assert distance(again, stock) < 1e-6
+    assert distance(again, stock) < CLOSE
     left = [
         name for name, m in model.named_modules() if {"forward", "_ltx_kernels", "_ltx_kernels_memory"} & set(vars(m))
     ]
@@ -118,7 +120,7 @@ def test_masks(ltx: ModuleType, device: str, family: Family) -> None:
     plain = run(model, cast(family.inputs(2), device, torch.float32))
     assert distance(plain, stock) > 1e-4  # the mask matters
     ltx.optimize(model)
-    assert distance(run(model, inputs), stock) < 1e-6
+    assert distance(run(model, inputs), stock) < CLOSE
 
 
 @every_family
@@ -149,7 +151,7 @@ def test_compile(ltx: ModuleType, device: str, family: Family) -> None:
     stock = run(model, inputs)
     report = ltx.optimize(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert distance(run(compiled, inputs), stock) < 1e-6
+    assert distance(run(compiled, inputs), stock) < CLOSE
     traces = {site.name: site.traces for site in report.sites}
     assert all(traces[name] > 0 for name in family.blocks), traces
     assert all(name not in report.fallbacks for name in family.blocks)
@@ -179,14 +181,14 @@ def test_hooks(ltx: ModuleType, device: str, family: Family) -> None:
         for where, m in (("stock", stock_model), ("ours", model))
         for name in names
     ]
-    assert distance(run(model, inputs), run(stock_model, inputs)) < 1e-6
+    assert distance(run(model, inputs), run(stock_model, inputs)) < CLOSE
     assert sorted(seen["ours"]) == sorted(seen["stock"])
     for handle in handles:
         handle.remove()
     # One at a time: nothing relies on the others' being hooked.
     for name in sorted(names):
         with_hook = [m.get_submodule(name).register_forward_hook(_scaled) for m in (model, stock_model)]
-        assert distance(run(model, inputs), run(stock_model, inputs)) < 1e-6, name
+        assert distance(run(model, inputs), run(stock_model, inputs)) < CLOSE, name
         for handle in with_hook:
             handle.remove()
 
@@ -212,11 +214,11 @@ def test_lora(ltx: ModuleType, device: str, family: Family) -> None:
     ltx.restore(model)
     stock = run(model, inputs)
     assert distance(stock, bare) > 0.01
-    assert distance(ours, stock) < 1e-6
+    assert distance(ours, stock) < CLOSE
     ltx.optimize(model)
-    assert distance(run(model, inputs), stock) < 1e-6
+    assert distance(run(model, inputs), stock) < CLOSE
     model.delete_adapters("default")
-    assert distance(run(model, inputs), bare) < 1e-6
+    assert distance(run(model, inputs), bare) < CLOSE
 
 
 @every_family
@@ -233,9 +235,9 @@ def test_group_offload(ltx: ModuleType, device: str, family: Family, kind: str) 
         num_blocks_per_group=1 if kind == "block_level" else None,
     )
     for _ in range(2):
-        assert distance(run(model, inputs), stock) < 1e-6
+        assert distance(run(model, inputs), stock) < CLOSE
     ltx.restore(model)
-    assert distance(run(model, inputs), stock) < 1e-6
+    assert distance(run(model, inputs), stock) < CLOSE
 
 
 @every_family
@@ -255,7 +257,7 @@ def test_first_block_cache(ltx: ModuleType, device: str, family: Family) -> None
                 outputs.append(run(model, inputs))
         steps.append(outputs)
     for ours, stock in zip(*steps):
-        assert distance(ours, stock) < 1e-6
+        assert distance(ours, stock) < CLOSE
 
 
 @every_family
@@ -316,7 +318,7 @@ def test_exchanged_submodules(ltx: ModuleType, device: str, family: Family, of: 
         for module in model.get_submodule(f"{name}.{path}").modules():
             for attribute in ("_ltx_kernels", "_ltx_kernels_memory", "forward"):
                 vars(module).pop(attribute, None)
-        assert distance(run(model, inputs), run(stock_model, inputs)) < 1e-6, path
+        assert distance(run(model, inputs), run(stock_model, inputs)) < CLOSE, path
         for m, old in zip((model, stock_model), kept):
             m.set_submodule(f"{name}.{path}", old)
 

@@ -872,6 +872,22 @@ def test_lost_packing_is_noticed(ltx: ModuleType, device: str) -> None:
     assert_close(model(**inputs)[0], want)
 
 
+def test_neighbours_in_storages_of_their_own(ltx: ModuleType, device: str) -> None:
+    """At the same addresses as before: an offload that goes and comes may leave them so."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    want = model(**inputs)[0]
+    attention = model.transformer_blocks[0].attn1
+    storage = attention.to_q.weight.untyped_storage()
+    for name in ("to_q", "to_k", "to_v"):
+        weight = attention._modules[name].weight
+        start = weight.data_ptr() - storage.data_ptr()
+        own = storage[start : start + weight.nbytes]
+        assert own.data_ptr() == weight.data_ptr() and own.nbytes() == weight.nbytes
+        weight.data = torch.tensor([], dtype=weight.dtype, device=device).set_(own).view(weight.shape)
+    assert_close(model(**inputs)[0], want)
+
+
 def test_projection_without_bias(ltx: ModuleType, device: str) -> None:
     model = make_model(device, attention_bias=False, attention_out_bias=False)
     inputs = make_inputs(device)

@@ -329,10 +329,11 @@ def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
 
 
 def _plan(spec: Attention, module: nn.Module, input: Tensor) -> _Plan:
-    def ask(module: nn.Module) -> _Plan:
-        return _Plan(spec, module, input, site_of(module).rounding)
+    return remember(module, ("attention", input.dtype, input.device), _make_plan, spec, input)
 
-    return remember(module, ("attention", input.dtype, input.device), ask)
+
+def _make_plan(module: nn.Module, spec: Attention, input: Tensor) -> _Plan:
+    return _Plan(spec, module, input, site_of(module).rounding)
 
 
 def _in_features(linear: nn.Module) -> object:

@@ -6,6 +6,7 @@ apart; any other one is called as the module that it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Callable, NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..glu import gelu
 from ..quant import gelu_quant
 from ._guards import ATTRIBUTE, class_of, hooked, remember
-from ._linear import Input, Linears, linear_gelu_of
+from ._linear import Input, Linears, in_fp8, linear_gelu_of
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
@@ -51,8 +52,17 @@ def _known(ff: nn.Module, input: Tensor) -> _Layers | None:
 
 def ff_input(ff: nn.Module, hidden_states: Tensor) -> Linears | None:
     """The linear layer that reads the input of a feed-forward, if it may be handed quantised rows instead."""
+    if not any(map(in_fp8, _first(ff))):
+        return None
     layers = _known(ff, hidden_states)
     return None if layers is None else layers.up
+
+
+def _first(ff: nn.Module) -> Iterable[nn.Module]:
+    """What stands in the place of a feed-forward's first linear layer; nothing in one of another class."""
+    net = ff._modules.get("net")
+    activation = None if net is None else net._modules.get("0")
+    return () if activation is None else activation._modules.values()  # type: ignore[return-value]
 
 
 def feed_forward(ff: nn.Module, input: Input) -> Tensor:

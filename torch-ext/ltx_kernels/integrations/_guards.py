@@ -220,12 +220,8 @@ class Memory:
         return None  # of other modules, and soon made again
 
 
-def _memory(module: nn.Module) -> Memory | None:
-    memory = module.__dict__.get(MEMORY)
-    if memory is not None:
-        if memory.holds(module):
-            return memory
-        del module.__dict__[MEMORY]  # or `recall` would find it
+def _new_memory(module: nn.Module) -> Memory | None:
+    module.__dict__.pop(MEMORY, None)  # or `recall` would find it
     parts = [module, *(child for _, _, child in _below(module))]
     if any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
         return None
@@ -243,14 +239,17 @@ def remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *argu
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return ask(module, *arguments)
-    memory = _memory(module)
-    if memory is None:
-        return ask(module, *arguments)
+    memory = module.__dict__.get(MEMORY)
+    if memory is None or not memory.holds(module):
+        memory = _new_memory(module)
+        if memory is None:
+            return ask(module, *arguments)
     answers = memory.answers
-    if key in answers:
+    try:
         return answers[key]
-    if len(answers) >= SIGNATURES:
-        answers.clear()
+    except KeyError:
+        if len(answers) >= SIGNATURES:
+            answers.clear()
     answer = answers[key] = ask(module, *arguments)
     return answer
 

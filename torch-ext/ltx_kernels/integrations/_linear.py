@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear, packed_linear_op, stacked
+from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows, quantize_weight
 from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, recall, remember, why_not_input
@@ -158,6 +158,10 @@ def in_fp8(linear: nn.Module) -> bool:
 # ---- Several layers, one input
 
 
+def _in_one_storage(tensors: Sequence[Tensor]) -> bool:
+    return tensors[0].untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr()
+
+
 class Linears:
     """Linear layers that read one input, in the form that their state allows.
 
@@ -207,20 +211,25 @@ class Linears:
     def together(self, input: Input) -> Tensor:
         """All outputs side by side, of layers that are `packed`."""
         biases = self._biases() or []
-        compiling = torch.compiler.is_compiling()
-        output: Tensor | None
+        if torch.compiler.is_compiling():
+            if self.fp8:
+                return packed_scaled_linear_op(*self._rows(input), *self._quantised(), biases)
+            return packed_linear_op(cast(Tensor, input), self._weights(), biases)
+        weights, scales = self._quantised() if self.fp8 else (self._weights(), [])
+        # The addresses are those that this was made for, or `remember` would have made it anew; that an offload has
+        # brought neighbours back to the same addresses as tensors of their own is left to ask.
+        if not all(_in_one_storage(tensors) for tensors in (weights, scales, biases) if tensors):
+            return torch.cat(self._apart(input), -1)
+        bias = stacked(biases) if biases else None
         if self.fp8:
-            scaled = packed_scaled_linear_op if compiling else packed_scaled_linear
-            output = scaled(*self._rows(input), *self._quantised(), biases)
-        else:
-            output = (packed_linear_op if compiling else packed_linear)(cast(Tensor, input), self._weights(), biases)
-        assert output is not None
-        return output
+            return multiply(*self._rows(input), stacked(weights), stacked(scales), bias)
+        return F.linear(cast(Tensor, input), stacked(weights), bias)
 
     def __call__(self, input: Input) -> tuple[Tensor, ...]:
         """The output of each layer."""
-        if self.packed:
-            return self.together(input).split(self.sizes, -1)
+        return self.together(input).split(self.sizes, -1) if self.packed else self._apart(input)
+
+    def _apart(self, input: Input) -> tuple[Tensor, ...]:
         if self.fp8:
             rows = self._rows(input)
             return tuple(_multiply(linear, rows) for linear in self.modules)
