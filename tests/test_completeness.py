@@ -15,12 +15,9 @@ from helpers import Make, every_function
 from helpers.build import ROOT
 from helpers.registry import FUNCTIONS, SCHEMAS, WITH_OUT
 
-# Without a gradient, and so without a formula for it.
-WITHOUT_GRADIENT = {name for name in FUNCTIONS if name.endswith("_quant")} | {
-    "quantize_rows",
-    "quantize_weight",
-    "scaled_linear",
-}
+# Products of torch and cuBLASLt, which are no ops of their own: tests/test_linear.py and benchmarks/fp8_gemm.py.
+LINEAR = {"linear_cat", "quantize_weight", "scaled_linear"}
+WITHOUT_GRADIENT = {name for name in FUNCTIONS if name.endswith("_quant")} | {"quantize_rows", "scaled_linear"}
 
 
 def test_every_schema_has_its_plain_torch(ltx: Any) -> None:
@@ -34,7 +31,7 @@ def test_every_function_has_a_case() -> None:
 
 
 def test_every_function_has_its_reference(ltx: Any) -> None:
-    assert set(ltx.reference.__all__) == set(FUNCTIONS) - {"quantize_weight", "scaled_linear"}
+    assert set(ltx.reference.__all__) == set(FUNCTIONS) - LINEAR
     assert ltx.__all__ == sorted(ltx.__all__)
     assert ltx.reference.__all__ == sorted(ltx.reference.__all__)
     assert all(hasattr(module, name) for module in (ltx, ltx.reference) for name in module.__all__)
@@ -43,9 +40,8 @@ def test_every_function_has_its_reference(ltx: Any) -> None:
 def test_every_function_has_a_formula_for_its_gradients() -> None:
     import test_compile
 
-    assert {re.match(r"\w+", name)[0] for name in test_compile.CASES} == set(FUNCTIONS) - WITHOUT_GRADIENT - {
-        "attention"
-    }
+    functions = {re.split(r"\W", name)[0] for name in test_compile.CASES}
+    assert functions == set(FUNCTIONS) - WITHOUT_GRADIENT - LINEAR - {"attention"}  # see test_plain_attention.py
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -55,7 +51,7 @@ def test_a_gradient_or_an_error(ltx: Any, device: str, name: str) -> None:
     for tensor in case.tensors.values():
         if tensor.dtype in (torch.float32, torch.bfloat16):
             tensor.requires_grad_()
-    if name in WITHOUT_GRADIENT - {"quantize_weight"}:
+    if name in WITHOUT_GRADIENT:
         with pytest.raises(RuntimeError, match="expected no gradient to be needed"):
             case.run(ltx)
     else:
@@ -77,8 +73,7 @@ def test_every_function_is_measured() -> None:
     import plots
 
     measured = {op.function for op in ops.OPS}
-    # fp8_gemm.py measures the linear layer; its weight is quantised once.
-    assert set(FUNCTIONS) - measured == {"quantize_weight", "scaled_linear"}
+    assert set(FUNCTIONS) - measured == LINEAR
     assert all(plots.family(op.name or op.function) for op in ops.OPS)
 
 

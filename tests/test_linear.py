@@ -522,3 +522,12 @@ def test_where_the_package_calls_cublaslt(ltx, monkeypatch, variant, cuda_versio
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     assert ltx.quant._calls_cublaslt.__wrapped__(torch.device("cuda:0")) == own
     assert not ltx.quant.has_own_product(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("start", [0, 1, 8, 16])
+def test_linear_cat_into_columns_that_overlap_its_input(ltx, device, start):
+    both, weight = torch.randn(4, 64, device=device), torch.randn(16, 16, device=device)
+    expected = ltx.linear_cat([both[:, :16].clone()], weight)
+    out = both[:, start : start + 16]
+    assert ltx.linear_cat([both[:, :16]], weight, out=out) is out
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)

@@ -721,6 +721,8 @@ def every_function(make: Make) -> dict[str, Case]:
     scales = {"scales": make(4, 1, dtype=torch.float32), "weight_scales": make(16, dtype=torch.float32)}
     tensors = {"values": values, "weight": weight, **scales, "bias": make(16, dtype=torch.bfloat16)}
     found["scaled_linear"] = Case("scaled_linear", tensors)
+    parts = [make(4, width) for width in (16, 8)]
+    found["linear_cat"] = Case("linear_cat", {"inputs": parts, "weight": make(8, 24), "bias": make(8)})
     return found
 
 

@@ -28,8 +28,8 @@ def _public_names() -> list[str]:
 
 def _public_functions() -> dict[str, list[str]]:
     names, found = _public_names(), {}
-    for path in ("norm.py", "adaln.py", "rope.py", "glu.py", "quant.py", "attention.py"):
-        for item in _module(path).body:
+    for path in sorted((SOURCES / "ltx_kernels").glob("*.py")):
+        for item in _module(path.name).body if path.name != "reference.py" else ():
             if isinstance(item, ast.FunctionDef) and item.name in names:
                 found[item.name] = [a.arg for a in (*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs)]
     return found

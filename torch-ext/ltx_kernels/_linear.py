@@ -110,7 +110,8 @@ def linear_cat(
         inputs: [..., K_i] each, of one shape but for K_i, one dtype and one device; any strides.
         weight: [N, sum of K_i], of the inputs' dtype.
         bias: [N], of the inputs' dtype; None adds nothing.
-        out: Where to write, [..., N], of the inputs' dtype and device, apart from the memory of the inputs.
+        out: Where to write, [..., N], of the inputs' dtype and device. Where it shares a storage with an argument, the
+            result is made apart and copied.
 
     Returns:
         [..., N], contiguous; ``out`` where given.
@@ -133,6 +134,8 @@ def linear_cat(
         return result if out is None else out.copy_(result)
     if out is None:
         out = inputs[0].new_empty(*inputs[0].shape[:-1], weight.shape[0])
+    elif _shares_storage(out, *inputs, weight, bias):
+        return out.copy_(linear_cat(inputs, weight, bias))
     whole = _side_by_side(inputs)
     _add_products(out, inputs if whole is None else (whole,), weight, bias)
     return out
@@ -147,6 +150,11 @@ def _sum_of_products(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | No
         rows = torch.addmm(rows, tensor.reshape(-1, width), weight[:, start : start + width].t())
         start += width
     return rows.view(*inputs[0].shape[:-1], weight.shape[0])
+
+
+def _shares_storage(out: Tensor, *others: Tensor | None) -> bool:
+    address = out.untyped_storage().data_ptr()
+    return any(other is not None and other.untyped_storage().data_ptr() == address for other in others)
 
 
 def _side_by_side(inputs: Sequence[Tensor]) -> Tensor | None:

@@ -28,6 +28,7 @@ from ._checks import (
     SILU,
     check_product_options,
     check_scaled_linear,
+    check_types,
     check_weight,
     checks_types,
     choice,
@@ -493,19 +494,23 @@ def scaled_linear(
             Blackwell and newer have fp8 tensor cores).
         TypeError: ``out_dtype`` is no dtype, or ``use_fast_accum`` neither True nor False.
     """
-    check_product_options(out_dtype, use_fast_accum)
-    if out_dtype != torch.bfloat16 or not has_own_product(values.device):  # or the op checks
-        check_scaled_linear(values, scales, weight, weight_scales, bias)
-        # Under torch.compile the device is looked at while tracing.
-        obstacle = (fp8_obstacle if torch.compiler.is_compiling() else _known_obstacle)(values.device)
-        if obstacle is not None:
-            raise RuntimeError(
-                f"values: expected a GPU of compute capability 8.9 or newer for fp8 matrix products, got {obstacle}"
-            )
-    no_gradient(bias)
-    values, scales, weight_scales = values.contiguous(), scales.contiguous(), weight_scales.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    return multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum)
+    try:
+        check_product_options(out_dtype, use_fast_accum)
+        if out_dtype != torch.bfloat16 or not has_own_product(values.device):  # or the op checks
+            check_scaled_linear(values, scales, weight, weight_scales, bias)
+            # Under torch.compile the device is looked at while tracing.
+            obstacle = (fp8_obstacle if torch.compiler.is_compiling() else _known_obstacle)(values.device)
+            if obstacle is not None:
+                raise RuntimeError(
+                    f"values: expected a GPU of compute capability 8.9 or newer for fp8 matrix products, got {obstacle}"
+                )
+        no_gradient(bias)
+        values, scales, weight_scales = values.contiguous(), scales.contiguous(), weight_scales.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        return multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum)
+    except (AttributeError, TypeError):
+        check_types(scaled_linear, values, scales, weight, weight_scales, bias)
+        raise
 
 
 def multiply(
