@@ -134,7 +134,7 @@ def rmsnorm_residual(make: Make, rows: int, width: int) -> Inputs:
 
 def modulated(make: Make, batch: int, tokens: int, width: int, function: str) -> Inputs:
     x, residual = make(batch, tokens, width), make(batch, tokens, width)
-    scale, shift, gate = (make(batch, 1, width) for _ in range(3))
+    scale, shift, gate, scale2, shift2 = (make(batch, 1, width) for _ in range(5))
     arguments: dict[str, tuple[Tensor | None, ...]] = {
         "adaln_rmsnorm": (x, None, scale, shift),
         "adaln_layernorm": (x, None, scale, shift),
@@ -142,8 +142,23 @@ def modulated(make: Make, batch: int, tokens: int, width: int, function: str) ->
         "gated_residual": (x, residual, gate),
         "gated_residual_adaln_rmsnorm": (x, residual, gate, None, scale, shift),
         "gated_residual_adaln_layernorm": (x, residual, gate, None, scale, shift),
+        "adaln_rmsnorm_pair": (x, None, scale, shift, scale2, shift2),
+        "adaln_layernorm_pair": (x, None, scale, shift, scale2, shift2),
+        "gated_residual_adaln_rmsnorm_pair": (x, residual, gate, None, scale, shift, scale2, shift2),
+        "gated_residual_adaln_layernorm_pair": (x, residual, gate, None, scale, shift, scale2, shift2),
     }
     return Inputs(arguments[function])
+
+
+def norm_residual(make: Make, rows: int, width: int) -> Inputs:
+    return Inputs((make(rows, width), make(rows, width), make(width)))
+
+
+def norm_residual_norm(make: Make, batch: int, tokens: int, width: int) -> Inputs:
+    """As Z-Image's blocks: two weights, a gate and a scale."""
+    x, residual = make(batch, tokens, width), make(batch, tokens, width)
+    gate, scale = make(batch, 1, width), make(batch, 1, width)
+    return Inputs((x, residual, gate, make(width), 1e-6, make(width), scale))
 
 
 def qk_norm_rope(
@@ -304,6 +319,13 @@ FLUX_HEADS = [(1, 64, 24, 128), (1, 4608, 24, 128)]
 LLAMA_HEADS = [(64, 1, 32, 8, 128), (1, 512, 32, 8, 128), (4, 4096, 32, 8, 128)]
 FEED_FORWARD = [*((rows, 8192) for rows in (*FEW, 5376, 16128)), (4096, 14336)]
 
+PAIRS = {  # LTX-2, Stable Diffusion 3.5 medium
+    "adaln_rmsnorm_pair": [(2, 6144, 4096)],
+    "adaln_layernorm_pair": [(8, 4096, 1536)],
+    "gated_residual_adaln_rmsnorm_pair": [(2, 6144, 4096)],
+    "gated_residual_adaln_layernorm_pair": [(8, 4096, 1536)],
+}
+
 OPS = [
     Op("rmsnorm", rmsnorm, [*FEW_ROWS, *ROWS, *LONG], (3, 128), dtypes=[(16128, 2048)]),
     Op("rmsnorm", rmsnorm_slice, [(16128, 2048), (16384, 4096)], (3, 64), "rmsnorm of a slice"),
@@ -320,6 +342,11 @@ OPS = [
         Op(function, partial(modulated, function=function), [*TOKENS, *OTHER_TOKENS], (2, 5, 64))
         for function in ("adaln_layernorm", "adaln_zero", "gated_residual", "gated_residual_adaln_layernorm")
     ),
+    *(
+        Op(function, partial(modulated, function=function), shapes, (2, 5, 64)) for function, shapes in PAIRS.items()
+    ),
+    Op("norm_residual", norm_residual, [(16384, 3840), (16384, 4096)], (3, 128)),
+    Op("norm_gated_residual_norm", norm_residual_norm, [(4, 4352, 3840), (2, 8064, 3072)], (2, 5, 64)),
     Op(
         "qk_norm_rope", partial(qk_norm_rope, across=True), HEADS, (2, 5, 4, 16),
         "qk_norm_rope across heads, full table", dtypes=HEADS[-2:-1],
@@ -403,6 +430,16 @@ OPS = [
                 (function, partial(modulated, function=function), TOKENS, (2, 5, 64))
                 for function in ("adaln_rmsnorm", "gated_residual", "gated_residual_adaln_rmsnorm")
             ),
+            ("layernorm", layernorm, [(16128, 2048), (16384, 3072)], (3, 128)),
+            *(
+                (function, partial(modulated, function=function), [(2, 8064, 2048), *OTHER_TOKENS], (2, 5, 64))
+                for function in ("adaln_layernorm", "gated_residual_adaln_layernorm")
+            ),
+            *(
+                (function, partial(modulated, function=function), shapes, (2, 5, 64))
+                for function, shapes in PAIRS.items()
+            ),
+            ("norm_gated_residual_norm", norm_residual_norm, [(4, 4352, 3840), (2, 8064, 3072)], (2, 5, 64)),
             ("swiglu", partial(glu, options={}, liger_name=None), FEED_FORWARD[-3:], (9, 64)),
             ("geglu", partial(glu, options={"approximate": "tanh"}, liger_name=None), FEED_FORWARD[-3:], (9, 64)),
             ("gelu", partial(gelu, approximate="tanh"), FEED_FORWARD[-3:], (9, 64)),
@@ -443,7 +480,7 @@ def dequantised(results: list[Tensor]) -> list[Tensor]:
     if results[0].dtype != torch.float8_e4m3fn:
         return results
     values, scales, *others = results
-    return [(values.float() * scales).bfloat16(), *others]
+    return [(values.float() * scales).bfloat16(), *(dequantised(others) if others else [])]
 
 
 def assert_same(result: Any, expected: list[Tensor]) -> None:

@@ -20,7 +20,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = {"native": "torch's own op", "compile": "torch.compile", "liger": "Liger", "quack": "QuACK"}
 QUANTISED, CROSS_ATTENTION, ATTENTION = "quantised to fp8", "q/k norm + attention to a text", "attention"
 FAMILIES = {  # how the names of the ops begin
-    "plain and residual norms": ("rmsnorm", "layernorm"),
+    "plain and residual norms": ("rmsnorm", "layernorm", "norm_"),
     "norm + modulation": ("adaln",),
     "gated residual (+ norm + modulation)": ("gated_residual",),
     "q/k norm + rotary": ("qk_norm_rope",),

@@ -1435,16 +1435,8 @@ void for_each_output_slice(const Params& params, const QuantOutput& output, cons
 
 }  // namespace
 
-void norm_quant(const NormParams& p, const QuantOutput& output, const Context& context) {
-  if (needs_split(p.rows)) {
-    const auto views = [](NormParams& q) {
-      return std::array<RowView*, 6>{&q.input,      &q.residual,    &q.residual_out,
-                                     &q.gate.value, &q.scale.value, &q.shift.value};
-    };
-    return for_each_output_slice(p, output, views,
-                                 [&](const NormParams& q, const QuantOutput& slice) { norm_quant(q, slice, context); });
-  }
-  dispatch(p.dtype, [&](auto zero) { norm_quant<decltype(zero)>(p, output, context); });
+void rows_quant(const NormParams& p, const Context& context) {
+  dispatch(p.dtype, [&](auto zero) { norm_quant<decltype(zero)>(p, p.quantised, context); });
 }
 
 void glu_quant(const GluParams& p, const QuantOutput& output, const Context& context) {

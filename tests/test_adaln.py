@@ -21,8 +21,10 @@ from helpers import (
     assert_same_bits,
     check,
     check_eager,
+    eps_names,
     modulator_shape,
     norm_case,
+    optional,
     place,
 )
 
@@ -100,17 +102,18 @@ def test_defaults(ltx, device):
             if name in case.kwargs:
                 case.kwargs[name] = case.kwargs[name] * 1e-3
         eps = 1e-5 if "layernorm" in op else 1e-6
-        assert_same_bits(case.run(ltx)[0], case.replace(eps=eps).run(ltx)[0])
-        assert not torch.equal(case.run(ltx)[0], case.replace(eps=2 * eps).run(ltx)[0])
+        for name in eps_names(op):
+            assert_same_bits(case.run(ltx)[0], case.replace(**{name: eps}).run(ltx)[0])
+            assert not torch.equal(case.run(ltx)[0], case.replace(**{name: 2 * eps}).run(ltx)[0])
 
 
 def test_eps_none(ltx, device):
     """As in torch.nn.RMSNorm; LayerNorm has no such meaning."""
     for op in MODULATED:
-        if "rms" in op or op == "adaln_zero":
+        if "layernorm" not in op and op != "gated_residual":
             case = norm_case(op, Make(device, torch.bfloat16), (2, 3, 32))
             case.kwargs["input"] *= 1e-4
-            check(ltx, case.replace(eps=None))
+            check(ltx, case.replace(**dict.fromkeys(eps_names(op))))
 
 
 # ---- Shapes of modulators
@@ -158,7 +161,7 @@ def test_modulators_of_different_shapes(ltx, device, op):
     """Each modulator broadcasts by itself."""
     make = Make(device, torch.bfloat16)
     names, kinds = modulators(op), ["per batch", "[B, S, H]", "vector", "[1, S, H]", "[B, S, 1]"]
-    for chosen in itertools.product(kinds, repeat=len(names)):
+    for chosen in itertools.islice(itertools.product(kinds, repeat=len(names)), 0, None, 1 + 5 ** len(names) // 150):
         case = norm_case(op, make, (2, 3, 40))
         for name, kind in zip(names, chosen, strict=True):
             case.kwargs[name] = make(*modulator_shape(kind, (2, 3, 40)))
@@ -220,14 +223,15 @@ def test_table_layouts(ltx, device, op, layout):
 # ---- What may be absent
 
 
-@pytest.mark.parametrize("op", [op for op in MODULATED if "adaln" in op])
+@pytest.mark.parametrize("op", [op for op in MODULATED if optional(op)])
 def test_every_combination_of_absent_operands(ltx, device, op):
-    required = ("scale", "gate") if op.startswith("adaln") else ("residual",)
-    optional = [name for name in NORM_OPS[op] if name not in required]
-    for count in range(len(optional) + 1):
-        for without in itertools.combinations(optional, count):
+    may_be_absent = optional(op)
+    for count in range(min(len(may_be_absent), 4) + 1):
+        for without in itertools.combinations(may_be_absent, count):
             for dtype in (torch.float32, torch.bfloat16):
-                case = norm_case(op, Make(device, dtype), (2, 3, 40), without=without, eps=0.3)
+                case = norm_case(
+                    op, Make(device, dtype), (2, 3, 40), without=without, **dict.fromkeys(eps_names(op), 0.3)
+                )
                 check(ltx, case)
                 check_eager(ltx, case)
 

@@ -174,6 +174,59 @@ CASES = {
         lambda f, x, r, gate, scale: f.gated_residual_adaln_layernorm(x, r, gate, None, scale),
         lambda x, r, gate, scale: (layer(r + x * gate) * (1 + scale[:, None]), r + x * gate),
     ),
+    "norm_residual": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN), m(b, HIDDEN), m(HIDDEN)),
+        lambda f, x, r, gate, w: f.norm_residual(x, r, w, gate=gate, weight_offset=1.0),
+        lambda x, r, gate, w: r + rms(x) * (1 + w) * gate[:, None],
+    ),
+    "norm_gated_residual_norm": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN), m(b, 1, HIDDEN), m(HIDDEN), m(HIDDEN), m(b, 1, HIDDEN)),
+        lambda f, x, r, gate, w1, w2, scale: f.norm_gated_residual_norm(x, r, gate, w1, 1e-6, w2, scale),
+        lambda x, r, gate, w1, w2, scale: (
+            rms(r + rms(x) * w1 * gate) * w2 * (1 + scale),
+            r + rms(x) * w1 * gate,
+        ),
+    ),
+    "adaln_rmsnorm_pair": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN), *(m(b, HIDDEN) for _ in range(3))),
+        lambda f, x, w, scale, scale2, shift2: f.adaln_rmsnorm_pair(x, w, scale, None, scale2, shift2),
+        lambda x, w, scale, scale2, shift2: (
+            rms(x) * w * (1 + scale[:, None]),
+            rms(x) * w * (1 + scale2[:, None]) + shift2[:, None],
+        ),
+    ),
+    "gated_residual_adaln_layernorm_pair": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN), *(m(b, 1, HIDDEN) for _ in range(3)), m(HIDDEN)),
+        lambda f, x, r, gate, scale, scale2, c: f.gated_residual_adaln_layernorm_pair(
+            x, r, gate, None, scale, None, scale2, None, c
+        ),
+        lambda x, r, gate, scale, scale2, c: (
+            (layer(r + x * gate) + c) * (1 + scale),
+            (layer(r + x * gate) + c) * (1 + scale2),
+            r + x * gate,
+        ),
+    ),
+    "adaln_layernorm_pair": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), *(m(b, 1, HIDDEN) for _ in range(4)), m(HIDDEN)),
+        lambda f, x, scale, shift, scale2, shift2, t: f.adaln_layernorm_pair(
+            x, None, scale, shift, scale2, shift2, scale2_table=t
+        ),
+        lambda x, scale, shift, scale2, shift2, t: (
+            layer(x) * (1 + scale) + shift,
+            layer(x) * (1 + t + scale2) + shift2,
+        ),
+    ),
+    "gated_residual_adaln_rmsnorm_pair": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(b, s, HIDDEN), *(m(b, 1, HIDDEN) for _ in range(5))),
+        lambda f, x, r, gate, scale, shift, scale2, shift2: f.gated_residual_adaln_rmsnorm_pair(
+            x, r, gate, None, scale, shift, scale2, shift2
+        ),
+        lambda x, r, gate, scale, shift, scale2, shift2: (
+            rms(r + x * gate) * (1 + scale) + shift,
+            rms(r + x * gate) * (1 + scale2) + shift2,
+            r + x * gate,
+        ),
+    ),
     "geglu": Case(
         lambda m, b, s: (m(b, s, 2 * HIDDEN),),
         lambda f, x: f.geglu(x, approximate="none", gate_first=False),

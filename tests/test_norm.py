@@ -12,6 +12,7 @@ from helpers import (
     LAYOUTS,
     MODULATORS,
     NORM_OPS,
+    WEIGHTS,
     Case,
     Make,
     assert_close_to_eager,
@@ -20,7 +21,10 @@ from helpers import (
     check,
     check_eager,
     check_out,
+    eps_names,
     norm_case,
+    offers_offset,
+    optional,
     place,
     torch_threads,
 )
@@ -137,7 +141,7 @@ def test_many_rows(ltx, device, op):
 def test_param_dtypes(ltx, device, op, dtype, param_dtype):
     """Weights, modulators and tables of any dtype beside any input, and of different ones."""
     make = Make(device, dtype)
-    tables = [name for name in ("scale", "shift", "gate") if name in NORM_OPS[op]]
+    tables = [name for name in MODULATORS if name in NORM_OPS[op]]
     for modulation_dtype in DTYPES:
         for width in (33, 256):
             check(
@@ -148,33 +152,35 @@ def test_param_dtypes(ltx, device, op, dtype, param_dtype):
             )
 
 
-@pytest.mark.parametrize("op", [op for op in NORM_OPS if op != "gated_residual"])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in NORM_OPS for name in eps_names(op)])
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 0.3, 10.0])
-def test_eps(ltx, device, op, eps):
+def test_eps(ltx, device, op, name, eps):
     for dtype in DTYPES:
-        check(ltx, norm_case(op, Make(device, dtype), (2, 3, 96), eps=eps))
+        check(ltx, norm_case(op, Make(device, dtype), (2, 3, 96), **{name: eps}))
 
 
-@pytest.mark.parametrize("op", [op for op, tensors in NORM_OPS.items() if "weight" in tensors])
-@pytest.mark.parametrize("without", ["weight", "bias"])
-def test_without_parameters(ltx, device, op, without):
+@pytest.mark.parametrize("op", [op for op in NORM_OPS if {"bias", *WEIGHTS} & set(optional(op))])
+def test_without_parameters(ltx, device, op):
+    parameters = [name for name in ("bias", *WEIGHTS) if name in NORM_OPS[op]]
     for dtype in DTYPES:
-        check(ltx, norm_case(op, Make(device, dtype), (2, 3, 96), without=(without,), eps=0.3))
-        check(ltx, norm_case(op, Make(device, dtype), (2, 3, 96), without=("weight", "bias"), eps=0.3))
+        for without in [[name] for name in parameters] + [parameters]:
+            check(ltx, norm_case(op, Make(device, dtype), (2, 3, 96), without=without, **{eps_names(op)[0]: 0.3}))
 
 
-@pytest.mark.parametrize("op", ["rmsnorm", "rmsnorm_residual"])
+@pytest.mark.parametrize("op", [op for op in NORM_OPS if offers_offset(op)])
 @every_dtype
 def test_weight_offset(ltx, device, op, dtype):
     """Gemma multiplies by 1 + weight, formed in fp32."""
     make = Make(device, dtype)
-    case = norm_case(op, make, (4, 96), eps=0.3, weight_offset=1.0)
+    weights = [name for name in WEIGHTS if name in NORM_OPS[op]]
+    case = norm_case(op, make, (4, 96), weight_offset=1.0, **dict.fromkeys(eps_names(op), 0.3))
     check(ltx, case)
     check(ltx, case.replace(weight_offset=-0.25))
-    check(ltx, case.replace(weight=make(96, dtype=torch.bfloat16, std=1e-3)))
+    check(ltx, case.replace(**{name: make(96, dtype=torch.bfloat16, std=1e-3) for name in weights}))
     # Without a weight there is nothing to add it to.
-    check(ltx, case.replace(weight=None, weight_offset=0.0))
-    assert_same_bits(case.replace(weight=None).run(ltx)[0], case.replace(weight=None, weight_offset=0.0).run(ltx)[0])
+    without = case.replace(**dict.fromkeys(weights))
+    check(ltx, without.replace(weight_offset=0.0))
+    assert_same_bits(without.run(ltx)[0], without.replace(weight_offset=0.0).run(ltx)[0])
 
 
 # ---- Memory
@@ -186,7 +192,7 @@ def test_weight_offset(ltx, device, op, dtype):
 def test_layouts(ltx, device, op, dtype, layout):
     """All tensors in the layout, NaN in every gap."""
     for shape in ((2, 3, 4, 40), (2, 5, 264), (3, 1, 17)):
-        tables = [name for name in ("scale", "shift", "gate") if name in NORM_OPS[op]]
+        tables = [name for name in MODULATORS if name in NORM_OPS[op]]
         case = norm_case(op, Make(device, dtype), shape, modulation="[B, S, H]", tables=tables)
         check(ltx, case.in_layout(layout))
 
@@ -218,10 +224,11 @@ def test_in_place(ltx, device, op, dtype, width):
     make = Make(device, dtype)
     case = norm_case(op, make, (2, 3, width), modulation="[B, S, H]")
     expected = case.run(ltx)
-    targets = [{"out": "input"}, {"out": "residual"}] if "residual" in case.kwargs else [{"out": "input"}]
-    if case.output_names == ("out", "residual_out"):
-        targets += [{"residual_out": "residual"}, {"residual_out": "input"}]
-        targets += [{"out": "input", "residual_out": "residual"}, {"out": "residual", "residual_out": "input"}]
+    operands = [name for name in ("input", "residual") if name in case.kwargs]
+    targets = [{name: operand} for name in case.output_names for operand in operands]
+    if len(operands) == 2 and len(case.output_names) > 1:
+        first, *_, last = case.output_names
+        targets += [{first: "input", last: "residual"}, {first: "residual", last: "input"}]
     for target in targets:
         for layout in ("contiguous", "rows misaligned", "columns strided"):
             again = case.in_layout(layout)
@@ -232,11 +239,11 @@ def test_in_place(ltx, device, op, dtype, width):
                 assert_same_bits(output, want, f"{name} with {target}, {layout}")
 
 
-@pytest.mark.parametrize("op", ["rmsnorm_residual", "gated_residual_adaln_layernorm"])
-def test_one_of_two_outputs_given(ltx, device, op):
+@pytest.mark.parametrize("op", [op for op in NORM_OPS if op.endswith("_pair") or "residual" in NORM_OPS[op]])
+def test_one_of_the_outputs_given(ltx, device, op):
     case = norm_case(op, Make(device, torch.bfloat16), (2, 3, 40))
     expected = case.run(ltx)
-    for name, position in (("out", 0), ("residual_out", 1)):
+    for position, name in enumerate(case.output_names):
         given = torch.empty_like(expected[position])
         outputs = case.run(ltx, **{name: given})
         assert outputs[position] is given
@@ -441,7 +448,7 @@ def _exact_sums(op: str, make: Make, shape: tuple[int, ...], **options) -> Case:
 def test_eager_bitwise(ltx, device, op, dtype, param_dtype):
     """Where the order of the sum cannot matter, every bit of the eager chain, in all mixtures of dtypes."""
     make = Make(device, dtype)
-    tables = [name for name in ("scale", "shift", "gate") if name in NORM_OPS[op]]
+    tables = [name for name in MODULATORS if name in NORM_OPS[op]]
     for modulation_dtype in DTYPES:
         dtypes = {"param_dtype": param_dtype, "modulation_dtype": modulation_dtype}
         for width in (8, 64, 1024):
@@ -472,7 +479,7 @@ def test_eager(ltx, device, op, dtype, width):
     rows = max(4, 20000 // width)
     check_eager(ltx, norm_case(op, make, (2, rows, width), modulation="[B, S, H]"))
     check_eager(ltx, norm_case(op, make, (2, rows, width), without=("weight", "bias")))
-    tables = [name for name in ("scale", "shift", "gate") if name in NORM_OPS[op]]
+    tables = [name for name in MODULATORS if name in NORM_OPS[op]]
     check_eager(ltx, norm_case(op, make, (2, rows, width), tables=tables))
 
 

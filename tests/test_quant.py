@@ -16,13 +16,17 @@ from helpers import (
     LAYOUTS,
     MODULATORS,
     NORM_OPS,
+    QUANTISED_NORMS,
     Case,
     Make,
     activation_case,
     assert_same_bits,
+    eps_names,
     gate_and_up,
     kernels_of,
     norm_case,
+    offers_offset,
+    optional,
     place,
     torch_threads,
     unchanged,
@@ -33,13 +37,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 E4M3 = torch.float8_e4m3fn
 MAX, MIN_SCALE = 448.0, 2.0**-120
-NORMS = [op for op in NORM_OPS if "layernorm" not in op and op != "adaln_zero"]
 # One row length for each way that rows are shared out among threads, and lengths that are no whole packs.
 WIDTHS = [1, 2, 3, 7, 8, 33, 64, 250, 256, 264, 512, 520, 1024, 1985, 2048, 4096, 8192, 16384, 16392, 40000]
 # The activations of 16-bit rows take the special function unit on CUDA.
 APPROXIMATION = {torch.float32: 2.0**-20, torch.float16: 5e-5, torch.bfloat16: 5e-5}
 
-every_norm = pytest.mark.parametrize("op", NORMS)
+every_norm = pytest.mark.parametrize("op", QUANTISED_NORMS)
 every_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -100,30 +103,35 @@ def check(ltx: Any, case: Case, static_scale: Tensor | None = None) -> tuple[Ten
     tensors = dict(case.tensors) if static_scale is None else {**case.tensors, "static_scale": static_scale}
     with unchanged(**tensors):
         outputs = run(ltx, case, static_scale=static_scale)
-    values, scales = outputs[:2]
-    truth, terms = case.truth(ltx)[0], case.terms(ltx)[0]
-    assert values.dtype == E4M3 and values.shape == truth.shape and values.is_contiguous()
-    assert scales.dtype == torch.float32 and scales.shape == (*truth.shape[:-1], 1) and scales.is_contiguous()
-    slack = 2 * SUM_ERROR * terms + approximation(case, truth) + 1e-37
-    if static_scale is None:
-        most = truth.abs().amax(-1, keepdim=True)
-        expected = (most / MAX).clamp(min=MIN_SCALE)
-        allowed = slack.amax(-1, keepdim=True) / MAX + expected * 2.0**-22
-        error = (scales.double() - expected).abs()
-        assert not bool((error > allowed).any()), report(scales, expected, error > allowed, "scales", error, allowed)
-        assert bool(((values.float().abs().amax(-1) == MAX) | (truth == 0).all(-1)).all())
-    else:
-        assert bool((scales == static_scale).all())
-    scale = scales.double()
-    quotient = (truth / scale).clamp(-MAX, MAX)
-    error = (values.double() - quotient).abs()
-    allowed = spacing(quotient * (1 + 2.0**-20)) / 2 + slack / scale + quotient.abs() * 2.0**-22
-    assert not bool((error > allowed).any()), report(
-        values.float(), quotient, error > allowed, f"{case.op} values", error, allowed
-    )
-    if len(outputs) > 2:
-        assert_same_bits(outputs[2], case.run(ltx)[-1], "residual_out")
-        assert outputs[2].is_contiguous()
+    quantised = 2 if case.op.endswith("_pair") else 1
+    truths, all_terms = case.truth(ltx), case.terms(ltx)
+    for i in range(quantised):
+        values, scales = outputs[2 * i : 2 * i + 2]
+        truth, terms = truths[i], all_terms[i]
+        assert values.dtype == E4M3 and values.shape == truth.shape and values.is_contiguous()
+        assert scales.dtype == torch.float32 and scales.shape == (*truth.shape[:-1], 1) and scales.is_contiguous()
+        slack = 2 * SUM_ERROR * terms + approximation(case, truth) + 1e-37
+        if static_scale is None:
+            most = truth.abs().amax(-1, keepdim=True)
+            expected = (most / MAX).clamp(min=MIN_SCALE)
+            allowed = slack.amax(-1, keepdim=True) / MAX + expected * 2.0**-22
+            error = (scales.double() - expected).abs()
+            assert not bool((error > allowed).any()), report(
+                scales, expected, error > allowed, "scales", error, allowed
+            )
+            assert bool(((values.float().abs().amax(-1) == MAX) | (truth == 0).all(-1)).all())
+        else:
+            assert bool((scales == static_scale).all())
+        scale = scales.double()
+        quotient = (truth / scale).clamp(-MAX, MAX)
+        error = (values.double() - quotient).abs()
+        allowed = spacing(quotient * (1 + 2.0**-20)) / 2 + slack / scale + quotient.abs() * 2.0**-22
+        assert not bool((error > allowed).any()), report(
+            values.float(), quotient, error > allowed, f"{case.op} values", error, allowed
+        )
+    if len(outputs) > 2 * quantised:
+        assert_same_bits(outputs[-1], case.run(ltx)[-1], "residual_out")
+        assert outputs[-1].is_contiguous()
     return outputs
 
 
@@ -279,19 +287,15 @@ def test_norm_dtypes(ltx, device, op, dtype):
 @every_norm
 def test_norm_options(ltx, device, op):
     make = Make(device, torch.bfloat16)
-    if op != "gated_residual":
-        check(ltx, norm_case(op, make, (2, 3, 64), eps=0.3))
-        check(ltx, norm_case(op, make, (2, 3, 64), eps=None))
-    if op in ("rmsnorm", "rmsnorm_residual"):
+    for eps in eps_names(op):
+        check(ltx, norm_case(op, make, (2, 3, 64), **{eps: 0.3}))
+        if "layernorm" not in op:
+            check(ltx, norm_case(op, make, (2, 3, 64), **{eps: None}))
+    if offers_offset(op):
         check(ltx, norm_case(op, make, (2, 3, 64), weight_offset=1.0))
-    if op == "adaln_rmsnorm":
+    for without in [[name] for name in optional(op)] + [optional(op)]:
         for width in (64, 65, 2048):
-            check(ltx, norm_case(op, make, (2, 3, width), without=["shift"]))
-            check(ltx, norm_case(op, make, (2, 3, width), without=["weight", "shift"], tables=["scale"]))
-    if op == "gated_residual_adaln_rmsnorm":
-        for without in (["gate"], ["scale"], ["shift"], ["gate", "scale", "shift", "weight"]):
-            for width in (64, 65):
-                check(ltx, norm_case(op, make, (2, 3, width), without=without))
+            check(ltx, norm_case(op, make, (2, 3, width), without=without))
 
 
 @every_norm
@@ -337,7 +341,7 @@ def test_static_scale(ltx, device, dtype):
     make = Make(device, dtype)
     for number in (0.002, 0.05):  # one that saturates, one that does not
         static_scale = torch.tensor([number], device=device)
-        for op in NORMS:
+        for op in QUANTISED_NORMS:
             for width in (64, 250, 2048, 20000):
                 check(ltx, norm_case(op, make, (2, 3, width)), static_scale)
         for name in ACTIVATIONS:
@@ -377,7 +381,7 @@ def test_every_kernel_in_small(ltx, device, dtype):
     for width in (1, 8, 250, 256, 512, 1024, 2048, 8192, 16392):
         make = Make("cpu", dtype, seed=width)
         cases = [activation_case(name, make, (2, 3, width)) for name in ACTIVATIONS]
-        for op in NORMS:
+        for op in QUANTISED_NORMS:
             tables = [name for name in MODULATORS if name in NORM_OPS[op]]
             cases.append(norm_case(op, make, (2, 3, width), tables=tables))
             cases.append(norm_case(op, make, (2, 3, width), param_dtype=torch.float32, modulation="[B, S, H]"))
@@ -391,7 +395,7 @@ def test_every_kernel_in_small(ltx, device, dtype):
 def test_many_rows(ltx, device, dtype):
     """More blocks than run at a time, for kernels that fetch what a later block reads."""
     make, rows = Make("cpu", dtype), (2, 700, 2048)
-    cases = [norm_case(op, make, rows, modulation="vector") for op in NORMS]
+    cases = [norm_case(op, make, rows, modulation="vector") for op in QUANTISED_NORMS]
     for case in [*cases, activation_case("swiglu", make, rows)]:
         assert_like_the_reference(ltx, device, case, "contiguous")
 
@@ -586,7 +590,8 @@ def test_error_where_a_gradient_is_needed(ltx, device):
         assert not any(output.requires_grad for output in outputs)
 
 
-OPS = ["norm_quant", "residual_norm_quant", "glu_quant", "gelu_quant", "scaled_linear"]
+OPS = ["norm_quant", "residual_norm_quant", "norm_residual_norm_quant", "adaln_norm_pair_quant"]
+OPS += ["residual_norm_pair_quant", "glu_quant", "gelu_quant", "scaled_linear"]
 
 
 def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
@@ -596,12 +601,26 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
     weight = make(32, 16).to(E4M3), torch.ones(32, device=device)
     return {
         "norm_quant": [
-            (x, None, None, None, None, None, None, 0.0, 0.0, 0),
-            (x.transpose(0, 1), w, w, v[:1], w, w, s, 1e-6, 0.0, 1),
+            (x, None, None, None, None, None, None, None, 0.0, 0.0, 0),
+            (x.transpose(0, 1), w, None, w, v[:1], w, w, s, 1e-6, 0.0, 1),
+            (x, w, w, None, None, None, None, None, 1e-5, 0.0, 2),
         ],
         "residual_norm_quant": [
-            (x, x, v, None, None, None, w, None, None, s, 0.0, 0.0, 0),
-            (x, x, None, w, v, v, None, None, w, None, 1e-6, 0.0, 1),
+            (x, x, v, None, None, None, None, w, None, None, s, 0.0, 0.0, 0),
+            (x, x, None, w, None, v, v, None, None, w, None, 1e-6, 0.0, 1),
+            (x, x, v, w, w, None, None, None, None, None, None, 1e-6, 0.0, 2),
+        ],
+        "norm_residual_norm_quant": [
+            (x, x, v, w, w, v, None, None, None, None, None, 1e-6, 1e-5, 0.0),
+            (x, x, None, w, w, None, None, None, None, None, s, 1e-6, 1e-5, 1.0),
+        ],
+        "adaln_norm_pair_quant": [
+            (x, None, None, v, v, v, None, None, None, None, None, None, 1e-6, 1),
+            (x, w, w, v, v, v, v, w, w, w, w, s, 1e-5, 2),
+        ],
+        "residual_norm_pair_quant": [
+            (x, x, v, None, None, v, v, v, v, w, w, w, w, w, None, 1e-6, 1),
+            (x, x, None, w, w, v, v, v, v, None, None, None, None, None, s, 1e-5, 2),
         ],
         "glu_quant": [(x, None, None, 1, True), (x, x, s, 2, True)],
         "gelu_quant": [(x, None, s, 0), (x, w, None, 1)],

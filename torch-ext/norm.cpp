@@ -7,7 +7,7 @@ namespace ltx::host {
 namespace {
 
 struct NormArgs : NormInputs {
-  Arg out, residual_out;
+  Arg out, out2, residual_out;
   Rounding rounding = Rounding::kFp32;
   bool fresh_outputs = false;  // allocated by the caller of run(), so their shape and memory need no check
 };
@@ -17,19 +17,23 @@ void run(NormArgs& a) {
   NormParams p;
   p.rounding = a.rounding;
   add_inputs(space, p, a);
-  Arg* const outputs[] = {&a.out, &a.residual_out};
-  for (Arg* out : outputs) {
+  const Arg* const outputs[] = {&a.out, &a.out2, &a.residual_out};
+  for (const Arg* out : outputs) {
     if (!*out || a.fresh_outputs) continue;
     check_output(*out, a.input, a.input.size, a.input.dim);
     check_overlap(*out, a.input, true);
     check_overlap(*out, a.residual, true);
-    for (const Arg* other : {&a.weight, &a.bias, &a.gate, &a.gate_table, &a.scale, &a.scale_table, &a.shift,
-                             &a.shift_table, &a.out_gate, &a.out_gate_table}) {
+    for (const Arg* other :
+         {&a.weight, &a.bias, &a.gate, &a.gate_table, &a.scale, &a.scale_table, &a.shift, &a.shift_table, &a.out_gate,
+          &a.out_gate_table, &a.branch_weight, &a.scale2, &a.scale2_table, &a.shift2, &a.shift2_table}) {
       check_overlap(*out, *other, false);
     }
+    for (const Arg* const* other = outputs; *other != out; ++other) {
+      if (**other) check_overlap(*out, **other, false);
+    }
   }
-  if (a.out && a.residual_out && !a.fresh_outputs) check_overlap(a.residual_out, a.out, false);
   if (a.out) space.add(p.out, a.out);
+  if (a.out2) space.add(p.out2, a.out2);
   if (a.residual_out) space.add(p.residual_out, a.residual_out);
   if (!space.finish(p.rows)) return;
   Launch launch(a.input);
@@ -95,6 +99,46 @@ NormArgs gated_residual_args(const Tensor& input, const Tensor& residual, const 
   a.gate_table = arg("gate_table", gate_table);
   a.rounding = check_rounding(rounding);
   return a;
+}
+
+NormArgs norm_residual_args(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                            const OptionalTensor& gate, const OptionalTensor& gate_table, double eps,
+                            double weight_offset, int64_t rounding) {
+  NormArgs a;
+  a.input = arg("input", input);
+  a.residual = arg("residual", residual);
+  a.branch_weight = arg("weight", weight);
+  a.gate = arg("gate", gate);
+  a.gate_table = arg("gate_table", gate_table);
+  a.norms_branch = true;
+  a.branch_eps = eps;
+  a.weight_offset = weight_offset;
+  a.rounding = check_rounding(rounding);
+  return a;
+}
+
+NormArgs norm_residual_norm_args(const Tensor& input, const Tensor& residual, const OptionalTensor& gate,
+                                 const OptionalTensor& weight1, const OptionalTensor& weight2,
+                                 const OptionalTensor& scale, const OptionalTensor& shift,
+                                 const OptionalTensor& gate_table, const OptionalTensor& scale_table,
+                                 const OptionalTensor& shift_table, double eps1, double eps2, double weight_offset,
+                                 int64_t rounding) {
+  NormArgs a = residual_args(input, residual, gate, std::nullopt, std::nullopt, scale, shift, gate_table, scale_table,
+                             shift_table, eps2, weight_offset, static_cast<int64_t>(Statistic::kRms), rounding);
+  a.weight = arg("weight2", weight2);
+  a.branch_weight = arg("weight1", weight1);
+  a.norms_branch = true;
+  a.branch_eps = eps1;
+  return a;
+}
+
+// The second scale and shift of an op with two outputs.
+void add_second(NormInputs& a, const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale2_table,
+                const OptionalTensor& shift2_table) {
+  a.scale2 = arg("scale2", scale2);
+  a.shift2 = arg("shift2", shift2);
+  a.scale2_table = arg("scale2_table", scale2_table);
+  a.shift2_table = arg("shift2_table", shift2_table);
 }
 
 }  // namespace
@@ -182,6 +226,117 @@ Tensor gated_residual(const Tensor& input, const Tensor& residual, const Tensor&
   a.fresh_outputs = true;
   run(a);
   return out;
+}
+
+void norm_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                       const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,
+                       int64_t rounding) {
+  NormArgs a = norm_residual_args(input, residual, weight, gate, gate_table, eps, weight_offset, rounding);
+  a.residual_out = mutable_arg("out", out);
+  run(a);
+}
+
+Tensor norm_residual(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                     const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,
+                     int64_t rounding) {
+  NormArgs a = norm_residual_args(input, residual, weight, gate, gate_table, eps, weight_offset, rounding);
+  Tensor out = empty_like_rows(a.input);
+  a.residual_out = arg("out", out);
+  a.fresh_outputs = true;
+  run(a);
+  return out;
+}
+
+void norm_residual_norm_out(const Tensor& out, const Tensor& residual_out, const Tensor& input, const Tensor& residual,
+                            const OptionalTensor& gate, const OptionalTensor& weight1, const OptionalTensor& weight2,
+                            const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
+                            const OptionalTensor& scale_table, const OptionalTensor& shift_table, double eps1,
+                            double eps2, double weight_offset, int64_t rounding) {
+  NormArgs a = norm_residual_norm_args(input, residual, gate, weight1, weight2, scale, shift, gate_table, scale_table,
+                                       shift_table, eps1, eps2, weight_offset, rounding);
+  a.out = mutable_arg("out", out);
+  a.residual_out = mutable_arg("residual_out", residual_out);
+  run(a);
+}
+
+std::tuple<Tensor, Tensor> norm_residual_norm(const Tensor& input, const Tensor& residual, const OptionalTensor& gate,
+                                              const OptionalTensor& weight1, const OptionalTensor& weight2,
+                                              const OptionalTensor& scale, const OptionalTensor& shift,
+                                              const OptionalTensor& gate_table, const OptionalTensor& scale_table,
+                                              const OptionalTensor& shift_table, double eps1, double eps2,
+                                              double weight_offset, int64_t rounding) {
+  NormArgs a = norm_residual_norm_args(input, residual, gate, weight1, weight2, scale, shift, gate_table, scale_table,
+                                       shift_table, eps1, eps2, weight_offset, rounding);
+  Tensor out = empty_like_rows(a.input), residual_out = empty_like_rows(a.input);
+  a.out = arg("out", out);
+  a.residual_out = arg("residual_out", residual_out);
+  a.fresh_outputs = true;
+  run(a);
+  return {out, residual_out};
+}
+
+void adaln_norm_pair_out(const Tensor& out, const Tensor& out2, const Tensor& input, const OptionalTensor& weight,
+                         const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
+                         const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale_table,
+                         const OptionalTensor& shift_table, const OptionalTensor& scale2_table,
+                         const OptionalTensor& shift2_table, double eps, int64_t statistic, int64_t rounding) {
+  NormArgs a = adaln_args(input, weight, bias, scale, shift, std::nullopt, scale_table, shift_table, std::nullopt, eps,
+                          statistic, rounding);
+  add_second(a, scale2, shift2, scale2_table, shift2_table);
+  a.out = mutable_arg("out", out);
+  a.out2 = mutable_arg("out2", out2);
+  run(a);
+}
+
+std::tuple<Tensor, Tensor> adaln_norm_pair(const Tensor& input, const OptionalTensor& weight,
+                                           const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
+                                           const Tensor& scale2, const OptionalTensor& shift2,
+                                           const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                                           const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+                                           double eps, int64_t statistic, int64_t rounding) {
+  NormArgs a = adaln_args(input, weight, bias, scale, shift, std::nullopt, scale_table, shift_table, std::nullopt, eps,
+                          statistic, rounding);
+  add_second(a, scale2, shift2, scale2_table, shift2_table);
+  Tensor out = empty_like_rows(a.input), out2 = empty_like_rows(a.input);
+  a.out = arg("out", out);
+  a.out2 = arg("out2", out2);
+  a.fresh_outputs = true;
+  run(a);
+  return {out, out2};
+}
+
+void residual_norm_pair_out(const Tensor& out, const Tensor& out2, const Tensor& residual_out, const Tensor& input,
+                            const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
+                            const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
+                            const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& gate_table,
+                            const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                            const OptionalTensor& scale2_table, const OptionalTensor& shift2_table, double eps,
+                            int64_t statistic, int64_t rounding) {
+  NormArgs a = residual_args(input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table,
+                             eps, 0.0, statistic, rounding);
+  add_second(a, scale2, shift2, scale2_table, shift2_table);
+  a.out = mutable_arg("out", out);
+  a.out2 = mutable_arg("out2", out2);
+  a.residual_out = mutable_arg("residual_out", residual_out);
+  run(a);
+}
+
+std::tuple<Tensor, Tensor, Tensor> residual_norm_pair(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
+    const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift, const Tensor& scale2,
+    const OptionalTensor& shift2, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
+    const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+    double eps, int64_t statistic, int64_t rounding) {
+  NormArgs a = residual_args(input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table,
+                             eps, 0.0, statistic, rounding);
+  add_second(a, scale2, shift2, scale2_table, shift2_table);
+  Tensor out = empty_like_rows(a.input), out2 = empty_like_rows(a.input), residual_out = empty_like_rows(a.input);
+  a.out = arg("out", out);
+  a.out2 = arg("out2", out2);
+  a.residual_out = arg("residual_out", residual_out);
+  a.fresh_outputs = true;
+  run(a);
+  return {out, out2, residual_out};
 }
 
 }  // namespace ltx::host

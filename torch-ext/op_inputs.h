@@ -28,7 +28,9 @@ inline void add_like(RowSpace& space, RowView& view, const Arg& a, const Arg& in
 struct NormInputs {
   Arg input, residual, weight, bias;
   Arg gate, gate_table, scale, scale_table, shift, shift_table, out_gate, out_gate_table;
-  double eps = 0.0, weight_offset = 0.0;
+  Arg branch_weight, scale2, scale2_table, shift2, shift2_table;
+  double eps = 0.0, weight_offset = 0.0, branch_eps = 0.0;
+  bool norms_branch = false;
   Statistic statistic = Statistic::kNone;
 };
 
@@ -44,16 +46,21 @@ inline void add_modulator(RowSpace& space, Modulator& modulator, const Arg& valu
 inline void add_inputs(RowSpace& space, NormParams& p, const NormInputs& a) {
   p.dtype = float_dtype(a.input);
   p.statistic = a.statistic;
-  p.eps = check_eps(a.eps);
+  if (a.norms_branch) p.branch_eps = check_eps(a.branch_eps, a.statistic == Statistic::kNone ? "eps" : "eps1");
+  p.eps = check_eps(a.eps, a.norms_branch ? "eps2" : "eps");
+  p.norms_branch = a.norms_branch;
   p.weight_offset = static_cast<float>(a.weight_offset);
   space.add(p.input, a.input);
   add_like(space, p.residual, a.residual, a.input);
   add_modulator(space, p.gate, a.gate, a.gate_table);
+  space.add_vector(p.branch_weight, a.branch_weight);
   space.add_vector(p.weight, a.weight);
   space.add_vector(p.bias, a.bias);
   add_modulator(space, p.scale, a.scale, a.scale_table);
   add_modulator(space, p.shift, a.shift, a.shift_table);
   add_modulator(space, p.out_gate, a.out_gate, a.out_gate_table);
+  add_modulator(space, p.scale2, a.scale2, a.scale2_table);
+  add_modulator(space, p.shift2, a.shift2, a.shift2_table);
 }
 
 // ---- Activations

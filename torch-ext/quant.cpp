@@ -42,13 +42,14 @@ struct NormArgs : NormInputs {
   Arg static_scale;
 };
 
-// `residual_out`: null without a residual.
-Quantised run(const NormArgs& a, Tensor* residual_out) {
+// `residual_out`: null without a residual; `second`: null without a second modulation.
+Quantised run(const NormArgs& a, Tensor* residual_out, Quantised* second = nullptr) {
   RowSpace space = row_space(a.input);
   NormParams p;
   add_inputs(space, p, a);
   check_static_scale(a.static_scale, a.input);
   Quantised result = empty_quantised(a.input, a.input.last());
+  if (second) *second = empty_quantised(a.input, a.input.last());
   Arg residual_out_arg;
   if (residual_out) {
     *residual_out = empty_rows(a.input, a.input.last());
@@ -57,14 +58,39 @@ Quantised run(const NormArgs& a, Tensor* residual_out) {
   }
   if (space.finish(p.rows)) {
     Launch launch(a.input);
-    ltx::norm_quant(p, output_of(result, a.static_scale), launch.context());
+    p.quantised = output_of(result, a.static_scale);
+    if (second) p.quantised2 = output_of(*second, a.static_scale);
+    ltx::norm_quant(p, launch.context());
   } else {
     finish_empty(result);
+    if (second) finish_empty(*second);
   }
   return result;
 }
 
-Statistic check_statistic(int64_t code) { return check_code("statistic", code, Statistic::kNone, Statistic::kRms); }
+Statistic check_statistic(int64_t code, Statistic first = Statistic::kNone) {
+  return check_code("statistic", code, first, Statistic::kLayer);
+}
+
+// The norm of an op with two modulations.
+void add_pair(NormArgs& a, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
+              const OptionalTensor& shift, const Tensor& scale2, const OptionalTensor& shift2,
+              const OptionalTensor& scale_table, const OptionalTensor& shift_table, const OptionalTensor& scale2_table,
+              const OptionalTensor& shift2_table, const OptionalTensor& static_scale, double eps, int64_t statistic) {
+  a.weight = arg("weight", weight);
+  a.bias = arg("bias", bias);
+  a.scale = arg("scale", scale);
+  a.shift = arg("shift", shift);
+  a.scale2 = arg("scale2", scale2);
+  a.shift2 = arg("shift2", shift2);
+  a.scale_table = arg("scale_table", scale_table);
+  a.shift_table = arg("shift_table", shift_table);
+  a.scale2_table = arg("scale2_table", scale2_table);
+  a.shift2_table = arg("shift2_table", shift2_table);
+  a.static_scale = arg("static_scale", static_scale);
+  a.eps = eps;
+  a.statistic = check_statistic(statistic, Statistic::kRms);
+}
 
 // ---- Activations
 
@@ -91,13 +117,15 @@ Quantised run(const GluArgs& a) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& scale,
-                                      const OptionalTensor& shift, const OptionalTensor& scale_table,
-                                      const OptionalTensor& shift_table, const OptionalTensor& static_scale, double eps,
-                                      double weight_offset, int64_t statistic) {
+std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                                      const OptionalTensor& scale, const OptionalTensor& shift,
+                                      const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                                      const OptionalTensor& static_scale, double eps, double weight_offset,
+                                      int64_t statistic) {
   NormArgs a;
   a.input = arg("input", input);
   a.weight = arg("weight", weight);
+  a.bias = arg("bias", bias);
   a.scale = arg("scale", scale);
   a.shift = arg("shift", shift);
   a.scale_table = arg("scale_table", scale_table);
@@ -112,14 +140,15 @@ std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor&
 
 std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(
     const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
-    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
-    const OptionalTensor& scale_table, const OptionalTensor& shift_table, const OptionalTensor& static_scale,
-    double eps, double weight_offset, int64_t statistic) {
+    const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
+    const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+    const OptionalTensor& static_scale, double eps, double weight_offset, int64_t statistic) {
   NormArgs a;
   a.input = arg("input", input);
   a.residual = arg("residual", residual);
   a.gate = arg("gate", gate);
   a.weight = arg("weight", weight);
+  a.bias = arg("bias", bias);
   a.scale = arg("scale", scale);
   a.shift = arg("shift", shift);
   a.gate_table = arg("gate_table", gate_table);
@@ -132,6 +161,64 @@ std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(
   Tensor residual_out;
   Quantised result = run(a, &residual_out);
   return {result.values, result.scales, residual_out};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_residual_norm_quant(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight1,
+    const OptionalTensor& weight2, const OptionalTensor& scale, const OptionalTensor& shift,
+    const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+    const OptionalTensor& static_scale, double eps1, double eps2, double weight_offset) {
+  NormArgs a;
+  a.input = arg("input", input);
+  a.residual = arg("residual", residual);
+  a.gate = arg("gate", gate);
+  a.branch_weight = arg("weight1", weight1);
+  a.weight = arg("weight2", weight2);
+  a.scale = arg("scale", scale);
+  a.shift = arg("shift", shift);
+  a.gate_table = arg("gate_table", gate_table);
+  a.scale_table = arg("scale_table", scale_table);
+  a.shift_table = arg("shift_table", shift_table);
+  a.static_scale = arg("static_scale", static_scale);
+  a.norms_branch = true;
+  a.branch_eps = eps1;
+  a.eps = eps2;
+  a.weight_offset = weight_offset;
+  a.statistic = Statistic::kRms;
+  Tensor residual_out;
+  Quantised result = run(a, &residual_out);
+  return {result.values, result.scales, residual_out};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> adaln_norm_pair_quant(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
+    const OptionalTensor& shift, const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale_table,
+    const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+    const OptionalTensor& static_scale, double eps, int64_t statistic) {
+  NormArgs a;
+  a.input = arg("input", input);
+  add_pair(a, weight, bias, scale, shift, scale2, shift2, scale_table, shift_table, scale2_table, shift2_table,
+           static_scale, eps, statistic);
+  Quantised second, first = run(a, nullptr, &second);
+  return {first.values, first.scales, second.values, second.scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_pair_quant(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
+    const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift, const Tensor& scale2,
+    const OptionalTensor& shift2, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
+    const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+    const OptionalTensor& static_scale, double eps, int64_t statistic) {
+  NormArgs a;
+  a.input = arg("input", input);
+  a.residual = arg("residual", residual);
+  a.gate = arg("gate", gate);
+  a.gate_table = arg("gate_table", gate_table);
+  add_pair(a, weight, bias, scale, shift, scale2, shift2, scale_table, shift_table, scale2_table, shift2_table,
+           static_scale, eps, statistic);
+  Tensor residual_out;
+  Quantised second, first = run(a, &residual_out, &second);
+  return {first.values, first.scales, second.values, second.scales, residual_out};
 }
 
 std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& static_scale,

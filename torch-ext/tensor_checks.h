@@ -439,7 +439,7 @@ class RowSpace {
     return own < 0 || e.a->size[own] == 1 ? 0 : e.a->stride[own];
   }
 
-  static constexpr int kMaxOperands = 16;
+  static constexpr int kMaxOperands = 20;
   const Arg& input_;
   int64_t width_;
   Entry entries_[kMaxOperands];

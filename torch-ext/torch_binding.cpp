@@ -32,6 +32,34 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("gated_residual(" LTX_GATED_RESIDUAL_ARGS ") -> Tensor");
   ops.def("gated_residual_out(Tensor(a!) out, " LTX_GATED_RESIDUAL_ARGS ") -> ()");
 
+#define LTX_NORM_RESIDUAL_ARGS                                                                         \
+  "Tensor input, Tensor residual, Tensor? weight, Tensor? gate, Tensor? gate_table, float eps, float " \
+  "weight_offset, int rounding"
+  ops.def("norm_residual(" LTX_NORM_RESIDUAL_ARGS ") -> Tensor");
+  ops.def("norm_residual_out(Tensor(a!) out, " LTX_NORM_RESIDUAL_ARGS ") -> ()");
+
+#define LTX_NORM_RESIDUAL_NORM_ARGS                                                                       \
+  "Tensor input, Tensor residual, Tensor? gate, Tensor? weight1, Tensor? weight2, Tensor? scale, "        \
+  "Tensor? shift, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, float eps1, float eps2, " \
+  "float weight_offset, int rounding"
+  ops.def("norm_residual_norm(" LTX_NORM_RESIDUAL_NORM_ARGS ") -> (Tensor, Tensor)");
+  ops.def("norm_residual_norm_out(Tensor(a!) out, Tensor(b!) residual_out, " LTX_NORM_RESIDUAL_NORM_ARGS ") -> ()");
+
+#define LTX_PAIR_ARGS                                                                                    \
+  "Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor? shift, Tensor scale2, Tensor? "     \
+  "shift2, Tensor? scale_table, Tensor? shift_table, Tensor? scale2_table, Tensor? shift2_table, float " \
+  "eps, int statistic, int rounding"
+  ops.def("adaln_norm_pair(" LTX_PAIR_ARGS ") -> (Tensor, Tensor)");
+  ops.def("adaln_norm_pair_out(Tensor(a!) out, Tensor(b!) out2, " LTX_PAIR_ARGS ") -> ()");
+
+#define LTX_RESIDUAL_PAIR_ARGS                                                                           \
+  "Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? bias, Tensor scale, Tensor? "    \
+  "shift, Tensor scale2, Tensor? shift2, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, " \
+  "Tensor? scale2_table, Tensor? shift2_table, float eps, int statistic, int rounding"
+  ops.def("residual_norm_pair(" LTX_RESIDUAL_PAIR_ARGS ") -> (Tensor, Tensor, Tensor)");
+  ops.def("residual_norm_pair_out(Tensor(a!) out, Tensor(b!) out2, Tensor(c!) residual_out, " LTX_RESIDUAL_PAIR_ARGS
+          ") -> ()");
+
 #define LTX_GLU_ARGS "Tensor input, Tensor? up, int activation, bool gate_first, int rounding"
   ops.def("glu(" LTX_GLU_ARGS ") -> Tensor");
   ops.def("glu_out(Tensor(a!) out, " LTX_GLU_ARGS ") -> ()");
@@ -51,13 +79,26 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   // Quantised results: values (e4m3), scales (fp32, one a row) and, where there is one, the residual stream. They are
   // always new. Statistic 0 quantises the row itself.
   ops.def(
-      "norm_quant(Tensor input, Tensor? weight, Tensor? scale, Tensor? shift, Tensor? scale_table, Tensor? "
-      "shift_table, "
-      "Tensor? static_scale, float eps, float weight_offset, int statistic) -> (Tensor, Tensor)");
+      "norm_quant(Tensor input, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, Tensor? scale_table, "
+      "Tensor? shift_table, Tensor? static_scale, float eps, float weight_offset, int statistic) -> (Tensor, Tensor)");
   ops.def(
-      "residual_norm_quant(Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? scale, Tensor? shift, "
-      "Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? static_scale, float eps, "
+      "residual_norm_quant(Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? scale, "
+      "Tensor? shift, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? static_scale, float eps, "
       "float weight_offset, int statistic) -> (Tensor, Tensor, Tensor)");
+  ops.def(
+      "norm_residual_norm_quant(Tensor input, Tensor residual, Tensor? gate, Tensor? weight1, Tensor? "
+      "weight2, Tensor? scale, Tensor? shift, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, "
+      "Tensor? static_scale, float eps1, float eps2, float weight_offset) -> (Tensor, Tensor, Tensor)");
+  ops.def(
+      "adaln_norm_pair_quant(Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor? shift, "
+      "Tensor scale2, Tensor? shift2, Tensor? scale_table, Tensor? shift_table, Tensor? scale2_table, "
+      "Tensor? shift2_table, Tensor? static_scale, float eps, int statistic) -> (Tensor, Tensor, Tensor, "
+      "Tensor)");
+  ops.def(
+      "residual_norm_pair_quant(Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? bias, "
+      "Tensor scale, Tensor? shift, Tensor scale2, Tensor? shift2, Tensor? gate_table, Tensor? scale_table, "
+      "Tensor? shift_table, Tensor? scale2_table, Tensor? shift2_table, Tensor? static_scale, float eps, "
+      "int statistic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   ops.def(
       "glu_quant(Tensor input, Tensor? up, Tensor? static_scale, int activation, bool gate_first) -> (Tensor, Tensor)");
   ops.def("gelu_quant(Tensor input, Tensor? bias, Tensor? static_scale, int activation) -> (Tensor, Tensor)");
@@ -111,6 +152,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(adaln_norm);
   LTX_IMPL(residual_norm);
   LTX_IMPL(gated_residual);
+  LTX_IMPL(norm_residual);
+  LTX_IMPL(norm_residual_norm);
+  LTX_IMPL(adaln_norm_pair);
+  LTX_IMPL(residual_norm_pair);
   LTX_IMPL(glu);
   LTX_IMPL(swiglu_clamped);
   LTX_IMPL(gate_heads);
@@ -122,6 +167,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(qk_norm_cross_attention);
   ops.impl("norm_quant", TORCH_BOX(&ltx::host::norm_quant));
   ops.impl("residual_norm_quant", TORCH_BOX(&ltx::host::residual_norm_quant));
+  ops.impl("norm_residual_norm_quant", TORCH_BOX(&ltx::host::norm_residual_norm_quant));
+  ops.impl("adaln_norm_pair_quant", TORCH_BOX(&ltx::host::adaln_norm_pair_quant));
+  ops.impl("residual_norm_pair_quant", TORCH_BOX(&ltx::host::residual_norm_pair_quant));
   ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));
   ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
 #ifdef CUDA_KERNEL

@@ -89,20 +89,79 @@ void gate_heads_out(const Tensor& out, const Tensor& input, const Tensor& logits
 Tensor gate_heads(const Tensor& input, const Tensor& logits, double scale, int64_t rounding);
 void gelu_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, int64_t activation, int64_t rounding);
 Tensor gelu(const Tensor& input, const OptionalTensor& bias, int64_t activation, int64_t rounding);
-std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& scale,
-                                      const OptionalTensor& shift, const OptionalTensor& scale_table,
-                                      const OptionalTensor& shift_table, const OptionalTensor& static_scale, double eps,
-                                      double weight_offset, int64_t statistic);
+std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                                      const OptionalTensor& scale, const OptionalTensor& shift,
+                                      const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                                      const OptionalTensor& static_scale, double eps, double weight_offset,
+                                      int64_t statistic);
 std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(
     const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
-    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
-    const OptionalTensor& scale_table, const OptionalTensor& shift_table, const OptionalTensor& static_scale,
-    double eps, double weight_offset, int64_t statistic);
+    const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
+    const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+    const OptionalTensor& static_scale, double eps, double weight_offset, int64_t statistic);
 std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& static_scale,
                                      int64_t activation, bool gate_first);
 std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias,
                                       const OptionalTensor& static_scale, int64_t activation);
 Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
                      const OptionalTensor& bias, bool use_fast_accum);
+
+void norm_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                       const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,
+                       int64_t rounding);
+Tensor norm_residual(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                     const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,
+                     int64_t rounding);
+void norm_residual_norm_out(const Tensor& out, const Tensor& residual_out, const Tensor& input, const Tensor& residual,
+                            const OptionalTensor& gate, const OptionalTensor& weight1, const OptionalTensor& weight2,
+                            const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
+                            const OptionalTensor& scale_table, const OptionalTensor& shift_table, double eps1,
+                            double eps2, double weight_offset, int64_t rounding);
+std::tuple<Tensor, Tensor> norm_residual_norm(const Tensor& input, const Tensor& residual, const OptionalTensor& gate,
+                                              const OptionalTensor& weight1, const OptionalTensor& weight2,
+                                              const OptionalTensor& scale, const OptionalTensor& shift,
+                                              const OptionalTensor& gate_table, const OptionalTensor& scale_table,
+                                              const OptionalTensor& shift_table, double eps1, double eps2,
+                                              double weight_offset, int64_t rounding);
+void adaln_norm_pair_out(const Tensor& out, const Tensor& out2, const Tensor& input, const OptionalTensor& weight,
+                         const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
+                         const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale_table,
+                         const OptionalTensor& shift_table, const OptionalTensor& scale2_table,
+                         const OptionalTensor& shift2_table, double eps, int64_t statistic, int64_t rounding);
+std::tuple<Tensor, Tensor> adaln_norm_pair(const Tensor& input, const OptionalTensor& weight,
+                                           const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
+                                           const Tensor& scale2, const OptionalTensor& shift2,
+                                           const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                                           const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+                                           double eps, int64_t statistic, int64_t rounding);
+void residual_norm_pair_out(const Tensor& out, const Tensor& out2, const Tensor& residual_out, const Tensor& input,
+                            const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
+                            const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
+                            const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& gate_table,
+                            const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                            const OptionalTensor& scale2_table, const OptionalTensor& shift2_table, double eps,
+                            int64_t statistic, int64_t rounding);
+std::tuple<Tensor, Tensor, Tensor> residual_norm_pair(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
+    const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift, const Tensor& scale2,
+    const OptionalTensor& shift2, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
+    const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+    double eps, int64_t statistic, int64_t rounding);
+std::tuple<Tensor, Tensor, Tensor> norm_residual_norm_quant(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight1,
+    const OptionalTensor& weight2, const OptionalTensor& scale, const OptionalTensor& shift,
+    const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+    const OptionalTensor& static_scale, double eps1, double eps2, double weight_offset);
+std::tuple<Tensor, Tensor, Tensor, Tensor> adaln_norm_pair_quant(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
+    const OptionalTensor& shift, const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale_table,
+    const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+    const OptionalTensor& static_scale, double eps, int64_t statistic);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_pair_quant(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
+    const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift, const Tensor& scale2,
+    const OptionalTensor& shift2, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
+    const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+    const OptionalTensor& static_scale, double eps, int64_t statistic);
 
 }  // namespace ltx::host

@@ -1,6 +1,7 @@
 // CPU norms: every op of the norm and AdaLN families is one pass over rows (ltx/params.h has the formula).
 //
-//   h   = residual + input * gate              first sweep: write residual_out, keep h as fp32, sum h or h^2
+//   b   = input * rstd * weight                where the branch is normalised: one sweep more before the first
+//   h   = residual + b * gate                  first sweep: write residual_out, keep h as fp32, sum h or h^2
 //   n   = norm(h) * weight + bias              second, LayerNorm only: sum (h - mean)^2
 //   out = (n * (1 + scale) + shift) * out_gate last: n * factor + addend
 //
@@ -40,17 +41,20 @@ constexpr int64_t kBlockColumns = 8192;
 struct RowData {
   int64_t width;
   const char *input, *residual;
-  char *out, *residual_out;
-  int64_t input_step, residual_step, out_step, residual_out_step;
+  char *out, *out2, *residual_out;
+  int64_t input_step, residual_step, out_step, out2_step, residual_out_step;
   float* hidden;
-  const float *gate, *weight, *bias, *scale, *shift, *out_gate;
-  const float *factor, *addend;  // all that multiplies and all that is added after the normalisation, in one row each
+  float branch_rstd;  // of a branch that is normalised on its own
+  const float *gate, *branch_weight, *weight, *bias, *scale, *shift, *out_gate, *scale2, *shift2;
+  // All that multiplies the branch, and all that multiplies and is added after the normalisation, in one row each.
+  const float *branch_factor, *factor, *addend, *factor2, *addend2;
 
   LTX_INLINE void next() {
     input += input_step;
     out += out_step;
     residual += residual == nullptr ? 0 : residual_step;
     residual_out += residual_out == nullptr ? 0 : residual_out_step;
+    out2 += out2 == nullptr ? 0 : out2_step;
   }
 };
 
@@ -64,20 +68,21 @@ LTX_INLINE void store_row(char* row, int64_t c, int64_t width, F x) {
   store_upto(reinterpret_cast<T*>(row) + c, x, width - c);
 }
 
-template <class T>
+template <class T, bool kBranch>
 LTX_INLINE F compute_hidden(const RowData& row, int64_t c) {
   F h = load_row<T>(row.input, c, row.width);
-  if (const float* gate = varying(row.gate)) h = h * load(gate + c);
+  if (kBranch) h = h * row.branch_rstd;
+  if (const float* factor = varying(kBranch ? row.branch_factor : row.gate)) h = h * load(factor + c);
   if (const char* residual = varying(row.residual)) h = load_row<T>(residual, c, row.width) + h;
   return h;
 }
 
 // The first sweep, where h is not the input itself.
-template <class T, bool kSquare>
+template <class T, bool kSquare, bool kBranch>
 struct KeepTerm {
   RowData row;  // a copy, here and below: behind a reference every store would force its fields to be read again
   LTX_INLINE F operator()(int64_t c) const {
-    const F h = compute_hidden<T>(row, c);
+    const F h = compute_hidden<T, kBranch>(row, c);
     store(row.hidden + c, h);
     if (char* out = varying(row.residual_out)) store_row<T>(out, c, row.width, h);
     return kSquare ? h * h : h;
@@ -106,20 +111,34 @@ struct HiddenTerm {
 template <class T, bool kKept>
 LTX_INLINE void write_row(RowData row, float mean, float rstd) {
   for (int64_t c = 0; c < row.width; c += kLanes) {
-    F n = (hidden_at<T, kKept>(row, c) - mean) * rstd;
+    const F normalised = (hidden_at<T, kKept>(row, c) - mean) * rstd;
+    F n = normalised;
     if (const float* factor = varying(row.factor)) n = n * load(factor + c);
     if (const float* addend = varying(row.addend)) n = n + load(addend + c);
     store_row<T>(row.out, c, row.width, n);
+    if (char* out2 = varying(row.out2)) {
+      n = normalised;
+      if (const float* factor = varying(row.factor2)) n = n * load(factor + c);
+      if (const float* addend = varying(row.addend2)) n = n + load(addend + c);
+      store_row<T>(out2, c, row.width, n);
+    }
   }
 }
 
-template <class T, bool kKept, bool kLayer>
-__attribute__((noinline)) void norm_rows(RowData row, int64_t count, float eps) {
+template <class T>
+LTX_INLINE float branch_rstd(const RowData& row, float eps) {
+  const float sum = sum_row(row.width, HiddenTerm<T, false, true>{row, 0.f});
+  return 1.f / std::sqrt(sum / static_cast<float>(row.width) + eps);
+}
+
+template <class T, bool kKept, bool kLayer, bool kBranch = false>
+__attribute__((noinline)) void norm_rows(RowData row, int64_t count, float eps, float branch_eps = 0.f) {
   const float width = static_cast<float>(row.width);
   for (; count > 0; --count, row.next()) {
     float mean = 0.f, variance = 0.f;
+    if (kBranch) row.branch_rstd = branch_rstd<T>(row, branch_eps);
     if (kKept) {
-      variance = sum_row(row.width, KeepTerm<T, !kLayer>{row}) / width;
+      variance = sum_row(row.width, KeepTerm<T, !kLayer, kBranch>{row}) / width;
     } else {
       variance = sum_row(row.width, HiddenTerm<T, kKept, !kLayer>{row, 0.f}) / width;
     }
@@ -131,11 +150,12 @@ __attribute__((noinline)) void norm_rows(RowData row, int64_t count, float eps) 
   }
 }
 
-template <class T>
-void add_rows(RowData row, int64_t count) {
+template <class T, bool kBranch>
+void add_rows(RowData row, int64_t count, float branch_eps) {
   for (; count > 0; --count, row.next()) {
+    if (kBranch) row.branch_rstd = branch_rstd<T>(row, branch_eps);
     for (int64_t c = 0; c < row.width; c += kLanes) {
-      store_row<T>(row.residual_out, c, row.width, compute_hidden<T>(row, c));
+      store_row<T>(row.residual_out, c, row.width, compute_hidden<T, kBranch>(row, c));
     }
   }
 }
@@ -145,8 +165,9 @@ void run_rows(const NormParams& p, const RowData& row, int64_t count) {
   const bool kept = row.gate != nullptr || row.residual != nullptr || row.residual_out != nullptr;
   switch (p.statistic) {
     case Statistic::kNone:
-      return add_rows<T>(row, count);
+      return p.norms_branch ? add_rows<T, true>(row, count, p.branch_eps) : add_rows<T, false>(row, count, 0.f);
     case Statistic::kRms:
+      if (p.norms_branch) return norm_rows<T, true, false, true>(row, count, p.eps, p.branch_eps);
       return kept ? norm_rows<T, true, false>(row, count, p.eps) : norm_rows<T, false, false>(row, count, p.eps);
     case Statistic::kLayer:
       return kept ? norm_rows<T, true, true>(row, count, p.eps) : norm_rows<T, false, true>(row, count, p.eps);
@@ -200,12 +221,40 @@ void normalise_rounded(float* row, float mean, float rstd, DType dtype, int64_t 
 
 // The dtypes of the modulators: table + value has the promoted one.
 struct ModulatorTypes {
-  DType gate, scale, shift, out_gate;
+  DType gate, scale, shift, out_gate, scale2, shift2;
 };
 
 float rstd_about(const RowData& row, float mean, float eps) {
   const float sum = sum_row(row.width, HiddenTerm<float, true, true>{row, mean});
   return 1.f / std::sqrt(sum / static_cast<float>(row.width) + eps);
+}
+
+// The row in row.hidden, normalised by its root mean square and multiplied with a weight; gives the dtype of the
+// result. Gemma multiplies by 1 + weight in fp32, and kEagerWeight asks for it; the others round first, then multiply.
+DType rms_eager(const NormParams& p, const RowData& row, float eps, const float* weight, DType weight_dtype) {
+  const bool weight_in_fp32 = weight != nullptr && (p.weight_offset != 0.f || p.rounding == Rounding::kEagerWeight);
+  DType dtype = p.dtype;
+  normalise_rounded(row.hidden, 0.f, rstd_about(row, 0.f, eps), weight_in_fp32 ? DType::kFloat32 : dtype, row.width);
+  if (weight == nullptr) return dtype;
+  if (!weight_in_fp32) dtype = promote(dtype, weight_dtype);
+  multiply_rounded(row.hidden, weight, dtype, row.width);
+  return dtype;
+}
+
+// n * scale + shift, written to `out`; n has the dtype `dtype`.
+void modulate_eager(const NormParams& p, float* n, DType dtype, const float* scale, DType scale_dtype,
+                    const float* shift, DType shift_dtype, const float* out_gate, DType out_gate_dtype, char* out,
+                    int64_t width) {
+  if (scale != nullptr) {
+    dtype = promote(dtype, scale_dtype);
+    multiply_rounded(n, scale, dtype, width);
+  }
+  if (shift != nullptr) {
+    dtype = promote(dtype, shift_dtype);
+    add_rounded(n, shift, dtype, width);
+  }
+  if (out_gate != nullptr) multiply_rounded(n, out_gate, promote(dtype, out_gate_dtype), width);
+  narrow(out, n, p.dtype, width);
 }
 
 // `spare` is one more fp32 row.
@@ -214,6 +263,7 @@ void norm_row_eager(const NormParams& p, const ModulatorTypes& types, const RowD
   const int64_t width = row.width;
   DType dtype = p.dtype;
   expand(n, row.input, p.dtype, 1, width);
+  if (p.norms_branch) dtype = rms_eager(p, row, p.branch_eps, row.branch_weight, p.branch_weight.dtype);
   if (row.gate != nullptr) {
     dtype = promote(dtype, types.gate);
     multiply_rounded(n, row.gate, dtype, width);
@@ -236,28 +286,15 @@ void norm_row_eager(const NormParams& p, const ModulatorTypes& types, const RowD
     if (row.bias != nullptr) add_rounded(n, row.bias, DType::kFloat32, width);
     normalise_rounded(n, 0.f, 1.f, dtype, width);
   } else {
-    const float rstd = rstd_about(row, 0.f, p.eps);
-    // Gemma multiplies by 1 + weight in fp32; the others round first, then multiply.
-    const bool weight_in_fp32 = row.weight != nullptr && p.weight_offset != 0.f;
-    normalise_rounded(n, 0.f, rstd, weight_in_fp32 ? DType::kFloat32 : dtype, width);
-    if (row.weight != nullptr) {
-      if (!weight_in_fp32) dtype = promote(dtype, p.weight.dtype);
-      multiply_rounded(n, row.weight, dtype, width);
-    }
+    dtype = rms_eager(p, row, p.eps, row.weight, p.weight.dtype);
   }
-  if (row.scale != nullptr) {
-    dtype = promote(dtype, types.scale);
-    multiply_rounded(n, row.scale, dtype, width);
+  if (row.out2 != nullptr) {
+    std::copy(n, n + width, spare);
+    modulate_eager(p, spare, dtype, row.scale2, types.scale2, row.shift2, types.shift2, nullptr, dtype, row.out2,
+                   width);
   }
-  if (row.shift != nullptr) {
-    dtype = promote(dtype, types.shift);
-    add_rounded(n, row.shift, dtype, width);
-  }
-  if (row.out_gate != nullptr) {
-    dtype = promote(dtype, types.out_gate);
-    multiply_rounded(n, row.out_gate, dtype, width);
-  }
-  narrow(row.out, n, p.dtype, width);
+  modulate_eager(p, n, dtype, row.scale, types.scale, row.shift, types.shift, row.out_gate, types.out_gate, row.out,
+                 width);
 }
 
 void norm_rows_eager(const NormParams& p, const ModulatorTypes& types, RowData row, int64_t count, float* spare) {
@@ -354,24 +391,31 @@ class OperandRow {
   const char* last_table_ = nullptr;
 };
 
-// factor = weight * scale * out_gate and addend = (bias * scale + shift) * out_gate, scale being 1 + scale already. A
-// product or sum of one operand is that operand's row; the others go to `rows`.
-void combine_operands(RowData& row, float* const rows[2]) {
+// factor = weight * scale * out_gate and addend = (bias * scale + shift) * out_gate, scale being 1 + scale already, and
+// branch_factor = gate * branch_weight. A product or sum of one operand is that operand's row; the others go to `rows`.
+void combine_operands(RowData& row, float* const rows[5]) {
   const int64_t width = row.width;
   const auto product = [width](const float* a, const float* b, float* target) -> const float* {
     if (a == nullptr || b == nullptr) return a == nullptr ? b : a;
-    for (int64_t c = 0; c < width; c += kLanes) store(target + c, load(a + c) * load(b + c));
+    // As far as the operands' rows are padded with zeros: sums go over whole groups of lanes.
+    for (int64_t c = 0; c < round_up(width, kSumLanes); c += kLanes) store(target + c, load(a + c) * load(b + c));
     return target;
   };
-  row.factor = product(product(row.weight, row.scale, rows[0]), row.out_gate, rows[0]);
-  row.addend = row.bias == nullptr ? nullptr : product(row.bias, row.scale, rows[1]);
-  if (row.addend != nullptr && row.shift != nullptr) {
-    for (int64_t c = 0; c < width; c += kLanes) store(rows[1] + c, load(row.addend + c) + load(row.shift + c));
-    row.addend = rows[1];
-  } else if (row.shift != nullptr) {
-    row.addend = row.shift;
-  }
-  if (row.addend != nullptr) row.addend = product(row.addend, row.out_gate, rows[1]);
+  const auto combine = [&](const float* scale, const float* shift, const float* out_gate, float* const* targets,
+                           const float*& factor, const float*& addend) {
+    factor = product(product(row.weight, scale, targets[0]), out_gate, targets[0]);
+    addend = row.bias == nullptr ? nullptr : product(row.bias, scale, targets[1]);
+    if (addend != nullptr && shift != nullptr) {
+      for (int64_t c = 0; c < width; c += kLanes) store(targets[1] + c, load(addend + c) + load(shift + c));
+      addend = targets[1];
+    } else if (shift != nullptr) {
+      addend = shift;
+    }
+    if (addend != nullptr) addend = product(addend, out_gate, targets[1]);
+  };
+  combine(row.scale, row.shift, row.out_gate, rows, row.factor, row.addend);
+  combine(row.scale2, row.shift2, nullptr, rows + 2, row.factor2, row.addend2);
+  row.branch_factor = product(row.gate, row.branch_weight, rows[4]);
 }
 
 // Whether the loops of rounding "fp32" do eager code's operations: nothing rounds between the steps of an fp32 row, and
@@ -380,6 +424,7 @@ bool eager_is_plain(const NormParams& p) {
   const auto present = [](const RowView& view) { return view.data != nullptr ? 1 : 0; };
   const int scale = present(p.scale.value), out_gate = present(p.out_gate.value);
   const int addends = present(p.bias) + present(p.shift.value);
+  if (p.norms_branch || p.out2.data != nullptr) return false;
   return p.dtype == DType::kFloat32 && present(p.weight) + scale + out_gate <= 1 && addends <= 1 &&
          !(present(p.bias) && scale) && !(addends && out_gate);
 }
@@ -389,25 +434,35 @@ void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end)
   const int64_t unit_width = blocks == 1 ? p.rows.width : kBlockColumns;
   const bool eager = p.rounding == Rounding::kEager;
   const bool plain = eager_is_plain(p);
-  const int scratch_rows = 4 + RowStorage::scratch_rows(p.input) + RowStorage::scratch_rows(p.residual) +
+  const int scratch_rows = 6 + RowStorage::scratch_rows(p.out2) + OperandRow::scratch_rows(p.branch_weight) +
+                           OperandRow::scratch_rows(p.scale2) + OperandRow::scratch_rows(p.shift2) +
+                           RowStorage::scratch_rows(p.input) + RowStorage::scratch_rows(p.residual) +
                            RowStorage::scratch_rows(p.out) + RowStorage::scratch_rows(p.residual_out) +
                            OperandRow::scratch_rows(p.weight) + OperandRow::scratch_rows(p.bias) +
                            OperandRow::scratch_rows(p.gate) + OperandRow::scratch_rows(p.scale) +
                            OperandRow::scratch_rows(p.shift) + OperandRow::scratch_rows(p.out_gate);
   Scratch scratch(scratch_rows, round_up(unit_width, kSumLanes));
   RowStorage input(p.input, scratch), residual(p.residual, scratch);
-  RowStorage out(p.out, scratch), residual_out(p.residual_out, scratch);
+  RowStorage out(p.out, scratch), out2(p.out2, scratch), residual_out(p.residual_out, scratch);
   OperandRow weight(p.weight, nullptr, p.weight_offset, false, scratch), bias(p.bias, nullptr, 0.f, false, scratch);
+  OperandRow branch_weight(p.branch_weight, nullptr, p.weight_offset, false, scratch);
+  OperandRow scale2(p.scale2.value, &p.scale2.table, 1.f, eager, scratch);
+  OperandRow shift2(p.shift2.value, &p.shift2.table, 0.f, eager, scratch);
   OperandRow gate(p.gate.value, &p.gate.table, 0.f, eager, scratch);
   OperandRow scale(p.scale.value, &p.scale.table, 1.f, eager, scratch);
   OperandRow shift(p.shift.value, &p.shift.table, 0.f, eager, scratch);
   OperandRow out_gate(p.out_gate.value, &p.out_gate.table, 0.f, eager, scratch);
-  const ModulatorTypes types = {gate.dtype(), scale.dtype(), shift.dtype(), out_gate.dtype()};
+  const ModulatorTypes types = {gate.dtype(),     scale.dtype(),  shift.dtype(),
+                                out_gate.dtype(), scale2.dtype(), shift2.dtype()};
 
   RowIndex index(p.rows, begin / blocks);
   RowData row = {};
   row.hidden = scratch.take();
-  float* const spare[2] = {scratch.take(), scratch.take()};
+  float* const spare[5] = {scratch.take(), scratch.take(), scratch.take(), scratch.take(), scratch.take()};
+  row.branch_rstd = 1.f;
+  row.branch_weight = branch_weight.row();
+  row.scale2 = scale2.row();
+  row.shift2 = shift2.row();
   row.gate = gate.row();
   row.weight = weight.row();
   row.bias = bias.row();
@@ -417,9 +472,10 @@ void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end)
   row.input_step = index.row_step(p.input);
   row.residual_step = index.row_step(p.residual);
   row.out_step = index.row_step(p.out);
+  row.out2_step = index.row_step(p.out2);
   row.residual_out_step = index.row_step(p.residual_out);
-  OperandRow* const operands[] = {&gate, &weight, &bias, &scale, &shift, &out_gate};
-  RowStorage* const storages[] = {&input, &residual, &out, &residual_out};
+  OperandRow* const operands[] = {&gate, &weight, &bias, &scale, &shift, &out_gate, &branch_weight, &scale2, &shift2};
+  RowStorage* const storages[] = {&input, &residual, &out, &out2, &residual_out};
   // Rows can be handed on together if they share their operands and lie where they are used.
   bool together = blocks == 1;
   for (const OperandRow* operand : operands) together = together && operand->shared(index);
@@ -437,6 +493,7 @@ void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end)
     row.input = input.read(width);
     row.residual = residual.read(width);
     row.out = out.target();
+    row.out2 = out2.target();
     row.residual_out = residual_out.target();
     if (eager && !plain) {
       norm_rows_eager(p, types, row, count, spare[0]);
@@ -445,6 +502,7 @@ void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end)
       run_rows(p, row, count);
     }
     out.finish(width);
+    out2.finish(width);
     residual_out.finish(width);
     unit += count;
     if (++block == blocks) {
@@ -455,7 +513,8 @@ void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end)
 }
 
 void norm(const NormParams& params, const Context& context) {
-  const bool in_blocks = params.statistic == Statistic::kNone && params.rows.width > kBlockColumns;
+  const bool in_blocks =
+      params.statistic == Statistic::kNone && !params.norms_branch && params.rows.width > kBlockColumns;
   const int64_t blocks = in_blocks ? (params.rows.width + kBlockColumns - 1) / kBlockColumns : 1;
   struct Job {
     const NormParams& params;

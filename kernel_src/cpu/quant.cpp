@@ -10,9 +10,7 @@
 
 namespace ltx {
 
-void norm_quant(const NormParams& params, const QuantOutput& output, const Context& context) {
-  LTX_DISPATCH(norm_quant, params, output, context);
-}
+void norm_quant(const NormParams& params, const Context& context) { LTX_DISPATCH(norm_quant, params, context); }
 
 void glu_quant(const GluParams& params, const QuantOutput& output, const Context& context) {
   LTX_DISPATCH(glu_quant, params, output, context);
@@ -152,8 +150,9 @@ int64_t block_rows(const Rows& rows) { return std::max<int64_t>(1, kBlockElement
 int64_t block_elements(const Rows& rows) { return block_rows(rows) * round_up(rows.width, kSumLanes); }
 
 void norm_quant_rows(const NormParams& p, const QuantOutput& output, int64_t begin, int64_t end) {
-  Scratch scratch(4, block_elements(p.rows));
+  Scratch scratch(5, block_elements(p.rows));
   float *input = scratch.take(), *residual = scratch.take(), *hidden = scratch.take(), *normalised = scratch.take();
+  float* const normalised2 = scratch.take();
   for_runs(p.rows, block_rows(p.rows), begin, end, [&](const RowIndex& index, int64_t first, int64_t count) {
     const Block block(p.rows, index, count);
     NormParams q = p;
@@ -161,17 +160,19 @@ void norm_quant_rows(const NormParams& p, const QuantOutput& output, int64_t beg
     q.dtype = DType::kFloat32;
     q.input = block.expanded(p.input, input);
     q.residual = block.expanded(p.residual, residual);
-    for (Modulator* modulator : {&q.gate, &q.scale, &q.shift}) {
+    for (Modulator* modulator : {&q.gate, &q.scale, &q.shift, &q.scale2, &q.shift2}) {
       modulator->value = block.view(modulator->value);
       modulator->table = block.view(modulator->table);
     }
-    q.weight = block.view(p.weight);
+    for (RowView* vector : {&q.weight, &q.bias, &q.branch_weight}) *vector = block.view(*vector);
     if (p.residual.data != nullptr) q.residual_out = block.scratch(hidden);
     const bool normalises = p.statistic != Statistic::kNone;
     if (normalises) q.out = block.scratch(normalised);
+    if (p.quantised2.values != nullptr) q.out2 = block.scratch(normalised2);
     if (normalises || p.residual.data != nullptr) norm(q, Context{});
     if (p.residual_out.data != nullptr) block.narrowed(p.residual_out, q.residual_out);
     block.quantise(normalises ? q.out : p.residual.data != nullptr ? q.residual_out : q.input, output, first);
+    if (p.quantised2.values != nullptr) block.quantise(q.out2, p.quantised2, first);
   });
 }
 
@@ -200,8 +201,9 @@ struct QuantJob {
   void operator()(int64_t begin, int64_t end) const { rows(params, output, begin, end); }
 };
 
-void norm_quant(const NormParams& params, const QuantOutput& output, const Context& context) {
-  for_ranges(context, params.rows.count, params.rows.width, QuantJob<NormParams>{params, output, norm_quant_rows});
+void norm_quant(const NormParams& params, const Context& context) {
+  for_ranges(context, params.rows.count, params.rows.width,
+             QuantJob<NormParams>{params, params.quantised, norm_quant_rows});
 }
 
 void glu_quant(const GluParams& params, const QuantOutput& output, const Context& context) {

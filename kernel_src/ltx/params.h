@@ -14,7 +14,8 @@ namespace ltx {
 
 enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 enum class Statistic : int32_t { kNone = 0, kRms = 1, kLayer = 2 };
-enum class Rounding : int32_t { kFp32 = 0, kEager = 1 };
+// kEagerWeight: as kEager, but a norm multiplies with its weight before it rounds.
+enum class Rounding : int32_t { kFp32 = 0, kEager = 1, kEagerWeight = 2 };
 enum class Activation : int32_t { kGelu = 0, kGeluTanh = 1, kSilu = 2, kSigmoid = 3, kClampedSilu = 4 };
 enum class QkNorm : int32_t { kNone = 0, kPerHead = 1, kAcrossHeads = 2 };
 enum class PositionType : int32_t { kInt64 = 0, kInt32 = 1, kFloat32 = 2 };
@@ -55,12 +56,29 @@ struct Modulator {
   RowView table;
 };
 
-// h   = residual + input * gate                       (h = input without a residual; gate = 1 when absent)
-// n   = h * rstd * (weight_offset + weight)           kRms,   rstd = 1 / sqrt(mean(h^2) + eps)
-//     = (h - mean) * rstd * weight + bias             kLayer, rstd = 1 / sqrt(mean((h - mean)^2) + eps)
-// out = (n * (1 + scale) + shift) * out_gate          each factor left out when absent
-// residual_out = h                                    when present; kNone computes only this
-// input, residual, out and residual_out have dtype `dtype`; every other operand has its own.
+// Where an op that quantises writes, in place of `out`: y is what `out` would hold before its rounding.
+//   scale  = max(static_scale, or amax(|y|) / 448 of the row, kMinScale)
+//   values = e4m3(y * (1 / scale)), to nearest even, saturating at +-448
+// All contiguous: row r of the op has its values at r * width and its scale at r. A NaN in y makes the row's amax NaN.
+constexpr float kE4m3Max = 448.f;
+constexpr float kMinScale = 0x1p-120f;  // of rows of zeros; it and its reciprocal are normal numbers
+struct QuantOutput {
+  uint8_t* values = nullptr;
+  float* scales = nullptr;
+  const float* static_scale = nullptr;  // one number where the rows are; null: each row has its own
+};
+
+// b   = input, or where norms_branch: input * rstd * (weight_offset + branch_weight)
+//                                                      rstd = 1 / sqrt(mean(input^2) + branch_eps)
+// h   = residual + b * gate                            (h = b without a residual; gate = 1 when absent)
+// n   = h * rstd * (weight_offset + weight)            kRms,   rstd = 1 / sqrt(mean(h^2) + eps)
+//     = (h - mean) * rstd * weight + bias              kLayer, rstd = 1 / sqrt(mean((h - mean)^2) + eps)
+// out = (n * (1 + scale) + shift) * out_gate           each factor left out when absent
+// out2 = n * (1 + scale2) + shift2                     when present
+// residual_out = h                                     when present; kNone computes only this
+// input, residual, out, out2 and residual_out have dtype `dtype`; every other operand has its own. norm_quant writes
+// `quantised` and `quantised2` in place of out and out2; with kNone it quantises h. The norm of a branch is kRms, and
+// needs a residual.
 struct NormParams {
   Rows rows;
   DType dtype = DType::kFloat32;
@@ -70,6 +88,11 @@ struct NormParams {
   float weight_offset = 0.f;
   RowView input, residual, weight, bias, out, residual_out;
   Modulator gate, scale, shift, out_gate;
+  bool norms_branch = false;
+  float branch_eps = 0.f;
+  RowView branch_weight, out2;
+  Modulator scale2, shift2;
+  QuantOutput quantised, quantised2;
 };
 
 // out = activation(gate) * up. Without up: out = activation(gate + bias), bias being one optional row.
@@ -84,18 +107,6 @@ struct GluParams {
   float scale = 1.f, alpha = 1.f, limit = 0.f;
   int64_t gate_repeat = 1;
   RowView gate, up, bias, out;
-};
-
-// Where an op that quantises writes, in place of `out`: y is what `out` would hold before its rounding.
-//   scale  = max(static_scale, or amax(|y|) / 448 of the row, kMinScale)
-//   values = e4m3(y * (1 / scale)), to nearest even, saturating at +-448
-// All contiguous: row r of the op has its values at r * width and its scale at r. A NaN in y makes the row's amax NaN.
-constexpr float kE4m3Max = 448.f;
-constexpr float kMinScale = 0x1p-120f;  // of rows of zeros; it and its reciprocal are normal numbers
-struct QuantOutput {
-  uint8_t* values = nullptr;
-  float* scales = nullptr;
-  const float* static_scale = nullptr;  // one number where the rows are; null: each row has its own
 };
 
 // Strides of a [batch, sequence, heads, head_dim] tensor, whatever the order of its dimensions in memory.
@@ -202,8 +213,7 @@ void attention(const AttentionParams& params, const Context& context);
 bool has_hopper_attention(int device);
 void hopper_attention(const HopperAttentionParams& params, const Context& context);
 
-// `out` is absent from the params. norm_quant with kNone quantises h.
-void norm_quant(const NormParams& params, const QuantOutput& output, const Context& context);
+void norm_quant(const NormParams& params, const Context& context);
 void glu_quant(const GluParams& params, const QuantOutput& output, const Context& context);
 
 }  // namespace ltx

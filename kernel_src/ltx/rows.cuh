@@ -1,6 +1,7 @@
 // From a row's number to its place in every operand.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "ltx/params.h"
@@ -40,6 +41,26 @@ void for_each_slice(const Params& params, const Views& views, const Op& op) {
     }
     op(q);
   }
+}
+
+// The same for the params of a norm, whose quantised results are contiguous.
+template <typename Op>
+void for_each_norm_slice(const NormParams& params, const Op& op) {
+  const auto views = [](NormParams& q) {
+    return std::array<RowView*, 11>{&q.input,        &q.residual,     &q.out,           &q.out2,
+                                    &q.residual_out, &q.gate.value,   &q.scale.value,   &q.shift.value,
+                                    &q.scale2.value, &q.shift2.value, &q.out_gate.value};
+  };
+  int64_t rows = 0;  // in the slices before
+  for_each_slice(params, views, [&](NormParams& q) {
+    for (QuantOutput* output : {&q.quantised, &q.quantised2}) {
+      if (output->values == nullptr) continue;
+      output->values += rows * q.rows.width;
+      output->scales += rows;
+    }
+    rows += q.rows.count;
+    op(q);
+  });
 }
 
 }  // namespace ltx

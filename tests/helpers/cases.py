@@ -32,8 +32,55 @@ NORM_OPS: dict[str, tuple[str, ...]] = {
     "gated_residual": ("residual", "gate"),
     "gated_residual_adaln_rmsnorm": ("residual", "gate", "weight", "scale", "shift"),
     "gated_residual_adaln_layernorm": ("residual", "gate", "weight", "bias", "scale", "shift"),
+    "norm_residual": ("residual", "gate", "weight"),
+    "norm_gated_residual_norm": ("residual", "gate", "weight1", "weight2", "scale", "shift"),
+    "adaln_rmsnorm_pair": ("weight", "scale", "shift", "scale2", "shift2"),
+    "adaln_layernorm_pair": ("weight", "bias", "scale", "shift", "scale2", "shift2"),
+    "gated_residual_adaln_rmsnorm_pair": ("residual", "gate", "weight", "scale", "shift", "scale2", "shift2"),
+    "gated_residual_adaln_layernorm_pair": ("residual", "gate", "weight", "bias", "scale", "shift", "scale2", "shift2"),
 }
-MODULATORS = ("scale", "shift", "gate")
+MODULATORS = ("scale", "shift", "gate", "scale2", "shift2")
+WEIGHTS = ("weight", "weight1", "weight2")
+# Those with a `_quant` twin.
+QUANTISED_NORMS = (
+    "rmsnorm",
+    "rmsnorm_residual",
+    "layernorm",
+    "adaln_rmsnorm",
+    "adaln_layernorm",
+    "gated_residual",
+    "gated_residual_adaln_rmsnorm",
+    "gated_residual_adaln_layernorm",
+    "norm_gated_residual_norm",
+    "adaln_rmsnorm_pair",
+    "adaln_layernorm_pair",
+    "gated_residual_adaln_rmsnorm_pair",
+    "gated_residual_adaln_layernorm_pair",
+)
+
+
+def offers_offset(op: str) -> bool:
+    return op in ("rmsnorm", "rmsnorm_residual", "norm_residual", "norm_gated_residual_norm")
+
+
+def eps_names(op: str) -> tuple[str, ...]:
+    if op == "gated_residual":
+        return ()
+    return ("eps1", "eps2") if op == "norm_gated_residual_norm" else ("eps",)
+
+
+def optional(op: str) -> list[str]:
+    """The tensors of a norm that may be None or left out."""
+    required = {"residual", *(("scale", "scale2") if "adaln" in op and not _may_be_plain(op) else ())}
+    if op in ("adaln_zero", "gated_residual"):
+        required.add("gate")
+    return [name for name in NORM_OPS[op] if name not in required]
+
+
+def _may_be_plain(op: str) -> bool:
+    return op.startswith("gated_residual_adaln") and not op.endswith("_pair")
+
+
 TINY = torch.finfo(torch.float32).smallest_normal  # smaller numbers are no closer together than those just above it
 
 # Name of the function, its own arguments, and whether it takes two tensors, one packed, or one.
@@ -133,8 +180,9 @@ class Case:
     @property
     def output_names(self) -> tuple[str, ...]:
         """How outputs are handed in: `out=` (a pair for query and key), `residual_out=`."""
-        returns_residual = "residual" in self.kwargs and self.op != "gated_residual"
-        return ("out", "residual_out") if returns_residual else ("out",)
+        names = ("out", "out2") if self.op.endswith("_pair") else ("out",)
+        returns_residual = "residual" in self.kwargs and self.op not in ("gated_residual", "norm_residual")
+        return (*names, "residual_out") if returns_residual else names
 
     def replace(self, **kwargs: Any) -> Case:
         return dataclasses.replace(self, kwargs={**self.kwargs, **kwargs})
@@ -188,11 +236,11 @@ class Case:
         wide = self.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
         if "positions" in self.kwargs:  # a dtype of its own, which is part of the formula
             wide = wide.replace(positions=self.kwargs["positions"])
-        if "eps" in self.kwargs:
-            eps = self.kwargs["eps"]  # None means the compute dtype's
+        for name in {"eps", "eps1", "eps2"} & set(self.kwargs):
+            eps = self.kwargs[name]  # None means the compute dtype's
             pair = isinstance(eps, tuple)
             wide = wide.replace(
-                eps=tuple(_eps({"eps": e}, self.op) for e in eps) if pair else _eps(self.kwargs, self.op)
+                **{name: tuple(_eps({"eps": e}, self.op) for e in eps) if pair else _eps(self.kwargs, self.op, name)}
             )
         for name in ("rounding", "cast_before_weight"):
             wide.kwargs.pop(name, None)
@@ -263,15 +311,15 @@ def norm_case(
     kwargs: dict[str, Any] = {"input": make(*shape)}
     for name in NORM_OPS[op]:
         if name in without:
-            if op.startswith("adaln") and name in ("weight", "shift"):
-                kwargs[name] = None
+            if name in ("weight", "shift", "shift2", "gate") and (op.startswith("adaln") or op.endswith("_pair")):
+                kwargs[name] = None  # in front of arguments that must be given
             continue
         if name == "residual":
             kwargs[name] = make(*shape)
         elif name in MODULATORS:
             kwargs[name] = make(*modulator_shape(modulation, shape), dtype=modulation_dtype)
         else:
-            kwargs[name] = make(hidden, dtype=param_dtype, mean=1.0 if name == "weight" else 0.0)
+            kwargs[name] = make(hidden, dtype=param_dtype, mean=1.0 if name in WEIGHTS else 0.0)
     for name in tables:
         kwargs[f"{name}_table"] = make(hidden, dtype=modulation_dtype)
     return Case(op, {**kwargs, **options})
@@ -283,8 +331,8 @@ def _broadcast(value: Tensor, input: Tensor) -> Tensor:
     return value
 
 
-def _eps(kwargs: dict[str, Any], op: str) -> float:
-    eps = kwargs.get("eps", 1e-5 if "layernorm" in op else 1e-6)
+def _eps(kwargs: dict[str, Any], op: str, name: str = "eps") -> float:
+    eps = kwargs.get(name, 1e-5 if "layernorm" in op else 1e-6)
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
@@ -300,37 +348,49 @@ def _norm_terms(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
             return value if table is None else value + table
         return value.abs() if table is None else value.abs() + table.abs()
 
+    def weighed(n: Tensor, weight: Tensor | None) -> Tensor:
+        return n if weight is None else n * (weight.abs() + abs(kwargs.get("weight_offset", 0.0)))
+
     h = kwargs["input"].double()
     magnitude = h.abs()
     residual = wide("residual")
+    two_norms = op == "norm_gated_residual_norm"
+    if op.startswith("norm_"):
+        weight, eps = wide("weight1" if two_norms else "weight"), _eps(kwargs, op, "eps1" if two_norms else "eps")
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+        magnitude = weighed(h.abs(), weight)
+        h = h if weight is None else h * (weight + kwargs.get("weight_offset", 0.0))
     if residual is not None:
         if kwargs.get("gate") is not None:
             h = h * modulator("gate", signed=True)
             magnitude = (magnitude * modulator("gate")).clamp(min=TINY)
         h = residual + h
         magnitude = residual.abs() + magnitude
-    if op == "gated_residual":
+    if op in ("gated_residual", "norm_residual"):
         return (magnitude,)
     n = magnitude
     if "layernorm" in op:
         n = n + magnitude.mean(-1, keepdim=True).clamp(min=TINY)
         h = h - h.mean(-1, keepdim=True)
-    variance = h.square().mean(-1, keepdim=True) + _eps(kwargs, op)
+    variance = h.square().mean(-1, keepdim=True) + _eps(kwargs, op, "eps2" if two_norms else "eps")
     if residual is not None:  # where residual and input cancel, so does the statistic
         n = n + h.abs() * (h.abs() * magnitude).mean(-1, keepdim=True) / variance
     n = n * torch.rsqrt(variance)
-    weight, bias = wide("weight"), wide("bias")
-    if weight is not None:
-        n = n * (weight.abs() + abs(kwargs.get("weight_offset", 0.0)))
+    bias = wide("bias")
+    n = weighed(n, wide("weight2" if two_norms else "weight"))
     if bias is not None:
         n = n + bias.abs()
-    if kwargs.get("scale") is not None:
-        n = n * (1 + modulator("scale"))
-    if kwargs.get("shift") is not None:
-        n = n + modulator("shift")
-    if op == "adaln_zero":
-        n = n * modulator("gate")
-    return (n, magnitude) if residual is not None else (n,)
+    results = []
+    for scale, shift in (("scale", "shift"), ("scale2", "shift2"))[: 2 if op.endswith("_pair") else 1]:
+        result = n
+        if kwargs.get(scale) is not None:
+            result = result * (1 + modulator(scale))
+        if kwargs.get(shift) is not None:
+            result = result + modulator(shift)
+        if op == "adaln_zero":
+            result = result * modulator("gate")
+        results.append(result)
+    return (*results, magnitude) if residual is not None else tuple(results)
 
 
 def _norm_eager(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -342,33 +402,40 @@ def _norm_eager(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         return value if table is None else table + value
 
     x, residual = kwargs["input"], kwargs.get("residual")
-    dtype, eps = x.dtype, _eps(kwargs, op)
-    weight, bias, offset = kwargs.get("weight"), kwargs.get("bias"), kwargs.get("weight_offset", 0.0)
-    gate, scale, shift = modulator("gate"), modulator("scale"), modulator("shift")
+    dtype, bias, offset = x.dtype, kwargs.get("bias"), kwargs.get("weight_offset", 0.0)
+    two_norms = op == "norm_gated_residual_norm"
+
+    def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        if weight is None:
+            return n.to(dtype)
+        return (n * (offset + weight.float())).to(dtype) if offset else n.to(dtype) * weight
+
+    if op.startswith("norm_"):
+        x = rms(x, kwargs.get("weight1" if two_norms else "weight"), _eps(kwargs, op, "eps1" if two_norms else "eps"))
+    gate = modulator("gate")
     if residual is not None:
         x = (residual + (x if gate is None else x * gate)).to(dtype)
     h = x
-    if op == "gated_residual":
+    if op in ("gated_residual", "norm_residual"):
         return (h,)
+    weight, eps = kwargs.get("weight2" if two_norms else "weight"), _eps(kwargs, op, "eps2" if two_norms else "eps")
     if "layernorm" in op:
         wide = [None if p is None else p.float() for p in (weight, bias)]
         n = F.layer_norm(h.float(), h.shape[-1:], *wide, eps).to(dtype)
     else:
-        n = h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + eps)
-        if weight is None:
-            n = n.to(dtype)
-        elif offset:
-            n = (n * (offset + weight.float())).to(dtype)
-        else:
-            n = n.to(dtype) * weight
-    if scale is not None:
-        n = n * (1 + scale)
-    if shift is not None:
-        n = n + shift
-    if op == "adaln_zero":
-        n = n * gate
-    n = n.to(dtype)
-    return (n, h) if residual is not None else (n,)
+        n = rms(h, weight, eps)
+    results = []
+    for scale, shift in (("scale", "shift"), ("scale2", "shift2"))[: 2 if op.endswith("_pair") else 1]:
+        result, factor, addend = n, modulator(scale), modulator(shift)
+        if factor is not None:
+            result = result * (1 + factor)
+        if addend is not None:
+            result = result + addend
+        if op == "adaln_zero":
+            result = result * gate
+        results.append(result.to(dtype))
+    return (*results, h) if residual is not None else tuple(results)
 
 
 # ---- Activations
@@ -691,8 +758,7 @@ def every_case(make: Make) -> dict[str, Case]:
 
 
 # Ops that have a quantising twin, `<op>_quant`.
-QUANTISING = ["rmsnorm", "rmsnorm_residual", "adaln_rmsnorm", "gated_residual", "gated_residual_adaln_rmsnorm"]
-QUANTISING += ["geglu", "swiglu", "gelu"]
+QUANTISING = [*QUANTISED_NORMS, "geglu", "swiglu", "gelu"]
 
 
 def every_quantising_case(make: Make) -> dict[str, Case]:

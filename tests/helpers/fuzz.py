@@ -23,14 +23,19 @@ from .cases import (
     MASKS,
     MODULATORS,
     NORM_OPS,
+    QUANTISED_NORMS,
     TABLES,
+    WEIGHTS,
     Case,
     Make,
     activation_case,
     attention_case,
+    eps_names,
     gate_heads_case,
     modulator_shape,
     norm_case,
+    offers_offset,
+    optional,
     plain_attention_case,
     qk_norm_rope_case,
     rope_case,
@@ -74,10 +79,12 @@ class Memory:
         for name in MAIN:
             if name in case.kwargs:
                 case = case.replace(**{name: spread(case.kwargs[name], self.values, self.seed)})
-        eps = case.kwargs.get("eps")
-        least = [e for e in (eps if isinstance(eps, tuple) else (eps,)) if e is not None]
-        if self.values == "denormal" and least and min(least) <= 1e-12:  # their squares are zero in fp32
-            case = case.replace(eps=1e-6)
+        least = []
+        for name in eps_names(case.op) if case.op in NORM_OPS else ("eps",):
+            eps = case.kwargs.get(name)
+            least += [e for e in (eps if isinstance(eps, tuple) else (eps,)) if e is not None]
+            if self.values == "denormal" and least and min(least) <= 1e-12:  # their squares are zero in fp32
+                case = case.replace(**{name: 1e-6})
         constant = self.values == "offset" and case.inputs[0].dtype == torch.bfloat16  # all elements are 64
         layer = "layernorm" in case.op or case.kwargs.get("norm") == "layer"
         if (constant or case.inputs[0].shape[-1:] == (1,)) and layer and least and min(least) == 0.0:  # 0 / 0
@@ -168,8 +175,8 @@ class Norm:
     dtype: torch.dtype
     param_dtype: torch.dtype
     modulation_dtype: torch.dtype
-    modulations: tuple[str, str, str]
-    packed: bool  # modulators that are views of one [B, 3, H], as LTX-Video's are
+    modulations: tuple[str, ...]
+    packed: bool  # modulators that are views of one [B, n, H], as LTX-Video's are
     without: tuple[str, ...]
     tables: tuple[str, ...]
     same_residual: bool
@@ -181,9 +188,6 @@ class Norm:
         self.memory.check(ltx, device, self.case(), tally)
 
     def case(self) -> Case:
-        required = (
-            {"gate"} if self.op == "gated_residual" else {"gate", "scale"} if self.op.startswith("adaln") else set()
-        )
         make = Make("cpu", self.dtype, self.memory.seed)
         case = norm_case(
             self.op,
@@ -191,19 +195,19 @@ class Norm:
             self.shape,
             param_dtype=self.param_dtype,
             modulation="vector",
-            without=[name for name in self.without if name not in required],
+            without=[name for name in self.without if name in optional(self.op)],
         )
         hidden = self.shape[-1]
-        packed = make(self.shape[0], 3, hidden, dtype=self.modulation_dtype) if self.packed else None
+        packed = make(self.shape[0], len(MODULATORS), hidden, dtype=self.modulation_dtype) if self.packed else None
         for i, (name, kind) in enumerate(zip(MODULATORS, self.modulations, strict=True)):
             if case.kwargs.get(name) is not None:
                 shape = modulator_shape(kind, self.shape)
                 case.kwargs[name] = make(*shape, dtype=self.modulation_dtype) if packed is None else packed[:, i]
                 if name in self.tables:
                     case.kwargs[f"{name}_table"] = make(hidden)
-        if self.op != "gated_residual":
-            case.kwargs["eps"] = self.eps if self.eps is not None or "layernorm" not in self.op else 1e-5
-        if self.op in ("rmsnorm", "rmsnorm_residual"):
+        for name in eps_names(self.op):
+            case.kwargs[name] = self.eps if self.eps is not None or "layernorm" not in self.op else 1e-5
+        if offers_offset(self.op):
             case.kwargs["weight_offset"] = self.weight_offset
         if self.same_residual and "residual" in case.kwargs:
             case.kwargs["residual"] = case.kwargs["input"]
@@ -226,7 +230,7 @@ def norms(draw: Any) -> Norm:
         modulation_dtype=draw(dtypes),
         modulations=tuple(draw(st.sampled_from(kinds)) for _ in MODULATORS),
         packed=len(shape) > 2 and draw(st.booleans()),
-        without=tuple(sorted(draw(st.sets(st.sampled_from(["weight", "bias", *MODULATORS]), max_size=2)))),
+        without=tuple(sorted(draw(st.sets(st.sampled_from([*WEIGHTS, "bias", *MODULATORS]), max_size=2)))),
         tables=tuple(sorted(draw(st.sets(st.sampled_from(MODULATORS))))),
         same_residual=draw(st.sampled_from([False, False, False, True])),
         eps=draw(eps),
@@ -553,7 +557,7 @@ def quantisable(of: Norm | Activation) -> Norm | Activation:
     of = dataclasses.replace(of, memory=dataclasses.replace(of.memory, values=spread_as))
     if isinstance(of, Norm) and of.eps == 0.0:  # rows of zeros would be NaN
         of = dataclasses.replace(of, eps=1e-6)
-    if isinstance(of, Norm) and ("layernorm" in of.op or of.op == "adaln_zero"):
+    if isinstance(of, Norm) and of.op not in QUANTISED_NORMS:
         return dataclasses.replace(of, op="adaln_rmsnorm")
     return of
 

@@ -14,22 +14,40 @@ from . import layers, reference
 from ._linear import linear_cat
 from .adaln import (
     adaln_layernorm,
+    adaln_layernorm_pair,
     adaln_rmsnorm,
+    adaln_rmsnorm_pair,
     adaln_zero,
     gated_residual,
     gated_residual_adaln_layernorm,
+    gated_residual_adaln_layernorm_pair,
     gated_residual_adaln_rmsnorm,
+    gated_residual_adaln_rmsnorm_pair,
 )
 from .attention import attention, qk_norm_cross_attention
 from .glu import gate_heads, geglu, gelu, swiglu, swiglu_clamped
 from .integrations import kernel_mapping, optimize, restore
-from .norm import layernorm, rmsnorm, rmsnorm_residual
+from .norm import (
+    layernorm,
+    norm_gated_residual_norm,
+    norm_residual,
+    rmsnorm,
+    rmsnorm_residual,
+)
 from .quant import (
+    adaln_layernorm_pair_quant,
+    adaln_layernorm_quant,
+    adaln_rmsnorm_pair_quant,
     adaln_rmsnorm_quant,
+    gated_residual_adaln_layernorm_pair_quant,
+    gated_residual_adaln_layernorm_quant,
+    gated_residual_adaln_rmsnorm_pair_quant,
     gated_residual_adaln_rmsnorm_quant,
     gated_residual_quant,
     geglu_quant,
     gelu_quant,
+    layernorm_quant,
+    norm_gated_residual_norm_quant,
     quantize_rows,
     quantize_weight,
     rmsnorm_quant,
@@ -43,7 +61,12 @@ __version__ = "1"  # that of build.toml: the version of the API
 
 __all__ = [
     "adaln_layernorm",
+    "adaln_layernorm_pair",
+    "adaln_layernorm_pair_quant",
+    "adaln_layernorm_quant",
     "adaln_rmsnorm",
+    "adaln_rmsnorm_pair",
+    "adaln_rmsnorm_pair_quant",
     "adaln_rmsnorm_quant",
     "adaln_zero",
     "apply_rotary",
@@ -52,7 +75,12 @@ __all__ = [
     "gate_heads",
     "gated_residual",
     "gated_residual_adaln_layernorm",
+    "gated_residual_adaln_layernorm_pair",
+    "gated_residual_adaln_layernorm_pair_quant",
+    "gated_residual_adaln_layernorm_quant",
     "gated_residual_adaln_rmsnorm",
+    "gated_residual_adaln_rmsnorm_pair",
+    "gated_residual_adaln_rmsnorm_pair_quant",
     "gated_residual_adaln_rmsnorm_quant",
     "gated_residual_quant",
     "geglu",
@@ -61,8 +89,12 @@ __all__ = [
     "gelu_quant",
     "kernel_mapping",
     "layernorm",
+    "layernorm_quant",
     "layers",
     "linear_cat",
+    "norm_gated_residual_norm",
+    "norm_gated_residual_norm_quant",
+    "norm_residual",
     "optimize",
     "qk_norm_cross_attention",
     "qk_norm_rope",

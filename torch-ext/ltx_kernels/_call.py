@@ -16,7 +16,7 @@ from ._ops import ops
 def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callable[..., Any]:
     """The way to call an op: ``call(outs, *arguments)``, the arguments being those of its schema, in their order.
 
-    ``outs`` is what the caller gave to write into: None, a tensor, or a pair of tensors for an op with two results. The
+    ``outs`` is what the caller gave to write into: None, a tensor, or a tuple for an op with several results. The
     call returns it, or new results. Where a gradient is needed it runs the op in plain torch; an op without a gradient
     then raises. A wrong type is looked for when something has failed, so that a good call pays nothing for it.
 

@@ -339,11 +339,18 @@ def check_norm(
     shift_table: Tensor | None = None,
     out_gate: Tensor | None = None,
     out_gate_table: Tensor | None = None,
+    scale2: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    branch_weight: Tensor | None = None,
+    branch_eps: float | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
     statistic: int | None = RMS,
     rounding: int = FP32,
     out: Tensor | None = None,
+    out2: Tensor | None = None,
     residual_out: Tensor | None = None,
     float64: bool = False,
 ) -> None:
@@ -354,19 +361,27 @@ def check_norm(
     _min_dim("input", input, 1)
     _float_dtype("input", input, float64)
     float64 = input.dtype == torch.float64
-    _eps(eps)
+    # An op with two norms numbers their arguments.
+    two = branch_eps is not None and statistic is not None
+    if branch_eps is not None:
+        _eps(branch_eps, "eps1" if two else "eps")
+    _eps(eps, "eps2" if two else "eps")
     width = input.shape[-1]
     if residual is not None:
         _same_device("residual", residual, "input", input)
         _same_dtype("residual", residual, "input", input)
         _shape("residual", residual, input.shape)
     _modulation("gate", gate, gate_table, input, float64)
-    _vector("weight", weight, input, width, float64)
+    _vector("weight1" if two else "weight", branch_weight, input, width, float64)
+    _vector("weight2" if two else "weight", weight, input, width, float64)
     _vector("bias", bias, input, width, float64)
     _modulation("scale", scale, scale_table, input, float64)
     _modulation("shift", shift, shift_table, input, float64)
     _modulation("gate", out_gate, out_gate_table, input, float64)
+    _modulation("scale2", scale2, scale2_table, input, float64)
+    _modulation("shift2", shift2, shift2_table, input, float64)
     _output("out", out, "input", input, input.shape)
+    _output("out2", out2, "input", input, input.shape)
     _output("residual_out", residual_out, "input", input, input.shape)
 
 
@@ -455,8 +470,8 @@ def _static_scale(static_scale: Tensor | None, input: Tensor) -> None:
 
 
 def check_norm_quant(input: Tensor, *, static_scale: Tensor | None, statistic: int, **arguments: Any) -> None:
-    """``check_norm`` with statistic NONE or RMS, and the scale."""
-    _code("statistic", statistic, NONE, RMS)
+    """``check_norm``, where statistic NONE quantises the row itself, and the scale."""
+    _code("statistic", statistic, RMS if "scale2" in arguments else NONE, LAYER)
     check_norm(input, statistic=statistic or None, **arguments)
     _static_scale(static_scale, input)
 

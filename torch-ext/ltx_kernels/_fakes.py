@@ -34,7 +34,7 @@ def _norm(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Resu
     _checks.check_norm(input, **outs, **arguments)
     if compute:
         return reference.norm_family(input, **arguments)
-    return input.new_empty(input.shape), input.new_empty(input.shape)
+    return [input.new_empty(input.shape) for _ in range(3)]
 
 
 def _adaln_norm(outs: Outs, compute: bool, *, gate: Any, gate_table: Any, **arguments: Any) -> Results:
@@ -43,6 +43,20 @@ def _adaln_norm(outs: Outs, compute: bool, *, gate: Any, gate_table: Any, **argu
 
 def _gated_residual(outs: Outs, compute: bool, **arguments: Any) -> Results:
     return _norm(outs, compute, statistic=None, **arguments)
+
+
+def _norm_residual(outs: Outs, compute: bool, *, weight: Any, eps: float, **arguments: Any) -> Results:
+    return _norm(outs, compute, branch_weight=weight, branch_eps=eps, statistic=None, **arguments)
+
+
+def _two_norms(weight1: Any, weight2: Any, eps1: float, eps2: float) -> dict[str, Any]:
+    return {"branch_weight": weight1, "branch_eps": eps1, "weight": weight2, "eps": eps2, "statistic": _checks.RMS}
+
+
+def _norm_residual_norm(
+    outs: Outs, compute: bool, *, weight1: Any, weight2: Any, eps1: float, eps2: float, **arguments: Any
+) -> Results:
+    return _norm(outs, compute, **_two_norms(weight1, weight2, eps1, eps2), **arguments)
 
 
 def _quantised(input: Tensor, shape: Sequence[int]) -> Results:
@@ -55,7 +69,17 @@ def _quantised(input: Tensor, shape: Sequence[int]) -> Results:
 
 def _norm_quant(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
     _checks.check_norm_quant(input, **arguments)
-    return reference.norm_family_quant(input, **arguments) if compute else _quantised(input, input.shape)
+    if compute:
+        return reference.norm_family_quant(input, **arguments)
+    *first, residual_out = _quantised(input, input.shape)
+    second = _quantised(input, input.shape)[:2] if "scale2" in arguments else ()
+    return (*first, *second, residual_out)
+
+
+def _norm_residual_norm_quant(
+    outs: Outs, compute: bool, *, weight1: Any, weight2: Any, eps1: float, eps2: float, **arguments: Any
+) -> Results:
+    return _norm_quant(outs, compute, **_two_norms(weight1, weight2, eps1, eps2), **arguments)
 
 
 # ---- Activations
@@ -154,8 +178,15 @@ BODIES: dict[str, Callable[..., Results]] = {
     "adaln_norm": _adaln_norm,
     "residual_norm": _norm,
     "gated_residual": _gated_residual,
+    "norm_residual": _norm_residual,
+    "norm_residual_norm": _norm_residual_norm,
+    "adaln_norm_pair": _norm,
+    "residual_norm_pair": _norm,
     "norm_quant": _norm_quant,
     "residual_norm_quant": _norm_quant,
+    "norm_residual_norm_quant": _norm_residual_norm_quant,
+    "adaln_norm_pair_quant": _norm_quant,
+    "residual_norm_pair_quant": _norm_quant,
     "glu": _glu,
     "swiglu_clamped": _swiglu_clamped,
     "gate_heads": _gate_heads,

@@ -15,6 +15,8 @@ from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice
 _adaln_norm = op("adaln_norm")
 _residual_norm = op("residual_norm")
 _gated_residual = op("gated_residual")
+_adaln_norm_pair = op("adaln_norm_pair")
+_residual_norm_pair = op("residual_norm_pair")
 
 
 def adaln_rmsnorm(
@@ -315,3 +317,270 @@ def gated_residual_adaln_layernorm(
     outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     tables = gate_table, scale_table, shift_table
     return _residual_norm(outs, input, residual, gate, weight, bias, scale, shift, *tables, eps, 0.0, LAYER, mode)
+
+
+def adaln_rmsnorm_pair(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+    out2: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm with two modulations: one pass over the rows for both results.
+
+    Equivalent to::
+
+        x = input.float()
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        first = n * (1 + scale_table + scale) + shift_table + shift
+        second = n * (1 + scale2_table + scale2) + shift2_table + shift2
+        first.to(input.dtype), second.to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        scale2: Of the second modulation, like scale.
+        shift2: Of the second modulation, like shift.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        scale2_table: [H], added to scale2; None adds nothing.
+        shift2_table: [H], added to shift2; None adds nothing.
+        rounding: "fp32" rounds each result once, at the end; "eager" rounds as ``adaln_rmsnorm`` does.
+        out: Where to write the first result, like input; may be input itself.
+        out2: Where to write the second result, like input; may be input itself.
+
+    Returns:
+        (first, second), contiguous, in the input's dtype; the given tensors where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or an output is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: LTX2VideoTransformerBlock (diffusers), from the attention to text to both attentions to the other stream.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    outs = None if out is None and out2 is None else given_or_new(input, out, out2)
+    eps = FLOAT32_EPS if eps is None else eps
+    tables = scale_table, shift_table, scale2_table, shift2_table
+    tensors = weight, None, scale, shift, scale2, shift2
+    return _adaln_norm_pair(outs, input, *tensors, *tables, eps, RMS, mode)
+
+
+def adaln_layernorm_pair(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+    out2: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm with two modulations: one pass over the rows for both results.
+
+    Equivalent to::
+
+        n = torch.nn.functional.layer_norm(input.float(), (H,), weight, bias, eps)
+        first = n * (1 + scale_table + scale) + shift_table + shift
+        second = n * (1 + scale2_table + scale2) + shift2_table + shift2
+        first.to(input.dtype), second.to(input.dtype)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        scale2: Of the second modulation, like scale.
+        shift2: Of the second modulation, like shift.
+        bias: [H], any of these dtypes, added before the modulations; None adds nothing.
+        eps: Added to the variance.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        scale2_table: [H], added to scale2; None adds nothing.
+        shift2_table: [H], added to shift2; None adds nothing.
+        rounding: "fp32" rounds each result once, at the end; "eager" rounds as ``adaln_layernorm`` does.
+        out: Where to write the first result, like input; may be input itself.
+        out2: Where to write the second result, like input; may be input itself.
+
+    Returns:
+        (first, second), contiguous, in the input's dtype; the given tensors where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or an output is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: SD35AdaLayerNormZeroX (diffusers), whose block has two attentions.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    outs = None if out is None and out2 is None else given_or_new(input, out, out2)
+    tables = scale_table, shift_table, scale2_table, shift2_table
+    tensors = weight, bias, scale, shift, scale2, shift2
+    return _adaln_norm_pair(outs, input, *tensors, *tables, eps, LAYER, mode)
+
+
+def gated_residual_adaln_rmsnorm_pair(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+    out2: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds a gated branch to the residual stream, and normalises (RMSNorm) the sum, with two modulations.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight
+        first = n * (1 + scale_table + scale) + shift_table + shift
+        second = n * (1 + scale2_table + scale2) + shift2_table + shift2
+        first.to(input.dtype), second.to(input.dtype), h.to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the branch as it is.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: Of the first modulation, like gate.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        scale2: Of the second modulation, like scale.
+        shift2: Of the second modulation, like shift.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        scale2_table: [H], added to scale2; None adds nothing.
+        shift2_table: [H], added to shift2; None adds nothing.
+        rounding: "fp32" rounds each result once, at the end; "eager" rounds as ``gated_residual_adaln_rmsnorm`` does.
+        out: Where to write the first result, like input; may be input or residual itself.
+        out2: Where to write the second result, like input; may be input or residual itself.
+        residual_out: Where to write the sum, like input; may be input or residual itself.
+
+    Returns:
+        (first, second, sum), contiguous, in the input's dtype; the given tensors where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or an output is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: LTX2VideoTransformerBlock (diffusers), from the attention to text to both attentions to the other stream.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    outs = (
+        None if out is None and out2 is None and residual_out is None else given_or_new(input, out, out2, residual_out)
+    )
+    eps = FLOAT32_EPS if eps is None else eps
+    tables = gate_table, scale_table, shift_table, scale2_table, shift2_table
+    tensors = gate, weight, None, scale, shift, scale2, shift2
+    return _residual_norm_pair(outs, input, residual, *tensors, *tables, eps, RMS, mode)
+
+
+def gated_residual_adaln_layernorm_pair(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    rounding: str = "fp32",
+    out: Tensor | None = None,
+    out2: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds a gated branch to the residual stream, and normalises (LayerNorm) the sum, with two modulations.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        n = torch.nn.functional.layer_norm(h, (H,), weight, bias, eps)
+        first = n * (1 + scale_table + scale) + shift_table + shift
+        second = n * (1 + scale2_table + scale2) + shift2_table + shift2
+        first.to(input.dtype), second.to(input.dtype), h.to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the branch as it is.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: Of the first modulation, like gate.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        scale2: Of the second modulation, like scale.
+        shift2: Of the second modulation, like shift.
+        bias: [H], any of these dtypes, added before the modulations; None adds nothing.
+        eps: Added to the variance.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        scale2_table: [H], added to scale2; None adds nothing.
+        shift2_table: [H], added to shift2; None adds nothing.
+        rounding: "fp32" rounds each result once, at the end; "eager" rounds as ``gated_residual_adaln_layernorm`` does.
+        out: Where to write the first result, like input; may be input or residual itself.
+        out2: Where to write the second result, like input; may be input or residual itself.
+        residual_out: Where to write the sum, like input; may be input or residual itself.
+
+    Returns:
+        (first, second, sum), contiguous, in the input's dtype; the given tensors where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or an output is given where a gradient is needed.
+        ValueError: An unknown ``rounding``.
+
+    Source: SD35AdaLayerNormZeroX (diffusers), whose block has two attentions.
+    """
+    mode = choice("rounding", ROUNDING, rounding)
+    outs = (
+        None if out is None and out2 is None and residual_out is None else given_or_new(input, out, out2, residual_out)
+    )
+    tables = gate_table, scale_table, shift_table, scale2_table, shift2_table
+    tensors = gate, weight, bias, scale, shift, scale2, shift2
+    return _residual_norm_pair(outs, input, residual, *tensors, *tables, eps, LAYER, mode)

@@ -23,6 +23,7 @@ from ._call import op
 from ._checks import (
     APPROXIMATE,
     FLOAT32_EPS,
+    LAYER,
     NONE,
     RMS,
     SILU,
@@ -40,12 +41,17 @@ from ._variant import COMPILED_DEVICE, constant_when_compiled
 
 _norm_quant = op("norm_quant", gradient=False)
 _residual_norm_quant = op("residual_norm_quant", gradient=False)
+_norm_residual_norm_quant = op("norm_residual_norm_quant", gradient=False)
+_adaln_norm_pair_quant = op("adaln_norm_pair_quant", gradient=False)
+_residual_norm_pair_quant = op("residual_norm_pair_quant", gradient=False)
 _glu_quant = op("glu_quant", gradient=False)
 _gelu_quant = op("gelu_quant", gradient=False)
 _scaled_linear = ops.scaled_linear.default
 
 Quantised = tuple[Tensor, Tensor]
 QuantisedAndResidual = tuple[Tensor, Tensor, Tensor]
+TwoQuantised = tuple[Tensor, Tensor, Tensor, Tensor]
+TwoQuantisedAndResidual = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def quantize_rows(input: Tensor, *, static_scale: Tensor | None = None) -> Quantised:
@@ -70,7 +76,7 @@ def quantize_rows(input: Tensor, *, static_scale: Tensor | None = None) -> Quant
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433).
     """
-    return _norm_quant(None, input, None, None, None, None, None, static_scale, 0.0, 0.0, NONE)
+    return _norm_quant(None, input, None, None, None, None, None, None, static_scale, 0.0, 0.0, NONE)
 
 
 def rmsnorm_quant(
@@ -104,7 +110,7 @@ def rmsnorm_quant(
     Source: as ``rmsnorm`` and ``quantize_rows``.
     """
     eps = FLOAT32_EPS if eps is None else eps
-    return _norm_quant(None, input, weight, None, None, None, None, static_scale, eps, weight_offset, RMS)
+    return _norm_quant(None, input, weight, None, None, None, None, None, static_scale, eps, weight_offset, RMS)
 
 
 def rmsnorm_residual_quant(
@@ -143,7 +149,7 @@ def rmsnorm_residual_quant(
     """
     eps = FLOAT32_EPS if eps is None else eps
     return _residual_norm_quant(
-        None, input, residual, None, weight, None, None, None, None, None, static_scale, eps, weight_offset, RMS
+        None, input, residual, None, weight, None, None, None, None, None, None, static_scale, eps, weight_offset, RMS
     )
 
 
@@ -186,7 +192,7 @@ def adaln_rmsnorm_quant(
     Source: as ``adaln_rmsnorm`` and ``quantize_rows``.
     """
     eps = FLOAT32_EPS if eps is None else eps
-    return _norm_quant(None, input, weight, scale, shift, scale_table, shift_table, static_scale, eps, 0.0, RMS)
+    return _norm_quant(None, input, weight, None, scale, shift, scale_table, shift_table, static_scale, eps, 0.0, RMS)
 
 
 def gated_residual_quant(
@@ -221,7 +227,7 @@ def gated_residual_quant(
     Source: as ``gated_residual`` and ``quantize_rows``.
     """
     return _residual_norm_quant(
-        None, input, residual, gate, None, None, None, gate_table, None, None, static_scale, 0.0, 0.0, NONE
+        None, input, residual, gate, None, None, None, None, gate_table, None, None, static_scale, 0.0, 0.0, NONE
     )
 
 
@@ -272,22 +278,433 @@ def gated_residual_adaln_rmsnorm_quant(
     Source: as ``gated_residual_adaln_rmsnorm`` and ``quantize_rows``.
     """
     eps = FLOAT32_EPS if eps is None else eps
-    return _residual_norm_quant(
-        None,
-        input,
-        residual,
-        gate,
-        weight,
-        scale,
-        shift,
-        gate_table,
-        scale_table,
-        shift_table,
-        static_scale,
-        eps,
-        0.0,
-        RMS,
-    )
+    tables = gate_table, scale_table, shift_table
+    tensors = gate, weight, None, scale, shift
+    return _residual_norm_quant(None, input, residual, *tensors, *tables, static_scale, eps, 0.0, RMS)
+
+
+def layernorm_quant(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    static_scale: Tensor | None = None,
+) -> Quantised:
+    """``layernorm`` with a quantised result.
+
+    Equivalent to::
+
+        quantize_rows(layernorm(input.float(), weight, bias, eps), static_scale=static_scale)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        bias: [H], any of these dtypes; None adds nothing.
+        eps: Added to the variance.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., H] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``layernorm`` and ``quantize_rows``.
+    """
+    return _norm_quant(None, input, weight, bias, None, None, None, None, static_scale, eps, 0.0, LAYER)
+
+
+def adaln_layernorm_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> Quantised:
+    """``adaln_layernorm`` with a quantised result.
+
+    Equivalent to::
+
+        n = adaln_layernorm(
+            input.float(), weight, scale, shift, bias, eps, scale_table=scale_table, shift_table=shift_table
+        )
+        quantize_rows(n, static_scale=static_scale)
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: The modulation (not of the quantisation): [B or 1, H] for an input [B, ..., H], or any shape that
+            broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        bias: [H], any of these dtypes, added before the modulation; None adds nothing.
+        eps: Added to the variance.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., H] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``adaln_layernorm`` and ``quantize_rows``.
+    """
+    return _norm_quant(None, input, weight, bias, scale, shift, scale_table, shift_table, static_scale, eps, 0.0, LAYER)
+
+
+def gated_residual_adaln_layernorm_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> QuantisedAndResidual:
+    """``gated_residual_adaln_layernorm`` with a quantised first result.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        n = adaln_layernorm(h, weight, scale, shift, bias, eps, scale_table=scale_table, shift_table=shift_table)
+        *quantize_rows(n, static_scale=static_scale), h.to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the branch as it is.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: The modulation (not of the quantisation), like gate; None scales by nothing.
+        shift: Like gate; None adds nothing.
+        bias: [H], any of these dtypes, added before the modulation; None adds nothing.
+        eps: Added to the variance.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, sum): [..., H] float8_e4m3fn, [..., 1] float32 and [..., H] in the input's dtype, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``gated_residual_adaln_layernorm`` and ``quantize_rows``.
+    """
+    tables = gate_table, scale_table, shift_table
+    tensors = gate, weight, bias, scale, shift
+    return _residual_norm_quant(None, input, residual, *tensors, *tables, static_scale, eps, 0.0, LAYER)
+
+
+def norm_gated_residual_norm_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight1: Tensor | None = None,
+    eps1: float | None = 1e-6,
+    weight2: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps2: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> QuantisedAndResidual:
+    """``norm_gated_residual_norm`` with a quantised first result.
+
+    Equivalent to::
+
+        b = rmsnorm(input.float(), weight1, eps1, weight_offset=weight_offset)
+        h = residual.float() + b * (gate_table + gate)
+        n = rmsnorm(h, weight2, eps2, weight_offset=weight_offset)
+        n = n * (1 + scale_table + scale) + shift_table + shift
+        *quantize_rows(n, static_scale=static_scale), h.to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the normalised branch as it is.
+        weight1: [H], of the branch's norm, any of these dtypes; None multiplies by nothing.
+        eps1: Added to the branch's mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        weight2: [H], of the sum's norm, any of these dtypes; None multiplies by nothing.
+        scale: The modulation (not of the quantisation), like gate; None scales by nothing.
+        shift: Like gate; None adds nothing.
+        eps2: Added to the sum's mean square; None as in eps1.
+        weight_offset: Added to both weights; 1.0 for Gemma's convention. A norm without weight does not use it.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, sum): [..., H] float8_e4m3fn, [..., 1] float32 and [..., H] in the input's dtype, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``norm_gated_residual_norm`` and ``quantize_rows``.
+    """
+    eps1 = FLOAT32_EPS if eps1 is None else eps1
+    eps2 = FLOAT32_EPS if eps2 is None else eps2
+    tables = gate_table, scale_table, shift_table
+    tensors = gate, weight1, weight2, scale, shift
+    return _norm_residual_norm_quant(None, input, residual, *tensors, *tables, static_scale, eps1, eps2, weight_offset)
+
+
+def adaln_rmsnorm_pair_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> TwoQuantised:
+    """``adaln_rmsnorm_pair`` with both modulated results quantised.
+
+    Equivalent to::
+
+        tables = {"scale_table": scale_table, "shift_table": shift_table, "scale2_table": ..., "shift2_table": ...}
+        first, second = adaln_rmsnorm_pair(input.float(), weight, scale, shift, scale2, shift2, eps, **tables)
+        first, second = (quantize_rows(n, static_scale=static_scale) for n in (first, second))
+        *first, *second
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        scale2: Of the second modulation, like scale.
+        shift2: Of the second modulation, like shift.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        scale2_table: [H], added to scale2; None adds nothing.
+        shift2_table: [H], added to shift2; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, second values, second scales): [..., H] float8_e4m3fn and [..., 1] float32,
+        contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``adaln_rmsnorm_pair`` and ``quantize_rows``.
+    """
+    eps = FLOAT32_EPS if eps is None else eps
+    tables = scale_table, shift_table, scale2_table, shift2_table
+    tensors = weight, None, scale, shift, scale2, shift2
+    return _adaln_norm_pair_quant(None, input, *tensors, *tables, static_scale, eps, RMS)
+
+
+def adaln_layernorm_pair_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> TwoQuantised:
+    """``adaln_layernorm_pair`` with both modulated results quantised.
+
+    Equivalent to::
+
+        tables = {"scale_table": scale_table, "shift_table": shift_table, "scale2_table": ..., "shift2_table": ...}
+        first, second = adaln_layernorm_pair(input.float(), weight, scale, shift, scale2, shift2, bias, eps, **tables)
+        first, second = (quantize_rows(n, static_scale=static_scale) for n in (first, second))
+        *first, *second
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        scale2: Of the second modulation, like scale.
+        shift2: Of the second modulation, like shift.
+        bias: [H], any of these dtypes, added before the modulations; None adds nothing.
+        eps: Added to the variance.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        scale2_table: [H], added to scale2; None adds nothing.
+        shift2_table: [H], added to shift2; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, second values, second scales): [..., H] float8_e4m3fn and [..., 1] float32,
+        contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``adaln_layernorm_pair`` and ``quantize_rows``.
+    """
+    tables = scale_table, shift_table, scale2_table, shift2_table
+    tensors = weight, bias, scale, shift, scale2, shift2
+    return _adaln_norm_pair_quant(None, input, *tensors, *tables, static_scale, eps, LAYER)
+
+
+def gated_residual_adaln_rmsnorm_pair_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> TwoQuantisedAndResidual:
+    """``gated_residual_adaln_rmsnorm_pair`` with both modulated results quantised.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        tables = {"scale_table": scale_table, "shift_table": shift_table, "scale2_table": ..., "shift2_table": ...}
+        first, second = adaln_rmsnorm_pair(h, weight, scale, shift, scale2, shift2, eps, **tables)
+        first, second = (quantize_rows(n, static_scale=static_scale) for n in (first, second))
+        *first, *second, h.to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the branch as it is.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: Of the first modulation, like gate.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        scale2: Of the second modulation, like scale.
+        shift2: Of the second modulation, like shift.
+        eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        scale2_table: [H], added to scale2; None adds nothing.
+        shift2_table: [H], added to shift2; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, second values, second scales, sum): [..., H] float8_e4m3fn and [..., 1] float32, the sum in the
+        input's dtype; all contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``gated_residual_adaln_rmsnorm_pair`` and ``quantize_rows``.
+    """
+    eps = FLOAT32_EPS if eps is None else eps
+    tables = gate_table, scale_table, shift_table, scale2_table, shift2_table
+    tensors = gate, weight, None, scale, shift, scale2, shift2
+    return _residual_norm_pair_quant(None, input, residual, *tensors, *tables, static_scale, eps, RMS)
+
+
+def gated_residual_adaln_layernorm_pair_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> TwoQuantisedAndResidual:
+    """``gated_residual_adaln_layernorm_pair`` with both modulated results quantised.
+
+    Equivalent to::
+
+        h = residual.float() + input.float() * (gate_table + gate)
+        tables = {"scale_table": scale_table, "shift_table": shift_table, "scale2_table": ..., "shift2_table": ...}
+        first, second = adaln_layernorm_pair(h, weight, scale, shift, scale2, shift2, bias, eps, **tables)
+        first, second = (quantize_rows(n, static_scale=static_scale) for n in (first, second))
+        *first, *second, h.to(input.dtype)
+
+    Args:
+        input: [..., H], the branch; float32, float16 or bfloat16.
+        residual: Like input in shape, dtype and device.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the branch as it is.
+        weight: [H], any of these dtypes; None multiplies by nothing.
+        scale: Of the first modulation, like gate.
+        shift: Like scale, independent of its shape and dtype; None adds nothing.
+        scale2: Of the second modulation, like scale.
+        shift2: Of the second modulation, like shift.
+        bias: [H], any of these dtypes, added before the modulations; None adds nothing.
+        eps: Added to the variance.
+        gate_table: [H], added to gate; None adds nothing.
+        scale_table: [H], added to scale; None adds nothing.
+        shift_table: [H], added to shift; None adds nothing.
+        scale2_table: [H], added to scale2; None adds nothing.
+        shift2_table: [H], added to shift2; None adds nothing.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales, second values, second scales, sum): [..., H] float8_e4m3fn and [..., 1] float32, the sum in the
+        input's dtype; all contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``gated_residual_adaln_layernorm_pair`` and ``quantize_rows``.
+    """
+    tables = gate_table, scale_table, shift_table, scale2_table, shift2_table
+    tensors = gate, weight, bias, scale, shift, scale2, shift2
+    return _residual_norm_pair_quant(None, input, residual, *tensors, *tables, static_scale, eps, LAYER)
 
 
 def geglu_quant(

@@ -40,7 +40,12 @@ from ._checks import (
 
 __all__ = [
     "adaln_layernorm",
+    "adaln_layernorm_pair",
+    "adaln_layernorm_pair_quant",
+    "adaln_layernorm_quant",
     "adaln_rmsnorm",
+    "adaln_rmsnorm_pair",
+    "adaln_rmsnorm_pair_quant",
     "adaln_rmsnorm_quant",
     "adaln_zero",
     "apply_rotary",
@@ -49,7 +54,12 @@ __all__ = [
     "gate_heads",
     "gated_residual",
     "gated_residual_adaln_layernorm",
+    "gated_residual_adaln_layernorm_pair",
+    "gated_residual_adaln_layernorm_pair_quant",
+    "gated_residual_adaln_layernorm_quant",
     "gated_residual_adaln_rmsnorm",
+    "gated_residual_adaln_rmsnorm_pair",
+    "gated_residual_adaln_rmsnorm_pair_quant",
     "gated_residual_adaln_rmsnorm_quant",
     "gated_residual_quant",
     "geglu",
@@ -57,6 +67,10 @@ __all__ = [
     "gelu",
     "gelu_quant",
     "layernorm",
+    "layernorm_quant",
+    "norm_gated_residual_norm",
+    "norm_gated_residual_norm_quant",
+    "norm_residual",
     "qk_norm_cross_attention",
     "qk_norm_rope",
     "quantize_rows",
@@ -134,61 +148,86 @@ def norm_family(
     shift_table: Tensor | None = None,
     out_gate: Tensor | None = None,
     out_gate_table: Tensor | None = None,
+    scale2: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    branch_weight: Tensor | None = None,
+    branch_eps: float | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
     statistic: int | None = RMS,
     rounding: int = FP32,
     rounded: bool = True,
-) -> Pair:
+) -> tuple[Tensor, ...]:
     """(normalised, h) of every op of the norm family: kernel_src/ltx/params.h has the formula.
 
-    Without residual and gate, h is the input. ``statistic=None`` stops at h and returns it twice. ``rounded=False``
-    leaves the first result in the dtype of the math.
+    With ``scale2`` it is (normalised, normalised with the second scale and shift, h). ``branch_eps`` asks for the norm
+    of the input before the residual is added. Without residual and gate, h is the input. ``statistic=None`` stops at h
+    and returns it twice. ``rounded=False`` leaves all results but h in the dtype of the math.
     """
     dtype = input.dtype
     compute = _compute_dtype(input)
-    eager = rounding == EAGER
+    eager = rounding != FP32
     wide = None if eager else compute
 
+    def rms(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        if rounding == EAGER and weight_offset == 0.0:
+            n = n.to(dtype)
+            return n if weight is None else _multiply(n, weight)
+        if weight is not None:
+            n = n * (weight.to(compute) + weight_offset if weight_offset != 0.0 else weight.to(compute))
+        return n.to(dtype) if eager else n
+
     x = input if eager else input.to(compute)
+    if branch_eps is not None:
+        x = rms(x.to(compute), branch_eps, branch_weight)
     gate = _modulator(gate, gate_table, input, wide)
     if gate is not None:
         x = _multiply(x, gate)
     if residual is not None:
         x = _add(residual, x)
-    h = input if gate is None and residual is None else x.to(dtype).contiguous()
+    h = input if gate is None and residual is None and branch_eps is None else x.to(dtype).contiguous()
     if statistic is None:
         return h if rounded else x, h
     x = h.to(compute) if eager else x
 
     if statistic == LAYER:
         x = x - x.mean(-1, keepdim=True)
-    n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    if eager and statistic == RMS and weight_offset == 0.0:
-        n = n.to(dtype)
+        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         if weight is not None:
-            n = _multiply(n, weight)
-    else:
-        if weight is not None:
-            n = n * (weight.to(compute) + weight_offset if weight_offset != 0.0 else weight.to(compute))
+            n = n * weight.to(compute)
         if bias is not None:
             n = n + bias.to(compute)
-        if eager:
-            n = n.to(dtype)
+        n = n.to(dtype) if eager else n
+    else:
+        n = rms(x, eps, weight)
 
-    scale = _modulator(scale, scale_table, input, wide)
-    shift = _modulator(shift, shift_table, input, wide)
-    out_gate = _modulator(out_gate, out_gate_table, input, wide)
-    if scale is not None:
-        n = _multiply(n, 1 + scale)
-    if shift is not None:
-        n = _add(n, shift)
-    if out_gate is not None:
-        n = _multiply(n, out_gate)
-    return n.to(dtype).contiguous() if rounded else n, h
+    def modulated(scale: Tensor | None, shift: Tensor | None, out_gate: Tensor | None) -> Tensor:
+        out = n
+        if scale is not None:
+            out = _multiply(out, 1 + scale)
+        if shift is not None:
+            out = _add(out, shift)
+        if out_gate is not None:
+            out = _multiply(out, out_gate)
+        return out.to(dtype).contiguous() if rounded else out
+
+    first = modulated(
+        _modulator(scale, scale_table, input, wide),
+        _modulator(shift, shift_table, input, wide),
+        _modulator(out_gate, out_gate_table, input, wide),
+    )
+    if scale2 is None:
+        return first, h
+    second = modulated(
+        _modulator(scale2, scale2_table, input, wide), _modulator(shift2, shift2_table, input, wide), None
+    )
+    return first, second, h
 
 
-def _norm(input: Tensor, **arguments: Any) -> Pair:
+def _norm(input: Tensor, **arguments: Any) -> Any:
     _checks.check_norm(input, float64=True, **arguments)
     return norm_family(input, **arguments)
 
@@ -402,6 +441,207 @@ def gated_residual_adaln_layernorm(
     )
 
 
+def norm_residual(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    gate: Tensor | None = None,
+    gate_table: Tensor | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "fp32",
+) -> Tensor:
+    return _norm(
+        input,
+        residual=residual,
+        branch_weight=weight,
+        branch_eps=rms_eps(eps, input),
+        gate=gate,
+        gate_table=gate_table,
+        weight_offset=weight_offset,
+        statistic=None,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[1]
+
+
+def norm_gated_residual_norm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight1: Tensor | None = None,
+    eps1: float | None = 1e-6,
+    weight2: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps2: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Pair:
+    return _norm(
+        input,
+        residual=residual,
+        branch_weight=weight1,
+        branch_eps=rms_eps(eps1, input),
+        gate=gate,
+        gate_table=gate_table,
+        weight=weight2,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=rms_eps(eps2, input),
+        weight_offset=weight_offset,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
+def adaln_rmsnorm_pair(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Pair:
+    return _norm(
+        input,
+        weight=weight,
+        scale=scale,
+        shift=shift,
+        scale2=scale2,
+        shift2=shift2,
+        scale_table=scale_table,
+        shift_table=shift_table,
+        scale2_table=scale2_table,
+        shift2_table=shift2_table,
+        eps=rms_eps(eps, input),
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[:2]
+
+
+def adaln_layernorm_pair(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Pair:
+    return _norm(
+        input,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        shift=shift,
+        scale2=scale2,
+        shift2=shift2,
+        scale_table=scale_table,
+        shift_table=shift_table,
+        scale2_table=scale2_table,
+        shift2_table=shift2_table,
+        eps=eps,
+        statistic=LAYER,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )[:2]
+
+
+def gated_residual_adaln_rmsnorm_pair(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Triple:
+    return _norm(
+        input,
+        residual=residual,
+        gate=gate,
+        weight=weight,
+        scale=scale,
+        shift=shift,
+        scale2=scale2,
+        shift2=shift2,
+        gate_table=gate_table,
+        scale_table=scale_table,
+        shift_table=shift_table,
+        scale2_table=scale2_table,
+        shift2_table=shift2_table,
+        eps=rms_eps(eps, input),
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
+def gated_residual_adaln_layernorm_pair(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    rounding: str = "fp32",
+) -> Triple:
+    return _norm(
+        input,
+        residual=residual,
+        gate=gate,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        shift=shift,
+        scale2=scale2,
+        shift2=shift2,
+        gate_table=gate_table,
+        scale_table=scale_table,
+        shift_table=shift_table,
+        scale2_table=scale2_table,
+        shift2_table=shift2_table,
+        eps=eps,
+        statistic=LAYER,
+        rounding=choice("rounding", ROUNDING, rounding),
+    )
+
+
 # ---- Gated and plain activations
 
 
@@ -580,10 +820,12 @@ def quantise(y: Tensor, static_scale: Tensor | None) -> Pair:
     return values.contiguous(), scales.to(torch.float32).contiguous()
 
 
-def norm_family_quant(input: Tensor, *, static_scale: Tensor | None, statistic: int, **arguments: Any) -> Triple:
-    """(values, scales, h) of ``norm_family``, of its first result before rounding."""
-    y, h = norm_family(input, statistic=statistic or None, rounded=False, **arguments)
-    return (*quantise(y, static_scale), h)
+def norm_family_quant(
+    input: Tensor, *, static_scale: Tensor | None, statistic: int, **arguments: Any
+) -> tuple[Tensor, ...]:
+    """(values, scales, h) of ``norm_family``, of its first result before rounding; with ``scale2`` of the first two."""
+    *rows, h = norm_family(input, statistic=statistic or None, rounded=False, **arguments)
+    return (*(part for y in rows for part in quantise(y, static_scale)), h)
 
 
 def gated_unit_quant(input: Tensor, *, static_scale: Tensor | None, **arguments: Any) -> Pair:
@@ -591,7 +833,7 @@ def gated_unit_quant(input: Tensor, *, static_scale: Tensor | None, **arguments:
     return quantise(gated_unit(input, rounded=False, **arguments), static_scale)
 
 
-def _norm_quant(input: Tensor, *, statistic: int = RMS, **arguments: Any) -> Triple:
+def _norm_quant(input: Tensor, *, statistic: int = RMS, **arguments: Any) -> Any:
     _checks.check_norm_quant(input, statistic=statistic, float64=True, **arguments)
     return norm_family_quant(input, statistic=statistic, **arguments)
 
@@ -698,6 +940,252 @@ def gated_residual_adaln_rmsnorm_quant(
         shift=shift,
         shift_table=shift_table,
         eps=rms_eps(eps, input),
+        static_scale=static_scale,
+    )
+
+
+def layernorm_quant(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    static_scale: Tensor | None = None,
+) -> Pair:
+    return _norm_quant(input, weight=weight, bias=bias, eps=eps, statistic=LAYER, static_scale=static_scale)[:2]
+
+
+def adaln_layernorm_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> Pair:
+    return _norm_quant(
+        input,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=eps,
+        statistic=LAYER,
+        static_scale=static_scale,
+    )[:2]
+
+
+def gated_residual_adaln_layernorm_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> Triple:
+    return _norm_quant(
+        input,
+        residual=residual,
+        gate=gate,
+        gate_table=gate_table,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=eps,
+        statistic=LAYER,
+        static_scale=static_scale,
+    )
+
+
+def norm_gated_residual_norm_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    weight1: Tensor | None = None,
+    eps1: float | None = 1e-6,
+    weight2: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps2: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> Triple:
+    return _norm_quant(
+        input,
+        residual=residual,
+        branch_weight=weight1,
+        branch_eps=rms_eps(eps1, input),
+        gate=gate,
+        gate_table=gate_table,
+        weight=weight2,
+        scale=scale,
+        scale_table=scale_table,
+        shift=shift,
+        shift_table=shift_table,
+        eps=rms_eps(eps2, input),
+        weight_offset=weight_offset,
+        static_scale=static_scale,
+    )
+
+
+def adaln_rmsnorm_pair_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    return _norm_quant(
+        input,
+        weight=weight,
+        scale=scale,
+        shift=shift,
+        scale2=scale2,
+        shift2=shift2,
+        scale_table=scale_table,
+        shift_table=shift_table,
+        scale2_table=scale2_table,
+        shift2_table=shift2_table,
+        eps=rms_eps(eps, input),
+        static_scale=static_scale,
+    )[:4]
+
+
+def adaln_layernorm_pair_quant(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    return _norm_quant(
+        input,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        shift=shift,
+        scale2=scale2,
+        shift2=shift2,
+        scale_table=scale_table,
+        shift_table=shift_table,
+        scale2_table=scale2_table,
+        shift2_table=shift2_table,
+        eps=eps,
+        statistic=LAYER,
+        static_scale=static_scale,
+    )[:4]
+
+
+def gated_residual_adaln_rmsnorm_pair_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    eps: float | None = 1e-6,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    return _norm_quant(
+        input,
+        residual=residual,
+        gate=gate,
+        weight=weight,
+        scale=scale,
+        shift=shift,
+        scale2=scale2,
+        shift2=shift2,
+        gate_table=gate_table,
+        scale_table=scale_table,
+        shift_table=shift_table,
+        scale2_table=scale2_table,
+        shift2_table=shift2_table,
+        eps=rms_eps(eps, input),
+        static_scale=static_scale,
+    )
+
+
+def gated_residual_adaln_layernorm_pair_quant(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None,
+    scale2: Tensor,
+    shift2: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_table: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    scale2_table: Tensor | None = None,
+    shift2_table: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    return _norm_quant(
+        input,
+        residual=residual,
+        gate=gate,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        shift=shift,
+        scale2=scale2,
+        shift2=shift2,
+        gate_table=gate_table,
+        scale_table=scale_table,
+        shift_table=shift_table,
+        scale2_table=scale2_table,
+        shift2_table=shift2_table,
+        eps=eps,
+        statistic=LAYER,
         static_scale=static_scale,
     )
 

@@ -1,0 +1,499 @@
+// The row kernel of the norm family, and its launch: the row stays in registers and every access is a whole aligned
+// pack. What it does not take goes to norm_kernel_general (norm_general.cu), which shares the ownership of packs, the
+// order of the sums and the arithmetic, and so gives the same bits.
+//
+// A row belongs to the threads of a part of a warp, of a block, or (very long rows, compute capability 9.0 on) of the
+// blocks of a cluster. A thread owns `packs` 16-byte packs, those of a warp's lanes lying side by side (geometry.cuh).
+//
+// The main line is short of instructions before it is short of bandwidth: on an H200 a row of 2048 bf16 leaves a
+// multiprocessor 1900 issue slots, and 800 taken cost 3 % over a copy, 1300 20 %. Hence everything that is added to or
+// multiplied with the normalised row is multiplied out first (one FMA an element), rows share the packs of their
+// vectors, offsets are known at compile time, and so are the vectors that a model's block passes.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <type_traits>
+
+#include "ltx/force.cuh"
+#include "ltx/launch.cuh"
+#include "ltx/params.h"
+#include "ltx/reduce.cuh"
+#include "ltx/row/geometry.cuh"
+#include "ltx/row/operands.cuh"
+#include "ltx/row/output.cuh"
+#include "ltx/row/vectors.cuh"
+#include "ltx/rows.cuh"
+#include "ltx/vec.cuh"
+
+namespace ltx {
+
+// Rows that a thread works on at once, where the vectors are known: they share its packs of these. Worth it up to 128
+// threads, for a LayerNorm or more than two vectors (H200, bf16, of a copy's time with one row and with two: layernorm
+// 5376x2048 1.04, 1.02; adaln_zero 2x8064x2048 1.02, 0.99; but adaln_rmsnorm 2x8064x2048 0.99, 1.02). Blocks of longer
+// rows do better with one row, the registers for more blocks and a prefetch (adaln_zero 2x8064x4096 1.01, 1.04;
+// layernorm 8192x3072 1.02, 1.05; adaln_layernorm 1x8190x5120 1.02, 1.06: h200-tuning.json).
+constexpr int kTwoRowsThreads = 128;
+constexpr int rows_at_once(Statistic s, Fusion f, int packs, int threads, uint32_t known) {
+  if (known == 0 || traits(f).reads_residual || traits(f).modulates_twice) return 1;
+  if (packs > 2 || threads > kTwoRowsThreads) return 1;
+  return s == Statistic::kLayer || count_bits(known) > 2 ? 2 : 1;
+}
+
+// The vectors that are loaded before the first use of any, one register a 32-bit word: all where the registers allow,
+// else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy with
+// them, 1.07 without). The blocks of a cluster wait too long for anything late (layernorm 8x65536 7.2 us, 9.0 without).
+// fp32 vectors beside 16-bit rows take twice the registers. threads: those of a row where they are known.
+// Two outputs and the norm of a branch hold more, so that the tables come late.
+constexpr uint32_t loaded_ahead(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters, uint32_t known,
+                                bool wide) {
+  if (wide) return 0;
+  if (clusters || threads != 0) return known;
+  constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
+  if (traits(f).modulates_twice || traits(f).norms_branch) {
+    constexpr uint32_t kFirst = kGate | kBranchWeight;
+    return (packs > 2 ? kFirst : kFirst | kMain | kScale2 | kShift2) & (known ? known : kFirst | kMain);
+  }
+  if (o == Output::kQuantised && packs > 2) return kGate;
+  if (packs <= 2) return known ? known : kMain | kGate;
+  return s == Statistic::kLayer ? kGate : kMain | kGate;
+}
+
+// Whether an instance for `threads` a row takes rows as one dimension.
+constexpr bool is_flat(Fusion f, int threads) { return threads != 0 && !traits(f).modulates; }
+
+// What lies between a row and that which its block asks the L2 cache for, for each multiprocessor: DRAM then reads
+// whole rows in order, and a block that starts finds its row near. H200, bf16, of a copy's time with none, 12, 24, 48
+// and 96 KiB: layernorm 8192x8192 1.05, 1.02, 1.02, 1.03, 1.2; rmsnorm_residual 8192x8192 1.04, 1.01, 1.00, 1.02, 1.2;
+// rmsnorm 16384x4096 1.01, 0.99, 0.99, 1.00, 1.2; gated_residual_adaln_layernorm
+// 2x8064x4096 1.05, 1.02, 1.01, 1.02, 1.2 (h200-tuning.json).
+constexpr int64_t kAheadBytes = 24 << 10;
+
+// Bounds the registers, as the threads that a multiprocessor shall hold: a few registers more are a row less at once.
+// Not on Blackwell, whose code takes more.
+constexpr int register_threads(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return 512;
+#else
+  if (o == Output::kQuantised || traits(f).norms_branch || traits(f).modulates_twice) return packs == 4 ? 512 : 640;
+  if (packs == 4) return threads ? 768 : f == Fusion::kPlain && !clusters ? 1024 : 512;
+  return threads > 32 && s == Statistic::kRms ? 1024 : 640;
+#endif
+}
+
+// A quantised rms norm without a modulation multiplies with rstd last, so that the sum and the largest magnitude take
+// one barrier.
+constexpr bool multiplies_last(Statistic s, Fusion f, Output o) {
+  return s == Statistic::kRms && f == Fusion::kPlain && o == Output::kQuantised;
+}
+
+// block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
+// one. kClusters: the row belongs to p.blocks blocks. kThreads: those of a row, where all own kPacks packs.
+template <typename T, typename M, Statistic S, Fusion F, Output O, int kPacks, int kRows, uint32_t kKnown,
+          bool kClusters = false, int kThreads = 0>
+__global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kClusters), 1)
+    norm_kernel(const __grid_constant__ CompactParams p) {
+  constexpr int kWidth = kPackWidth<T>;
+  constexpr FusionTraits kTraits = traits(F);
+  constexpr bool kNorm = S != Statistic::kNone, kGated = kTraits.gates;
+  constexpr bool kAdds = S == Statistic::kLayer || traits(F).modulates;
+  constexpr uint32_t kAhead = loaded_ahead(S, F, O, kPacks, kThreads, kClusters, kKnown, sizeof(M) > sizeof(T));
+  using P = Pack<T, kWidth>;
+  __shared__ Scratch<kRows> scratch[2];
+  __shared__ float2 parts[kClusters ? 16 : 1];
+  constexpr bool kQuantised = O == Output::kQuantised, kWhole = kPacks > 1;
+  constexpr int kOutputs = kTraits.modulates_twice ? 2 : 1;
+  constexpr bool kFlat = is_flat(F, kThreads);
+  const int threads = kThreads ? kThreads : static_cast<int>(blockDim.x);
+  const uint32_t block_rows = kThreads > 32 ? 1 : kThreads ? kShortRowThreads / kThreads : blockDim.y;
+  if constexpr (kClusters) enter_cluster();
+  // Rows past the last read row 0 and write nothing: every thread must reach every shuffle and barrier.
+  const uint32_t blocks = kClusters ? p.blocks : 1, block = blockIdx.x / blocks;
+  const uint32_t first_row = block * block_rows * kRows + threadIdx.y;
+  bool active[kRows], inside[kPacks];
+  uint32_t row[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = first_row + r * block_rows;
+    active[r] = (kThreads > 32 && kRows == 1) || row[r] < p.rows;
+    if (!active[r]) row[r] = 0;
+  }
+  // Warp w owns the packs from 32 * kPacks * w on, its lanes those 32 apart: offsets that are known here.
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int part = static_cast<int>(blockIdx.x - block * blocks), block_width = threads * kPacks * kWidth;
+  const int first =
+      part * block_width + (kPacks == 1 ? static_cast<int>(threadIdx.x) : warp * 32 * kPacks + lane) * kWidth;
+  constexpr int kStep = 32 * kWidth;
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) inside[k] = kThreads || first + k * kStep < p.width;
+
+  // Before the row itself, and not for two rows, which have no register for it.
+  if constexpr (kPacks > 1 && kRows == 1 && !kClusters) {
+    const uint32_t later = first_row + p.ahead;
+    if (threadIdx.x == 0 && p.ahead != 0 && later < p.rows) {
+      const uint32_t bytes = p.width * static_cast<uint32_t>(sizeof(T));
+      prefetch(row_of<kFlat>(p.input, later), bytes);
+      if constexpr (traits(F).reads_residual) prefetch(row_of<kFlat>(p.second, later), bytes);
+    }
+  }
+  P input[kRows][kPacks], residual[kRows][kPacks];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const T* const x = reinterpret_cast<const T*>(row_of<kFlat>(p.input, row[r])) + first;
+    const T* const y =
+        traits(F).reads_residual ? reinterpret_cast<const T*>(row_of<kFlat>(p.second, row[r])) + first : nullptr;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      input[r][k] = residual[r][k] = P{};
+      if (!inside[k]) continue;
+      input[r][k] = *reinterpret_cast<const P*>(x + k * kStep);
+      if constexpr (traits(F).reads_residual) residual[r][k] = *reinterpret_cast<const P*>(y + k * kStep);
+    }
+  }
+  Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(p, row[0], first, kStep);
+  vectors.load_ahead(inside);
+
+  float h[kRows][kPacks][kWidth];
+  float branch_rstd[kRows];
+  if constexpr (kTraits.norms_branch) {
+    __shared__ Scratch<kRows> branch_scratch;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      branch_rstd[r] = 0.f;
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        unpack(input[r][k], h[r][k]);
+        branch_rstd[r] += pack_squares<false>(h[r][k], 0.f, kWidth);
+      }
+    }
+    row_sums(branch_rstd, threads, branch_scratch);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) branch_rstd[r] = reciprocal_root(branch_rstd[r], p.inverse_width, p.branch_eps);
+  }
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    float gate[kWidth];
+    vectors.k = k;
+    if constexpr (kGated) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) gate[i] = 0.f;  // past the row's end h must be zero
+      if (inside[k]) {
+        get_gate(vectors, gate);
+        if constexpr (kTraits.norms_branch) weigh_gate(vectors, p.weight_offset, gate);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      unpack(input[r][k], h[r][k]);
+      if constexpr (traits(F).reads_residual) {
+        float x[kWidth];
+        unpack(residual[r][k], x);
+        if constexpr (kTraits.norms_branch) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) h[r][k][i] = __fmul_rn(h[r][k][i], branch_rstd[r]);
+        }
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i)
+          h[r][k][i] = kGated ? fmaf(h[r][k][i], gate[i], x[i]) : __fadd_rn(x[i], h[r][k][i]);
+        if (active[r] && inside[k]) {
+          *reinterpret_cast<P*>(reinterpret_cast<T*>(row_of<kFlat>(p.residual_out, row[r])) + first + k * kStep) =
+              to_pack<T, kWidth>(h[r][k]);
+        }
+      }
+    }
+  }
+  if constexpr (kNorm) {
+    float mean[kRows] = {}, rstd[kRows];
+    // Of a cluster's block: its part's sum, and how many elements a part has.
+    float part_sum = 0.f;
+    const auto count = [&](int b) { return static_cast<float>(min(max(p.width - b * block_width, 0), block_width)); };
+    if constexpr (S == Statistic::kLayer) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int k = 0; k < kPacks; ++k) mean[r] += tree_sum(h[r][k]);
+      }
+      const float inverse_count = kClusters ? 1.f / fmaxf(count(part), 1.f) : p.inverse_width;
+      row_sums(mean, threads, scratch[0]);
+      part_sum = mean[0];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) mean[r] *= inverse_count;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      rstd[r] = 0.f;
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        const float sum = pack_squares<S == Statistic::kLayer>(h[r][k], mean[r], kWidth);
+        rstd[r] += inside[k] ? sum : 0.f;
+      }
+    }
+    // What is known at compile time has no offset, but for the two weights of a branch.
+    const float weight_offset = kKnown && !kTraits.norms_branch ? 0.f : p.weight_offset;
+    if constexpr (multiplies_last(S, F, O)) {
+      float most[kRows];
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (!inside[k]) continue;
+        float factor[kWidth], addend[kWidth];
+        vectors.k = k;
+        get_factors<S, F>(vectors, weight_offset, factor, addend);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) h[r][k][i] = __fmul_rn(h[r][k][i], factor[i]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) most[r] = magnitude(h[r]);
+      row_sums_and_magnitudes<kWhole>(rstd, most, threads, scratch);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        rstd[r] = reciprocal_root(rstd[r], p.inverse_width, p.eps);
+        QuantScale by = row_scale(p.static_scale, most[r] * rstd[r]);
+        if (fold(rstd[r], by)) {
+#pragma unroll
+          for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) h[r][k][i] = __fmul_rn(h[r][k][i], rstd[r]);
+          }
+        }
+        if (!active[r]) continue;
+        float* const scales = p.scales + (kFlat ? 0 : static_cast<int64_t>(blockIdx.y) * p.rows);
+        store_quantised(h[r], inside, by, row_of<kFlat>(p.out, row[r]) + first, kStep, scales + row[r]);
+      }
+      return;
+    }
+    row_sums(rstd, threads, scratch[1]);
+    if constexpr (kClusters && S == Statistic::kLayer) {
+      const float2 moments = cluster_moments(part_sum, rstd[0], p.inverse_width, blocks, count, parts);
+      mean[0] = moments.x;
+      rstd[0] = moments.y;
+    } else if constexpr (kClusters) {
+      rstd[0] = cluster_sum(rstd[0], blocks, parts);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) rstd[r] = reciprocal_root(rstd[r], p.inverse_width, p.eps);
+    if constexpr (!kQuantised && kOutputs == 1) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (!inside[k]) continue;
+        float factor[kWidth], addend[kWidth];
+        vectors.k = k;
+        get_factors<S, F>(vectors, weight_offset, factor, addend);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          normalise<S>(mean[r], rstd[r], h[r][k]);
+          apply_factors<kAdds>(factor, addend, h[r][k]);
+          if (active[r])
+            *reinterpret_cast<P*>(reinterpret_cast<T*>(row_of<kFlat>(p.out, row[r])) + first + k * kStep) =
+                to_pack<T, kWidth>(h[r][k]);
+        }
+      }
+    } else {
+      // A quantised row is stored when all of it is known.
+      float y[kOutputs][kRows][kPacks][kWidth];
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        const auto set = [&](auto second) {
+          constexpr bool kSecond = decltype(second)::value;
+          float factor[kWidth], addend[kWidth];
+          get_factors<S, F, kSecond>(vectors, weight_offset, factor, addend);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            float (&result)[kWidth] = y[kSecond][r][k];
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) result[i] = h[r][k][i];
+            apply_factors<kAdds>(factor, addend, result);
+            if (!kQuantised && active[r])
+              *reinterpret_cast<P*>(reinterpret_cast<T*>(row_of<kFlat>(kSecond ? p.out2 : p.out, row[r])) + first +
+                                    k * kStep) = to_pack<T, kWidth>(result);
+          }
+        };
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          normalise<S>(mean[r], rstd[r], h[r][k]);
+#pragma unroll
+          for (int o = 0; o < kOutputs; ++o) {
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) y[o][r][k][i] = 0.f;
+          }
+        }
+        if (!inside[k]) continue;
+        vectors.k = k;
+        set(std::false_type());
+        if constexpr (kOutputs == 2) set(std::true_type());
+      }
+      if constexpr (kQuantised) {
+        __shared__ Scratch<kRows> magnitudes[kOutputs];
+#pragma unroll
+        for (int o = 0; o < kOutputs; ++o) {
+          float most[kRows];
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) most[r] = magnitude(y[o][r]);
+          row_magnitudes<kWhole>(most, threads, magnitudes[o]);
+          const CompactView& values = o == 0 ? p.out : p.out2;
+          float* const scales =
+              (o == 0 ? p.scales : p.scales2) + (kFlat ? 0 : static_cast<int64_t>(blockIdx.y) * p.rows);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            if (!active[r]) continue;
+            store_quantised(y[o][r], inside, row_scale(p.static_scale, most[r]), row_of<kFlat>(values, row[r]) + first,
+                            kStep, scales + row[r]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Files of their own for fewer instances each, rounded and quantised: a branch that is normalised before it is added,
+// and two modulations of one norm.
+void norm_branch(const NormParams& p, const Context& context);
+void norm_pair(const NormParams& p, const Context& context);
+
+// norm_general.cu: how many blocks of a cluster may share a row, and the launch of everything that norm_kernel does not
+// take. `packed`: the operands of which every access may be a whole pack.
+int most_blocks(int device);
+void launch_general(const NormParams& p, const Geometry& g, dim3 block, uint32_t packed, const Context& context);
+
+template <uint32_t kVectors>
+using Known = std::integral_constant<uint32_t, kVectors>;
+template <int kPacks>
+using Length = std::integral_constant<int, kPacks>;
+
+// Whether rows of `packs` packs have an instance of their own (H200, bf16, of a copy's time with and without): those of
+// heads of 64 and 128 elements (rmsnorm 4096x128 5.1 us, 5.4; rmsnorm_residual 262144x64 1.01, 1.02; a LayerNorm's code
+// then loads its vectors too late, 131072x128 1.05, 1.02), and 2048 to 5120 one row at once (adaln_rmsnorm 1x512x2048
+// 6.6 us, 6.7; layernorm 2048 two rows at once 1.04, 1.01; adaln_zero 1x8190x5120 1.03, 1.06; layernorm 8192x3072 1.02,
+// 1.03).
+constexpr bool knows_length(Statistic s, Fusion f, Output o, int packs, uint32_t known) {
+  if (known == 0 || s == Statistic::kNone || o == Output::kQuantised) return false;
+  if (packs <= 32) return s == Statistic::kRms && !traits(f).modulates;
+  const int a_thread = packs_a_thread(s, f, packs);
+  if (rows_at_once(s, f, a_thread, packs / a_thread, known) > 1) return false;
+  if (f == Fusion::kModulate) return count_bits(known) <= (s == Statistic::kRms ? 3 : 2);
+  return f == Fusion::kPlain && (s == Statistic::kLayer || packs == 256);
+}
+
+// Clusters share long rows of the plain norms alone.
+constexpr bool has_clusters(Fusion f, Output o) { return f == Fusion::kPlain && o == Output::kRounded; }
+// fp32 vectors beside 16-bit rows: no model passes them to a branch's norm or to two modulations.
+constexpr bool takes_wide(Fusion f) { return !traits(f).norms_branch && !traits(f).modulates_twice; }
+
+// The sets of vectors that models' blocks pass, which have an instance of their own: asking for each vector costs a row
+// of 2048 about 150 instructions. The last one is 0, for any others.
+constexpr std::array<uint32_t, 4> known_sets(Statistic s, Fusion f, Output o, int row_bytes, int vector_bytes) {
+  constexpr uint32_t kModulation = kScale | kShift, kTables = kScaleTable | kShiftTable, kAffine = kWeight | kBias;
+  constexpr uint32_t kBoth = kModulation | kScale2 | kShift2, kBothTables = kTables | kScaleTable2 | kShiftTable2;
+  if (vector_bytes > row_bytes || (row_bytes == 4 && has_more(f, o))) return {};
+  switch (f) {
+    case Fusion::kPlain:
+    case Fusion::kAdd:
+      return {s == Statistic::kLayer ? kAffine : kWeight};
+    case Fusion::kModulate:
+      if (o == Output::kQuantised) return {kModulation, kModulation | kTables};
+      return {kModulation, kModulation | kTables, kModulation | kOutGate};
+    case Fusion::kGated:
+      if (s == Statistic::kNone) return {kGate};
+      if (o == Output::kQuantised && s == Statistic::kLayer) {
+        return {kGate | kModulation, kGate | kGateTable | kModulation | kTables, kGate | kAffine};
+      }
+      return {kGate | kModulation, kGate | kGateTable | kModulation | kTables};
+    case Fusion::kBranch:
+      if (s == Statistic::kNone) return {kBranchWeight, kBranchWeight | kGate};
+      return {kBranchWeight | kWeight, kBranchWeight | kWeight | kGate | kScale, kGate | kScale};
+    case Fusion::kPair:
+      return {kBoth, kBoth | kBothTables};
+    case Fusion::kGatedPair:  // in no model with a LayerNorm
+      if (s == Statistic::kLayer) return {};
+      return {kBoth | kBothTables, kGate | kBoth};
+  }
+  return {};
+}
+
+template <typename T, typename M, Statistic S, Fusion F, Output O>
+void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsigned outer, cudaStream_t stream) {
+  const uint32_t vectors = p.present & ~kElementOperands;
+  const auto grid = [&](int rows) {
+    return dim3(grid_size(ceil_div(p.rows, static_cast<int64_t>(block.y) * rows) * g.blocks), outer);
+  };
+  const auto run = [&](auto known) {
+    constexpr uint32_t kKnown = decltype(known)::value;
+    // Not every geometry has an instance of its own for what is known.
+    constexpr bool kHasOne = kKnown == 0 || (S == Statistic::kNone && F == Fusion::kGated) || !traits(F).modulates;
+    constexpr bool kHasFour = kKnown == 0 || F != Fusion::kModulate || S == Statistic::kLayer;
+    constexpr bool kHasClusters = has_clusters(F, O);
+    if (kKnown != 0 && (vectors != kKnown || (p.weight_offset != 0.f && !traits(F).norms_branch))) return false;
+    if (g.blocks > 1) {
+      if constexpr (kHasClusters) {
+        launch_clusters(norm_kernel<T, M, S, F, O, 4, 1, kKnown, true>, grid(1), block, g.blocks, stream, p);
+      }
+      return kHasClusters;
+    }
+    // The main widths of 16-bit rows, one head's first.
+    const auto run_length = [&](auto packs) {
+      constexpr int kRowPacks = decltype(packs)::value, kPacks = packs_a_thread(S, F, kRowPacks);
+      constexpr int kThreads = kRowPacks / kPacks, kRows = rows_at_once(S, F, kPacks, kThreads, kKnown);
+      if constexpr (knows_length(S, F, O, kRowPacks, kKnown) && sizeof(T) == 2) {
+        if (p.width != kRowPacks * kPackWidth<T> || g.packs != kPacks || (is_flat(F, kThreads) && outer > 1))
+          return false;
+        norm_kernel<T, M, S, F, O, kPacks, kRows, kKnown, false, kThreads><<<grid(kRows), block, 0, stream>>>(p);
+        return true;
+      }
+      return false;
+    };
+    if (run_length(Length<8>()) || run_length(Length<16>()) || run_length(Length<256>()) || run_length(Length<384>()) ||
+        run_length(Length<512>()) || run_length(Length<640>())) {
+      return true;
+    }
+    if (g.packs == 1) {
+      constexpr int kRows = rows_at_once(S, F, 1, 32, kKnown);
+      if constexpr (kHasOne) norm_kernel<T, M, S, F, O, 1, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
+      return kHasOne;
+    }
+    if (g.packs == 2) {
+      constexpr int kRows = rows_at_once(S, F, 2, kTwoRowsThreads, kKnown);
+      if (g.threads <= kTwoRowsThreads) {
+        norm_kernel<T, M, S, F, O, 2, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
+      } else {
+        norm_kernel<T, M, S, F, O, 2, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
+      }
+      return true;
+    }
+    if constexpr (kHasFour) norm_kernel<T, M, S, F, O, 4, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
+    return kHasFour;
+  };
+  constexpr std::array<uint32_t, 4> kSets = known_sets(S, F, O, sizeof(T), sizeof(M));
+  run(Known<kSets[0]>()) || run(Known<kSets[1]>()) || run(Known<kSets[2]>()) || run(Known<kSets[3]>());
+}
+
+template <typename T, Statistic S, Fusion F, Output O>
+void launch(const NormParams& p, const Context& context) {
+  const bool whole_blocks = has_more(F, O);  // a row is no cluster's
+  const Geometry g = geometry(p.rows.width, kPackWidth<T>, S, F, whole_blocks ? 1 : most_blocks(context.device));
+  // Short rows share a block of four warps; a row of more than one warp has a block to itself.
+  const dim3 block(static_cast<unsigned>(g.threads),
+                   g.threads > 32 ? 1u : static_cast<unsigned>(kShortRowThreads / g.threads));
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  bool fast = false, wide = false;
+  const uint32_t packed = whole_pack_operands<T>(p, fast, wide);
+  CompactParams q{};
+  fast = fast && (!wide || takes_wide(F)) && g.fits && (g.blocks == 1 || has_clusters(F, O));
+  if (takes_packed("norm", forced().norm, fast && compact_params(p, q))) {
+    q.blocks = static_cast<uint32_t>(g.blocks);
+    const int64_t row_bytes = p.rows.width * static_cast<int64_t>(sizeof(T)) * (p.residual.data ? 2 : 1);
+    q.ahead = rows_ahead(kAheadBytes, row_bytes, context.device);
+    const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
+    if (!wide) {
+      launch_packed<T, T, S, F, O>(q, g, block, outer, stream);
+    } else if constexpr (takes_wide(F)) {
+      launch_packed<T, float, S, F, O>(q, g, block, outer, stream);
+    }
+  } else {
+    launch_general(p, g, block, packed, context);
+  }
+  check_launch("norm");
+}
+
+}  // namespace ltx
