@@ -46,7 +46,7 @@ struct Arg {
   }
 };
 
-[[noreturn]] void fail(const char* name, const std::string& expected, const std::string& got);
+[[noreturn]] inline void fail(const char* name, const std::string& expected, const std::string& got);
 
 inline Arg arg(const char* name, const Tensor& tensor) {
   Arg a;
