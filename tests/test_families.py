@@ -6,6 +6,9 @@ A family adds one module to tests/families; the tests here run over all of them.
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+import pkgutil
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 diffusers = pytest.importorskip("diffusers")
 from families import Family, families, random_  # noqa: E402
+from families.left import LEFT  # noqa: E402
 
 FAMILIES = families()
 # Of float32: the order of sums, which on a GPU is that of other products as well.
@@ -71,6 +75,32 @@ def assert_ran(report: Any, family: Family) -> None:
     reasons = {reason for name in family.blocks for reason in report.fallbacks.get(name, {})}
     assert reasons == set(family.stock_calls)
     assert report.left_alone == {}
+
+
+def transformer_models() -> dict[str, set[str]]:
+    """The transformer models of the installed diffusers, and the names of the blocks that each is made of."""
+    package = importlib.import_module("diffusers.models.transformers")
+    base = importlib.import_module("diffusers.models.modeling_utils").ModelMixin
+    found: dict[str, set[str]] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        for name, cls in vars(module).items():
+            if inspect.isclass(cls) and issubclass(cls, base) and cls.__module__ == module.__name__:
+                repeated = {*(cls._no_split_modules or ()), *(getattr(cls, "_repeated_blocks", None) or ())}
+                found[name] = repeated | {other for other in vars(module) if other.endswith("Block")}
+    return found
+
+
+def test_every_transformer_of_diffusers(ltx: ModuleType) -> None:
+    """Each is in a family, or in the list of what is left at norm level with a reason; none is in both."""
+    entries = ltx.integrations.diffusers.ENTRIES
+    blocks = {name.rpartition(".")[2] for name, entry in entries.items() if entry.level == "block"}
+    models = transformer_models()
+    assert len(models) > 50
+    in_families = {name for name, of in models.items() if of & blocks}
+    assert sorted(set(models) - in_families - set(LEFT)) == [], "in no family, and not in tests/families/left.py"
+    assert sorted(in_families & set(LEFT)) == [], "in a family: take it out of tests/families/left.py"
+    assert all(LEFT.values())
 
 
 @every_family

@@ -40,7 +40,8 @@ def families() -> dict[str, Family]:
     """The families by name, "module" or "module-case"."""
     found: dict[str, Family] = {}
     for info in pkgutil.iter_modules(__path__):
-        for case, family in importlib.import_module(f"{__name__}.{info.name}").FAMILIES.items():
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for case, family in getattr(module, "FAMILIES", {}).items():  # left.py has none
             found["-".join(filter(None, (info.name, case)))] = family
     return found
 

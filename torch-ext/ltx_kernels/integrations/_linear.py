@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
+from .._linear import adjacent, linear_cat, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows, quantize_weight
 from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, recall, remember, why_not_input
@@ -264,6 +264,9 @@ def all_readers(*groups: Linears | None) -> Linears | None:
 
 def over_two(linears: Linears, first: Tensor, second: Tensor) -> Tensor:
     """One layer on two inputs side by side, [..., K1] and [..., K2]."""
+    if linears.direct:
+        (linear,) = linears.modules
+        return linear_cat((first, second), cast(Tensor, linear._parameters["weight"]), linear._parameters["bias"])
     (output,) = linears(torch.cat((first, second), -1))
     return output
 
