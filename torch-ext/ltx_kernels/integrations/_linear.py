@@ -294,7 +294,8 @@ def joined(
 
     Products write to their rows of it; where one cannot, both are made and concatenated.
     """
-    if first.direct and second.direct and isinstance(input, Tensor):
+    whole = all(_in_one_storage(group._weights()) for group in (first, second))
+    if first.direct and second.direct and whole and isinstance(input, Tensor):
         width = sum(first.sizes)
         output = input.new_empty(input.shape[0], length, width)
         for linears, tokens, part in ((first, input, rows), (second, context, rows2)):
