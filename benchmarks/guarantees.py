@@ -117,9 +117,9 @@ def suites(name: str) -> str:
 
 
 def mutations() -> str:
-    """Each defect with the first test that fails, where it was planted: in the CPU backend's sources, or in CUDA's."""
+    """Each defect with the first test that fails: in the CPU backend's sources, in CUDA's, or in what is not built."""
     head, rows, counts = ["defect", "planted in"], [[m.defect, f"`{m.file}`"] for m in MUTATIONS], []
-    for backend in ("cpu", "cuda"):
+    for backend in ("cpu", "cuda", "tools"):
         result = load(f"mutations-{backend}.json") or {"meta": {}, "records": []}
         found = {record["defect"]: record for record in result["records"]}
         planted = [m for m in MUTATIONS if backend in m.backends]
@@ -134,7 +134,7 @@ def mutations() -> str:
             f"[{path}](../benchmarks/results/{path}): {result['meta']['device']}, commit {commits}" if found else path
         )
         counts.append(f"- {len(planted)} defects, **{caught} caught**, {where}")
-        head.append(f"first test that fails: {backend.upper()}")
+        head.append(f"first test that fails: {backend if backend == 'tools' else backend.upper()}")
     return "\n".join(counts) + "\n\n" + table(head, rows)
 
 

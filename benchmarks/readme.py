@@ -358,7 +358,8 @@ def trust() -> str:
     tools = load("sanitize-h200")["tools"]
     faults = [process["faults"] for tool in tools.values() for process in tool.values()]
     found = "not all of them ended" if None in faults else sum(faults)
-    planted = {"the CUDA build": load("mutations-cuda")["records"], "the CPU build": load("mutations-cpu")["records"]}
+    places = {"cuda": "the CUDA build", "cpu": "the CPU build", "tools": "tools, workflows, docs and examples"}
+    planted = {place: load(f"mutations-{name}")["records"] for name, place in places.items()}
     caught = ", ".join(
         f"{sum(bool(r['caught_by']) for r in of)} of {len(of)} in {where}" for where, of in planted.items()
     )

@@ -1,6 +1,7 @@
 """Plants defects in copies of the sources, and writes down which test fails for each.
 
 python tests/mutations.py                         # on the CPU backend; minutes, for each defect is built
+python tests/mutations.py --backend tools         # in what is not built, with the variant in build/; minutes
 python tests/mutations.py --backend cuda          # needs nvcc and a GPU
 python tests/mutations.py --backend cuda --build-only /tmp/mutants    # and, where the GPU is:
 python tests/mutations.py --backend cuda --built /tmp/mutants
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
+import contextlib
 import json
 import os
 import re
@@ -20,32 +21,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
-# In this order until one fails: the named regressions of other packages' defects come first.
-TESTS = ["regressions", "norm", "adaln", "rope", "glu", "inputs", "properties"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutation:
-    """`old`, which stands in `file` once, becomes `new`."""
-
-    defect: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...] = tuple(TESTS)
-    backends: tuple[str, ...] = ("cpu",)
-
-    @property
-    def slug(self) -> str:
-        """The name of the directory that it is built into."""
-        return re.sub(r"\W+", "-", self.defect).strip("-")
-
+from helpers.mutation import Mutation  # noqa: E402
+from helpers.tool_defects import TOOL_DEFECTS  # noqa: E402
 
 PYTHON = "torch-ext/ltx_kernels/"
 CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu", "kernel_src/attention.cu"
@@ -595,6 +579,7 @@ MUTATIONS = [
         "output.values + row * own_.width, output.scales + first);",
         tests=("quant",),
     ),
+    *TOOL_DEFECTS,
 ]
 
 
@@ -608,34 +593,40 @@ def copy_sources(directory: Path) -> None:
             shutil.copyfile(source, copy)
 
 
-def build(directory: Path, mutation: Mutation | None, backend: str, output: Path, arguments: list[str]) -> None:
-    """Builds the copy with the defect, and takes the defect out again."""
-    edited, text = None, ""
-    if mutation is not None:
-        edited = directory / mutation.file
-        text = edited.read_text()
-        if text.count(mutation.old) != 1:
-            raise SystemExit(f"{mutation.defect}: {mutation.file} has its text {text.count(mutation.old)} times")
-        edited.write_text(text.replace(mutation.old, mutation.new))
-    command = [sys.executable, "tools/build.py", "--backend", backend, "--output", str(output), *arguments]
+@contextlib.contextmanager
+def planted(directory: Path, mutation: Mutation) -> Iterator[None]:
+    """The copy with the defect, which is taken out again."""
+    edited = directory / mutation.file
+    text = edited.read_text()
+    if text.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.defect}: {mutation.file} has its text {text.count(mutation.old)} times")
+    edited.write_text(text.replace(mutation.old, mutation.new))
     try:
-        process = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+        yield
     finally:
-        if edited is not None:
-            edited.write_text(text)
+        edited.write_text(text)
+
+
+def build(directory: Path, mutation: Mutation, backend: str, output: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "tools/build.py", "--backend", backend, "--output", str(output), *arguments]
+    with planted(directory, mutation):
+        process = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     if process.returncode != 0:
         raise SystemExit(f"{mutation}: does not build\n{process.stdout}{process.stderr}")
 
 
-def first_failure(built: Path, tests: tuple[str, ...], extra: list[str], turn: int = 0) -> str | None:
+def first_failure(
+    built: Path, tests: tuple[str, ...], extra: list[str], turn: int = 0, sources: Path = REPOSITORY
+) -> str | None:
     """The first test that fails, or the way in which the tests died."""
     from helpers.gpus import take_turns
 
     for name in tests:
+        module, *test = name.split("::")
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *extra]
         process = subprocess.run(
-            [*pytest, f"tests/test_{name}.py"],
-            cwd=REPOSITORY,
+            [*pytest, "::".join([f"tests/test_{module}.py", *test])],
+            cwd=sources,
             env={
                 **os.environ,
                 **take_turns(turn),
@@ -654,7 +645,7 @@ def first_failure(built: Path, tests: tuple[str, ...], extra: list[str], turn: i
                 print(f"{built}: does not load\n{process.stdout[-2000:]}", flush=True)
                 return None
             died = re.search(r"tests/test_\w+\.py\", line \d+ in (test_\w+)", process.stderr)  # faulthandler's stack
-            return f"test_{name}.py::{died[1] if died else '?'} (status {process.returncode})"
+            return f"test_{module}.py::{died[1] if died else '?'} (status {process.returncode})"
     return None
 
 
@@ -673,7 +664,7 @@ def write(output: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", choices=["cpu", "cuda", "tools"], default="cpu")
     parser.add_argument("--only", default="", help="only defects with this in their name")
     parser.add_argument("--build-only", type=Path, metavar="DIR", help="build into DIR and run nothing")
     parser.add_argument("--built", type=Path, metavar="DIR", help="run what --build-only built")
@@ -720,8 +711,20 @@ def main() -> int:
                 record(*running[future], future.result())
                 print(f"{records[-1]['defect']}: {records[-1]['caught_by']}", flush=True)
         selected = []
+    if options.backend == "tools":  # a test that fails without a defect would seem to notice all of them
+        tests = tuple(sorted({name for mutation in selected for name in mutation.tests}))
+        if failed := first_failure(REPOSITORY / "build", tests, extra, sources=options.work / "sources"):
+            raise SystemExit(f"{failed} fails without any defect")
     for i, mutation in enumerate(selected):
         start = time.perf_counter()
+        if options.backend == "tools":
+            with planted(options.work / "sources", mutation):
+                caught = first_failure(REPOSITORY / "build", mutation.tests, extra, sources=options.work / "sources")
+            record(mutation, commit, caught)
+            print(
+                f"{i + 1}/{len(selected)} {mutation.defect}: {caught} ({time.perf_counter() - start:.0f} s)", flush=True
+            )
+            continue
         built = (options.build_only or options.work).resolve() / mutation.slug
         build(options.work / "sources", mutation, options.backend, built, options.build_args.split())
         (built / "commit").write_text(commit)

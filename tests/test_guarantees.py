@@ -38,7 +38,7 @@ def test_planted_defects_can_be_planted(mutation) -> None:
     assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "tools"])
 def test_every_planted_defect_was_caught(backend: str) -> None:
     path = RESULTS / f"mutations-{backend}.json"
     if not path.exists():
