@@ -590,7 +590,7 @@ def copy_sources(directory: Path) -> None:
         source, copy = REPOSITORY / name, directory / name
         if source.is_file() and not (copy.is_file() and copy.read_bytes() == source.read_bytes()):
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
+            shutil.copy(source, copy)  # with its mode
 
 
 @contextlib.contextmanager
