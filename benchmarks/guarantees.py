@@ -117,7 +117,7 @@ def suites(name: str) -> str:
 
 
 def mutations() -> str:
-    """Each defect with the first test that fails: in the CPU backend's sources, in CUDA's, or in what is not built."""
+    """Each defect with the first test that fails: in CPU sources, in CUDA sources, in what is not compiled."""
     head, rows, counts = ["defect", "planted in"], [[m.defect, f"`{m.file}`"] for m in MUTATIONS], []
     for backend in ("cpu", "cuda", "tools"):
         result = load(f"mutations-{backend}.json") or {"meta": {}, "records": []}

@@ -1,7 +1,7 @@
 """Plants defects in copies of the sources, and writes down which test fails for each.
 
 python tests/mutations.py                         # on the CPU backend; minutes, for each defect is built
-python tests/mutations.py --backend tools         # in what is not built, with the variant in build/; minutes
+python tests/mutations.py --backend tools         # in what is not compiled, with the variant in build/; minutes
 python tests/mutations.py --backend cuda          # needs nvcc and a GPU
 python tests/mutations.py --backend cuda --build-only /tmp/mutants    # and, where the GPU is:
 python tests/mutations.py --backend cuda --built /tmp/mutants
@@ -615,6 +615,18 @@ def build(directory: Path, mutation: Mutation, backend: str, output: Path, argum
         raise SystemExit(f"{mutation}: does not build\n{process.stdout}{process.stderr}")
 
 
+def variant_of(work: Path, mutation: Mutation) -> Path:
+    """The build in build/; where the defect is in a Python file of the package, a copy of it with that file."""
+    if not mutation.file.startswith(PYTHON):
+        return REPOSITORY / "build"
+    variants = work / "variants"
+    shutil.rmtree(variants, ignore_errors=True)
+    for variant in (REPOSITORY / "build").glob("torch-*"):
+        shutil.copytree(variant, variants / variant.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copyfile(work / "sources" / mutation.file, variants / variant.name / mutation.file.removeprefix(PYTHON))
+    return variants
+
+
 def first_failure(
     built: Path, tests: tuple[str, ...], extra: list[str], turn: int = 0, sources: Path = REPOSITORY
 ) -> str | None:
@@ -719,7 +731,8 @@ def main() -> int:
         start = time.perf_counter()
         if options.backend == "tools":
             with planted(options.work / "sources", mutation):
-                caught = first_failure(REPOSITORY / "build", mutation.tests, extra, sources=options.work / "sources")
+                built = variant_of(options.work, mutation)
+                caught = first_failure(built, mutation.tests, extra, sources=options.work / "sources")
             record(mutation, commit, caught)
             print(
                 f"{i + 1}/{len(selected)} {mutation.defect}: {caught} ({time.perf_counter() - start:.0f} s)", flush=True

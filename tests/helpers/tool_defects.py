@@ -1,4 +1,4 @@
-"""Defects in what is not built: release tools, local build, workflows, Makefile, docs and examples."""
+"""Defects in what is not compiled: the report, the diagnosis, release tools, workflows, Makefile, docs and examples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from .mutation import Mutation
 
 BUILD, RELEASE, SERVER = "tools/build.py", "tools/release.py", "tests/hub_server.py"
 RELEASE_YML, BUILD_YML = ".github/workflows/release.yml", ".github/workflows/build.yml"
+PACKAGE = "torch-ext/ltx_kernels/"
 DEMO, COMMAND_LINE = "examples/demo.py", "examples/command_line.py"
 
 
@@ -14,6 +15,41 @@ def defect(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
 
 
 TOOL_DEFECTS = [
+    defect(
+        "one reason shown of several for stock calls",
+        PACKAGE + "integrations/_report.py",
+        "for reason, count in reasons.items()]",
+        "for reason, count in list(reasons.items())[:1]]",
+        "report",
+    ),
+    defect(
+        "stock calls counted as the ops' calls too",
+        PACKAGE + "integrations/_sites.py",
+        "            self.fallbacks[reason] += 1",
+        "            self.fallbacks[reason] += 1\n            self.calls += 1",
+        "report",
+    ),
+    defect(
+        "reasons counted in the place of stock calls",
+        PACKAGE + "integrations/_report.py",
+        "str(sum(s.fallbacks.values()))",
+        "str(len(s.fallbacks))",
+        "report",
+    ),
+    defect(
+        "modules left alone that the report does not count",
+        PACKAGE + "integrations/_report.py",
+        'f" and {len(names) - 3} more" if len(names) > 3 else ""',
+        '""',
+        "report",
+    ),
+    defect(
+        "a diagnosis that does not look at the result",
+        PACKAGE + "__main__.py",
+        "return None if error < 1e-5 else",
+        "return None if error >= 0 else",
+        "project_files::test_diagnosis_of_a_wrong_or_failing_op",
+    ),
     defect(
         "files in a release that its digest does not name",
         RELEASE,
