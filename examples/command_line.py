@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,7 @@ def start(parser: argparse.ArgumentParser) -> None:
     """Answer --help and wrong arguments; then set the process up for one quiet run."""
     sys.excepthook = last_words
     parser.parse_args()
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of packages that Python compiles at first import
     for name in FOREIGN_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -75,7 +75,7 @@ class OpCounter(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == self.namespace:
+        if func.namespace == self.namespace and any("Tensor" in str(a.type) for a in func._schema.arguments):
             op = func._schema.name.split("::")[1].removesuffix("_out")
             given = dict(zip((a.name for a in func._schema.arguments), args))
             self.calls[FUNCTIONS.get(op, op).format(STATISTICS.get(given.get("statistic")))] += 1
