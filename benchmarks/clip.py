@@ -18,6 +18,7 @@ that a clip takes, weights included; the other configurations' own weights are n
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import statistics
 import sys
@@ -98,6 +99,8 @@ def released_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> L
 def configured(config: str, pipe: LTXPipeline, ltx: ModuleType) -> LTXPipeline:
     """A pipeline with views of the same weights, prepared as `config` says."""
     parts = {name: view_of(getattr(pipe, name)) for name in COMPONENTS}
+    if config not in ("stock", "compile"):
+        parts["vae"] = copy.deepcopy(pipe.vae)  # its weights change their memory order
     made = LTXPipeline(scheduler=pipe.scheduler, tokenizer=pipe.tokenizer, **parts)
     if config == "compile":
         made.transformer.compile_repeated_blocks(fullgraph=True)

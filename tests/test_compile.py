@@ -116,6 +116,13 @@ def attention_formula(q: Tensor, k: Tensor, v: Tensor, wq: Tensor, wk: Tensor, m
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v)
 
 
+def channel_norm_formula(x: Tensor, w: Tensor, c: Tensor, scale: Tensor, shift: Tensor, t: Tensor) -> Tensor:
+    y = rms((x + c.view(-1, 1, 1, 1)).movedim(1, -1)) * w
+    y = y * (1 + t + scale[:, None, None, None]) + shift[:, None, None, None]
+    y = torch.nn.functional.silu(y).movedim(-1, 1)
+    return torch.cat([y[:, :, :1], y, y[:, :, -1:], y[:, :, -1:]], 2)
+
+
 class Case:
     """A function of the package (or of its reference) applied to seeded tensors, and what it should compute."""
 
@@ -319,6 +326,30 @@ CASES = {
         ),
         lambda f, q, k, v, wq, wk, mask: f.qk_norm_cross_attention(q, k, v, wq, wk, mask=mask),
         attention_formula,
+    ),
+    "channel_norm": Case(
+        lambda m, b, s: (m(b, 8, s, 2, 3), m(8), m(8), m(b, 8), m(b, 8), m(8)),
+        lambda f, x, w, c, scale, shift, t: f.channel_norm(
+            x, w, bias=c, scale=scale, shift=shift, scale_table=t, activation="silu", padding=(1, 2)
+        ),
+        channel_norm_formula,
+    ),
+    "channel_norm_residual": Case(
+        lambda m, b, s: (m(b, 8, s, 2, 3), m(b, 8, s, 2, 3)),
+        lambda f, x, r: f.channel_norm_residual(x, r),
+        lambda x, r: (rms((x + r).movedim(1, -1)).movedim(-1, 1), x + r),
+    ),
+    "pixel_shuffle_3d": Case(
+        lambda m, b, s: (m(b, 8, s, 2, 3), m(8)),
+        lambda f, x, c: f.pixel_shuffle_3d(x, (1, 2, 2), bias=c),
+        lambda x, c: torch.nn.functional.pixel_shuffle((x + c.view(-1, 1, 1, 1)).movedim(2, 1), 2).movedim(1, 2),
+    ),
+    "unpatchify": Case(
+        lambda m, b, s: (m(b, 8, s, 2, 3),),
+        lambda f, x: f.unpatchify(x, 2),
+        lambda x: torch.nn.functional.pixel_shuffle(
+            x.unflatten(1, (2, 2, 2)).transpose(2, 3).flatten(1, 3).movedim(2, 1), 2
+        ).movedim(1, 2),
     ),
 }
 

@@ -47,6 +47,7 @@ def pair(first: tuple[int, ...], second: tuple[int, ...]) -> Callable[[Make], di
 FLOATS = "dtype float32, float16 or bfloat16"
 ROWS = (2, 3, 8)
 HEADS = (2, 6, 3, 8)
+VIDEO = (2, 8, 3, 4, 5)
 
 
 def norm_errors() -> list[Error]:
@@ -613,7 +614,101 @@ def attention_errors() -> list[Error]:
     ]
 
 
-ERRORS = [*norm_errors(), *glu_errors(), *rope_errors(), *attention_errors()]
+def video_errors() -> list[Error]:
+    def norm(text: str, **arguments: Any) -> Error:
+        def call(f: Any, t: Make, **out: Any) -> Any:
+            given = {name: t(*value) if isinstance(value, list) else value for name, value in arguments.items()}
+            return f.channel_norm(t(*VIDEO), **given, **out)
+
+        return Error(text, call, one(*VIDEO))
+
+    together = "expected {0} and {1} together, got None"
+    return [
+        Error(
+            "input: expected 5 dimensions, got shape [2, 3, 8]",
+            lambda f, t, **out: f.channel_norm(t(*ROWS), **out),
+            one(*ROWS),
+        ),
+        Error(
+            f"input: expected {FLOATS}, got int64",
+            lambda f, t, **out: f.channel_norm(t(*VIDEO, dtype=I64), **out),
+            one(*VIDEO),
+        ),
+        norm("eps: expected a finite number >= 0, got -1", eps=-1.0),
+        norm("bias: expected shape [8], got [7]", bias=[7]),
+        norm("weight: expected shape [8], got [8, 1]", weight=[8, 1]),
+        norm("residual: expected shape [2, 8, 3, 4, 5], got [2, 8, 3, 4, 4]", residual=[2, 8, 3, 4, 4]),
+        norm("noise: expected shape [4, 5], got [5, 4]", noise=[5, 4], noise_scale=[8]),
+        norm("noise_scale: " + together.format("noise", "noise_scale"), noise=[4, 5]),
+        norm("noise: " + together.format("noise", "noise_scale"), noise_scale=[8]),
+        norm("shift: " + together.format("scale", "shift"), scale=[2, 8]),
+        norm("scale: expected shape [2, 8], got [1, 8]", scale=[1, 8], shift=[2, 8]),
+        norm("scale_table: expected its modulation input to be given too, got a table alone", scale_table=[8]),
+        norm("shift_table: expected shape [8], got [3]", scale=[2, 8], shift=[2, 8], shift_table=[3]),
+        norm(
+            "padding: expected frames before and after (>= 0), and 0 or 1 for reflected edges, got [-1, 0, 0]",
+            padding=(-1, 0),
+        ),
+        Error(
+            "weight: expected dtype float32 (that of input), got bfloat16",
+            lambda f, t, **out: f.channel_norm(t(*VIDEO), t(8, dtype=BF16), **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "input: expected a height and a width of at least 2 (reflected edges), got shape [1, 8, 2, 1, 5]",
+            lambda f, t, **out: f.channel_norm(t(1, 8, 2, 1, 5), reflect=True, **out),
+            one(1, 8, 2, 3, 7),
+        ),
+        Error(
+            "input: expected channels that are a multiple of 8, got shape [2, 12, 3, 4, 5]",
+            lambda f, t, **out: f.pixel_shuffle_3d(t(2, 12, 3, 4, 5), (2, 2, 2), **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "upscale: expected three numbers >= 1, got [2, 0, 2]",
+            lambda f, t, **out: f.pixel_shuffle_3d(t(*VIDEO), (2, 0, 2), **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "upscale: expected three numbers >= 1, got [2, 2]",
+            lambda f, t, **out: f.pixel_shuffle_3d(t(*VIDEO), (2, 2), **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "skip_frames: expected a number from 0 to 1, got 2",
+            lambda f, t, **out: f.pixel_shuffle_3d(t(*VIDEO), (2, 2, 2), skip_frames=2, **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "residual: expected channels that are a multiple of 8 and divide those of input [1, 16, 1, 1, 1], "
+            "got shape [1, 12, 1, 1, 1]",
+            lambda f, t, **out: f.pixel_shuffle_3d(t(1, 16, 1, 1, 1), (2, 2, 2), residual=t(1, 12, 1, 1, 1), **out),
+            one(1, 2, 2, 2, 2),
+        ),
+        Error(
+            "residual: expected shape [1, 16, 1, 1, 1], got [1, 16, 1, 1, 2]",
+            lambda f, t, **out: f.pixel_shuffle_3d(t(1, 16, 1, 1, 1), (2, 2, 2), residual=t(1, 16, 1, 1, 2), **out),
+            one(1, 2, 2, 2, 2),
+        ),
+        Error(
+            "patch_size: expected a number >= 1, got 0",
+            lambda f, t, **out: f.unpatchify(t(*VIDEO), 0, **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "input: expected channels that are a multiple of 9, got shape [2, 8, 3, 4, 5]",
+            lambda f, t, **out: f.unpatchify(t(*VIDEO), 3, **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "bias: expected shape [8], got [2]",
+            lambda f, t, **out: f.unpatchify(t(*VIDEO), 2, bias=t(2), **out),
+            one(2, 2, 3, 8, 10),
+        ),
+    ]
+
+
+ERRORS = [*norm_errors(), *glu_errors(), *rope_errors(), *attention_errors(), *video_errors()]
 
 
 def raised(call: Callable[[], Any]) -> str:

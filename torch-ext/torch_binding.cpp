@@ -136,6 +136,24 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   // Compiled for CUDA alone: of bf16 heads of 64 columns, on the GPUs that has_attention knows.
   ops.def("attention(Tensor query, Tensor key, Tensor value, float? scale) -> Tensor");
   ops.def("has_attention(int device) -> bool");
+
+  // Video tensors in channels-last memory. norm: 0 none, 1 rms, 2 rms with each step rounded, 3 l2
+  // (kernel_src/ltx/channels_last.h). padding: frames before, frames after, 1 for reflected edges.
+#define LTX_CHANNEL_NORM_ARGS                                                                                  \
+  "Tensor input, Tensor? bias, Tensor? noise, Tensor? noise_scale, Tensor? residual, Tensor? weight, Tensor? " \
+  "scale, Tensor? shift, Tensor? scale_table, Tensor? shift_table, float eps, int norm, bool silu, int[] padding"
+  ops.def("channel_norm(" LTX_CHANNEL_NORM_ARGS ") -> Tensor");
+  ops.def("channel_norm_out(Tensor(a!) out, " LTX_CHANNEL_NORM_ARGS ") -> ()");
+  ops.def("channel_norm_residual(" LTX_CHANNEL_NORM_ARGS ") -> (Tensor, Tensor)");
+  ops.def("channel_norm_residual_out(Tensor(a!) out, Tensor(b!) residual_out, " LTX_CHANNEL_NORM_ARGS ") -> ()");
+
+#define LTX_PIXEL_SHUFFLE_ARGS "Tensor input, Tensor? bias, Tensor? residual, int[] upscale, int skip_frames"
+  ops.def("pixel_shuffle(" LTX_PIXEL_SHUFFLE_ARGS ") -> Tensor");
+  ops.def("pixel_shuffle_out(Tensor(a!) out, " LTX_PIXEL_SHUFFLE_ARGS ") -> ()");
+
+#define LTX_UNPATCHIFY_ARGS "Tensor input, Tensor? bias, int patch_size, bool clamp"
+  ops.def("unpatchify(" LTX_UNPATCHIFY_ARGS ") -> Tensor");
+  ops.def("unpatchify_out(Tensor(a!) out, " LTX_UNPATCHIFY_ARGS ") -> ()");
 }
 
 #if defined(CUDA_KERNEL)
@@ -165,6 +183,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(apply_rotary_qk);
   LTX_IMPL(qk_norm_rope);
   LTX_IMPL(qk_norm_cross_attention);
+  LTX_IMPL(channel_norm);
+  LTX_IMPL(channel_norm_residual);
+  LTX_IMPL(pixel_shuffle);
+  LTX_IMPL(unpatchify);
   ops.impl("norm_quant", TORCH_BOX(&ltx::host::norm_quant));
   ops.impl("residual_norm_quant", TORCH_BOX(&ltx::host::residual_norm_quant));
   ops.impl("norm_residual_norm_quant", TORCH_BOX(&ltx::host::norm_residual_norm_quant));

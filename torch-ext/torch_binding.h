@@ -1,5 +1,5 @@
 // The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, rope.cpp, attention.cpp,
-// glu.cpp, quant.cpp and linear.cpp.
+// glu.cpp, quant.cpp, linear.cpp and channels_last.cpp.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -105,6 +105,34 @@ std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor&
                                       const OptionalTensor& static_scale, int64_t activation);
 Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
                      const OptionalTensor& bias, bool use_fast_accum);
+Tensor channel_norm(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& noise,
+                    const OptionalTensor& noise_scale, const OptionalTensor& residual, const OptionalTensor& weight,
+                    const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& scale_table,
+                    const OptionalTensor& shift_table, double eps, int64_t norm, bool silu,
+                    std::vector<int64_t> padding);
+void channel_norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, const OptionalTensor& noise,
+                      const OptionalTensor& noise_scale, const OptionalTensor& residual, const OptionalTensor& weight,
+                      const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& scale_table,
+                      const OptionalTensor& shift_table, double eps, int64_t norm, bool silu,
+                      std::vector<int64_t> padding);
+std::tuple<Tensor, Tensor> channel_norm_residual(const Tensor& input, const OptionalTensor& bias,
+                                                 const OptionalTensor& noise, const OptionalTensor& noise_scale,
+                                                 const OptionalTensor& residual, const OptionalTensor& weight,
+                                                 const OptionalTensor& scale, const OptionalTensor& shift,
+                                                 const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                                                 double eps, int64_t norm, bool silu, std::vector<int64_t> padding);
+void channel_norm_residual_out(const Tensor& out, const Tensor& residual_out, const Tensor& input,
+                               const OptionalTensor& bias, const OptionalTensor& noise,
+                               const OptionalTensor& noise_scale, const OptionalTensor& residual,
+                               const OptionalTensor& weight, const OptionalTensor& scale, const OptionalTensor& shift,
+                               const OptionalTensor& scale_table, const OptionalTensor& shift_table, double eps,
+                               int64_t norm, bool silu, std::vector<int64_t> padding);
+Tensor pixel_shuffle(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& residual,
+                     std::vector<int64_t> upscale, int64_t skip_frames);
+void pixel_shuffle_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias,
+                       const OptionalTensor& residual, std::vector<int64_t> upscale, int64_t skip_frames);
+Tensor unpatchify(const Tensor& input, const OptionalTensor& bias, int64_t patch_size, bool clamp);
+void unpatchify_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, int64_t patch_size, bool clamp);
 
 void norm_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
                        const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,

@@ -34,16 +34,6 @@ namespace {
 constexpr int64_t kBlockColumns = 1024;
 constexpr int64_t kStep = kWide * kLanes;
 
-// x * sigmoid(v). With e = exp(-|v|) this is x / (1 + e) for v >= 0 and x * e / (1 + e) otherwise. Where e is below
-// 2^-158 it counts as zero, as does x * e: finite x give zero, and -inf * 0 the NaN that torch gives.
-LTX_INLINE Wide times_sigmoid(const Wide& x, const Wide& v) {
-  const Wide magnitude = keep_bits(v, 0x7fffffffu);
-  const Wide scaled = select(magnitude < 110.f, scaled_exp_minus(magnitude), 0.f);
-  const WideMask negative = v < 0.f;
-  const Wide quotient = select(negative, x * scaled, x) / (scaled * kUnscale + 1.f);
-  return select(negative, quotient * kUnscale, quotient);
-}
-
 LTX_INLINE Wide gelu_tanh(const Wide& x) {
   const Wide square = x * x;
   return times_sigmoid(x, x * (square * 0.07135481282553f + 1.5957691216057308f));

@@ -501,6 +501,16 @@ LTX_INLINE Wide scaled_exp_minus(const Wide& x) {
   return scale_by_power((polynomial * square - r) + 1.f, shifted);
 }
 
+// x * sigmoid(v). With e = exp(-|v|) this is x / (1 + e) for v >= 0 and x * e / (1 + e) otherwise. Where e is below
+// 2^-158 it counts as zero, as does x * e: finite x give zero, and -inf * 0 the NaN that torch gives.
+LTX_INLINE Wide times_sigmoid(const Wide& x, const Wide& v) {
+  const Wide magnitude = keep_bits(v, 0x7fffffffu);
+  const Wide scaled = select(magnitude < 110.f, scaled_exp_minus(magnitude), 0.f);
+  const WideMask negative = v < 0.f;
+  const Wide quotient = select(negative, x * scaled, x) / (scaled * kUnscale + 1.f);
+  return select(negative, quotient * kUnscale, quotient);
+}
+
 // kWide vectors of storage. Each 32-bit word of bfloat16 holds two neighbours; one shift and one mask separate them, so
 // that a pair of vectors holds the even and the odd elements of its range. fp32 rows that join in are arranged alike.
 template <class T>

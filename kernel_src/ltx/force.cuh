@@ -7,6 +7,7 @@
 //   attention=packed|general               the kernel of the attention; packed: tensor cores
 //   quant=packed|general                   the kernel of the quantising ops
 //   quant_packs=1|2|4                      as norm_packs, for these
+//   channels_last=packed|general           the kernel of the ops on channels-last video tensors
 //   linear=cublaslt|torch                  what scaled_linear's op calls
 // Anything else is an error, and so is a choice that a call cannot use.
 #pragma once
@@ -22,7 +23,7 @@ enum class Kernel { kAny, kPacked, kGeneral, kElements, kSingle };
 
 struct Forced {
   Kernel norm = Kernel::kAny, rotary = Kernel::kAny, glu = Kernel::kAny, attention = Kernel::kAny, quant = Kernel::kAny,
-         linear = Kernel::kAny;
+         channels_last = Kernel::kAny, linear = Kernel::kAny;
   int norm_packs = 0, quant_packs = 0;
 };
 
@@ -61,6 +62,8 @@ inline Forced parse_forced(const std::string& text) {
     choose("quant_packs=1", forced.quant_packs, 1);
     choose("quant_packs=2", forced.quant_packs, 2);
     choose("quant_packs=4", forced.quant_packs, 4);
+    choose("channels_last=packed", forced.channels_last, Kernel::kPacked);
+    choose("channels_last=general", forced.channels_last, Kernel::kGeneral);
     choose("linear=cublaslt", forced.linear, Kernel::kPacked);
     choose("linear=torch", forced.linear, Kernel::kGeneral);
     if (!known) fail_forced("a choice that kernel_src/ltx/force.cuh lists", "'" + item + "'");

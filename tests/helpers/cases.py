@@ -781,6 +781,14 @@ def every_function(make: Make) -> dict[str, Case]:
     tests/test_completeness.py compares it with the package's __all__: a new function needs its line in every_case.
     """
     found = {case.op: case for case in every_op(make).values()}
+    x, vector = make(2, 8, 3, 2, 4).contiguous(memory_format=torch.channels_last_3d), make(8)
+    video = {"input": x, "bias": vector, "residual": make(2, 8, 3, 2, 4)}
+    modulation = {"scale": make(2, 8), "shift": make(2, 8), "scale_table": vector, "shift_table": vector}
+    norm = {**video, **modulation, "weight": vector, "noise": make(2, 4), "noise_scale": vector}
+    found["channel_norm"] = Case("channel_norm", norm)
+    found["channel_norm_residual"] = Case("channel_norm_residual", norm)
+    found["pixel_shuffle_3d"] = Case("pixel_shuffle_3d", {**video, "upscale": (2, 2, 2)})
+    found["unpatchify"] = Case("unpatchify", {"input": x, "bias": vector, "patch_size": 2})
     found["attention"] = plain_attention_case(make, (2, 5, 3, 16), 7)
     found["quantize_weight"] = Case("quantize_weight", {"weight": make(16, 32)})
     values, weight = (make(rows, 32).to(torch.float8_e4m3fn) for rows in (4, 16))

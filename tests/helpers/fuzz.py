@@ -41,6 +41,8 @@ from .cases import (
     rope_case,
     rotary_case,
 )
+from .channels_last import LAYOUTS as VIDEO_LAYOUTS
+from .channels_last import NORMS, OPERANDS, Video
 from .check import check_everywhere
 from .memory import LAYOUTS, place, torch_threads
 from .tally import Tally
@@ -574,9 +576,32 @@ quantised = st.builds(
     static_scale=st.sampled_from([None, None, 0.01, 3.0]),
 )
 
+videos = st.builds(
+    Video,
+    op=st.sampled_from(["channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify"]),
+    sizes=st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(1, 6), st.integers(1, 6)),
+    channels=st.one_of(st.integers(1, 70), st.sampled_from([8, 16, 48, 96, 128, 256])),
+    dtype=dtypes,
+    norm=st.sampled_from(NORMS),
+    operands=st.sets(st.sampled_from(OPERANDS)).map(lambda s: tuple(sorted(s))),
+    eps=st.sampled_from([1e-8, 1e-6, 0.25]),
+    silu=st.booleans(),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    reflect=st.booleans(),
+    upscale=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
+    residual_parts=st.sampled_from([1, 2, 4]),
+    skip_frames=st.integers(0, 2),
+    clamp=st.booleans(),
+    layout=st.sampled_from(VIDEO_LAYOUTS),
+    given_out=st.booleans(),
+    in_place=st.sampled_from(["", "input", "residual"]),
+    seed=seeds,
+)
+
 # Each with its part of the cases.
 FAMILIES = {
-    "norms": (norms(), 0.28),
+    "norms": (norms(), 0.23),
+    "channels-last video": (videos, 0.05),
     "activations": (activations([*ACTIVATIONS, *CLAMPED]), 0.13),
     "gates of heads": (head_gates, 0.04),
     "rotary": (rotaries, 0.22),

@@ -25,6 +25,7 @@ from .adaln import (
     gated_residual_adaln_rmsnorm_pair,
 )
 from .attention import attention, qk_norm_cross_attention
+from .channels_last import channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify
 from .glu import gate_heads, geglu, gelu, swiglu, swiglu_clamped
 from .integrations import kernel_mapping, optimize, restore
 from .norm import (
@@ -72,6 +73,8 @@ __all__ = [
     "apply_rotary",
     "apply_rotary_qk",
     "attention",
+    "channel_norm",
+    "channel_norm_residual",
     "gate_heads",
     "gated_residual",
     "gated_residual_adaln_layernorm",
@@ -96,6 +99,7 @@ __all__ = [
     "norm_gated_residual_norm_quant",
     "norm_residual",
     "optimize",
+    "pixel_shuffle_3d",
     "qk_norm_cross_attention",
     "qk_norm_rope",
     "quantize_rows",
@@ -112,4 +116,5 @@ __all__ = [
     "swiglu",
     "swiglu_clamped",
     "swiglu_quant",
+    "unpatchify",
 ]

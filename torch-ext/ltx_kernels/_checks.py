@@ -30,6 +30,8 @@ ROUNDING = {"fp32": FP32, "eager": EAGER}
 APPROXIMATE = {"none": GELU, "tanh": GELU_TANH}
 INTERLEAVED = {"interleaved": True, "half": False}
 STATISTIC = {"rms": RMS, "layer": LAYER}
+CHANNEL_NORM = {"none": 0, "rms": 1, "rms_stepwise": 2, "l2": 3}
+CHANNEL_ACTIVATION = {"none": False, "silu": True}
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
@@ -1003,3 +1005,145 @@ def check_qk_norm_cross_attention(
         if not fits:
             _fail("mask", f"shape [{batch}, {keys}] or [1, {keys}]", _shape_text(mask.shape))
     _output("out", out, "query", query, query.shape)
+
+
+# ---- channels_last.cpp
+
+
+def _video(input: Tensor, float64: bool) -> None:
+    _dim("input", input, 5)
+    _float_dtype("input", input, float64)
+
+
+def _like_input(name: str, tensor: Tensor | None, input: Tensor, shape: Sequence[int]) -> None:
+    """An operand, or none, of the input's device and dtype, and of a shape."""
+    if tensor is not None:
+        _same_device(name, tensor, "input", input)
+        _same_dtype(name, tensor, "input", input)
+        _shape(name, tensor, shape)
+
+
+def _together(first: str, second: str, one: object, other: object) -> None:
+    if (one is None) != (other is None):
+        _fail(first if one is None else second, f"{first} and {second} together", "None")
+
+
+def channel_norm_shape(input: Tensor, padding: Sequence[int], float64: bool = False) -> tuple[int, ...]:
+    """The shape of a channel norm's result."""
+    _video(input, float64)
+    if len(padding) != 3 or any(size < 0 for size in padding) or padding[2] > 1:
+        _fail("padding", "frames before and after (>= 0), and 0 or 1 for reflected edges", _shape_text(padding))
+    batch, channels, frames, height, width = input.shape
+    front, back, reflect = padding
+    padded = frames if frames == 0 else frames + front + back
+    return batch, channels, padded, height + 2 * reflect, width + 2 * reflect
+
+
+def check_channel_norm(
+    input: Tensor,
+    *,
+    bias: Tensor | None,
+    noise: Tensor | None,
+    noise_scale: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    scale_table: Tensor | None,
+    shift_table: Tensor | None,
+    eps: float,
+    norm: int,
+    silu: bool,
+    padding: Sequence[int],
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    float64: bool = False,
+) -> tuple[int, ...]:
+    """Returns the shape of the result."""
+    shape = channel_norm_shape(input, padding, float64)
+    _code("norm", norm, 0, 3)
+    _eps(eps)
+    batch, channels, _, height, width = input.shape
+    if padding[2] and (height < 2 or width < 2):
+        _fail("input", "a height and a width of at least 2 (reflected edges)", "shape " + _shape_text(input.shape))
+    _like_input("residual", residual, input, input.shape)
+    _like_input("bias", bias, input, (channels,))
+    _like_input("weight", weight, input, (channels,))
+    _together("noise", "noise_scale", noise, noise_scale)
+    _like_input("noise", noise, input, (height, width))
+    _like_input("noise_scale", noise_scale, input, (channels,))
+    _together("scale", "shift", scale, shift)
+    for name, value, table in (("scale", scale, scale_table), ("shift", shift, shift_table)):
+        if table is not None and value is None:
+            _fail(f"{name}_table", "its modulation input to be given too", "a table alone")
+        _like_input(name, value, input, (batch, channels))
+    _like_input("scale_table", scale_table, input, (channels,))
+    _like_input("shift_table", shift_table, input, (channels,))
+    _output("out", out, "input", input, shape)
+    _output("residual_out", residual_out, "input", input, input.shape)
+    return shape
+
+
+def check_pixel_shuffle(
+    input: Tensor,
+    *,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    upscale: Sequence[int],
+    skip_frames: int,
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> tuple[int, ...]:
+    """Returns the shape of the result."""
+    _video(input, float64)
+    if len(upscale) != 3 or any(factor < 1 for factor in upscale):
+        _fail("upscale", "three numbers >= 1", _shape_text(upscale))
+    batch, channels, frames, height, width = input.shape
+    parts = math.prod(upscale)
+    if channels % parts != 0:
+        _fail("input", f"channels that are a multiple of {parts}", "shape " + _shape_text(input.shape))
+    if not 0 <= skip_frames < upscale[0]:
+        _fail("skip_frames", f"a number from 0 to {upscale[0] - 1}", str(skip_frames))
+    _like_input("bias", bias, input, (channels,))
+    if residual is not None:
+        _same_device("residual", residual, "input", input)
+        _same_dtype("residual", residual, "input", input)
+        _dim("residual", residual, 5)
+        held = residual.shape[1]
+        if held == 0 or held % parts != 0 or channels % held != 0:
+            expected = f"channels that are a multiple of {parts} and divide those of input {_shape_text(input.shape)}"
+            _fail("residual", expected, "shape " + _shape_text(residual.shape))
+        _shape("residual", residual, (batch, held, frames, height, width))
+    time, rows, columns = upscale
+    shape = (
+        batch,
+        channels // parts,
+        frames if frames == 0 else frames * time - skip_frames,
+        height * rows,
+        width * columns,
+    )
+    _output("out", out, "input", input, shape)
+    return shape
+
+
+def check_unpatchify(
+    input: Tensor,
+    *,
+    bias: Tensor | None,
+    patch_size: int,
+    clamp: bool,
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> tuple[int, ...]:
+    """Returns the shape of the result."""
+    _video(input, float64)
+    if patch_size < 1:
+        _fail("patch_size", "a number >= 1", str(patch_size))
+    batch, channels, frames, height, width = input.shape
+    if channels % patch_size**2 != 0:
+        expected = f"channels that are a multiple of {patch_size**2}"
+        _fail("input", expected, "shape " + _shape_text(input.shape))
+    _like_input("bias", bias, input, (channels,))
+    shape = batch, channels // patch_size**2, frames, height * patch_size, width * patch_size
+    _output("out", out, "input", input, shape)
+    return shape

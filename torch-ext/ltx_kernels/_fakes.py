@@ -173,6 +173,30 @@ def _attention(outs: Outs, compute: bool, **arguments: Any) -> Results:
     return (reference.attention(**arguments) if compute else query.new_empty(query.shape),)
 
 
+# ---- Channels-last video
+
+
+def _channel_norm(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_channel_norm(input, **outs, **arguments)
+    if compute:
+        return reference.channel_norm_family(input, **arguments)
+    return _new_video(input, shape), _new_video(input, input.shape)
+
+
+def _new_video(input: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=torch.channels_last_3d)
+
+
+def _pixel_shuffle(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_pixel_shuffle(input, **outs, **arguments)
+    return (reference.shuffled(input, **arguments) if compute else _new_video(input, shape),)
+
+
+def _unpatchify(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_unpatchify(input, **outs, **arguments)
+    return (reference.unpatched(input, **arguments) if compute else input.new_empty(shape),)
+
+
 BODIES: dict[str, Callable[..., Results]] = {
     "norm": _norm,
     "adaln_norm": _adaln_norm,
@@ -200,6 +224,10 @@ BODIES: dict[str, Callable[..., Results]] = {
     "qk_norm_rope": _qk_norm_rope,
     "qk_norm_cross_attention": _qk_norm_cross_attention,
     "attention": _attention,
+    "channel_norm": _channel_norm,
+    "channel_norm_residual": _channel_norm,
+    "pixel_shuffle": _pixel_shuffle,
+    "unpatchify": _unpatchify,
 }
 
 

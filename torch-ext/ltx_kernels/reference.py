@@ -1,9 +1,10 @@
 """Every public function in plain torch: differentiable, on any device, with the errors of the compiled ops.
 
-The signatures are those of the package without ``out=``. Five functions do the work: ``norm_family``, ``gated_unit``,
-``quantise``, ``rotate`` and ``cross_attention``. The package runs them where there is no compiled kernel (a tensor on
-the variant's other device) and where autograd has to follow; tests and benchmarks use them as the definition. Math is
-in float32, or in float64 when the input is float64, which the compiled ops do not take.
+The signatures are those of the package without ``out=``. The work is done by ``norm_family``, ``gated_unit``,
+``quantise``, ``rotate``, ``cross_attention``, ``channel_norm_family``, ``shuffled`` and ``unpatched``. The package runs
+them where there is no compiled kernel (a tensor on the variant's other device) and where autograd has to follow; tests
+and benchmarks use them as the definition. Math is in float32, or in float64 when the input is float64, which the
+compiled ops do not take.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor
 from . import _checks
 from ._checks import (
     APPROXIMATE,
+    CHANNEL_ACTIVATION,
+    CHANNEL_NORM,
     E4M3_MAX,
     EAGER,
     FP32,
@@ -51,6 +54,8 @@ __all__ = [
     "apply_rotary",
     "apply_rotary_qk",
     "attention",
+    "channel_norm",
+    "channel_norm_residual",
     "gate_heads",
     "gated_residual",
     "gated_residual_adaln_layernorm",
@@ -71,6 +76,7 @@ __all__ = [
     "norm_gated_residual_norm",
     "norm_gated_residual_norm_quant",
     "norm_residual",
+    "pixel_shuffle_3d",
     "qk_norm_cross_attention",
     "qk_norm_rope",
     "quantize_rows",
@@ -83,6 +89,7 @@ __all__ = [
     "swiglu",
     "swiglu_clamped",
     "swiglu_quant",
+    "unpatchify",
 ]
 
 Pair = tuple[Tensor, Tensor]
@@ -1555,6 +1562,150 @@ def qk_norm_cross_attention(
     arguments = (query, key, value, query_weight, key_weight, mask)
     _checks.check_qk_norm_cross_attention(*arguments, eps=eps, scale=scale, float64=True)
     return cross_attention(*arguments, eps=eps, scale=scale)
+
+
+# ---- Channels-last video
+
+_CHANNELS = (slice(None), None, None, None)  # a vector of the channels, beside a [B, C, T, H, W] tensor
+
+
+def channel_norm_family(
+    input: Tensor,
+    *,
+    bias: Tensor | None,
+    noise: Tensor | None,
+    noise_scale: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    scale_table: Tensor | None,
+    shift_table: Tensor | None,
+    eps: float,
+    norm: int,
+    silu: bool,
+    padding: Sequence[int],
+) -> Pair:
+    """(normalised and padded, sum) of every channel norm. Each operation rounds to the tensors' dtype."""
+    dtype, compute = input.dtype, _compute_dtype(input)
+    h = input
+    if bias is not None:
+        h = h + bias[_CHANNELS]
+    if noise is not None and noise_scale is not None:
+        h = h + (noise * noise_scale[:, None, None])[:, None]
+    if residual is not None:
+        h = h + residual
+    y = h
+    if norm == CHANNEL_NORM["rms"]:
+        y = (h * torch.rsqrt(h.to(compute).square().mean(1, keepdim=True) + eps)).to(dtype)
+    elif norm == CHANNEL_NORM["rms_stepwise"]:
+        y = h / torch.sqrt((h * h).to(compute).mean(1, keepdim=True).to(dtype) + eps)
+    elif norm == CHANNEL_NORM["l2"]:
+        y = F.normalize(h.to(compute), dim=1, eps=eps).to(dtype) * math.sqrt(h.shape[1])
+    if weight is not None:
+        y = y * weight[_CHANNELS]
+    if scale is not None and shift is not None:
+        scale = scale if scale_table is None else scale + scale_table
+        shift = shift if shift_table is None else shift + shift_table
+        y = y * (1 + scale)[..., None, None, None] + shift[..., None, None, None]
+    if silu:
+        y = F.silu(y)
+    front, back, reflect = padding
+    if y.shape[2] > 0:
+        y = torch.cat([y[:, :, :1]] * front + [y] + [y[:, :, -1:]] * back, 2)
+    if reflect:
+        y = F.pad(y, (1, 1, 1, 1, 0, 0), mode="reflect")
+    return y.contiguous(memory_format=torch.channels_last_3d), h.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _channel_norm(
+    input: Tensor, *, norm: str, activation: str, padding: Sequence[int], reflect: bool, **arguments: Any
+) -> Pair:
+    arguments["norm"] = choice("norm", CHANNEL_NORM, norm)
+    arguments["silu"] = choice("activation", CHANNEL_ACTIVATION, activation)
+    arguments["padding"] = (*padding, int(reflect))
+    _checks.check_channel_norm(input, float64=True, **arguments)
+    return channel_norm_family(input, **arguments)
+
+
+def channel_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    norm: str = "rms",
+    bias: Tensor | None = None,
+    noise: Tensor | None = None,
+    noise_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    activation: str = "none",
+    padding: Sequence[int] = (0, 0),
+    reflect: bool = False,
+) -> Tensor:
+    return _channel_norm(**locals())[0]
+
+
+def channel_norm_residual(
+    input: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    norm: str = "rms",
+    bias: Tensor | None = None,
+    noise: Tensor | None = None,
+    noise_scale: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    scale_table: Tensor | None = None,
+    shift_table: Tensor | None = None,
+    activation: str = "none",
+    padding: Sequence[int] = (0, 0),
+    reflect: bool = False,
+) -> Pair:
+    return _channel_norm(**locals())
+
+
+def shuffled(
+    input: Tensor, *, bias: Tensor | None, residual: Tensor | None, upscale: Sequence[int], skip_frames: int
+) -> Tensor:
+    def shuffle(x: Tensor) -> Tensor:
+        x = x.unflatten(1, (x.shape[1] // math.prod(upscale), *upscale))  # [B, C, t, h, w, T, H, W]
+        return x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+    out = shuffle(input if bias is None else input + bias[_CHANNELS])
+    if residual is not None:
+        out = out + shuffle(residual).repeat(1, input.shape[1] // residual.shape[1], 1, 1, 1)
+    return out[:, :, skip_frames:].contiguous(memory_format=torch.channels_last_3d)
+
+
+def pixel_shuffle_3d(
+    input: Tensor,
+    upscale: Sequence[int],
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    skip_frames: int = 0,
+) -> Tensor:
+    arguments: dict[str, Any] = {"bias": bias, "residual": residual, "upscale": upscale, "skip_frames": skip_frames}
+    _checks.check_pixel_shuffle(input, float64=True, **arguments)
+    return shuffled(input, **arguments)
+
+
+def unpatched(input: Tensor, *, bias: Tensor | None, patch_size: int, clamp: bool) -> Tensor:
+    x = input if bias is None else input + bias[_CHANNELS]
+    x = x.unflatten(1, (x.shape[1] // patch_size**2, patch_size, patch_size))  # [B, C, q, p, T, H, W]
+    x = x.permute(0, 1, 4, 5, 3, 6, 2).flatten(5, 6).flatten(3, 4)
+    return (x.clamp(-1, 1) if clamp else x).contiguous()
+
+
+def unpatchify(input: Tensor, patch_size: int, *, bias: Tensor | None = None, clamp: bool = False) -> Tensor:
+    _checks.check_unpatchify(input, float64=True, bias=bias, patch_size=patch_size, clamp=clamp)
+    return unpatched(input, bias=bias, patch_size=patch_size, clamp=clamp)
 
 
 for _name in __all__:

@@ -203,8 +203,10 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
     seen: set[nn.Module] = set()  # a pipeline may hold one model under two names
     for component, root in roots.items():
         known = root in seen
-        for name, module in root.named_modules(memo=seen, prefix=component):
-            entry = entry_for(ENTRIES, module)
+        modules = root.named_modules(memo=seen, prefix=component)
+        found = [(name, module, entry_for(ENTRIES, module)) for name, module in modules]
+        alone = any(entry is not None and entry.alone for _, _, entry in found)
+        for name, module, entry in found:
             if entry is None:
                 reason = transformers.why_unknown(module)
                 if level == "block" and diffusers.is_block(root, module):
@@ -213,6 +215,8 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
                     plan.left_alone[name] = reason
                 continue
             if (level == "norms" and entry.level != "norms") or rounding not in entry.roundings:
+                continue
+            if alone and not entry.alone:
                 continue
             known = True
             reason = why_not(module, entry)

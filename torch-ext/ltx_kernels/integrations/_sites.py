@@ -75,6 +75,8 @@ class Entry:
     description: Any = None
     # Groups of linear layers whose weights should lie side by side.
     packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
+    # In a model that holds such modules, nothing else is replaced: an autoencoder's norms see channels as strided rows.
+    alone: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward", _or_stock(self.forward))

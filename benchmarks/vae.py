@@ -1,0 +1,341 @@
+"""Times the decoders of video autoencoders, and the ops between their convolutions.
+
+    python tools/build.py
+    python benchmarks/vae.py [--models ltx ltx2] [--sizes 49x512x768 121x704x1216] [--configs stock compile kernels]
+
+Decoders have their released shape and random weights, which the configurations share; they take turns. "compile" is
+torch.compile of the decoder, "kernels" is `optimize` of the autoencoder. `decode_ms` is the median of whole calls of
+`vae.decode`, `peak_gb` the most memory that a call takes, weights included. At the smallest size `error_vs_fp32` is the
+largest error against the stock decoder in float32 as a part of its largest value, `rms_vs_fp32` the root mean square
+error as a part of its root mean square, and `equal` the part of the elements that are the stock decoder's own.
+
+Ops are timed at the shapes of LTX-Video's last three stages, beside a copy that moves the same bytes, plain torch and
+torch.compile of it: microseconds on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu import REPOSITORY
+from cpu import meta as common_meta
+from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo
+from ops import driver_version, load_package, write
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from steps import COLUMNS, view_of, weight_bytes
+from timing import Timer
+from torch import Tensor, nn
+
+CONFIGS = ("stock", "compile", "kernels")
+TIMESTEP = 0.05
+
+LTX = {
+    "block_out_channels": (128, 256, 512, 1024, 2048),
+    "down_block_types": ("LTXVideo095DownBlock3D",) * 4,
+    "decoder_block_out_channels": (256, 512, 1024),
+    "layers_per_block": (4, 6, 6, 2, 2),
+    "decoder_layers_per_block": (5, 5, 5, 5),
+    "spatio_temporal_scaling": (True,) * 4,
+    "decoder_spatio_temporal_scaling": (True,) * 3,
+    "decoder_inject_noise": (False,) * 4,
+    "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+    "upsample_residual": (True,) * 3,
+    "upsample_factor": (2, 2, 2),
+    "timestep_conditioning": True,
+    "decoder_causal": False,
+}
+MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "ltx": (AutoencoderKLLTXVideo, LTX),
+    "ltx2": (AutoencoderKLLTX2Video, {"decoder_causal": False}),
+}
+NAMES = {"ltx": "LTX-Video 0.9.5", "ltx2": "LTX-2.0"}
+
+# Channels, frames, rows and columns of the stages, at 49 frames of 512x768.
+STAGES = [(512, 13, 32, 48), (256, 25, 64, 96), (128, 49, 128, 192)]
+
+
+def random_vae(model: str, tiny: bool, device: str, dtype: torch.dtype) -> Any:
+    cls, config = MODELS[model]
+    if tiny:
+        small = {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1, 1, 1, 1)}
+        config = {**config, **small, "block_out_channels": (8,) * 5 if model == "ltx" else (8,) * 4}
+        config["layers_per_block"] = (1,) * 5
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            vae = cls(**config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return vae.to(device, dtype).eval().requires_grad_(False)
+
+
+def latents(vae: Any, size: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
+    frames, height, width = size
+    parameter = next(vae.parameters())
+    shape = (1, vae.config.latent_channels, (frames - 1) // 8 + 1, height // 32, width // 32)
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(parameter)
+    return z, torch.full((1,), TIMESTEP).to(parameter) if vae.config.timestep_conditioning else None
+
+
+def configured(config: str, vae: Any, ltx: Any) -> Any:
+    """A VAE with the same weights, prepared as `config` says. Optimized ones change the memory order of theirs."""
+    made = copy.deepcopy(vae) if config == "kernels" else view_of(vae)
+    if config == "compile":
+        made.decoder.compile()
+    elif config == "kernels":
+        ltx.optimize(made, strict=True)
+    return made
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(model: str, size: tuple[int, int, int], options: Any, ltx: Any, smallest: bool) -> list[dict[str, Any]]:
+    vae = random_vae(model, options.tiny, "cuda", torch.bfloat16)
+    z, temb = latents(vae, size)
+    made = {config: configured(config, vae, ltx) for config in options.configs}
+    truth = stock = None
+    if smallest:
+        exact = random_vae(model, options.tiny, "cuda", torch.float32)
+        exact.load_state_dict(vae.state_dict())
+        truth = exact.decode(z.float(), None if temb is None else temb.float(), return_dict=False)[0]
+        del exact
+    records = []
+    for config, prepared in made.items():
+
+        def call(prepared: Any = prepared) -> Tensor:
+            return prepared.decode(z, temb, return_dict=False)[0]
+
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = call()
+        record: dict[str, Any] = {"model": model, "frames": size[0], "height": size[1], "width": size[2]}
+        record["config"] = config
+        record["peak_gb"] = round((torch.cuda.max_memory_allocated() - before + weight_bytes(vae)) / 2**30, 3)
+        if truth is not None:
+            error = result.float() - truth
+            record["error_vs_fp32"] = float(error.abs().max() / truth.abs().max())
+            record["rms_vs_fp32"] = float(error.square().mean().sqrt() / truth.square().mean().sqrt())
+            if config == "stock":
+                stock = result
+            elif stock is not None:
+                record["equal"] = float((result == stock).float().mean())
+        records.append(record)
+        del result
+    times: dict[str, list[float]] = {config: [] for config in made}
+    for turn in range(options.rounds):
+        for config in list(made)[:: -1 if turn % 2 else 1]:
+            prepared = made[config]
+            prepared.decode(z, temb)
+            times[config].append(milliseconds(lambda prepared=prepared: prepared.decode(z, temb)))
+    for record in records:
+        record["decode_ms"] = round(statistics.median(times[record["config"]]), 3)
+    return records
+
+
+def op_cases(ltx: Any, device: str) -> list[tuple[str, str, int, Callable[[], Any], Callable[[], Any]]]:
+    """(op, shape, bytes that it moves, the op, the same in plain torch)."""
+    found = []
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).to(memory_format=torch.channels_last_3d)
+
+    for channels, frames, height, width in STAGES:
+        shape = f"{channels}x{frames}x{height}x{width}"
+        x, residual = new(1, channels, frames, height, width), new(1, channels, frames, height, width)
+        size, frame = x.numel() * 2, x.numel() * 2 // frames
+
+        def vector(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+        bias, tables = vector(channels), vector(2, channels)
+        both = vector(1, 2, channels)
+        modulated = {"scale": both[:, 0], "shift": both[:, 1], "scale_table": tables[0], "shift_table": tables[1]}
+        options = {"eps": 1e-8, "bias": bias, "activation": "silu", "padding": (1, 1)}
+        stepwise = {**options, "norm": "rms_stepwise"}
+        calls: list[tuple[str, int, str, tuple[Any, ...], dict[str, Any]]] = [
+            ("norm, modulation, SiLU, padding", 2 * size + 2 * frame, "channel_norm", (x,), {**options, **modulated}),
+            (
+                "residual, norm, modulation, SiLU, padding",
+                4 * size + 2 * frame,
+                "channel_norm_residual",
+                (x, residual),
+                {**options, **modulated},
+            ),
+            ("stepwise norm, SiLU, padding", 2 * size + 2 * frame, "channel_norm", (x,), stepwise),
+            (
+                "stepwise norm, SiLU, reflected edges",
+                2 * size + 2 * frame,
+                "channel_norm",
+                (x,),
+                {**stepwise, "reflect": True},
+            ),
+            (
+                "residual, padding",
+                3 * size + 2 * frame,
+                "channel_norm",
+                (x,),
+                {"norm": "none", "bias": bias, "residual": residual, "padding": (1, 1)},
+            ),
+        ]
+        wide = new(1, 8 * channels, (frames + 1) // 2, height // 2, width // 2)
+        shuffled = {"bias": vector(8 * channels), "residual": wide[:, : 2 * channels].contiguous(
+            memory_format=torch.channels_last_3d), "skip_frames": 1}  # fmt: skip
+        moved = wide.numel() * 2 * 2 + shuffled["residual"].numel() * 2
+        calls.append(("pixel shuffle, residual", moved, "pixel_shuffle_3d", (wide, (2, 2, 2)), shuffled))
+        for name, moves, op, arguments, keywords in calls:
+            found.append(
+                (
+                    name,
+                    shape,
+                    moves,
+                    lambda op=op, a=arguments, k=keywords: getattr(ltx, op)(*a, **k),
+                    lambda op=op, a=arguments, k=keywords: getattr(ltx.reference, op)(*a, **k),
+                )
+            )
+    x = new(1, 48, 49, 128, 192)
+    bias = torch.randn(48, device=device, dtype=torch.bfloat16)
+    found.append(
+        (
+            "unpatchify",
+            "48x49x128x192",
+            x.numel() * 4,
+            lambda: ltx.unpatchify(x, 4, bias=bias),
+            lambda: ltx.reference.unpatchify(x, 4, bias=bias),
+        )
+    )
+    return found
+
+
+def measure_ops(ltx: Any, options: Any) -> list[dict[str, Any]]:
+    timer = Timer(rounds=3, calls=10)
+    records = []
+    for name, shape, moves, op, plain in op_cases(ltx, "cuda"):
+        source = torch.empty(moves // 2, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        calls = {"kernels": op, "copy": lambda source=source, target=target: target.copy_(source), "torch": plain}
+        if "compile" in options.configs:
+            torch.compiler.reset()
+            calls["compile"] = torch.compile(plain, dynamic=False)
+        got, wanted = op(), plain()
+        pairs = zip(got, wanted) if isinstance(got, tuple) else [(got, wanted)]
+        equal = min(float((a == b).float().mean()) for a, b in pairs)
+        us = {key: timing.median for key, timing in timer.measure(calls).items()}
+        times = {f"{key}_us": value for key, value in us.items()}
+        ratio = round(us["kernels"] / us["copy"], 3)
+        records.append({"op": name, "shape": shape, "bytes": moves, "of_a_copy": ratio, **times, "equal": equal})
+    return records
+
+
+def print_tables(records: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="Decoding")
+    for column in ("decoder", "configuration", "ms", "x stock", "peak GiB", "error", "rms error", "equal"):
+        table.add_column(column, justify="left" if column in ("decoder", "configuration") else "right")
+    decodes = [record for record in records if "model" in record]
+    stock = {(r["model"], r["frames"]): r["decode_ms"] for r in decodes if r["config"] == "stock"}
+    for r in decodes:
+        baseline = stock.get((r["model"], r["frames"]))
+        table.add_row(
+            f"{NAMES[r['model']]}, {r['frames']}x{r['height']}x{r['width']}",
+            r["config"],
+            f"{r['decode_ms']:.2f}",
+            f"{baseline / r['decode_ms']:.2f}" if baseline else "",
+            f"{r['peak_gb']:.2f}",
+            f"{r['error_vs_fp32']:.2e}" if "error_vs_fp32" in r else "",
+            f"{r['rms_vs_fp32']:.2e}" if "rms_vs_fp32" in r else "",
+            f"{r['equal']:.4f}" if "equal" in r else "",
+        )
+    console.print(table)
+    table = Table(title="Ops, us")
+    for column in ("op", "shape", "kernels", "x copy", "copy", "torch", "compile", "equal"):
+        table.add_column(column, justify="left" if column in ("op", "shape") else "right")
+    for r in records:
+        if "op" in r:
+            times = [f"{r[f'{key}_us']:.1f}" if f"{key}_us" in r else "" for key in ("copy", "torch", "compile")]
+            row = (r["op"], r["shape"], f"{r['kernels_us']:.1f}", f"{r['of_a_copy']:.3f}", *times, f"{r['equal']:.6f}")
+            table.add_row(*row)
+    console.print(table)
+
+
+def video_size(text: str) -> tuple[int, int, int]:
+    try:
+        frames, height, width = map(int, text.split("x"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected FRAMESxHEIGHTxWIDTH, got {text}") from error
+    return frames, height, width
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="(default: all)")
+    sizes = [(49, 512, 768), (121, 704, 1216)]
+    parser.add_argument("--sizes", type=video_size, nargs="+", metavar="FRAMESxHEIGHTxWIDTH", default=sizes)
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
+    parser.add_argument("--rounds", type=int, default=6, help="timed calls of each configuration (default: 6)")
+    parser.add_argument("--no-ops", action="store_true", help="decoders alone")
+    parser.add_argument("--tiny", action="store_true", help="small decoders, to try the script")
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-vae.json)")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("expected a GPU, got none")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    ltx, metadata = load_package()
+    name = torch.cuda.get_device_name()
+    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-vae.json"
+    meta = {
+        **common_meta(),
+        "device": name,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "kernels": metadata["id"],
+        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
+        "dtype": "bf16",
+        "rounds": options.rounds,
+    }
+    records: list[dict[str, Any]] = []
+    torch.backends.cudnn.allow_tf32 = False  # for the decoder in float32 that errors are taken against
+    torch.backends.cudnn.allow_tf32 = False  # for the decoder in float32 that errors are taken against
+    with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
+        runs = list(itertools.product(options.models, options.sizes))
+        task = progress.add_task("decoders and ops", total=len(runs) + (not options.no_ops))
+        for model, size in runs:
+            torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
+            records += measure(model, size, options, ltx, size == min(options.sizes))
+            write(output, meta, records)
+            torch.cuda.empty_cache()
+            progress.advance(task)
+        if not options.no_ops:
+            records += measure_ops(ltx, options)
+            write(output, meta, records)
+            progress.advance(task)
+    print_tables(records, console)
+    console.print(str(output), highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""Decoders of video autoencoders, optimized, against the stock modules: every released form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+diffusers = pytest.importorskip("diffusers")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LATENTS = 8
+ENCODER = {
+    "block_out_channels": (8,) * 4,
+    "layers_per_block": (1,) * 5,
+    "latent_channels": LATENTS,
+    "decoder_causal": False,
+    "spatial_compression_ratio": 32,
+    "temporal_compression_ratio": 8,
+}
+LTX_ENCODER = {
+    **ENCODER,
+    "down_block_types": ("LTXVideo095DownBlock3D",) * 4,
+    "spatio_temporal_scaling": (True,) * 4,
+    "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+}
+LTX = {
+    **LTX_ENCODER,
+    "decoder_block_out_channels": (8, 16, 32),
+    "decoder_layers_per_block": (1, 2, 1, 1),
+    "decoder_spatio_temporal_scaling": (True,) * 3,
+    "decoder_inject_noise": (False,) * 4,
+    "upsample_residual": (True,) * 3,
+    "upsample_factor": (2, 2, 2),
+    "timestep_conditioning": True,
+}
+LTX2 = {**ENCODER, "decoder_block_out_channels": (8, 16, 32), "decoder_layers_per_block": (1, 2, 1, 1)}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ltx 0.9.0": (
+        "AutoencoderKLLTXVideo",
+        {
+            "block_out_channels": (8, 8, 16, 16),
+            "layers_per_block": (1,) * 5,
+            "latent_channels": LATENTS,
+            "decoder_causal": False,
+            "decoder_block_out_channels": (8, 8, 16, 16),
+            "decoder_layers_per_block": (1, 1, 1, 1, 2),
+            "decoder_spatio_temporal_scaling": (True, True, True, False),
+            "decoder_inject_noise": (False,) * 5,
+            "upsample_residual": (False,) * 4,
+            "upsample_factor": (1,) * 4,
+            "timestep_conditioning": False,
+        },
+    ),
+    "ltx 0.9.1": ("AutoencoderKLLTXVideo", {**LTX, "decoder_inject_noise": (True, True, True, False)}),
+    "ltx 0.9.5": ("AutoencoderKLLTXVideo", LTX),
+    "ltx causal": ("AutoencoderKLLTXVideo", {**LTX, "decoder_causal": True, "timestep_conditioning": False}),
+    "ltx2 2.0": ("AutoencoderKLLTX2Video", LTX2),
+    "ltx2 causal": ("AutoencoderKLLTX2Video", {**LTX2, "decoder_causal": True}),
+    "ltx2 2.3": (
+        "AutoencoderKLLTX2Video",
+        {
+            **LTX2,
+            "decoder_block_out_channels": (8, 16, 16, 32),
+            "decoder_layers_per_block": (1, 1, 1, 1, 1),
+            "decoder_spatio_temporal_scaling": (True,) * 4,
+            "decoder_inject_noise": (False,) * 5,
+            "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+            "upsample_factor": (2, 2, 1, 2),
+            "upsample_residual": (False,) * 4,
+            "decoder_spatial_padding_mode": "zeros",
+        },
+    ),
+}
+
+
+def make_vae(name: str, device: str, dtype: torch.dtype) -> Any:
+    cls, config = CONFIGS[name]
+    torch.manual_seed(0)
+    vae = getattr(diffusers, cls)(**config)
+    for parameter_name, parameter in vae.named_parameters():
+        if "per_channel_scale" in parameter_name:  # zeros, so that noise would change nothing
+            nn.init.normal_(parameter)
+    return vae.to(device, dtype).eval().requires_grad_(False)
+
+
+def decode(vae: Any, frames: int = 3, batch: int = 1, size: tuple[int, int] = (4, 5)) -> Tensor:
+    parameter = next(vae.decoder.parameters())
+    z = torch.randn(batch, LATENTS, frames, *size, generator=torch.Generator().manual_seed(1)).to(parameter)
+    temb = torch.full((batch,), 0.05).to(parameter) if vae.config.timestep_conditioning else None
+    torch.manual_seed(2)  # of injected noise
+    with torch.no_grad():
+        return vae.decode(z, temb, return_dict=False)[0]
+
+
+def calls(report: Any) -> int:
+    (site,) = report.sites
+    return site.calls
+
+
+def error(result: Tensor, truth: Tensor) -> float:
+    return ((result.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt()).item()
+
+
+@pytest.fixture
+def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Convolutions in fp64, rounded, and then the bias: the same bits in every memory order, as cuDNN adds a bias."""
+    conv3d = F.conv3d
+
+    def exact(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        result = conv3d(x.double(), weight.double(), None, stride, padding, dilation, groups).to(x.dtype)
+        return result if bias is None else result + bias.view(-1, 1, 1, 1)
+
+    monkeypatch.setattr(F, "conv3d", exact)
+    yield
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32(ltx, device, name):
+    vae = make_vae(name, device, torch.float32)
+    stock = decode(vae, batch=2)
+    report = ltx.optimize(vae, strict=True)
+    result = decode(vae, batch=2)
+    assert calls(report) == 1 and not report.fallbacks
+    torch.testing.assert_close(result, stock, rtol=1e-4, atol=1e-4 * stock.abs().max().item())
+    assert result.stride() == stock.stride()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bfloat16_bits(ltx, device, name, exact_convolutions):
+    """With the same convolutions, the bits of the stock decoder: but where another order of a channel sum shows."""
+    vae = make_vae(name, device, torch.bfloat16)
+    stock = decode(vae)
+    report = ltx.optimize(vae, strict=True)
+    result = decode(vae)
+    assert calls(report) == 1 and not report.fallbacks
+    if device == "cpu":
+        assert torch.equal(result, stock)
+    else:
+        assert (result == stock).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bfloat16_error(ltx, device, name):
+    """Not further from the decoder in fp64 than the stock decoder in bfloat16 is."""
+    vae = make_vae(name, device, torch.bfloat16)
+    stock = decode(vae)
+    truth = decode(copy.deepcopy(vae).double()) if "0.9.1" not in name else None  # noise differs from dtype to dtype
+    ltx.optimize(vae, strict=True)
+    result = decode(vae)
+    if truth is None:
+        assert error(result, stock.double()) < 0.02
+    else:
+        # On the CPU torch adds the bias within the convolution, before its result is rounded. cuDNN does not.
+        limit = 1.1 if device == "cuda" else 1.3
+        assert error(result, truth) <= limit * error(stock, truth)
+
+
+@pytest.mark.parametrize("name", ["ltx 0.9.5", "ltx2 2.0"])
+@pytest.mark.parametrize("how", ["tiling", "slicing", "framewise"])
+def test_tiles_slices_and_frames(ltx, device, name, how):
+    vae = make_vae(name, device, torch.float32)
+    batch, frames, size = 1, 3, (4, 5)
+    if how == "tiling":
+        vae.enable_tiling(128, 128, 96, 96)
+        frames, size = 2, (6, 6)
+    elif how == "slicing":
+        vae.enable_slicing()
+        batch = 1 if vae.config.timestep_conditioning else 2  # stock cannot slice with a timestep
+    else:
+        vae.use_framewise_decoding, frames = True, 6
+        vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 16, 8
+    stock = decode(vae, frames, batch, size)
+    report = ltx.optimize(vae)
+    result = decode(vae, frames, batch, size)
+    assert calls(report) >= (2 if how != "slicing" or batch > 1 else 1) and not report.fallbacks
+    torch.testing.assert_close(result, stock, rtol=1e-4, atol=1e-4 * stock.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["ltx 0.9.5", "ltx2 2.0"])
+def test_restore_gives_everything_back(ltx, device, name):
+    vae = make_vae(name, device, torch.bfloat16)
+    before = {key: (value.stride(), value.clone()) for key, value in vae.state_dict().items()}
+    parameters = dict(vae.named_parameters())
+    stock = decode(vae)
+    report = ltx.optimize(vae)
+    decode(vae)
+    moved = [m for m in vae.decoder.modules() if isinstance(m, nn.Conv3d) and not m.weight.is_contiguous()]
+    assert moved and all(m.weight.is_contiguous(memory_format=torch.channels_last_3d) for m in moved)
+    report.restore()
+    assert torch.equal(decode(vae), stock)
+    for key, (stride, value) in before.items():
+        assert vae.state_dict()[key].stride() == stride and torch.equal(vae.state_dict()[key], value)
+    assert all(parameter is parameters[key] for key, parameter in vae.named_parameters())
+    assert not any(key.startswith("_ltx") for module in vae.modules() for key in module.__dict__)
+    assert "forward" not in vae.decoder.__dict__
+
+
+def test_weights_of_the_users_own_order_stay(ltx, device):
+    vae = make_vae("ltx2 2.0", device, torch.float32).to(memory_format=torch.channels_last_3d)
+    weight = vae.decoder.conv_in.conv.weight
+    address = weight.data_ptr()
+    with ltx.optimize(vae):
+        decode(vae)
+    assert weight.data_ptr() == address and weight.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_weights_that_are_loaded_later(ltx, device):
+    """A state dict loaded into an optimized model, in place or by assignment, is what it decodes with."""
+    vae, other = (make_vae("ltx 0.9.5", device, torch.float32) for _ in range(2))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.9)
+    wanted = decode(other)
+    for assign in (False, True):
+        with ltx.optimize(vae) as report:
+            decode(vae)
+            vae.load_state_dict(other.state_dict(), assign=assign)
+            torch.testing.assert_close(decode(vae), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+            assert calls(report) == 2 and not report.fallbacks
+
+
+def test_results_are_tensors_of_their_own(ltx, device):
+    vae = make_vae("ltx 0.9.5", device, torch.float32)
+    ltx.optimize(vae)
+    first = decode(vae)
+    kept = first.clone()
+    decode(vae, frames=2).zero_()
+    assert torch.equal(first, kept)
+
+
+def fallback(ltx: Any, vae: Any, call: Any) -> str:
+    report = ltx.optimize(vae)
+    call()
+    ((reasons),) = report.fallbacks.values()
+    ((reason, count),) = reasons.items()
+    assert count == 1 and calls(report) == 0
+    return reason
+
+
+def test_fallbacks(ltx, device):
+    """Calls that the ops cannot take run the stock forward, with its results, and are counted."""
+    vae = make_vae("ltx 0.9.5", device, torch.float32)
+    stock = decode(vae)
+
+    def check() -> None:
+        assert torch.equal(decode(vae), stock)
+
+    handle = vae.decoder.mid_block.resnets[0].conv1.register_forward_hook(lambda *_: None)
+    assert "hook" in fallback(ltx, vae, check)
+    handle.remove()
+    vae.decoder.mid_block.resnets[0].dropout.p = 0.5
+    vae.decoder.train()
+    assert fallback(ltx, vae, lambda: decode(vae)) == "dropout is on"
+    vae.decoder.eval()
+    norm = vae.decoder.norm_out
+    norm.forward = lambda x: x * 2
+    changed = decode(copy.deepcopy(vae))
+    assert "forward" in fallback(ltx, vae, lambda: decode(vae)) and not torch.equal(changed, stock)
+    del norm.forward
+    z = torch.randn(1, LATENTS, 2, 2, 2, device=device, requires_grad=True)
+    with torch.enable_grad():
+        temb = torch.ones(1, device=device)
+        assert fallback(ltx, vae, lambda: vae.decode(z, temb)) == "a gradient is needed"
+    if device == "cuda":
+        with torch.autocast(device, torch.bfloat16):
+            assert fallback(ltx, vae, lambda: decode(vae)) == "autocast is on"
+    ltx.restore(vae)
+    check()
+
+
+def test_gradients_of_parameters(ltx, device):
+    vae = make_vae("ltx2 2.3", device, torch.float32)
+    weight = vae.decoder.conv_out.conv.weight.requires_grad_()
+    z = torch.randn(1, LATENTS, 1, 2, 2, device=device)
+    report = ltx.optimize(vae)
+    vae.decode(z).sample.sum().backward()
+    assert weight.grad is not None and "a gradient is needed" in report.fallbacks["diffusers.LTX2VideoDecoder3d"]
+
+
+def test_other_structures_are_left_alone(ltx, device):
+    vae = make_vae("ltx 0.9.5", device, torch.float32)
+    vae.decoder.conv_act = nn.GELU()
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        report = ltx.optimize(vae)
+    assert report.left_alone["decoder"] == "it holds a torch.nn.modules.activation.GELU"
+
+
+def test_only_the_decoder_is_replaced(ltx, device):
+    """Norms of the encoder see channels as strided rows, so they stay as they are."""
+    report = ltx.optimize(make_vae("ltx 0.9.5", device, torch.float32))
+    assert report.replaced == {"diffusers.LTXVideoDecoder3d": 1}
+
+
+def test_component_of_a_pipeline(ltx, device):
+    """Opt-in: by its name."""
+    vae = make_vae("ltx 0.9.5", device, torch.float32)
+    pipe = SimpleNamespace(components={"vae": vae, "transformer": nn.Linear(2, 2)})
+    report = ltx.optimize(pipe, components=["vae"])
+    decode(vae)
+    assert calls(report) == 1
+    ltx.restore(pipe)
+    assert "forward" not in vae.decoder.__dict__
+
+
+def test_deepcopy(ltx, device):
+    vae = make_vae("ltx 0.9.5", device, torch.float32)
+    stock = decode(vae)
+    ltx.optimize(vae)
+    result = decode(vae)
+    copied = copy.deepcopy(vae)
+    assert torch.equal(decode(copied), result)
+    ltx.restore(copied)
+    assert torch.equal(decode(copied), stock) and torch.equal(decode(vae), result)
+
+
+@pytest.mark.slow
+def test_compile(ltx, device):
+    """torch.compile fuses the decoder by itself: the stock forward is traced, and counted."""
+    vae = make_vae("ltx2 2.3", device, torch.float32)
+    stock = decode(vae)
+    report = ltx.optimize(vae)
+    vae.decoder.compile(backend="aot_eager")
+    torch.testing.assert_close(decode(vae), stock, rtol=1e-4, atol=1e-4 * stock.abs().max().item())
+    assert "torch.compile" in str(report.fallbacks)
+
+
+def test_offload(ltx, cuda):
+    """Model offload moves the whole decoder to the GPU for a call; its weights stay in channels-last memory."""
+    accelerate = pytest.importorskip("accelerate")
+    vae = make_vae("ltx 0.9.5", "cpu", torch.bfloat16)
+    stock = decode(copy.deepcopy(vae).to(cuda))
+    report = ltx.optimize(vae)
+    accelerate.cpu_offload_with_hook(vae.decoder, cuda)
+    result = decode(vae)
+    assert calls(report) == 1 and (result.float() - stock.float()).abs().max() < 0.1
