@@ -912,7 +912,7 @@ def test_float64_is_for_the_reference(ltx: Any, device: str, grad: bool) -> None
     ("name", "text", "arguments"),
     [
         ("norm", "statistic: expected a code from 1 to 2, got 0", (None, None, 1e-6, 0.0, 0, 0)),
-        ("norm", "rounding: expected a code from 0 to 1, got 2", (None, None, 1e-6, 0.0, 1, 2)),
+        ("norm", "rounding: expected a code from 0 to 2, got 3", (None, None, 1e-6, 0.0, 1, 3)),
         ("glu", "activation: expected a code from 0 to 2, got 3", (None, 3, True, 0)),
         ("gelu", "activation: expected a code from 0 to 2, got -1", (None, -1, 0)),
     ],

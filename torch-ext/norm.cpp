@@ -40,6 +40,10 @@ void run(NormArgs& a) {
   ltx::norm(p, launch.context());
 }
 
+Rounding check_norm_rounding(int64_t code) {
+  return check_code("rounding", code, Rounding::kFp32, Rounding::kEagerWeight);
+}
+
 Statistic check_statistic(int64_t code) { return check_code("statistic", code, Statistic::kRms, Statistic::kLayer); }
 
 Tensor empty_like_rows(const Arg& a) {
@@ -56,7 +60,7 @@ NormArgs norm_args(const Tensor& input, const OptionalTensor& weight, const Opti
   a.eps = eps;
   a.weight_offset = weight_offset;
   a.statistic = check_statistic(statistic);
-  a.rounding = check_rounding(rounding);
+  a.rounding = check_norm_rounding(rounding);
   return a;
 }
 
@@ -97,7 +101,7 @@ NormArgs gated_residual_args(const Tensor& input, const Tensor& residual, const 
   a.residual = arg("residual", residual);
   a.gate = arg("gate", gate);
   a.gate_table = arg("gate_table", gate_table);
-  a.rounding = check_rounding(rounding);
+  a.rounding = check_norm_rounding(rounding);
   return a;
 }
 
@@ -113,7 +117,7 @@ NormArgs norm_residual_args(const Tensor& input, const Tensor& residual, const O
   a.norms_branch = true;
   a.branch_eps = eps;
   a.weight_offset = weight_offset;
-  a.rounding = check_rounding(rounding);
+  a.rounding = check_norm_rounding(rounding);
   return a;
 }
 

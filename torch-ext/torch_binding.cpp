@@ -1,6 +1,7 @@
 // Every schema of the package, and the compiled kernels of this variant's backend.
 //
-// Modes are int codes (kernel_src/ltx/params.h): statistic 1 rms, 2 layer; rounding 0 fp32, 1 eager; activation 0 gelu,
+// Modes are int codes (kernel_src/ltx/params.h): statistic 1 rms, 2 layer; rounding 0 fp32, 1 eager, 2 (norms) eager
+// with the weight before the rounding; activation 0 gelu,
 // 1 tanh gelu, 2 silu. `x` allocates its results, `x_out` writes into its leading arguments. There is no autograd
 // kernel: it would cost every call; the Python functions send inputs that need a gradient elsewhere.
 #include "torch_binding.h"

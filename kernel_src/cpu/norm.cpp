@@ -432,7 +432,7 @@ bool eager_is_plain(const NormParams& p) {
 // Units are rows, or blocks of kBlockColumns columns of a row where there is no statistic.
 void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end) {
   const int64_t unit_width = blocks == 1 ? p.rows.width : kBlockColumns;
-  const bool eager = p.rounding == Rounding::kEager;
+  const bool eager = p.rounding != Rounding::kFp32;
   const bool plain = eager_is_plain(p);
   const int scratch_rows = 6 + RowStorage::scratch_rows(p.out2) + OperandRow::scratch_rows(p.branch_weight) +
                            OperandRow::scratch_rows(p.scale2) + OperandRow::scratch_rows(p.shift2) +

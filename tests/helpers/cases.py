@@ -409,7 +409,9 @@ def _norm_eager(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         if weight is None:
             return n.to(dtype)
-        return (n * (offset + weight.float())).to(dtype) if offset else n.to(dtype) * weight
+        if offset or not kwargs.get("cast_before_weight", True):
+            return (n * (offset + weight.float())).to(dtype)
+        return n.to(dtype) * weight
 
     if op.startswith("norm_"):
         x = rms(x, kwargs.get("weight1" if two_norms else "weight"), _eps(kwargs, op, "eps1" if two_norms else "eps"))

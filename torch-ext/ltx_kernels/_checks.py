@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 # The int codes of the op schemas (kernel_src/ltx/params.h).
 NONE, RMS, LAYER = 0, 1, 2
-FP32, EAGER = 0, 1
+FP32, EAGER, EAGER_WEIGHT = 0, 1, 2  # the last one for norms alone
 GELU, GELU_TANH, SILU = 0, 1, 2
 ROUNDING = {"fp32": FP32, "eager": EAGER}
 APPROXIMATE = {"none": GELU, "tanh": GELU_TANH}
@@ -65,6 +65,12 @@ def eps_pair(eps: float | Sequence[float | None] | None, none: float) -> tuple[f
     if len(eps) != 2:
         raise ValueError(f"eps: expected a number, None or a (query, key) pair of them, got {len(eps)}")
     return none if eps[0] is None else eps[0], none if eps[1] is None else eps[1]
+
+
+def norm_rounding(rounding: str, cast_before_weight: bool) -> int:
+    """The code of a norm's rounding, where a model's norm may multiply with its weight before or after it rounds."""
+    mode = choice("rounding", ROUNDING, rounding)
+    return mode if cast_before_weight or mode == FP32 else EAGER_WEIGHT
 
 
 def table_pair(name: str, table: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -359,7 +365,7 @@ def check_norm(
     """The arguments of every op of the norm family, those of ``reference.norm_family``."""
     if statistic is not None:
         _code("statistic", statistic, RMS, LAYER)
-    _code("rounding", rounding, FP32, EAGER)
+    _code("rounding", rounding, FP32, EAGER_WEIGHT)
     _min_dim("input", input, 1)
     _float_dtype("input", input, float64)
     float64 = input.dtype == torch.float64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._call import given_or_new, op
-from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice
+from ._checks import FLOAT32_EPS, LAYER, RMS, ROUNDING, choice, norm_rounding
 
 _norm = op("norm")
 _residual_norm = op("residual_norm")
@@ -20,6 +20,7 @@ def rmsnorm(
     *,
     weight_offset: float = 0.0,
     rounding: str = "fp32",
+    cast_before_weight: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalises rows by their root mean square.
@@ -38,6 +39,9 @@ def rmsnorm(
         rounding: "fp32" rounds once, at the end. "eager" rounds the normalised value to the input's dtype before the
             weight, as diffusers' RMSNorm and LlamaRMSNorm do (with weight_offset: after it, as GemmaRMSNorm does); the
             result is rounded to the input's dtype also where theirs would be promoted by a wider weight.
+        cast_before_weight: Where rounding="eager" rounds the norm: True rounds before the weight and after it, as
+            LlamaRMSNorm and diffusers' RMSNorm do; False after it alone, as torch.nn.RMSNorm, OLMo 2 and GPT-OSS do.
+            With a weight_offset it is after the weight in any case.
         out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
 
     Returns:
@@ -50,7 +54,7 @@ def rmsnorm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467); torch.nn.RMSNorm.
     """
-    mode = choice("rounding", ROUNDING, rounding)
+    mode = norm_rounding(rounding, cast_before_weight)
     return _norm(out, input, weight, None, FLOAT32_EPS if eps is None else eps, weight_offset, RMS, mode)
 
 
@@ -62,6 +66,7 @@ def rmsnorm_residual(
     *,
     weight_offset: float = 0.0,
     rounding: str = "fp32",
+    cast_before_weight: bool = True,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -81,6 +86,9 @@ def rmsnorm_residual(
         weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
         rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds the sum to the
             input's dtype first, and then as ``rmsnorm`` does.
+        cast_before_weight: Where rounding="eager" rounds the norm: True rounds before the weight and after it, as
+            LlamaRMSNorm and diffusers' RMSNorm do; False after it alone, as torch.nn.RMSNorm, OLMo 2 and GPT-OSS do.
+            With a weight_offset it is after the weight in any case.
         out: Where to write the normalised sum, like input; may be input or residual itself.
         residual_out: Where to write the sum, like input; may be input or residual itself.
 
@@ -94,7 +102,7 @@ def rmsnorm_residual(
 
     Source: the pre-norm residual stream of LlamaDecoderLayer (transformers); arXiv:1910.07467.
     """
-    mode = choice("rounding", ROUNDING, rounding)
+    mode = norm_rounding(rounding, cast_before_weight)
     outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     eps = FLOAT32_EPS if eps is None else eps
     return _residual_norm(
@@ -152,6 +160,7 @@ def norm_residual(
     gate_table: Tensor | None = None,
     weight_offset: float = 0.0,
     rounding: str = "fp32",
+    cast_before_weight: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """Normalises a branch by its root mean square, and adds it to the residual stream.
@@ -172,6 +181,9 @@ def norm_residual(
         gate_table: [H], added to gate; None adds nothing.
         weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
         rounding: "fp32" rounds once, at the end. "eager" rounds the norm as ``rmsnorm`` does, and the gated branch.
+        cast_before_weight: Where rounding="eager" rounds the norm: True rounds before the weight and after it, as
+            LlamaRMSNorm and diffusers' RMSNorm do; False after it alone, as torch.nn.RMSNorm, OLMo 2 and GPT-OSS do.
+            With a weight_offset it is after the weight in any case.
         out: Where to write, [..., H] like input, of its dtype and device; may be input or residual itself.
 
     Returns:
@@ -184,7 +196,7 @@ def norm_residual(
 
     Source: Olmo2DecoderLayer and Gemma2DecoderLayer (transformers), ``residual + post_attention_layernorm(hidden)``.
     """
-    mode = choice("rounding", ROUNDING, rounding)
+    mode = norm_rounding(rounding, cast_before_weight)
     eps = FLOAT32_EPS if eps is None else eps
     return _norm_residual(out, input, residual, weight, gate, gate_table, eps, weight_offset, mode)
 
@@ -205,6 +217,7 @@ def norm_gated_residual_norm(
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
     rounding: str = "fp32",
+    cast_before_weight: bool = True,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -234,6 +247,9 @@ def norm_gated_residual_norm(
         shift_table: [H], added to shift; None adds nothing.
         rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds each norm as
             ``rmsnorm`` does, the gated branch, the sum, and then as ``adaln_rmsnorm`` does.
+        cast_before_weight: Where rounding="eager" rounds the norm: True rounds before the weight and after it, as
+            LlamaRMSNorm and diffusers' RMSNorm do; False after it alone, as torch.nn.RMSNorm, OLMo 2 and GPT-OSS do.
+            With a weight_offset it is after the weight in any case.
         out: Where to write the modulated norm, like input; may be input or residual itself.
         residual_out: Where to write the sum, like input; may be input or residual itself.
 
@@ -247,7 +263,7 @@ def norm_gated_residual_norm(
 
     Source: ZImageTransformerBlock and MochiTransformerBlock (diffusers); Gemma2DecoderLayer (transformers).
     """
-    mode = choice("rounding", ROUNDING, rounding)
+    mode = norm_rounding(rounding, cast_before_weight)
     outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     eps1 = FLOAT32_EPS if eps1 is None else eps1
     eps2 = FLOAT32_EPS if eps2 is None else eps2

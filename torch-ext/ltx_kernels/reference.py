@@ -39,6 +39,7 @@ from ._checks import (
     TableForm,
     checks_types,
     choice,
+    norm_rounding,
 )
 
 __all__ = [
@@ -246,13 +247,14 @@ def rmsnorm(
     *,
     weight_offset: float = 0.0,
     rounding: str = "fp32",
+    cast_before_weight: bool = True,
 ) -> Tensor:
     return _norm(
         input,
         weight=weight,
         eps=rms_eps(eps, input),
         weight_offset=weight_offset,
-        rounding=choice("rounding", ROUNDING, rounding),
+        rounding=norm_rounding(rounding, cast_before_weight),
     )[0]
 
 
@@ -264,6 +266,7 @@ def rmsnorm_residual(
     *,
     weight_offset: float = 0.0,
     rounding: str = "fp32",
+    cast_before_weight: bool = True,
 ) -> Pair:
     return _norm(
         input,
@@ -271,7 +274,7 @@ def rmsnorm_residual(
         weight=weight,
         eps=rms_eps(eps, input),
         weight_offset=weight_offset,
-        rounding=choice("rounding", ROUNDING, rounding),
+        rounding=norm_rounding(rounding, cast_before_weight),
     )
 
 
@@ -458,6 +461,7 @@ def norm_residual(
     gate_table: Tensor | None = None,
     weight_offset: float = 0.0,
     rounding: str = "fp32",
+    cast_before_weight: bool = True,
 ) -> Tensor:
     return _norm(
         input,
@@ -468,7 +472,7 @@ def norm_residual(
         gate_table=gate_table,
         weight_offset=weight_offset,
         statistic=None,
-        rounding=choice("rounding", ROUNDING, rounding),
+        rounding=norm_rounding(rounding, cast_before_weight),
     )[1]
 
 
@@ -488,6 +492,7 @@ def norm_gated_residual_norm(
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
     rounding: str = "fp32",
+    cast_before_weight: bool = True,
 ) -> Pair:
     return _norm(
         input,
@@ -503,7 +508,7 @@ def norm_gated_residual_norm(
         shift_table=shift_table,
         eps=rms_eps(eps2, input),
         weight_offset=weight_offset,
-        rounding=choice("rounding", ROUNDING, rounding),
+        rounding=norm_rounding(rounding, cast_before_weight),
     )
 
 
