@@ -246,17 +246,18 @@ def test_slices_of_a_packed_tensor_are_apart(ltx: Any, device: str, name: str) -
     if not case.takes_out or any(a.shape != e.shape for a, e in zip(case.inputs, case.run(ltx))):
         pytest.skip("no output is like an input")
     expected = case.run(ltx)
-    packed = {}
+    packed, count = {}, len(expected)
     for tensor in case.inputs:
-        packed[id(tensor)] = torch.zeros(*tensor.shape[:-1], 3 * tensor.shape[-1], device=device).chunk(3, -1)
-        packed[id(tensor)][1].copy_(tensor)
-    swapped = case.map(lambda t: packed[id(t)][1] if id(t) in packed else t)
-    sides = [packed[id(case.inputs[i if len(case.inputs) > 1 else 0])] for i in range(len(expected))]
-    beside = [side[2 * (i % 2)] for i, side in enumerate(sides)]
+        whole = torch.zeros(*tensor.shape[:-1], (count + 1) * tensor.shape[-1], device=device)
+        packed[id(tensor)] = whole.chunk(count + 1, -1)
+        packed[id(tensor)][count].copy_(tensor)
+    swapped = case.map(lambda t: packed[id(t)][count] if id(t) in packed else t)
+    sides = [packed[id(case.inputs[i if len(case.inputs) > 1 else 0])] for i in range(count)]
+    beside = [side[i] for i, side in enumerate(sides)]
     for got, want in zip(swapped.run(ltx, **outputs_of(case, beside)), expected, strict=True):
         assert_same_bits(got, want)
     if not case.is_attention and len(expected) == len(case.inputs):
-        in_place = [side[1] for side in sides]
+        in_place = [side[count] for side in sides]
         for got, want in zip(swapped.run(ltx, **outputs_of(case, in_place)), expected, strict=True):
             assert_same_bits(got, want)
 
