@@ -351,6 +351,40 @@ def quantising() -> str:
     )
 
 
+def language_models() -> str:
+    """Prompts and tokens of language models by configuration: h200-llm.json."""
+    result = load("h200-llm")
+    head = (
+        f"Whole models at their released depth with random weights, on one {result['meta']['device'].split()[-1]}, "
+        f"{result['meta']['dtype']}, transformers {result['meta']['transformers']}, Liger {result['meta']['liger']} "
+        "(`python benchmarks/llm.py`, [h200-llm.json](../benchmarks/results/h200-llm.json)):"
+    )
+    lines = [
+        "| model | tokens | configuration | prompt, ms | x stock | x Liger | token, ms | x stock | x Liger | error |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|---|---|"]
+    by_key = {(r["model"], r["tokens"], r["batch"], r["config"]): r for r in result["records"]}
+
+    def ratio(record: dict[str, Any], other: str, key: str) -> str:
+        found = by_key.get((record["model"], record["tokens"], record["batch"], other))
+        return "" if found is None else f"{found[key] / record[key]:.2f}"
+
+    for r in result["records"]:
+        times = [
+            cell
+            for key in ("prefill_ms", "decode_ms")
+            for cell in (f"{r[key]:.2f}", ratio(r, "eager", key), ratio(r, "liger", key))
+        ]
+        error = f"{r['error_vs_fp32']:.1e}" if "error_vs_fp32" in r else ""
+        cells = [r["model"], f"{r['batch']} x {r['tokens']}", label_of(r["config"]), *times, error]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([head, "", *lines, ""])
+
+
+def label_of(config: str) -> str:
+    return {"eager": "stock", "liger": "Liger"}.get(config, config.replace("_", " + ").replace("+ fp8", "fp8"))
+
+
 def trust() -> str:
     """What tests found: docs/guarantees.md in short."""
     runs = [load("fuzz-h200"), load("fuzz-cpu")]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
-from helpers.language_models import LAYERS, distance, gradients, make_ids, make_model  # noqa: E402
+from helpers.language_models import LAYERS, distance, gradients, make_ids, make_model, random_  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = [torch.bfloat16, torch.float16]
@@ -68,6 +68,12 @@ CASES = {
     "gemma2": Case("Gemma2", layers("Gemma2", 9), 14, GEMMA),
     "gemma3": Case("Gemma3", layers("Gemma3", 13), 14, GEMMA),
     "olmo2": Case("Olmo2", layers("Olmo2", 9), 14),
+    "gpt-oss": Case(
+        "GptOss",
+        {"GptOssDecoderLayer": LAYERS, "GptOssAttention": LAYERS, "GptOssRMSNorm": 5},
+        8,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    ),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -316,3 +322,118 @@ def test_optimize_and_kernelize(ltx: ModuleType, device: str, case: Case, first:
     finally:
         for function in functions:
             vars(function).pop("forward", None)
+
+
+FALCONS = {
+    "7b": {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
+    "40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "every head": {"multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
+}
+
+
+def make_falcon(device: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    sizes = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 99}
+    config = transformers.FalconConfig(**{**sizes, "eos_token_id": None, "bos_token_id": None, **config})
+    torch.manual_seed(0)
+    return random_(transformers.FalconForCausalLM(config)).to(device, dtype).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("config", FALCONS.values(), ids=FALCONS)
+def test_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
+    model, ids = make_falcon(device, **config), make_ids(device)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    stock, tokens = model(ids).logits, model.generate(ids, **options)
+    masked = model(ids, attention_mask=mask).logits[:, 4:]
+    report = ltx.optimize(model, strict=True)
+    assert distance(model(ids).logits, stock) < 3e-6
+    assert distance(model(ids, attention_mask=mask).logits[:, 4:], masked) < 3e-6
+    assert torch.equal(model.generate(ids, **options), tokens)
+    assert report.replaced["transformers.FalconAttention"] == LAYERS and report.fallbacks == {}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert distance(compiled(ids, use_cache=False).logits, stock) < 3e-6
+    for dtype in HALF:
+        half = make_falcon(device, dtype, **config)
+        theirs = half(ids).logits
+        ltx.optimize(half)
+        exact = copy.deepcopy(half).float()
+        ltx.restore(exact)
+        wide = exact(ids).logits
+        assert distance(half(ids).logits, wide) <= 1.2 * distance(theirs, wide)
+    report.restore()
+    assert distance(model(ids).logits, stock) < 3e-6
+
+
+def test_falcon_that_stays_stock(ltx: ModuleType, device: str) -> None:
+    """Positions by alibi, recorded attention, and gradients."""
+    ids = make_ids(device)
+    for config, arguments, reason in (
+        ({"alibi": True}, {}, "positions by alibi"),
+        ({"attn_implementation": "eager"}, {"output_attentions": True}, "another attention than sdpa"),
+    ):
+        model = make_falcon(device, **config)
+        stock = model(ids, **arguments).logits
+        report = ltx.optimize(model)
+        assert distance(model(ids, **arguments).logits, stock) < 3e-6
+        assert report.fallbacks["transformers.FalconAttention"] == {reason: LAYERS}
+    model = make_falcon(device).requires_grad_(True)
+    want = gradients(model, ids)
+    report = ltx.optimize(model)
+    for got, expected in zip(gradients(model, ids), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+    assert report.fallbacks["transformers.FalconAttention"] == {"a gradient is needed": LAYERS}
+
+
+def make_encoder(prefix: str, device: str, dtype: torch.dtype, **options: Any) -> Any:
+    config = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 99}
+    config = getattr(transformers, f"{prefix}Config")(**config, feed_forward_proj="gated-gelu", **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}EncoderModel")(config)
+    return random_(model).to(device, dtype).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("prefix", ["T5", "UMT5"])
+def test_encoders(ltx: ModuleType, device: str, prefix: str, dtype: torch.dtype) -> None:
+    model, ids = make_encoder(prefix, device, dtype), make_ids(device)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    stock = model(ids, attention_mask=mask).last_hidden_state
+    exact = copy.deepcopy(model).float()(ids, attention_mask=mask).last_hidden_state
+    report = ltx.optimize(model, strict=True)
+    ours = model(ids, attention_mask=mask).last_hidden_state
+    names = (f"{prefix}Block", f"{prefix}DenseGatedActDense", f"{prefix}LayerNorm")
+    counts = (LAYERS, LAYERS, 2 * LAYERS + 1)
+    assert report.replaced == {f"transformers.{name}": count for name, count in zip(names, counts)}
+    if dtype == torch.float32:
+        assert distance(ours, stock) < 3e-6
+    else:
+        assert distance(ours, exact) <= 1.2 * distance(stock, exact)
+    reason = {"the stock block clamps its stream in float16": LAYERS}
+    assert report.fallbacks == ({f"transformers.{prefix}Block": reason} if dtype == torch.float16 else {})
+    # In half precision the scores, which T5 does not scale, take roundings too far to tell a hook from none.
+    hooks = ("encoder.block.0.layer.0", "encoder.block.0.layer.1", "encoder.block.0.layer.1.DenseReluDense.act")
+    for name in hooks if dtype == torch.float32 else ():
+        handle = model.get_submodule(name).register_forward_hook(scaled)
+        hooked = model(ids, attention_mask=mask).last_hidden_state
+        report.restore()
+        assert distance(hooked, model(ids, attention_mask=mask).last_hidden_state) < 5e-6 < distance(hooked, stock)
+        handle.remove()
+        report = ltx.optimize(model)
+    report.restore()
+    # Packed weights may make torch's CPU product in float32 another one.
+    assert distance(model(ids, attention_mask=mask).last_hidden_state, stock) < 5e-6
+
+
+def test_decoder_of_t5_stays_stock(ltx: ModuleType, device: str) -> None:
+    config = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 99}
+    config = transformers.T5Config(**config, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
+    torch.manual_seed(0)
+    model = random_(transformers.T5ForConditionalGeneration(config)).to(device).eval().requires_grad_(False)
+    ids = make_ids(device)
+    stock = model(ids, decoder_input_ids=ids).logits
+    report = ltx.optimize(model)
+    assert distance(model(ids, decoder_input_ids=ids).logits, stock) < 2e-5  # four blocks of scores without a scale
+    assert report.replaced["transformers.T5Block"] == LAYERS
+    assert "layer.1 is" in report.left_alone["decoder.block.0"]

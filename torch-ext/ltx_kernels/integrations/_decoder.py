@@ -264,18 +264,22 @@ class GatedMLP:
     parameter: The name of the stock forward's input.
     projections: Names of the layers for gate and up; one name where a layer holds both, gate first.
     activation: The name of the activation module.
+    down: The name of the last layer.
+    dropout: The name of a dropout before it; empty where there is none.
     """
 
     classes: tuple[str, ...]
     parameter: str = "x"
     projections: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
+    down: str = "down_proj"
+    dropout: str = ""
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         if class_of(module) not in self.classes:
             return []
-        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.down_proj",)]
+        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
 
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
@@ -296,7 +300,7 @@ class GatedMLP:
             forward,
             ("swiglu", "geglu"),
             (self.parameter,),
-            frozenset((*self.projections, "down_proj", self.activation)),
+            frozenset((*self.projections, self.down, self.activation, *filter(None, (self.dropout,)))),
             why_not=self._why_not_activation,
             packs=lambda module: (self.projections,) if len(self.projections) > 1 else (),
         )
@@ -318,9 +322,15 @@ class _MLPPlan:
         self.reason = spec._why_not_activation(module)
         if not self.reason and hooked(activation):
             self.reason = f"{spec.activation} has a hook"
+        dropout = modules.get(spec.dropout)
+        if dropout is not None and (dropout.training or hooked(dropout)):
+            self.reason = f"{spec.dropout} is active or has a hook"
         pack = site_of(module).rounding == "fp32"
         self.up = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, pack)
-        self.down = Linears((cast(nn.Linear, modules["down_proj"]),), input)
+        down = cast(nn.Linear, modules[spec.down])
+        if getattr(down.weight, "dtype", input.dtype) == torch.float32 != input.dtype:
+            self.reason = f"{spec.down} is in float32"  # T5 keeps it so, and casts before it
+        self.down = Linears((down,), input)
 
 
 def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:

@@ -19,7 +19,7 @@ from ..adaln import (
     gated_residual_adaln_layernorm,
     gated_residual_adaln_rmsnorm,
 )
-from ..norm import layernorm
+from ..norm import layernorm, norm_gated_residual_norm, norm_residual
 from ..quant import (
     adaln_rmsnorm_quant,
     gated_residual_adaln_rmsnorm_quant,
@@ -101,30 +101,49 @@ class Stream:
     Linear layers take both.
     """
 
-    __slots__ = ("_branch", "_gate", "_value", "rounding")
+    __slots__ = ("_branch", "_branch_norm", "_gate", "_value", "rounding")
 
     def __init__(self, module: nn.Module, value: Tensor) -> None:
         """module: The block, a module that `optimize` replaced."""
         self.rounding: str = module.__dict__[ATTRIBUTE].rounding
         self._value = value
         self._branch: Tensor | None = None
+        self._branch_norm: nn.Module | None = None
         self._gate: Mod | None = None
 
     def add(self, branch: Tensor, gate: Mod | None = None, norm: nn.Module | None = None) -> None:
         """Adds a branch, normalised as an RMS norm module does and times a gate, to the stream."""
         if self._branch is not None:
             self.value()
+        self._branch_norm = None
         if norm is not None:
             form = form_of(norm)
             assert form is not None  # or the guards would have run the stock block
-            branch = form.rms(norm, branch, self.rounding)
+            if form.rounding(self.rounding) == self.rounding:
+                self._branch_norm = norm
+            else:  # the op would round it otherwise
+                branch = form.rms(norm, branch, self.rounding)
         self._branch, self._gate = branch, gate
 
     def value(self) -> Tensor:
         """The stream as a tensor."""
         if self._branch is not None:
             branch, gate, self._branch = self._branch, self._gate, None
-            if gate is None:
+            if self._branch_norm is not None:
+                norm, form = self._branch_norm, form_of(self._branch_norm)
+                assert form is not None
+                gate_value, gate_table = gate or _NOTHING
+                self._value = norm_residual(
+                    branch,
+                    self._value,
+                    norm._parameters.get("weight"),
+                    form.eps_of(norm),
+                    gate=gate_value,
+                    gate_table=gate_table,
+                    weight_offset=form.offset,
+                    rounding=self.rounding,
+                )
+            elif gate is None:
                 self._value = self._value + branch
             else:
                 self._value = gated_residual(
@@ -137,7 +156,7 @@ class Stream:
         if into is None or not into.fp8:
             return self.value()
         gate = self._gate
-        if self._branch is None or gate is None:
+        if self._branch is None or gate is None or self._branch_norm is not None:
             return quantize_rows(self.value())
         branch, self._branch = self._branch, None
         values, scales, self._value = gated_residual_quant(branch, self._value, gate.value, gate_table=gate.table)
@@ -154,6 +173,11 @@ class Stream:
         if form is None:  # torch.nn.Identity, or the guards would have run the stock block
             return self.rows(into)
         quantises = into is not None and into.fp8
+        if self._branch is not None and self._branch_norm is not None:
+            before = form_of(self._branch_norm)
+            if form == before and form.rounding(self.rounding) == self.rounding and not quantises:
+                return self._norm_of_normed_sum(form, self._branch_norm, norm, shift, scale)
+            self.value()
         if form.statistic == RMS and scale is None and (self._branch is None or self._gate is None):
             return self._rms(form, norm, quantises)
         kind, module = form.statistic, cast(NormModule, norm)
@@ -184,6 +208,32 @@ class Stream:
             result, self._value = form.rms_of_sum_quant(norm, branch, self._value)
         else:
             result, self._value = form.rms_of_sum(norm, branch, self._value, self.rounding)
+        return result
+
+    def _norm_of_normed_sum(
+        self, form: Form, before: nn.Module, norm: nn.Module, shift: Mod | None, scale: Mod | None
+    ) -> Tensor:
+        """`norm` of the stream and a waiting branch that is normalised first, in one launch."""
+        branch, self._branch = cast(Tensor, self._branch), None
+        gate, gate_table = self._gate or _NOTHING
+        scale_value, scale_table = scale or _NOTHING
+        shift_value, shift_table = shift or _NOTHING
+        result, self._value = norm_gated_residual_norm(
+            branch,
+            self._value,
+            gate,
+            before._parameters.get("weight"),
+            form.eps_of(before),
+            norm._parameters.get("weight"),
+            scale_value,
+            shift_value,
+            form.eps_of(norm),
+            weight_offset=form.offset,
+            gate_table=gate_table,
+            scale_table=scale_table,
+            shift_table=shift_table,
+            rounding=self.rounding,
+        )
         return result
 
     def _norm_of_sum(

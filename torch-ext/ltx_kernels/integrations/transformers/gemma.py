@@ -72,7 +72,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
         frozenset({*NORMS, "self_attn", "mlp"}),
         norms=dict.fromkeys(NORMS, OFFSET_NORMS),
         attentions={"self_attn": attention, "mlp": mlp},
-        ops=("rmsnorm", "rmsnorm_residual"),
+        ops=("norm_gated_residual_norm", "norm_residual", "rmsnorm"),
     )
 
 

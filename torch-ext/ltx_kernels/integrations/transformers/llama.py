@@ -50,8 +50,13 @@ def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
     return branch if dropout is None or not (dropout.training or hooked(dropout)) else dropout(branch)
 
 
-def pre_norm_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP) -> Block:
-    """Decoder layers of these classes, whose attention and MLP are of the given ones, or of others."""
+def pre_norm_layer(
+    classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP | None, casts: bool = False
+) -> Block:
+    """Decoder layers of these classes, whose attention is of the given class, and the MLP of that or of another.
+
+    casts: As in `Block`: the norms' weights may have a dtype of their own.
+    """
 
     def forward(
         self: Any,
@@ -75,7 +80,9 @@ def pre_norm_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
             **kwargs,
         )
         h.add(dropped(self, "resid_attn_dropout", attended[0]))
-        h.add(dropped(self, "resid_mlp_dropout", ff(h.norm(norm2, into=mlp.readers(ff, hidden_states)))))
+        output = ff(h.norm(norm2, into=None if mlp is None else mlp.readers(ff, hidden_states)))
+        # Mixtures of experts may return their scores as well.
+        h.add(dropped(self, "resid_mlp_dropout", output[0] if isinstance(output, tuple) else output))
         return h.value()
 
     return Block(
@@ -85,7 +92,8 @@ def pre_norm_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
         frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}),
         frozenset({"resid_attn_dropout", "resid_mlp_dropout"}),
         norms={"input_layernorm": NORMS, "post_attention_layernorm": NORMS},
-        attentions={"self_attn": attention, "mlp": mlp},
+        attentions={"self_attn": attention, **({} if mlp is None else {"mlp": mlp})},
+        casts=casts,
         ops=("rmsnorm", "rmsnorm_residual"),
     )
 

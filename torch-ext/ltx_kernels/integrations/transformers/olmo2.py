@@ -59,6 +59,6 @@ ENTRIES = (
         frozenset({"self_attn", "post_attention_layernorm", "mlp", "post_feedforward_layernorm"}),
         norms={"post_attention_layernorm": NORMS, "post_feedforward_layernorm": NORMS},
         attentions={"self_attn": ATTENTION, "mlp": MLP},
-        ops=("rmsnorm",),
+        ops=("norm_residual",),
     ),
 )

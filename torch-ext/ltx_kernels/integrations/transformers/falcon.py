@@ -1,0 +1,117 @@
+"""Attention of Falcon: rotation of query and key in one launch, and one key head for all queries without copies of it.
+
+Stock attention hands scaled_dot_product_attention fewer heads of keys than of queries, for which torch has its slowest
+implementation alone. The layer's norms are torch's, the MLP and the additions stay the model's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...rope import apply_rotary_qk
+from .._guards import children, why_not_input, why_not_tensor
+from .._norms import transformers_class as _class
+from .._rotary import Tables
+from .._sites import Entry, site_of, stock_forward
+
+
+def _heads(self: Any, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as they lie in one tensor, [B, S, heads, D]: views, but for the queries of a group."""
+    if self.new_decoder_architecture:
+        groups = packed.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
+        return groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+    if not self.multi_query:
+        query, key, value = packed.unflatten(-1, (self.num_heads, 3, self.head_dim)).unbind(-2)
+        return query, key, value
+    heads = packed.unflatten(-1, (-1, self.head_dim))
+    return heads[..., :-2, :], heads[..., -2:-1, :], heads[..., -1:, :]
+
+
+def _why_not_call(self: Any, input: Tensor, alibi: Tensor | None, output_attentions: bool, rope: Tables | None) -> str:
+    if alibi is not None or rope is None:
+        return "positions by alibi"
+    if output_attentions or self.config._attn_implementation != "sdpa":
+        return "another attention than sdpa"
+    reason = why_not_input(input)
+    for name, table in zip(("cos", "sin"), rope):
+        reason = reason or why_not_tensor(name, table, input)
+    if not reason and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+        reason = "a gradient is needed"
+    return reason
+
+
+def attention_forward(
+    self: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    position_embeddings: Tables | None = None,
+    **kwargs: Any,
+) -> Any:
+    reason = _why_not_call(self, hidden_states, alibi, output_attentions, position_embeddings)
+    if reason:
+        return stock_forward(
+            self,
+            reason,
+            hidden_states,
+            alibi,
+            attention_mask,
+            position_ids,
+            layer_past,
+            use_cache,
+            output_attentions,
+            position_embeddings,
+            **kwargs,
+        )
+    assert position_embeddings is not None
+    site = site_of(self)
+    site.count_call()
+    projection, output = children(self, "query_key_value", "dense")
+    query, key, value = _heads(self, projection(hidden_states))
+    query, key = apply_rotary_qk(query, key, *position_embeddings, layout="half", rounding=site.rounding)
+    if self.new_decoder_architecture:  # the stock cache holds a key for every query head
+        key, value = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 2) for x in (key, value))
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, self.layer_idx)
+    grouped = key.shape[1] != query.shape[1] and attention_mask is None
+    if key.shape[1] != query.shape[1] and not grouped:  # with a mask, torch has no fast attention of groups
+        key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    attended = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=self.is_causal and attention_mask is None and query.shape[2] > 1,
+        enable_gqa=grouped,
+    )
+    return output(attended.transpose(1, 2).flatten(2)), None
+
+
+ENTRIES = (
+    Entry(
+        (_class("falcon", "FalconAttention"),),
+        attention_forward,
+        ("apply_rotary_qk",),
+        (
+            "hidden_states",
+            "alibi",
+            "attention_mask",
+            "position_ids",
+            "layer_past",
+            "use_cache",
+            "output_attentions",
+            "position_embeddings",
+            "kwargs",
+        ),
+        frozenset({"query_key_value", "dense", "attention_dropout"}),
+    ),
+)

@@ -1,0 +1,143 @@
+"""Encoders of T5 and UMT5: norm, attention with a position bias, norm, gated MLP, two residual additions.
+
+The addition after the attention and the norm behind it are one launch, and so are the activation and the product of the
+MLP. The attention is called as it is. In float16 the stock block runs, which clamps its stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._block import Block
+from .._decoder import GatedMLP
+from .._guards import children, hooked
+from .._norms import NORMS
+from .._norms import transformers_class as _class
+from .._stream import Stream
+
+
+def _mlp(model: str, prefix: str) -> GatedMLP:
+    return GatedMLP(
+        (_class(model, f"{prefix}DenseGatedActDense"),),
+        "hidden_states",
+        ("wi_0", "wi_1"),
+        activation="act",
+        down="wo",
+        dropout="dropout",
+    )
+
+
+def _parts(block: Any) -> tuple[Any, ...]:
+    """(attention layer, its norm, attention, MLP layer, its norm, MLP)."""
+    first, second = children(block._modules["layer"], "0", "1")
+    return (
+        first,
+        *children(first, "layer_norm", "SelfAttention"),
+        second,
+        *children(second, "layer_norm", "DenseReluDense"),
+    )
+
+
+def t5_block_forward(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    encoder_decoder_position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, None]:
+    _, norm1, attention, _, norm2, ff = _parts(self)
+    h = Stream(self, hidden_states)
+    attended, position_bias, _ = attention(
+        h.norm(norm1),
+        mask=attention_mask,
+        position_bias=position_bias,
+        past_key_values=past_key_values,
+        **kwargs,
+    )
+    h.add(attended)
+    h.add(ff(h.norm(norm2)))
+    return h.value(), position_bias, None
+
+
+def _why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
+    if arguments["hidden_states"].dtype == torch.float16:
+        return "the stock block clamps its stream in float16"
+    first, _, _, second, *_ = _parts(block)
+    if any(layer._modules["dropout"].training or hooked(layer._modules["dropout"]) for layer in (first, second)):
+        return "a dropout is active or has a hook"
+    return ""
+
+
+def umt5_block_forward(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    _, norm1, attention, _, norm2, ff = _parts(self)
+    h = Stream(self, hidden_states)
+    h.add(attention(h.norm(norm1), attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)[0])
+    h.add(ff(h.norm(norm2)))
+    return h.value()
+
+
+def _block(model: str, prefix: str, forward: Any, parameters: tuple[str, ...]) -> Block:
+    return Block(
+        (_class(model, f"{prefix}Block"),),
+        forward,
+        parameters,
+        frozenset({"layer"}),
+        norms={"layer.0.layer_norm": NORMS, "layer.1.layer_norm": NORMS},
+        # A decoder's second layer is a cross-attention.
+        modules={
+            "layer.0": (_class(model, f"{prefix}LayerSelfAttention"),),
+            "layer.1": (_class(model, f"{prefix}LayerFF"),),
+        },
+        check=_why_not_call,
+        ops=("rmsnorm", "rmsnorm_residual"),
+    )
+
+
+ENTRIES = (
+    _mlp("t5", "T5"),
+    _mlp("umt5", "UMT5"),
+    _block(
+        "t5",
+        "T5",
+        t5_block_forward,
+        (
+            "hidden_states",
+            "attention_mask",
+            "position_bias",
+            "encoder_hidden_states",
+            "encoder_attention_mask",
+            "encoder_decoder_position_bias",
+            "past_key_values",
+            "kwargs",
+        ),
+    ),
+    _block(
+        "umt5",
+        "UMT5",
+        umt5_block_forward,
+        (
+            "hidden_states",
+            "attention_mask",
+            "encoder_hidden_states",
+            "encoder_attention_mask",
+            "past_key_values",
+            "kwargs",
+        ),
+    ),
+)
