@@ -14,16 +14,27 @@ from torch import Tensor, nn
 
 from ..adaln import (
     adaln_layernorm,
+    adaln_layernorm_pair,
     adaln_rmsnorm,
+    adaln_rmsnorm_pair,
     gated_residual,
     gated_residual_adaln_layernorm,
+    gated_residual_adaln_layernorm_pair,
     gated_residual_adaln_rmsnorm,
+    gated_residual_adaln_rmsnorm_pair,
 )
 from ..norm import layernorm, norm_gated_residual_norm, norm_residual
 from ..quant import (
+    adaln_layernorm_pair_quant,
+    adaln_layernorm_quant,
+    adaln_rmsnorm_pair_quant,
     adaln_rmsnorm_quant,
+    gated_residual_adaln_layernorm_pair_quant,
+    gated_residual_adaln_layernorm_quant,
+    gated_residual_adaln_rmsnorm_pair_quant,
     gated_residual_adaln_rmsnorm_quant,
     gated_residual_quant,
+    layernorm_quant,
     quantize_rows,
 )
 from ._guards import ATTRIBUTE, NormModule, children
@@ -167,7 +178,7 @@ class Stream:
     ) -> Input:
         """The stream normalised as a norm module does, times 1 + scale, plus shift.
 
-        A norm of torch.nn.Identity gives the stream itself. shift and scale are given together, or neither is.
+        A norm of torch.nn.Identity gives the stream itself. A shift needs a scale beside it.
         """
         form = form_of(norm)
         if form is None:  # torch.nn.Identity, or the guards would have run the stock block
@@ -185,16 +196,19 @@ class Stream:
             return self._norm_of_sum(kind, module, shift, scale, quantises)
         x, rounding, parameters = self._value, self.rounding, module._parameters
         weight, bias, eps = parameters.get("weight"), parameters.get("bias"), module.eps
-        if scale is None or shift is None:
-            return layernorm(x, weight, bias, cast(float, eps), rounding=rounding)
-        tables = {"scale_table": scale.table, "shift_table": shift.table}
+        if scale is None:
+            affine = x, weight, bias, cast(float, eps)
+            return layernorm_quant(*affine) if quantises else layernorm(*affine, rounding=rounding)
+        shift_value, shift_table = shift or _NOTHING
+        tables: dict[str, Any] = {"scale_table": scale.table, "shift_table": shift_table}
         if kind == LAYER:
-            return adaln_layernorm(
-                x, weight, scale.value, shift.value, bias, cast(float, eps), **tables, rounding=rounding
-            )
+            operands = x, weight, scale.value, shift_value, bias, cast(float, eps)
+            if quantises:
+                return adaln_layernorm_quant(*operands, **tables)
+            return adaln_layernorm(*operands, **tables, rounding=rounding)
         if quantises:
-            return adaln_rmsnorm_quant(x, weight, scale.value, shift.value, eps, **tables)
-        return adaln_rmsnorm(x, weight, scale.value, shift.value, eps, **tables, rounding=rounding)
+            return adaln_rmsnorm_quant(x, weight, scale.value, shift_value, eps, **tables)
+        return adaln_rmsnorm(x, weight, scale.value, shift_value, eps, **tables, rounding=rounding)
 
     def _rms(self, form: Form, norm: nn.Module, quantises: bool) -> Input:
         """`norm` without modulation, of the stream and of a waiting branch without a gate."""
@@ -248,12 +262,72 @@ class Stream:
         tables: dict[str, Any] = {"gate_table": gate_table, "scale_table": scale_table, "shift_table": shift_table}
         operands = branch, self._value, gate, weight, scale_value, shift_value
         if kind == LAYER:
-            result, self._value = gated_residual_adaln_layernorm(
-                *operands, bias, cast(float, eps), **tables, rounding=self.rounding
-            )
+            affine = bias, cast(float, eps)
+            if quantises:
+                values, scales, self._value = gated_residual_adaln_layernorm_quant(*operands, *affine, **tables)
+                return values, scales
+            result, self._value = gated_residual_adaln_layernorm(*operands, *affine, **tables, rounding=self.rounding)
             return result
         if quantises:
             values, scales, self._value = gated_residual_adaln_rmsnorm_quant(*operands, eps, **tables)
             return values, scales
         result, self._value = gated_residual_adaln_rmsnorm(*operands, eps, **tables, rounding=self.rounding)
         return result
+
+    def norm_pair(
+        self,
+        norm: nn.Module,
+        first: tuple[Mod, Mod],
+        second: tuple[Mod, Mod],
+        into: Linears | None = None,
+        into2: Linears | None = None,
+    ) -> tuple[Input, Input]:
+        """The stream normalised once and modulated twice, by (shift, scale) each, in one launch.
+
+        It is two launches where the readers of one result alone take quantised rows.
+        """
+        form, module = form_of(norm), cast(NormModule, norm)
+        assert form is not None  # or the guards would have run the stock block
+        quantises = into is not None and into.fp8
+        if quantises != (into2 is not None and into2.fp8):
+            self.value()
+            return self.norm(norm, *first, into), self.norm(norm, *second, into2)
+        layer, weight = form.statistic == LAYER, module._parameters.get("weight")
+        (shift, scale), (shift2, scale2) = first, second
+        mods = scale.value, shift.value, scale2.value, shift2.value
+        after: tuple[Any, ...] = (module._parameters.get("bias"), module.eps) if layer else (module.eps,)
+        options: dict[str, Any] = {"scale_table": scale.table, "shift_table": shift.table}
+        options.update(scale2_table=scale2.table, shift2_table=shift2.table)
+        if not quantises:
+            options["rounding"] = self.rounding
+        op: Any
+        if self._branch is None:
+            op = _PAIRS[layer, quantises]
+            results = op(self._value, weight, *mods, *after, **options)
+        else:
+            branch, self._branch = self._branch, None
+            gate, gate_table = self._gate or _NOTHING
+            op = _PAIRS_OF_SUM[layer, quantises]
+            *results, self._value = op(
+                branch, self._value, gate, weight, *mods, *after, gate_table=gate_table, **options
+            )
+        if quantises:
+            values, scales, values2, scales2 = results
+            return (values, scales), (values2, scales2)
+        one, two = results
+        return one, two
+
+
+# By whether the norm is a LayerNorm, and whether the op quantises.
+_PAIRS = {
+    (False, False): adaln_rmsnorm_pair,
+    (False, True): adaln_rmsnorm_pair_quant,
+    (True, False): adaln_layernorm_pair,
+    (True, True): adaln_layernorm_pair_quant,
+}
+_PAIRS_OF_SUM = {
+    (False, False): gated_residual_adaln_rmsnorm_pair,
+    (False, True): gated_residual_adaln_rmsnorm_pair_quant,
+    (True, False): gated_residual_adaln_layernorm_pair,
+    (True, True): gated_residual_adaln_layernorm_pair_quant,
+}
