@@ -18,8 +18,10 @@ TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 
 
 def make(directory: Path, *arguments: str) -> str:
+    """Its output; variables that `make test` was given do not reach it."""
     command = ["make", "--no-print-directory", *arguments]
-    result = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -84,7 +86,8 @@ def test_checkout_in_a_path_with_a_space(tmp_path: Path):
     subprocess.run(["git", "clone", "-q", str(ROOT), str(checkout)], check=True)
     options = ["SYSTEM=1", f"PYTHON={sys.executable}", "BACKEND=cpu", "MODEL=tiny", "N=50"]
     tests = "PYTEST_ARGS=tests/test_loading.py tests/test_build_variants.py -k cpu"
-    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"}
+    given = ("LOCAL_KERNELS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+    environment = {k: v for k, v in os.environ.items() if k not in given}
     for target in ("demo", "test", "fuzz"):
         command = ["make", target, *options, tests, "FUZZ_ARGS=--output fuzz.json"]
         result = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
