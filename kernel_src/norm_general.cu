@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_kernel_general(const __grid_constant__ NormParams p, uint32_t packed, int packs, uint32_t blocks,
                         float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ Scratch<1> scratch[2];
+  __shared__ ReduceScratch<1> scratch[2];
   __shared__ float2 parts[16];
   const int threads = static_cast<int>(blockDim.x);
   const int64_t width = p.rows.width;
@@ -50,14 +50,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   };
   if constexpr (kMore) {
     if (p.norms_branch) {
-      __shared__ Scratch<1> branch_scratch;
+      __shared__ ReduceScratch<1> branch_scratch;
       float sum = 0.f;
       each_pack([&](int64_t column) {
         load.column = column;
         load.get_input(h);
         sum += pack_squares<false>(h, 0.f, width - column);
       });
-      load.branch_rstd = reciprocal_root(row_sum(sum, threads, branch_scratch), inverse_width, p.branch_eps);
+      load.branch_rstd = reciprocal_root(block_reduce(sum, threads, branch_scratch), inverse_width, p.branch_eps);
     }
   }
   // Outputs may lie in the inputs' memory: nothing is written before the last pass.
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       sum += pass == 0 ? tree_sum(h) : pack_squares<S == Statistic::kLayer>(h, mean, width - load.column);
     });
     float sums[1] = {sum};
-    row_sums(sums, threads, scratch[pass]);
+    block_reduce(sums, threads, scratch[pass]);
     sum = sums[0];
     if (pass == 0) {
       part_sum = sum;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const bool two = p.out2.data != nullptr || p.quantised2.values != nullptr;
     QuantScale scale{}, scale2{};
     if (quantised) {
-      __shared__ Scratch<1> magnitudes[2];
+      __shared__ ReduceScratch<1> magnitudes[2];
       float most[1] = {0.f}, most2[1] = {0.f};
       each_pack([&](int64_t column) {
         load.column = column;
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
           if (column + i < width) most2[0] = larger_magnitude(most2[0], h[i]);
         }
       });
-      row_magnitudes<false>(most, threads, magnitudes[0]);
-      row_magnitudes<false>(most2, threads, magnitudes[1]);
+      block_magnitudes<false>(most, threads, magnitudes[0]);
+      block_magnitudes<false>(most2, threads, magnitudes[1]);
       scale = row_scale(p.quantised.static_scale, last ? most[0] * rstd : most[0]);
       scale2 = row_scale(p.quantised.static_scale, most2[0]);
     }

@@ -167,19 +167,19 @@ struct Group<0> {
   static __device__ __forceinline__ int number() { return threadIdx.y; }
 };
 
-// Where the warps of a row meet: a number a warp, up to 16, and zeros up to the next multiple of four. For kRows rows
-// of a thread, and up to eight groups of rows of a block.
-constexpr int kPlaces = 32;
+// One partial result for each warp of a row, at most 16, and zeros up to the next multiple of four: of kRows rows a
+// thread, and of at most eight groups of rows a block.
+constexpr int kPartials = 32;
 template <int kRows>
-struct alignas(16) Places {
-  float number[kRows][kPlaces];
+struct alignas(16) PartialResults {
+  float number[kRows][kPartials];
 };
 
-// The sum or the largest magnitude over the threads of a row, in two steps with a barrier of the block in between: each
-// warp leaves what it has, then every thread takes it all. One warp has it all at the first step. kWhole: rows have
-// whole warps.
+// A reduction over the threads of a row takes two steps with a barrier of the block in between: each warp stores its
+// partial result, then every thread combines all of them. A row of one warp is reduced by the first step. kWhole: rows
+// have whole warps.
 template <bool kWhole, int kWarps = 0, int kRows, typename Op>
-__device__ __forceinline__ void leave(float (&x)[kRows], Places<kRows>& places, const Op& op) {
+__device__ __forceinline__ void store_partials(float (&x)[kRows], PartialResults<kRows>& partials, const Op& op) {
   using G = Group<kWarps>;
   const int threads = G::threads(), warps = threads / 32, fours = (warps + 3) / 4, mine = G::number() * fours * 4;
 #pragma unroll
@@ -187,12 +187,12 @@ __device__ __forceinline__ void leave(float (&x)[kRows], Places<kRows>& places, 
   if (threads <= 32) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (threadIdx.x % 32 == 0) places.number[r][mine + threadIdx.x / 32] = x[r];
-    if (threadIdx.x >= warps && threadIdx.x < fours * 4) places.number[r][mine + threadIdx.x] = 0.f;
+    if (threadIdx.x % 32 == 0) partials.number[r][mine + threadIdx.x / 32] = x[r];
+    if (threadIdx.x >= warps && threadIdx.x < fours * 4) partials.number[r][mine + threadIdx.x] = 0.f;
   }
 }
 template <typename Op>
-__device__ __forceinline__ float take(const float4* all, int fours, const Op& op) {
+__device__ __forceinline__ float combine_partials(const float4* all, int fours, const Op& op) {
   const auto both = [&](const float4& a, const float4& b) {
     return make_float4(op(a.x, b.x), op(a.y, b.y), op(a.z, b.z), op(a.w, b.w));
   };
@@ -207,24 +207,26 @@ __device__ __forceinline__ float take(const float4* all, int fours, const Op& op
   return op(op(a.x, a.z), op(a.y, a.w));
 }
 template <int kWarps = 0, int kRows, typename Op>
-__device__ __forceinline__ void take(float (&x)[kRows], const Places<kRows>& places, const Op& op) {
+__device__ __forceinline__ void combine_partials(float (&x)[kRows], const PartialResults<kRows>& partials,
+                                                 const Op& op) {
   using G = Group<kWarps>;
   const int threads = G::threads(), fours = (threads / 32 + 3) / 4, mine = G::number() * fours * 4;
   if (threads <= 32) return;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) x[r] = take(reinterpret_cast<const float4*>(&places.number[r][mine]), fours, op);
+  for (int r = 0; r < kRows; ++r)
+    x[r] = combine_partials(reinterpret_cast<const float4*>(&partials.number[r][mine]), fours, op);
 }
-// Both at once. No other reduction may use `places`.
+// Both steps. No other reduction may use `partials`.
 template <bool kWhole, int kWarps = 0, int kRows, typename Op>
-__device__ __forceinline__ void reduce(float (&x)[kRows], Places<kRows>& places, const Op& op) {
-  leave<kWhole, kWarps>(x, places, op);
+__device__ __forceinline__ void block_reduce(float (&x)[kRows], PartialResults<kRows>& partials, const Op& op) {
+  store_partials<kWhole, kWarps>(x, partials, op);
   if (Group<kWarps>::threads() > 32) __syncthreads();
-  take<kWarps>(x, places, op);
+  combine_partials<kWarps>(x, partials, op);
 }
 template <bool kWhole, int kWarps = 0, typename Op>
-__device__ __forceinline__ float reduce(float x, Places<1>& places, const Op& op) {
+__device__ __forceinline__ float block_reduce(float x, PartialResults<1>& partials, const Op& op) {
   float one[1] = {x};
-  reduce<kWhole, kWarps>(one, places, op);
+  block_reduce<kWhole, kWarps>(one, partials, op);
   return one[0];
 }
 
@@ -473,7 +475,7 @@ __global__ void __launch_bounds__(register_threads(F, V), 1)
   // 1.00; but rmsnorm 16128x2048 1.02, 1.06, and gated_residual_adaln_rmsnorm 2x2688x2048 1.06, 1.09.
   constexpr bool kPrefetches =
       F == Fusion::kRows || F == Fusion::kAdd || (F == Fusion::kResidual && V != Vectors::kAny);
-  __shared__ Places<kRows> sums, magnitudes;
+  __shared__ PartialResults<kRows> sums, magnitudes;
   RowShare<T, kPacks, kResidual + 1, kRows, kShort> share(p.rows, p.width, p.operands, p.output);
   P packs[kRows][kResidual + 1][kPacks];
   // H200, of a copy's time, passing the first cache and not: rmsnorm 16128x2048 1.11, 1.20 (with two barriers); but
@@ -585,7 +587,7 @@ __global__ void __launch_bounds__(register_threads(F, V), 1)
       }
     }
     if constexpr (F != Fusion::kPlain) {
-      reduce<kWhole>(sum, sums, Sum());
+      block_reduce<kWhole>(sum, sums, Sum());
       find_rstd();
     }
 #pragma unroll
@@ -607,14 +609,14 @@ __global__ void __launch_bounds__(register_threads(F, V), 1)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) most[r] = magnitude(y[r]);
   if constexpr (F == Fusion::kPlain) {
-    leave<kWhole>(sum, sums, Sum());
-    leave<kWhole>(most, magnitudes, Magnitude());
+    store_partials<kWhole>(sum, sums, Sum());
+    store_partials<kWhole>(most, magnitudes, Magnitude());
     if (blockDim.x > 32) __syncthreads();
-    take(sum, sums, Sum());
-    take(most, magnitudes, Magnitude());
+    combine_partials(sum, sums, Sum());
+    combine_partials(most, magnitudes, Magnitude());
     find_rstd();
   } else {
-    reduce<kWhole>(most, magnitudes, Magnitude());
+    block_reduce<kWhole>(most, magnitudes, Magnitude());
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -649,7 +651,7 @@ __global__ void __launch_bounds__(kWarps * 32, modulate_threads(kWarps) / (kWarp
     modulate_quant_kernel(const __grid_constant__ NormRowParams<1> p) {
   constexpr int kPacks = 4, kWidth = kPackWidth<T>, kColumns = kWarps * 32 * kPacks * kWidth;
   using P = Pack<T, kWidth>;
-  __shared__ Places<1> sums, magnitudes;
+  __shared__ PartialResults<1> sums, magnitudes;
   const uint32_t row = blockIdx.x;
   const int first = first_pack(kPacks);
   const auto pack = [&](const char* from, int k) { return reinterpret_cast<const P*>(from) + first + k * kPackStep; };
@@ -676,7 +678,7 @@ __global__ void __launch_bounds__(kWarps * 32, modulate_threads(kWarps) / (kWarp
     sum += pack_squares(y[k]);
   }
   keep(packs);
-  sum = reduce<true, kWarps>(sum, sums, Sum());
+  sum = block_reduce<true, kWarps>(sum, sums, Sum());
   const float rstd = reciprocal_root(sum, p.inverse_width, p.eps);
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
@@ -688,7 +690,7 @@ __global__ void __launch_bounds__(kWarps * 32, modulate_threads(kWarps) / (kWarp
     each(y[k], [&](float h) { return __fmul_rn(h, rstd); });
     multiply_add(y[k], factor, addend);
   }
-  const float most = reduce<true, kWarps>(magnitude(y), magnitudes, Magnitude());
+  const float most = block_reduce<true, kWarps>(magnitude(y), magnitudes, Magnitude());
   const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
   const int64_t number = static_cast<int64_t>(blockIdx.y) * p.rows + row;
   if (threadIdx.x == 0) p.output.scales[number] = by.scale;
@@ -704,28 +706,29 @@ __device__ __forceinline__ void row_barrier() {
   asm volatile("bar.sync %0, %1;" : : "r"(threadIdx.y), "r"(blockDim.x) : "memory");
 }
 
-// As Places, in two sets that rows take in turns, so that one barrier a reduction is enough. All zeros to begin with.
-struct Meeting {
+// Partial results in two sets, which consecutive rows use in turns, so that a reduction needs one barrier. The sets
+// begin as zeros.
+struct RowReduction {
   float* own;
   const float4* all;
   int fours;
 
-  __device__ __forceinline__ explicit Meeting(float (&places)[2][kPlaces]) {
+  __device__ __forceinline__ explicit RowReduction(float (&partials)[2][kPartials]) {
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
-    for (int i = thread; i < 2 * kPlaces; i += threads) places[0][i] = 0.f;
+    for (int i = thread; i < 2 * kPartials; i += threads) partials[0][i] = 0.f;
     fours = (blockDim.x / 32 + 3) / 4;
-    float* const mine = places[0] + threadIdx.y * fours * 4 % kPlaces;
+    float* const mine = partials[0] + threadIdx.y * fours * 4 % kPartials;
     own = mine + threadIdx.x / 32;
     all = reinterpret_cast<const float4*>(mine);
   }
-  // As reduce, to the bit.
+  // Gives the bits of block_reduce.
   template <int kPacks, typename Op>
   __device__ __forceinline__ float reduce(float x, int turn, const Op& op) const {
     x = kPacks > 1 ? op.warp(x) : op.lanes(x, min(blockDim.x, 32));
     if (kPacks == 1 && blockDim.x <= 32) return x;
-    if (threadIdx.x % 32 == 0) own[turn * kPlaces] = x;
+    if (threadIdx.x % 32 == 0) own[turn * kPartials] = x;
     row_barrier();
-    return take(all + turn * (kPlaces / 4), fours, op);
+    return combine_partials(all + turn * (kPartials / 4), fours, op);
   }
 };
 
@@ -736,11 +739,11 @@ constexpr int held_count(Fusion f) { return f == Fusion::kGated ? 3 : 2; }
 extern __shared__ float4 held_vectors[];
 
 template <int kFours, int kCount, int kPacks>
-struct Held {
+struct SharedVectors {
   float4* data;
 
-  // Of pack number `pack` of the row, which is a thread's pack k where it is that thread's first one.
-  __device__ __forceinline__ explicit Held(int pack)
+  // `pack`: index of the first pack; get(k) reads pack + 32 k.
+  __device__ __forceinline__ explicit SharedVectors(int pack)
       : data(held_vectors + pack / 32 * 32 * kCount * kFours + pack % 32) {}
   __device__ __forceinline__ void set(int vector, const float (&x)[kFours * 4]) const {
 #pragma unroll
@@ -782,13 +785,13 @@ __global__ void __launch_bounds__(held_bound(F, kPacks), 1)
   constexpr int kWidth = kPackWidth<T>;
   constexpr bool kResidual = has_residual(F);
   using P = Pack<T, kWidth>;
-  using Vectors = Held<kWidth / 4, held_count(F), kPacks>;
+  using Vectors = SharedVectors<kWidth / 4, held_count(F), kPacks>;
   constexpr int kFactor = 0, kAddend = 1, kGate = 2;
-  __shared__ __align__(16) float sums[2][kPlaces], magnitudes[2][kPlaces];
+  __shared__ __align__(16) float sums[2][kPartials], magnitudes[2][kPartials];
   RowShare<T, kPacks, kResidual + 1> share(p.rows, p.width, p.operands, p.output);
   P packs[1][kResidual + 1][kPacks];
   share.template load<false>(p.operands, packs);
-  const Meeting sum_meeting(sums), magnitude_meeting(magnitudes);
+  const RowReduction sum_reduction(sums), magnitude_reduction(magnitudes);
   const int threads = blockDim.x * blockDim.y;
   const int held = kPacks == 1 ? blockDim.x : (blockDim.x / 32) * 32 * kPacks;
 #pragma unroll 1
@@ -848,7 +851,7 @@ __global__ void __launch_bounds__(held_bound(F, kPacks), 1)
     float sum = 0.f;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) sum += pack_squares(y[k]);
-    sum = sum_meeting.reduce<kPacks>(sum, turn, Sum());
+    sum = sum_reduction.reduce<kPacks>(sum, turn, Sum());
     const float rstd = reciprocal_root(sum, p.inverse_width, p.eps);
     const bool plain = !kResidual && !p.shift.value.data;
     const float before = plain ? 1.f : rstd, after = plain ? rstd : 1.f;
@@ -864,7 +867,7 @@ __global__ void __launch_bounds__(held_bound(F, kPacks), 1)
     if (p.output.static_scale) {
       by = fixed_scale(p.output.static_scale);
     } else {
-      by = quant_scale(magnitude_meeting.reduce<kPacks>(magnitude(y), turn, Magnitude()) * after);
+      by = quant_scale(magnitude_reduction.reduce<kPacks>(magnitude(y), turn, Magnitude()) * after);
     }
     if (!kResidual && fold(after, by)) {
 #pragma unroll
@@ -902,7 +905,7 @@ template <typename T, bool kGated, Activation kActivation, int kPacks>
 __global__ void __launch_bounds__(glu_register_threads(kGated), 1)
     glu_quant_kernel(const __grid_constant__ GluRowParams<kGated + 1> p) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ Places<1> magnitudes;
+  __shared__ PartialResults<1> magnitudes;
   const RowShare<T, kPacks, kGated + 1> share(p.rows, p.width, p.operands, p.output);
   Pack<T, kWidth> packs[1][kGated + 1][kPacks];
   // H200, of a copy's time, passing the first cache and not: gelu 5376x8192 1.05, 1.08; swiglu 16128x8192 1.03, 0.99.
@@ -933,7 +936,7 @@ __global__ void __launch_bounds__(glu_register_threads(kGated), 1)
       activate<T, kActivation>(y[k]);
     }
   }
-  const float most = reduce<(kPacks > 1)>(magnitude(y), magnitudes, Magnitude());
+  const float most = block_reduce<(kPacks > 1)>(magnitude(y), magnitudes, Magnitude());
   const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
   if (share.active()) share.write(0, y, by, p.width);
 }
@@ -956,7 +959,7 @@ __device__ __forceinline__ void for_packs(int64_t width, int packs, const At& at
 // Writes the row that get(column, y) gives, zero past its end, times `after`.
 template <typename T, typename Get>
 __device__ __forceinline__ void quantise_general(int64_t row, bool active, int64_t width, int packs,
-                                                 const QuantOutput& output, float after, Places<1>& places,
+                                                 const QuantOutput& output, float after, PartialResults<1>& partials,
                                                  const Get& get) {
   constexpr int kWidth = kPackWidth<T>;
   float y[kWidth], most = 0.f;
@@ -965,7 +968,7 @@ __device__ __forceinline__ void quantise_general(int64_t row, bool active, int64
       get(column, y);
       most = pack_magnitude(most, y);
     });
-    most = reduce<false>(most, places, Magnitude());
+    most = block_reduce<false>(most, partials, Magnitude());
   }
   if (!active) return;
   QuantScale by = output.static_scale ? fixed_scale(output.static_scale) : quant_scale(most * after);
@@ -987,7 +990,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_quant_kernel_general(const __grid_constant__ NormParams p, const __grid_constant__ QuantOutput output,
                               int packs, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ Places<1> sums, magnitudes;
+  __shared__ PartialResults<1> sums, magnitudes;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
   const bool active = number < p.rows.count;
   int64_t input = 0, residual = 0, residual_out = 0, gate = 0, scale = 0, shift = 0;
@@ -1037,7 +1040,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     });
   }
   const bool plain = !p.residual.data && !p.shift.value.data;
-  const float rstd = normalises ? reciprocal_root(reduce<false>(sum, sums, Sum()), inverse_width, p.eps) : 1.f;
+  const float rstd = normalises ? reciprocal_root(block_reduce<false>(sum, sums, Sum()), inverse_width, p.eps) : 1.f;
   const float after = plain ? rstd : 1.f;
   quantise_general<T>(number, active, width, packs, output, after, magnitudes, [&](int64_t column, float (&y)[kWidth]) {
     get_h(column, y);
@@ -1066,7 +1069,7 @@ __global__ void __launch_bounds__(kGeneralThreads, 1)
     glu_quant_kernel_general(const __grid_constant__ GluParams p, const __grid_constant__ QuantOutput output,
                              int packs) {
   constexpr int kWidth = kPackWidth<T>;
-  __shared__ Places<1> magnitudes;
+  __shared__ PartialResults<1> magnitudes;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
   const bool active = number < p.rows.count;
   int64_t gate = 0, up = 0;

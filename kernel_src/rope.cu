@@ -669,7 +669,7 @@ __global__ void __launch_bounds__(Source::kRowThreads, 1)
                const Divider by_runs, const Divider by_units, const float2 inverse_widths, uint32_t ahead) {
   constexpr int kWidth = kPackWidth<T>;
   using P = Pack<T, kWidth>;
-  __shared__ Scratch<2> scratch[2];
+  __shared__ ReduceScratch<2> scratch[2];
   const PackedOperand& first_operand = operand_of(p, shared, 0);
   const uint32_t token = by_runs(blockIdx.x), first_batch = (blockIdx.x - token * runs) * run;
   if (token >= first_operand.sequence) return;  // the whole block: the other operand is longer
@@ -717,7 +717,7 @@ __global__ void __launch_bounds__(Source::kRowThreads, 1)
         sums[i] = squares(x_a, x_b);
       }
     }
-    row_sums(sums, static_cast<int>(blockDim.x), scratch[j % 2]);
+    block_reduce(sums, static_cast<int>(blockDim.x), scratch[j % 2]);
     if (!active) continue;
     Turn<kWidth> turn;
     source.get(turn);
@@ -844,7 +844,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     row_general(const __grid_constant__ RotaryParams p, const __grid_constant__ Units units) {
-  __shared__ Scratch<1> scratch[2];
+  __shared__ ReduceScratch<1> scratch[2];
   const RotaryOperand& o = p.operand[blockIdx.y];
   const bool packed_in = units.packed_inputs >> blockIdx.y & 1, packed_out = units.packed_outputs >> blockIdx.y & 1;
   const bool packed_table = units.packed_tables >> blockIdx.y & 1;
@@ -912,7 +912,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       centre(raw_a, raw_b, x_a, x_b);
       sum += squared ? squares(x_a, x_b) : total(x_a, x_b);
     }
-    return row_sum(sum, threads, scratch[squared]);
+    return block_reduce(sum, threads, scratch[squared]);
   };
   const float inverse_width = 1.f / static_cast<float>(heads * p.head_dim);
   if (p.statistic == Statistic::kLayer) mean = __fmul_rn(sum_of(false), inverse_width);

@@ -32,7 +32,9 @@ from helpers.mutation import Mutation  # noqa: E402
 from helpers.tool_defects import TOOL_DEFECTS  # noqa: E402
 
 PYTHON = "torch-ext/ltx_kernels/"
-CUDA_NORM, CUDA_ROPE, CUDA_ATTENTION = "kernel_src/norm.cu", "kernel_src/rope.cu", "kernel_src/attention.cu"
+CUDA_ROPE, CUDA_ATTENTION, CUDA_GENERAL = "kernel_src/rope.cu", "kernel_src/attention.cu", "kernel_src/norm_general.cu"
+ROW_KERNEL, ROW_VECTORS = "kernel_src/ltx/row/kernel.cuh", "kernel_src/ltx/row/vectors.cuh"
+ROW_OPERANDS = "kernel_src/ltx/row/operands.cuh"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_QUANT = "kernel_src/cpu/quant.cpp"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
@@ -58,7 +60,7 @@ MUTATIONS = [
     Mutation(
         "eps ignored",
         "torch-ext/op_inputs.h",
-        "p.eps = check_eps(a.eps);",
+        'p.eps = check_eps(a.eps, a.norms_branch ? "eps2" : "eps");',
         "p.eps = check_eps(a.eps) * 0 + 1e-6f;",
         backends=BOTH,
     ),
@@ -72,8 +74,8 @@ MUTATIONS = [
     Mutation(
         "weight multiplied before the cast",
         CPU_NORM,
-        "normalise_rounded(n, 0.f, rstd, weight_in_fp32 ? DType::kFloat32 : dtype, width);",
-        "normalise_rounded(n, 0.f, rstd, DType::kFloat32, width);",
+        "rstd_about(row, 0.f, eps), weight_in_fp32 ? DType::kFloat32 : dtype, row.width);",
+        "rstd_about(row, 0.f, eps), DType::kFloat32, row.width);",
     ),
     Mutation(
         "shift and scale swapped",
@@ -197,7 +199,7 @@ MUTATIONS = [
     ),
     Mutation(
         "32-bit row offset (CUDA)",
-        CUDA_NORM,
+        ROW_OPERANDS,
         "return view.data + static_cast<uint64_t>(view.outer) * blockIdx.y + static_cast<uint64_t>(view.inner) * row;",
         "return view.data + (view.outer * blockIdx.y + view.inner * row);",
         backends=("cuda",),
@@ -219,35 +221,35 @@ MUTATIONS = [
     ),
     Mutation(
         "weight multiplied before the cast (CUDA)",
-        CUDA_NORM,
-        "const bool round_before_weight = S == Statistic::kRms && weight_offset == 0.f;",
+        ROW_VECTORS,
+        "const bool round_before_weight = S == Statistic::kRms && weight_offset == 0.f && !load.weighs_unrounded();",
         "const bool round_before_weight = false;",
         backends=("cuda",),
     ),
     Mutation(
         "last column unwritten (CUDA)",
-        CUDA_NORM,
-        "load.column, p.out.column_stride, width, packed & kOut,",
-        "load.column, p.out.column_stride, width - 1, packed & kOut,",
+        CUDA_GENERAL,
+        "start.out, column, p.out.column_stride, width, packed & kOut,",
+        "start.out, column, p.out.column_stride, width - 1, packed & kOut,",
         backends=("cuda",),
     ),
     Mutation(
         "one element past the row read (CUDA)",
-        CUDA_NORM,
+        ROW_VECTORS,
         "p.rows.width, packed & kInput),",
         "p.rows.width + 1, packed & kInput),",
         backends=("cuda",),
     ),
     Mutation(
         "geometry chosen by row count (CUDA)",
-        CUDA_NORM,
+        ROW_KERNEL,
         "const Geometry g = geometry(p.rows.width,",
         "const Geometry g = geometry(p.rows.count < 4 ? 2 * p.rows.width : p.rows.width,",
         backends=("cuda",),
     ),
     Mutation(
         "variance as E[x^2] - mean^2 (CUDA)",
-        CUDA_NORM,
+        ROW_VECTORS,
         "__fsub_rn(h[i], mean) : h[i];\n    if (i < count) sum[i % 2] = fmaf(x, x, sum[i % 2]);",
         "__fsub_rn(h[i], 0.f) : h[i];\n"
         "    if (i < count) sum[i % 2] = fmaf(x, x, sum[i % 2]) - (kCentred ? mean * mean : 0.f);",

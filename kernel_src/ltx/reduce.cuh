@@ -28,7 +28,7 @@ __device__ __forceinline__ float warp_max(float x) {
 
 // kRows sums over the threads of a block, for blocks of at most 16 warps: a partial sum a warp and row.
 template <int kRows>
-struct Scratch {
+struct ReduceScratch {
   float4 sums[kRows][4];
 };
 
@@ -36,7 +36,7 @@ struct Scratch {
 // up to 32 lanes of a warp, or the whole block. No other sum of the same rows may use `scratch`, so that one barrier is
 // enough.
 template <int kRows>
-__device__ __forceinline__ void row_sums(float (&x)[kRows], int threads, Scratch<kRows>& scratch) {
+__device__ __forceinline__ void block_reduce(float (&x)[kRows], int threads, ReduceScratch<kRows>& scratch) {
   static_assert(kRows == 1 || kRows == 2);
   if (threads <= 32) {
 #pragma unroll
@@ -118,9 +118,9 @@ __device__ __forceinline__ float2 cluster_moments(float sum, float squares, floa
   return {mean, half_warp_sum(fmaf(__fmul_rn(n, deviation), deviation, part.y))};
 }
 
-__device__ __forceinline__ float row_sum(float x, int threads, Scratch<1>& scratch) {
+__device__ __forceinline__ float block_reduce(float x, int threads, ReduceScratch<1>& scratch) {
   float sums[1] = {x};
-  row_sums(sums, threads, scratch);
+  block_reduce(sums, threads, scratch);
   return sums[0];
 }
 

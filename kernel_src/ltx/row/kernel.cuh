@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   constexpr bool kAdds = S == Statistic::kLayer || traits(F).modulates;
   constexpr uint32_t kAhead = loaded_ahead(S, F, O, kPacks, kThreads, kClusters, kKnown, sizeof(M) > sizeof(T));
   using P = Pack<T, kWidth>;
-  __shared__ Scratch<kRows> scratch[2];
+  __shared__ ReduceScratch<kRows> scratch[2];
   __shared__ float2 parts[kClusters ? 16 : 1];
   constexpr bool kQuantised = O == Output::kQuantised, kWhole = kPacks > 1;
   constexpr int kOutputs = kTraits.modulates_twice ? 2 : 1;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   float h[kRows][kPacks][kWidth];
   float branch_rstd[kRows];
   if constexpr (kTraits.norms_branch) {
-    __shared__ Scratch<kRows> branch_scratch;
+    __shared__ ReduceScratch<kRows> branch_scratch;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       branch_rstd[r] = 0.f;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
         branch_rstd[r] += pack_squares<false>(h[r][k], 0.f, kWidth);
       }
     }
-    row_sums(branch_rstd, threads, branch_scratch);
+    block_reduce(branch_rstd, threads, branch_scratch);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) branch_rstd[r] = reciprocal_root(branch_rstd[r], p.inverse_width, p.branch_eps);
   }
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
         for (int k = 0; k < kPacks; ++k) mean[r] += tree_sum(h[r][k]);
       }
       const float inverse_count = kClusters ? 1.f / fmaxf(count(part), 1.f) : p.inverse_width;
-      row_sums(mean, threads, scratch[0]);
+      block_reduce(mean, threads, scratch[0]);
       part_sum = mean[0];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) mean[r] *= inverse_count;
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) most[r] = magnitude(h[r]);
-      row_sums_and_magnitudes<kWhole>(rstd, most, threads, scratch);
+      block_reduce_both<kWhole>(rstd, most, threads, scratch);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         rstd[r] = reciprocal_root(rstd[r], p.inverse_width, p.eps);
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       }
       return;
     }
-    row_sums(rstd, threads, scratch[1]);
+    block_reduce(rstd, threads, scratch[1]);
     if constexpr (kClusters && S == Statistic::kLayer) {
       const float2 moments = cluster_moments(part_sum, rstd[0], p.inverse_width, blocks, count, parts);
       mean[0] = moments.x;
@@ -325,13 +325,13 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
         if constexpr (kOutputs == 2) set(std::true_type());
       }
       if constexpr (kQuantised) {
-        __shared__ Scratch<kRows> magnitudes[kOutputs];
+        __shared__ ReduceScratch<kRows> magnitudes[kOutputs];
 #pragma unroll
         for (int o = 0; o < kOutputs; ++o) {
           float most[kRows];
 #pragma unroll
           for (int r = 0; r < kRows; ++r) most[r] = magnitude(y[o][r]);
-          row_magnitudes<kWhole>(most, threads, magnitudes[o]);
+          block_magnitudes<kWhole>(most, threads, magnitudes[o]);
           const CompactView& values = o == 0 ? p.out : p.out2;
           float* const scales =
               (o == 0 ? p.scales : p.scales2) + (kFlat ? 0 : static_cast<int64_t>(blockIdx.y) * p.rows);

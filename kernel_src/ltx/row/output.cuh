@@ -22,10 +22,10 @@ __device__ __forceinline__ float magnitude(const float (&y)[kPacks][kWidth]) {
   return larger_magnitude(larger_magnitude(most[0], most[1]), larger_magnitude(most[2], most[3]));
 }
 
-// The largest magnitudes of kRows rows over the `threads` that own them, as row_sums adds: at most 32 lanes of a warp,
-// or the whole block. kWhole: no row has a part of a warp. No other reduction may use `scratch`.
+// The largest magnitudes of kRows rows over the `threads` that own them, as block_reduce adds: at most 32 lanes of a
+// warp, or the whole block. kWhole: no row has a part of a warp. No other reduction may use `scratch`.
 template <bool kWhole, int kRows>
-__device__ __forceinline__ void row_magnitudes(float (&x)[kRows], int threads, Scratch<kRows>& scratch) {
+__device__ __forceinline__ void block_magnitudes(float (&x)[kRows], int threads, ReduceScratch<kRows>& scratch) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = kWhole ? warp_magnitude(x[r]) : lane_magnitude(x[r], min(threads, 32));
   if (threads <= 32) return;
@@ -49,10 +49,10 @@ __device__ __forceinline__ void row_magnitudes(float (&x)[kRows], int threads, S
   }
 }
 
-// The sums of kRows rows, as row_sums adds them, and their largest magnitudes, with one barrier.
+// The sums of kRows rows, as block_reduce adds them, and their largest magnitudes, with one barrier.
 template <bool kWhole, int kRows>
-__device__ __forceinline__ void row_sums_and_magnitudes(float (&sum)[kRows], float (&most)[kRows], int threads,
-                                                        Scratch<kRows> (&scratch)[2]) {
+__device__ __forceinline__ void block_reduce_both(float (&sum)[kRows], float (&most)[kRows], int threads,
+                                                  ReduceScratch<kRows> (&scratch)[2]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     sum[r] = lane_sum(sum[r], kWhole ? 32 : min(threads, 32));
