@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .._variant import constant_when_compiled
 from ..attention import attention, qk_norm_cross_attention, runs_kernel
+from ..glu import gate_heads
 from ..norm import rmsnorm
 from ..rope import apply_rotary, qk_norm_rope
 from ._guards import (
@@ -109,7 +110,12 @@ class Attention:
     classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
     processor: Name of the processor's class.
     parameters: Those of the stock forward, without self.
+    other_processors: Names of processor classes that compute the same unless they are given more arguments.
     rope: The argument that holds the rotary tables; empty for an attention without any.
+    key_rope: The argument that holds other tables for the keys; then `tables` gets both arguments as a pair.
+    layout_of: The layout of a module, where modules of the class differ in it.
+    gate, gate_scale: A linear layer that gives every head of a row a logit; the head's output is multiplied by the
+        sigmoid of it and by the scale.
     norm: Class of the norms of query and key, where a module has any; None: it may have none.
     across_heads: A norm's mean is taken over all heads of a token.
     projections, norms, output: Names of submodules; an output that a module does not have is left out.
@@ -132,7 +138,12 @@ class Attention:
     classes: tuple[str, ...]
     processor: str
     parameters: tuple[str, ...]
+    other_processors: tuple[str, ...] = ()
     rope: str = "image_rotary_emb"
+    key_rope: str = ""
+    layout_of: Callable[[Any], str] | None = None
+    gate: str = ""
+    gate_scale: float = 1.0
     norm: str | None = TORCH_RMSNORM
     across_heads: bool = False
     layout: str = "interleaved"
@@ -178,7 +189,9 @@ class Attention:
         if site is None or first is None or not in_fp8(first) or hooked(module):
             return None
         plan = _plan(site.entry.description, module, hidden_states)
-        return None if plan.reason else plan.query if self.cross else plan.all
+        if plan.reason or (plan.gate is not None and not plan.gate.fp8):
+            return None
+        return plan.query if self.cross else plan.all
 
     def entry(self) -> Entry:
         """What `optimize` installs."""
@@ -205,7 +218,7 @@ class Attention:
             frozenset(
                 (
                     *(self.output, *self.norms, *self.added, *self.added_norms, self.added_output),
-                    *(*self.image, *self.optional_children, *FUSED),
+                    *(*self.image, self.gate, *self.optional_children, *FUSED),
                 )
             ),
             why_not=functools.partial(_why_not_module, self),
@@ -218,7 +231,8 @@ class Attention:
 
     def _ops(self) -> tuple[str, ...]:
         apart = ("apply_rotary",) if self.rope and self.norm != TORCH_RMSNORM else ()
-        return ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm", *apart)
+        gate = ("gate_heads",) if self.gate else ()
+        return ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm", *apart, *gate)
 
     def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
         """Groups of linear layers whose weights should lie side by side."""
@@ -232,7 +246,7 @@ class Attention:
 def _why_not_module(spec: Attention, module: nn.Module) -> str:
     """Why a module of the class cannot be replaced."""
     attention_module = cast(AttentionModule, module)
-    if class_of(attention_module.processor) != spec.processor:
+    if class_of(attention_module.processor) not in (spec.processor, *spec.other_processors):
         return f"its processor is {class_of(attention_module.processor)}"
     return _why_not_norms(spec, module)
 
@@ -277,7 +291,10 @@ def _settings(module: nn.Module) -> Mapping[str, Any]:
 class _Plan:
     """The layers of an attention module in the forms that their state allows, or the reason why its calls run stock."""
 
-    __slots__ = ("added", "added_out", "all", "context", "dropout", "eps", "image", "out", "query", "reason", "weights")
+    __slots__ = (
+        *("added", "added_out", "all", "context", "dropout", "eps", "gate", "image", "layout", "out", "query"),
+        *("reason", "weights"),
+    )
 
     def __init__(self, spec: Attention, module: nn.Module, input: Tensor, rounding: str) -> None:
         self.reason = _why_not_plan(spec, module, input)
@@ -288,7 +305,10 @@ class _Plan:
         self.all = Linears((q, k, v), input, pack and _in_features(q) == _in_features(k))
         self.query = Linears((q,), input)
         self.context = Linears((k, v), input, pack)
-        self.added = self.added_out = self.image = self.out = None
+        self.added = self.added_out = self.gate = self.image = self.out = None
+        self.layout = spec.layout if spec.layout_of is None else spec.layout_of(module)
+        if spec.gate and module._modules.get(spec.gate) is not None:
+            self.gate = Linears((cast(nn.Linear, module._modules[spec.gate]),), input)
         if spec.added and module._modules.get(spec.added[0]) is not None:
             self.added = Linears([cast(nn.Linear, module._modules[name]) for name in spec.added], input, pack)
         if spec.added_output and module._modules.get(spec.added_output) is not None:
@@ -312,7 +332,7 @@ class _Plan:
 
 def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
     processor = cast(AttentionModule, module).processor
-    if class_of(processor) != spec.processor:
+    if class_of(processor) not in (spec.processor, *spec.other_processors):
         return f"the processor is {class_of(processor)}"
     if module.__dict__.get("fused_projections"):
         return "its projections were fused by fuse_qkv_projections"
@@ -350,7 +370,8 @@ def _why_not_call(
     if reason:
         return reason
     if more:
-        given = [name for name, value in more.items() if value is not None and name not in spec.ignored]
+        unset = (None, False)
+        given = [n for n, v in more.items() if not any(v is u for u in unset) and n not in spec.ignored]
         if given:
             return f"arguments {', '.join(given)}"
     if mask is not None:
@@ -365,6 +386,9 @@ def _forward(
 ) -> Any:
     """The stock forward; a block that asked `Attention.readers` may hand over rows of fp8 instead of a tensor."""
     rope = options.pop(spec.rope, None)
+    key_rope = options.pop(spec.key_rope, None)
+    if key_rope is not None:
+        rope = rope, key_rope
     site = site_of(module)
     if isinstance(input, tuple):  # asked before, but for the arguments beside
         like = dequantised(input) if torch.compiler.is_compiling() else input[1]
@@ -377,7 +401,12 @@ def _forward(
             reason = plan.reason
     if reason:
         tensor = dequantised(input) if isinstance(input, tuple) else input
-        named = {} if rope is None else {spec.rope: spec.stock_rope(module, rope)}
+        tables = (rope, None) if key_rope is None else rope
+        named = {
+            name: spec.stock_rope(module, table)
+            for name, table in zip((spec.rope, spec.key_rope), tables)
+            if table is not None
+        }
         return stock_forward(module, reason, tensor, context, mask, **named, **options)
     if plan.added is not None and context is not None:
         return _joint(spec, site, module, plan, input, context, mask, rope)
@@ -442,12 +471,12 @@ def _norm_and_rotate(
             *rope,
             eps,
             across_heads=spec.across_heads,
-            layout=spec.layout,
+            layout=plan.layout,
             rounding=site.rounding,
             out=out,
         )
     return tuple(  # type: ignore[return-value]
-        _norm_then_rotate(spec, site, x, weight, eps, rope, normed)
+        _norm_then_rotate(spec, site, plan, x, weight, eps, rope, normed)
         for x, weight in ((query, query_weight), (key, key_weight))
     )
 
@@ -477,7 +506,14 @@ def _identity(site: Site, query: Tensor) -> Tables:
 
 
 def _norm_then_rotate(
-    spec: Attention, site: Site, x: Tensor, weight: Tensor | None, eps: float | None, rope: Tables | None, normed: bool
+    spec: Attention,
+    site: Site,
+    plan: _Plan,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    rope: Tables | None,
+    normed: bool,
 ) -> Tensor:
     if normed:
         rows = x.flatten(-2) if spec.across_heads else x
@@ -485,7 +521,7 @@ def _norm_then_rotate(
         rounding = "fp32" if spec.norm == TORCH_RMSNORM else site.rounding
         x = rmsnorm(rows, weight, eps, rounding=rounding).view_as(x)
     if rope is not None:
-        x = apply_rotary(x, *rope, layout=spec.layout, rounding=site.rounding)
+        x = apply_rotary(x, *rope, layout=plan.layout, rounding=site.rounding)
     return x
 
 
@@ -516,17 +552,25 @@ def _single(
     tables = None if rope is None else spec.tables(module, rope)
     keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
     if tables is None and keys is not None and _in_one_op(spec, site, module, query, key):
-        site.count_call("qk_norm_cross_attention")
+        site.count_call("qk_norm_cross_attention", *(("gate_heads",) if plan.gate is not None else ()))
         query_weight, key_weight = plan.weights
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
-        return _output(plan, output)
+        return _output(plan, _gated(spec, site, plan, input, output))
     query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
     output, own = _scores(spec, site, module, query, key, value, mask, context is not None)
     if image:
-        key = _norm_then_rotate(spec, site, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
+        key = _norm_then_rotate(spec, site, plan, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
         output = output + _scores(spec, site, module, query, key, image[1], None, True)[0]
     _count(spec, site, plan, tables is not None, own)
-    return _output(plan, output)
+    return _output(plan, _gated(spec, site, plan, input, output))
+
+
+def _gated(spec: Attention, site: Site, plan: _Plan, input: Input, output: Tensor) -> Tensor:
+    """The output [B, S, heads, D], each head times its gate."""
+    if plan.gate is None:
+        return output
+    (logits,) = plan.gate(input)
+    return gate_heads(output, logits, spec.gate_scale, rounding=site.rounding)
 
 
 def _joint(
