@@ -15,7 +15,6 @@
 //
 // Why not an SDPA backend, with norms before it: the floor is one read of the query and one write of the output.
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 
 #include "ltx/force.cuh"
@@ -108,7 +107,7 @@ __device__ __forceinline__ float mask_of(const AttentionParams& p, int64_t sampl
   if (!p.mask) return 0.f;
   float one[1];
   load_floats<1>(p.mask, p.mask_dtype, sample * p.mask_stride_batch + key * p.mask_stride_key, 0, 1, 1, true, one);
-  return isfinite(one[0]) ? fminf(fmaxf(one[0] * kLog2E, -FLT_MAX), FLT_MAX) : one[0];
+  return log2_addend(one[0]);
 }
 
 // The largest logit so far, which the exponents of the softmax are relative to.

@@ -1,30 +1,40 @@
-// Attention of bf16 heads of 64 columns on Hopper.
+// Attention of bf16 and fp16 heads of 64 and 128 columns on Hopper.
 //
-//   out = softmax(scale * query key^T) value                       for each sample and head
+//   out = softmax(scale * query key^T + mask) value                for each sample and head
 //
-// attention_kernel walks over tiles of 192 queries of one head, a block a multiprocessor. Of its four warpgroups one
-// thread copies tiles of 64 queries and of 128 keys and values to shared memory (TMA), and three warpgroups compute,
-// 64 queries each:
+// hopper_attention_kernel runs one block on each multiprocessor. A block walks over tiles: some rows of queries of one
+// head against all keys. One thread copies tiles of queries, keys and values to shared memory (TMA); the other
+// warpgroups compute, 64 queries each. Per tile of keys:
 //
 //   S  = query key^T             wgmma, fp32, of the tile of keys to come
 //   O += P value                 wgmma, fp32, of the tile before, at the same time
-//   P  = 2^(scale * S - shift)   meanwhile; rounded to bf16 for the product
+//   P  = 2^(scale * S - m)       meanwhile
 //
-// With heads of 64 columns the exponentials take as long as the products. What helps is to have both units busy at any
-// time: the warpgroups take turns in issuing their products, so that one's exponentials fall into the others' products.
+// m is the largest logit of the row so far (kFollows), which O and the sum of P are rescaled to when it grows. The
+// weight of the largest logit is then exact. Heads of 64 columns in bf16 keep the m of the first tile of keys, plus
+// kHeadroom, which is faster: to look for the largest logit delays the exponentials. The range of fp32 makes that
+// right, too; the error of peaked rows is up to 1.5 times as large (docs/attention.md).
 //
-// `shift` is the largest logit of a row's first tile of keys, plus kHeadroom. Flash attention would take the largest of
-// all keys so far, look for it in each tile, and rescale what it has; the exponent of a float makes that superfluous,
-// unless a logit lies 186 (log2) above the first ones. A row whose sums are not finite in the end is computed once
-// more, slowly, with its true maximum (recompute_row): that also gives infinities and NaN their meaning.
-#include <cuda.h>  // CUtensorMap: types alone, no function of the driver is linked
-
+// The exponentials take as long as the products with heads of 64 columns, and half as long with 128. Both units stay
+// busy because the warpgroups take turns in issuing their products: one computes its exponentials while the products of
+// the others run.
+//
+// Tiles rarely divide evenly among the multiprocessors. The last ones are cut between two blocks: the first block
+// computes the first keys and writes its registers to memory, the second reads them and goes on. Each row's arithmetic
+// is the same as without the cut.
+//
+// The mask has one addend a key. plan_keys lists the tiles of keys that count, so that the others cost nothing, and
+// marks those where addends have to be added.
+//
+// A row with a sum or an output out of the range of fp32, or with logits so large that m is rounded by more than a
+// power of two, is computed once more, slowly (recompute_row): that gives infinities and NaN their meaning.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <stdexcept>
 #include <string>
 
+#include "ltx/hopper.cuh"
 #include "ltx/launch.cuh"
 #include "ltx/params.h"
 #include "ltx/reduce.cuh"
@@ -34,24 +44,43 @@
 namespace ltx {
 namespace {
 
-constexpr int kHeadDim = 64;
-constexpr int kRows = 64;       // queries of a warpgroup
-constexpr int kKeys = 128;      // of a tile
-constexpr int kConsumers = 3;   // warpgroups that compute
-constexpr int kStages = 4;      // tiles of keys, and of values, in shared memory
-constexpr int kRowBytes = 128;  // of a head
-constexpr int kThreads = (1 + kConsumers) * 128;
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 160;  // a thread; 128 at the launch
+constexpr int kRows = 64;          // queries of a warpgroup
+constexpr float kHeadroom = 60.f;  // log2: weights of the first tile's keys are at most 2^-60 where m is theirs
 
-constexpr float kHeadroom = 60.f;  // log2: weights of the first tile's keys are at most 2^-60
-// Beyond these a row is computed once more. Below the first: logits so large that `shift` is rounded by a power of two.
-constexpr float kSmallestSum = 0x1p-90f, kLargestSum = 0x1p126f;
+// What fits: registers of a consumer hold the output (kHeadDim / 2), the scores (kKeys / 2) and the weights
+// (kKeys / 4); shared memory holds kStages tiles of keys and of values, and kQuerySlots of queries.
+template <typename T_, int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, int kQuerySlots_, bool kTurns_,
+          bool kFollows_>
+struct Shape {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kConsumers = kConsumers_;    // warpgroups that compute
+  static constexpr int kKeys = kKeys_;              // of a tile
+  static constexpr int kStages = kStages_;          // tiles of keys, and of values, in shared memory
+  static constexpr int kQuerySlots = kQuerySlots_;  // tiles of queries in shared memory
+  static constexpr bool kTurns = kTurns_;           // the warpgroups issue their products in turns
+  static constexpr bool kFollows = kFollows_;       // m is the largest logit so far
+  // Beyond these sums a row is computed once more.
+  static constexpr float kSmallestSum = kFollows ? 0.25f : 0x1p-90f, kLargestSum = 0x1p126f;
+  static constexpr int kStacks = kHeadDim / 64;
+  static constexpr int kScores = kKeys / 2, kOutputs = kHeadDim / 2, kWeights = kKeys / 4;  // registers of a thread
+  static constexpr int kState = kOutputs + 6;  // and, between two parts of a tile, in memory
+  static constexpr int kThreads = (1 + kConsumers) * 128;
+  // Of a thread; together those at the launch.
+  static constexpr int kConsumerRegisters = 160;
+  static constexpr int kProducerRegisters = 32;
+};
 
 struct Parameters {
   CUtensorMap query_map, key_map, value_map;
   HopperAttentionParams p;
   float scale;  // in units of log2
   int row_tiles, tiles, key_tiles;
+  int waves, tail;  // tiles that each block computes whole, and the last ones, which the blocks share
+  uint32_t* flags;  // of each block and consumer's warp: its state is written
+  float* states;
+  const int* plan;       // null without a mask
+  const float* addends;  // in units of log2
 };
 
 // What the code has to be compiled for; on other GPUs the kernel is empty and never launched.
@@ -59,63 +88,164 @@ struct Parameters {
 #error "attention_hopper.cu: compile for 9.0a in place of 9.0 (wgmma, setmaxnreg)"
 #endif
 
-// Rows of 128 bytes in the order that TMA writes and wgmma reads (swizzle of 128 bytes).
-template <int kCount>
+// kCount rows of a head: kStacks stacks of rows of 128 bytes.
+template <int kCount, int kStacks>
 struct alignas(1024) Tile {
-  uint8_t row[kCount][kRowBytes];
+  uint8_t row[kStacks][kCount][kSwizzleBytes];
 };
 
-// Layout of the shared memory. Kernels use addresses, 32 bits of the shared window: from pointers the compiler would
-// make them anew wherever one is used.
+template <typename S>
 struct Shared {
-  Tile<kKeys> key[kStages], value[kStages];
-  Tile<kRows> query[2][kConsumers];
+  Tile<S::kKeys, S::kStacks> key[S::kStages], value[S::kStages];
+  Tile<kRows, S::kStacks> query[S::kQuerySlots][S::kConsumers];
   // `full`: the copy has arrived. `empty`: all warps that read it have done so.
-  uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
-  uint64_t query_full[2][kConsumers], query_empty[2][kConsumers];
+  uint64_t key_full[S::kStages], key_empty[S::kStages], value_full[S::kStages], value_empty[S::kStages];
+  uint64_t query_full[S::kQuerySlots][S::kConsumers], query_empty[S::kQuerySlots][S::kConsumers];
 };
 
-// A place in a ring of kSize, and the parity of the round.
-template <int kSize>
-struct Ring {
-  int at = 0, parity = 0;
+// ---- Which keys count
 
-  __device__ __forceinline__ void advance() {
-    if (++at == kSize) at = 0, parity ^= 1;
+// The entry of a tile of keys: its index, times two, plus one where addends have to be added.
+constexpr int kAddends = 1;
+
+// A block for each sample. `plan`: for each sample a count and that many entries; `addends`: kKeys a tile.
+template <int kKeys>
+__global__ void __launch_bounds__(256) plan_keys(HopperAttentionParams p, int key_tiles, int* plan, float* addends) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t batch = blockIdx.x;
+  const int64_t length =
+      p.key_lengths ? min(static_cast<int64_t>(p.key_lengths[batch * p.key_lengths_stride]), p.keys) : p.keys;
+  int* const entries = plan + batch * (key_tiles + 1) + 1;
+  for (int tile = warp; tile < key_tiles; tile += 8) {
+    bool counts = false, adds = false;
+    for (int i = lane; i < kKeys; i += 32) {
+      const int64_t key = static_cast<int64_t>(tile) * kKeys + i;
+      float addend = -INFINITY;
+      if (key < length) {
+        const int64_t offset = batch * p.mask_stride_batch + key * p.mask_stride_key;
+        if (p.mask_is_bool) {
+          addend = static_cast<const uint8_t*>(p.mask)[offset] ? 0.f : -INFINITY;
+        } else {
+          float x[1];
+          load_floats<1>(p.mask, p.mask_dtype, offset, 0, 1, 1, true, x);
+          addend = log2_addend(x[0]);
+        }
+      }
+      counts |= addend != -INFINITY;
+      adds |= addend != 0.f;
+      addends[batch * key_tiles * kKeys + key] = addend;
+    }
+    counts = __any_sync(0xffffffffu, counts);
+    adds = __any_sync(0xffffffffu, adds);
+    if (lane == 0) entries[tile] = counts ? 2 * tile + (adds ? kAddends : 0) : -1;
   }
+  __syncthreads();
+  if (warp != 0) return;
+  int count = 0;
+  for (int first = 0; first < key_tiles; first += 32) {
+    const int entry = first + lane < key_tiles ? entries[first + lane] : -1;
+    const unsigned found = __ballot_sync(0xffffffffu, entry >= 0);
+    if (entry >= 0) entries[count + __popc(found & ((1u << lane) - 1))] = entry;
+    count += __popc(found);
+    __syncwarp();
+  }
+  if (lane == 0) entries[-1] = count;
+}
+
+// The tiles of keys of one sample.
+template <int kKeys>
+struct KeyTiles {
+  const int* entries = nullptr;
+  int count, length;
+
+  __device__ __forceinline__ KeyTiles(const Parameters& a, int batch) {
+    length = static_cast<int>(a.p.keys);
+    if (a.plan) {
+      entries = a.plan + static_cast<int64_t>(batch) * (a.key_tiles + 1);
+      count = *entries++;
+      return;
+    }
+    if (a.p.key_lengths) length = min(length, max(0, a.p.key_lengths[batch * a.p.key_lengths_stride]));
+    count = (length + kKeys - 1) / kKeys;
+  }
+  __device__ __forceinline__ int entry(int i) const { return entries ? entries[i] : 2 * i; }
 };
+
+// ---- Which tiles a block computes
 
 struct TileIndex {
   int batch, head, row;  // first query
 
-  __device__ __forceinline__ TileIndex(const Parameters& a, int tile) {
+  __device__ __forceinline__ TileIndex(const Parameters& a, int tile, int rows) {
     const int sequence = tile / a.row_tiles;
     batch = sequence / static_cast<int>(a.p.heads);
     head = sequence - batch * static_cast<int>(a.p.heads);
-    row = (tile - sequence * a.row_tiles) * (kConsumers * kRows);
+    row = (tile - sequence * a.row_tiles) * rows;
   }
 };
 
-__device__ __forceinline__ const __nv_bfloat16* row_of(const void* data, const HeadStrides& stride, const TileIndex& at,
-                                                       int64_t row) {
-  return static_cast<const __nv_bfloat16*>(data) + at.batch * stride.batch + row * stride.sequence +
+// Some of the keys of a tile: from `from` to `to` of gridDim.x equal parts.
+struct Part {
+  int tile, from, to;
+
+  __device__ __forceinline__ int begin(int key_tiles) const { return cut(from, key_tiles); }
+  __device__ __forceinline__ int end(int key_tiles) const { return cut(to, key_tiles); }
+
+ private:
+  static __device__ __forceinline__ int cut(int at, int key_tiles) {
+    return static_cast<int>(static_cast<int64_t>(at) * key_tiles / gridDim.x);
+  }
+};
+
+// The i-th part of this block, or false. It begins with the part whose rest the next block computes at its end, which
+// therefore never waits in earnest.
+__device__ __forceinline__ bool next_part(const Parameters& a, int i, Part& part) {
+  const int block = blockIdx.x, blocks = gridDim.x;
+  part.from = 0;
+  part.to = blocks;
+  if (a.tail == 0) {
+    part.tile = i * blocks + block;
+    return part.tile < a.tiles;
+  }
+  // In parts: this block has those from `first` to `last` of the tail.
+  const int first = block * a.tail, last = first + a.tail, shared = a.waves * blocks;
+  if (i == 0) {
+    part.tile = min(shared + last / blocks, a.tiles - 1);  // the last block shares no tile: an empty part of any
+    part.to = last % blocks;
+    return true;
+  }
+  if (i <= a.waves) {
+    part.tile = (i - 1) * blocks + block;
+    return true;
+  }
+  const int whole = (first + blocks - 1) / blocks + i - 1 - a.waves;
+  part.tile = shared + whole;
+  if (whole < last / blocks) return true;
+  part.tile = shared + first / blocks;
+  part.from = first % blocks;
+  return whole == last / blocks && part.from != 0;
+}
+
+template <typename T>
+__device__ __forceinline__ T* row_of(const void* data, const HeadStrides& stride, const TileIndex& at, int64_t row) {
+  return static_cast<T*>(const_cast<void*>(data)) + at.batch * stride.batch + row * stride.sequence +
          at.head * stride.head;
 }
 
-// ---- A row once more, by a warp: two passes over the keys, of which a lane has every 32nd.
+// ---- A row once more, by a warp: two passes over the keys, a lane takes every 32nd of them.
 
-using Words = Pack<__nv_bfloat16, 8>;
-
-__device__ __forceinline__ Words words_of(const __nv_bfloat16* head, int i) {
-  return load_pack<__nv_bfloat16, 8>(head, i * 8, 1, 0, true);
+template <typename T>
+__device__ __forceinline__ Pack<T, 8> words_of(const T* head, int i) {
+  return load_pack<T, 8>(head, i * 8, 1, 0, true);
 }
 
-__device__ __forceinline__ float dot(const Words (&query)[kHeadDim / 8], const __nv_bfloat16* key) {
+template <typename T, int kHeadDim>
+__device__ __forceinline__ float dot(const T* query, const T* key) {
   float sum = 0.f;
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < kHeadDim / 8; ++i) {
     float x[8], y[8];
-    unpack(query[i], x);
+    unpack(words_of(query, i), x);
     unpack(words_of(key, i), y);
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum = fmaf(x[j], y[j], sum);
@@ -123,32 +253,37 @@ __device__ __forceinline__ float dot(const Words (&query)[kHeadDim / 8], const _
   return sum;
 }
 
-__device__ void recompute_row(const Parameters& a, const TileIndex& at, int64_t row) {
+template <typename S>
+__device__ void recompute_row(const Parameters& a, const TileIndex& at, int64_t row, int length) {
+  using T = typename S::T;
+  constexpr int kHeadDim = S::kHeadDim;
   const HopperAttentionParams& p = a.p;
   const int lane = threadIdx.x % 32;
-  const __nv_bfloat16* const head = row_of(p.query, p.query_stride, at, row);
-  Words query[kHeadDim / 8];
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 8; ++i) query[i] = words_of(head, i);
-  const auto logit = [&](int64_t key) {  // rounded alike in both passes: no fused multiply-add with the maximum
-    return __fmul_rn(a.scale, dot(query, row_of(p.key, p.key_stride, at, key)));
+  const T* const query = row_of<T>(p.query, p.query_stride, at, row);
+  const float* const addends = a.plan ? a.addends + static_cast<int64_t>(at.batch) * a.key_tiles * S::kKeys : nullptr;
+  const auto left_out = [&](int key) { return addends && addends[key] == -INFINITY; };
+  const auto logit = [&](int key) {  // rounded alike in both passes: no fused multiply-add with the maximum
+    const float x = __fmul_rn(a.scale, dot<T, kHeadDim>(query, row_of<T>(p.key, p.key_stride, at, key)));
+    return addends ? __fadd_rn(x, addends[key]) : x;
   };
   float maximum = -INFINITY;
 #pragma unroll 1
-  for (int64_t key = lane; key < p.keys; key += 32) maximum = fmaxf(maximum, logit(key));
+  for (int key = lane; key < length; key += 32) {
+    if (!left_out(key)) maximum = fmaxf(maximum, logit(key));
+  }
   maximum = warp_max(maximum);
   if (maximum == -INFINITY) maximum = 0.f;  // then all weights are zero
   constexpr int kColumns = 32;
-  auto* const out =
-      static_cast<__nv_bfloat16*>(p.output) + ((at.batch * p.queries + row) * p.heads + at.head) * kHeadDim;
+  T* const out = row_of<T>(p.output, p.output_stride, at, row);
 #pragma unroll 1
   for (int first = 0; first < kHeadDim; first += kColumns) {  // all of them would not fit the registers
     float output[kColumns] = {}, sum = 0.f;
 #pragma unroll 1
-    for (int64_t key = lane; key < p.keys; key += 32) {
+    for (int key = lane; key < length; key += 32) {
+      if (left_out(key)) continue;
       const float weight = exp2_fast(logit(key) - maximum);
       sum += weight;
-      const __nv_bfloat16* const value = row_of(p.value, p.value_stride, at, key);
+      const T* const value = row_of<T>(p.value, p.value_stride, at, key);
 #pragma unroll
       for (int i = 0; i < kColumns / 8; ++i) {
         float x[8];
@@ -157,187 +292,91 @@ __device__ void recompute_row(const Parameters& a, const TileIndex& at, int64_t 
         for (int j = 0; j < 8; ++j) output[i * 8 + j] = fmaf(weight, x[j], output[i * 8 + j]);
       }
     }
-    const float inverse = inverse_sum(lane_sum(sum, 32));
+    sum = lane_sum(sum, 32);
+    const float inverse = inverse_sum(sum);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const float total = lane_sum(output[i], 32) * inverse;
-      if (lane == i) out[first + i] = __float2bfloat16_rn(total);
+      if (lane == i) out[first + i] = from_float<T>(total);
+    }
+    if (p.lse && lane == 0) {
+      p.lse[(static_cast<int64_t>(at.batch) * p.heads + at.head) * p.queries + row] = log_sum(maximum, sum);
     }
   }
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// ---- Barriers and copies in shared memory
-
 // Addresses of the members of Shared.
+template <typename S>
 struct Address {
+  using Members = Shared<S>;
   uint32_t shared;
 
-  __device__ __forceinline__ uint32_t key(int stage) const { return member(offsetof(Shared, key), stage, kTileBytes); }
+  __device__ __forceinline__ uint32_t key(int stage) const { return member(offsetof(Members, key), stage, kTileBytes); }
   __device__ __forceinline__ uint32_t value(int stage) const {
-    return member(offsetof(Shared, value), stage, kTileBytes);
+    return member(offsetof(Members, value), stage, kTileBytes);
   }
   __device__ __forceinline__ uint32_t query(int slot, int consumer) const {
-    return member(offsetof(Shared, query), slot * kConsumers + consumer, sizeof(Tile<kRows>));
+    return member(offsetof(Members, query), slot * S::kConsumers + consumer, sizeof(Tile<kRows, S::kStacks>));
   }
-  __device__ __forceinline__ uint32_t key_full(int stage) const { return member(offsetof(Shared, key_full), stage); }
-  __device__ __forceinline__ uint32_t key_empty(int stage) const { return member(offsetof(Shared, key_empty), stage); }
+  __device__ __forceinline__ uint32_t key_full(int stage) const { return member(offsetof(Members, key_full), stage); }
+  __device__ __forceinline__ uint32_t key_empty(int stage) const { return member(offsetof(Members, key_empty), stage); }
   __device__ __forceinline__ uint32_t value_full(int stage) const {
-    return member(offsetof(Shared, value_full), stage);
+    return member(offsetof(Members, value_full), stage);
   }
   __device__ __forceinline__ uint32_t value_empty(int stage) const {
-    return member(offsetof(Shared, value_empty), stage);
+    return member(offsetof(Members, value_empty), stage);
   }
   __device__ __forceinline__ uint32_t query_full(int slot, int consumer) const {
-    return member(offsetof(Shared, query_full), slot * kConsumers + consumer);
+    return member(offsetof(Members, query_full), slot * S::kConsumers + consumer);
   }
   __device__ __forceinline__ uint32_t query_empty(int slot, int consumer) const {
-    return member(offsetof(Shared, query_empty), slot * kConsumers + consumer);
+    return member(offsetof(Members, query_empty), slot * S::kConsumers + consumer);
   }
 
  private:
-  static constexpr uint32_t kTileBytes = sizeof(Tile<kKeys>);
+  static constexpr uint32_t kTileBytes = sizeof(Tile<S::kKeys, S::kStacks>);
   __device__ __forceinline__ uint32_t member(size_t offset, int index, uint32_t bytes = sizeof(uint64_t)) const {
     return shared + static_cast<uint32_t>(offset) + index * bytes;
   }
 };
 
-__device__ __forceinline__ void init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Until the phase of this parity is over; the one before the first counts as over, with parity 1.
-__device__ __forceinline__ void wait(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again_%=:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again_%=;\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// Rows [row, row + kCount) of a head, zeros past the last; arrives at the barrier.
-template <int kCount>
-__device__ __forceinline__ void copy(uint32_t tile, const CUtensorMap& map, uint32_t barrier, const TileIndex& at,
-                                     int row) {
-  arrive_expecting(barrier, sizeof(Tile<kCount>));
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-      "[%2];" ::"r"(tile),
-      "l"(&map), "r"(barrier), "r"(0), "r"(at.head), "r"(row), "r"(at.batch)
-      : "memory");
-}
-
-// ---- wgmma
-//
-// Products are asynchronous: between the commit of a group and the wait for it, nothing may touch its registers. The
-// compiler does not see that, so what was computed is passed through `hold` where it becomes valid.
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Until at most kPending groups are under way.
-template <int kPending>
-__device__ __forceinline__ void await_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-template <int kCount>
-__device__ __forceinline__ void hold(float (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-template <int kCount>
-__device__ __forceinline__ void hold(uint32_t (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
-}
-
-// Operand in shared memory: rows of 128 bytes, swizzled, groups of 8 rows one behind the other. In units of 16 bytes,
-// so that a sum with n is the operand n * 16 bytes further.
-__device__ __forceinline__ uint64_t operand(uint32_t tile) {
-  constexpr uint64_t kSwizzle128 = 1, kGroup = 8 * kRowBytes / 16;
-  return kSwizzle128 << 62 | kGroup << 32 | (tile & 0x3ffff) / 16;
-}
-
-#define LTX_FLOATS_8(constraint, x, i)                                                                      \
-  constraint(x[i]), constraint(x[i + 1]), constraint(x[i + 2]), constraint(x[i + 3]), constraint(x[i + 4]), \
-      constraint(x[i + 5]), constraint(x[i + 6]), constraint(x[i + 7])
-#define LTX_FLOATS_32(constraint, x, i)                                                                    \
-  LTX_FLOATS_8(constraint, x, i), LTX_FLOATS_8(constraint, x, i + 8), LTX_FLOATS_8(constraint, x, i + 16), \
-      LTX_FLOATS_8(constraint, x, i + 24)
-#define LTX_SCORES                                                                                                 \
-  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, " \
-  "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, " \
-  "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, " \
-  "%57, %58, %59, %60, %61, %62, %63}, %64, %65, "
-
-// scores = query key^T, 64 x 128: a thread has rows g and g + 8 of its warp's 16, with g = lane / 4 and t = lane % 4,
-// and of each 8 keys the (2t)th and the next: [4 * block + 2 * half + i]. Its first 16 columns of the head begin anew.
-__device__ __forceinline__ void multiply_scores(float (&scores)[64], uint64_t query, uint64_t key) {
-  constexpr int kStep = 16 * 2 / 16;  // 16 columns
-  asm volatile(LTX_SCORES "0, 1, 1, 0, 0;"
-               : LTX_FLOATS_32("=f", scores, 0), LTX_FLOATS_32("=f", scores, 32)
-               : "l"(query), "l"(key));
-#pragma unroll
-  for (int i = 1; i < kHeadDim / 16; ++i) {
-    asm volatile(LTX_SCORES "1, 1, 1, 0, 0;"
-                 : LTX_FLOATS_32("+f", scores, 0), LTX_FLOATS_32("+f", scores, 32)
-                 : "l"(query + i * kStep), "l"(key + i * kStep));
-  }
-}
-
-// output += weights value, 64 x 64. Of 16 keys a thread holds four words of weights.
-__device__ __forceinline__ void multiply_value(float (&output)[32], const uint32_t (&weights)[32], uint64_t value) {
-  constexpr int kStep = 16 * kRowBytes / 16;  // 16 keys
-#pragma unroll
-  for (int i = 0; i < kKeys / 16; ++i) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
-        "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-        : LTX_FLOATS_32("+f", output, 0)
-        : "r"(weights[4 * i]), "r"(weights[4 * i + 1]), "r"(weights[4 * i + 2]), "r"(weights[4 * i + 3]),
-          "l"(value + i * kStep));
-  }
-}
-
-#undef LTX_SCORES
-#undef LTX_FLOATS_32
-#undef LTX_FLOATS_8
-
 // ---- Copies
 
-__device__ __forceinline__ void produce(const Parameters& a, const Address& shared) {
-  Ring<2> query;
-  Ring<kStages> key;
+// kCount rows of a head from `row` on, zeros past the last; arrives at the barrier.
+template <int kCount, int kStacks>
+__device__ __forceinline__ void copy_rows(uint32_t tile, const CUtensorMap& map, uint32_t barrier, const TileIndex& at,
+                                          int row) {
+  arrive_expecting(barrier, sizeof(Tile<kCount, kStacks>));
+  copy_box(tile, map, barrier, 0, row, 0, at.head, at.batch);
+}
+
+template <typename S>
+__device__ __forceinline__ void produce(const Parameters& a, const Address<S>& shared) {
+  Ring<S::kQuerySlots> query;
+  Ring<S::kStages> key;
+  Part part;
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
-    const TileIndex at(a, tile);
+  for (int i = 0; next_part(a, i, part); ++i) {
+    const TileIndex at(a, part.tile, S::kConsumers * kRows);
+    const KeyTiles<S::kKeys> keys(a, at.batch);
+    const int begin = part.begin(keys.count), end = part.end(keys.count);
+    if (begin == end) continue;
 #pragma unroll 1
-    for (int i = 0; i < kConsumers; ++i) {
-      wait(shared.query_empty(query.at, i), query.parity ^ 1);
-      copy<kRows>(shared.query(query.at, i), a.query_map, shared.query_full(query.at, i), at, at.row + i * kRows);
+    for (int c = 0; c < S::kConsumers; ++c) {
+      wait(shared.query_empty(query.at, c), query.parity ^ 1);
+      copy_rows<kRows, S::kStacks>(shared.query(query.at, c), a.query_map, shared.query_full(query.at, c), at,
+                                   at.row + c * kRows);
     }
     query.advance();
 #pragma unroll 1
-    for (int j = 0; j < a.key_tiles; ++j) {
+    for (int j = begin; j < end; ++j) {
+      const int first = keys.entry(j) / 2 * S::kKeys;
       wait(shared.key_empty(key.at), key.parity ^ 1);
-      copy<kKeys>(shared.key(key.at), a.key_map, shared.key_full(key.at), at, j * kKeys);
+      copy_rows<S::kKeys, S::kStacks>(shared.key(key.at), a.key_map, shared.key_full(key.at), at, first);
       wait(shared.value_empty(key.at), key.parity ^ 1);
-      copy<kKeys>(shared.value(key.at), a.value_map, shared.value_full(key.at), at, j * kKeys);
+      copy_rows<S::kKeys, S::kStacks>(shared.value(key.at), a.value_map, shared.value_full(key.at), at, first);
       key.advance();
     }
   }
@@ -345,17 +384,37 @@ __device__ __forceinline__ void produce(const Parameters& a, const Address& shar
 
 // ---- Computing warpgroups
 
-// Named barriers 1 to kConsumers: each of the warpgroup that waits, and of the one before it.
-__device__ __forceinline__ void await_turn(int consumer) {
-  asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory");
-}
-__device__ __forceinline__ void give_turn(int consumer) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(1 + consumer) : "memory");
+// scores = query key^T, 64 x kKeys.
+template <typename S>
+__device__ __forceinline__ void multiply_scores(float (&scores)[S::kScores], uint32_t query, uint32_t key) {
+  using Product = Products<typename S::T, S::kKeys>;
+  constexpr int kStep = 16 * sizeof(typename S::T) / 16, kSteps = 64 / 16;  // 16 columns, of which a stack has 64
+  constexpr int kQueryStack = kRows * kSwizzleBytes / 16, kKeyStack = S::kKeys * kSwizzleBytes / 16;
+  const uint64_t a = tile_descriptor(query), b = tile_descriptor(key);
+  Product::start(scores, a, b);
+#pragma unroll
+  for (int i = 1; i < S::kHeadDim / 16; ++i) {
+    const int stack = i / kSteps, step = i % kSteps * kStep;
+    Product::add(scores, a + stack * kQueryStack + step, b + stack * kKeyStack + step);
+  }
 }
 
-__device__ __forceinline__ uint32_t to_bf16(float low, float high) {
+// output += weights value, 64 x kHeadDim. Of 16 keys a thread holds four words of weights.
+template <typename S>
+__device__ __forceinline__ void multiply_value(float (&output)[S::kOutputs], const uint32_t (&weights)[S::kWeights],
+                                               uint32_t value) {
+  constexpr int kStep = 16 * kSwizzleBytes / 16;  // 16 keys
+  const uint64_t b = tile_descriptor(value, S::kKeys * kSwizzleBytes);
+#pragma unroll
+  for (int i = 0; i < S::kKeys / 16; ++i) {
+    Products<typename S::T, S::kHeadDim>::add_registers(output, &weights[4 * i], b + i * kStep);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t to_word(float low, float high) {
   const float x[2] = {low, high};
-  return to_pack<__nv_bfloat16, 2>(x).word[0];
+  return to_pack<T, 2>(x).word[0];
 }
 
 // Of four blocks of 8 columns, a thread has the t-th word of each, and gets the four words of the t-th.
@@ -374,30 +433,44 @@ __device__ __forceinline__ void gather_block(uint32_t (&word)[4]) {
 
 // What a thread knows of its rows g and g + 8.
 struct RowPair {
-  float shift[2];
+  float maximum[2] = {-INFINITY, -INFINITY};  // in units of log2
   float sum[2][2] = {};  // of even and of odd columns: one chain of additions for a row would take longer than the rest
 
-  __device__ __forceinline__ void set_shift(const float (&scores)[64], float scale) {
+  // Sets `maximum` to the largest logit of these scores or of those before. `rescale`: what all sums so far have to be
+  // multiplied by.
+  template <int kScores>
+  __device__ __forceinline__ void raise(const float (&scores)[kScores], float scale, float headroom,
+                                        float (&rescale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float largest = scores[2 * half];
+      float largest = fmaxf(scores[2 * half], scores[2 * half + 1]);
 #pragma unroll
-      for (int i = 0; i < 64; i += 4) largest = fmaxf(largest, fmaxf(scores[i + 2 * half], scores[i + 2 * half + 1]));
+      for (int i = 4; i < kScores; i += 4) {
+        largest = fmaxf(largest, fmaxf(scores[i + 2 * half], scores[i + 2 * half + 1]));
+      }
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      shift[half] = fmaf(largest, scale, kHeadroom);
+      const float before = maximum[half];
+      maximum[half] = fmaxf(before, fmaf(largest, scale, headroom));
+      rescale[half] = exp2_fast(before - shift(half));
+      sum[half][0] *= rescale[half];
+      sum[half][1] *= rescale[half];
     }
   }
 
-  // In place: scores become weights.
-  __device__ __forceinline__ void exponentiate(float (&scores)[64], float scale) {
+  // In place: scores become weights relative to `maximum`.
+  template <int kScores>
+  __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float scale) {
+    const float shifts[2] = {shift(0), shift(1)};
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < kScores; ++i) {
       const int half = i / 2 % 2;
-      scores[i] = exp2_fast(fmaf(scores[i], scale, -shift[half]));
+      scores[i] = exp2_fast(fmaf(scores[i], scale, -shifts[half]));
       sum[half][i % 2] += scores[i];
     }
   }
+
+  __device__ __forceinline__ float shift(int half) const { return maximum[half] == -INFINITY ? 0.f : maximum[half]; }
 
   __device__ __forceinline__ float total(int half) const {
     float x = sum[half][0] + sum[half][1];
@@ -406,154 +479,262 @@ struct RowPair {
   }
 };
 
-__device__ __forceinline__ void leave_out_keys(float (&scores)[64], int from) {
+template <int kScores>
+__device__ __forceinline__ void leave_out_keys(float (&scores)[kScores], int from) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
+  for (int i = 0; i < kScores; ++i) {
     const int key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     scores[i] = key < from ? scores[i] : -INFINITY;
   }
 }
 
-__device__ __forceinline__ void to_weights(const float (&scores)[64], uint32_t (&weights)[32]) {
+// Scores become logits in units of log2.
+template <int kScores>
+__device__ __forceinline__ void add_addends(float (&scores)[kScores], float scale, const float* addends) {
 #pragma unroll
-  for (int i = 0; i < 32; ++i) weights[i] = to_bf16(scores[2 * i], scores[2 * i + 1]);
+  for (int i = 0; i < kScores; i += 4) {
+    const float2 addend = *reinterpret_cast<const float2*>(addends + i / 4 * 8 + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scores[i + j] = fmaf(scores[i + j], scale, j % 2 == 0 ? addend.x : addend.y);
+  }
 }
 
+template <typename T, int kScores>
+__device__ __forceinline__ void to_weights(const float (&scores)[kScores], uint32_t (&weights)[kScores / 2]) {
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) weights[i] = to_word<T>(scores[2 * i], scores[2 * i + 1]);
+}
+
+template <int kOutputs>
+__device__ __forceinline__ void multiply_output(float (&output)[kOutputs], const float (&rescale)[2]) {
+  if (!__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[i / 2 % 2];
+}
+
+// ---- The state between two parts of a tile: registers of every thread
+
+template <typename S>
+struct State {
+  static __device__ __forceinline__ float* at(const Parameters& a, int block, int consumer) {
+    return a.states + (static_cast<int64_t>(block) * S::kConsumers + consumer) * S::kState * 128 + threadIdx.x % 128;
+  }
+  static __device__ __forceinline__ uint32_t* flag(const Parameters& a, int block, int consumer) {
+    return a.flags + (block * S::kConsumers + consumer) * 4 + threadIdx.x % 128 / 32;
+  }
+
+  static __device__ __forceinline__ void write(const Parameters& a, int consumer, const float (&output)[S::kOutputs],
+                                               const RowPair& rows) {
+    float* const to = at(a, blockIdx.x, consumer);
+#pragma unroll
+    for (int i = 0; i < S::kOutputs; ++i) __stcg(to + i * 128, output[i]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* const row = to + (S::kOutputs + 3 * half) * 128;
+      __stcg(row, rows.maximum[half]);
+      __stcg(row + 128, rows.sum[half][0]);
+      __stcg(row + 256, rows.sum[half][1]);
+    }
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag(a, blockIdx.x, consumer)) : "memory");
+    }
+  }
+
+  // That of the block before.
+  static __device__ __forceinline__ void read(const Parameters& a, int consumer, float (&output)[S::kOutputs],
+                                              RowPair& rows) {
+    const int block = blockIdx.x - 1;
+    uint32_t written;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(written) : "l"(flag(a, block, consumer)) : "memory");
+    } while (written == 0);
+    const float* const from = at(a, block, consumer);
+#pragma unroll
+    for (int i = 0; i < S::kOutputs; ++i) output[i] = __ldcg(from + i * 128);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* const row = from + (S::kOutputs + 3 * half) * 128;
+      rows.maximum[half] = __ldcg(row);
+      rows.sum[half][0] = __ldcg(row + 128);
+      rows.sum[half][1] = __ldcg(row + 256);
+    }
+  }
+};
+
 // Divides by the sums, and writes; rows that have left the range of fp32 are computed once more.
-__device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at, int consumer, float (&output)[32],
-                                       const RowPair& rows) {
+template <typename S>
+__device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at, int consumer,
+                                       float (&output)[S::kOutputs], const RowPair& rows,
+                                       const KeyTiles<S::kKeys>& keys) {
+  using T = typename S::T;
   const HopperAttentionParams& p = a.p;
   const int lane = threadIdx.x % 32, warp_row = at.row + consumer * kRows + threadIdx.x % 128 / 32 * 16;
   unsigned once_more = 0;  // rows of the warp
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t row = warp_row + lane / 4 + 8 * half;
-    const float sum = rows.total(half), inverse = __frcp_rn(sum);
+    const float sum = rows.total(half), inverse = inverse_sum(sum);
     float zero = 0.f;  // or NaN
 #pragma unroll
-    for (int i = 2 * half; i < 32; i += 4) zero = fmaf(output[i], 0.f, fmaf(output[i + 1], 0.f, zero));
-    const bool fails = !(sum > kSmallestSum && sum < kLargestSum) || zero != 0.f;
-    const unsigned found = __ballot_sync(0xffffffffu, fails && row < p.queries);
+    for (int i = 2 * half; i < S::kOutputs; i += 4) zero = fmaf(output[i], 0.f, fmaf(output[i + 1], 0.f, zero));
+    const bool fails = !(sum > S::kSmallestSum && sum < S::kLargestSum) || zero != 0.f;
+    const unsigned found = __ballot_sync(0xffffffffu, fails && row < p.queries && keys.count != 0);
 #pragma unroll
     for (int g = 0; g < 8; ++g) once_more |= (found >> 4 * g & 0xf) != 0 ? 1u << (g + 8 * half) : 0;
-    auto* const out =
-        static_cast<__nv_bfloat16*>(p.output) + ((at.batch * p.queries + row) * p.heads + at.head) * kHeadDim;
+    T* const out = row_of<T>(p.output, p.output_stride, at, row);
 #pragma unroll
-    for (int first = 0; first < kHeadDim / 8; first += 4) {
-      Words words;
+    for (int first = 0; first < S::kHeadDim / 8; first += 4) {
+      Pack<T, 8> words;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int block = 4 * (first + i) + 2 * half;
-        words.word[i] = to_bf16(output[block] * inverse, output[block + 1] * inverse);
+        words.word[i] = to_word<T>(output[block] * inverse, output[block + 1] * inverse);
       }
       gather_block(words.word);
-      if (row < p.queries) store_pack<__nv_bfloat16, 8>(out, (first + lane % 4) * 8, 1, 0, true, words);
+      if (row < p.queries) store_pack<T, 8>(out, (first + lane % 4) * 8, 1, 0, true, words);
+    }
+    if (p.lse && lane % 4 == 0 && row < p.queries) {
+      p.lse[(static_cast<int64_t>(at.batch) * p.heads + at.head) * p.queries + row] = log_sum(rows.maximum[half], sum);
     }
   }
   __syncwarp();  // what is written here is written once more
-  for (; once_more != 0; once_more &= once_more - 1) recompute_row(a, at, warp_row + __ffs(once_more) - 1);
+  for (; once_more != 0; once_more &= once_more - 1) {
+    recompute_row<S>(a, at, warp_row + __ffs(once_more) - 1, keys.length);
+  }
 }
 
-__device__ __forceinline__ void consume(const Parameters& a, const Address& shared, int consumer) {
+template <typename S>
+__device__ __forceinline__ void consume(const Parameters& a, const Address<S>& shared, int consumer) {
+  using T = typename S::T;
   const bool first_lane = threadIdx.x % 32 == 0;
   const auto release = [first_lane](uint32_t barrier) {
     if (first_lane) arrive(barrier);
   };
-  const int last_keys = static_cast<int>(a.p.keys) - (a.key_tiles - 1) * kKeys;
-  const int next = consumer == kConsumers - 1 ? 0 : consumer + 1;
-  if (next == 0) give_turn(next);
-  Ring<2> query;
-  Ring<kStages> key, value;
+  // Named barriers 1 to kConsumers: each of the warpgroup that waits, and of the one before it.
+  const int next = consumer == S::kConsumers - 1 ? 0 : consumer + 1;
+  if (S::kTurns && next == 0) named_arrive(1 + next, 256);
+  Ring<S::kQuerySlots> query;
+  Ring<S::kStages> key, value;
+  Part part;
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
-    float scores[64], output[32] = {};
-    uint32_t weights[32];
+  for (int i = 0; next_part(a, i, part); ++i) {
+    const TileIndex at(a, part.tile, S::kConsumers * kRows);
+    const KeyTiles<S::kKeys> keys(a, at.batch);
+    const int begin = part.begin(keys.count), end = part.end(keys.count);
+    const bool is_end = part.to == gridDim.x;
+    float scores[S::kScores], output[S::kOutputs] = {}, rescale[2];
+    uint32_t weights[S::kWeights];
     RowPair rows;
-    const uint64_t query_operand = operand(shared.query(query.at, consumer));
+    if (begin == end) {
+      if (is_end) finish<S>(a, at, consumer, output, rows, keys);
+      continue;
+    }
+    // Scores become logits, and these weights.
+    const auto exponentiate = [&](int j, bool first) {
+      float scale = a.scale;
+      const int entry = keys.entry(j);
+      if (entry & kAddends) {
+        add_addends(scores, scale, a.addends + (static_cast<int64_t>(at.batch) * a.key_tiles + entry / 2) * S::kKeys);
+        scale = 1.f;
+      } else if (keys.length - entry / 2 * S::kKeys < S::kKeys) {
+        leave_out_keys(scores, keys.length - entry / 2 * S::kKeys);
+      }
+      if (S::kFollows || first) rows.raise(scores, scale, S::kFollows ? 0.f : kHeadroom, rescale);
+      rows.exponentiate(scores, scale);
+    };
+    if (begin != 0) State<S>::read(a, consumer, output, rows);
+    const uint32_t queries = shared.query(query.at, consumer);
     wait(shared.query_full(query.at, consumer), query.parity);
     wait(shared.key_full(key.at), key.parity);
     begin_products();
-    multiply_scores(scores, query_operand, operand(shared.key(key.at)));
+    multiply_scores<S>(scores, queries, shared.key(key.at));
     commit_products();
     await_products<0>();
     hold(scores);
     release(shared.key_empty(key.at));
     key.advance();
-    if (a.key_tiles == 1 && last_keys < kKeys) leave_out_keys(scores, last_keys);
-    rows.set_shift(scores, a.scale);
-    rows.exponentiate(scores, a.scale);
-    to_weights(scores, weights);
+    exponentiate(begin, begin == 0);
+    if (S::kFollows) multiply_output(output, rescale);
+    to_weights<T>(scores, weights);
 #pragma unroll 1
-    for (int j = 1; j < a.key_tiles; ++j) {
+    for (int j = begin + 1; j < end; ++j) {
       wait(shared.key_full(key.at), key.parity);
-      await_turn(consumer);
+      if (S::kTurns) named_wait(1 + consumer, 256);
       hold(output), hold(weights);
       begin_products();
-      multiply_scores(scores, query_operand, operand(shared.key(key.at)));
+      multiply_scores<S>(scores, queries, shared.key(key.at));
       commit_products();
       wait(shared.value_full(value.at), value.parity);
-      multiply_value(output, weights, operand(shared.value(value.at)));
+      multiply_value<S>(output, weights, shared.value(value.at));
       commit_products();
-      give_turn(next);
+      if (S::kTurns) named_arrive(1 + next, 256);
       await_products<1>();
       hold(scores);
       release(shared.key_empty(key.at));
       key.advance();
-      if (j == a.key_tiles - 1 && last_keys < kKeys) leave_out_keys(scores, last_keys);
-      rows.exponentiate(scores, a.scale);
+      exponentiate(j, false);
       hold(scores);
+      if (S::kFollows) stay_behind(rows.sum[0][0] + rows.sum[0][1] + (rows.sum[1][0] + rows.sum[1][1]));
       await_products<0>();
       hold(output), hold(weights), hold(scores);
       release(shared.value_empty(value.at));
       value.advance();
-      to_weights(scores, weights);
+      if (S::kFollows) multiply_output(output, rescale);
+      to_weights<T>(scores, weights);
     }
     release(shared.query_empty(query.at, consumer));
     query.advance();
     wait(shared.value_full(value.at), value.parity);
     hold(output), hold(weights);
     begin_products();
-    multiply_value(output, weights, operand(shared.value(value.at)));
+    multiply_value<S>(output, weights, shared.value(value.at));
     commit_products();
     await_products<0>();
     hold(output);
     release(shared.value_empty(value.at));
     value.advance();
-    finish(a, TileIndex(a, tile), consumer, output, rows);
+    if (is_end) {
+      finish<S>(a, at, consumer, output, rows, keys);
+    } else {
+      State<S>::write(a, consumer, output, rows);
+    }
   }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-__global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ Parameters a) {
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, 1) hopper_attention_kernel(const __grid_constant__ Parameters a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ Tile<kKeys> memory[];
-  Address shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
+  extern __shared__ Tile<1, 8> memory[];
+  Address<S> shared{static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4;  // of a warpgroup
-    for (int i = 0; i < kStages; ++i) {
-      init(shared.key_full(i), 1);
-      init(shared.value_full(i), 1);
-      init(shared.key_empty(i), kConsumers * kWarps);
-      init(shared.value_empty(i), kConsumers * kWarps);
+    for (int i = 0; i < S::kStages; ++i) {
+      init_barrier(shared.key_full(i), 1);
+      init_barrier(shared.value_full(i), 1);
+      init_barrier(shared.key_empty(i), S::kConsumers * kWarps);
+      init_barrier(shared.value_empty(i), S::kConsumers * kWarps);
     }
-    for (int i = 0; i < kConsumers; ++i) {
-      for (int slot = 0; slot < 2; ++slot) {
-        init(shared.query_full(slot, i), 1);
-        init(shared.query_empty(slot, i), kWarps);
+    for (int i = 0; i < S::kConsumers; ++i) {
+      for (int slot = 0; slot < S::kQuerySlots; ++slot) {
+        init_barrier(shared.query_full(slot, i), 1);
+        init_barrier(shared.query_empty(slot, i), kWarps);
       }
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __syncthreads();
   asm volatile("" : "+r"(shared.shared));  // from here on a number that lies in a register
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);  // one for a warp
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-    if (threadIdx.x == 0) produce(a, shared);
+    give_registers<S::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<S>(a, shared);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    consume(a, shared, warpgroup - 1);
+    take_registers<S::kConsumerRegisters>();
+    consume<S>(a, shared, warpgroup - 1);
   }
 #endif
 }
@@ -575,21 +756,23 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   return function;
 }
 
-// How TMA finds `rows` rows of a head. `name`: of the argument, for the error.
+// How TMA finds `rows` rows of a head, as stacks of 64 columns. `name`: of the argument, for the error.
+template <typename S>
 CUtensorMap tensor_map(const char* name, const void* data, const HeadStrides& stride, const HopperAttentionParams& p,
                        int64_t sequence, int rows) {
-  constexpr cuuint64_t kBytes = sizeof(__nv_bfloat16);
+  constexpr bool kBFloat16 = std::is_same_v<typename S::T, __nv_bfloat16>;
   const auto bytes = [](int64_t elements) {  // zero, of a dimension of one, would be refused
-    return elements == 0 ? 16 : static_cast<cuuint64_t>(elements) * kBytes;
+    return elements == 0 ? 16 : static_cast<cuuint64_t>(elements) * sizeof(typename S::T);
   };
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const cuuint64_t sizes[] = {kHeadDim, size(p.heads), size(sequence), size(p.batch)};
-  const cuuint64_t strides[] = {bytes(stride.head), bytes(stride.sequence), bytes(stride.batch)};
-  const cuuint32_t box[] = {kHeadDim, 1, static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1, 1};
+  const cuuint64_t sizes[] = {64, size(sequence), S::kStacks, size(p.heads), size(p.batch)};
+  const cuuint64_t strides[] = {bytes(stride.sequence), kSwizzleBytes, bytes(stride.head), bytes(stride.batch)};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), S::kStacks, 1, 1}, steps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), sizes, strides,
-                                    box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder()(&map, kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
+                const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error(std::string(name) +
                              ": expected a layout that cuTensorMapEncodeTiled takes, got its error " +
@@ -598,48 +781,119 @@ CUtensorMap tensor_map(const char* name, const void* data, const HeadStrides& st
   return map;
 }
 
-}  // namespace
+// How the work divides, and what lies where in the workspace.
+template <typename S>
+struct Division {
+  int64_t row_tiles, tiles, key_tiles, blocks, waves, tail;
+  int64_t flag_bytes, state_bytes, plan_bytes, addend_bytes;
 
-// The machine code for 9.0a is all there is: where the driver compiled PTX, it was that of an older architecture, whose
-// kernel is empty.
-bool has_hopper_attention(int device) {
+  Division(const HopperAttentionParams& p, int device) {
+    row_tiles = ceil_div(p.queries, S::kConsumers * kRows);
+    tiles = row_tiles * p.heads * p.batch;
+    key_tiles = ceil_div(p.keys, S::kKeys);
+    blocks = std::min<int64_t>(tiles, multiprocessors(device));
+    waves = tiles / blocks - 1;
+    tail = tiles % blocks == 0 ? 0 : tiles - waves * blocks;
+    const int64_t states = tail == 0 ? 0 : blocks * S::kConsumers;
+    flag_bytes = round_up(states * 4 * sizeof(uint32_t));
+    state_bytes = states * S::kState * 128 * sizeof(float);
+    plan_bytes = p.mask ? round_up(p.batch * (key_tiles + 1) * sizeof(int)) : 0;
+    addend_bytes = p.mask ? p.batch * key_tiles * S::kKeys * sizeof(float) : 0;
+  }
+  int64_t bytes() const { return flag_bytes + state_bytes + plan_bytes + addend_bytes; }
+
+ private:
+  static int64_t round_up(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
+};
+
+template <typename S>
+bool has_code(int device) {
   return once_a_device(device, [device] {
     int before = device;
     cudaGetDevice(&before);
     cudaSetDevice(device);
     cudaFuncAttributes code{};
-    const bool found = cudaFuncGetAttributes(&code, attention_kernel) == cudaSuccess && code.binaryVersion == 90 &&
-                       code.ptxVersion == 90 &&
-                       cudaFuncSetAttribute(attention_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            sizeof(Shared)) == cudaSuccess;
+    const bool found = cudaFuncGetAttributes(&code, hopper_attention_kernel<S>) == cudaSuccess &&
+                       code.binaryVersion == 90 && code.ptxVersion == 90 &&
+                       cudaFuncSetAttribute(hopper_attention_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            sizeof(Shared<S>)) == cudaSuccess;
     cudaGetLastError();  // "no kernel image" is an answer
     cudaSetDevice(before);
     return found;
   });
 }
 
-void hopper_attention(const HopperAttentionParams& p, const Context& context) {
-  if (!has_hopper_attention(context.device)) {
+template <typename S>
+void launch(const HopperAttentionParams& p, const Context& context) {
+  if (!has_code<S>(context.device)) {
     throw std::runtime_error("attention: expected a GPU of compute capability 9.0, and a build with code for 9.0a");
   }
-  const int64_t row_tiles = ceil_div(p.queries, kConsumers * kRows), tiles = row_tiles * p.heads * p.batch;
-  if (tiles > 0x7fffffff - 0xffff || p.queries > 0x7fffffff - kConsumers * kRows || p.keys > 0x7fffffff - kKeys) {
+  const Division<S> division(p, context.device);
+  if (division.tiles > 0x7fffffff - 0xffff || p.queries > 0x7fffffff - S::kConsumers * kRows ||
+      p.keys > 0x7fffffff - S::kKeys) {
     throw std::runtime_error("query: expected fewer than 2^31 tokens, keys and tiles of " +
-                             std::to_string(kConsumers * kRows) + " tokens, got " + std::to_string(p.queries) + ", " +
-                             std::to_string(p.keys) + " and " + std::to_string(tiles));
+                             std::to_string(S::kConsumers * kRows) + " tokens, got " + std::to_string(p.queries) +
+                             ", " + std::to_string(p.keys) + " and " + std::to_string(division.tiles));
   }
+  const auto stream = static_cast<cudaStream_t>(context.stream);
   Parameters a;
-  a.query_map = tensor_map("query", p.query, p.query_stride, p, p.queries, kRows);
-  a.key_map = tensor_map("key", p.key, p.key_stride, p, p.keys, kKeys);
-  a.value_map = tensor_map("value", p.value, p.value_stride, p, p.keys, kKeys);
+  a.query_map = tensor_map<S>("query", p.query, p.query_stride, p, p.queries, kRows);
+  a.key_map = tensor_map<S>("key", p.key, p.key_stride, p, p.keys, S::kKeys);
+  a.value_map = tensor_map<S>("value", p.value, p.value_stride, p, p.keys, S::kKeys);
   a.p = p;
   a.scale = p.scale * kLog2E;
-  a.row_tiles = static_cast<int>(row_tiles);
-  a.tiles = static_cast<int>(tiles);
-  a.key_tiles = static_cast<int>(ceil_div(p.keys, kKeys));
-  const int blocks = std::min(a.tiles, multiprocessors(context.device));
-  attention_kernel<<<blocks, kThreads, sizeof(Shared), static_cast<cudaStream_t>(context.stream)>>>(a);
+  a.row_tiles = static_cast<int>(division.row_tiles);
+  a.tiles = static_cast<int>(division.tiles);
+  a.key_tiles = static_cast<int>(division.key_tiles);
+  a.waves = static_cast<int>(division.waves);
+  a.tail = static_cast<int>(division.tail);
+  auto* const workspace = static_cast<uint8_t*>(p.workspace);
+  a.flags = reinterpret_cast<uint32_t*>(workspace);
+  a.states = reinterpret_cast<float*>(workspace + division.flag_bytes);
+  auto* const plan = reinterpret_cast<int*>(workspace + division.flag_bytes + division.state_bytes);
+  auto* const addends =
+      reinterpret_cast<float*>(workspace + division.flag_bytes + division.state_bytes + division.plan_bytes);
+  a.plan = p.mask ? plan : nullptr;
+  a.addends = addends;
+  if (division.tail != 0) cudaMemsetAsync(a.flags, 0, division.flag_bytes, stream);
+  if (p.mask) {
+    plan_keys<S::kKeys><<<grid_size(p.batch), 256, 0, stream>>>(p, a.key_tiles, plan, addends);
+  }
+  hopper_attention_kernel<S><<<static_cast<unsigned>(division.blocks), S::kThreads, sizeof(Shared<S>), stream>>>(a);
   check_launch("attention");
+}
+
+// ---- The shapes
+
+template <typename T>
+using Heads128 = Shape<T, 128, 3, 80, 3, 1, false, true>;
+template <typename T, bool kFollows>
+using Heads64 = Shape<T, 64, 3, 128, 4, 1, true, kFollows>;
+
+// Calls `body` with the shape for these heads. Weights in fp16 have no room for kHeadroom, and addends of a mask may be
+// farther apart than fp32 allows without following the largest logit.
+template <typename Body>
+auto with_shape(const HopperAttentionParams& p, const Body& body) {
+  const bool adds = p.mask && !p.mask_is_bool;
+  if (p.dtype == DType::kFloat16) {
+    return p.head_dim == 128 ? body(Heads128<__half>()) : body(Heads64<__half, true>());
+  }
+  if (p.head_dim == 128) return body(Heads128<__nv_bfloat16>());
+  return adds ? body(Heads64<__nv_bfloat16, true>()) : body(Heads64<__nv_bfloat16, false>());
+}
+
+}  // namespace
+
+// The machine code for 9.0a is all there is: where the driver compiled PTX, it was that of an older architecture, whose
+// kernel is empty.
+bool has_hopper_attention(int device) { return has_code<Heads128<__nv_bfloat16>>(device); }
+
+int64_t hopper_attention_workspace(const HopperAttentionParams& p, int device) {
+  return with_shape(p, [&](auto shape) { return Division<decltype(shape)>(p, device).bytes(); });
+}
+
+void hopper_attention(const HopperAttentionParams& p, const Context& context) {
+  with_shape(p, [&](auto shape) { launch<decltype(shape)>(p, context); });
 }
 
 }  // namespace ltx

@@ -127,21 +127,23 @@ def test_attention(ltx, device, dtype):
         run(ltx, device, case, contiguous_alone=dtype != torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-def test_plain_attention(ltx, device, dtype):
-    """The kernel that such heads have on Hopper: parts of tiles, several tiles for a block, and rows that it computes
-    once more, for a key of which the logit is far above those of the first ones."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+def test_plain_attention(ltx, device, dtype, width):
+    """The kernel that such heads have on Hopper: parts of tiles, several tiles for a block, tiles cut between blocks,
+    masks, and rows that it computes once more, for an infinite key."""
     if device == "cuda" and not has_kernel(ltx, device):
         pytest.skip("the kernel is for Hopper alone")
-    for sizes, keys in (((2, 1, 3, 64), 1), ((2, 70, 3, 64), 140), ((1, 193, 2, 64), 128), ((2, 400, 32, 64), 300)):
+    for sizes, keys in (((2, 1, 3, width), 1), ((2, 70, 3, width), 140), ((1, 193, 2, width), 128)):
         make = Make("cpu", dtype, seed=keys)
         cases = [plain_attention_case(make, sizes, keys, packed=packed) for packed in (False, True)]
         run(ltx, device, *cases, contiguous_alone=True)
-    far = plain_attention_case(Make("cpu", dtype), (1, 70, 2, 64), 300, scale=1.0)
-    far.kwargs["query"][..., 0] = 1.0
-    far.kwargs["key"][..., 0] = 0.0
-    far.kwargs["key"][:, 200, :, 0] = 400.0
-    run(ltx, device, far, contiguous_alone=True)
+    run(ltx, device, plain_attention_case(Make("cpu", dtype), (1, 400, 67, width), 300), contiguous_alone=True)
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[0, 130:] = mask[1, :200] = False
+    masked = plain_attention_case(Make("cpu", dtype), (2, 70, 3, width), 300, mask=mask)
+    lengths = masked.replace(mask=None, key_lengths=torch.tensor([300, 77], dtype=torch.int32))
+    run(ltx, device, masked, lengths, contiguous_alone=True)
 
 
 @every_dtype

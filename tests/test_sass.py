@@ -86,9 +86,11 @@ def test_no_reduction_is_guarded(accesses: dict[str, collections.Counter[str]]) 
 def test_products_of_warpgroups_run_beside_the_rest(accesses: dict[str, collections.Counter[str]]) -> None:
     """Of the attention on Hopper. After harmless-looking edits ptxas waits for each product by itself, three times as
     long in all: it then has a WARPGROUP instruction for each, and says so in a warning that nobody reads."""
-    (counts,) = (counts for kernel, counts in accesses.items() if "attention_hopper_cu" in kernel)
-    assert counts["HGMMA"] == 24
-    assert counts["WARPGROUP"] == 8
+    found = kernels(accesses, "hopper_attention_kernel")
+    assert len(found) == 5  # two dtypes, two widths, and one more for masks of addends
+    for kernel, counts in found.items():
+        assert counts["HGMMA"] >= 24, kernel
+        assert counts["WARPGROUP"] <= 9, kernel
 
 
 @pytest.mark.parametrize("name", ["norm_kernel", "glu_kernel", "heads_kernel", "row_kernel", "attention_kernel"])

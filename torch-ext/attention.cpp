@@ -1,6 +1,6 @@
 // qk_norm_cross_attention: the norms of query and key, the scores, their softmax and its product with the values.
 // attention: the same without norms, for the heads and the GPU that ltx::hopper_attention is for; only the CUDA variant
-// has it. Both check the tensors, fill their params (kernel_src/ltx/params.h has the formulas) and call the backend.
+// has it. All check the tensors, fill their params (kernel_src/ltx/params.h has the formulas) and call the backend.
 #include "op_inputs.h"
 #include "torch_binding.h"
 
@@ -8,7 +8,6 @@ namespace ltx::host {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;  // on both backends: a head and its sums stay in the registers of a CUDA block
-[[maybe_unused]] constexpr int64_t kHopperHeadDim = 64;
 
 struct AttentionArgs {
   Arg query, key, value, query_weight, key_weight, mask, out;
@@ -44,6 +43,17 @@ void check_key_and_value(const Arg& query, const Arg& key, const Arg& value) {
   check_shape(value, key.size, 4);
 }
 
+// One addend, or bool, a key; the strides by which the samples walk it.
+void check_mask(const Arg& mask, const Arg& key, int64_t& stride_batch, int64_t& stride_key) {
+  const int64_t batch = key.size[0], keys = key.size[1];
+  const bool per_batch = mask.dim == 2 && mask.size[0] == batch;
+  if (mask.dim != 2 || mask.size[1] != keys || (!per_batch && mask.size[0] != 1)) {
+    fail("mask", text("shape [", batch, ", ", keys, "] or [1, ", keys, "]"), shape_text(mask));
+  }
+  stride_batch = mask.size[0] == 1 ? 0 : mask.stride[0];
+  stride_key = mask.size[1] == 1 ? 0 : mask.stride[1];
+}
+
 // Everything but the output.
 AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<double> scale) {
   AttentionParams p;
@@ -65,13 +75,8 @@ AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<d
   if (a.mask) {
     check_same_device(a.mask, a.query);
     p.mask_dtype = float_dtype(a.mask);
-    const bool per_batch = a.mask.dim == 2 && a.mask.size[0] == p.batch;
-    if (a.mask.dim != 2 || a.mask.size[1] != p.keys || (!per_batch && a.mask.size[0] != 1)) {
-      fail("mask", text("shape [", p.batch, ", ", p.keys, "] or [1, ", p.keys, "]"), shape_text(a.mask));
-    }
+    check_mask(a.mask, a.key, p.mask_stride_batch, p.mask_stride_key);
     p.mask = a.mask.data;
-    p.mask_stride_batch = a.mask.size[0] == 1 ? 0 : a.mask.stride[0];
-    p.mask_stride_key = a.mask.size[1] == 1 ? 0 : a.mask.stride[1];
   }
   p.query_weight = a.query_weight.data;
   p.key_weight = a.key_weight.data;
@@ -191,33 +196,152 @@ Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Ten
 
 bool has_attention(int64_t device) { return ltx::has_hopper_attention(static_cast<int>(device)); }
 
-Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<double> scale) {
-  const Arg q = arg("query", query), k = arg("key", key), v = arg("value", value);
-  check_dim(q, 4);
-  if (float_dtype(q) != DType::kBFloat16) fail("query", "dtype bfloat16", dtype_text(q.dtype));
+namespace {
+
+struct PlainArgs {
+  Arg query, key, value, mask, key_lengths, out, lse;
+};
+
+PlainArgs plain_args(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+                     const OptionalTensor& key_lengths) {
+  PlainArgs a;
+  a.query = arg("query", query);
+  a.key = arg("key", key);
+  a.value = arg("value", value);
+  a.mask = arg("mask", mask);
+  a.key_lengths = arg("key_lengths", key_lengths);
+  return a;
+}
+
+// Everything but the outputs.
+HopperAttentionParams check_inputs(const PlainArgs& a, std::optional<double> scale) {
   HopperAttentionParams p;
-  p.scale = check_scale(scale, q.last());
-  if (q.last() != kHopperHeadDim) {
-    fail("query", text("a last dimension of ", kHopperHeadDim), "shape " + shape_text(q));
+  check_dim(a.query, 4);
+  p.dtype = float_dtype(a.query);
+  if (p.dtype == DType::kFloat32) fail("query", "dtype float16 or bfloat16", dtype_text(a.query.dtype));
+  p.batch = a.query.size[0];
+  p.queries = a.query.size[1];
+  p.heads = a.query.size[2];
+  p.head_dim = a.query.size[3];
+  p.scale = check_scale(scale, p.head_dim);
+  if (p.head_dim != 64 && p.head_dim != 128) {
+    fail("query", "a last dimension of 64 or 128", "shape " + shape_text(a.query));
   }
-  check_key_and_value(q, k, v);
-  if (!has_attention(q.device_index)) fail("query", "a GPU that this op has a kernel for", device_text(q));
-  p.batch = q.size[0];
-  p.queries = q.size[1];
-  p.keys = k.size[1];
-  p.heads = q.size[2];
-  Tensor out = empty_rows(q, kHopperHeadDim);
-  if (q.numel() == 0) return out;
-  if (p.keys == 0) return torch::stable::zero_(out);
-  const auto operand = [](const Arg& a) { return Operand(a, !lies_in_packs(a, 1)); };
-  Launch launch(q);
-  Operand query_operand = operand(q), key_operand = operand(k), value_operand = operand(v);
+  check_key_and_value(a.query, a.key, a.value);
+  p.keys = a.key.size[1];
+  if (a.mask) {
+    check_same_device(a.mask, a.query);
+    p.mask_is_bool = a.mask.dtype == aoti_torch_dtype_bool();
+    if (!p.mask_is_bool) p.mask_dtype = float_dtype(a.mask, "dtype bool, float32, float16 or bfloat16");
+    check_mask(a.mask, a.key, p.mask_stride_batch, p.mask_stride_key);
+    p.mask = a.mask.data;
+  }
+  if (a.key_lengths) {
+    check_same_device(a.key_lengths, a.query);
+    if (a.key_lengths.dtype != aoti_torch_dtype_int32()) {
+      fail("key_lengths", "dtype int32", dtype_text(a.key_lengths.dtype));
+    }
+    check_shape(a.key_lengths, {p.batch});
+    p.key_lengths = static_cast<const int32_t*>(a.key_lengths.data);
+    p.key_lengths_stride = p.batch == 1 ? 0 : a.key_lengths.stride[0];
+  }
+  if (!has_attention(a.query.device_index)) fail("query", "a GPU that this op has a kernel for", device_text(a.query));
+  return p;
+}
+
+// A number a head and query, [batch, heads, queries] in float32.
+Tensor empty_lse(const HopperAttentionParams& p, const Arg& query) {
+  const int64_t size[] = {p.batch, p.heads, p.queries};
+  const int64_t stride[] = {p.heads * p.queries, p.queries, 1};
+  Arg floats = query;
+  floats.dtype = aoti_torch_dtype_float32();
+  return empty_strided(size, stride, 3, floats);
+}
+
+// `lse`: null where it is not asked for.
+void run(HopperAttentionParams& p, const PlainArgs& a, const Tensor& query, const Tensor& key, const Tensor& value,
+         Tensor out, Tensor* lse) {
+  if (p.batch == 0 || p.queries == 0 || p.heads == 0) return;
+  if (p.keys == 0) {
+    torch::stable::zero_(out);
+    if (lse) torch::stable::fill_(*lse, -INFINITY);
+    return;
+  }
+  Launch launch(a.query);
+  const auto operand = [](const Arg& arg) { return Operand(arg, !lies_in_packs(arg, 1)); };
+  Operand query_operand = operand(a.query), key_operand = operand(a.key), value_operand = operand(a.value),
+          out_operand = operand(a.out);
   query_operand.read(query, p.query, p.query_stride);
   key_operand.read(key, p.key, p.key_stride);
   value_operand.read(value, p.value, p.value_stride);
-  p.output = out.mutable_data_ptr();
+  p.output = out_operand.arg.data;
+  p.output_stride = head_strides(out_operand.arg);
+  if (lse) p.lse = static_cast<float*>(lse->mutable_data_ptr());
+  const int64_t floats = ltx::hopper_attention_workspace(p, launch.context().device) / sizeof(float), step = 1;
+  std::optional<Tensor> workspace;
+  if (floats > 0) {
+    Arg like = a.query;
+    like.dtype = aoti_torch_dtype_float32();
+    workspace = empty_strided(&floats, &step, 1, like);
+    p.workspace = workspace->mutable_data_ptr();
+  }
   ltx::hopper_attention(p, launch.context());
+  if (out_operand.copy) torch::stable::copy_(out, *out_operand.copy);
+}
+
+// Another block may still read what this one has written, and rows may be computed once more: nothing is in place.
+void check_outputs(const PlainArgs& a, const HopperAttentionParams& p) {
+  check_output(a.out, a.query, a.query.size, 4);
+  for (const Arg* other : {&a.query, &a.key, &a.value, &a.mask, &a.key_lengths}) check_overlap(a.out, *other, false);
+  if (!a.lse) return;
+  check_same_device(a.lse, a.query);
+  if (float_dtype(a.lse) != DType::kFloat32) fail("lse", "dtype float32", dtype_text(a.lse.dtype));
+  check_shape(a.lse, {p.batch, p.heads, p.queries});
+  if (extent(a.lse) != a.lse.numel()) fail("lse", "a contiguous tensor", "strides " + shape_text(a.lse.stride, 3));
+}
+
+}  // namespace
+
+void attention_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
+                   const OptionalTensor& mask, const OptionalTensor& key_lengths, std::optional<double> scale) {
+  PlainArgs a = plain_args(query, key, value, mask, key_lengths);
+  HopperAttentionParams p = check_inputs(a, scale);
+  a.out = mutable_arg("out", out);
+  check_outputs(a, p);
+  run(p, a, query, key, value, out, nullptr);
+}
+
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+                 const OptionalTensor& key_lengths, std::optional<double> scale) {
+  PlainArgs a = plain_args(query, key, value, mask, key_lengths);
+  HopperAttentionParams p = check_inputs(a, scale);
+  Tensor out = empty_rows(a.query, p.head_dim);
+  a.out = arg("out", out);
+  run(p, a, query, key, value, out, nullptr);
   return out;
+}
+
+void attention_lse_out(const Tensor& out, const Tensor& lse, const Tensor& query, const Tensor& key,
+                       const Tensor& value, const OptionalTensor& mask, const OptionalTensor& key_lengths,
+                       std::optional<double> scale) {
+  PlainArgs a = plain_args(query, key, value, mask, key_lengths);
+  HopperAttentionParams p = check_inputs(a, scale);
+  a.out = mutable_arg("out", out);
+  a.lse = mutable_arg("lse", lse);
+  check_outputs(a, p);
+  Tensor numbers = lse;
+  run(p, a, query, key, value, out, &numbers);
+}
+
+std::tuple<Tensor, Tensor> attention_lse(const Tensor& query, const Tensor& key, const Tensor& value,
+                                         const OptionalTensor& mask, const OptionalTensor& key_lengths,
+                                         std::optional<double> scale) {
+  PlainArgs a = plain_args(query, key, value, mask, key_lengths);
+  HopperAttentionParams p = check_inputs(a, scale);
+  Tensor out = empty_rows(a.query, p.head_dim), lse = empty_lse(p, a.query);
+  a.out = arg("out", out);
+  run(p, a, query, key, value, out, &lse);
+  return {out, lse};
 }
 
 #endif  // CUDA_KERNEL

@@ -124,11 +124,11 @@ inline std::string dtype_text(int32_t dtype) {
 
 // ---- Checks
 
-inline DType float_dtype(const Arg& a) {
+inline DType float_dtype(const Arg& a, const char* expected = "dtype float32, float16 or bfloat16") {
   if (a.dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
   if (a.dtype == aoti_torch_dtype_float16()) return DType::kFloat16;
   if (a.dtype == aoti_torch_dtype_float32()) return DType::kFloat32;
-  fail(a.name, "dtype float32, float16 or bfloat16", dtype_text(a.dtype));
+  fail(a.name, expected, dtype_text(a.dtype));
 }
 
 inline void check_same_dtype(const Arg& a, const Arg& as) {
@@ -216,6 +216,7 @@ inline void check_output(const Arg& out, const Arg& as, const int64_t* size, int
 
 inline int64_t element_size(const Arg& a) {
   if (a.dtype == aoti_torch_dtype_int64()) return 8;
+  if (a.dtype == aoti_torch_dtype_bool()) return 1;
   return a.dtype == aoti_torch_dtype_float32() || a.dtype == aoti_torch_dtype_int32() ? 4 : 2;
 }
 

@@ -128,14 +128,18 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("qk_norm_rope(" LTX_QK_NORM_ROPE_ARGS ") -> (Tensor, Tensor)");
   ops.def("qk_norm_rope_out(Tensor(a!) query_out, Tensor(b!) key_out, " LTX_QK_NORM_ROPE_ARGS ") -> ()");
 
-#define LTX_ATTENTION_ARGS                                                                                      \
+#define LTX_CROSS_ATTENTION_ARGS                                                                                \
   "Tensor query, Tensor key, Tensor value, Tensor? query_weight, Tensor? key_weight, Tensor? mask, float eps, " \
   "float? scale"
-  ops.def("qk_norm_cross_attention(" LTX_ATTENTION_ARGS ") -> Tensor");
-  ops.def("qk_norm_cross_attention_out(Tensor(a!) out, " LTX_ATTENTION_ARGS ") -> ()");
+  ops.def("qk_norm_cross_attention(" LTX_CROSS_ATTENTION_ARGS ") -> Tensor");
+  ops.def("qk_norm_cross_attention_out(Tensor(a!) out, " LTX_CROSS_ATTENTION_ARGS ") -> ()");
 
-  // Compiled for CUDA alone: of bf16 heads of 64 columns, on the GPUs that has_attention knows.
-  ops.def("attention(Tensor query, Tensor key, Tensor value, float? scale) -> Tensor");
+  // Compiled for CUDA alone: of 16-bit heads of 64 and 128 columns, on the GPUs that has_attention knows.
+#define LTX_ATTENTION_ARGS "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, float? scale"
+  ops.def("attention(" LTX_ATTENTION_ARGS ") -> Tensor");
+  ops.def("attention_out(Tensor(a!) out, " LTX_ATTENTION_ARGS ") -> ()");
+  ops.def("attention_lse(" LTX_ATTENTION_ARGS ") -> (Tensor, Tensor)");
+  ops.def("attention_lse_out(Tensor(a!) out, Tensor(b!) lse, " LTX_ATTENTION_ARGS ") -> ()");
   ops.def("has_attention(int device) -> bool");
 
   // Video tensors in channels-last memory. norm: 0 none, 1 rms, 2 rms with each step rounded, 3 l2
@@ -197,7 +201,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
 #ifdef CUDA_KERNEL
   ops.impl("scaled_linear", TORCH_BOX(&ltx::host::scaled_linear));
-  ops.impl("attention", TORCH_BOX(&ltx::host::attention));
+  LTX_IMPL(attention);
+  LTX_IMPL(attention_lse);
 #endif
 }
 

@@ -70,7 +70,16 @@ void qk_norm_cross_attention_out(const Tensor& out, const Tensor& query, const T
 Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& query_weight, const OptionalTensor& key_weight,
                                const OptionalTensor& mask, double eps, std::optional<double> scale);
-Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<double> scale);
+void attention_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
+                   const OptionalTensor& mask, const OptionalTensor& key_lengths, std::optional<double> scale);
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+                 const OptionalTensor& key_lengths, std::optional<double> scale);
+void attention_lse_out(const Tensor& out, const Tensor& lse, const Tensor& query, const Tensor& key,
+                       const Tensor& value, const OptionalTensor& mask, const OptionalTensor& key_lengths,
+                       std::optional<double> scale);
+std::tuple<Tensor, Tensor> attention_lse(const Tensor& query, const Tensor& key, const Tensor& value,
+                                         const OptionalTensor& mask, const OptionalTensor& key_lengths,
+                                         std::optional<double> scale);
 bool has_attention(int64_t device);
 void rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& query, const Tensor& key,
               const OptionalTensor& positions, std::vector<int64_t> grid, std::vector<int64_t> axis_dims,

@@ -189,19 +189,31 @@ struct AttentionParams {
   float* workspace = nullptr;  // CUDA: batch * (queries + keys) numbers; unused on the CPU
 };
 
-// Attention of bf16 heads of 64 columns, on Hopper alone. For each batch and head:
-//   out = softmax(scale * query key^T) value
+// Attention of heads of 64 and 128 columns in 16 bits, on Hopper alone. For each batch and head:
+//   out = softmax(scale * query key^T + mask) value
+//   lse = log(sum(exp(scale * query key^T + mask)))     natural logarithm; -infinity where no key counts
+// Keys count up to key_lengths[batch] (0 to `keys`; numbers beyond stand for the nearest) and where the mask is not
+// false or -infinity. A query without a key that counts gives zeros.
 // Of query, key and value, a column lies beside the next, the data at a multiple of 16 bytes, and the other strides are
-// positive multiples of 8 elements, or zero for a dimension of one. The output, [batch, queries, heads, 64], is
-// contiguous. No size is 2^31 or more.
+// positive multiples of 8 elements, or zero for a dimension of one; the same holds for the output. No size is 2^31 or
+// more.
 struct HopperAttentionParams {
   const void* query = nullptr;
   const void* key = nullptr;
   const void* value = nullptr;
   void* output = nullptr;
-  HeadStrides query_stride, key_stride, value_stride;
-  int64_t batch = 0, queries = 0, keys = 0, heads = 0;
+  HeadStrides query_stride, key_stride, value_stride, output_stride;
+  int64_t batch = 0, queries = 0, keys = 0, heads = 0, head_dim = 0;
+  DType dtype = DType::kBFloat16;
   float scale = 1.f;
+  const int32_t* key_lengths = nullptr;  // [batch]
+  int64_t key_lengths_stride = 0;
+  const void* mask = nullptr;  // bool, or an addend of mask_dtype
+  bool mask_is_bool = false;
+  DType mask_dtype = DType::kFloat32;
+  int64_t mask_stride_batch = 0, mask_stride_key = 0;
+  float* lse = nullptr;       // [batch, heads, queries], contiguous
+  void* workspace = nullptr;  // of hopper_attention_workspace() bytes
 };
 
 void norm(const NormParams& params, const Context& context);
@@ -211,6 +223,7 @@ void attention(const AttentionParams& params, const Context& context);
 
 // CUDA alone. Whether this build has code for hopper_attention that the device runs; it may be asked of any device.
 bool has_hopper_attention(int device);
+int64_t hopper_attention_workspace(const HopperAttentionParams& params, int device);  // may be zero
 void hopper_attention(const HopperAttentionParams& params, const Context& context);
 
 void norm_quant(const NormParams& params, const Context& context);

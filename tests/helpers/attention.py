@@ -17,14 +17,11 @@ from torch import Tensor
 
 from .numeric import SUM_ERROR
 
-TENSOR_CORES = {  # widths of a head, by dtype, with norms and without
-    True: {torch.float16: (64, 128), torch.bfloat16: (64, 128)},
-    False: {torch.bfloat16: (64,)},
-}
+TENSOR_CORES = {torch.float16: (64, 128), torch.bfloat16: (64, 128)}  # widths of a head, by dtype
 
 
 def has_kernel(ltx: Any, device: str) -> bool:
-    """Whether attention of bf16 heads of 64 columns has a kernel of this package there."""
+    """Whether attention of 16-bit heads of 64 and 128 columns has a kernel of this package there."""
     x = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
     return importlib.import_module(f"{ltx.__name__}.attention").runs_kernel(x, x, x)
 
@@ -45,10 +42,23 @@ def operands(kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple((normalised(kwargs, x, dtype) if normed else kwargs[x].to(dtype)).transpose(1, 2) for x in both)
 
 
+def key_addends(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
+    """[B or 1, T] of mask and key_lengths: what is added to the scores of a key."""
+    mask, lengths = kwargs.get("mask"), kwargs.get("key_lengths")
+    if mask is not None:
+        mask = torch.where(mask, 0.0, -torch.inf).to(dtype) if mask.dtype == torch.bool else mask.to(dtype)
+    if lengths is None:
+        return mask
+    counts = torch.arange(kwargs["key"].shape[1], device=lengths.device) < lengths[:, None]
+    return torch.where(
+        counts, torch.zeros((), dtype=dtype, device=lengths.device) if mask is None else mask, -torch.inf
+    )
+
+
 def attention_eager(kwargs: dict[str, Any]) -> Tensor:
-    dtype, mask = kwargs["query"].dtype, kwargs.get("mask")
+    dtype, mask = kwargs["query"].dtype, key_addends(kwargs, kwargs["query"].dtype)
     query, key = (x.to(dtype) for x in operands(kwargs, torch.float32))
-    addends = None if mask is None else mask.to(dtype)[:, None, None]
+    addends = None if mask is None else mask[:, None, None]
     out = F.scaled_dot_product_attention(
         query, key, kwargs["value"].transpose(1, 2), addends, scale=kwargs.get("scale")
     )
@@ -67,11 +77,12 @@ class Truth:
         self.scale: float = max(self.width, 1) ** -0.5 if scale is None else scale
         self.normed = "query_weight" in kwargs
         self.query, self.key = operands(kwargs, torch.float64)
-        mask = kwargs.get("mask")
-        self.mask = None if mask is None else mask.double()[:, None, None]
+        mask = key_addends(kwargs, torch.float64)
+        self.mask = None if mask is None else mask[:, None, None]
         scores = self.query @ self.key.mT * self.scale
         if self.mask is not None:
             scores = scores + self.mask
+        self.lse = scores.logsumexp(-1)
         nothing = (scores == -torch.inf).all(-1, keepdim=True)
         self.weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
 
@@ -90,7 +101,7 @@ class Truth:
             error = error + SUM_ERROR * torch.where(self.mask < lowest, 0.0, self.mask.abs())
         half_ulp = torch.finfo(self.dtype).eps / 2
         smallest = torch.finfo(self.dtype).smallest_normal * 2 * half_ulp
-        rounds = tensor_cores and self.width in TENSOR_CORES[self.normed].get(self.dtype, ())
+        rounds = tensor_cores and self.width in TENSOR_CORES.get(self.dtype, ())
         if rounds and self.normed:
             weight = self.kwargs.get("query_weight")
             unweighted = normalised({**self.kwargs, "query_weight": None}, "query", torch.float64).transpose(1, 2)

@@ -165,10 +165,6 @@ class Case:
         return self.op not in ("rope_1d", "rope_3d") and not self.is_attention
 
     @property
-    def takes_out(self) -> bool:
-        return self.op != "attention"
-
-    @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that outputs are like."""
         if self.is_attention:

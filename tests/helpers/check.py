@@ -76,7 +76,7 @@ def check_everywhere(
     again: tuple[Tensor, ...] = there.run(ltx) if repeat else ()
     part = there.batch(there.inputs[0].shape[0] - 1) if repeat and there.inputs[0].numel() else None
     last: tuple[Tensor, ...] = () if part is None else part.run(ltx)
-    guarded = [guarded_output(output, out_layout, "cpu") for output in outputs if case.takes_out]
+    guarded = [guarded_output(output, out_layout, "cpu") for output in outputs]
     views = copied(device, *(given.view for given in guarded))
     if views:
         _run_into(ltx, there, views)
@@ -149,7 +149,7 @@ def _in_place_of(name: str, case: Case) -> tuple[Tensor, ...] | None:
     """The tensors that outputs may overwrite exactly; None where the op cannot work in their place."""
     if name not in case.kwargs or case.packs_gate_and_up:
         return None
-    if not case.takes_out or (case.is_attention and name != "query"):
+    if case.op == "attention" or (case.is_attention and name != "query"):
         return None
     targets = case.inputs if case.is_rotary else (case.kwargs[name],)
     overlap = any(size > 1 and step == 0 for t in targets for size, step in zip(t.shape, t.stride(), strict=True))

@@ -30,6 +30,7 @@ from .cases import (
     Make,
     activation_case,
     attention_case,
+    attention_mask,
     eps_names,
     gate_heads_case,
     modulator_shape,
@@ -503,14 +504,24 @@ class PlainAttention:
     sizes: tuple[int, int, int, int]  # batch, queries, heads, D
     keys: int
     packed: bool  # key and value are views of one projection
+    mask: str
+    bool_mask: bool
+    lengths: tuple[int, int, int] | None  # of the first samples, in hundredths of the keys
+    dtype: torch.dtype
     scale: float | None
     memory: Memory
 
     def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
         batch, queries, heads, width = self.sizes
         keys = min(self.keys, max(1, 4 * ELEMENTS // (batch * heads * max(width, queries))))
-        make = Make("cpu", torch.bfloat16, self.memory.seed)
+        make = Make("cpu", self.dtype, self.memory.seed)
         case = plain_attention_case(make, self.sizes, keys, packed=self.packed, scale=self.scale)
+        mask = attention_mask(make, batch, keys, self.mask, torch.float32)
+        if mask is not None:
+            case = case.replace(mask=mask > -1 if self.bool_mask else mask)
+        if self.lengths is not None:
+            lengths = torch.tensor([keys * part // 100 for part in self.lengths[:batch]], dtype=torch.int32)
+            case = case.replace(key_lengths=lengths)
         self.memory.check(ltx, device, case, tally, repeat=has_kernel(ltx, device))
 
 
@@ -520,10 +531,14 @@ plain_attentions = st.builds(
         st.integers(1, 3),
         st.one_of(st.integers(1, 9), st.integers(1, 200)),
         st.one_of(st.integers(1, 4), st.sampled_from([8, 32])),
-        st.just(64),
+        st.sampled_from([64, 128]),
     ),
-    keys=st.one_of(st.integers(0, 40), st.sampled_from([127, 128, 129, 256, 257]), st.integers(1, 600)),
+    keys=st.one_of(st.integers(0, 40), st.sampled_from([79, 80, 127, 128, 129, 160, 256, 257]), st.integers(1, 600)),
     packed=st.booleans(),
+    mask=st.one_of(st.just("none"), st.sampled_from(MASKS)),
+    bool_mask=st.booleans(),
+    lengths=st.one_of(st.none(), st.tuples(*[st.integers(0, 110)] * 3)),
+    dtype=st.sampled_from([torch.bfloat16, torch.bfloat16, torch.float16]),
     scale=st.sampled_from([None, None, 1.0, 0.0, -0.25]),
     memory=memories,
 )

@@ -229,12 +229,14 @@ def _dtype_text(dtype: torch.dtype) -> str:
 # ---- The checks of tensor_checks.h
 
 
-def _float_dtype(name: str, tensor: Tensor, float64: bool) -> None:
+def _float_dtype(
+    name: str, tensor: Tensor, float64: bool, expected: str = "dtype float32, float16 or bfloat16"
+) -> None:
     dtype = tensor.dtype
     if dtype == torch.bfloat16 or dtype == torch.float16 or dtype == torch.float32:
         return
     if not (float64 and dtype == torch.float64):
-        _fail(name, "dtype float32, float16 or bfloat16", _dtype_text(dtype))
+        _fail(name, expected, _dtype_text(dtype))
 
 
 def _same_dtype(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
@@ -969,11 +971,38 @@ def _key_and_value(query: Tensor, key: Tensor, value: Tensor) -> None:
     _shape("value", value, key.shape)
 
 
-def check_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, float64: bool = False) -> None:
+def _mask_shape(mask: Tensor, key: Tensor) -> None:
+    batch, keys = key.shape[:2]
+    if mask.dim() != 2 or mask.shape[1] != keys or (mask.shape[0] != batch and mask.shape[0] != 1):
+        _fail("mask", f"shape [{batch}, {keys}] or [1, {keys}]", _shape_text(mask.shape))
+
+
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    *,
+    scale: float | None,
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> None:
     _dim("query", query, 4)
     _float_dtype("query", query, float64)
     _scale(scale)
     _key_and_value(query, key, value)
+    if mask is not None:
+        _same_device("mask", mask, "query", query)
+        if mask.dtype != torch.bool:
+            _float_dtype("mask", mask, query.dtype == torch.float64, "dtype bool, float32, float16 or bfloat16")
+        _mask_shape(mask, key)
+    if key_lengths is not None:
+        _same_device("key_lengths", key_lengths, "query", query)
+        if key_lengths.dtype != torch.int32:
+            _fail("key_lengths", "dtype int32", _dtype_text(key_lengths.dtype))
+        _shape("key_lengths", key_lengths, (query.shape[0],))
+    _output("out", out, "query", query, query.shape)
 
 
 def check_qk_norm_cross_attention(
@@ -994,7 +1023,7 @@ def check_qk_norm_cross_attention(
     float64 = query.dtype == torch.float64
     _eps(eps)
     _scale(scale)
-    batch, _, heads, head_dim = query.shape
+    _, _, heads, head_dim = query.shape
     if head_dim > _MAX_HEAD_DIM:
         _fail("query", f"a last dimension of at most {_MAX_HEAD_DIM}", "shape " + _shape_text(query.shape))
     _key_and_value(query, key, value)
@@ -1006,10 +1035,7 @@ def check_qk_norm_cross_attention(
     if mask is not None:
         _same_device("mask", mask, "query", query)
         _float_dtype("mask", mask, float64)
-        keys = key.shape[1]
-        fits = mask.dim() == 2 and mask.shape[1] == keys and (mask.shape[0] == batch or mask.shape[0] == 1)
-        if not fits:
-            _fail("mask", f"shape [{batch}, {keys}] or [1, {keys}]", _shape_text(mask.shape))
+        _mask_shape(mask, key)
     _output("out", out, "query", query, query.shape)
 
 

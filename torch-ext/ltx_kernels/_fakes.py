@@ -167,10 +167,12 @@ def _qk_norm_cross_attention(outs: Outs, compute: bool, **arguments: Any) -> Res
     return (reference.cross_attention(**arguments) if compute else query.new_empty(query.shape),)
 
 
-def _attention(outs: Outs, compute: bool, **arguments: Any) -> Results:
-    _checks.check_attention(**arguments)
-    query = arguments["query"]
-    return (reference.attention(**arguments) if compute else query.new_empty(query.shape),)
+def _attention(outs: Outs, compute: bool, *, query: Tensor, **arguments: Any) -> Results:
+    _checks.check_attention(query, **arguments, **outs)
+    if compute:
+        return reference.attention_with_lse(query, **arguments)
+    batch, queries, heads, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty((batch, heads, queries), dtype=torch.float32)
 
 
 # ---- Channels-last video
@@ -224,6 +226,7 @@ BODIES: dict[str, Callable[..., Results]] = {
     "qk_norm_rope": _qk_norm_rope,
     "qk_norm_cross_attention": _qk_norm_cross_attention,
     "attention": _attention,
+    "attention_lse": _attention,
     "channel_norm": _channel_norm,
     "channel_norm_residual": _channel_norm,
     "pixel_shuffle": _pixel_shuffle,

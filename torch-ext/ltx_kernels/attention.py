@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
+from . import reference
 from ._call import op
-from ._checks import FLOAT32_EPS, check_attention, check_types, requires_grad
+from ._checks import FLOAT32_EPS, check_attention, check_type, check_types, requires_grad
 from ._ops import ops
 from ._variant import COMPILED_DEVICE, constant_when_compiled
 
 _qk_norm_cross_attention = op("qk_norm_cross_attention")
-_attention = ops.attention.default
+_attention = op("attention")
+_attention_lse = op("attention_lse")
+
+_HEAD_DIMS = (64, 128)  # that the kernel is compiled for
 
 
 @functools.cache
@@ -29,12 +34,13 @@ def _has_code_for(device: torch.device) -> bool:
 
 
 def runs_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether ``attention`` runs this package's kernel, and not torch's."""
+    """Whether ``attention`` runs this package's kernel, and not torch's: heads of 64 or 128 columns in bfloat16 or
+    float16, on a Hopper GPU, where no gradient is needed."""
     return (
         query.is_cuda
-        and query.dtype == torch.bfloat16
+        and (query.dtype == torch.bfloat16 or query.dtype == torch.float16)
         and query.dim() == 4
-        and query.shape[-1] == 64
+        and query.shape[-1] in _HEAD_DIMS
         and _has_code_for(query.device)
         and not (is_grad_enabled() and requires_grad(query, key, value))
     )
@@ -51,53 +57,127 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
-    """Softmax attention of every query to every key.
+def _torchs_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, key_lengths: Tensor | None, scale: float | None
+) -> Tensor:
+    if query.numel() == 0:  # torch's may return None
+        return query.clone(memory_format=torch.contiguous_format)
+    q, k, v = (_aligned(x).transpose(1, 2) for x in (query, key, value))
+    mask = reference.key_mask(mask, key_lengths, key.shape[1])
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
+    counts = mask if mask.dtype == torch.bool else mask != -math.inf
+    addends = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+    output = F.scaled_dot_product_attention(q, k, v, addends[:, None, None], scale=scale).transpose(1, 2)
+    # Some of torch's kernels give other numbers than zeros where no key counts.
+    return output.to(query.dtype).where(counts.any(1)[:, None, None, None], 0.0).contiguous()
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention of every query to every key that counts.
 
     Equivalent to::
 
         torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)), scale=scale).transpose(1, 2)
+            *(x.transpose(1, 2) for x in (query, key, value)), mask[:, None, None], scale=scale).transpose(1, 2)
 
-    which is what runs, too, but for heads of 64 columns in bfloat16 on a Hopper GPU (compute capability 9.0) where no
-    gradient is needed: these have a kernel of this package. It computes scores, exponentials and their sums in float32
-    and rounds the exponentials to bfloat16 for their product with the values, as flash attention does. NaN, infinities
-    and scores of any size give what they give in torch; values below 2^-66 may lose digits. It is made for many
-    queries: a few leave most of the GPU idle, however many keys they have.
+    which is what runs, too, but for heads of 64 or 128 columns in bfloat16 or float16 on a Hopper GPU (compute
+    capability 9.0) where no gradient is needed: these have a kernel of this package. It computes scores, exponentials
+    and their sums in float32 and rounds the exponentials to the dtype for their product with the values, as flash
+    attention does. NaN, infinities and scores of any size give what they give in torch; with heads of 64 columns in
+    bfloat16, values below 2^-66 may lose digits. A row has the same bits whatever other rows, heads and samples the
+    call has. Keys that do not count cost almost nothing where they come in runs of 128 or more, as behind a padded
+    prompt. The kernel is made for many queries: a few leave most of the GPU idle, however many keys they have.
 
     Args:
         query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.
         key: [B, T, heads, D] with query's dtype and device; any strides, so also a view of a packed query, key and
             value.
         value: Like key.
+        mask: [B, T] or [1, T], any strides. bool: which keys count. Any of the float dtypes: added to the scores of a
+            key, and -inf leaves the key out. Keys that are left out must be finite.
+        key_lengths: [B] int32: how many of the first keys of a sample count; numbers below 0 and above T stand for
+            these. Together with a mask, the keys that both let count.
         scale: What the scores are multiplied by; None: D ** -0.5.
+        out: Where to write, like query, any strides: for example the first columns of a wider row. It must not
+            overlap an input.
+        return_lse: Also return the logarithm of each row's sum of exponentials. Without the kernel this computes all
+            scores in memory.
 
     Returns:
-        [B, S, heads, D] of query's dtype, contiguous. Zeros where there is no key (T = 0).
+        [B, S, heads, D] of query's dtype, contiguous; ``out`` where given. Zeros where no key counts. With
+        ``return_lse`` a pair: this, and [B, heads, S] float32, the natural logarithm of the sum over the keys of
+        exp(scale * score + mask); -inf where no key counts.
 
     Raises:
-        RuntimeError: A shape, dtype or device does not fit; the text names the argument, what was expected and what
-            came.
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or ``out`` is given where a gradient is needed.
 
-    Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers).
+    Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers); the order of the
+    computation is that of FlashAttention-3 (Shah et al., 2024).
     """
+    if return_lse is not False:
+        check_type("return_lse", "bool", return_lse)
     try:
-        own = runs_kernel(query, key, value)
+        needs_gradient = is_grad_enabled() and requires_grad(query, key, value, mask)
+        own = not needs_gradient and runs_kernel(query, key, value)
         if not own:
-            check_attention(query, key, value, scale=scale)
+            check_attention(query, key, value, mask, key_lengths, scale=scale, out=out)
     except Exception:
-        check_types(attention, query, key, value, scale=scale)
+        options = {"mask": mask, "key_lengths": key_lengths, "scale": scale, "out": out, "return_lse": return_lse}
+        check_types(attention, query, key, value, **options)
         raise
     if query.is_cuda and scale is not None and -math.inf < scale <= 0:
         # The same scores by a positive scale: with another one torch's attention gives NaN (2.11, 16 bits, GPU), and
         # this package's kernel computes rows twice.
         query, scale = (-query, -scale) if scale < 0 else (0 * query, 1.0)
-    if own:
-        return _attention(query, key, value, scale)
-    if query.numel() == 0:  # torch's may return None
-        return query.clone(memory_format=torch.contiguous_format)
-    q, k, v = (_aligned(x).transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
+    arguments = (query, key, value, mask, key_lengths, scale)
+    if own or (needs_gradient and out is not None):  # which the ops refuse
+        if not return_lse:
+            return _attention(out, *arguments)
+        if out is None:
+            return _attention_lse(None, *arguments)
+        lse = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=torch.float32)
+        return _attention_lse((out, lse), *arguments)
+    if return_lse:
+        output, lse = reference.attention_with_lse(*arguments)
+        return (output if out is None else out.copy_(output)), lse
+    output = _torchs_attention(*arguments)
+    return output if out is None else out.copy_(output)
 
 
 def qk_norm_cross_attention(

@@ -1523,10 +1523,57 @@ def qk_norm_rope(
 # ---- Attention
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
-    _checks.check_attention(query, key, value, scale=scale, float64=True)
-    q, k, v = (x.to(_compute_dtype(query)).transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
+def key_mask(mask: Tensor | None, key_lengths: Tensor | None, keys: int) -> Tensor | None:
+    """[B or 1, T] of both: bool, or the mask's addends with -inf beyond the lengths."""
+    if key_lengths is None:
+        return mask
+    counts = torch.arange(keys, device=key_lengths.device) < key_lengths[:, None]
+    if mask is None:
+        return counts
+    return mask & counts if mask.dtype == torch.bool else torch.where(counts, mask, -math.inf)
+
+
+def attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The output [B, S, heads, D], and the logarithm of each row's sum of exponentials [B, heads, S]."""
+    compute = _compute_dtype(query)
+    q, k = query.to(compute).transpose(1, 2), key.to(compute).permute(0, 2, 3, 1)
+    scores = q @ k * (query.shape[-1] ** -0.5 if scale is None else scale)
+    mask = key_mask(mask, key_lengths, key.shape[1])
+    if mask is not None:
+        addends = torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask
+        scores = scores + addends.to(compute)[:, None, None]
+    return _attend(scores, value, query.dtype), scores.logsumexp(-1).float()
+
+
+def _attend(scores: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax of scores [B, heads, S, T], times values; queries with nothing to attend to give zeros."""
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return (weights @ value.to(scores.dtype).transpose(1, 2)).transpose(1, 2).to(dtype).contiguous()
+
+
+@checks_types
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    _checks.check_type("return_lse", "bool", return_lse)
+    _checks.check_attention(query, key, value, mask, key_lengths, scale=scale, float64=True)
+    output, lse = attention_with_lse(query, key, value, mask, key_lengths, scale)
+    return (output, lse) if return_lse else output
 
 
 def cross_attention(
@@ -1547,9 +1594,7 @@ def cross_attention(
     scores = q @ k * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores + mask.to(compute)[:, None, None]
-    nothing = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-    return (weights @ value.to(compute).transpose(1, 2)).transpose(1, 2).to(query.dtype).contiguous()
+    return _attend(scores, value, query.dtype)
 
 
 def qk_norm_cross_attention(

@@ -1,0 +1,198 @@
+"""Times attention on an NVIDIA GPU beside torch's backends and FlashAttention-4, and measures the error of each.
+
+    python tools/build.py --backend cuda
+    python benchmarks/attention.py [--only NAME] [--output PATH]
+
+The shapes are the self-attentions of ten released models, bf16, random normal inputs. The backends take turns; times
+are of the device, in ms, the median of five rounds. A record with "mask": "keys" leaves out the last 40 keys: `ours`
+by a bool mask, `ours_lengths` by key lengths, `ours_valid` attends to the other keys alone, and `default` is torch's
+attention with the same mask. `err` is the relative L2 error against float64 of 256 queries of two heads, by kind of
+input: "peaked" has queries and keys of standard deviation 2, "outliers" every 16th channel eight times as large, and
+"copied keys" 40 times the queries as keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cpu import REPOSITORY
+from cpu import meta as common_meta
+from ops import driver_version, load_package, write
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SHAPES = {  # [batch, tokens, heads, columns]
+    "ltx49": (2, 2688, 32, 64),
+    "ltx161": (2, 8064, 32, 64),
+    "sd35": (2, 4429, 38, 64),
+    "cog": (2, 17776, 48, 64),
+    "ltx13b": (1, 13376, 32, 128),
+    "ltx2": (1, 6144, 32, 128),
+    "flux": (1, 4608, 24, 128),
+    "qwen": (1, 7145, 24, 128),
+    "hyvideo15": (1, 26500, 16, 128),
+    "wan": (1, 32760, 40, 128),
+}
+FEW_QUERIES = (64, 8192)  # queries and keys of the records "few64" and "few128": a loss worth knowing
+MASKED_KEYS = 40
+MASKED = ("ltx2", "qwen", "hyvideo15")  # models with padded prompts among the keys
+ROUNDS, SECONDS_PER_ROUND = 5, 0.03
+CHECKED_QUERIES, CHECKED_HEADS = 256, 2
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def sdpa(heads: Heads, mask: Tensor | None = None, backend: SDPBackend | None = None) -> Tensor:
+    query, key, value = (x.transpose(1, 2) for x in heads)
+    if backend is None:
+        return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+
+
+def backends(ltx: ModuleType) -> dict[str, Callable[[Heads], Tensor]]:
+    """Attention without a mask, by column."""
+    found: dict[str, Callable[[Heads], Tensor]] = {
+        "ours": lambda heads: ltx.attention(*heads),
+        "cudnn": lambda heads: sdpa(heads, backend=SDPBackend.CUDNN_ATTENTION),
+        "flash2": lambda heads: sdpa(heads, backend=SDPBackend.FLASH_ATTENTION),
+    }
+    if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
+        from flash_attn.cute import flash_attn_func
+
+        found["fa4"] = lambda heads: flash_attn_func(*heads)[0]
+    return found
+
+
+def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Of each call, as often in a row as the clocks need to settle."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS + 1):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            count = max(1, round(SECONDS_PER_ROUND * 1e3 / times[name][0])) if turn else 1
+            for _ in range(count):  # the first turn compiles or allocates
+                call()
+            start.record()
+            for _ in range(count):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end) / count)
+    return {name: round(statistics.median(samples[1:]), 4) for name, samples in times.items()}
+
+
+def inputs(shape: tuple[int, int, int, int], keys: int, kind: str = "normal") -> Heads:
+    batch, tokens, heads, columns = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(length: int, scale: float = 1.0) -> Tensor:
+        x = torch.randn(batch, length, heads, columns, device="cuda", generator=generator)
+        return (scale * x).bfloat16()
+
+    spread = 2.0 if kind == "peaked" else 1.0
+    query, key, value = normal(tokens, spread), normal(keys, spread), normal(keys)
+    if kind == "outliers":
+        for x in (query, key, value):
+            x[..., ::16] *= 8
+    if kind == "copied keys":
+        key[:, :tokens] = 40 * query
+    return query, key, value
+
+
+def errors(found: dict[str, Callable[[Heads], Tensor]], tokens: int, columns: int) -> dict[str, dict[str, float]]:
+    result = {}
+    for kind in ("normal", "peaked", "outliers", "copied keys"):
+        query, key, value = inputs((1, tokens, CHECKED_HEADS, columns), tokens, kind)
+        rows = query[:, :CHECKED_QUERIES].double().transpose(1, 2)
+        weights = (rows @ key.double().permute(0, 2, 3, 1) * columns**-0.5).softmax(-1)
+        exact = (weights @ value.double().transpose(1, 2)).transpose(1, 2)
+        result[kind] = {
+            name: float(f"{((call((query, key, value))[:, :CHECKED_QUERIES] - exact).norm() / exact.norm()):.4g}")
+            for name, call in found.items()
+        }
+    return result
+
+
+def masked(ltx: ModuleType, heads: Heads) -> dict[str, Callable[[], Tensor]]:
+    query, key, value = heads
+    valid = key.shape[1] - MASKED_KEYS
+    mask = (torch.arange(key.shape[1], device="cuda") < valid).expand(key.shape[0], -1).contiguous()
+    lengths = mask.sum(-1, dtype=torch.int32)
+    kept = (query, key[:, :valid], value[:, :valid])
+    return {
+        "ours": lambda: ltx.attention(*heads, mask=mask),
+        "ours_lengths": lambda: ltx.attention(*heads, key_lengths=lengths),
+        "ours_valid": lambda: ltx.attention(*kept),
+        "default": lambda: sdpa(heads, mask[:, None, None]),
+    }
+
+
+def measure(ltx: ModuleType, name: str) -> list[dict[str, Any]]:
+    found = backends(ltx)
+    if name.startswith("few"):
+        queries, keys = FEW_QUERIES
+        shape = (1, queries, 32, int(name.removeprefix("few")))
+        heads = inputs(shape, keys)
+        ms = milliseconds({column: lambda call=call: call(heads) for column, call in found.items()})  # type: ignore[misc]
+        return [{"name": name, "shape": list(shape), "keys": keys, "mask": None, "ms": ms}]
+    shape = SHAPES[name]
+    batch, tokens, count, columns = shape
+    heads = inputs(shape, tokens)
+    ms = milliseconds({column: lambda call=call: call(heads) for column, call in found.items()})  # type: ignore[misc]
+    flop = 4 * batch * count * tokens * tokens * columns
+    record: dict[str, Any] = {"name": name, "shape": list(shape), "mask": None, "ms": ms}
+    record["tflops"] = {column: round(flop / x / 1e9) for column, x in ms.items()}
+    record["err"] = errors(found, tokens, columns)
+    records = [record]
+    if name in MASKED:
+        records.append({"name": name, "shape": list(shape), "mask": "keys", "ms": milliseconds(masked(ltx, heads))})
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="NAME", help="of these shapes alone")
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-attention.json)")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/attention.py needs an NVIDIA GPU")
+    device = torch.cuda.get_device_name()
+    ltx, package = load_package()
+    meta = {
+        **common_meta(),
+        "commit": package["provenance"]["kernel"]["commit"],
+        "device": device,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+    }
+    slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-attention.json"
+    records: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for name in options.only or [*SHAPES, "few64", "few128"]:
+            for record in measure(ltx, name):
+                records.append(record)
+                print(
+                    name,
+                    record["mask"] or "",
+                    record["ms"],
+                    record.get("tflops", ""),
+                    record.get("err", ""),
+                    flush=True,
+                )
+            write(output, meta, records)
+    print(output)
+
+
+if __name__ == "__main__":
+    main()
