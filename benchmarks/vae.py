@@ -111,7 +111,8 @@ def milliseconds(call: Callable[[], Any]) -> float:
 def measure(model: str, size: tuple[int, int, int], options: Any, ltx: Any, smallest: bool) -> list[dict[str, Any]]:
     vae = random_vae(model, options.tiny, "cuda", torch.bfloat16)
     z, temb = latents(vae, size)
-    made = {config: configured(config, vae, ltx) for config in options.configs}
+    configs = [config for config in options.configs if config != "compile" or model in options.compiled]
+    made = {config: configured(config, vae, ltx) for config in configs}
     truth = stock = None
     if smallest:
         exact = random_vae(model, options.tiny, "cuda", torch.float32)
@@ -236,7 +237,7 @@ def measure_ops(ltx: Any, options: Any) -> list[dict[str, Any]]:
         source = torch.empty(moves // 2, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         calls = {"kernels": op, "copy": lambda source=source, target=target: target.copy_(source), "torch": plain}
-        if "compile" in options.configs:
+        if options.compile_ops:
             torch.compiler.reset()
             calls["compile"] = torch.compile(plain, dynamic=False)
         got, wanted = op(), plain()
@@ -293,6 +294,8 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = [(49, 512, 768), (121, 704, 1216)]
     parser.add_argument("--sizes", type=video_size, nargs="+", metavar="FRAMESxHEIGHTxWIDTH", default=sizes)
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
+    parser.add_argument("--compiled", nargs="*", choices=MODELS, default=list(MODELS), help="models to compile, too")
+    parser.add_argument("--compile-ops", action="store_true", help="compile plain torch beside each op")
     parser.add_argument("--rounds", type=int, default=6, help="timed calls of each configuration (default: 6)")
     parser.add_argument("--no-ops", action="store_true", help="decoders alone")
     parser.add_argument("--tiny", action="store_true", help="small decoders, to try the script")
