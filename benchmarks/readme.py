@@ -412,6 +412,36 @@ def label_of(config: str) -> str:
     return {"eager": "stock", "liger": "Liger"}.get(config, config.replace("_", " + ").replace("+ fp8", "fp8"))
 
 
+DECODERS = {"ltx": "LTX-Video 0.9.5", "ltx2": "LTX-2.0"}  # of vae.py, which imports diffusers
+
+
+def decoders() -> str:
+    """Decoders of video autoencoders: docs/vae.md."""
+    lines = [
+        "| decoder, video | configuration | ms | x stock | peak GiB | rms error |",
+        "|---|---|---|---|---|---|",
+    ]
+    records = [record for record in load("h200-vae")["records"] if "model" in record]
+    stock = {(r["model"], r["frames"]): r for r in records if r["config"] == "stock"}
+    for r in records:
+        video = f"{DECODERS[r['model']]}, {r['frames']} frames {r['height']}x{r['width']}"
+        gain = stock[r["model"], r["frames"]]["decode_ms"] / r["decode_ms"]
+        error = f"{r['rms_vs_fp32']:.2e}" if "rms_vs_fp32" in r else ""
+        config = {"compile": "torch.compile", "kernels": "**this package**"}.get(r["config"], r["config"])
+        lines.append(f"| {video} | {config} | {r['decode_ms']:.1f} | {gain:.2f} | {r['peak_gb']:.2f} | {error} |")
+    return "\n".join([*lines, ""])
+
+
+def video_ops() -> str:
+    """Ops between convolutions: docs/vae.md."""
+    lines = ["| op | channels x frames x height x width | µs | x copy | plain torch |", "|---|---|---|---|---|"]
+    for r in load("h200-vae")["records"]:
+        if "op" in r:
+            times = f"{r['kernels_us']:.0f} | {r['of_a_copy']:.2f} | {r['torch_us']:.0f}"
+            lines.append(f"| {r['op']} | {r['shape']} | {times} |")
+    return "\n".join([*lines, ""])
+
+
 def trust() -> str:
     """What tests found: docs/guarantees.md in short."""
     runs = [load("fuzz-h200"), load("fuzz-cpu")]
@@ -440,6 +470,8 @@ BLOCKS = [
     ("docs/fp8.md", "layers", layers),
     ("docs/fp8.md", "loop", loop),
     ("docs/fp8.md", "ops", quantising),
+    ("docs/vae.md", "decoders", decoders),
+    ("docs/vae.md", "ops", video_ops),
 ]
 
 
