@@ -20,6 +20,7 @@
 namespace ltx {
 namespace {
 
+// H200, bf16, norm with modulation of 128x49x128x192: 1.32 x a copy, with 256 threads 1.35 (h200-vae-tuning.json).
 constexpr int kThreads = 128;
 
 // ---- Rounded arithmetic on packs
@@ -461,7 +462,8 @@ void launch_norm(const ChannelNormParams& p, const Context& context) {
   const Geometry g = geometry(p.channels / kPackWidth<T>);
   if (takes_packed("channels_last", forced().channels_last, aligned && g.lanes > 0)) {
     const int64_t groups = kThreads / g.lanes, blocks = ceil_div(a.voxels, groups);
-    // Several voxels a group, so that the vectors are loaded once; fewer where blocks would not fill the GPU.
+    // Several voxels a group, so that the vectors are loaded once; fewer where blocks would not fill the GPU. (H200,
+    // bf16, norm with modulation of 128x49x128x192: 1.32 x a copy with 8, 1.37 with 4: h200-vae-tuning.json.)
     a.iterations =
         static_cast<uint32_t>(std::clamp<int64_t>(blocks * p.batch / (8 * multiprocessors(context.device)), 1, 8));
     const dim3 grid(grid_size(ceil_div(a.voxels, groups * a.iterations)), batch);

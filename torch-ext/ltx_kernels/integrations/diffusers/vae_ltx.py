@@ -5,8 +5,7 @@ the residual, normalises, modulates, activates, and writes the padding that the 
 rounds where the stock modules round. Tiling, slicing and framewise decoding call the decoder, so they run this too.
 
 The weights of the convolutions move into channels-last memory at the first call, because torch would copy them there in
-every call: 1.9 ms of a decode of 49 frames of 512x768 on an H200 (benchmarks/results/h200-vae.json has the whole).
-They are the same parameters with the same values. `restore` and calls of the stock forward move them back.
+every call. They are the same parameters with the same values. `restore` and calls of the stock forward move them back.
 """
 
 from __future__ import annotations
