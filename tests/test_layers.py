@@ -549,7 +549,9 @@ def test_rotary_function(ltx: ModuleType, device: str, heads_dim: int, dtype: to
 
 @through_transformers
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python", "silu"])
+@pytest.mark.parametrize(
+    "name", ["gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python", "silu", "quick_gelu"]
+)
 def test_activations(ltx: ModuleType, device: str, name: str, dtype: torch.dtype) -> None:
     from transformers.activations import ACT2FN
 

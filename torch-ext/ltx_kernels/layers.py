@@ -9,11 +9,13 @@ The plain layers round once, at the end. The layers with ``Eager`` in their name
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .glu import gelu, swiglu
+from .glu import gelu, swiglu, swiglu_clamped
 from .norm import rmsnorm
 from .packed_layers import GeGLUMLP, RMSNormSwiGLUMLP, SwiGLUMLP
 from .rope import apply_rotary_qk
@@ -22,6 +24,7 @@ __all__ = [
     "GeGLUMLP",
     "GeLU",
     "GeluTanh",
+    "QuickGELU",
     "RMSNorm",
     "RMSNormEager",
     "RMSNormGated",
@@ -222,3 +225,17 @@ class GeluTanh(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return gelu(input, approximate="tanh")
+
+
+class QuickGELU(nn.Module):
+    """GELU by a sigmoid, rounded once.
+
+    Equivalent to ``input * torch.sigmoid(1.702 * input)``.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        # The linear part is 1 + 0, and one zero serves all elements.
+        return swiglu_clamped(input, input.new_zeros(()).expand_as(input), alpha=1.702, limit=math.inf)

@@ -34,6 +34,7 @@ LAYERS: Mapping[str, type[nn.Module]] = {
     "GeluTanh": layers.GeluTanh,
     "NewGELU": layers.GeluTanh,
     "FastGELU": layers.GeluTanh,
+    "QuickGELU": layers.QuickGELU,
 }
 # Those that round where transformers' modules do, if asked to.
 EAGER_LAYERS: Mapping[str, type[nn.Module]] = {
