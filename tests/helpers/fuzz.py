@@ -178,7 +178,7 @@ class Norm:
     dtype: torch.dtype
     param_dtype: torch.dtype
     modulation_dtype: torch.dtype
-    modulations: tuple[str, ...]
+    modulations: tuple[str, ...]  # of the first MODULATORS
     packed: bool  # modulators that are views of one [B, n, H], as LTX-Video's are
     without: tuple[str, ...]
     tables: tuple[str, ...]
@@ -201,8 +201,9 @@ class Norm:
             without=[name for name in self.without if name in optional(self.op)],
         )
         hidden = self.shape[-1]
-        packed = make(self.shape[0], len(MODULATORS), hidden, dtype=self.modulation_dtype) if self.packed else None
-        for i, (name, kind) in enumerate(zip(MODULATORS, self.modulations, strict=True)):
+        count = len(self.modulations)
+        packed = make(self.shape[0], count, hidden, dtype=self.modulation_dtype) if self.packed else None
+        for i, (name, kind) in enumerate(zip(MODULATORS, self.modulations, strict=False)):
             if case.kwargs.get(name) is not None:
                 shape = modulator_shape(kind, self.shape)
                 case.kwargs[name] = make(*shape, dtype=self.modulation_dtype) if packed is None else packed[:, i]
