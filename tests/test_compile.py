@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from helpers import assert_same_bits
-from helpers.registry import WITH_OUT, op_samples
+from helpers.registry import CALLED_EVERYWHERE, WITH_OUT, op_samples
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -55,14 +55,14 @@ def samples(ltx: Any, device: str) -> dict[torch.dtype, dict[str, list[tuple[Any
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", WITH_OUT)
+@pytest.mark.parametrize("name", CALLED_EVERYWHERE)
 def test_opcheck(ltx: Any, samples: Any, name: str, dtype: torch.dtype) -> None:
     assert len(samples[dtype][name]) > 1
     for arguments in samples[dtype][name]:
         torch.library.opcheck(getattr(ltx._ops.ops, name).default, arguments)
 
 
-@pytest.mark.parametrize("name", WITH_OUT)
+@pytest.mark.parametrize("name", CALLED_EVERYWHERE)
 def test_opcheck_out(ltx: Any, samples: Any, name: str) -> None:
     for arguments in samples[torch.bfloat16][name]:
         results = getattr(ltx._ops.ops, name)(*arguments)

@@ -636,10 +636,12 @@ def test_opcheck(ltx, kernel):
         case = plain_attention_case(Make(kernel, torch.bfloat16), (2, 70, 3, 64), 40, packed=packed)
         tensors = tuple(case.tensors.values())
         out, mask = torch.empty_like(case.kwargs["query"]), torch.ones(2, 40, dtype=torch.bool, device=kernel)
+        lse = torch.empty(2, 3, 70, device=kernel)
         for more in ((None, None, None), (mask, None, 0.3), (None, mask.sum(-1, dtype=torch.int32), 0.3)):
             torch.library.opcheck(ltx._ops.ops.attention.default, (*tensors, *more))
             torch.library.opcheck(ltx._ops.ops.attention_lse.default, (*tensors, *more))
             torch.library.opcheck(ltx._ops.ops.attention_out.default, (out, *tensors, *more))
+            torch.library.opcheck(ltx._ops.ops.attention_lse_out.default, (out, lse, *tensors, *more))
 
 
 def test_which_gpus_have_the_kernel(ltx, cuda):
