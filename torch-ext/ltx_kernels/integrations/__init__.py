@@ -14,6 +14,7 @@ from torch import nn
 from .._checks import ROUNDING, choice
 from ..quant import fp8_obstacle
 from . import _linear, diffusers, transformers
+from ._graphs import with_graphs
 from ._guards import class_of
 from ._registry import entry_for
 from ._report import Report
@@ -37,6 +38,7 @@ def optimize(
     components: Sequence[str] | None = None,
     skip: Sequence[str] | None = None,
     free_weights: bool = False,
+    graphs: bool = False,
     strict: bool = False,
 ) -> Report:
     """Puts the package's ops into a model or a pipeline, in place.
@@ -68,6 +70,11 @@ def optimize(
             (its branch has no gate) and its key and value (of a few text tokens).
         free_weights: With "fp8", give the memory of the quantised weights' originals back. There is no `restore` then,
             and the model cannot be saved.
+        graphs: Replay calls of each component, or of the module given, as CUDA graphs: the first call of an input
+            signature runs ordinarily, the second is captured, later ones launch all kernels at once. Worth it where
+            the host is the limit: short clips, few tokens, fp8. A call that a graph cannot hold (gradients, autocast,
+            hooks, offload, LoRA layers, torch.compile, another stream) runs ordinarily, and the report counts it. Each
+            signature, of which a module keeps 8, holds the memory of a call's intermediate results.
         strict: Raise, and change nothing, where something of a known class or a norm of transformers has to be left
             alone, or nothing is known.
 
@@ -80,13 +87,15 @@ def optimize(
         RuntimeError: With ``strict``, something has to be left alone; the text says what and why. With "fp8", the GPU
             is too old. Nothing was changed then.
     """
-    _check_options(level, precision, rounding, skip, free_weights, strict)
+    _check_options(level, precision, rounding, skip, {"free_weights": free_weights, "graphs": graphs, "strict": strict})
     roots = _roots(obj, components)
     plan = _plan(roots, level, rounding)
     groups = _plan_fp8(plan, skip) if precision == "fp8" else []
     if strict and plan.left_alone:
         lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
         raise RuntimeError("strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines))
+    if graphs:
+        _plan_graphs(plan, roots)
     title = f"{type(obj).__name__}, level {level}, precision {precision}, rounding {rounding}"
     report = Report(title, left_alone=plan.left_alone)
     uninstall_all(roots.values())
@@ -148,14 +157,14 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
 
 
 def _check_options(
-    level: str, precision: str, rounding: str, skip: Sequence[str] | None, free_weights: bool, strict: bool
+    level: str, precision: str, rounding: str, skip: Sequence[str] | None, switches: Mapping[str, bool]
 ) -> None:
     if level not in LEVELS:
         raise ValueError(f'level: expected "norms" or "block", got {level!r}')
     if precision not in PRECISIONS:
         raise ValueError(f'precision: expected "native" or "fp8", got {precision!r}')
     choice("rounding", ROUNDING, rounding)
-    for name, value in (("free_weights", free_weights), ("strict", strict)):
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected True or False, got {value!r}")
     if skip is not None:
@@ -165,7 +174,7 @@ def _check_options(
             raise ValueError(
                 f'precision: "fp8" goes with level "block" and rounding "fp32", got {level} and {rounding}'
             )
-    elif skip is not None or free_weights:
+    elif skip is not None or switches["free_weights"]:
         raise ValueError(f'skip and free_weights: expected precision "fp8" with them, got {precision!r}')
 
 
@@ -230,6 +239,15 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
         plan.left_alone["the pipeline"] = f"it has none of the components {', '.join(DENOISERS)}"
     keep_table_readers_together(plan)
     return plan
+
+
+def _plan_graphs(plan: Plan, roots: Mapping[str, nn.Module]) -> None:
+    """Has calls of whole components replayed; of an autoencoder, whose own calls are several, its decoder's."""
+    for component, root in roots.items():
+        alone = {n: m for n, (m, entry) in plan.modules.items() if entry.alone and any(m is p for p in root.modules())}
+        for name, module in (alone or {component: root}).items():
+            _, entry = plan.modules.get(name, (module, None))
+            plan.modules[name] = module, with_graphs(module, entry)
 
 
 def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Linear]]:

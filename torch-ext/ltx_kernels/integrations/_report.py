@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ._graphs import graphs_of
 from ._sites import Site, uninstall_all
 
 
@@ -61,6 +62,12 @@ class Report:
     def __exit__(self, *exception: object) -> None:
         self.restore()
 
+    def _graph_lines(self) -> list[str]:
+        roots = (reference() for reference in self._roots)
+        modules = (module for root in roots if root is not None for module in root.modules())
+        found = ((module, graphs_of(module)) for module in modules)
+        return [line for module, graphs in found if graphs is not None for line in graphs.lines(type(module).__name__)]
+
     def __str__(self) -> str:
         lines = [f"ltx-kernels: {self.target}"]
         if self.sites:
@@ -81,6 +88,7 @@ class Report:
                     f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again), or "
                     "they are no plain linear layers"
                 )
+        lines += self._graph_lines()
         grouped: dict[str, list[str]] = {}
         for name, reason in self.left_alone.items():
             grouped.setdefault(reason, []).append(name or "the model")

@@ -1,0 +1,242 @@
+"""optimize(..., graphs=True): which calls are replayed, which run ordinarily, and that the results are the same.
+
+Without a GPU, a function that runs again on the captured inputs stands in for the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+diffusers = pytest.importorskip("diffusers")
+
+TINY = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "cross_attention_dim": 64}
+
+
+class Again:
+    """What a captured graph does, without a GPU: the same launches on the inputs of the capture."""
+
+    pool, bytes = None, 0
+
+    def __init__(self, function: Callable[..., Any], leaves: Sequence[Any], spec: Any, pool: Any) -> None:
+        from torch.utils import _pytree as pytree
+
+        self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.call = lambda: function(*(arguments := pytree.tree_unflatten(self.inputs, spec))[0], **arguments[1])
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        for mine, given in zip(self.inputs, leaves):
+            if isinstance(mine, Tensor):
+                mine.copy_(given)
+        return self.call()
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def graphs(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ltx.integrations._graphs
+    if device == "cpu":
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+        monkeypatch.setattr(module, "Captured", Again)
+    return module
+
+
+def make_model(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = diffusers.LTXVideoTransformer3DModel(in_channels=8, out_channels=8, caption_channels=32, **TINY)
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def make_inputs(device: str, frames: int = 2, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "hidden_states": torch.randn(1, frames * 6, 8, generator=generator).to(device, dtype),
+        "encoder_hidden_states": torch.randn(1, 5, 32, generator=generator).to(device, dtype),
+        "timestep": torch.tensor([500.0 - seed], device=device),
+        "encoder_attention_mask": torch.ones(1, 5, dtype=torch.int64, device=device),
+        "num_frames": frames,
+        "height": 2,
+        "width": 3,
+        "return_dict": False,
+    }
+
+
+def state(graphs: ModuleType, module: nn.Module) -> Any:
+    return graphs.graphs_of(module)
+
+
+def test_second_call_is_captured_and_later_ones_replayed(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    model = make_model(device)
+    ltx.optimize(model)
+    expected = [model(**make_inputs(device, seed=seed))[0] for seed in range(4)]
+    report = ltx.optimize(model, graphs=True)
+    found = [model(**make_inputs(device, seed=seed))[0] for seed in range(4)]
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+    assert len({result.data_ptr() for result in found}) == 4  # copies: a replay writes over its own
+    held = state(graphs, model)
+    assert (held.replayed, dict(held.ordinary)) == (3, {graphs.FIRST: 1})
+    assert "graphs of LTXVideoTransformer3DModel: 1" in str(report) and "3 calls replayed" in str(report)
+
+
+def test_values_and_shapes_have_graphs_of_their_own(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    model = make_model(device)
+    stock = [model(**make_inputs(device, frames))[0] for frames in (2, 3, 2)]
+    ltx.optimize(model, graphs=True)
+    for _ in range(3):
+        for frames, expected in zip((2, 3, 2), stock):
+            assert (model(**make_inputs(device, frames))[0] - expected).norm() < 1e-5 * expected.norm()
+    assert len(state(graphs, model).captured) == 2
+    scaled = {**make_inputs(device), "rope_interpolation_scale": (1.0, 2.0, 2.0)}
+    ltx.restore(model)
+    expected = model(**scaled)[0]
+    ltx.optimize(model, graphs=True)
+    for _ in range(3):
+        model(**make_inputs(device))
+        assert (model(**scaled)[0] - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_bounded_number_is_kept(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    model = make_model(device)
+    ltx.optimize(model, graphs=True)
+    for frames in range(1, graphs.LIMIT + 3):
+        for _ in range(2):
+            model(**make_inputs(device, frames))
+    assert len(state(graphs, model).captured) == graphs.LIMIT
+
+
+def test_what_a_graph_cannot_hold_runs_ordinarily(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    model = make_model(device)
+    inputs = make_inputs(device)
+    expected = model(**inputs)[0]
+    ltx.optimize(model, graphs=True)
+
+    def reason() -> str:
+        before = state(graphs, model).ordinary.copy()
+        assert (model(**inputs)[0] - expected).norm() < 1e-5 * expected.norm()
+        ((found, _),) = (state(graphs, model).ordinary - before).items()
+        return found
+
+    for _ in range(2):
+        model(**inputs)
+    block = model.transformer_blocks[0]
+    handle = block.ff.register_forward_hook(lambda *_: None)
+    assert reason() == "a hook on a FeedForward"
+    handle.remove()
+    assert reason() == graphs.FIRST  # the state has changed, so the graphs are gone
+    with torch.enable_grad():
+        assert reason() == "gradients are on"
+    block.attn1.to_q.weight = nn.Parameter(block.attn1.to_q.weight.clone(), requires_grad=False)
+    assert reason() == graphs.FIRST
+    block.train()
+    assert reason() == "training mode"
+    block.eval()
+    assert reason() == graphs.FIRST
+    block.compile()
+    assert reason() == "torch.compile"
+
+
+def test_lora_layers_run_ordinarily(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = make_model(device)
+    ltx.optimize(model, graphs=True)
+    for _ in range(2):
+        model(**make_inputs(device))
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    model.requires_grad_(False)
+    ours = model(**make_inputs(device))[0]
+    assert state(graphs, model).ordinary["LoRA layers: fuse them, and call optimize again"] == 1
+    ltx.restore(model)
+    stock = model(**make_inputs(device))[0]
+    assert (ours - stock).norm() < 1e-5 * stock.norm()
+
+
+def test_a_capture_that_fails_is_not_tried_again(
+    ltx: ModuleType, graphs: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fail(*_: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graphs, "Captured", fail)
+    model = make_model(device)
+    report = ltx.optimize(model, graphs=True)
+    results = [model(**make_inputs(device))[0] for _ in range(4)]
+    assert len(tried) == 1 and all(torch.equal(result, results[0]) for result in results)
+    assert "not replayed, 3 x: its capture failed: operation not permitted when stream is capturing" in str(report)
+
+
+def test_restore_and_copies(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    model = make_model(device)
+    stock = model(**make_inputs(device))[0]
+    ltx.optimize(model, graphs=True)
+    for _ in range(3):
+        model(**make_inputs(device))
+    copied = copy.deepcopy(model)
+    assert not state(graphs, copied).captured and state(graphs, model).captured
+    for parameter in copied.parameters():
+        parameter.data.mul_(0.5)
+    for _ in range(3):
+        changed = copied(**make_inputs(device))[0]
+    assert not torch.allclose(changed, stock)
+    ltx.restore(model)
+    assert state(graphs, model) is None
+    assert torch.equal(model(**make_inputs(device))[0], stock)
+
+
+def test_threads_share_a_model(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    model = make_model(device)
+    ltx.optimize(model)
+    expected = [model(**make_inputs(device, seed=seed))[0] for seed in range(4)]
+    ltx.optimize(model, graphs=True)
+    wrong = []
+
+    def work(seed: int) -> None:
+        with torch.no_grad():
+            for _ in range(5):
+                if not torch.equal(model(**make_inputs(device, seed=seed))[0], expected[seed]):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_off_by_default_and_checked(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    model = make_model(device)
+    report = ltx.optimize(model)
+    for _ in range(3):
+        model(**make_inputs(device))
+    assert state(graphs, model) is None and "graphs" not in str(report)
+    with pytest.raises(TypeError, match="graphs: expected True or False, got 'yes'"):
+        ltx.optimize(model, graphs="yes")
+
+
+def test_in_fp8(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    if device == "cpu" or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs a GPU of compute capability 8.9")
+    dtype = torch.bfloat16
+    model = make_model(device, dtype)
+    ltx.optimize(model, precision="fp8")
+    expected = [model(**make_inputs(device, seed=seed, dtype=dtype))[0] for seed in range(3)]
+    ltx.optimize(model, precision="fp8", graphs=True)
+    for seed in range(3):
+        assert torch.equal(model(**make_inputs(device, seed=seed, dtype=dtype))[0], expected[seed])
+    assert state(graphs, model).replayed == 2

@@ -1,0 +1,212 @@
+"""CUDA graphs of whole modules: ``optimize(..., graphs=True)``.
+
+A step of a diffusion transformer is several hundred launches, and on a slow host the GPU waits for them. A CUDA graph
+launches them all at once. The first call of an input signature runs ordinarily, the second is captured, and later calls
+copy their inputs in, replay, and return copies of the results.
+
+A signature is the shapes, dtypes and strides of all tensors and the values of all other arguments. Graphs read the
+parameters where they lay at the capture: where the module or a parameter has changed, all graphs are dropped.
+A call that a graph cannot hold runs ordinarily, and the report counts it with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ._guards import Memory, class_of, hooked, is_ordinary
+from ._sites import Entry, site_of
+
+DEVICE = "cuda"
+LIMIT = 8  # graphs of a module: the one that was used least recently goes first
+ATTRIBUTE = "_ltx_kernels_graphs"
+FIRST = "the first call of its shapes"
+
+Function = Callable[..., Any]
+
+
+class Captured:
+    """One graph, with the tensors that it reads and writes."""
+
+    def __init__(self, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec, pool: Any) -> None:
+        self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(self.inputs, spec)
+        before = torch.cuda.memory_reserved()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.outputs = function(*args, **kwargs)
+        self.pool = self.graph.pool()
+        self.bytes = torch.cuda.memory_reserved() - before
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        for mine, given in zip(self.inputs, leaves):
+            if isinstance(mine, Tensor):
+                mine.copy_(given)
+        self.graph.replay()
+        return pytree.tree_map_only(Tensor, Tensor.clone, self.outputs)
+
+
+class Graphs:
+    """The graphs of one module, by signature."""
+
+    def __init__(self) -> None:
+        self.captured: OrderedDict[Any, Captured | None] = OrderedDict()
+        self.refused: dict[Any, str] = {}  # signatures whose capture failed, and why
+        self.ordinary: Counter[str] = Counter()  # calls that were not replayed, by reason
+        self.replayed = 0
+        self.memory: Memory | None = None  # the state of the module that the graphs are of
+        self.pool: Any = None
+        self.stream: Any = None
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return Graphs()
+
+    def run(self, module: nn.Module, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """What ``function(*args, **kwargs)`` returns; the module holds the parameters that it reads."""
+        if torch.compiler.is_compiling() or _is_capturing():
+            return function(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        with self.lock:  # one call's inputs, launch and results at a time
+            reason = _why_not_call(leaves) or self._why_not_module(module)
+            if not reason:
+                try:
+                    key = spec, tuple(map(_described, leaves))
+                    hash(key)
+                except TypeError:
+                    reason = "an argument that cannot be compared"
+            replay = None if reason else self._graph(key, function, leaves, spec)
+            if replay is not None:
+                self.replayed += 1
+                return replay(leaves)
+            self.ordinary[reason or self.refused.get(key, FIRST)] += 1
+        return function(*args, **kwargs)
+
+    def _graph(self, key: Any, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Captured | None:
+        """The graph of a signature; None at its first call, and where its capture failed."""
+        if key in self.refused:
+            return None
+        if key not in self.captured:
+            self.captured[key] = None
+            while len(self.captured) > LIMIT:
+                self.captured.popitem(last=False)
+            return None
+        self.captured.move_to_end(key)
+        captured = self.captured[key]
+        if captured is None:
+            try:
+                captured = self.captured[key] = Captured(function, leaves, spec, self.pool)
+            except RuntimeError as error:
+                del self.captured[key]
+                self.refused[key] = f"its capture failed: {str(error).splitlines()[0]}"
+                return None
+            self.pool = captured.pool
+        return captured
+
+    def _why_not_module(self, module: nn.Module) -> str:
+        """Why the module's state keeps its calls from being captured."""
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        if self.stream is None:
+            self.stream = stream
+        if stream != self.stream:
+            return "another stream than that of the first call"
+        if self.memory is None or not self.memory.holds(module):
+            self.captured.clear()
+            self.refused.clear()
+            obstacle = _obstacle(module)
+            self.memory = None if obstacle else Memory(module)
+            if self.memory is None:
+                return obstacle
+        compiled = any(part.__dict__.get("_compiled_call_impl") for part in self.memory.modules)
+        return "torch.compile" if compiled else ""
+
+    def lines(self, name: str) -> list[str]:
+        """What the report says of a module's graphs."""
+        held = [captured for captured in self.captured.values() if captured is not None]
+        size = sum(captured.bytes for captured in held) / 2**20
+        lines = [f"graphs of {name}: {len(held)}, {size:.0f} MiB; {self.replayed} calls replayed"]
+        return lines + [f"not replayed, {count} x: {reason}" for reason, count in self.ordinary.items()]
+
+
+def graphs_of(module: nn.Module) -> Graphs | None:
+    return module.__dict__.get(ATTRIBUTE)
+
+
+def with_graphs(module: nn.Module, entry: Entry | None) -> Entry:
+    """The entry of a module whose calls are replayed: what it was replaced by, or else its stock forward."""
+    compute = None if entry is None else entry.forward
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        graphs = module.__dict__.setdefault(ATTRIBUTE, Graphs())
+        function = compute
+        if function is None:
+            site = site_of(module)
+            site.count_call()
+            function = site.stock
+        return graphs.run(module, functools.partial(function, module), *args, **kwargs)
+
+    def release(module: nn.Module) -> None:
+        module.__dict__.pop(ATTRIBUTE, None)
+        if entry is not None:
+            entry.release(module)
+
+    if entry is not None:
+        return replace(entry, forward=forward, release=release)
+    parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return Entry((class_of(module),), forward, (), parameters, release=release)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _why_not_call(leaves: Sequence[Any]) -> str:
+    """Why a call cannot be captured, whatever the module's state."""
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    if torch.is_autocast_enabled(DEVICE):
+        return "autocast is on"
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return "a mode that watches torch's functions is active"
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        return "no tensor among its arguments"
+    for tensor in tensors:
+        if type(tensor) is not Tensor:
+            return f"an argument is a {type(tensor).__name__}"
+        if tensor.device.type != DEVICE:
+            return f"an argument is on {tensor.device}"
+    return ""
+
+
+def _described(leaf: Any) -> Any:
+    """What of an argument belongs to the signature."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+    return type(leaf), leaf
+
+
+def _obstacle(module: nn.Module) -> str:
+    """Why no call of a module in this state can be captured."""
+    for part in module.modules():
+        if part is not module and hooked(part):
+            return f"a hook on a {type(part).__name__}"
+        if type(part).__module__.startswith("peft."):
+            return "LoRA layers: fuse them, and call optimize again"
+        if part.training:
+            return "training mode"
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and not is_ordinary(tensor) and type(tensor) is not Tensor:
+                return f"a parameter is a {type(tensor).__name__}"
+            if tensor is not None and tensor.device.type != DEVICE:
+                return f"a parameter is on {tensor.device}"
+    return "" if not (module._forward_hooks or module._forward_pre_hooks) else "a hook on the module"
