@@ -154,6 +154,24 @@ def test_masks(ltx: ModuleType, device: str, family: Family) -> None:
 
 
 @every_family
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_own_attention(
+    ltx: ModuleType, device: str, family: Family, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Self-attention and joint attention by this package's op, as where it has a kernel."""
+    if masked and family.masked is None:
+        pytest.skip("the family has no masks")
+    more = family.masked(2) if masked and family.masked is not None else {}
+    model, inputs = make(family, device), cast({**family.inputs(2), **more}, device, torch.float32)
+    stock = run(model, inputs)
+    monkeypatch.setattr(ltx.integrations._attend, "runs_kernel", lambda *_: True)
+    report = ltx.optimize(model)
+    assert distance(run(model, inputs), stock) < CLOSE
+    if not masked:
+        assert any("attention" in site.chosen for site in report.sites)
+
+
+@every_family
 def test_faults_would_show(ltx: ModuleType, device: str, family: Family) -> None:
     """No parameter of a block is left unread: each one, changed, changes the result as it changes stock's."""
     model, stock_model = make(family, device), make(family, device)

@@ -43,7 +43,6 @@ LEFT: dict[str, str] = {
             "Kandinsky6SRTransformer3DModel",
             "Kandinsky6Transformer3DModel",
             "Krea2Transformer2DModel",
-            "LTX2VideoTransformer3DModel",
             "LongCatAudioDiTTransformer",
             "Lumina2Transformer2DModel",
             "LuminaNextDiT2DModel",

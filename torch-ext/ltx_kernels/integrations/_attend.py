@@ -96,7 +96,7 @@ class ScoresMask:
         return mask
 
     def of_keys(self, mask: Tensor) -> Tensor | None:
-        return None
+        return mask[:, 0, 0] if mask.dim() == 4 and mask.shape[1:3] == (1, 1) else None
 
 
 def _same_tables(module: AttentionModule, rope: Any) -> Any:
@@ -699,9 +699,11 @@ def _scores(
     cross: bool,
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it)."""
+    keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
     # The kernel is made for many keys: a prompt's few go through the dispatch.
-    if mask is None and not cross and _may_attend(site, module) and runs_kernel(query, key, value):
-        return attention(query, key, value), True
+    fits = not cross and (mask is None or keys is not None)
+    if fits and _may_attend(site, module) and runs_kernel(query, key, value):
+        return attention(query, key, value, mask=keys), True
     scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
     dispatch = site.settings["dispatch"]
     if dispatch is None:
