@@ -1,6 +1,6 @@
 """The attention of diffusion transformers: project, normalise and rotate query and key, attend, project.
 
-`Attention` describes one class of attention modules; `attend` computes any of them. Query, key and value come out of
+`Attention` describes one class of attention modules; this module computes any of them. Query, key and value come out of
 one product where their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so
 that nothing is concatenated; norm and rotation are one launch, in place.
 """
@@ -105,7 +105,7 @@ def _same_tables(module: AttentionModule, rope: Any) -> Any:
 
 @dataclass(frozen=True)
 class Attention:
-    """One class of attention modules with one processor class, as `attend` computes it.
+    """One class of attention modules with one processor class, as this module computes it.
 
     classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
     processor: Name of the processor's class.
@@ -411,18 +411,6 @@ def _forward(
     if plan.added is not None and context is not None:
         return _joint(spec, site, module, plan, input, context, mask, rope)
     return _single(spec, site, module, plan, input, context, mask, rope)
-
-
-def attend(
-    spec: Attention,
-    module: nn.Module,
-    input: Input,
-    context: Tensor | None = None,
-    mask: Tensor | None = None,
-    rope: Any = None,
-) -> Any:
-    """An attention module's work, for a block that knows that nothing hooks it; else call the module."""
-    return _forward(spec, module, input, context, mask, {spec.rope: rope})
 
 
 def _heads(outputs: tuple[Tensor, ...], heads: int) -> tuple[Tensor, ...]:
