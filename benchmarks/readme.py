@@ -442,6 +442,69 @@ def video_ops() -> str:
     return "\n".join([*lines, ""])
 
 
+# The columns of benchmarks/attention.py.
+ATTENTION = {"ours": "this package", "fa4": "FlashAttention-4", "cudnn": "cuDNN", "flash2": "torch's flash attention"}
+
+
+def attention_speed() -> str:
+    """Attention beside torch's backends, with masks, and of few queries."""
+    result = load("h200-attention")
+    plain = [r for r in result["records"] if "tflops" in r]
+    columns = [name for name in ATTENTION if any(name in r["ms"] for r in plain)]
+    lines = [
+        f"One {result['meta']['device']}, torch {result['meta']['torch']}, bf16, random normal inputs, in ms "
+        "(`python benchmarks/attention.py`, [h200-attention.json](../benchmarks/results/h200-attention.json)). "
+        f"{result['meta'].get('note', '')}".rstrip(),
+        "",
+        f"| | B, S, heads, D | {' | '.join(ATTENTION[name] for name in columns)} | TFLOP/s | over cuDNN |",
+        "|---" * (len(columns) + 4) + "|",
+    ]
+    for r in plain:
+        cells = " | ".join(f"{r['ms'][name]:.3f}" for name in columns)
+        over = r["ms"]["cudnn"] / r["ms"]["ours"]
+        lines.append(
+            f"| {r['name']} | {', '.join(map(str, r['shape']))} | {cells} | {r['tflops']['ours']} | {over:.2f} x |"
+        )
+    lines += [
+        "",
+        "With the last 40 keys left out, beside attention to the others alone:",
+        "",
+        "| | mask | key lengths | the other keys alone | torch with the mask |",
+        "|---|---|---|---|---|",
+    ]
+    for r in result["records"]:
+        if r["mask"]:
+            cells = " | ".join(f"{r['ms'][name]:.3f}" for name in ("ours", "ours_lengths", "ours_valid", "default"))
+            lines.append(f"| {r['name']} | {cells} |")
+    few = [r for r in result["records"] if r["name"].startswith("few")]
+    if few:
+        lines += ["", "Few queries:", "", f"| | queries, keys | {' | '.join(ATTENTION[c] for c in columns)} |"]
+        lines.append("|---" * (len(columns) + 2) + "|")
+        for r in few:
+            cells = " | ".join(f"{r['ms'][name]:.3f}" for name in columns)
+            lines.append(f"| {r['name']} | {r['shape'][1]}, {r['keys']} | {cells} |")
+    return "\n".join([*lines, ""])
+
+
+def attention_error() -> str:
+    """The error of attention beside that of torch's backends, by kind of input."""
+    result = load("h200-attention")
+    shown_names = ("ltx49", "flux")
+    records = [r for r in result["records"] if "err" in r and r["name"] in shown_names]
+    columns = [name for name in ATTENTION if all(name in r["err"]["normal"] for r in records)]
+    lines = [
+        "Relative L2 error against float64. Peaked: queries and keys of standard deviation 2. Outliers: every 16th "
+        "channel eight times as large. Copied keys: 40 times the queries as keys.",
+        "",
+        f"| | inputs | {' | '.join(ATTENTION[name] for name in columns)} |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for r in records:
+        for kind, err in r["err"].items():
+            lines.append(f"| {r['name']} | {kind} | {' | '.join(f'{err[name]:.2e}' for name in columns)} |")
+    return "\n".join([*lines, ""])
+
+
 def trust() -> str:
     """What tests found: docs/guarantees.md in short."""
     runs = [load("fuzz-h200"), load("fuzz-cpu")]
@@ -472,6 +535,8 @@ BLOCKS = [
     ("docs/fp8.md", "ops", quantising),
     ("docs/vae.md", "decoders", decoders),
     ("docs/vae.md", "ops", video_ops),
+    ("docs/attention.md", "speed", attention_speed),
+    ("docs/attention.md", "error", attention_error),
 ]
 
 
