@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "kernels": metadata["id"],
-        "commit": metadata["provenance"]["kernel"]["commit"],
+        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
         "torchao": torchao,
         **{key: getattr(args, key) for key in ("model", "dtype", "frames", "height", "width", "steps", "seeds")},
     }

@@ -147,7 +147,7 @@ def main() -> None:
     ltx, package = load_package()
     meta = {
         **common_meta(),
-        "commit": package["provenance"]["kernel"]["commit"],
+        "commit": package.get("provenance", {}).get("kernel", {}).get("commit"),
         "device": device,
         "driver": driver_version(),
         "cuda": torch.version.cuda,

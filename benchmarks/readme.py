@@ -104,7 +104,8 @@ def families(records: list[dict[str, Any]]) -> list[str]:
 
 def of_commits(ops: dict[str, Any]) -> str:
     """Which kernels were timed: of the commit of most records, those of some families, and of single ops in these."""
-    timed = [(record["op"], record.get("commit", ops["meta"]["commit"])) for record in ops["records"]]
+    commits = [record.get("commit", ops["meta"]["commit"]) or "unknown" for record in ops["records"]]
+    timed = [(record["op"], commit) for record, commit in zip(ops["records"], commits)]
     usual = collections.Counter(commit for _, commit in timed).most_common(1)[0][0]
     of_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for op, commit in timed:
