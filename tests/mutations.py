@@ -167,7 +167,7 @@ MUTATIONS = [
     Mutation(
         "an unsupported dtype falls through",
         "torch-ext/tensor_checks.h",
-        '  fail(a.name, "dtype float32, float16 or bfloat16", dtype_text(a.dtype));',
+        "  fail(a.name, expected, dtype_text(a.dtype));",
         "  return DType::kFloat32;",
     ),
     Mutation(
@@ -193,8 +193,8 @@ MUTATIONS = [
     Mutation(
         "the mask of the first batch for all",
         "torch-ext/attention.cpp",
-        "p.mask_stride_batch = a.mask.size[0] == 1 ? 0 : a.mask.stride[0];",
-        "p.mask_stride_batch = 0;",
+        "stride_batch = mask.size[0] == 1 ? 0 : mask.stride[0];",
+        "stride_batch = 0;",
         tests=ATTENTION_TESTS,
     ),
     Mutation(
@@ -439,8 +439,8 @@ MUTATIONS = [
     Mutation(
         "strides of zero in tensor maps (CUDA)",
         "torch-ext/attention.cpp",
-        "Operand(a, !lies_in_packs(a, 1))",
-        "Operand(a, !lies_in_packs(a, 0))",
+        "Operand(arg, !lies_in_packs(arg, 1))",
+        "Operand(arg, !lies_in_packs(arg, 0))",
         tests=("plain_attention",),
         backends=("cuda",),
     ),
