@@ -34,15 +34,18 @@ from ._guards import (
     why_not_norm_weight,
 )
 from ._linear import Input, Linears, dequantised, in_fp8, joined, unpack
-from ._rotary import Tables, kept
+from ._rotary import Tables, kept, with_identity_rows
 from ._sites import Entry, Site, site_of, stock_forward
-from ._stream import RMSNORM, TORCH_RMSNORM
+from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
 
 # Recognised together with their processor: the class says nothing about what is computed.
 SHARED = ("diffusers.models.attention_processor.Attention",)
 # Children that fuse_qkv_projections adds.
 FUSED = ("to_qkv", "to_kv", "to_added_qkv", "to_added_kv")
 DROPOUT = "torch.nn.modules.dropout.Dropout"
+
+# Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
+ROUND_ONCE = (TORCH_RMSNORM, TORCH_LAYERNORM)
 
 # Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
 # (h200-tuning.json, 2 x 8064 queries of 32 heads: 128 keys of 64 columns 73 us with masked keys and 93 without, where
@@ -121,12 +124,16 @@ class Attention:
     projections, norms, output: Names of submodules; an output that a module does not have is left out.
     added, added_norms, added_output: The same for the second stream (the text) of a joint attention.
     text_first: The rows of the second stream come before those of the first in the joint order.
+    shared: In a module without `added` projections, the second stream of a joint attention goes through the layers of
+        the first. A context is otherwise the keys and values of a cross-attention.
+    rotates_text: The rotation covers the second stream of a joint attention. Otherwise the tables hold the rows of the
+        first stream alone.
     image: Names of the projections and the norm of a second set of keys and values, of an image, which the same queries
         attend to by themselves; the context begins with its tokens and ends with `text` others. Modules may lack them.
     ignored: Arguments that the stock processor takes and does not read.
     mask: The form of the mask; None: a call with a mask runs stock.
-    tables: Turns the rope argument into (cos, sin) for the ops. For a joint attention they hold all rows, in joint
-        order.
+    tables: Turns the rope argument into (cos, sin) for the ops. For a joint attention that rotates both streams they
+        hold all rows, in joint order.
     stock_rope: Turns the rope argument into what the stock forward takes, where another module was replaced to make
         another form of it.
     cross: The modules read keys and values from their second input; it decides which layers share an input in fp8.
@@ -154,6 +161,8 @@ class Attention:
     added_norms: tuple[str, ...] = ()
     added_output: str = ""
     text_first: bool = True
+    shared: bool = False
+    rotates_text: bool = True
     image: tuple[str, ...] = ()
     text: int = 0
     ignored: tuple[str, ...] = ()
@@ -186,7 +195,7 @@ class Attention:
         """The linear layers that read a module's first input, if they may be handed quantised rows instead of it."""
         site = module.__dict__.get(ATTRIBUTE)
         first = module._modules[self.projections[0]]
-        if site is None or first is None or not in_fp8(first) or hooked(module):
+        if self.shared or site is None or first is None or not in_fp8(first) or hooked(module):
             return None
         plan = _plan(site.entry.description, module, hidden_states)
         if plan.reason or (plan.gate is not None and not plan.gate.fp8):
@@ -230,7 +239,7 @@ class Attention:
         )
 
     def _ops(self) -> tuple[str, ...]:
-        apart = ("apply_rotary",) if self.rope and self.norm != TORCH_RMSNORM else ()
+        apart = ("apply_rotary",) if self.rope and self.norm not in ROUND_ONCE else ()
         gate = ("gate_heads",) if self.gate else ()
         return ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm", *apart, *gate)
 
@@ -292,7 +301,20 @@ class _Plan:
     """The layers of an attention module in the forms that their state allows, or the reason why its calls run stock."""
 
     __slots__ = (
-        *("added", "added_out", "all", "context", "dropout", "eps", "gate", "image", "layout", "out", "query"),
+        *(
+            "added",
+            "added_out",
+            "all",
+            "biases",
+            "context",
+            "dropout",
+            "eps",
+            "gate",
+            "image",
+            "layout",
+            "out",
+            "query",
+        ),
         *("reason", "weights"),
     )
 
@@ -323,10 +345,12 @@ class _Plan:
             if class_of(dropout) != DROPOUT or dropout.training or hooked(dropout):
                 self.dropout = dropout
         self.weights: list[Tensor | None] = []
+        self.biases: list[Tensor | None] = []
         self.eps: list[float | None] = []
         for pair in _norm_pairs(spec, module):
             norms = children(module, *pair)
             self.weights += [norm._parameters["weight"] for norm in norms]
+            self.biases += [norm._parameters.get("bias") for norm in norms]
             self.eps.append(norms[0].eps)
 
 
@@ -408,7 +432,7 @@ def _forward(
             if table is not None
         }
         return stock_forward(module, reason, tensor, context, mask, **named, **options)
-    if plan.added is not None and context is not None:
+    if context is not None and (plan.added is not None or spec.shared):
         return _joint(spec, site, module, plan, input, context, mask, rope)
     return _single(spec, site, module, plan, input, context, mask, rope)
 
@@ -444,13 +468,16 @@ def _norm_and_rotate(
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotation of query and key, in their places where they are `fresh`."""
     normed = len(plan.eps) > stream
-    query_weight, key_weight = plan.weights[2 * stream : 2 * stream + 2] if normed else (None, None)
+    places = slice(2 * stream, 2 * stream + 2)
+    query_weight, key_weight = plan.weights[places] if normed else (None, None)
     eps = plan.eps[stream] if normed else None
     out = (query, key) if fresh and _in_place() else None
     one_op = _rotates_in_one_op(spec, site)
     if one_op and normed and rope is None and not spec.across_heads:
         rope = _identity(site, query)  # one launch for both norms; the table is one row, which stays in the cache
-    if rope is not None and one_op:
+    if rope is not None and one_op and normed:
+        layer = spec.norm == TORCH_LAYERNORM
+        query_bias, key_bias = plan.biases[places] if layer else (None, None)
         return qk_norm_rope(
             query,
             key,
@@ -459,6 +486,9 @@ def _norm_and_rotate(
             *rope,
             eps,
             across_heads=spec.across_heads,
+            norm="layer" if layer else "rms",
+            query_bias=query_bias,
+            key_bias=key_bias,
             layout=plan.layout,
             rounding=site.rounding,
             out=out,
@@ -472,12 +502,12 @@ def _norm_and_rotate(
 def _rotates_in_one_op(spec: Attention, site: Site) -> bool:
     """Whether norm and rotation are one launch."""
     # In "eager" the op rounds once after the weight, as torch's norm does and diffusers' does not.
-    return spec.norm == TORCH_RMSNORM or (spec.norm == RMSNORM and site.rounding == "fp32")
+    return spec.norm in ROUND_ONCE or (spec.norm == RMSNORM and site.rounding == "fp32")
 
 
 def _ops_before(spec: Attention, site: Site, plan: _Plan, rotated: bool) -> tuple[str, ...]:
     """The ops that `_norm_and_rotate` runs."""
-    if (rotated or (plan.eps and not spec.across_heads)) and _rotates_in_one_op(spec, site):
+    if plan.eps and (rotated or not spec.across_heads) and _rotates_in_one_op(spec, site):
         return ("qk_norm_rope",)
     return (*(("rmsnorm",) if plan.eps else ()), *(("apply_rotary",) if rotated else ()))
 
@@ -573,14 +603,18 @@ def _joint(
 ) -> tuple[Tensor, Tensor]:
     """Attention of two streams to both; (first, second) as the stock processors return them."""
     heads, added = module.heads, plan.added
-    assert added is not None
-    tables = None if rope is None else spec.tables(module, rope)
     second = context.shape[1]
     first = (input[0] if isinstance(input, tuple) else input).shape[1]
     rows, rows2 = slice(0, first), slice(first, first + second)
     if spec.text_first:
         rows, rows2 = slice(second, first + second), slice(0, second)
-    if _in_place() and plan.all.packed and added.packed and len({*plan.all.sizes, *added.sizes}) == 1:
+    tables = None if rope is None else spec.tables(module, rope)
+    if tables is not None and not spec.rotates_text:
+        tables = with_identity_rows(site, tables, second, spec.text_first)
+    if added is None:
+        query, key, value = _project_both(site, plan.all, cast(Tensor, input), rows, context, rows2, heads)
+        query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, plan.all.packed)
+    elif _in_place() and plan.all.packed and added.packed and len({*plan.all.sizes, *added.sizes}) == 1:
         packed = joined(plan.all, input, rows, added, context, rows2, first + second)
         query, key, value = packed.unflatten(-1, (3, heads, -1)).unbind(-3)
         for stream, part in enumerate((rows, rows2)):
@@ -600,11 +634,25 @@ def _joint(
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
     output, own = _scores(spec, site, module, query, key, value, mask, False)
     _count(spec, site, plan, tables is not None, own)
+    if added is None:
+        both = _output(plan, output)
+        return both[:, rows], both[:, rows2]
     result = _output(plan, output[:, rows])
     text = output[:, rows2].flatten(2)
     if plan.added_out is not None:
         (text,) = plan.added_out(text)
     return result, text
+
+
+def _project_both(
+    site: Site, linears: Linears, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
+) -> tuple[Tensor, ...]:
+    """Query, key and value, [B, S + T, heads, D], of two streams that go through the same layers."""
+    if _in_place() and linears.packed and linears.direct and len(set(linears.sizes)) == 1:
+        packed = joined(linears, input, rows, linears, context, rows2, input.shape[1] + context.shape[1])
+        return packed.unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
+    streams = (input, context) if rows.start == 0 else (context, input)
+    return _project(site, linears, joint(*streams), heads)
 
 
 def _rows(table: Tensor, rows: slice) -> Tensor:

@@ -85,6 +85,20 @@ def halves(site: Site, rope: Tables) -> Tables:
     return kept(site, key, cos, lambda: (cos[..., ::2].contiguous(), sin[..., 1::2].contiguous()))
 
 
+def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tables:
+    """Both tables [S, W] with rows of a rotation by nothing before the others (``first``) or after them."""
+
+    def make() -> Tables:
+        cos, sin = rope
+        more = cos.new_ones(rows, cos.shape[-1]), sin.new_zeros(rows, sin.shape[-1])
+        pairs = zip(more, rope) if first else zip(rope, more)
+        cos, sin = (torch.cat(pair) for pair in pairs)
+        return cos, sin
+
+    key = "identity rows", rows, first, id(rope[1])
+    return kept(site, key, rope[0], make)
+
+
 def keep_table_readers_together(plan: Plan) -> None:
     """Leaves a module that makes compact tables as it is, unless all that read them know that form.
 
