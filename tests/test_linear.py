@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Make, assert_same_bits, kernels_of
+from helpers import Make, assert_same_bits, guarded_output, kernels_of, place
 from test_quant import E4M3, FLOATS, assert_exactly, exactly
 from torch import Tensor
 
@@ -60,6 +60,37 @@ def test_linear(ltx, device, rows):
         assert (output - wanted).norm() < 0.06 * wanted.norm()
 
 
+@pytest.mark.parametrize("rows", [(2, 5), (7,), (), (2, 3, 4), (0, 4)], ids=str)
+def test_addend_and_out(ltx, device, rows):
+    """A sum of two products in one rounding each, into tensors of any strides, in place of the addend too."""
+    if ltx.quant.fp8_obstacle(torch.device(device)):
+        pytest.skip("no fp8 matrix products")
+    values, scales, weight, weight_scales, bias, *_ = linear_inputs(ltx, device, rows)
+    generator = torch.Generator().manual_seed(3)
+    addend = torch.randn((*rows, 96), generator=generator).to(device).bfloat16()
+    exact_x, exact_w = values.double() * scales, weight.double() * weight_scales[:, None]
+    exact = F.linear(exact_x, exact_w, bias.double()) + addend.double()
+    magnitude = F.linear(exact_x.abs(), exact_w.abs()) + 4 + addend.double().abs()
+    arguments = values, scales, weight, weight_scales, bias
+    output = ltx.scaled_linear(*arguments, addend=addend)
+    assert output.dtype == torch.bfloat16 and output.shape == (*rows, 96) and output.is_contiguous()
+    own = torch.device(device).type == "cpu" or ltx.quant.has_own_product(torch.device(device))
+    bound = (1 if own else 2) * 2.0**-8 * magnitude + 2.0**-11 * magnitude
+    assert bool(((output - exact).abs() <= bound).all())
+    plain = ltx.scaled_linear(*arguments)
+    for add, wanted in ((None, plain), (addend, output)):
+        for layout in ("contiguous", "rows apart", "rows misaligned", "columns strided", "permuted"):
+            moved = None if add is None else place(add, layout)
+            given = guarded_output(wanted, layout)
+            assert ltx.scaled_linear(*arguments, addend=moved, out=given.view) is given.view
+            far = (given.view.double() - wanted.double()).abs() > 2.0**-7 * magnitude
+            assert not bool(far.any()), layout
+            given.check(layout)
+    again = addend.clone()
+    assert ltx.scaled_linear(*arguments, addend=again, out=again) is again
+    assert_same_bits(again, output)
+
+
 def test_linear_compiles(ltx, device):
     if ltx.quant.fp8_obstacle(torch.device(device)):
         pytest.skip("no fp8 matrix products")
@@ -94,7 +125,7 @@ def test_errors_of_linear_layers(ltx, device):
         return torch.ones(shape, device=on).to(dtype)
 
     def op(*tensors: Tensor) -> Tensor:
-        return ltx._ops.ops.scaled_linear(*(*tensors, None)[:5], True)
+        return ltx._ops.ops.scaled_linear(*(*tensors, None)[:5], None, True)
 
     for function, on in ((ltx.scaled_linear, device), (op, device), (op, "meta")):
         for text, arguments in linear_errors(functools.partial(t, on=on)).items():
@@ -129,6 +160,8 @@ def test_errors_of_linear_layers(ltx, device):
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
+        ({"addend": torch.ones(3)}, RuntimeError, "addend: expected dtype bfloat16, got float32"),
+        ({"out": torch.ones(3, dtype=torch.bfloat16)}, RuntimeError, "out: expected shape [2, 5, 96], got [3]"),
         ({"out_dtype": torch.int8}, RuntimeError, "out_dtype: expected bfloat16, float16 or float32, got int8"),
         ({"out_dtype": 2.5}, TypeError, "out_dtype: expected a torch.dtype, got float"),
         ({"out_dtype": None}, TypeError, "out_dtype: expected a torch.dtype, got None"),
@@ -199,13 +232,13 @@ def test_linear_cat_into_a_larger_tensor(ltx, device, apart):
     whole, weight, bias = normal(2, 5, 48), normal(32, 48), normal(32)
     parts = parts_of(whole, (16, 32), apart=apart)
     expected = ltx.linear_cat(parts, weight, bias)
-    for place in (
+    for part in (
         lambda big: big[:2, :5, :32],
         lambda big: big[:2, 3:8, 8:40],
         lambda big: big.transpose(0, 1)[:2, 1:6, :32],
     ):
         big = torch.full((8, 9, 48), 7.0, device=device)
-        out = place(big)
+        out = part(big)
         assert ltx.linear_cat(parts, weight, bias, out=out) is out
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         out.fill_(7.0)

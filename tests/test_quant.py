@@ -624,7 +624,10 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
         ],
         "glu_quant": [(x, None, None, 1, True), (x, x, s, 2, True)],
         "gelu_quant": [(x, None, s, 0), (x, w, None, 1)],
-        "scaled_linear": [(*row, *weight, None, True), (*row, *weight, make(32).bfloat16(), False)],
+        "scaled_linear": [
+            (*row, *weight, None, None, True),
+            (*row, *weight, make(32).bfloat16(), make(*row[0].shape[:-1], 32).bfloat16(), False),
+        ],
     }[name]
 
 
@@ -635,6 +638,13 @@ def test_opcheck(ltx, device, name, dtype):
     for sample in op_samples(name, device, dtype):
         takes_fp8 = name == "scaled_linear"  # which test_schema cannot compare
         torch.library.opcheck(getattr(ltx._ops.ops, name).default, sample, test_utils=tests[takes_fp8:])
+
+
+def test_opcheck_of_a_given_output(ltx, device):
+    for sample in op_samples("scaled_linear", device, torch.bfloat16):
+        out = torch.empty_like(ltx._ops.ops.scaled_linear(*sample))
+        tests = ["test_autograd_registration", "test_faketensor"]
+        torch.library.opcheck(ltx._ops.ops.scaled_linear_out.default, (out, *sample), test_utils=tests)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -1,6 +1,6 @@
 // scaled_linear: the product of quantised rows and a quantised weight, by cuBLASLt without a workspace. CUDA alone.
 //
-//   out[r, c] = bf16(scales[r] * weight_scales[c] * sum_k values[r, k] * weight[c, k] + bias[c])
+//   out[r, c] = bf16(scales[r] * weight_scales[c] * sum_k values[r, k] * weight[c, k] + bias[c] + addend[r, c])
 //
 // torch._scaled_mm calls the same function of the same library on Hopper, but offers it a workspace. For large products
 // cuBLASLt then takes kernels that count their tiles in 4 bytes of it, which it clears before each: on an H200 that
@@ -25,9 +25,10 @@ namespace ltx::host {
 namespace {
 
 struct LinearArgs {
-  Arg values, scales, weight, weight_scales, bias;
-  bool use_fast_accum = true;
+  Arg values, scales, weight, weight_scales, bias, addend, out;
+  bool use_fast_accum = true, fresh_output = false;
   int64_t width = 0, channels = 0, rows = 0;
+  int64_t out_step = 0, addend_step = 0;  // from row to row
 };
 
 // ---- Checks: as check_scaled_linear and check_product of ltx_kernels/_checks.py
@@ -48,6 +49,38 @@ bool is_contiguous(const Arg& a) {
 void check_contiguous(const Arg& a) {
   if (a.numel() != 0 && !is_contiguous(a))
     fail(a.name, "a contiguous tensor", "strides " + shape_text(a.stride, a.dim));
+}
+
+// The step from row to row of a matrix that cuBLASLt can address.
+int64_t row_step(const Arg& a) {
+  int64_t step = a.last(), wanted = 0;
+  bool single = true;
+  bool fits = a.dim > 0 && (a.last() == 1 || a.stride[a.dim - 1] == 1);
+  for (int64_t d = a.dim - 2; d >= 0; --d) {
+    if (a.size[d] == 1) continue;
+    if (single) {
+      step = a.stride[d];
+    } else {
+      fits = fits && a.stride[d] == wanted;
+    }
+    single = false;
+    wanted = a.stride[d] * a.size[d];
+  }
+  if (!fits || step < a.last() || step % 8 != 0 || reinterpret_cast<uintptr_t>(a.data) % 16 != 0) {
+    fail(a.name, "rows of neighbouring elements, one step apart, at multiples of 16 bytes",
+         "strides " + shape_text(a.stride, a.dim));
+  }
+  return step;
+}
+
+// An operand or output of the result's shape.
+void check_like_result(LinearArgs& a, const Arg& like, int64_t& step) {
+  std::vector<int64_t> shape(a.values.size, a.values.size + a.values.dim);
+  shape.back() = a.channels;
+  check_dtype(like, aoti_torch_dtype_bfloat16());
+  check_shape(like, shape.data(), a.values.dim);
+  check_same_device(like, a.values);
+  if (like.numel() != 0) step = row_step(like);
 }
 
 void check_inputs(LinearArgs& a) {
@@ -78,6 +111,16 @@ void check_inputs(LinearArgs& a) {
     if (*operand) check_contiguous(*operand);
   }
   a.rows = a.scales.numel();
+  if (a.addend) check_like_result(a, a.addend, a.addend_step);
+}
+
+void check_given_output(LinearArgs& a) {
+  check_like_result(a, a.out, a.out_step);
+  if (!has_own_memory(a.out)) {
+    fail(a.out.name, "memory of its own for every element", "strides " + shape_text(a.out.stride, a.out.dim));
+  }
+  check_overlap(a.out, a.addend, true);
+  check_overlap(a.out, a.bias, false);
 }
 
 // ---- cuBLASLt
@@ -89,18 +132,20 @@ struct Kind {
   int64_t rows, width, channels;
   uint32_t alignment;  // of the operands, in bytes; 256 and more are one
   bool bias, use_fast_accum;
+  int64_t out_step, addend_step;  // addend_step: 0 without an addend
 
   bool operator==(const Kind& o) const {
     return rows == o.rows && width == o.width && channels == o.channels && alignment == o.alignment && bias == o.bias &&
-           use_fast_accum == o.use_fast_accum;
+           use_fast_accum == o.use_fast_accum && out_step == o.out_step && addend_step == o.addend_step;
   }
 };
 
 struct Hash {
   size_t operator()(const Kind& k) const {
     size_t hash = 0;
-    for (const uint64_t part : {uint64_t(k.rows), uint64_t(k.width), uint64_t(k.channels), uint64_t(k.alignment),
-                                uint64_t(k.bias * 2 + k.use_fast_accum)}) {
+    for (const uint64_t part :
+         {uint64_t(k.rows), uint64_t(k.width), uint64_t(k.channels), uint64_t(k.alignment),
+          uint64_t(k.bias * 2 + k.use_fast_accum), uint64_t(k.out_step), uint64_t(k.addend_step)}) {
       hash = hash * 0x9e3779b97f4a7c15u + std::hash<uint64_t>()(part);
     }
     return hash;
@@ -110,7 +155,8 @@ struct Hash {
 Kind kind_of(const LinearArgs& a) {
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(a.values.data) | reinterpret_cast<uintptr_t>(a.weight.data) |
                               reinterpret_cast<uintptr_t>(a.bias.data) | 256;
-  return {a.rows, a.width, a.channels, static_cast<uint32_t>(addresses & -addresses), bool(a.bias), a.use_fast_accum};
+  return {a.rows,       a.width,          a.channels, static_cast<uint32_t>(addresses & -addresses),
+          bool(a.bias), a.use_fast_accum, a.out_step, a.addend_step};
 }
 
 // The descriptors of one kind of product, and its algorithm. To cuBLASLt matrices are column by column: the product is
@@ -124,12 +170,14 @@ class Plan {
               (!a.bias || (set(kEpilogue, kEpilogueBias) && set(kBiasDataType, kBFloat16))) && set_pointers(a) &&
               api.MatrixLayoutCreate(&weight_, kE4M3, a.width, a.channels, a.width) == kSuccess &&
               api.MatrixLayoutCreate(&values_, kE4M3, a.width, a.rows, a.width) == kSuccess &&
-              api.MatrixLayoutCreate(&out_, kBFloat16, a.channels, a.rows, a.channels) == kSuccess &&
+              api.MatrixLayoutCreate(&out_, kBFloat16, a.channels, a.rows, a.out_step) == kSuccess &&
+              api.MatrixLayoutCreate(&addend_, kBFloat16, a.channels, a.rows, a.addend ? a.addend_step : a.out_step) ==
+                  kSuccess &&
               choose(handle, kind.alignment);
   }
   Plan(const Plan&) = delete;
   ~Plan() {
-    for (Layout layout : {weight_, values_, out_}) {
+    for (Layout layout : {weight_, values_, out_, addend_}) {
       if (layout) api_.MatrixLayoutDestroy(layout);
     }
     if (desc_) api_.MatmulDescDestroy(desc_);
@@ -138,9 +186,10 @@ class Plan {
   // False where cuBLASLt has no such product.
   bool run(Handle handle, const LinearArgs& a, void* out, void* stream) {
     const float one = 1.f, zero = 0.f;
+    const void* addend = a.addend ? a.addend.data : out;
     usable_ = usable_ && set_pointers(a) &&
-              api_.Matmul(handle, desc_, &one, a.weight.data, weight_, a.values.data, values_, &zero, out, out_, out,
-                          out_, &algorithm_, nullptr, 0, stream) == kSuccess;
+              api_.Matmul(handle, desc_, &one, a.weight.data, weight_, a.values.data, values_, a.addend ? &one : &zero,
+                          addend, addend_, out, out_, &algorithm_, nullptr, 0, stream) == kSuccess;
     return usable_;
   }
 
@@ -167,7 +216,7 @@ class Plan {
     };
     const bool chosen = prefer(kMaxWorkspaceBytes, workspace_bytes) && prefer(kMinAlignmentABytes, alignment) &&
                         prefer(kMinAlignmentBBytes, alignment) &&
-                        api_.MatmulAlgoGetHeuristic(handle, desc_, weight_, values_, out_, out_, preference, 1,
+                        api_.MatmulAlgoGetHeuristic(handle, desc_, weight_, values_, addend_, out_, preference, 1,
                                                     &heuristic, &found) == kSuccess;
     api_.MatmulPreferenceDestroy(preference);
     algorithm_ = heuristic.algorithm;
@@ -176,7 +225,7 @@ class Plan {
 
   const Api& api_;
   Desc desc_ = nullptr;
-  Layout weight_ = nullptr, values_ = nullptr, out_ = nullptr;
+  Layout weight_ = nullptr, values_ = nullptr, out_ = nullptr, addend_ = nullptr;
   Algorithm algorithm_ = {};
   bool usable_ = false;
 };
@@ -222,11 +271,17 @@ bool by_cublaslt(const LinearArgs& a, void* out, const Context& context) {
 
 // ---- torch._scaled_mm
 
+Tensor call_torch(const char* name, const char* overload, std::vector<StableIValue> stack) {
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// The addend comes after the product's rounding, which is one more.
 Tensor by_torch(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
-                const OptionalTensor& bias, const LinearArgs& a, const Arg& out) {
+                const OptionalTensor& bias, const OptionalTensor& addend, const LinearArgs& a) {
   using torch::headeronly::ScalarType;
   using torch::stable::detail::from;
-  StableIValue stack[] = {
+  std::vector<StableIValue> stack = {
       from(torch::stable::reshape(values, {a.rows, a.width})),
       from(torch::stable::transpose(weight, 0, 1)),
       from(torch::stable::reshape(scales, {a.rows, 1})),
@@ -236,30 +291,59 @@ Tensor by_torch(const Tensor& values, const Tensor& scales, const Tensor& weight
       from(std::optional<ScalarType>(ScalarType::BFloat16)),
       from(a.use_fast_accum),
   };
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_mm", "", stack, TORCH_ABI_VERSION));
-  const Tensor flat = torch::stable::detail::to<Tensor>(stack[0]);
-  return torch::stable::reshape(flat, torch::headeronly::IntHeaderOnlyArrayRef(out.size, out.dim));
+  const Tensor flat = call_torch("aten::_scaled_mm", "", std::move(stack));
+  std::vector<int64_t> shape(a.values.size, a.values.size + a.values.dim);
+  shape.back() = a.channels;
+  const Tensor product =
+      torch::stable::reshape(flat, torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), a.values.dim));
+  if (!addend) return product;
+  return call_torch("aten::add", "Tensor", {from(product), from(*addend), from(1.0)});
 }
 
 }  // namespace
 
-Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
-                     const OptionalTensor& bias, bool use_fast_accum) {
+namespace {
+
+LinearArgs linear_args(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
+                       const OptionalTensor& bias, const OptionalTensor& addend, bool use_fast_accum) {
   LinearArgs a;
   a.values = arg("values", values);
   a.scales = arg("scales", scales);
   a.weight = arg("weight", weight);
   a.weight_scales = arg("weight_scales", weight_scales);
   a.bias = arg("bias", bias);
+  a.addend = arg("addend", addend);
   a.use_fast_accum = use_fast_accum;
   check_inputs(a);
+  return a;
+}
+
+bool is_empty(const LinearArgs& a) { return a.rows == 0 || a.channels == 0 || a.width == 0; }
+
+}  // namespace
+
+void scaled_linear_out(const Tensor& out, const Tensor& values, const Tensor& scales, const Tensor& weight,
+                       const Tensor& weight_scales, const OptionalTensor& bias, const OptionalTensor& addend,
+                       bool use_fast_accum) {
+  LinearArgs a = linear_args(values, scales, weight, weight_scales, bias, addend, use_fast_accum);
+  a.out = mutable_arg("out", out);
+  check_given_output(a);
+  Launch launch(a.values);
+  if (!is_empty(a) && by_cublaslt(a, a.out.data, launch.context())) return;
+  Tensor target = out;
+  torch::stable::copy_(target, by_torch(values, scales, weight, weight_scales, bias, addend, a));
+}
+
+Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
+                     const OptionalTensor& bias, const OptionalTensor& addend, bool use_fast_accum) {
+  LinearArgs a = linear_args(values, scales, weight, weight_scales, bias, addend, use_fast_accum);
   Arg like = a.values;
   like.dtype = aoti_torch_dtype_bfloat16();
   Tensor out = empty_rows(like, a.channels);
+  a.out_step = a.channels;
   Launch launch(a.values);
-  const bool empty = a.rows == 0 || a.channels == 0 || a.width == 0;
-  if (!empty && by_cublaslt(a, out.mutable_data_ptr(), launch.context())) return out;
-  return by_torch(values, scales, weight, weight_scales, bias, a, arg("out", out));
+  if (!is_empty(a) && by_cublaslt(a, out.mutable_data_ptr(), launch.context())) return out;
+  return by_torch(values, scales, weight, weight_scales, bias, addend, a);
 }
 
 }  // namespace ltx::host

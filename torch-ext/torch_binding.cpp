@@ -105,9 +105,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("gelu_quant(Tensor input, Tensor? bias, Tensor? static_scale, int activation) -> (Tensor, Tensor)");
 
   // Compiled for CUDA alone.
-  ops.def(
-      "scaled_linear(Tensor values, Tensor scales, Tensor weight, Tensor weight_scales, Tensor? bias, "
-      "bool use_fast_accum) -> Tensor");
+#define LTX_SCALED_LINEAR_ARGS                                                                        \
+  "Tensor values, Tensor scales, Tensor weight, Tensor weight_scales, Tensor? bias, Tensor? addend, " \
+  "bool use_fast_accum"
+  ops.def("scaled_linear(" LTX_SCALED_LINEAR_ARGS ") -> Tensor");
+  ops.def("scaled_linear_out(Tensor(a!) out, " LTX_SCALED_LINEAR_ARGS ") -> ()");
 
 #define LTX_ROPE_ARGS \
   "Tensor query, Tensor key, Tensor? positions, SymInt[] grid, int[] rope_dims, float[] theta_base, bool interleaved"
@@ -200,7 +202,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));
   ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
 #ifdef CUDA_KERNEL
-  ops.impl("scaled_linear", TORCH_BOX(&ltx::host::scaled_linear));
+  LTX_IMPL(scaled_linear);
   LTX_IMPL(attention);
   LTX_IMPL(attention_lse);
 #endif

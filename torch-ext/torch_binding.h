@@ -112,8 +112,11 @@ std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& 
                                      int64_t activation, bool gate_first);
 std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias,
                                       const OptionalTensor& static_scale, int64_t activation);
+void scaled_linear_out(const Tensor& out, const Tensor& values, const Tensor& scales, const Tensor& weight,
+                       const Tensor& weight_scales, const OptionalTensor& bias, const OptionalTensor& addend,
+                       bool use_fast_accum);
 Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
-                     const OptionalTensor& bias, bool use_fast_accum);
+                     const OptionalTensor& bias, const OptionalTensor& addend, bool use_fast_accum);
 Tensor channel_norm(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& noise,
                     const OptionalTensor& noise_scale, const OptionalTensor& residual, const OptionalTensor& weight,
                     const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& scale_table,

@@ -567,7 +567,25 @@ def check_product_options(out_dtype: torch.dtype, use_fast_accum: object) -> Non
             _fail("out_dtype", "bfloat16, float16 or float32", _dtype_text(out_dtype))
 
 
-def check_product(values: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> None:
+def check_sum(values: Tensor, weight: Tensor, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """Operands and outputs of the result's shape and dtype."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            if tensor.dtype != dtype:
+                _fail(name, "dtype " + _dtype_text(dtype), _dtype_text(tensor.dtype))
+            _shape(name, tensor, (*values.shape[:-1], weight.shape[0]))
+            _same_device(name, tensor, "values", values)
+
+
+def check_product(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
     """What the op asks: more than ``check_scaled_linear``."""
     check_scaled_linear(values, scales, weight, weight_scales, bias)
     if bias is not None and bias.dtype != torch.bfloat16:
@@ -575,6 +593,7 @@ def check_product(values: Tensor, scales: Tensor, weight: Tensor, weight_scales:
     for name, tensor in (("values", values), ("scales", scales), ("weight_scales", weight_scales), ("bias", bias)):
         if tensor is not None and not tensor.is_contiguous():
             _fail(name, "a contiguous tensor", f"strides {_shape_text(tensor.stride())}")
+    check_sum(values, weight, torch.bfloat16, addend=addend, out=out)
 
 
 # ---- rope.cpp

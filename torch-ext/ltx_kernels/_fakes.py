@@ -118,7 +118,7 @@ def _gelu_quant(outs: Outs, compute: bool, **arguments: Any) -> Results:
 
 
 def _scaled_linear(outs: Outs, compute: bool, *, use_fast_accum: bool, **arguments: Any) -> Results:
-    _checks.check_product(**arguments)
+    _checks.check_product(**arguments, **outs)
     if compute:
         return (reference.product(**arguments),)
     values, weight = arguments["values"], arguments["weight"]

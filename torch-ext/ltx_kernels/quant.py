@@ -29,6 +29,7 @@ from ._checks import (
     SILU,
     check_product_options,
     check_scaled_linear,
+    check_sum,
     check_types,
     check_weight,
     checks_types,
@@ -47,6 +48,7 @@ _residual_norm_pair_quant = op("residual_norm_pair_quant", gradient=False)
 _glu_quant = op("glu_quant", gradient=False)
 _gelu_quant = op("gelu_quant", gradient=False)
 _scaled_linear = ops.scaled_linear.default
+_scaled_linear_out = ops.scaled_linear_out.default
 
 Quantised = tuple[Tensor, Tensor]
 QuantisedAndResidual = tuple[Tensor, Tensor, Tensor]
@@ -880,8 +882,10 @@ def scaled_linear(
     weight_scales: Tensor,
     bias: Tensor | None = None,
     *,
+    addend: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A linear layer of quantised rows and a quantised weight, on the fp8 tensor cores.
 
@@ -889,10 +893,14 @@ def scaled_linear(
 
         x = values.float() * scales
         w = weight.float() * weight_scales[:, None]
-        torch.nn.functional.linear(x, w, bias.float()).to(out_dtype)
+        (torch.nn.functional.linear(x, w, bias.float()) + addend.float()).to(out_dtype)
 
-    On a GPU this is torch._scaled_mm; on Hopper, with CUDA 12.9 or newer and for bfloat16, the same call of cuBLASLt
-    without the workspace that it would clear before each product. On a CPU it is computed as written, for tests.
+    A layer on inputs side by side, each with scales of its own, is a product for each, with the sum of those before as
+    the addend of the next.
+
+    On a GPU this is torch._scaled_mm, which rounds the product before the addend; on Hopper, with CUDA 12.9 or newer
+    and for bfloat16, the same call of cuBLASLt without the workspace that it would clear before each product. On a CPU
+    it is computed as written, for tests.
 
     Args:
         values: [..., in], float8_e4m3fn.
@@ -900,11 +908,13 @@ def scaled_linear(
         weight: [out, in], float8_e4m3fn, contiguous; in and out are multiples of 16.
         weight_scales: [out], float32, one per output channel: as ``quantize_weight`` returns them.
         bias: [out], any float dtype, taken in ``out_dtype``; None adds nothing.
+        addend: [..., out], in ``out_dtype``; None adds nothing.
         out_dtype: bfloat16, or what torch._scaled_mm offers beside it on the GPU at hand.
         use_fast_accum: On Hopper, whether partial sums stay in the tensor cores' own precision, which is faster.
+        out: Where to write, [..., out], in ``out_dtype``; any strides; may be the addend itself.
 
     Returns:
-        [..., out], contiguous, in ``out_dtype``.
+        [..., out], contiguous, in ``out_dtype``; ``out`` where given.
 
     Raises:
         RuntimeError: A shape or dtype does not fit, or the GPU is older than compute capability 8.9 (Ada, Hopper,
@@ -915,19 +925,40 @@ def scaled_linear(
         check_product_options(out_dtype, use_fast_accum)
         if out_dtype != torch.bfloat16 or not has_own_product(values.device):  # or the op checks
             check_scaled_linear(values, scales, weight, weight_scales, bias)
+            check_sum(values, weight, out_dtype, addend=addend, out=out)
             # Under torch.compile the device is looked at while tracing.
             obstacle = (fp8_obstacle if torch.compiler.is_compiling() else _known_obstacle)(values.device)
             if obstacle is not None:
                 raise RuntimeError(
                     f"values: expected a GPU of compute capability 8.9 or newer for fp8 matrix products, got {obstacle}"
                 )
-        no_gradient(bias)
+        no_gradient(bias, addend, out)
         values, scales, weight_scales = values.contiguous(), scales.contiguous(), weight_scales.contiguous()
         bias = None if bias is None else bias.contiguous()
-        return multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum)
+        if addend is not None and not _has_whole_rows(addend):
+            addend = addend.contiguous()
+        into = out if out is not None and _has_whole_rows(out) else None
+        result = multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum, addend, into)
+        return result if out is None or into is not None else out.copy_(result)
     except (AttributeError, TypeError):
-        check_types(scaled_linear, values, scales, weight, weight_scales, bias)
+        check_types(scaled_linear, values, scales, weight, weight_scales, bias, addend=addend, out=out)
         raise
+
+
+def _has_whole_rows(tensor: Tensor) -> bool:
+    """Whether cuBLASLt can address it: one step from row to row, and rows at multiples of 16 bytes."""
+    if tensor.is_contiguous():
+        return tensor.storage_offset() % 8 == 0
+    step = 0
+    for dim in range(tensor.dim() - 2, -1, -1):
+        if tensor.shape[dim] == 1:
+            continue
+        if step and tensor.stride(dim) != step:
+            return False
+        if not step and (tensor.stride(dim) % 8 or tensor.stride(dim) < tensor.shape[-1]):
+            return False
+        step = tensor.stride(dim) * tensor.shape[dim]
+    return (tensor.stride(-1) == 1 or tensor.shape[-1] == 1) and tensor.storage_offset() % 8 == 0
 
 
 def multiply(
@@ -938,17 +969,23 @@ def multiply(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = True,
+    addend: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``scaled_linear`` of contiguous arguments that are known to fit: the checks take longer than launching it."""
     if bias is not None and bias.dtype != out_dtype:
         bias = bias.to(out_dtype)
     if values.is_cpu:
-        return reference.product(values, scales, weight, weight_scales, bias, out_dtype)
+        result = reference.product(values, scales, weight, weight_scales, bias, addend, out_dtype)
+        return result if out is None else out.copy_(result)
     trained = torch.is_grad_enabled() and requires_grad(bias)  # torch._scaled_mm has an error for it
     if out_dtype == torch.bfloat16 and has_own_product(values.device) and not trained:
-        return _scaled_linear(values, scales, weight, weight_scales, bias, use_fast_accum)
+        if out is None:
+            return _scaled_linear(values, scales, weight, weight_scales, bias, addend, use_fast_accum)
+        _scaled_linear_out(out, values, scales, weight, weight_scales, bias, addend, use_fast_accum)
+        return out
     channels, width = weight.shape
-    out = torch._scaled_mm(
+    result = torch._scaled_mm(
         values.reshape(-1, width),
         weight.t(),
         scale_a=scales.reshape(-1, 1),
@@ -956,5 +993,7 @@ def multiply(
         bias=bias,
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
-    )
-    return out.view(*values.shape[:-1], channels)
+    ).view(*values.shape[:-1], channels)
+    if addend is not None:
+        result = result + addend
+    return result if out is None else out.copy_(result)

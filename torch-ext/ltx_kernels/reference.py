@@ -1237,11 +1237,15 @@ def product(
     weight: Tensor,
     weight_scales: Tensor,
     bias: Tensor | None,
+    addend: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """``scaled_linear`` without its checks."""
     out = values.float() @ weight.float().t() * scales * weight_scales
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+    for term in (bias, addend):
+        if term is not None:
+            out = out + term.float()
+    return out.to(out_dtype)
 
 
 # ---- Rotary
