@@ -33,6 +33,8 @@ enum PreferenceAttribute {  // CUBLASLT_MATMUL_PREF_...
   kMaxWorkspaceBytes = 1,
   kMinAlignmentABytes = 5,
   kMinAlignmentBBytes = 6,
+  kMinAlignmentCBytes = 7,
+  kMinAlignmentDBytes = 8,
 };
 
 using Handle = struct HandleOpaque*;

@@ -13,6 +13,7 @@
 #ifdef CUDA_KERNEL
 
 #include <functional>
+#include <initializer_list>
 #include <mutex>
 #include <unordered_map>
 
@@ -26,7 +27,7 @@ namespace {
 
 struct LinearArgs {
   Arg values, scales, weight, weight_scales, bias, addend, out;
-  bool use_fast_accum = true, fresh_output = false;
+  bool use_fast_accum = true;
   int64_t width = 0, channels = 0, rows = 0;
   int64_t out_step = 0, addend_step = 0;  // from row to row
 };
@@ -120,7 +121,9 @@ void check_given_output(LinearArgs& a) {
     fail(a.out.name, "memory of its own for every element", "strides " + shape_text(a.out.stride, a.out.dim));
   }
   check_overlap(a.out, a.addend, true);
-  check_overlap(a.out, a.bias, false);
+  for (const Arg* other : {&a.values, &a.scales, &a.weight, &a.weight_scales, &a.bias}) {
+    check_overlap(a.out, *other, false);
+  }
 }
 
 // ---- cuBLASLt
@@ -130,13 +133,14 @@ using namespace cublaslt;
 // What an algorithm was chosen for.
 struct Kind {
   int64_t rows, width, channels;
-  uint32_t alignment;  // of the operands, in bytes; 256 and more are one
+  uint32_t alignment, sum_alignment;  // of the factors, of addend and output, in bytes; 256 and more are one
   bool bias, use_fast_accum;
   int64_t out_step, addend_step;  // addend_step: 0 without an addend
 
   bool operator==(const Kind& o) const {
-    return rows == o.rows && width == o.width && channels == o.channels && alignment == o.alignment && bias == o.bias &&
-           use_fast_accum == o.use_fast_accum && out_step == o.out_step && addend_step == o.addend_step;
+    return rows == o.rows && width == o.width && channels == o.channels && alignment == o.alignment &&
+           sum_alignment == o.sum_alignment && bias == o.bias && use_fast_accum == o.use_fast_accum &&
+           out_step == o.out_step && addend_step == o.addend_step;
   }
 };
 
@@ -144,7 +148,7 @@ struct Hash {
   size_t operator()(const Kind& k) const {
     size_t hash = 0;
     for (const uint64_t part :
-         {uint64_t(k.rows), uint64_t(k.width), uint64_t(k.channels), uint64_t(k.alignment),
+         {uint64_t(k.rows), uint64_t(k.width), uint64_t(k.channels), uint64_t(k.alignment), uint64_t(k.sum_alignment),
           uint64_t(k.bias * 2 + k.use_fast_accum), uint64_t(k.out_step), uint64_t(k.addend_step)}) {
       hash = hash * 0x9e3779b97f4a7c15u + std::hash<uint64_t>()(part);
     }
@@ -152,11 +156,21 @@ struct Hash {
   }
 };
 
-Kind kind_of(const LinearArgs& a) {
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(a.values.data) | reinterpret_cast<uintptr_t>(a.weight.data) |
-                              reinterpret_cast<uintptr_t>(a.bias.data) | 256;
-  return {a.rows,       a.width,          a.channels, static_cast<uint32_t>(addresses & -addresses),
-          bool(a.bias), a.use_fast_accum, a.out_step, a.addend_step};
+uint32_t common_alignment(std::initializer_list<const void*> pointers) {
+  uintptr_t addresses = 256;
+  for (const void* pointer : pointers) addresses |= reinterpret_cast<uintptr_t>(pointer);
+  return static_cast<uint32_t>(addresses & -addresses);
+}
+
+Kind kind_of(const LinearArgs& a, const void* out) {
+  Kind kind = {a.rows, a.width, a.channels};
+  kind.alignment = common_alignment({a.values.data, a.weight.data, a.bias.data});
+  kind.sum_alignment = common_alignment({out, a.addend.data});
+  kind.bias = bool(a.bias);
+  kind.use_fast_accum = a.use_fast_accum;
+  kind.out_step = a.out_step;
+  kind.addend_step = a.addend_step;
+  return kind;
 }
 
 // The descriptors of one kind of product, and its algorithm. To cuBLASLt matrices are column by column: the product is
@@ -173,7 +187,7 @@ class Plan {
               api.MatrixLayoutCreate(&out_, kBFloat16, a.channels, a.rows, a.out_step) == kSuccess &&
               api.MatrixLayoutCreate(&addend_, kBFloat16, a.channels, a.rows, a.addend ? a.addend_step : a.out_step) ==
                   kSuccess &&
-              choose(handle, kind.alignment);
+              choose(handle, kind);
   }
   Plan(const Plan&) = delete;
   ~Plan() {
@@ -205,7 +219,7 @@ class Plan {
   }
 
   // The first that the heuristic names for no workspace at all.
-  bool choose(Handle handle, uint32_t alignment) {
+  bool choose(Handle handle, const Kind& kind) {
     Preference preference = nullptr;
     if (api_.MatmulPreferenceCreate(&preference) != kSuccess) return false;
     const uint64_t workspace_bytes = 0;
@@ -214,8 +228,10 @@ class Plan {
     const auto prefer = [&](PreferenceAttribute attribute, const auto& value) {
       return api_.MatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)) == kSuccess;
     };
-    const bool chosen = prefer(kMaxWorkspaceBytes, workspace_bytes) && prefer(kMinAlignmentABytes, alignment) &&
-                        prefer(kMinAlignmentBBytes, alignment) &&
+    const bool chosen = prefer(kMaxWorkspaceBytes, workspace_bytes) && prefer(kMinAlignmentABytes, kind.alignment) &&
+                        prefer(kMinAlignmentBBytes, kind.alignment) &&
+                        prefer(kMinAlignmentCBytes, kind.sum_alignment) &&
+                        prefer(kMinAlignmentDBytes, kind.sum_alignment) &&
                         api_.MatmulAlgoGetHeuristic(handle, desc_, weight_, values_, addend_, out_, preference, 1,
                                                     &heuristic, &found) == kSuccess;
     api_.MatmulPreferenceDestroy(preference);
@@ -237,7 +253,7 @@ class Plans {
   bool run(const Api& api, const LinearArgs& a, void* out, void* stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!handle_ && api.Create(&handle_) != kSuccess) return false;
-    const Kind kind = kind_of(a);
+    const Kind kind = kind_of(a, out);
     auto plan = plans_.find(kind);
     if (plan == plans_.end()) {
       if (plans_.size() == kMost) plans_.clear();  // rows of ever new numbers
