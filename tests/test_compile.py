@@ -9,12 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from helpers import assert_same_bits
-<<<<<<< HEAD
 from helpers.registry import CALLED_EVERYWHERE, WITH_OUT, op_samples
-=======
-from helpers.registry import WITH_OUT, op_samples
-from test_quant import OPS as CHECKED_THERE
->>>>>>> 365e5ac (scaled_linear adds an operand and writes where it is told)
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -54,31 +49,20 @@ class Inputs:
         return self(BATCH, TOKENS, 3 * HIDDEN)[..., HIDDEN : 2 * HIDDEN].unflatten(-1, (HEADS, WIDTH))
 
 
-OPCHECKED = [name for name in WITH_OUT if name not in CHECKED_THERE]
-
-
 @pytest.fixture(scope="module")
 def samples(ltx: Any, device: str) -> dict[torch.dtype, dict[str, list[tuple[Any, ...]]]]:
     return {dtype: op_samples(ltx, device, dtype) for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-<<<<<<< HEAD
 @pytest.mark.parametrize("name", CALLED_EVERYWHERE)
-=======
-@pytest.mark.parametrize("name", OPCHECKED)
->>>>>>> 365e5ac (scaled_linear adds an operand and writes where it is told)
 def test_opcheck(ltx: Any, samples: Any, name: str, dtype: torch.dtype) -> None:
     assert len(samples[dtype][name]) > 1
     for arguments in samples[dtype][name]:
         torch.library.opcheck(getattr(ltx._ops.ops, name).default, arguments)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("name", CALLED_EVERYWHERE)
-=======
-@pytest.mark.parametrize("name", OPCHECKED)
->>>>>>> 365e5ac (scaled_linear adds an operand and writes where it is told)
 def test_opcheck_out(ltx: Any, samples: Any, name: str) -> None:
     for arguments in samples[torch.bfloat16][name]:
         results = getattr(ltx._ops.ops, name)(*arguments)
