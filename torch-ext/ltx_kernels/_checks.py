@@ -70,6 +70,8 @@ def eps_pair(eps: float | Sequence[float | None] | None, none: float) -> tuple[f
 def norm_rounding(rounding: str, cast_before_weight: bool) -> int:
     """The code of a norm's rounding, where a model's norm may multiply with its weight before or after it rounds."""
     mode = choice("rounding", ROUNDING, rounding)
+    if cast_before_weight not in (True, False):
+        check_type("cast_before_weight", "bool", cast_before_weight)
     return mode if cast_before_weight or mode == FP32 else EAGER_WEIGHT
 
 
