@@ -25,7 +25,6 @@ LEFT: dict[str, str] = {
             "CosmosTransformer3DModel",
             "EasyAnimateTransformer3DModel",
             "ErnieImageTransformer2DModel",
-            "Flux2Transformer2DModel",
             "Flux3Transformer2DModel",
             "GlmImageTransformer2DModel",
             "HeliosTransformer3DModel",

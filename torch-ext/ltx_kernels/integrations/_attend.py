@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from .._variant import constant_when_compiled
 from ..attention import attention, qk_norm_cross_attention, runs_kernel
-from ..glu import gate_heads
+from ..glu import gate_heads, swiglu
 from ..norm import rmsnorm
 from ..rope import apply_rotary, qk_norm_rope
+from ._decoder import ACTIVATIONS, SILU
 from ._guards import (
     ATTRIBUTE,
     children,
@@ -42,6 +43,8 @@ from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
 SHARED = ("diffusers.models.attention_processor.Attention",)
 # Children that fuse_qkv_projections adds.
 FUSED = ("to_qkv", "to_kv", "to_added_qkv", "to_added_kv")
+# The arguments that every description means by them.
+INPUTS = ("hidden_states", "encoder_hidden_states", "attention_mask")
 DROPOUT = "torch.nn.modules.dropout.Dropout"
 
 # Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
@@ -130,6 +133,8 @@ class Attention:
         first stream alone.
     image: Names of the projections and the norm of a second set of keys and values, of an image, which the same queries
         attend to by themselves; the context begins with its tokens and ends with `text` others. Modules may lack them.
+    mlp: The SwiGLU module of an MLP beside the attention. Then `projections` names one layer, whose output holds query,
+        key, value, gate and linear part, and `output` names one layer, which reads heads and MLP side by side.
     ignored: Arguments that the stock processor takes and does not read.
     mask: The form of the mask; None: a call with a mask runs stock.
     tables: Turns the rope argument into (cos, sin) for the ops. For a joint attention that rotates both streams they
@@ -154,7 +159,7 @@ class Attention:
     norm: str | None = TORCH_RMSNORM
     across_heads: bool = False
     layout: str = "interleaved"
-    projections: tuple[str, str, str] = ("to_q", "to_k", "to_v")
+    projections: tuple[str, ...] = ("to_q", "to_k", "to_v")
     norms: tuple[str, str] = ("norm_q", "norm_k")
     output: str = "to_out"
     added: tuple[str, ...] = ()
@@ -165,6 +170,7 @@ class Attention:
     rotates_text: bool = True
     image: tuple[str, ...] = ()
     text: int = 0
+    mlp: str = ""
     ignored: tuple[str, ...] = ()
     optional_children: tuple[str, ...] = ()
     mask: KeyBias | ScoresMask | None = None
@@ -184,7 +190,7 @@ class Attention:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         q, *kv = self.projections
         groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
-        groups += [self.added, self.image[:2], (f"{self.output}.0",), (self.added_output,)]
+        groups += [self.added, self.image[:2], (self.output if self.mlp else f"{self.output}.0",), (self.added_output,)]
         return [
             tuple(f"{prefix}.{name}" for name in group)
             for group in groups
@@ -205,17 +211,11 @@ class Attention:
     def entry(self) -> Entry:
         """What `optimize` installs."""
 
-        def forward(
-            module: nn.Module,
-            hidden_states: Input,
-            encoder_hidden_states: Tensor | None = None,
-            attention_mask: Tensor | None = None,
-            *arguments: Any,
-            **options: Any,
-        ) -> Any:
+        def forward(module: nn.Module, *arguments: Any, **options: Any) -> Any:
             if arguments:
-                options = {**dict(zip(self.parameters[3:], arguments)), **options}
-            return _forward(self, module, hidden_states, encoder_hidden_states, attention_mask, options)
+                options = {**dict(zip(self.parameters, arguments)), **options}
+            input, context, mask = (options.pop(name, None) for name in INPUTS)
+            return _forward(self, module, input, context, mask, options)
 
         shared = {name: f"{name} + {self.processor}" for name in self.classes if name in SHARED}
         return Entry(
@@ -227,7 +227,7 @@ class Attention:
             frozenset(
                 (
                     *(self.output, *self.norms, *self.added, *self.added_norms, self.added_output),
-                    *(*self.image, self.gate, *self.optional_children, *FUSED),
+                    *(*self.image, self.gate, self.mlp, *self.optional_children, *FUSED),
                 )
             ),
             why_not=functools.partial(_why_not_module, self),
@@ -241,10 +241,13 @@ class Attention:
     def _ops(self) -> tuple[str, ...]:
         apart = ("apply_rotary",) if self.rope and self.norm not in ROUND_ONCE else ()
         gate = ("gate_heads",) if self.gate else ()
-        return ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm", *apart, *gate)
+        mlp = ("swiglu",) if self.mlp else ()
+        return ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm", *apart, *gate, *mlp)
 
     def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
         """Groups of linear layers whose weights should lie side by side."""
+        if self.mlp:
+            return ()
         to_q, to_k, _ = (cast(nn.Linear, module._modules[name]) for name in self.projections)
         # A cross-attention finds the last two adjacent as well.
         main = self.projections if _in_features(to_q) == _in_features(to_k) else self.projections[1:]
@@ -257,7 +260,13 @@ def _why_not_module(spec: Attention, module: nn.Module) -> str:
     attention_module = cast(AttentionModule, module)
     if class_of(attention_module.processor) not in (spec.processor, *spec.other_processors):
         return f"its processor is {class_of(attention_module.processor)}"
-    return _why_not_norms(spec, module)
+    return _why_not_norms(spec, module) or _why_not_mlp(spec, module)
+
+
+def _why_not_mlp(spec: Attention, module: nn.Module) -> str:
+    activation = module._modules.get(spec.mlp) if spec.mlp else None
+    fits = not spec.mlp or ACTIVATIONS.get(class_of(activation)) == SILU
+    return "" if fits else f"{spec.mlp} is {class_of(activation)}"
 
 
 def _norm_pairs(spec: Attention, module: nn.Module) -> list[tuple[str, str]]:
@@ -322,13 +331,20 @@ class _Plan:
         self.reason = _why_not_plan(spec, module, input)
         if self.reason:
             return
+        self._read_norms(spec, module)
+        self.added = self.added_out = self.gate = self.image = self.out = self.dropout = None
+        self.layout = spec.layout if spec.layout_of is None else spec.layout_of(module)
+        if spec.mlp:
+            self.all, self.out = (
+                Linears((cast(nn.Linear, module._modules[name]),), input) for name in (*spec.projections, spec.output)
+            )
+            self.query = self.context = self.all
+            return
         pack = rounding == "fp32"
         q, k, v = (cast(nn.Linear, module._modules[name]) for name in spec.projections)
         self.all = Linears((q, k, v), input, pack and _in_features(q) == _in_features(k))
         self.query = Linears((q,), input)
         self.context = Linears((k, v), input, pack)
-        self.added = self.added_out = self.gate = self.image = self.out = None
-        self.layout = spec.layout if spec.layout_of is None else spec.layout_of(module)
         if spec.gate and module._modules.get(spec.gate) is not None:
             self.gate = Linears((cast(nn.Linear, module._modules[spec.gate]),), input)
         if spec.added and module._modules.get(spec.added[0]) is not None:
@@ -337,13 +353,14 @@ class _Plan:
             self.added_out = Linears((cast(nn.Linear, module._modules[spec.added_output]),), input)
         if spec.image and module._modules.get(spec.image[0]) is not None:
             self.image = Linears([cast(nn.Linear, module._modules[name]) for name in spec.image[:2]], input, pack)
-        self.dropout: nn.Module | None = None
         out = module._modules.get(spec.output) if spec.output else None
         if out is not None:
             projection, dropout = children(out, "0", "1")
             self.out = Linears((projection,), input)
             if class_of(dropout) != DROPOUT or dropout.training or hooked(dropout):
                 self.dropout = dropout
+
+    def _read_norms(self, spec: Attention, module: nn.Module) -> None:
         self.weights: list[Tensor | None] = []
         self.biases: list[Tensor | None] = []
         self.eps: list[float | None] = []
@@ -369,6 +386,11 @@ def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
                 return f"{name} has a hook"
             reason = reason or why_not_norm_weight(norm, input)  # type: ignore[arg-type]
             reason = f"{name}: {reason}" if reason else ""
+    if spec.mlp and not reason:
+        activation = cast(nn.Module, module._modules[spec.mlp])
+        reason = _why_not_mlp(spec, module) or (
+            f"{spec.mlp} has a hook" if any(map(hooked, activation.modules())) else ""
+        )
     return reason
 
 
@@ -431,7 +453,8 @@ def _forward(
             for name, table in zip((spec.rope, spec.key_rope), tables)
             if table is not None
         }
-        return stock_forward(module, reason, tensor, context, mask, **named, **options)
+        inputs = {name: value for name, value in zip(INPUTS, (tensor, context, mask)) if name in spec.parameters}
+        return stock_forward(module, reason, **inputs, **named, **options)
     if context is not None and (plan.added is not None or spec.shared):
         return _joint(spec, site, module, plan, input, context, mask, rope)
     return _single(spec, site, module, plan, input, context, mask, rope)
@@ -560,7 +583,13 @@ def _single(
         length = context.shape[1] - spec.text
         image = _project(site, plan.image, context[:, :length], heads)
         context = context[:, length:]
-    if context is None:
+    gate_up: Tensor | None = None
+    if spec.mlp:
+        (outputs,) = plan.all(input)
+        qkv, gate_up = outputs.split([3 * module.inner_dim, outputs.shape[-1] - 3 * module.inner_dim], -1)
+        query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
+        fresh = plan.all.direct or plan.all.fp8
+    elif context is None:
         query, key, value = _project(site, plan.all, input, heads)
         fresh = plan.all.packed
     else:
@@ -580,7 +609,23 @@ def _single(
         key = _norm_then_rotate(spec, site, plan, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
         output = output + _scores(spec, site, module, query, key, image[1], None, True)[0]
     _count(spec, site, plan, tables is not None, own)
+    if gate_up is not None:
+        return _output_with_mlp(site, plan, output.flatten(2), gate_up)
     return _output(plan, _gated(spec, site, plan, input, output))
+
+
+def _output_with_mlp(site: Site, plan: _Plan, heads: Tensor, gate_up: Tensor) -> Tensor:
+    """The output layer on heads and MLP side by side, from gate and linear part of the MLP."""
+    assert plan.out is not None
+    if _in_place():
+        width = heads.shape[-1]
+        both = heads.new_empty(*heads.shape[:-1], width + gate_up.shape[-1] // 2)
+        both[..., :width].copy_(heads)
+        swiglu(gate_up, rounding=site.rounding, out=both[..., width:])
+    else:
+        both = torch.cat((heads, swiglu(gate_up, rounding=site.rounding)), -1)
+    (output,) = plan.out(both)
+    return output
 
 
 def _gated(spec: Attention, site: Site, plan: _Plan, input: Input, output: Tensor) -> Tensor:
@@ -721,7 +766,8 @@ def _is_native(backends: Any) -> bool:
 
 
 def _count(spec: Attention, site: Site, plan: _Plan, rotated: bool, own: bool) -> None:
-    site.count_call(*_ops_before(spec, site, plan, rotated), *(("attention",) if own else ()))
+    mlp = ("swiglu",) if spec.mlp else ()
+    site.count_call(*_ops_before(spec, site, plan, rotated), *(("attention",) if own else ()), *mlp)
 
 
 def _scores(

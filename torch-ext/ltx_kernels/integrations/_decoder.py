@@ -33,11 +33,12 @@ from ._norms import form_of
 from ._rotary import Tables
 from ._sites import Entry, Site, site_of, stock_forward
 
-# What the activation modules of transformers compute, by the name of their class.
+# What activation modules compute, by the name of their class; FLUX.2's multiplies by the linear part as well.
 SILU, TANH, ERF = "silu", "tanh", "none"
 ACTIVATIONS = {
     "torch.nn.modules.activation.SiLU": SILU,
     "transformers.activations.SiLUActivation": SILU,
+    "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU": SILU,
     "transformers.activations.GELUTanh": TANH,
     "transformers.activations.NewGELUActivation": TANH,
     "transformers.activations.FastGELUActivation": TANH,
@@ -263,7 +264,7 @@ class GatedMLP:
     classes: Names of the classes, with their modules.
     parameter: The name of the stock forward's input.
     projections: Names of the layers for gate and up; one name where a layer holds both, gate first.
-    activation: The name of the activation module.
+    activation: The name of the activation module; empty where the forward itself computes SiLU.
     down: The name of the last layer.
     dropout: The name of a dropout before it; empty where there is none.
     """
@@ -300,12 +301,14 @@ class GatedMLP:
             forward,
             ("swiglu", "geglu"),
             (self.parameter,),
-            frozenset((*self.projections, self.down, self.activation, *filter(None, (self.dropout,)))),
+            frozenset(filter(None, (*self.projections, self.down, self.activation, self.dropout))),
             why_not=self._why_not_activation,
             packs=lambda module: (self.projections,) if len(self.projections) > 1 else (),
         )
 
     def _why_not_activation(self, module: nn.Module) -> str:
+        if not self.activation:
+            return ""
         activation = submodule(module, self.activation)
         return "" if class_of(activation) in ACTIVATIONS else f"{self.activation} is {class_of(activation)}"
 
@@ -317,10 +320,10 @@ class _MLPPlan:
 
     def __init__(self, spec: GatedMLP, module: nn.Module, input: Tensor) -> None:
         modules = module._modules
-        activation = cast(nn.Module, modules[spec.activation])
-        self.activation = ACTIVATIONS.get(class_of(activation), "")
+        activation = modules[spec.activation] if spec.activation else None
+        self.activation = SILU if activation is None else ACTIVATIONS.get(class_of(activation), "")
         self.reason = spec._why_not_activation(module)
-        if not self.reason and hooked(activation):
+        if not self.reason and activation is not None and any(map(hooked, activation.modules())):
             self.reason = f"{spec.activation} has a hook"
         dropout = modules.get(spec.dropout)
         if dropout is not None and (dropout.training or hooked(dropout)):
@@ -328,7 +331,7 @@ class _MLPPlan:
         pack = site_of(module).rounding == "fp32"
         self.up = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, pack)
         down = cast(nn.Linear, modules[spec.down])
-        if getattr(down.weight, "dtype", input.dtype) == torch.float32 != input.dtype:
+        if getattr(getattr(down, "weight", None), "dtype", input.dtype) == torch.float32 != input.dtype:
             self.reason = f"{spec.down} is in float32"  # T5 keeps it so, and casts before it
         self.down = Linears((down,), input)
 
