@@ -56,7 +56,6 @@ LEFT: dict[str, str] = {
             "StableAudioDiTModel",
             "T5FilmDecoder",
             "WanAnimate2Transformer3DModel",
-            "ZImageTransformer2DModel",
         ),
         NOT_YET,
     ),

@@ -105,6 +105,17 @@ class ScoresMask:
         return mask[:, 0, 0] if mask.dim() == 4 and mask.shape[1:3] == (1, 1) else None
 
 
+@dataclass(frozen=True)
+class KeyMask(ScoresMask):
+    """A mask [B, S] that says which keys are seen, or a mask of scores."""
+
+    def for_scores(self, mask: Tensor) -> Tensor:
+        return mask[:, None, None, :] if mask.dim() == 2 else mask
+
+    def of_keys(self, mask: Tensor) -> Tensor | None:
+        return super().of_keys(self.for_scores(mask))
+
+
 def _same_tables(module: AttentionModule, rope: Any) -> Any:
     return rope
 

@@ -1,0 +1,91 @@
+"""Z-Image: one stream, a norm before and after each of attention and SwiGLU MLP, modulation by scale and tanh gate.
+
+The refiner of the caption has no modulation. In the omni mode each token takes one of two modulations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._attend import Attention, KeyMask
+from .._block import Block
+from .._decoder import GatedMLP
+from .._guards import children
+from .._rotary import Tables, kept
+from .._sites import site_of
+from .._stream import RMSNORM, Mod, Stream, modulation
+
+Z_IMAGE = "diffusers.models.transformers.transformer_z_image."
+
+
+def _tables(attention: Any, rope: Tensor) -> Tables:
+    """[B, S, D / 2] each, of the stock complex numbers."""
+    key = "complex", id(rope), rope._version
+    return kept(site_of(attention), key, rope, lambda: (rope.real.contiguous(), rope.imag.contiguous()))
+
+
+ATTENTION = Attention(
+    classes=("diffusers.models.attention_processor.Attention",),
+    processor=Z_IMAGE + "ZSingleStreamAttnProcessor",
+    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
+    rope="freqs_cis",
+    norm=RMSNORM,
+    mask=KeyMask(),
+    tables=_tables,
+)
+MLP = GatedMLP((Z_IMAGE + "FeedForward",), projections=("w1", "w3"), activation="", down="w2")
+
+
+def _modulation(
+    block: Any, temb: Tensor | None, noise_mask: Tensor | None, noisy: Tensor | None, clean: Tensor | None
+) -> list[Mod | None]:
+    """Scale and gate of the attention, scale and gate of the MLP."""
+    if not block.modulation:
+        return [None] * 4
+    linear = block.adaLN_modulation
+    if noise_mask is None:
+        values = linear(temb)
+    else:
+        values = torch.where(noise_mask.unsqueeze(-1) == 1, linear(noisy).unsqueeze(1), linear(clean).unsqueeze(1))
+    scale1, gate1, scale2, gate2 = modulation(values, 4)
+    return [scale1, Mod(gate1.value.tanh()), scale2, Mod(gate2.value.tanh())]
+
+
+def block_forward(
+    self: Any,
+    x: Tensor,
+    attn_mask: Tensor | None,
+    freqs_cis: Tensor,
+    adaln_input: Tensor | None = None,
+    noise_mask: Tensor | None = None,
+    adaln_noisy: Tensor | None = None,
+    adaln_clean: Tensor | None = None,
+) -> Tensor:
+    attention, feed_forward = children(self, "attention", "feed_forward")
+    norm1, norm2, ffn_norm1, ffn_norm2 = children(self, "attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
+    scale1, gate1, scale2, gate2 = _modulation(self, adaln_input, noise_mask, adaln_noisy, adaln_clean)
+    h = Stream(self, x)
+    rows = h.norm(norm1, None, scale1, into=ATTENTION.readers(attention, x))
+    h.add(attention(rows, attention_mask=attn_mask, freqs_cis=freqs_cis), gate1, norm2)
+    rows = h.norm(ffn_norm1, None, scale2, into=MLP.readers(feed_forward, x))
+    h.add(feed_forward(rows), gate2, ffn_norm2)
+    return h.value()
+
+
+BLOCK = Block(
+    classes=(Z_IMAGE + "ZImageTransformerBlock",),
+    forward=block_forward,
+    parameters=("x", "attn_mask", "freqs_cis", "adaln_input", "noise_mask", "adaln_noisy", "adaln_clean"),
+    children=frozenset({"attention", "feed_forward", "attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"}),
+    optional_children=frozenset({"adaLN_modulation"}),
+    streams=("x",),
+    tensors=("adaln_input", "adaln_noisy", "adaln_clean"),
+    norms=dict.fromkeys(("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"), (RMSNORM,)),
+    attentions={"attention": ATTENTION, "feed_forward": MLP},
+    ops=("adaln_rmsnorm", "norm_gated_residual_norm", "norm_residual", "rmsnorm"),
+)
+
+ENTRIES = (ATTENTION, MLP, BLOCK)
