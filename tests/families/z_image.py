@@ -1,4 +1,4 @@
-"""Z-Image: two blocks, and one refiner each of noise and caption; with captions of one length or of several."""
+"""Z-Image: two blocks, a refiner of noise and one of the caption; captions of several lengths, and the omni mode."""
 
 from __future__ import annotations
 
@@ -39,13 +39,28 @@ def masked(batch: int) -> dict[str, Any]:
     return {"cap_feats": [randn(7 + 32 * sample, TEXT, seed=10 + sample) for sample in range(batch)]}
 
 
+def omni(batch: int) -> dict[str, Any]:
+    return {
+        **inputs(batch),
+        "x": [[randn(*IMAGE, seed=2 * sample + image) for image in range(2)] for sample in range(batch)],
+        "cap_feats": [
+            [randn(7 - image, TEXT, seed=10 + sample + image) for image in range(2)] for sample in range(batch)
+        ],
+        "siglip_feats": [None] * batch,
+        "image_noise_mask": [[0, 1]] * batch,
+    }
+
+
+BLOCKS = {"diffusers.ZImageTransformerBlock": 4, "diffusers.Attention": 4, "diffusers.FeedForward": 4}
+
 FAMILIES = {
     "": Family(
         make,
         inputs,
-        {"diffusers.ZImageTransformerBlock": 4, "diffusers.Attention": 4, "diffusers.FeedForward": 4},
+        BLOCKS,
         fp8=4 * 7,
         masked=masked,
         lora=("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3", "layers.0.adaLN_modulation.0"),
-    )
+    ),
+    "omni": Family(make, omni, BLOCKS, fp8=4 * 7, lora=("to_q", "w1", "w2", "w3")),
 }
