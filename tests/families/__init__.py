@@ -23,6 +23,7 @@ class Family:
     lora: Ends of the names of the linear layers that a LoRA is added to.
     first_block_cache: diffusers' FirstBlockCache knows the blocks.
     fp8: Linear layers that precision="fp8" takes.
+    one_graph: torch.compile takes the stock model as one graph.
     stock_calls: Reasons that are expected in the report: what the family cannot fuse.
     """
 
@@ -33,6 +34,7 @@ class Family:
     masked: Callable[[int], dict[str, Any]] | None = None
     lora: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj")
     first_block_cache: bool = False
+    one_graph: bool = True
     stock_calls: tuple[str, ...] = ()
 
 

@@ -116,6 +116,39 @@ class KeyMask(ScoresMask):
         return super().of_keys(self.for_scores(mask))
 
 
+@dataclass(frozen=True)
+class PaddingMask(ScoresMask):
+    """A bool mask of a joint attention that leaves out padding of the text, whose rows come last.
+
+    Where the valid rows of every sample come first, keys are trimmed instead of masked.
+
+    of_text: The mask is [B, T], of the text's rows alone, and the attention's output for padding is 0. Otherwise it is
+        [B, 1, 1, S + T], and padding attends as other rows do.
+    """
+
+    of_text: bool = False
+
+    def why_not(self, mask: Tensor, keys: int | None) -> str:
+        if self.of_text:
+            fits = mask.dim() == 2 and mask.shape[1] == keys
+            return "" if fits else "a mask of another shape than [B, text]"
+        fits = mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool
+        return "" if fits else "a mask of another form than bool [B, 1, 1, keys]"
+
+    def valid(self, mask: Tensor, rows: int) -> Tensor:
+        """Which of the joint rows are valid, bool [B, S + T]."""
+        if self.of_text:
+            return F.pad(mask.bool(), (rows - mask.shape[1], 0), value=True)
+        return mask[:, 0, 0]
+
+    def text_of(self, text: Tensor, mask: Tensor) -> Tensor:
+        """The text's rows [B, T, H] of the output, from what is left of them after trimming."""
+        if not self.of_text:
+            return text
+        padding = ~mask[:, : text.shape[1]].bool().unsqueeze(-1)
+        return F.pad(text.masked_fill(padding, 0), (0, 0, 0, mask.shape[1] - text.shape[1]))
+
+
 def _same_tables(module: AttentionModule, rope: Any) -> Any:
     return rope
 
@@ -212,10 +245,10 @@ class Attention:
         """The linear layers that read a module's first input, if they may be handed quantised rows instead of it."""
         site = module.__dict__.get(ATTRIBUTE)
         first = module._modules[self.projections[0]]
-        if self.shared or site is None or first is None or not in_fp8(first) or hooked(module):
+        if site is None or first is None or not in_fp8(first) or hooked(module):
             return None
         plan = _plan(site.entry.description, module, hidden_states)
-        if plan.reason or (plan.gate is not None and not plan.gate.fp8):
+        if plan.reason or (plan.gate is not None and not plan.gate.fp8) or (self.shared and plan.added is None):
             return None
         return plan.query if self.cross else plan.all
 
@@ -688,13 +721,19 @@ def _joint(
             streams.append((*_norm_and_rotate(spec, site, plan, stream, q, k, mine, linears.packed), v))
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
-    output, own = _scores(spec, site, module, query, key, value, mask, False)
+    if mask is not None and isinstance(spec.mask, PaddingMask):
+        query, key, value, padding = _without_padding(spec.mask, site, module, query, key, value, mask)
+        output, own = _scores(spec, site, module, query, key, value, padding, False)
+    else:
+        output, own = _scores(spec, site, module, query, key, value, mask, False)
     _count(spec, site, plan, tables is not None, own)
     if added is None:
         both = _output(plan, output)
         return both[:, rows], both[:, rows2]
     result = _output(plan, output[:, rows])
     text = output[:, rows2].flatten(2)
+    if mask is not None and isinstance(spec.mask, PaddingMask):
+        text = spec.mask.text_of(text, mask)
     if plan.added_out is not None:
         (text,) = plan.added_out(text)
     return result, text
@@ -754,6 +793,47 @@ def _in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tens
         and _may_attend(site, module)
         and _op_pays(query, key.shape[1], query.shape[-1])
     )
+
+
+def _without_padding(
+    spec: PaddingMask, site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key and value without padding as far as it is the same for all samples, and the mask for the rest."""
+    valid = spec.valid(mask, key.shape[1])
+    lengths = _valid_lengths(site, mask, valid) if _may_read(module, mask) else ()
+    if lengths:
+        longest = max(lengths)
+        key, value, valid = key[:, :longest], value[:, :longest], valid[:, :longest]
+        if spec.of_text:
+            query = query[:, :longest]
+        if min(lengths) == longest:
+            return query, key, value, None
+    return query, key, value, valid[:, None, None]
+
+
+def _may_read(module: AttentionModule, mask: Tensor) -> bool:
+    """Whether the host may ask for a mask's contents, and rows be left out for them.
+
+    A compiled or captured graph serves other masks too. An inference tensor may change without a sign, so that every
+    block would have to ask. Other functions or devices may rely on all the rows.
+    """
+    if torch.compiler.is_compiling() or mask.is_inference() or torch._C._len_torch_function_stack() > 0:
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return getattr(module.processor, "_parallel_config", None) is None
+
+
+def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
+    """The number of valid rows of each sample, read once for a mask; empty where these are not the first rows."""
+
+    def make() -> tuple[int, ...]:
+        counts = valid.sum(-1)
+        first = torch.arange(valid.shape[1], device=valid.device) < counts.unsqueeze(-1)
+        in_order, *lengths = torch.cat(((first == valid).all().view(1), counts)).tolist()
+        return tuple(lengths) if in_order else ()
+
+    return kept(site, ("valid lengths", valid.shape), mask, make)
 
 
 def _may_attend(site: Site, module: AttentionModule) -> bool:

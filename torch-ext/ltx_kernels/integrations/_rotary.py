@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Callable
+from typing import Any, Callable, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from .._ops import add_op_namespace_prefix
 from ._sites import Plan, Site
 
 Tables = tuple[Tensor, Tensor]  # cos, sin
+Made = TypeVar("Made")
 
 # Shapes whose table a module keeps: a multi-scale pipeline goes back and forth between two.
 KEPT = 4
 
 # Tables that a CUDA graph reads: they stay where they are, whatever happens to the module.
-_captured: list[Tables] = []
+_captured: list[Any] = []
 
 
 def compact(table: Tensor) -> Tensor:
@@ -47,11 +48,11 @@ def full_width(table: Tensor, width: int) -> Tensor:
     return table if table.shape[-1] == width else table.repeat_interleave(2, -1)
 
 
-def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Tables]) -> Tables:
-    """The tables that ``make`` gives, from an earlier call with the same key and the same, unchanged source tensor.
+def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Made]) -> Made:
+    """What ``make`` gives, from an earlier call with the same key and the same, unchanged source tensor.
 
-    key: All that the tables depend on beside the source.
-    source: A tensor of coordinates or of angles that the tables are made of; None where shapes say it all.
+    key: All that the result depends on beside the source.
+    source: The tensor that it is made of, such as coordinates or angles; None where shapes say it all.
 
     Nothing is kept under torch.compile, nor of an inference tensor, which may be written to without a sign.
     """

@@ -1,0 +1,112 @@
+"""HunyuanVideo, two double and two single blocks, and HunyuanVideo 1.5, two double blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel, HunyuanVideoTransformer3DModel
+from torch import nn
+
+from . import Family, randn
+
+TEXT, GRID = 6, (2, 4, 4)  # latent frames, height, width
+TEXT_2, IMAGE = 4, 3
+SIZES: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "patch_size": 2,
+    "text_embed_dim": 32,
+    "rope_axes_dim": (4, 6, 6),
+}
+
+
+def make() -> nn.Module:
+    return HunyuanVideoTransformer3DModel(**SIZES, num_single_layers=2, pooled_projection_dim=16)
+
+
+def inputs(batch: int) -> dict[str, Any]:
+    return {
+        "hidden_states": randn(batch, 4, *GRID),
+        "timestep": torch.linspace(900, 300, batch),
+        "encoder_hidden_states": randn(batch, TEXT, 32, seed=2),
+        "encoder_attention_mask": torch.ones(batch, TEXT, dtype=torch.int64),
+        "pooled_projections": randn(batch, 16, seed=3),
+        "guidance": torch.full((batch,), 6000.0),
+    }
+
+
+def padded(*lengths: int) -> torch.Tensor:
+    """A mask of TEXT tokens: the first ones of each sample."""
+    return (torch.arange(TEXT) < torch.tensor(lengths).unsqueeze(1)).long()
+
+
+def make_15() -> nn.Module:
+    model = HunyuanVideo15Transformer3DModel(**SIZES, text_embed_2_dim=24, image_embed_dim=16)
+    model.register_forward_pre_hook(_with_time_in_dtype, with_kwargs=True)
+    return model
+
+
+def _with_time_in_dtype(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The timestep in the model's dtype, as the pipeline hands it over; the model does not cast it."""
+    return args, {**kwargs, "timestep": kwargs["timestep"].to(model.dtype)}
+
+
+def inputs_15(batch: int) -> dict[str, Any]:
+    return {
+        **{name: value for name, value in inputs(batch).items() if name not in ("pooled_projections", "guidance")},
+        "encoder_hidden_states_2": randn(batch, TEXT_2, 24, seed=4),
+        "encoder_attention_mask_2": torch.ones(batch, TEXT_2, dtype=torch.int64),
+        "image_embeds": randn(batch, IMAGE, 16, seed=5),
+    }
+
+
+def of_text(batch: int) -> dict[str, Any]:
+    """Text to video: no image, and padding in both prompts."""
+    return {
+        **inputs_15(batch),
+        "image_embeds": torch.zeros(batch, IMAGE, 16),
+        "encoder_attention_mask": padded(4).expand(batch, TEXT),
+    }
+
+
+BLOCKS = {
+    "diffusers.HunyuanVideoTransformerBlock": 2,
+    "diffusers.HunyuanVideoSingleTransformerBlock": 2,
+    "diffusers.Attention": 4,
+}
+BLOCKS_15 = {"diffusers.HunyuanVideo15TransformerBlock": 2, "diffusers.Attention": 2}
+LORA = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "net.0.proj", "norm1.linear")
+
+FAMILIES = {
+    "": Family(
+        make,
+        inputs,
+        BLOCKS,
+        fp8=2 * 6 + 2 * 5,
+        masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
+        lora=(*LORA, "proj_mlp", "proj_out"),
+        first_block_cache=True,
+    ),
+    "padded": Family(
+        make,
+        lambda batch: {**inputs(batch), "encoder_attention_mask": padded(*[3] * batch)},
+        BLOCKS,
+        fp8=2 * 6 + 2 * 5,
+        lora=LORA,
+    ),
+    "15": Family(
+        make_15,
+        inputs_15,
+        BLOCKS_15,
+        fp8=2 * 6,
+        masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
+        lora=LORA,
+        one_graph=False,
+    ),
+    "15_text": Family(make_15, of_text, BLOCKS_15, fp8=2 * 6, lora=LORA, one_graph=False),
+}
