@@ -505,7 +505,9 @@ class Benchmark:
             self.progress,
         )
         depth = {key: len(blocks) for key, blocks in block_lists(model).items()}
-        common = {"model": name, "shape": "tiny" if options.tiny else known.shape_name, "blocks": depth}
+        common: dict[str, Any] = {"model": name, "shape": "tiny" if options.tiny else known.shape_name, "blocks": depth}
+        if options.blocks:
+            common["shallow"] = True
         return [
             {
                 **common,

@@ -6,6 +6,7 @@ python benchmarks/readme.py [--check]
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import json
 import math
@@ -214,6 +215,107 @@ def kinds() -> str:
             cells = " | ".join(f"{record['ms_by_kind'].get(name, 0):.1f}" for name in names)
             lines.append(f"| {record['frames']} | {CONFIGS[config]} | {cells} |")
     return "\n".join(["Milliseconds of a step, by kind of kernel:", "", *lines, ""])
+
+
+FAMILIES = REPOSITORY / "torch-ext/ltx_kernels/integrations"
+# The names of models in benchmarks/models.py, for people.
+MODELS = {
+    "ltx13b": "LTX-Video 13B",
+    "ltx2": "LTX-2 19B",
+    "ltx23": "LTX-2.3",
+    "flux": "FLUX.1 dev",
+    "flux2": "FLUX.2 dev",
+    "wan": "Wan 2.1 14B",
+    "wan_ti2v": "Wan 2.2 TI2V 5B",
+    "qwen": "Qwen-Image",
+    "sd35": "Stable Diffusion 3.5 large",
+    "hyvideo15": "HunyuanVideo 1.5",
+    "cogvideox": "CogVideoX-5B",
+    "zimage": "Z-Image",
+}
+
+
+def known_families(library: str) -> str:
+    """The model families that `optimize` knows whole, from the first sentence of each family's file."""
+    lines = []
+    for path in sorted((FAMILIES / library).glob("*.py")):
+        if path.name not in ("__init__.py", "norms.py"):
+            sentence = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+            lines.append(f"- {sentence} ([{path.name}](../{path.relative_to(REPOSITORY)}))")
+    return "\n".join(lines) + "\n"
+
+
+def _depth(record: dict[str, Any], shallow: bool) -> str:
+    return f", first {max(record['blocks'].values())} blocks" if shallow else ""
+
+
+def models() -> str:
+    """One forward of each model, by configuration."""
+    result = load("h200-models")
+    meta = result["meta"]
+    lines = [
+        "| model | shape | | ms | x diffusers | x torch.compile | first step | peak GiB | error |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, title in MODELS.items():
+        records = {
+            config: r for config in CONFIGS for r in result["records"] if (r["model"], r["config"]) == (name, config)
+        }
+        for config, record in records.items():
+            ratios = [
+                f"{records[other]['step_ms'] / record['step_ms']:.2f}" if other in records else ""
+                for other in ("baseline", "compile")
+            ]
+            error = f"{record['error_vs_fp32']:.2e}" if "error_vs_fp32" in record else ""
+            ms = f"{record['step_ms']:.1f}"
+            lines.append(
+                f"| {title} | {record['shape']}{_depth(record, record.get('shallow', False))} | {CONFIGS[config]} | "
+                f"{f'**{ms}**' if config.startswith('kernels') else ms} | {' | '.join(ratios)} | "
+                f"{record['first_step_s']:.1f} s | {record.get('peak_gb', 0):.1f} | {error} |"
+            )
+    head = (
+        f"One forward on one {meta['device']}, torch {meta['torch']}, diffusers {meta['diffusers']}, {meta['dtype']}, "
+        "random weights, batch as the pipelines pass it ([h200-models.json](../benchmarks/results/h200-models.json), "
+        "`python benchmarks/models.py`). The error is that of the first blocks of each kind against float32."
+    )
+    return "\n".join([head, "", *lines, ""])
+
+
+CLIP_CONFIGS = {
+    "stock": "diffusers",
+    "compile": "torch.compile of all three",
+    "kernels": "`optimize`",
+    "kernels_graphs": "`optimize(graphs=True)`",
+    "kernels_fp8": '`optimize(precision="fp8")`',
+    "kernels_fp8_graphs": '`optimize(precision="fp8", graphs=True)`',
+}
+
+
+def clips() -> str:
+    """Whole clips, by part."""
+    result = load("h200-clip")
+    meta = result["meta"]
+    lines = [
+        "| clip | | ms | x diffusers | prompt | a step | decoding | peak GiB | first clip |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    stock = {(r["recipe"], r["frames"]): r["clip_ms"] for r in result["records"] if r["config"] == "stock"}
+    for record in result["records"]:
+        baseline = stock.get((record["recipe"], record["frames"]))
+        gain = f"{baseline / record['clip_ms']:.2f}" if baseline else ""
+        lines.append(
+            f"| {record['recipe']}, {record['frames']} frames of {record['height']}x{record['width']} | "
+            f"{CLIP_CONFIGS[record['config']]} | {record['clip_ms']:.0f} | {gain} | {record['text_ms']:.1f} | "
+            f"{record['step_ms']:.1f} | {record['decode_ms']:.1f} | {record['peak_gb']:.1f} | "
+            f"{record['first_s']:.1f} s |"
+        )
+    head = (
+        f"Whole calls of LTXPipeline with prompt, steps and decoding, on one {meta['device']}, torch {meta['torch']}, "
+        f"{meta['dtype']}, random weights ([h200-clip.json](../benchmarks/results/h200-clip.json), "
+        "`python benchmarks/clip.py`); text encoder, transformer and decoder are optimized. Distilled: 8 steps without "
+        "guidance."
+    )
+    return "\n".join([head, "", *lines, ""])
 
 
 def ops_table() -> str:
@@ -531,6 +633,10 @@ BLOCKS = [
     ("README.md", "trust", trust),
     ("docs/optimize.md", "kinds", kinds),
     ("docs/layers.md", "language models", language_models),
+    ("docs/models.md", "diffusers", lambda: known_families("diffusers")),
+    ("docs/models.md", "transformers", lambda: known_families("transformers")),
+    ("docs/models.md", "models", models),
+    ("docs/optimize.md", "clips", clips),
     ("docs/fp8.md", "layers", layers),
     ("docs/fp8.md", "loop", loop),
     ("docs/fp8.md", "ops", quantising),
