@@ -278,7 +278,7 @@ def models() -> str:
         "random weights, batch as the pipelines pass it ([h200-models.json](../benchmarks/results/h200-models.json), "
         "`python benchmarks/models.py`). The error is that of the first blocks of each kind against float32."
     )
-    return "\n".join([head, "", *lines, ""])
+    return "\n".join([head, *([meta["note"]] if "note" in meta else []), "", *lines, ""])
 
 
 CLIP_CONFIGS = {
@@ -315,7 +315,7 @@ def clips() -> str:
         "`python benchmarks/clip.py`); text encoder, transformer and decoder are optimized. Distilled: 8 steps without "
         "guidance."
     )
-    return "\n".join([head, "", *lines, ""])
+    return "\n".join([head, *([meta["note"]] if "note" in meta else []), "", *lines, ""])
 
 
 def ops_table() -> str:
