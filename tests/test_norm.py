@@ -377,7 +377,7 @@ def test_denormals(ltx, device, op):
         if op == "gated_residual":
             check(ltx, case)
         else:
-            check(ltx, case.replace(eps=0.0 if dtype == torch.float16 else 1e-30))
+            check(ltx, case.replace(**dict.fromkeys(eps_names(op), 0.0 if dtype == torch.float16 else 1e-30)))
 
 
 @every_op
@@ -387,7 +387,8 @@ def test_float16_overflow(ltx, device, op):
     case.kwargs["input"].mul_(15000)
     check(ltx, case)
     if op != "gated_residual":
-        check(ltx, case.replace(weight=torch.full_like(case.kwargs["weight"], 60000)))
+        weights = [name for name in WEIGHTS if name in case.kwargs]
+        check(ltx, case.replace(**{name: torch.full_like(case.kwargs[name], 60000) for name in weights}))
 
 
 @pytest.mark.parametrize("op", [op for op in NORM_OPS if "layernorm" in op])
