@@ -276,7 +276,7 @@ def models() -> str:
     head = (
         f"One forward on one {meta['device']}, torch {meta['torch']}, diffusers {meta['diffusers']}, {meta['dtype']}, "
         "random weights, batch as the pipelines pass it ([h200-models.json](../benchmarks/results/h200-models.json), "
-        "`python benchmarks/models.py`). The error is that of the first blocks of each kind against float32."
+        "`python benchmarks/models.py`). The error compares the first blocks of each kind with float32."
     )
     return "\n".join([head, *([meta["note"]] if "note" in meta else []), "", *lines, ""])
 
@@ -590,7 +590,7 @@ def attention_speed() -> str:
 
 
 def attention_error() -> str:
-    """The error of attention beside that of torch's backends, by kind of input."""
+    """The errors of attention and of torch's backends, by kind of input."""
     result = load("h200-attention")
     shown_names = ("ltx49", "flux")
     records = [r for r in result["records"] if "err" in r and r["name"] in shown_names]
