@@ -1,16 +1,20 @@
 """Times one forward of diffusion transformers at their released depth and width, with random weights.
 
     python tools/build.py
-    python benchmarks/models.py [--models flux wan] [--configs baseline kernels] [--blocks 2] [--tiny] [--output PATH]
+    python benchmarks/models.py [--models flux wan] [--configs baseline kernels] [--profile] [--tiny] [--output PATH]
 
 A step is one forward of the transformer with the inputs that its pipeline hands it. The configurations share one set of
 weights and take turns. "compile" is `compile_repeated_blocks`, which is how diffusers recommends it.
 
 `step_ms` is a step as a program launches it, `graph_ms` the same kernels in a CUDA graph (absent where the stock model
-reads values on the host). `first_step_s` counts from the call that makes a configuration to the end of its first step.
-`peak_gb` is its weights and what a step needs beside them. `error_vs_fp32` is the relative L2 error of the result
-against the stock model in float32, of the first `error_blocks` blocks of each kind: whole models of this size do not
-fit into the memory twice. A record for each model with `--blocks` counts those blocks alone, and says so.
+reads values on the host, and where a step takes longer than GRAPH_S). `first_step_s` counts from the call that makes a
+configuration to the end of its first step. `peak_gb` is its weights and what a step needs beside them. `error_vs_fp32`
+is the relative L2 error of the result against the stock model in float32, of the first `error_blocks` blocks of each
+kind: whole models of this size do not fit into the memory twice. With `--blocks` a record is of those blocks alone, and
+says so. `--profile` adds the kernels of one step and `ms_by_kind`.
+
+The file is written after each model, and again after its profile: a run that is killed keeps what it has measured. A
+model's records replace its earlier ones; other models keep theirs, each with the commit and date of its run.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -45,14 +49,19 @@ from steps import (
     Turns,
     draw,
     error,
+    first_line,
     label,
     measure,
+    profile,
     quantise_with_torchao,
     view_of,
 )
 from torch import Tensor, nn
 
 ERROR_BLOCKS = 4
+GRAPH_S = 0.5
+# What the run says of every record, since another run may measure the other models.
+OF_THE_RUN = ("commit", "date", "note")
 ALL_CONFIGS = (*CONFIGS, *FP8_CONFIGS)
 
 
@@ -471,21 +480,31 @@ class Benchmark:
     progress: Progress
     failed: dict[str, str] = field(default_factory=dict)
 
-    def errors(self, model: nn.Module, inputs: Inputs, configs: list[str]) -> dict[str, float]:
-        """Of every configuration but the compiled ones, which differ from theirs by the compiler's choice alone."""
+    def errors(self, model: nn.Module, inputs: Inputs, configs: list[str], failed: dict[str, str]) -> dict[str, float]:
+        """Of every configuration but the compiled ones, which differ from theirs by the compiler's choice alone.
+
+        A configuration that fails is named in `failed`.
+        """
         shallow = first_blocks(model, self.options.error_blocks) if self.options.error_blocks else model
         exact = copy.deepcopy(shallow).float()
         expected = one_tensor(exact(**{key: floats(value) for key, value in inputs.items()}, return_dict=False))
         del exact
         found = {}
         for config in configs:
-            if not config.endswith("compile"):
+            if config.endswith("compile"):
+                continue
+            try:
                 made = make_model(config, shallow, self.ltx)
                 result = one_tensor(made(**inputs, return_dict=False))
+            except Exception as reason:
+                failed[config] = first_line(reason)
+                self.progress.console.print(f"[red]{label(config)} failed[/red]: {failed[config]}")
+            else:
                 found[config] = float(f"{error(result, expected):.4g}")
         return found
 
-    def model(self, name: str) -> list[dict[str, Any]]:
+    def model(self, name: str) -> Iterator[list[dict[str, Any]]]:
+        """A model's records, as soon as they are timed, and again with their profiles."""
         known, options = MODELS[name], self.options
         dtype = DTYPES[options.dtype]
         torch.compiler.reset()
@@ -493,30 +512,31 @@ class Benchmark:
         model = first_blocks(whole, options.blocks) if options.blocks else whole
         torch.manual_seed(1)
         inputs = known.inputs(model, Make(dtype, options.device), **(known.tiny_shape if options.tiny else known.shape))
-        errors = self.errors(model, inputs, options.configs)
-        turns = Turns(**{**vars(self.turns), "graphs": self.turns.graphs and known.graphs})
+        turns = self.turns if known.graphs else replace(self.turns, graph_s=0.0)
+        failed: dict[str, str] = {}
+        errors = self.errors(model, inputs, options.configs, failed)
         measured = measure(
             name,
             lambda config: make_model(config, model, self.ltx),
             lambda made: lambda: one_tensor(made(**inputs, return_dict=False)),
-            options.configs,
+            [config for config in options.configs if config not in failed],
             turns,
             options.device,
             self.progress,
+            failed,
         )
+        self.failed.update({f"{name}, {config}": reason for config, reason in failed.items()})
         depth = {key: len(blocks) for key, blocks in block_lists(model).items()}
         common: dict[str, Any] = {"model": name, "shape": "tiny" if options.tiny else known.shape_name, "blocks": depth}
         if options.blocks:
             common["shallow"] = True
-        return [
-            {
-                **common,
-                "config": config,
-                **one.record,
-                **({"error_vs_fp32": errors[config], "error_blocks": options.error_blocks} if config in errors else {}),
-            }
-            for config, one in measured.items()
-        ]
+        for config in errors.keys() & measured.keys():
+            measured[config].record.update(error_vs_fp32=errors[config], error_blocks=options.error_blocks)
+        yield [{**common, "config": config, **one.record} for config, one in measured.items()]
+        if options.profile and options.device == "cuda":
+            for one in measured.values():
+                profile(one, 1)
+            yield [{**common, "config": config, **one.record} for config, one in measured.items()]
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
@@ -544,11 +564,13 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def earlier_records(path: Path, names: list[str]) -> list[dict[str, Any]]:
-    """The records of other models in a result file that this run adds to."""
+def earlier_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a result file that this run adds to, each with what its own run said of all of its records."""
     if not path.exists():
         return []
-    return [record for record in json.loads(path.read_text())["records"] if record["model"] not in names]
+    earlier = json.loads(path.read_text())
+    of_the_run = {key: earlier["meta"][key] for key in OF_THE_RUN if key in earlier["meta"]}
+    return [{**of_the_run, **record} for record in earlier["records"]]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -560,11 +582,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="models of seconds on a CPU, to try the script")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of a configuration (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of a configuration (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a turn at most (default: 10)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="a turn's steps take about this long (default: 1)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="a turn's steps take about this long (default: 0.5)")
     parser.add_argument("--warm-up", type=float, default=0.5, help="seconds of steps before each turn (default: 0.5)")
     parser.add_argument("--no-graphs", action="store_true", help="do not time CUDA graphs")
+    parser.add_argument("--profile", action="store_true", help="add the kernels of one step, which takes seconds more")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-models.json)")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 130)
@@ -589,25 +612,28 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": options.dtype,
         "weights": "random",
     }
-    records = earlier_records(output, options.models)
-    turns = Turns(options.rounds, options.steps, options.seconds, options.warm_up, 2, not options.no_graphs)
+    records = earlier_records(output)
+    of_the_run = {key: meta[key] for key in OF_THE_RUN if key in meta}
+    graph_s = 0.0 if options.no_graphs else GRAPH_S
+    turns = Turns(options.rounds, options.steps, options.seconds, options.warm_up, 0, graph_s)
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         benchmark = Benchmark(ltx, options, turns, progress)
         for model in options.models:
             try:
-                records += benchmark.model(model)
-                write(output, meta, records)
+                for measured in benchmark.model(model):
+                    records = [record for record in records if record["model"] != model]
+                    records += [{**record, **of_the_run} for record in measured]
+                    write(output, meta, records)
             except Exception as reason:  # the others are still measured; the exit status says that one was not
-                benchmark.failed[model] = (
-                    f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}"
-                )
+                benchmark.failed[model] = first_line(reason)
                 console.print(f"[red]{model} failed[/red]: {benchmark.failed[model]}")
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
-    if cuda and records:
+    profiled = [record for record in records if "ms_by_kind" in record]
+    if profiled:
         groups: dict[str, list[dict[str, Any]]] = {}
-        for record in records:
+        for record in profiled:
             groups.setdefault(f"{record['model']}, {record['shape']}", []).append(record)
         draw(groups, output, f"One forward, {options.dtype}, {name}")
     print_table(records, console)

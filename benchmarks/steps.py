@@ -29,6 +29,7 @@ FP8_CONFIGS = ("kernels_fp8", "torchao_fp8_compile", "kernels_fp8_compile")
 PROFILED_STEPS = 5
 WARM_UP_S = 1.0  # of each turn on a GPU: until then its clock is what the configuration before has left
 STEPS_AHEAD = 3  # that the host launches before those that are timed
+FIRST_STEPS, FIRST_STEPS_S = 3, 1.0  # after the first one and before the timed ones: at most so many, for so long
 COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
 
 # Device kernels by what they do, the first that fits; what is left is elementwise work of torch and torch.compile.
@@ -53,8 +54,8 @@ class Turns:
     steps: int = 10  # timed steps of a turn
     seconds: float = math.inf  # a turn has fewer steps where these would take longer
     warm_up_s: float = WARM_UP_S
-    profiled: int = PROFILED_STEPS
-    graphs: bool = True
+    profiled: int = PROFILED_STEPS  # steps that run under the profiler; 0: none
+    graph_s: float = math.inf  # a step that takes longer is not captured: the host does not limit it
 
     def steps_of(self, step_s: float) -> int:
         return max(1, int(min(self.steps, self.seconds / step_s)))
@@ -67,6 +68,7 @@ class Measured:
     step: Step
     result: Tensor
     record: dict[str, Any]
+    step_s: float
     graph: Step | None = None
     times: list[float] = field(default_factory=list)
     graph_times: list[float] = field(default_factory=list)
@@ -104,6 +106,8 @@ def synchronize(device: str) -> None:
 def time_steps(step: Step, steps: int, device: str, warm_up_s: float = WARM_UP_S) -> list[float]:
     """Milliseconds of each; on a GPU device time, launched ahead."""
     if device != "cuda":
+        if warm_up_s:
+            step()
         times = []
         for _ in range(steps):
             start = time.perf_counter()
@@ -173,22 +177,38 @@ def psnr(got: Tensor, expected: Tensor) -> float | None:
     return 10 * math.log10(span * span / mean_square) if mean_square else None
 
 
-def prepare(made: nn.Module, step: Step, start: float, device: str, graphs: bool) -> Measured:
+def prepare(made: nn.Module, step: Step, start: float, device: str, graph_s: float) -> Measured:
     """Runs a configuration's first steps, and captures one. `start`: when the making of `made` began."""
     step()
     synchronize(device)
     record: dict[str, Any] = {"first_step_s": round(time.perf_counter() - start, 3)}
-    for _ in range(3):
+    begin = time.perf_counter()
+    for _ in range(FIRST_STEPS):
         step()
-    if device != "cuda":
-        return Measured(step, step().clone(), record)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    measured = Measured(step, step().clone(), record)
-    record["peak_gb"] = round((weight_bytes(made) + torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-    if graphs:
-        measured.graph = as_graph(step)
+        synchronize(device)
+        if time.perf_counter() - begin > FIRST_STEPS_S:
+            break
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    begin = time.perf_counter()
+    result = step().clone()
+    synchronize(device)
+    measured = Measured(step, result, record, time.perf_counter() - begin)
+    if device == "cuda":
+        record["peak_gb"] = round((weight_bytes(made) + torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+        if measured.step_s <= graph_s:
+            measured.graph = as_graph(step)
     return measured
+
+
+def profile(measured: Measured, steps: int) -> None:
+    """Adds what a step's kernels take to a configuration's record; a model of thousands of kernels needs seconds."""
+    record = measured.record
+    by_kind, record["kernels"] = kernel_times(measured.step, steps)
+    # Of the step as it was timed: under the profiler the host is slower, and the device waits for it.
+    idle = max(0.0, record["step_ms"] - sum(by_kind.values()))
+    record["ms_by_kind"] = {**by_kind, "idle": round(idle, 3)}
 
 
 def measure(
@@ -199,27 +219,34 @@ def measure(
     turns: Turns,
     device: str,
     progress: Progress,
+    failed: dict[str, str] | None = None,
 ) -> dict[str, Measured]:
-    """Every configuration that `make` makes, timed in turns. `step_of` gives a model's step."""
+    """Every configuration that `make` makes, timed in turns. `step_of` gives a model's step.
+
+    A configuration that fails is named in `failed` where that is given, and the others are measured.
+    """
     task = progress.add_task(title, total=len(configs) * (turns.rounds + 1))
     all_measured: dict[str, Measured] = {}
     for config in configs:
         synchronize(device)
         start = time.perf_counter()
-        made = make(config)
-        measured = all_measured[config] = prepare(made, step_of(made), start, device, turns.graphs)
+        try:
+            made = make(config)
+            measured = prepare(made, step_of(made), start, device, turns.graph_s)
+        except Exception as reason:
+            if failed is None:
+                raise
+            failed[config] = first_line(reason)
+            progress.console.print(f"[red]{title}, {label(config)} failed[/red]: {failed[config]}")
+            continue
+        all_measured[config] = measured
         progress.console.print(f"{title}, {label(config)}: first step {measured.record['first_step_s']} s")
         progress.advance(task)
     for turn in range(turns.rounds):
-        for config in configs[:: -1 if turn % 2 else 1]:
-            measured = all_measured[config]
+        for measured in list(all_measured.values())[:: -1 if turn % 2 else 1]:
             for step, times in ((measured.step, measured.times), (measured.graph, measured.graph_times)):
                 if step is not None:
-                    start = time.perf_counter()
-                    step()
-                    synchronize(device)
-                    count = turns.steps_of(time.perf_counter() - start)
-                    times += time_steps(step, count, device, turns.warm_up_s)
+                    times += time_steps(step, turns.steps_of(measured.step_s), device, turns.warm_up_s)
             progress.advance(task)
     for measured in all_measured.values():
         record = measured.record
@@ -228,12 +255,13 @@ def measure(
             record["p90_ms"] = round(statistics.quantiles(measured.times, n=10)[-1], 3)
         if measured.graph is not None:
             record["graph_ms"] = round(statistics.median(measured.graph_times), 3)
-        if device == "cuda":
-            by_kind, record["kernels"] = kernel_times(measured.step, turns.profiled)
-            # Of the step as it was timed: under the profiler the host is slower, and the device waits for it.
-            idle = max(0.0, record["step_ms"] - sum(by_kind.values()))
-            record["ms_by_kind"] = {**by_kind, "idle": round(idle, 3)}
+        if device == "cuda" and turns.profiled:
+            profile(measured, turns.profiled)
     return all_measured
+
+
+def first_line(reason: BaseException) -> str:
+    return f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}"
 
 
 def label(config: str) -> str:

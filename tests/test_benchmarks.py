@@ -233,17 +233,19 @@ def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["flux", "wan"])
 def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: str) -> None:
-    """Another model's records stay in the file; a model that fails is named, and the exit status says so."""
+    """Another model's records stay in the file, with what their run said of them."""
     pytest.importorskip("diffusers")
     import models
 
     path = tmp_path / "models.json"
-    path.write_text(json.dumps({"meta": {}, "records": [{"model": "other", "config": "baseline", "step_ms": 1.0,
-                                                         "first_step_s": 1.0}]}))  # fmt: skip
+    old = {"config": "baseline", "step_ms": 1.0, "first_step_s": 1.0}
+    earlier = [{"model": "other", **old}, {"model": model, **old}]
+    path.write_text(json.dumps({"meta": {"commit": "a" * 40, "note": "shallow"}, "records": earlier}))
     arguments = ["--tiny", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--steps", "1", "--output", str(path)]
     assert models.main([*arguments, "--models", model, "--configs", "baseline", "kernels"]) == 0
     other, baseline, kernels = json.loads(path.read_text())["records"]
-    assert other["model"] == "other"
+    assert other == {"model": "other", **old, "commit": "a" * 40, "note": "shallow"}
+    assert "note" not in kernels and kernels["date"]
     assert (baseline["config"], kernels["config"]) == ("baseline", "kernels")
     assert baseline["error_vs_fp32"] == 0 < kernels["error_vs_fp32"] < 1e-6
     assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
@@ -261,6 +263,30 @@ def test_a_model_that_fails_is_named(
     monkeypatch.setattr(models.Model, "construct", fail)
     assert models.main(["--tiny", "--device", "cpu", "--models", "wan", "--output", str(tmp_path / "m.json")]) == 1
     assert "wan failed: RuntimeError: no such model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("call", [1, 2])  # the one for the error, and the one that is timed
+def test_a_configuration_that_fails_is_named_and_the_others_are_measured(
+    ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: int
+) -> None:
+    pytest.importorskip("diffusers")
+    import models
+
+    make, made = models.make_model, []
+
+    def make_or_fail(config: str, *rest: Any) -> Any:
+        made.append(config)
+        if config == "kernels_fp8" and made.count(config) == call:
+            raise RuntimeError("too little memory")
+        return make(config, *rest)
+
+    monkeypatch.setattr(models, "make_model", make_or_fail)
+    path = tmp_path / "models.json"
+    arguments = ["--tiny", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--steps", "1", "--output", str(path)]
+    configs = ["baseline", "kernels_fp8", "kernels"]
+    assert models.main([*arguments, "--models", "wan", "--configs", *configs]) == 1
+    assert [record["config"] for record in json.loads(path.read_text())["records"]] == ["baseline", "kernels"]
+    assert "kernels fp8 failed: RuntimeError: too little memory" in capsys.readouterr().out
 
 
 def test_every_model_says_how_deep_it_was(ltx: ModuleType) -> None:
