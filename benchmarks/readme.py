@@ -1,23 +1,39 @@
-"""Writes the results of README.md and of docs/ from benchmarks/results/*.json.
+"""Writes the results of README.md and of docs/ from benchmarks/results/*.json, and the tables of models from the build.
 
-python benchmarks/readme.py [--check]
+    python benchmarks/readme.py [--check]
+
+A part of a page between <!-- NAME --> and <!-- /NAME --> is written whole. A figure in a sentence carries a comment
+with the file and the key that it comes from, and its digits are written anew:
+
+    20.3<!-- h200-ltx-batch1 config=kernels step_ms --> ms
+
+`key=value` picks the one record with this value (`key~text`: whose value contains the text; a shape is 2x8064x2048),
+and the last word names the field, with dots for what lies deeper. Without a `key=` the field is one of the whole file.
+Such terms and numbers may be joined by ` / ` and ` * `, from left to right.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
+import functools
+import importlib
 import json
 import math
+import pkgutil
+import re
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from ops import load_package
 from plots import PEERS, QUANTISED, RESULTS, case_name, family, fastest, geometric_mean, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# What the first screen shows; all cases are in the file, and the losses below the table.
+# What the table of ops shows; all cases are in the file, and the losses below the table.
 SHOWN = [
     ("qk_norm_rope across heads, full table", [2, 8064, 32, 64], "q/k norm + rotary, LTX-Video"),
     ("qk_norm_rope per head", [1, 4608, 24, 128], "q/k norm + rotary, FLUX"),
@@ -196,14 +212,39 @@ def step() -> str:
         "",
         *_steps(),
         "",
-        '<img src="benchmarks/results/h200-ltx.png" width="100%" alt="Where the time of a step goes">',
+        '<img src="../benchmarks/results/h200-ltx.png" width="100%" alt="Where the time of a step goes">',
         "",
-        f"{cold}{note}A CUDA graph does not wait for the host, whose speed differs from machine to machine. What "
-        "`optimize` does to a block, where the rest of the time goes, and when a call runs the stock modules: "
-        "[optimize.md](docs/optimize.md).",
+        f"{cold}{note}A CUDA graph does not wait for the host, whose speed differs from machine to machine.",
         "",
     ]
     return "\n".join(lines)
+
+
+def figures() -> str:
+    """The first screen's table: a step of LTX-Video 2B, of four configurations."""
+    meta = load("h200-ltx")["meta"]
+    by_frames = {next(iter(of_config.values()))["frames"]: of_config for of_config in _by_config()}
+    lines = [
+        "| | " + " | ".join(f"{frames} frames | speed-up" for frames in by_frames) + " | error |",
+        "|---" * (2 + 2 * len(by_frames)) + "|",
+    ]
+    for config in ("baseline", "compile", "kernels", "kernels_fp8"):
+        records = {frames: of_config[config] for frames, of_config in by_frames.items()}
+        cells = [
+            f"{record['step_ms']:.1f} ms | {by_frames[frames]['baseline']['step_ms'] / record['step_ms']:.2f} x"
+            for frames, record in records.items()
+        ]
+        error = max(record["error_vs_fp32"] for record in records.values())
+        lines.append(f"| {CONFIGS[config]} | {' | '.join(cells)} | {error:.2e} |")
+    return "\n".join(
+        [
+            f"A denoising step of LTX-Video 2B (512x768, batch 2, bf16) on one {meta['device']}. The error is the "
+            "relative distance from the model in float32, with random weights:",
+            "",
+            *lines,
+            "",
+        ]
+    )
 
 
 def kinds() -> str:
@@ -218,31 +259,129 @@ def kinds() -> str:
 
 
 FAMILIES = REPOSITORY / "torch-ext/ltx_kernels/integrations"
-# The names of models in benchmarks/models.py, for people.
+# The models of benchmarks/models.py: their names for people, and the files of the families that know their blocks.
 MODELS = {
-    "ltx13b": "LTX-Video 13B",
-    "ltx2": "LTX-2 19B",
-    "ltx23": "LTX-2.3",
-    "flux": "FLUX.1 dev",
-    "flux2": "FLUX.2 dev",
-    "wan": "Wan 2.1 14B",
-    "wan_ti2v": "Wan 2.2 TI2V 5B",
-    "qwen": "Qwen-Image",
-    "sd35": "Stable Diffusion 3.5 large",
-    "hyvideo15": "HunyuanVideo 1.5",
-    "cogvideox": "CogVideoX-5B",
-    "zimage": "Z-Image",
+    "ltx13b": ("LTX-Video 13B", "ltx"),
+    "ltx2": ("LTX-2 19B", "ltx2"),
+    "ltx23": ("LTX-2.3", "ltx2"),
+    "flux": ("FLUX.1 dev", "flux"),
+    "flux2": ("FLUX.2 dev", "flux2"),
+    "wan": ("Wan 2.1 14B", "wan"),
+    "wan_ti2v": ("Wan 2.2 TI2V 5B", "wan"),
+    "qwen": ("Qwen-Image", "qwenimage"),
+    "sd35": ("Stable Diffusion 3.5 large", "sd3"),
+    "hyvideo15": ("HunyuanVideo 1.5", "hunyuan_video"),
+    "cogvideox": ("CogVideoX-5B", "cogvideox"),
+    "zimage": ("Z-Image", "z_image"),
 }
+# The language models of benchmarks/llm.py, likewise.
+LANGUAGE_MODELS = {
+    "llama-8b": ("Llama 8B", "llama"),
+    "mistral-7b": ("Mistral 7B", "llama"),
+    "qwen3-8b": ("Qwen3 8B", "qwen3"),
+    "gemma3-12b": ("Gemma 3 12B", "gemma"),
+    "falcon-7b": ("Falcon 7B", "falcon"),
+}
+
+
+# The module of each library that knows norms and activations by themselves, and no family.
+NORMS = "norms"
+
+
+@functools.cache
+def families_of(library: str) -> dict[str, ModuleType]:
+    """The modules of the built package that each know one family of a library's models, by name; NORMS comes last."""
+    ltx, _ = load_package()
+    package = importlib.import_module(f"{ltx.__name__}.integrations.{library}")
+    names = sorted(
+        (info.name for info in pkgutil.iter_modules(package.__path__)), key=lambda name: (name == NORMS, name)
+    )
+    return {name: importlib.import_module(f"{package.__name__}.{name}") for name in names}
+
+
+def first_sentence(module: ModuleType) -> str:
+    return " ".join((module.__doc__ or "").split("\n\n")[0].split())
 
 
 def known_families(library: str) -> str:
     """The model families that `optimize` knows whole, from the first sentence of each family's file."""
     lines = []
-    for path in sorted((FAMILIES / library).glob("*.py")):
-        if path.name not in ("__init__.py", "norms.py"):
-            sentence = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
-            lines.append(f"- {sentence} ([{path.name}](../{path.relative_to(REPOSITORY)}))")
+    for name, module in families_of(library).items():
+        path = (FAMILIES / library / f"{name}.py").relative_to(REPOSITORY)
+        if name != NORMS:
+            lines.append(f"- {first_sentence(module)} ([{name}.py](../{path}))")
     return "\n".join(lines) + "\n"
+
+
+def _blocks(module: ModuleType) -> list[Any]:
+    """What a family says about transformer blocks; of a family without any, all that it replaces."""
+    blocks = [known for known in module.ENTRIES if type(known).__name__ == "Block"]
+    return blocks or list(module.ENTRIES)
+
+
+def _level(known: Any) -> str:
+    """The level of `optimize` from which on a description counts."""
+    return (known.entry() if hasattr(known, "entry") else known).level
+
+
+def _has_fp8(known: Any) -> bool:
+    return any(getattr(known, name, None) for name in ("attentions", "feed_forwards", "linears"))
+
+
+def _gain(records: list[dict[str, Any]], stock: str, key: str, **fixed: Any) -> dict[str, float]:
+    """How many times as fast as stock this package's bf16 and fp8 are, among the records with these values."""
+    found = {r["config"]: r[key] for r in records if all(r.get(name) == value for name, value in fixed.items())}
+    configs = {"bf16": "kernels", "fp8": "kernels_fp8"}
+    return {name: found[stock] / found[config] for name, config in configs.items() if {stock, config} <= found.keys()}
+
+
+def _gain_text(gain: dict[str, float], what: str) -> str:
+    return f"{what}: {', '.join(f'{name} {value:.2f} x' for name, value in gain.items())}" if gain else ""
+
+
+def gains(library: str, name: str) -> list[str]:
+    """What the result files say about a family: one text for each measurement."""
+    found = []
+    if library == "diffusers":
+        if name == "ltx":
+            steps = load("h200-ltx")["records"]
+            found += [_gain_text(_gain(steps, "baseline", "step_ms", frames=49), "2B, a step of 49 frames")]
+        if name == "vae_ltx":
+            decoded = load("h200-vae")["records"]
+            for model, title in DECODERS.items():
+                gain = _gain(decoded, "stock", "decode_ms", model=model, frames=49)
+                found.append(_gain_text(gain, f"{title}, 49 frames"))
+        records = load("h200-models")["records"]
+        for model, (title, known) in MODELS.items():
+            depth = next((_depth(r, r.get("shallow", False)) for r in records if r["model"] == model), "")
+            if known == name:
+                found.append(_gain_text(_gain(records, "baseline", "step_ms", model=model), title + depth))
+    for model, (title, known) in LANGUAGE_MODELS.items():
+        if known == name:
+            records = load("h200-llm")["records"]
+            for key, what in (("prefill_ms", "prompt of 8192 tokens"), ("decode_ms", "token")):
+                gain = _gain(records, "eager", key, model=model, tokens=8192, batch=1)
+                found.append(_gain_text(gain, f"{title}, {what}"))
+    return [text for text in found if text]
+
+
+def supported() -> str:
+    """The families by what is replaced in them, whether fp8 knows them, and what was measured."""
+    lines = ["| models | classes that get another forward | level | fp8 | times as fast as stock, on one H200 |"]
+    lines.append("|---|---|---|---|---|")
+    for library in ("diffusers", "transformers"):
+        for name, module in families_of(library).items():
+            blocks = _blocks(module)
+            classes = dict.fromkeys(known.split(".")[-1] for block in blocks for known in block.classes)
+            cells = [
+                first_sentence(module).rstrip(".").partition(":")[0],
+                ", ".join(f"`{known}`" for known in classes),
+                ", ".join(sorted({_level(block) for block in blocks})),
+                "yes" if any(map(_has_fp8, blocks)) else "no",
+                "; ".join(gains(library, name)) or "not measured",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def _depth(record: dict[str, Any], shallow: bool) -> str:
@@ -257,7 +396,7 @@ def models() -> str:
         "| model | shape | | ms | x diffusers | x torch.compile | first step | peak GiB | error |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, title in MODELS.items():
+    for name, (title, _) in MODELS.items():
         records = {
             config: r for config in CONFIGS for r in result["records"] if (r["model"], r["config"]) == (name, config)
         }
@@ -339,17 +478,17 @@ def ops_table() -> str:
     lines += [
         "",
         f"All {len(records)} cases, {of_commits(ops)}, are in "
-        f"[h200-ops.json](benchmarks/results/h200-ops.json).{missing} One `rmsnorm` of 8x2048 costs the host "
+        f"[h200-ops.json](../benchmarks/results/h200-ops.json).{missing} One `rmsnorm` of 8x2048 costs the host "
         f"{host['ours']} µs, `F.rms_norm` {host['native']} µs.",
         "",
-        '<img src="benchmarks/results/h200-ops-floor.png" width="100%" '
+        '<img src="../benchmarks/results/h200-ops-floor.png" width="100%" '
         'alt="Time over that of a copy, of this package and of its fastest peer, by size">',
         "",
         *families(records),
         "",
         "Speed-up: geometric mean of the fastest peer's time over this package's, of all cases in bf16, fp16 and fp32. "
         "Large: 40 MB or more. A peer is ahead: by more than 2 % and 0.3 µs. What was tried for the kernels, by "
-        "question: [h200-tuning.json](benchmarks/results/h200-tuning.json).",
+        "question: [h200-tuning.json](../benchmarks/results/h200-tuning.json).",
         "",
         f"<details><summary>The {len(behind(records))} cases in which a peer is ahead, in µs</summary>",
         "",
@@ -365,7 +504,7 @@ def ops_table() -> str:
         "",
         "<details><summary>How many times as fast as each peer</summary>",
         "",
-        '<img src="benchmarks/results/h200-ops-peers.png" width="100%" alt="How many times as fast as each peer">',
+        '<img src="../benchmarks/results/h200-ops-peers.png" width="100%" alt="How many times as fast as each peer">',
         "",
         "</details>",
         "",
@@ -627,10 +766,12 @@ def trust() -> str:
 
 
 # What is written where: between <!-- NAME --> and <!-- /NAME -->.
-BLOCKS = [
-    ("README.md", "step", step),
-    ("README.md", "ops", ops_table),
+BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
+    ("README.md", "figures", figures),
+    ("README.md", "supported", supported),
     ("README.md", "trust", trust),
+    ("docs/benchmarks.md", "step", step),
+    ("docs/benchmarks.md", "ops", ops_table),
     ("docs/optimize.md", "kinds", kinds),
     ("docs/layers.md", "language models", language_models),
     ("docs/models.md", "diffusers", lambda: known_families("diffusers")),
@@ -647,25 +788,81 @@ BLOCKS = [
 ]
 
 
+# ---- Figures in sentences
+
+FIGURE = re.compile(r"(?P<number>[\d.,]+(?:e[-+]?\d+)?)<!-- (?P<file>[\w-]+) (?P<source>[^>]+?) -->")
+
+
+def _pages() -> list[Path]:
+    return [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def _shown(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _term(content: Any, term: str) -> float:
+    """One term of a figure's source: a number, or a field of a record or of the file."""
+    *conditions, path = shlex.split(term)
+    if re.fullmatch(r"[\d.]+", path) and not conditions:
+        return float(path)
+    found = content
+    if conditions:
+        records = content["records"]
+        for condition in conditions:
+            key, relation, wanted = re.split("([=~])", condition, maxsplit=1)
+            of_key = [(r, _shown(r[key])) for r in records if key in r]
+            records = [r for r, value in of_key if (value == wanted if relation == "=" else wanted in value)]
+        if len(records) != 1:
+            raise ValueError(f"{term}: expected one record, got {len(records)}")
+        (found,) = records
+    for key in path.split("."):
+        found = found[int(key)] if isinstance(found, list) else found[key]
+    return float(found)
+
+
+def figure(file: str, source: str) -> float:
+    """What a result file says where a figure's comment points."""
+    content = load(file)
+    value, *rest = re.split(r" ([/*]) ", source)
+    result = _term(content, value)
+    for operator, term in zip(rest[::2], rest[1::2]):
+        number = _term(content, term)
+        result = result / number if operator == "/" else result * number
+    return result
+
+
+def with_figures(text: str) -> str:
+    """A page with the digits of each figure as its result file has them, as many as stand there."""
+
+    def written(match: re.Match[str]) -> str:
+        number, value = match["number"], figure(match["file"], match["source"])
+        mantissa, _, exponent = number.partition("e")
+        digits = len(mantissa.partition(".")[2])
+        form = f".{digits}e" if exponent else f",.{digits}f" if "," in number else f".{digits}f"
+        shown = re.sub(r"e([-+])0?(\d+)", lambda m: f"e{m[1].replace('+', '')}{m[2]}", f"{value:{form}}")
+        return match[0].replace(number, shown, 1)
+
+    return FIGURE.sub(written, text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if a page is not what the results say")
     arguments = parser.parse_args()
-    stale = []
-    for page, name, make in BLOCKS:
-        path = REPOSITORY / page
-        text = path.read_text()
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        before, rest = text.split(begin)
-        wanted = before + begin + make() + end + rest.split(end, 1)[1]
-        if wanted == text:
-            continue
-        stale.append(page)
-        if not arguments.check:
-            path.write_text(wanted)
+    wanted = {page: page.read_text() for page in _pages()}
+    for name, block, make in BLOCKS:
+        begin, end = f"<!-- {block} -->\n", f"<!-- /{block} -->"
+        before, rest = wanted[REPOSITORY / name].split(begin)
+        wanted[REPOSITORY / name] = before + begin + make() + end + rest.split(end, 1)[1]
+    wanted = {page: with_figures(text) for page, text in wanted.items()}
+    stale = {page: text for page, text in wanted.items() if page.read_text() != text}
     if arguments.check and stale:
-        print(f"{', '.join(stale)}: not what benchmarks/results says; run python benchmarks/readme.py")
+        names = ", ".join(str(page.relative_to(REPOSITORY)) for page in stale)
+        print(f"{names}: not what benchmarks/results says; run python benchmarks/readme.py")
         return 1
+    for page, text in stale.items():
+        page.write_text(text)
     return 0
 
 

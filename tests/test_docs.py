@@ -191,9 +191,9 @@ def test_misfits_are_found(ltx: ModuleType, code: str):
 
 def test_the_table_of_operations(ltx: ModuleType):
     """Every function, each with its arguments by their names in their order, but for some of the last."""
-    section = (ROOT / "README.md").read_text().split("## Operations")[1].split("\n## ")[0]
-    named = set(re.findall(r"`ltx\.(\w+)\(", section))
-    for cell in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE):
+    page = (ROOT / "docs" / "ops.md").read_text()
+    named = set(re.findall(r"`ltx\.(\w+)\(", page))
+    for cell in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
         for text in re.findall(r"`(\w+\(.*?\))`", cell):
             call = ast.parse(text, mode="eval").body
             assert isinstance(call, ast.Call)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Build the variants of build.toml that this machine can build, without Nix.
 
-The result has the layout of a Nix build (build/<variant>/..., see the README's section on building) and is for
+The result has the layout of a Nix build (build/<variant>/..., see CONTRIBUTING.md) and is for
 development: the variants that get published come from `nix run .#build-and-copy`. The pip package
 (hatch_build.py) uses the functions of this module, so that there is one local build.
 

@@ -1,4 +1,4 @@
-"""FLUX.1 and the models with the same blocks: LongCat-Image, Ovis-Image and Bria FIBO.
+"""FLUX.1, LongCat-Image, Ovis-Image, Bria FIBO: double blocks of image and text, and single blocks of both.
 
 Double blocks keep text and image apart but for one joint attention; single blocks run both as one sequence, attention
 beside the feed-forward. The modulation comes from a linear layer inside each norm module.

@@ -1,4 +1,4 @@
-"""HunyuanVideo, its FramePack form, and HunyuanVideo 1.5.
+"""HunyuanVideo, FramePack, HunyuanVideo 1.5: double blocks of video and text, and single blocks of both.
 
 Double blocks keep video and text apart but for one joint attention. Single blocks, which 1.5 does not have, run both as
 one sequence. The joint order is video, then text. The text is not rotated, and its padding comes last and is masked.

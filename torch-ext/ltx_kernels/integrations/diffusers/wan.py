@@ -1,5 +1,4 @@
-"""Wan 2.1 and 2.2 (text, image, image per token) and the models with the same blocks: VACE, Animate, ChronoEdit,
-SkyReels-V2.
+"""Wan 2.1 and 2.2, VACE, Animate, ChronoEdit, SkyReels-V2: self-attention, cross-attention to text and image, MLP.
 
 The stock blocks compute norm, modulation and gated residual in float32 and cast each result, which is what the ops do.
 Modulation is a table plus the timestep's, per sample or, in TI2V, per token.

@@ -1,4 +1,4 @@
-"""Attention of Falcon: rotation of query and key in one launch, and one key head for all queries without copies of it.
+"""Falcon: the attention alone, with rotation in one launch and one key head for all queries without copies of it.
 
 Stock attention hands scaled_dot_product_attention fewer heads of keys than of queries, for which torch has its slowest
 implementation alone. The layer's norms are torch's, the MLP and the additions stay the model's.
