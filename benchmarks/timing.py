@@ -1,4 +1,7 @@
-"""Times GPU calls as a model sees them: launched ahead of the device, with inputs that are not in the L2 cache."""
+"""Times GPU calls as a model sees them: launched ahead of the device, with inputs that are not in the L2 cache.
+
+On a CPU a timer of the same form reads the host's clock.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,33 @@ class Timer:
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+class HostTimer:
+    """`Timer` for a machine without a GPU: the host's clock, and whatever the caches hold."""
+
+    def __init__(self, rounds: int = 5, seconds: float = 0.01) -> None:
+        self.rounds, self.seconds = rounds, seconds  # `seconds`: how long a sample takes
+
+    def measure(self, calls: dict[str, Call]) -> dict[str, Timing]:
+        """The time of every call; they take turns, so that all see the same machine."""
+        repeats, samples = {}, {name: [] for name in calls}
+        for name, call in calls.items():
+            call()  # its first call may compile or allocate
+            repeats[name] = max(1, round(self.seconds * 1e6 / self._sample(call, 1)))
+        for _ in range(self.rounds):
+            for name, call in calls.items():
+                samples[name].append(self._sample(call, repeats[name]))
+        return {
+            name: Timing(round(statistics.median(us), 2), round(statistics.quantiles(us, n=10)[-1], 2))
+            for name, us in samples.items()
+        }
+
+    def _sample(self, call: Call, repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start) / repeats * 1e6
 
 
 def host_us(call: Call) -> float:

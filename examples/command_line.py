@@ -13,8 +13,8 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO_ID = "org/ltx-kernels"
@@ -32,6 +32,19 @@ os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
 
 class ExampleError(RuntimeError):
     """What stops an example; the message says what to do."""
+
+
+def load_kernels(device: Any) -> ModuleType:
+    """The package for a torch.device, or for the name of one: the local build, unless LOCAL_KERNELS names another."""
+    from kernels import get_kernel
+
+    try:
+        return get_kernel(REPO_ID, version=1, backend="cpu" if str(device) == "cpu" else None)
+    except Exception as error:
+        raise ExampleError(
+            f"{REPO_ID} could not be loaded: {error}\n"
+            f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}; `make build` or `python tools/build.py` fills build/"
+        ) from error
 
 
 def start(parser: argparse.ArgumentParser) -> None:

@@ -65,16 +65,22 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0].split(". ")[0]
 
 
-def community_kernel() -> bool:
-    """A kernel of a trusted publisher: no trust_remote_code is needed. It writes to an output that it is given."""
-    print(f"{COMMUNITY}, version 1, from the Hub")
+def fetch_community() -> tuple[ModuleType | None, str]:
+    """A kernel of a trusted publisher, which needs no trust_remote_code; or None and why it is left out."""
     try:
         if not has_kernel(COMMUNITY, version=1):
-            print(f"  left out: it has no build for this system ({DEVICE}, torch {torch.__version__})")
-            return True
-        activation = get_kernel(COMMUNITY, version=1)
+            return None, f"it has no build for this system ({DEVICE}, torch {torch.__version__})"
+        return get_kernel(COMMUNITY, version=1), ""
     except Exception as error:  # no network, most often; each library underneath has errors of its own
-        print(f"  left out: could not be fetched. {reason(error)}")
+        return None, f"could not be fetched. {reason(error)}"
+
+
+def community_kernel() -> bool:
+    """The Hub's kernel writes to an output that it is given."""
+    print(f"{COMMUNITY}, version 1, from the Hub")
+    activation, why = fetch_community()
+    if activation is None:
+        print(f"  left out: {why}")
         return True
     x = torch.randn(4096, 2 * 2048, device=DEVICE, dtype=DTYPE)
     out = torch.empty(4096, 2048, device=DEVICE, dtype=DTYPE)

@@ -1,6 +1,6 @@
 """What the examples share: LTX-Video pipelines (with random weights, or loaded), timed clips, videos.
 
-Nothing here is about this package but `load_kernels`; `inject_ltx.py` shows how it is used.
+Nothing here is about this package; `inject_ltx.py` shows how it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import platform
 import re
 import time
@@ -27,7 +26,8 @@ import numpy as np
 import torch
 import transformers
 from command_line import DTYPES as DTYPE_NAMES
-from command_line import REPO_ID, ExampleError
+from command_line import ExampleError
+from command_line import load_kernels as load_kernels
 from diffusers import (
     AutoencoderKLLTXVideo,
     FlowMatchEulerDiscreteScheduler,
@@ -35,7 +35,6 @@ from diffusers import (
     LTXVideoTransformer3DModel,
 )
 from diffusers.hooks import apply_group_offloading
-from kernels import get_kernel
 from PIL import Image
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -70,17 +69,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
     return args
 
 
-# ---- The package and the pipeline
-
-
-def load_kernels(device: torch.device) -> ModuleType:
-    try:
-        return get_kernel(REPO_ID, version=1, backend="cpu" if device.type == "cpu" else None)
-    except Exception as error:
-        raise ExampleError(
-            f"{REPO_ID} could not be loaded: {error}\n"
-            f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}; `make build` or `python tools/build.py` fills build/"
-        ) from error
+# ---- The pipeline
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.dispatch import Namespaces
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -36,18 +36,6 @@ def test_columns_agree(ltx: ModuleType, device: str, case: ops.Case, dtype: torc
         expected = ops.tensors(calls["eager"]())
         for call in calls.values():
             ops.assert_same(call(), expected)
-
-
-class Namespaces(TorchDispatchMode):
-    """Of all ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(func.namespace)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
