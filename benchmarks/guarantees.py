@@ -113,7 +113,10 @@ def suites(name: str) -> str:
             cells = [str(numbers.get(key, 0)) for key in ("passed", "failed", "skipped")]
             unfinished = ", **which did not finish**" if numbers.get("status", 0) is None else ""
             rows.append([SUITES.get(suite, suite), f"`{file}.py`{unfinished}", *cells])
-    return f"{source(name, result['meta'])}\n\n" + table(["run", "tests", "passed", "failed", "skipped"], rows)
+    seconds = result["meta"]["seconds_of_calls"]
+    took = ", ".join(f"{call:.0f} s" for call in seconds)
+    head = f"{source(name, result['meta'])} `tests/gpu.py` ran these in {len(seconds)} calls ({took})."
+    return f"{head}\n\n" + table(["run", "tests", "passed", "failed", "skipped"], rows)
 
 
 def mutations() -> str:

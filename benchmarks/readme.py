@@ -9,7 +9,7 @@ with the file and the key that it comes from, and its digits are written anew:
 
 `key=value` picks the one record with this value (`key~text`: whose value contains the text; a shape is 2x8064x2048),
 and the last word names the field, with dots for what lies deeper. Without a `key=` the field is one of the whole file.
-Such terms and numbers may be joined by ` / ` and ` * `, from left to right.
+Fields and numbers may be joined by ` / ` and ` * `, from left to right; what picks the record stands before the first.
 """
 
 from __future__ import annotations
@@ -551,6 +551,70 @@ def layers() -> str:
     return "\n".join([head, "", *lines, ""])
 
 
+def numerics() -> str:
+    """The error of one product by recipe: fp8-numerics.json."""
+    records = load("fp8-numerics")["records"]
+    inputs = {"normal": "normal", "GELU of normal": "GELU of normal", "normal, 1 %": "1 % loud channels"}
+    by_recipe: dict[str, list[float]] = {}
+    for start in inputs:
+        of_input = [r for r in records if r["input"] == start or ("%" in start and r["input"].startswith(start))]
+        for r in of_input:
+            by_recipe.setdefault(r["recipe"], []).append(100 * r["relative_error"])
+    return "\n".join(
+        [
+            "Relative error of one product of a 1024x2048 input and a normal 2048x2048 weight, row by row "
+            "(`python benchmarks/fp8_numerics.py`, [fp8-numerics.json](../benchmarks/results/fp8-numerics.json)):",
+            "",
+            f"| recipe | {' | '.join(inputs.values())} |",
+            "|---" * (1 + len(inputs)) + "|",
+            *(f"| {name} | {' | '.join(f'{e:.2f} %' for e in errors)} |" for name, errors in by_recipe.items()),
+            "",
+        ]
+    )
+
+
+# The columns of docs/fp8.md from benchmarks/fp8_gemm.py.
+PRODUCTS = {
+    "bf16": "bf16",
+    "fp8 per row": "fp8 per row",
+    "fp8 per row, slow accumulation": "slow accumulation",
+    "torch._scaled_mm": "torch._scaled_mm",
+    "torch._scaled_mm per tensor": "per tensor",
+}
+
+
+def products() -> str:
+    """Linear layers by form: h200-fp8-gemm.json."""
+    result = load("h200-fp8-gemm")
+    records = [r for r in result["records"] if "us" in r]
+    us = {(tuple(r["shape"]), r["form"]): r["us"] for r in records}
+    lines = [f"| tokens x in x out | {' | '.join(PRODUCTS.values())} |", "|---" * (1 + len(PRODUCTS)) + "|"]
+    for shape in dict.fromkeys(tuple(r["shape"]) for r in records):
+        cells = [f"{us[shape, form]:.0f}" for form in PRODUCTS]
+        cells[1] = f"**{cells[1]}**"
+        lines.append(f"| {'x'.join(map(str, shape))} | {' | '.join(cells)} |")
+
+    def between(key: str, form: str) -> str:
+        found = [r[key] for r in records if r["form"] == form]
+        return f"{min(found):.1e} to {max(found):.1e}"
+
+    return "\n".join(
+        [
+            f"Linear layers with bias on one {result['meta']['device']}, torch {result['meta']['torch']}, in µs "
+            "(`python benchmarks/fp8_gemm.py`, [h200-fp8-gemm.json](../benchmarks/results/h200-fp8-gemm.json)):",
+            "",
+            *lines,
+            "",
+            "Relative error against the exact product of the same quantised matrices, with the rounding to bf16: "
+            f"{between('rounding', 'fp8 per row')}, with slow accumulation "
+            f"{between('rounding', 'fp8 per row, slow accumulation')}. Against the product of the matrices before "
+            f"quantisation: {between('error', 'fp8 per row')}, without a bias "
+            f"{between('error', 'torch._scaled_mm, no bias')}.",
+            "",
+        ]
+    )
+
+
 # Ops of docs/fp8.md, with a shape of LTX-Video.
 QUANTISING = [
     ("quantize_rows", [2, 8064, 2048]),
@@ -778,6 +842,8 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/models.md", "transformers", lambda: known_families("transformers")),
     ("docs/models.md", "models", models),
     ("docs/optimize.md", "clips", clips),
+    ("docs/fp8.md", "numerics", numerics),
+    ("docs/fp8.md", "products", products),
     ("docs/fp8.md", "layers", layers),
     ("docs/fp8.md", "loop", loop),
     ("docs/fp8.md", "ops", quantising),
@@ -801,33 +867,36 @@ def _shown(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _term(content: Any, term: str) -> float:
-    """One term of a figure's source: a number, or a field of a record or of the file."""
-    *conditions, path = shlex.split(term)
-    if re.fullmatch(r"[\d.]+", path) and not conditions:
-        return float(path)
-    found = content
-    if conditions:
-        records = content["records"]
-        for condition in conditions:
-            key, relation, wanted = re.split("([=~])", condition, maxsplit=1)
-            of_key = [(r, _shown(r[key])) for r in records if key in r]
-            records = [r for r, value in of_key if (value == wanted if relation == "=" else wanted in value)]
-        if len(records) != 1:
-            raise ValueError(f"{term}: expected one record, got {len(records)}")
-        (found,) = records
-    for key in path.split("."):
-        found = found[int(key)] if isinstance(found, list) else found[key]
-    return float(found)
+def _record(content: Any, conditions: list[str]) -> Any:
+    """The one record that all conditions fit."""
+    records = content["records"]
+    for condition in conditions:
+        key, relation, wanted = re.split("([=~])", condition, maxsplit=1)
+        of_key = [(r, _shown(r[key])) for r in records if key in r]
+        records = [r for r, value in of_key if (value == wanted if relation == "=" else wanted in value)]
+    if len(records) != 1:
+        raise ValueError(f"{' '.join(conditions)}: expected one record, got {len(records)}")
+    return records[0]
 
 
 def figure(file: str, source: str) -> float:
-    """What a result file says where a figure's comment points."""
-    content = load(file)
-    value, *rest = re.split(r" ([/*]) ", source)
-    result = _term(content, value)
-    for operator, term in zip(rest[::2], rest[1::2]):
-        number = _term(content, term)
+    """What a result file says where a figure's comment points; the conditions of the first term hold for all."""
+    found = content = load(file)
+    result, operator = 1.0, "*"
+    for term in re.split(r" ([/*]) ", source):
+        if term in ("/", "*"):
+            operator = term
+            continue
+        *conditions, path = shlex.split(term)
+        if conditions:
+            found = _record(content, conditions)
+        if re.fullmatch(r"[\d.]+", path):
+            number = float(path)
+        else:
+            value = found
+            for key in path.split("."):
+                value = value[int(key)] if isinstance(value, list) else value[key]
+            number = float(value)
         result = result / number if operator == "/" else result * number
     return result
 

@@ -206,6 +206,80 @@ def test_the_table_of_operations(ltx: ModuleType):
     assert named == {name for name in ltx.__all__ if inspect.isfunction(getattr(ltx, name))}
 
 
+# ---- Figures
+
+UNIT = r"(?:x(?! ?\d)|×|times|[nµum]?s|seconds?|minutes?|[kKMGT]i?B(?:/s)?|TFLOP/s|TFLOPS|%|dB|it/s)"
+MEASURED = re.compile(rf"(?<![\w.,-])(?P<number>\d[\d.,]*(?:e-?\d+)?) ?(?:<!-- (?P<source>[^>]*) -->)? ?{UNIT}(?!\w)")
+VERSIONED = "".join(rf"(?<!{name} )" for name in ("torch", "torchao", "CUDA", "capability", "LTX-Video"))
+BARE = re.compile(rf"(?<![\w.,-]){VERSIONED}\d+\.\d+(?:e-?\d+)?(?![\w.]|<!--)")
+
+
+def figures_without_source(text: str) -> list[str]:
+    """Figures in sentences and hand-written tables that name no result file.
+
+    A figure is a number with a unit of time, memory, speed or ratio, and a decimal number in a paragraph that has one.
+    What stands in a block that a program writes, or in code, is not looked at.
+    """
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^<!-- ([\w -]+) -->\n.*?^<!-- /\1 -->$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    found = []
+    for paragraph in text.split("\n\n"):
+        of_unit = list(MEASURED.finditer(paragraph))
+        found += [match[0] for match in of_unit if not match["source"]]
+        if of_unit:
+            found += BARE.findall(MEASURED.sub("", paragraph))
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_figure_names_its_result(file: str):
+    """By a comment, which benchmarks/readme.py turns into the digits; test_benchmarks.py compares them."""
+    assert figures_without_source((ROOT / file).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It takes 3.1 ms.", ["3.1 ms"]),
+        ("It is 1.77 x as fast, or 2 times, and 30 % of 5 GiB.", ["1.77 x", "2 times", "30 %", "5 GiB"]),
+        ("It takes 3.1<!-- h200-ltx frames=49 config=compile step_ms --> ms.", []),
+        ("3.1<!-- h200-ltx a --> ms against 4.5 and 1.6e-2 in torch 2.11.0, CUDA 12.9", ["4.5", "1.6e-2"]),
+        ("| 3.1 ms |", ["3.1 ms"]),
+        ("With torch 2.11 on 8.9, 2 x 8064 tokens of 512x768, `3.1 ms`.\n\n```\n3.1 ms\n```", []),
+        ("<!-- step -->\n3.1 ms\n<!-- /step -->\n", []),
+        ("3.1 s\n\n2.11", ["3.1 s"]),
+    ],
+)
+def test_figures_are_found(text: str, found: list[str]):
+    assert figures_without_source(text) == found
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("frames=49 config=compile step_ms", 45.541),
+        ("frames=49 config=baseline step_ms / step_ms", 1.0),
+        ("frames=161 config=kernels step_ms * 1000", 144741),
+        ("meta.prompts.1 / 10", 6.0),
+        ("config=compile step_ms", None),
+        ("frames=49 config~torchao step_ms", 35.68),
+        ("frames=49 config=compile steps_ms", None),
+    ],
+)
+def test_figures_are_read_from_their_results(source: str, value: float | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import readme
+
+    if value is None:
+        with pytest.raises((ValueError, KeyError)):
+            readme.figure("h200-ltx", source)
+        return
+    assert readme.figure("h200-ltx", source) == pytest.approx(value)
+    marked = f"It takes 9.9<!-- h200-ltx {source} --> ms."
+    assert readme.with_figures(marked) == marked.replace("9.9", f"{value:.1f}", 1)
+
+
 # ---- Shell
 
 # Programs that need a network or another machine, beside `make` and this repository's scripts.
