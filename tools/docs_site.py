@@ -1,0 +1,69 @@
+"""Hooks of mkdocs for the site of docs/: the README as its front page, pictures of results, links to the sources.
+
+The pages link to one another and to files of the repository, as they are read there. On the site a link that leaves
+docs/ leads to the repository, and a picture is copied.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(\]\(|src=\")([^)\s\"]+)")
+
+
+def source() -> str:
+    """Where the repository is, from pyproject.toml."""
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"])
+
+
+def on_config(config: Any) -> Any:
+    config.repo_url = source()
+    config.edit_uri = ""
+    return config
+
+
+def site_target(page: str, target: str) -> str:
+    """The target of a link on a page, which is named as in the repository, for the site."""
+    path, hash_, heading = target.partition("#")
+    if not path or re.match(r"[a-z]+:", path):
+        return target
+    found = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
+    if found == "README.md":
+        return "index.md" + hash_ + heading
+    if found.startswith("docs/"):
+        return found.removeprefix("docs/") + hash_ + heading
+    if found.endswith((".png", ".svg")):
+        return found
+    kind = "tree" if (ROOT / found).is_dir() else "blob"
+    return f"{source()}/{kind}/main/{found}{hash_}{heading}"
+
+
+def for_site(page: str, text: str) -> str:
+    return LINK.sub(lambda match: match[1] + site_target(page, match[2]), text)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    readme = (ROOT / "README.md").read_text()
+    files.append(File.generated(config, "index.md", content=for_site("README.md", readme)))
+    pages = [file.content_string for file in files if file.src_uri.endswith(".md")]
+    shown = {name for text in pages for name in re.findall(r"src=\"(?:\.\./)?([^\"]+\.(?:png|svg))\"", text)}
+    for name in sorted(shown):
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    return markdown if page.file.src_uri == "index.md" else for_site(f"docs/{page.file.src_uri}", markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Docstrings announce a literal block by two colons."""
+    return html.replace("::</p>", ":</p>")
