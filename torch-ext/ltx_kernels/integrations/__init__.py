@@ -16,6 +16,7 @@ from ..quant import fp8_obstacle
 from . import _linear, diffusers, transformers
 from ._graphs import with_graphs
 from ._guards import class_of
+from ._lora import base_of
 from ._registry import entry_for
 from ._report import Report
 from ._rotary import keep_table_readers_together
@@ -60,7 +61,8 @@ def optimize(
             and activations everywhere; "norms" only the norms.
         precision: "native" leaves the linear layers as they are. "fp8" quantises those of the blocks it knows: the
             weights now, per output channel, the activations in the ops that make them, per row. It needs bfloat16 and a
-            GPU of compute capability 8.9 or newer. Fuse a LoRA first, and call again after one is fused or unfused.
+            GPU of compute capability 8.9 or newer. Adapters (LoRA) of peft run in bfloat16 beside the fp8 weights,
+            whether they are loaded before or after; a weight that one is fused into is quantised again.
         rounding: "fp32" rounds each result once. "eager" rounds where the stock modules do, and leaves out what
             cannot: packed GEMMs and the GELU epilogue.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
@@ -132,6 +134,8 @@ def _install(plan: Plan, groups: Sequence[Sequence[nn.Linear]], rounding: str, r
         site.partners = frozenset({b for a, b in pairs if a == name} | {a for a, b in pairs if b == name})
     for linears in groups:
         _linear.quantise_weights(linears)
+    for root in filter(None, (reference() for reference in report._roots if groups)):
+        _linear.follow(root)
     if rounding == "fp32":
         reasons = (_linear.pack(module, entry.packs(module)) for module, entry in plan.modules.values())
         unpacked = Counter(filter(None, reasons))
@@ -261,7 +265,7 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Linear]]:
                 name = f"{block_name}.{path}" if block_name else path
                 if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                     continue
-                linear: Any = block.get_submodule(path)
+                linear: Any = base_of(block.get_submodule(path))
                 if class_of(linear) != _linear.LINEAR_CLASS:
                     plan.left_alone[name] = f"it is {class_of(linear)}, not {_linear.LINEAR_CLASS}"
                     continue

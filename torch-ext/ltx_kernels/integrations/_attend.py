@@ -34,7 +34,7 @@ from ._guards import (
     why_not_input,
     why_not_norm_weight,
 )
-from ._linear import Input, Linears, dequantised, in_fp8, joined, unpack
+from ._linear import Input, Linears, dequantised, in_fp8, joined, may_overwrite, unpack
 from ._rotary import Tables, kept, with_identity_rows
 from ._sites import Entry, Site, site_of, stock_forward
 from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
@@ -518,11 +518,6 @@ def _project(site: Site, linears: Linears, input: Input, heads: int) -> tuple[Te
     return _heads(linears(input), heads)
 
 
-def _in_place() -> bool:
-    """Whether fresh tensors may be overwritten: torch.compile and autograd want new ones."""
-    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-
-
 def _norm_and_rotate(
     spec: Attention,
     site: Site,
@@ -538,7 +533,7 @@ def _norm_and_rotate(
     places = slice(2 * stream, 2 * stream + 2)
     query_weight, key_weight = plan.weights[places] if normed else (None, None)
     eps = plan.eps[stream] if normed else None
-    out = (query, key) if fresh and _in_place() else None
+    out = (query, key) if fresh and may_overwrite() else None
     one_op = _rotates_in_one_op(spec, site)
     if one_op and normed and rope is None and not spec.across_heads:
         rope = _identity(site, query)  # one launch for both norms; the table is one row, which stays in the cache
@@ -632,7 +627,7 @@ def _single(
         (outputs,) = plan.all(input)
         qkv, gate_up = outputs.split([3 * module.inner_dim, outputs.shape[-1] - 3 * module.inner_dim], -1)
         query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
-        fresh = plan.all.direct or plan.all.fp8
+        fresh = plan.all.direct or plan.all.scaled
     elif context is None:
         query, key, value = _project(site, plan.all, input, heads)
         fresh = plan.all.packed
@@ -661,7 +656,7 @@ def _single(
 def _output_with_mlp(site: Site, plan: _Plan, heads: Tensor, gate_up: Tensor) -> Tensor:
     """The output layer on heads and MLP side by side, from gate and linear part of the MLP."""
     assert plan.out is not None
-    if _in_place():
+    if may_overwrite():
         width = heads.shape[-1]
         both = heads.new_empty(*heads.shape[:-1], width + gate_up.shape[-1] // 2)
         both[..., :width].copy_(heads)
@@ -703,7 +698,7 @@ def _joint(
     if added is None:
         query, key, value = _project_both(site, plan.all, cast(Tensor, input), rows, context, rows2, heads)
         query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, plan.all.packed)
-    elif _in_place() and plan.all.packed and added.packed and len({*plan.all.sizes, *added.sizes}) == 1:
+    elif may_overwrite() and plan.all.packed and added.packed and len({*plan.all.sizes, *added.sizes}) == 1:
         packed = joined(plan.all, input, rows, added, context, rows2, first + second)
         query, key, value = packed.unflatten(-1, (3, heads, -1)).unbind(-3)
         for stream, part in enumerate((rows, rows2)):
@@ -743,7 +738,7 @@ def _project_both(
     site: Site, linears: Linears, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
 ) -> tuple[Tensor, ...]:
     """Query, key and value, [B, S + T, heads, D], of two streams that go through the same layers."""
-    if _in_place() and linears.packed and linears.direct and len(set(linears.sizes)) == 1:
+    if may_overwrite() and linears.packed and linears.direct and len(set(linears.sizes)) == 1:
         packed = joined(linears, input, rows, linears, context, rows2, input.shape[1] + context.shape[1])
         return packed.unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
     streams = (input, context) if rows.start == 0 else (context, input)

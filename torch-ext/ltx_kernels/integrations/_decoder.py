@@ -226,7 +226,7 @@ def _norm_and_rotate(
     spec: CausalAttention, site: Site, plan: _AttentionPlan, query: Tensor, key: Tensor, rope: Tables
 ) -> tuple[Tensor, Tensor]:
     # What the layers made is new, unless something else than this package called them.
-    fresh = plan.projections.packed or plan.projections.direct or plan.projections.fp8
+    fresh = plan.projections.packed or plan.projections.direct or plan.projections.scaled
     rotation: dict[str, Any] = {"layout": "half", "rotary_dim": None if spec.half_tables else rope[0].shape[-1]}
     in_place = fresh and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if not spec.norms:

@@ -7,8 +7,9 @@ an op has quantised already.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
-from typing import Union, cast
+from typing import Any, Callable, Union, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,14 @@ from .._linear import adjacent, linear_cat, linear_gelu, linear_gelu_op, make_ad
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows, quantize_weight
 from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, recall, remember, why_not_input
-from ._sites import Entry, Site, stock_forward
+from ._lora import LowRank, adapters_of, add_adapters, base_of, is_lora, merged
+from ._sites import Entry, Site, site_of, stock_forward
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"
 STATE = "_ltx_fp8_of"  # the version of the weight that was quantised, or FREED
 FREED = "freed"
+MERGED = "_ltx_fp8_merged"  # the adapters that were in the weight when it was quantised
 PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
 
 Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
@@ -55,12 +58,22 @@ def quantise_weights(linears: Sequence[nn.Linear]) -> None:
         start = end
 
 
+def quantise_again(linear: nn.Linear) -> None:
+    """Takes the fp8 weight of a layer from its stock weight as it is now, and leaves it in its place."""
+    for name, tensor in zip((VALUES, SCALES), quantize_weight(linear.weight)):
+        cast(Tensor, linear._buffers[name]).copy_(tensor)
+    linear.__dict__[STATE] = linear.weight._version
+
+
 def drop_weights(linear: nn.Module) -> None:
     """What `restore` does beside giving the layer its forward back."""
     for name in (VALUES, SCALES):
         linear._buffers.pop(name, None)
         linear._non_persistent_buffers_set.discard(name)
     linear.__dict__.pop(STATE, None)
+    linear.__dict__.pop(MERGED, None)
+    for reference in site_of(linear).roots:
+        unfollow(reference())
 
 
 def freed(linear: nn.Module) -> bool:
@@ -151,8 +164,74 @@ LINEAR = Entry(
 
 
 def in_fp8(linear: nn.Module) -> bool:
-    site = linear.__dict__.get(ATTRIBUTE)
+    """Whether a linear layer, or the one below its adapters, has fp8 weights."""
+    site = base_of(linear).__dict__.get(ATTRIBUTE)
     return site is not None and site.entry is LINEAR
+
+
+# ---- Adapters that are merged into the stock weights
+
+_CHANGING = (
+    "fuse_lora",
+    "unfuse_lora",
+    "unload_lora",
+)  # methods of diffusers' models that write to weights through .data
+
+
+def follow(root: nn.Module) -> None:
+    """Has the fp8 weights below a model follow when diffusers merges adapters into the stock weights, and back."""
+    for module in root.modules():
+        if is_lora(module) and in_fp8(module):
+            base_of(module).__dict__[MERGED] = merged(module)
+    for name in _CHANGING:
+        if hasattr(type(root), name):
+            root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
+
+
+def unfollow(root: nn.Module | None) -> None:
+    for name in _CHANGING if root is not None else ():
+        root.__dict__.pop(name, None)
+
+
+def _follow_layers(root: nn.Module) -> None:
+    for module in root.modules():
+        if is_lora(module) and in_fp8(module):
+            _follow_layer(module)
+
+
+def _follow_layer(layer: nn.Module) -> None:
+    """Quantises a weight again where adapters were merged into it, or taken out, since it was quantised."""
+    linear = cast(nn.Linear, base_of(layer))
+    now = merged(layer)
+    if now == linear.__dict__.get(MERGED, ()):
+        return
+    if torch.compiler.is_compiling():
+        raise RuntimeError("adapters were merged into weights in fp8, or taken out: call optimize again")
+    quantise_again(linear)
+    linear.__dict__[MERGED] = now
+    site_of(linear).remark("weights quantised again, since adapters were merged or taken out")
+
+
+def _following(name: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **options: Any) -> Any:
+        linears = [module for module in self.modules() if type(module) is nn.Linear and in_fp8(module)]
+        if name != "unload_lora" and any(map(freed, linears)):
+            raise RuntimeError(
+                f"{name}: expected stock weights, got weights that were freed by optimize(..., free_weights=True); "
+                "adapters run beside the fp8 weights without it"
+            )
+        _follow_layers(self)
+        result = getattr(type(self), name)(self, *args, **options)
+        _follow_layers(self)
+        if name == "unload_lora":
+            for linear in linears:
+                linear.__dict__.pop(MERGED, None)
+        return result
+
+    return method
+
+
+_FOLLOWING = {name: _following(name) for name in _CHANGING}
 
 
 # ---- Several layers, one input
@@ -166,35 +245,44 @@ class Linears:
     """Linear layers that read one input, in the form that their state allows.
 
     It is made for one state of the layers and of the input's dtype and device: `remember` keeps it for as long as that
-    holds.
+    holds. Which adapters of peft are active is asked at every call.
 
-    fp8: They take quantised rows, by one product where their weights are adjacent.
+    scaled: Their products are of fp8 weights, and one product where these are adjacent.
+    fp8: They take quantised rows: they are `scaled`, and no adapter is active.
     packed: One product makes all their outputs, which are views of one new tensor.
     direct: nn.Linear and nothing else, so that their weights can be used without calling them.
     """
 
-    __slots__ = ("direct", "fp8", "modules", "packed", "sizes")
+    __slots__ = ("_given", "direct", "modules", "packed", "scaled", "sizes")
 
     def __init__(self, modules: Sequence[nn.Linear], input: Tensor, pack: bool = True) -> None:
-        self.modules = tuple(modules)
-        self.fp8 = not _why_not_fp8_input(input) and all(
-            in_fp8(linear) and not hooked(linear) and not _why_not_fp8_weight(linear, input) for linear in modules
+        bases = cast("list[nn.Linear]", list(map(base_of, modules)))
+        self.scaled = not _why_not_fp8_input(input) and all(
+            in_fp8(base) and not hooked(base) and not hooked(given) and not _why_not_fp8_weight(base, input)
+            for base, given in zip(bases, modules)
         )
-        self.direct = not self.fp8 and all(plain_linear(linear, input.dtype) for linear in modules)
+        self.modules = tuple(bases if self.scaled else modules)
+        # With adapters, the layers as they are called.
+        self._given = tuple(modules) if self.scaled and any(map(is_lora, modules)) else ()
+        self.direct = not self.scaled and all(plain_linear(linear, input.dtype) for linear in modules)
         self.packed = False
-        if len(self.modules) == 1 or not pack or not (self.fp8 or self.direct):
+        if len(self.modules) == 1 or not pack or not (self.scaled or self.direct):
             self.sizes: list[int] = []
             return
         biases = self._biases()
         if biases is not None:
-            self.sizes = [linear.out_features for linear in modules]
+            self.sizes = [linear.out_features for linear in self.modules]
             if torch.compiler.is_compiling():  # the ops ask for adjacency where they run
                 self.packed = True
-            elif self.fp8:
+            elif self.scaled:
                 values, scales = self._quantised()
                 self.packed = adjacent(values) and adjacent(scales) and (not biases or adjacent(biases))
             else:
                 self.packed = adjacent(self._weights()) and (not biases or adjacent(biases))
+
+    @property
+    def fp8(self) -> bool:
+        return self.scaled and not (self._given and self._adapters())
 
     def _weights(self) -> list[Tensor]:
         return [linear._parameters["weight"] for linear in self.modules]  # type: ignore[misc]
@@ -208,29 +296,68 @@ class Linears:
         biases: list[Tensor] = [b for b in (linear._parameters["bias"] for linear in self.modules) if b is not None]
         return biases if len(biases) in (0, len(self.modules)) else None
 
+    def _adapters(self) -> str | list[list[LowRank]]:
+        """What the active adapters of each layer add, empty if none is active; or why peft has to compute them."""
+        found: list[list[LowRank]] = []
+        for given, linear in zip(self._given, self.modules):
+            reason, adapters = "", list[LowRank]()
+            if given is not linear:
+                _follow_layer(given)
+                reason, adapters = adapters_of(given, cast(Tensor, linear._buffers[VALUES]).device)
+            if reason:
+                return reason
+            found.append(adapters)
+        return found if any(found) else []
+
+    def _with_adapters(self, input: Input) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """(all outputs side by side where they are views of one tensor, the output of each layer)."""
+        adapters, site = self._adapters(), site_of(self.modules[0])
+        x = dequantised(input) if adapters and isinstance(input, tuple) else input
+        if isinstance(adapters, str):
+            site.remark(f"adapters called by themselves: {adapters}", len(self._given))
+            return None, tuple(linear(x) for linear in self._given)
+        whole = self._together(input) if self.packed else None
+        outputs = self._apart(input) if whole is None else whole.split(self.sizes, -1)
+        if not adapters:
+            return whole, outputs
+        site.remark("adapters beside fp8", sum(map(bool, adapters)))
+        in_place = may_overwrite()
+        outputs = tuple(
+            add_adapters(output, cast(Tensor, x), added, in_place) for output, added in zip(outputs, adapters)
+        )
+        return whole if in_place else None, outputs
+
     def together(self, input: Input) -> Tensor:
         """All outputs side by side, of layers that are `packed`."""
+        if not self._given:
+            return self._together(input)
+        whole, outputs = self._with_adapters(input)
+        return torch.cat(outputs, -1) if whole is None else whole
+
+    def __call__(self, input: Input) -> tuple[Tensor, ...]:
+        """The output of each layer."""
+        if self._given:
+            return self._with_adapters(input)[1]
+        return self._together(input).split(self.sizes, -1) if self.packed else self._apart(input)
+
+    def _together(self, input: Input) -> Tensor:
         biases = self._biases() or []
         if torch.compiler.is_compiling():
-            if self.fp8:
+            if self.scaled:
                 return packed_scaled_linear_op(*self._rows(input), *self._quantised(), biases)
             return packed_linear_op(cast(Tensor, input), self._weights(), biases)
-        weights, scales = self._quantised() if self.fp8 else (self._weights(), [])
+        weights, scales = self._quantised() if self.scaled else (self._weights(), [])
         # The addresses are those that this was made for, or `remember` would have made it anew; that an offload has
         # brought neighbours back to the same addresses as tensors of their own is left to ask.
         if not all(_in_one_storage(tensors) for tensors in (weights, scales, biases) if tensors):
             return torch.cat(self._apart(input), -1)
         bias = stacked(biases) if biases else None
-        if self.fp8:
+        if self.scaled:
             return multiply(*self._rows(input), stacked(weights), stacked(scales), bias)
         return F.linear(cast(Tensor, input), stacked(weights), bias)
 
-    def __call__(self, input: Input) -> tuple[Tensor, ...]:
-        """The output of each layer."""
-        return self.together(input).split(self.sizes, -1) if self.packed else self._apart(input)
-
     def _apart(self, input: Input) -> tuple[Tensor, ...]:
-        if self.fp8:
+        if self.scaled:
             rows = self._rows(input)
             return tuple(_multiply(linear, rows) for linear in self.modules)
         if self.direct:
@@ -244,6 +371,11 @@ class Linears:
         for linear in self.modules:
             linear.__dict__[ATTRIBUTE].count_call()
         return input if isinstance(input, tuple) else quantize_rows(input)
+
+
+def may_overwrite() -> bool:
+    """Whether fresh tensors may be overwritten: torch.compile and autograd want new ones."""
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 def linears_of(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
@@ -316,6 +448,7 @@ def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
     """Moves the weights of each group of linear layers below a module into one storage, as views; or why not."""
     for names in groups:
         linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
+        linears = [cast(nn.Linear, base_of(linear)) if in_fp8(linear) else linear for linear in linears]
         described = f"{', '.join(names[:-1])} or {names[-1]}"
         if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
             return f"{described} is no plain nn.Linear"

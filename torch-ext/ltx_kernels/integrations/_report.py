@@ -30,7 +30,7 @@ class Report:
         sites: One for every replaced class: `class_name`, `modules`, `calls` that ran the package's ops, `traces` by
             torch.compile, `gradients`, calls among these with gradients through parameters of the block, whose ops run
             in plain torch where an input needs one, and `fallbacks`, the calls that ran the stock forward instead, by
-            reason.
+            reason, and `remarks`, what else happened at calls, such as adapters that ran beside fp8 weights.
         left_alone: Modules of a known class, or whole components, that stay as they were, and why.
         notes: Other things to know, such as parameters that could not be packed.
     """
@@ -83,6 +83,7 @@ class Report:
         for s in self.sites:
             if s.gradients:
                 lines.append(f"gradients through {s.name}, {s.gradients} x: ops run in plain torch where one is needed")
+            lines += [f"{text}, {s.name}, {count} x" for text, count in s.remarks.items()]
             if s.unpacked:
                 lines.append(
                     f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again), or "

@@ -109,6 +109,7 @@ class Site:
         self.traces = 0  # by torch.compile, of calls that will run them
         self.chosen: set[str] = set()  # ops that calls named, of a class whose calls differ
         self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward instead, by reason
+        self.remarks: Counter[str] = Counter()  # what else happened at calls
         self.cache: dict[Any, Any] = {}
         # A number instead of a reference: torch.compile takes it for a constant, which all modules of a site share.
         self.number = next(_numbers)
@@ -153,6 +154,13 @@ class Site:
         else:
             self.fallbacks[reason] += 1
 
+    def remark(self, text: str, count: int = 1) -> None:
+        """Counts something that happened at calls and is neither an op nor a stock forward."""
+        if torch.compiler.is_compiling():
+            _count_remark(self.number, f"{text} (compiled)", count)
+        else:
+            self.remarks[text] += count
+
 
 def site_of(module: nn.Module) -> Site:
     """The site of a module that was replaced."""
@@ -178,6 +186,13 @@ def _count_trace(number: int, reason: str, *ops: str) -> None:
     else:
         site.traces += 1
         site.chosen.update(ops)
+
+
+@constant_when_compiled
+def _count_remark(number: int, text: str, count: int) -> None:
+    site = _by_number.get(number)
+    if site is not None:
+        site.remarks[text] += count
 
 
 # ---- Installing and removing

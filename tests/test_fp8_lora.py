@@ -1,0 +1,351 @@
+"""LoRA adapters of peft on a model in fp8: beside the fp8 weights, in any order, without quantising again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("diffusers")
+from test_families import cast, every_family, make, run  # noqa: E402
+from test_families import distance as distances  # noqa: E402
+from test_integration import LAYERS, distance, exactly, make_inputs, make_model, patched  # noqa: E402
+from test_integration_fp8 import SKIPPED, with_quantised_weights  # noqa: E402
+
+TARGETS = ["attn1.to_q", "attn1.to_k", "attn1.to_out.0", "attn2.to_q", "attn2.to_k", "ff.net.0.proj", "ff.net.2"]
+IN_FP8 = sum(name not in SKIPPED for name in TARGETS)
+LINEAR = "torch.Linear"
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def fp8_device(device: str) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+
+
+@pytest.fixture
+def model(device: str) -> nn.Module:
+    return make_model(device, torch.bfloat16)
+
+
+@pytest.fixture
+def inputs(device: str) -> dict[str, Any]:
+    return make_inputs(device, torch.bfloat16)
+
+
+@pytest.fixture
+def quantised(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The weights that are quantised while a test runs."""
+    seen: list[Tensor] = []
+    home = ltx.integrations._linear
+    stock = home.quantize_weight
+
+    def record(weight: Tensor) -> Any:
+        seen.append(weight)
+        return stock(weight)
+
+    monkeypatch.setattr(home, "quantize_weight", record)
+    return seen
+
+
+def add(model: nn.Module, name: str = "default", seed: int = 3, **options: Any) -> None:
+    """A random adapter that moves the model's output by more than fp8 does."""
+    torch.manual_seed(seed)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": False, **options}
+    model.add_adapter(peft.LoraConfig(**config), adapter_name=name)
+    model.requires_grad_(False)
+    for key, parameter in model.named_parameters():
+        if f".{name}." in key and "lora_" in key and parameter.dim() == 2:
+            parameter.normal_(0, 0.6 * parameter.shape[1] ** -0.5)
+
+
+def remarks(report: Any) -> dict[str, int]:
+    (site,) = (site for site in report.sites if site.name == LINEAR)
+    return dict(site.remarks)
+
+
+# ---- One layer
+
+
+@pytest.mark.parametrize("targets", [["attn1.to_q", "attn1.to_v"], ["attn1.to_q"], ["ff.net.2"]], ids="+".join)
+def test_layers_against_fp64(ltx: ModuleType, device: str, model: nn.Module, targets: list[str]) -> None:
+    """Within bfloat16's rounding of the result and of the low-rank product: the rest is the fp8 product's own."""
+    ltx.optimize(model, precision="fp8")
+    add(model, target_modules=targets)
+    block = model.transformer_blocks[1]
+    names = ["ff.net.2"] if "ff.net.2" in targets else [f"attn1.to_{x}" for x in "qkv"]
+    layers = [block.get_submodule(name) for name in names]
+    x = torch.randn(2, 5, layers[0].in_features, device=device).bfloat16()
+    linears = ltx.integrations._linear.Linears(layers, x)
+    assert linears.scaled and not linears.fp8 and linears.packed == (len(layers) > 1)
+    values, scales = ltx.quantize_rows(x)
+    for name, layer, output in zip(names, layers, linears(x)):
+        base = layer.base_layer if name in targets else layer
+        weight = base.ltx_fp8_values.double() * base.ltx_fp8_scales.double()[:, None]
+        want = nn.functional.linear(values.double() * scales.double(), weight, base.bias.double())
+        slack = want.abs() + base.bias.double().abs()
+        if name in targets:
+            down, up = (adapters["default"].weight.double() for adapters in (layer.lora_A, layer.lora_B))
+            low_rank = nn.functional.linear(x.double(), down)
+            want = want + 2 * nn.functional.linear(low_rank, up)
+            slack = slack + 2 * nn.functional.linear(low_rank.abs() + x.double().abs() @ down.abs().t(), up.abs())
+        assert ((output.double() - want).abs() <= 2**-8 * (want.abs() + slack) + 1e-6).all(), name
+
+
+# ---- A model
+
+
+def test_no_active_adapter_gives_the_same_bits(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], quantised: list[Tensor]
+) -> None:
+    """Loaded, disabled, enabled, deleted, unloaded; no weight is quantised again."""
+    report = ltx.optimize(model, precision="fp8")
+    plain = model(**inputs)[0]
+    quantised.clear()
+    add(model)
+    beside = model(**inputs)[0]
+    assert distance(beside, plain) > 0.01
+    assert remarks(report) == {"adapters beside fp8": IN_FP8 * LAYERS}
+    model.disable_lora()
+    assert torch.equal(model(**inputs)[0], plain)
+    model.enable_lora()
+    assert torch.equal(model(**inputs)[0], beside)
+    model.delete_adapters("default")
+    assert torch.equal(model(**inputs)[0], plain)
+    model.unload_lora()
+    assert torch.equal(model(**inputs)[0], plain)
+    assert quantised == [] and report.fallbacks == {}
+    assert remarks(report) == {"adapters beside fp8": 2 * IN_FP8 * LAYERS}
+    assert "adapters beside fp8, torch.Linear" in str(report)
+    report.restore()
+    assert patched(model) == [] and not {"fuse_lora", "unfuse_lora", "unload_lora"} & set(vars(model))
+
+
+def test_either_order_gives_the_same_bits(ltx: ModuleType, device: str, inputs: dict[str, Any]) -> None:
+    first, second = make_model(device, torch.bfloat16), make_model(device, torch.bfloat16)
+    targets = [name for name in TARGETS if name not in SKIPPED]
+    ltx.optimize(first, precision="fp8")
+    add(first, target_modules=targets)
+    add(second, target_modules=targets)
+    report = ltx.optimize(second, precision="fp8")
+    assert report.left_alone == {} and not any("not packed" in note for note in report.notes)
+    assert torch.equal(first(**inputs)[0], second(**inputs)[0])
+    assert report.fallbacks == {} and "one by one" not in str(report)
+    for model in first, second:
+        model.unload_lora()
+    assert torch.equal(first(**inputs)[0], second(**inputs)[0])
+
+
+def test_error_is_that_of_fp8(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against dequantised weights with the adapter in float32, no further off than peft's own layers on fp8 ones."""
+    reference = with_quantised_weights(ltx, model)
+    bare = exactly(reference, inputs)
+    report = ltx.optimize(model, precision="fp8")
+    without = distance(model(**inputs)[0], bare)
+    for part in model, reference:
+        add(part)
+    want = exactly(reference, inputs)
+    error = distance(model(**inputs)[0], want)
+    with monkeypatch.context() as patched_lora:
+        patched_lora.setattr(ltx.integrations._linear, "adapters_of", lambda *_: ("a test", []))
+        by_peft = distance(model(**inputs)[0], want)
+    assert distance(want, bare) > 0.05
+    assert without < error < 1.1 * by_peft < 1.6 * without
+    assert report.fallbacks == {}
+
+
+def test_several_adapters(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], quantised: list[Tensor]) -> None:
+    """Switched, weighted and scaled per call as the stock model has it."""
+    reference = with_quantised_weights(ltx, model)
+    report = ltx.optimize(model, precision="fp8")
+    without = distance(model(**inputs)[0], exactly(reference, inputs))
+    quantised.clear()
+    for part in model, reference:
+        add(part, "one")
+        add(part, "two", seed=4, r=8, target_modules=TARGETS[:3])
+    seen: list[Tensor] = []
+    for names, weights, scale in (
+        ("one", None, 1.0),
+        (["one", "two"], [0.7, -1.2], 1.0),
+        ("two", None, 1.0),
+        (["one", "two"], [1.0, {"transformer_blocks.0": 0.0}], 1.0),
+        ("one", None, 0.3),
+        ("one", None, 1.0),
+    ):
+        for part in model, reference:
+            part.set_adapters(names, weights)
+        arguments = {**inputs, "attention_kwargs": {"scale": scale}}
+        seen.append(model(**arguments)[0])
+        assert distance(seen[-1], exactly(reference, arguments)) < 1.6 * without
+    assert torch.equal(seen[0], seen[-1])
+    assert all(distance(a, b) > 0.01 for i, a in enumerate(seen[:-1]) for b in seen[:i])
+    assert quantised == [] and report.fallbacks == {}
+
+
+def test_rows_are_quantised_once(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """An adapter on one of query, key and value keeps the input in bfloat16 for all, and one launch quantises it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == ltx._ops.ops.name and "quant" in func._opname:
+                seen.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    ltx.optimize(model, precision="fp8")
+    with Watch():
+        model(**inputs)
+    plain = len(seen)
+    add(model, target_modules=["attn1.to_k"])
+    seen.clear()
+    with Watch():
+        model(**inputs)
+    assert len(seen) == plain
+
+
+def test_other_kinds_of_adapters_are_called_by_themselves(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]
+) -> None:
+    """DoRA reads the stock weight: peft computes it, on the fp8 layer, and the report says so."""
+    report = ltx.optimize(model, precision="fp8")
+    add(model, use_dora=True)
+    ours = model(**inputs)[0]
+    assert remarks(report) == {
+        "adapters called by themselves: DoraLinearVariant of peft": (IN_FP8 + 1) * LAYERS  # to_v beside to_q
+    }
+    ltx.restore(model)
+    assert distance(ours, model(**inputs)[0]) < 0.1
+
+
+def test_a_hooked_adapter_is_called(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    report = ltx.optimize(model, precision="fp8")
+    add(model, target_modules=["ff.net.2"])
+    calls: list[int] = []
+    adapter = model.transformer_blocks[0].ff.net[2].lora_A["default"]
+    handle = adapter.register_forward_hook(lambda *_: calls.append(1))
+    want = model(**inputs)[0]
+    assert calls == [1] and remarks(report)["adapters beside fp8"] == LAYERS - 1
+    handle.remove()
+    assert distance(model(**inputs)[0], want) < 0.02 and calls == [1]
+
+
+# ---- Merged adapters
+
+
+def unmerge(model: nn.Module) -> None:
+    """As a pipeline's unfuse_lora does, past the model's own method."""
+    for module in model.modules():
+        if hasattr(module, "merged_adapters"):
+            module.unmerge()
+
+
+@pytest.mark.parametrize("undo", [lambda model: model.unfuse_lora(), unmerge], ids=["model", "pipeline"])
+def test_fused_and_unfused(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], undo: Callable[[nn.Module], None]
+) -> None:
+    """The fp8 weights follow, since they are quantised again; whether or not a call comes between."""
+    report = ltx.optimize(model, precision="fp8")
+    plain = model(**inputs)[0]
+    add(model)
+    beside = model(**inputs)[0]
+    model.fuse_lora()
+    fused = model(**inputs)[0]
+    assert distance(fused, beside) < 0.05 < distance(fused, plain)
+    undo(model)
+    assert distance(model(**inputs)[0], beside) < 0.02
+    model.fuse_lora()
+    model.unload_lora()
+    assert distance(model(**inputs)[0], fused) < 0.02
+    again = "weights quantised again, since adapters were merged or taken out"
+    assert remarks(report)[again] == 3 * IN_FP8 * LAYERS
+    assert report.fallbacks == {}
+    optimized = model(**inputs)[0]
+    ltx.optimize(model, precision="fp8")
+    assert torch.equal(model(**inputs)[0], optimized)
+
+
+def test_fused_before(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Adapters that are in the weights already when these are quantised are not added again."""
+    add(model)
+    model.fuse_lora()
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model, precision="fp8")
+    assert distance(model(**inputs)[0], stock) < 0.1
+    assert remarks(report) == {}
+    model.unload_lora()
+    assert distance(model(**inputs)[0], stock) < 0.1
+    assert report.fallbacks == {}
+
+
+def test_freed_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """Adapters run beside fp8 weights without the stock ones; merging them is one error."""
+    ltx.optimize(model, precision="fp8")
+    add(model)
+    want = model(**inputs)[0]
+    model.unload_lora()
+    ltx.optimize(model, precision="fp8", free_weights=True)
+    add(model)
+    assert torch.equal(model(**inputs)[0], want)
+    with pytest.raises(RuntimeError, match="fuse_lora: expected stock weights, got weights that were freed"):
+        model.fuse_lora()
+    assert torch.equal(model(**inputs)[0], want)
+
+
+# ---- Compiled, and other families
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], compiler: str) -> None:
+    report = ltx.optimize(model, precision="fp8")
+    plain = model(**inputs)[0]
+    add(model)
+    want = model(**inputs)[0]
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    assert distance(compiled(**inputs)[0], want) < 0.02
+    assert remarks(report)["adapters beside fp8 (compiled)"] == IN_FP8 * LAYERS
+    model.disable_lora()
+    assert distance(compiled(**inputs)[0], plain) < 0.02
+    assert LINEAR not in report.fallbacks
+
+
+@every_family
+def test_families(ltx: ModuleType, device: str, family: Any) -> None:
+    """Every layer that fp8 takes has its adapter beside it, in both orders, and the bare bits come back."""
+    inputs = cast(family.inputs(1), device, torch.bfloat16)
+    outputs = []
+    for first in (True, False):
+        model = make(family, device, torch.bfloat16)
+        if first:
+            report = ltx.optimize(model, precision="fp8")
+            plain = run(model, inputs)
+        torch.manual_seed(0)
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=list(family.lora), init_lora_weights=False))
+        model.requires_grad_(False)
+        if not first:
+            stock = run(model, inputs)
+            report = ltx.optimize(model, precision="fp8")
+        outputs.append(run(model, inputs))
+        assert LINEAR not in report.fallbacks
+        layers = [m for m in model.modules() if type(m).__name__ == "Linear" and hasattr(m, "base_layer")]
+        wrapped = sum("_ltx_kernels" in vars(layer.base_layer) for layer in layers)
+        assert wrapped > 0 and remarks(report) == {"adapters beside fp8": wrapped}
+        model.unload_lora()
+        assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), plain))
+    assert distances(outputs[0], stock) < 0.2 * max(1.0, distances(plain, stock))
+    assert all(torch.equal(a, b) for a, b in zip(*outputs))
