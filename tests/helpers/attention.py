@@ -81,7 +81,7 @@ class Truth:
         self.mask = None if mask is None else mask[:, None, None]
         scores = self.query @ self.key.mT * self.scale
         if self.mask is not None:
-            scores = scores + self.mask
+            scores = (scores + self.mask).masked_fill((self.mask == -torch.inf).all(-1, keepdim=True), -torch.inf)
         self.lse = scores.logsumexp(-1)
         nothing = (scores == -torch.inf).all(-1, keepdim=True)
         self.weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)

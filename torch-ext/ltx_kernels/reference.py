@@ -1552,7 +1552,9 @@ def attention_with_lse(
     mask = key_mask(mask, key_lengths, key.shape[1])
     if mask is not None:
         addends = torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask
-        scores = scores + addends.to(compute)[:, None, None]
+        addends = addends.to(compute)[:, None, None]
+        # Where no key counts, not even a query with a NaN is anything but zeros.
+        scores = (scores + addends).masked_fill((addends == -math.inf).all(-1, keepdim=True), -math.inf)
     return _attend(scores, value, query.dtype), scores.logsumexp(-1).float()
 
 
