@@ -1,7 +1,7 @@
 // The norm family, rounded: rmsnorm, rmsnorm_residual, layernorm, adaln_rmsnorm, adaln_layernorm, adaln_zero,
 // gated_residual, gated_residual_adaln_rmsnorm, gated_residual_adaln_layernorm. The others have files of their own,
-// which are compiled side by side: norm_branch.cu, norm_pair.cu, norm_quant.cu, and norm_general.cu with the general
-// kernel.
+// which are compiled side by side: norm_branch.cu, norm_pair.cu, norm_quant.cu, and norm_general.cu and
+// norm_general_more.cu with the general kernel.
 //
 //   b   = input, or input * rstd * (weight_offset + branch_weight)
 //   h   = residual + b * gate

@@ -32,7 +32,11 @@ from helpers.mutation import Mutation  # noqa: E402
 from helpers.tool_defects import TOOL_DEFECTS  # noqa: E402
 
 PYTHON = "torch-ext/ltx_kernels/"
-CUDA_ROPE, CUDA_ATTENTION, CUDA_GENERAL = "kernel_src/rope.cu", "kernel_src/attention.cu", "kernel_src/norm_general.cu"
+CUDA_ROPE, CUDA_ATTENTION, CUDA_GENERAL = (
+    "kernel_src/rope.cu",
+    "kernel_src/attention.cu",
+    "kernel_src/ltx/row/general.cuh",
+)
 ROW_KERNEL, ROW_VECTORS = "kernel_src/ltx/row/kernel.cuh", "kernel_src/ltx/row/vectors.cuh"
 ROW_OPERANDS = "kernel_src/ltx/row/operands.cuh"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
@@ -229,8 +233,8 @@ MUTATIONS = [
     Mutation(
         "last column unwritten (CUDA)",
         CUDA_GENERAL,
-        "start.out, column, p.out.column_stride, width, packed & kOut,",
-        "start.out, column, p.out.column_stride, width - 1, packed & kOut,",
+        "width, packed & (load.second ? kOut2 : kOut),",
+        "width - 1, packed & (load.second ? kOut2 : kOut),",
         backends=("cuda",),
     ),
     Mutation(

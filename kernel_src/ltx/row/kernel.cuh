@@ -1,5 +1,5 @@
 // The row kernel of the norm family, and its launch: the row stays in registers and every access is a whole aligned
-// pack. What it does not take goes to norm_kernel_general (norm_general.cu), which shares the ownership of packs, the
+// pack. What it does not take goes to norm_kernel_general (general.cuh), which shares the ownership of packs, the
 // order of the sums and the arithmetic, and so gives the same bits.
 //
 // A row belongs to the threads of a part of a warp, of a block, or (very long rows, compute capability 9.0 on) of the
@@ -353,9 +353,11 @@ void norm_branch(const NormParams& p, const Context& context);
 void norm_pair(const NormParams& p, const Context& context);
 
 // norm_general.cu: how many blocks of a cluster may share a row, and the launch of everything that norm_kernel does not
-// take. `packed`: the operands of which every access may be a whole pack.
+// take. `packed`: the operands of which every access may be a whole pack. norm_general_more.cu has the kernels for a
+// branch with a norm of its own, two outputs, and quantised ones.
 int most_blocks(int device);
 void launch_general(const NormParams& p, const Geometry& g, dim3 block, uint32_t packed, const Context& context);
+void launch_general_more(const NormParams& p, const Geometry& g, dim3 block, uint32_t packed, const Context& context);
 
 template <uint32_t kVectors>
 using Known = std::integral_constant<uint32_t, kVectors>;

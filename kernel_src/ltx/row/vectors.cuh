@@ -172,24 +172,22 @@ __device__ __forceinline__ DType weigh_eager(const Loader& load, float weight_of
 }
 
 // Weight, bias and modulation, rounding wherever the chain of torch ops rounds. `dtype`: of the intermediate result.
-template <typename T, Statistic S, bool kSecond = false, typename Loader, int kWidth>
+template <typename T, Statistic S, typename Loader, int kWidth>
 __device__ __forceinline__ void finish_eager(const Loader& load, float weight_offset, float (&n)[kWidth]) {
-  constexpr Operand kS = kSecond ? kScale2 : kScale, kSTable = kSecond ? kScaleTable2 : kScaleTable;
-  constexpr Operand kT = kSecond ? kShift2 : kShift, kTTable = kSecond ? kShiftTable2 : kShiftTable;
   float m[kWidth];
   DType dtype = weigh_eager<T, S, kWeight>(load, weight_offset, n);
-  if (load.template has<kS>()) {
-    get_modulator<kS, kSTable>(load, m);
-    const DType scale_dtype = modulator_dtype<kS, kSTable>(load);
+  if (load.template has<kScale>()) {
+    get_modulator<kScale, kScaleTable>(load, m);
+    const DType scale_dtype = modulator_dtype<kScale, kScaleTable>(load);
     dtype = promote(dtype, scale_dtype);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       n[i] = round_to(dtype, __fmul_rn(n[i], round_to(scale_dtype, __fadd_rn(1.f, m[i]))));
     }
   }
-  if (load.template has<kT>()) {
-    get_modulator<kT, kTTable>(load, m);
-    dtype = promote(dtype, modulator_dtype<kT, kTTable>(load));
+  if (load.template has<kShift>()) {
+    get_modulator<kShift, kShiftTable>(load, m);
+    dtype = promote(dtype, modulator_dtype<kShift, kShiftTable>(load));
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) n[i] = round_to(dtype, __fadd_rn(n[i], m[i]));
   }
@@ -329,7 +327,8 @@ struct RowStarts {
   }
 };
 
-// Packs of any operand, wherever its elements lie. kMore: the input may be normalised on its own.
+// Packs of any operand, wherever its elements lie. kMore: the input may be normalised on its own, and `second` gives
+// the second scale and shift in place of the first.
 template <typename T, bool kMore>
 struct GeneralLoader {
   const NormParams& p;
@@ -337,6 +336,7 @@ struct GeneralLoader {
   uint32_t packed;
   int64_t column = 0;
   float branch_rstd = 1.f;
+  bool second = false;
 
   template <Operand kBit>
   __device__ __forceinline__ const RowView& view() const {
@@ -344,17 +344,24 @@ struct GeneralLoader {
            : kBit == kBias         ? p.bias
            : kBit == kGate         ? p.gate.value
            : kBit == kGateTable    ? p.gate.table
-           : kBit == kScale        ? p.scale.value
-           : kBit == kScaleTable   ? p.scale.table
-           : kBit == kShift        ? p.shift.value
-           : kBit == kShiftTable   ? p.shift.table
+           : kBit == kScale        ? (takes_second() ? p.scale2.value : p.scale.value)
+           : kBit == kScaleTable   ? (takes_second() ? p.scale2.table : p.scale.table)
+           : kBit == kShift        ? (takes_second() ? p.shift2.value : p.shift.value)
+           : kBit == kShiftTable   ? (takes_second() ? p.shift2.table : p.shift.table)
            : kBit == kOutGate      ? p.out_gate.value
            : kBit == kOutGateTable ? p.out_gate.table
-           : kBit == kBranchWeight ? p.branch_weight
-           : kBit == kScale2       ? p.scale2.value
-           : kBit == kScaleTable2  ? p.scale2.table
-           : kBit == kShift2       ? p.shift2.value
-                                   : p.shift2.table;
+                                   : p.branch_weight;
+  }
+  __device__ __forceinline__ bool takes_second() const { return kMore && second; }
+  // The bit of the operand that kBit stands for now.
+  template <Operand kBit>
+  __device__ __forceinline__ uint32_t bit() const {
+    constexpr Operand kTwin = kBit == kScale        ? kScale2
+                              : kBit == kScaleTable ? kScaleTable2
+                              : kBit == kShift      ? kShift2
+                              : kBit == kShiftTable ? kShiftTable2
+                                                    : kBit;
+    return takes_second() ? kTwin : kBit;
   }
   template <Operand kBit>
   __device__ __forceinline__ bool has() const {
@@ -363,14 +370,12 @@ struct GeneralLoader {
   template <Operand kBit, int kWidth>
   __device__ __forceinline__ void get(float (&x)[kWidth]) const {
     const int64_t row = kBit == kGate      ? start.gate
-                        : kBit == kScale   ? start.scale
-                        : kBit == kShift   ? start.shift
+                        : kBit == kScale   ? (takes_second() ? start.scale2 : start.scale)
+                        : kBit == kShift   ? (takes_second() ? start.shift2 : start.shift)
                         : kBit == kOutGate ? start.out_gate
-                        : kBit == kScale2  ? start.scale2
-                        : kBit == kShift2  ? start.shift2
                                            : 0;
     const RowView& v = view<kBit>();
-    load_floats<kWidth>(v.data, v.dtype, row, column, v.column_stride, p.rows.width, packed & kBit, x);
+    load_floats<kWidth>(v.data, v.dtype, row, column, v.column_stride, p.rows.width, packed & bit<kBit>(), x);
   }
   __device__ __forceinline__ bool eager() const { return p.rounding != Rounding::kFp32; }
   __device__ __forceinline__ bool weighs_unrounded() const { return p.rounding == Rounding::kEagerWeight; }
