@@ -258,6 +258,29 @@ def kinds() -> str:
     return "\n".join(["Milliseconds of a step, by kind of kernel:", "", *lines, ""])
 
 
+PROFILED = ("baseline", "kernels")  # configurations of a step whose kernels docs/profiling.md shows
+PROFILED_FRAMES, PROFILED_KERNELS = 49, 10
+
+
+def profile() -> str:
+    """The kernels that take most of a step, before and after `optimize`."""
+    (of_config,) = [found for found in _by_config() if found["baseline"]["frames"] == PROFILED_FRAMES]
+    lines = [
+        f"The {PROFILED_KERNELS} kernels that take most of a step of LTX-Video 2B at {PROFILED_FRAMES} frames "
+        "([h200-ltx.json](../benchmarks/results/h200-ltx.json), `python benchmarks/ltx.py`):",
+    ]
+    for config in PROFILED:
+        record = of_config[config]
+        kinds_ms = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in record["ms_by_kind"].items())
+        lines += ["", f"{CONFIGS[config]}: {record['step_ms']:.1f} ms, of these {kinds_ms}", ""]
+        lines += ["| ms | launches | kind | kernel |", "|---|---|---|---|"]
+        for kernel in record["kernels"][:PROFILED_KERNELS]:
+            name = kernel["kernel"].replace("|", "/").removeprefix("void ")
+            short = name if len(name) <= 90 else f"{name[:89]}…"
+            lines.append(f"| {kernel['ms']:.2f} | {kernel['launches']} | {kernel['kind']} | `{short}` |")
+    return "\n".join([*lines, ""])
+
+
 FAMILIES = REPOSITORY / "torch-ext/ltx_kernels/integrations"
 # The models of benchmarks/models.py: their names for people, and the files of the families that know their blocks.
 MODELS = {
@@ -836,6 +859,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "trust", trust),
     ("docs/benchmarks.md", "step", step),
     ("docs/benchmarks.md", "ops", ops_table),
+    ("docs/profiling.md", "profile", profile),
     ("docs/optimize.md", "kinds", kinds),
     ("docs/layers.md", "language models", language_models),
     ("docs/models.md", "diffusers", lambda: known_families("diffusers")),

@@ -63,9 +63,9 @@ def blocks(file: str, *languages: str) -> list[Block]:
 def test_every_block_has_a_known_language_and_reason():
     """A block without a language holds no code: it shows a text."""
     for block in (block for file in FILES for block in blocks(file)):
-        assert block.language in ("python", "bash", "text", ""), block.place
+        assert block.language in ("python", "bash", "text", "mermaid", ""), block.place
         assert block.reason is None or (block.reason in REASONS and block.language == "python"), block.place
-        if not block.language or block.language == "text":
+        if block.language in ("", "text", "mermaid"):
             with pytest.raises(SyntaxError):
                 compile(block.code, block.place, "exec")
     for file, test in RUN_ELSEWHERE.items():
@@ -206,6 +206,31 @@ def test_the_table_of_operations(ltx: ModuleType):
     assert named == {name for name in ltx.__all__ if inspect.isfunction(getattr(ltx, name))}
 
 
+# ---- Messages
+
+
+def literals() -> str:
+    """What stands between the quotes of all strings of the package, its build and its tests' header, joined."""
+    found = []
+    for path in [*(ROOT / "torch-ext").rglob("*.py"), ROOT / "tools" / "build.py", ROOT / "tests" / "conftest.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    for path in (ROOT / "torch-ext").glob("*.h"):
+        found += re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text())
+    return "\n".join(found)
+
+
+def test_messages_are_those_of_the_sources():
+    """Each part of a message between two `…` is in a string of the sources."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 40
+    known = literals()
+    unknown = [part for m in messages for part in m.split("…") if len(part.strip(" ,:()")) > 2 and part not in known]
+    assert unknown == []
+
+
 # ---- Figures
 
 UNIT = r"(?:x(?! ?\d)|×|times|[nµum]?s|seconds?|minutes?|[kKMGT]i?B(?:/s)?|TFLOP/s|TFLOPS|%|dB|it/s)"
@@ -283,7 +308,7 @@ def test_figures_are_read_from_their_results(source: str, value: float | None, m
 # ---- Shell
 
 # Programs that need a network or another machine, beside `make` and this repository's scripts.
-ELSEWHERE = {"pip", "nix", "hf", "kernels"}
+ELSEWHERE = {"pip", "nix", "hf", "kernels", "ncu", "nsys"}
 
 
 def commands(block: Block) -> Iterator[list[str]]:
