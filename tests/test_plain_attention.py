@@ -230,6 +230,16 @@ def test_key_lengths(ltx, device, dtype):
                 torch.testing.assert_close(output[sample : sample + 1], alone, rtol=0.02, atol=0.01)
 
 
+@every_dtype
+def test_no_key_counts_for_special_queries(ltx, device, dtype):
+    """A NaN or an infinity has nothing to attend to either: zeros, as the reference gives."""
+    case = plain_attention_case(Make(device, dtype), (2, 5, 2, 64), 40, key_lengths=lengths_of(device, 0, 40))
+    case.kwargs["query"][0, 1:3, :, 7] = torch.tensor([torch.nan, torch.inf], device=device, dtype=dtype)[:, None]
+    for module in (ltx, ltx.reference):
+        (output,) = case.run(module)
+        assert bool((output[0] == 0).all()) and bool(output[1].isfinite().all())
+
+
 @every_kernel
 def test_keys_that_do_not_count_change_no_bits(ltx, kernel, dtype, width):
     """As key lengths, as a prefix of a mask, and as keys that are not there."""
