@@ -45,8 +45,9 @@ RUN := $(LOCAL) HF_HUB_DISABLE_TELEMETRY=1 $(PY)
 RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup build test test-all test-torch test-versions test-diffusers fuzz sanitize demo docs lint actionlint
-.PHONY: format check-all nix-matrix nix-build check-variants check-complete check-release sign card upload gpu-job clean distclean
+.PHONY: help setup build test test-all test-torch test-versions test-diffusers fuzz notebooks sanitize demo docs lint
+.PHONY: actionlint format check-all nix-matrix nix-build check-variants check-complete check-release sign card upload
+.PHONY: gpu-job clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -95,6 +96,10 @@ test-diffusers: build  ## build, then diffusers' own tests of its LTX transforme
 
 fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
 	$(RUN) tests/fuzz.py --cases $(N) $(FUZZ_ARGS)
+
+notebooks: build  ## build, then run the notebooks on this machine's GPU and store their outputs
+	$(PY) -m pip install -qq -r requirements/notebooks.txt
+	$(RUN) notebooks/make.py --execute
 
 sanitize: build  ## every tool of compute-sanitizer over tests/test_sanitize.py, own kernels only; needs a GPU
 	$(RUN) tests/sanitize.py $(SANITIZE_ARGS)

@@ -51,7 +51,13 @@ def start(parser: argparse.ArgumentParser) -> None:
     """Answer --help and wrong arguments; then set the process up for one quiet run."""
     sys.excepthook = last_words
     parser.parse_args()
+    silence_other_packages()
+
+
+def silence_other_packages() -> None:
+    """Keep their notes about themselves out of what an example prints."""
     warnings.filterwarnings("ignore", category=SyntaxWarning)  # of packages that Python compiles at first import
+    warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm, in a notebook without ipywidgets
     for name in FOREIGN_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
-from command_line import ROOT, ExampleError, directory, load_kernels, start
+from command_line import ROOT, ExampleError, directory, load_kernels, silence_other_packages, start
 
 NAMES = ("gelu", "swiglu", "rmsnorm", "rmsnorm_residual", "norm_linear", "mlp", "layer")
 
@@ -33,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     start(make_parser())  # before the imports below, which take seconds
+silence_other_packages()
 
 # ruff: noqa: E402
 import copy
@@ -439,6 +441,21 @@ class Verdict:
         return "\n".join(f"- {line}" for line in self.lines)
 
 
+@dataclass(frozen=True)
+class Source:
+    """A function of a source file, from the line that begins with `start` to its closing brace."""
+
+    path: Path
+    start: str
+
+    def __str__(self) -> str:
+        _, begin, rest = self.path.read_text().partition(f"\n{self.start}")
+        return begin.lstrip("\n") + rest[: rest.index("\n}\n") + 3]
+
+    def _repr_markdown_(self) -> str:
+        return f"```cpp\n{self}```"
+
+
 def verdict(records: Sequence[Record], label: str = "tokens", ours: str = OURS) -> Verdict:
     """How near the floor `ours` is at the largest size, and every size at which another way is faster."""
     last = records[-1]
@@ -479,15 +496,15 @@ def draw_bandwidth(axes: Any, records: Sequence[Record]) -> None:
     axes.set_title("achieved bandwidth")
 
 
-def draw_speedups(axes: Any, records: Sequence[Record]) -> None:
-    """How many times as fast as plain torch; a ring where the package is not the fastest."""
+def draw_speedups(axes: Any, records: Sequence[Record], ours: str) -> None:
+    """How many times as fast as plain torch; a ring where `ours` is not the fastest."""
     sizes = [record.size for record in records]
     plain = next(iter(records[0].us))
     for name in records[0].us:
         axes.plot(sizes, [r.us[plain] / r.us[name] for r in records], "o-", markersize=4, color=COLOURS.get(name))
-    lost = [r for r in records if OURS in r.us and min(r.us.values()) * NOISE < r.us[OURS]]
+    lost = [r for r in records if min(r.us.values()) * NOISE < r.us[ours]]
     axes.plot(
-        [r.size for r in lost], [r.us[plain] / r.us[OURS] for r in lost], "o", markersize=11, fillstyle="none",
+        [r.size for r in lost], [r.us[plain] / r.us[ours] for r in lost], "o", markersize=11, fillstyle="none",
         color="#C44E52", label="another way is faster",
     )  # fmt: skip
     axes.axhline(1, color="black", linewidth=0.8)
@@ -496,23 +513,61 @@ def draw_speedups(axes: Any, records: Sequence[Record]) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def plot(bench: Bench, records: Sequence[Record], title: str, label: str = "tokens") -> Any:
+def _scale(axes: Any, records: Sequence[Record], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    if records[-1].size < 1e5:
+        axes.set_xticks([r.size for r in records], [f"{r.size:,}" for r in records], fontsize=8)
+    axes.set_xlabel(label)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot(bench: Bench, records: Sequence[Record], title: str, label: str = "tokens", ours: str = OURS) -> Any:
     """Time, bandwidth (where a copy is the floor) and speed-up by size."""
     from matplotlib import pyplot
 
-    panels = [draw_times, draw_bandwidth, draw_speedups]
+    panels: list[Callable[..., None]] = [draw_times, draw_bandwidth, partial(draw_speedups, ours=ours)]
     if records[0].floor != COPY:
         panels.remove(draw_bandwidth)
     figure, grid = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained")
     for axes, draw in zip(grid, panels):
         draw(axes, records)
-        axes.set_xscale("log", base=2)
-        if records[-1].size < 1e5:
-            axes.set_xticks([r.size for r in records], [f"{r.size:,}" for r in records], fontsize=8)
-        axes.set_xlabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
+        _scale(axes, records, label)
     grid[0].legend(fontsize=8, frameon=False)
     figure.suptitle(f"{title}\n{bench.name}", fontsize=10)
+    return figure
+
+
+def plot_errors(bench: Bench, records: Sequence[Record], title: str, label: str = "tokens") -> Any:
+    """The relative error of every way against float64, by size."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
+    for name in records[0].error:
+        errors = [r.error[name] for r in records]
+        axes.plot([r.size for r in records], errors, "o-", markersize=4, color=COLOURS.get(name), label=name)
+    _scale(axes, records, label)
+    axes.set_yscale("log")
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title(f"{title}\n{bench.name}", fontsize=9)
+    return figure
+
+
+def plot_ahead(bench: Bench, races: dict[str, Sequence[Record]]) -> Any:
+    """The time of the fastest other way over this package's, for races of the same sizes; below 1 in red."""
+    from matplotlib import pyplot
+
+    ways = (PLAIN, NATIVE, COMPILED, HUB)
+    ratios = [[min(r.us[w] for w in ways if w in r.us) / r.us[OURS] for r in records] for records in races.values()]
+    sizes = [record.size for record in next(iter(races.values()))]
+    figure, axes = pyplot.subplots(figsize=(2.6 + 0.9 * len(sizes), 0.9 + 0.5 * len(races)), layout="constrained")
+    axes.imshow(ratios, cmap="RdYlGn", vmin=0.5, vmax=1.5, aspect="auto")
+    for row, values in enumerate(ratios):
+        for column, value in enumerate(values):
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=9)
+    axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+    axes.set_yticks(range(len(races)), list(races))
+    axes.set_xlabel("tokens")
+    axes.set_title(f"The fastest other way over this package\n{bench.name}", fontsize=9)
     return figure
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def traced_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """torch.compile traces whole functions and runs them, but compiles nothing, which takes seconds for each.
+
+    The value lists what was handed to it.
+    """
+    compiled: list[Any] = []
+    stock_compile = torch.compile
+
+    def trace(function: Any, **options: Any) -> Any:
+        compiled.append(function)
+        return stock_compile(function, **{**options, "backend": "eager", "fullgraph": True})
+
+    monkeypatch.setattr(torch, "compile", trace)
+    yield compiled
+    torch.compiler.reset()
 
 
 def pytest_report_header() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -30,21 +30,6 @@ from timing import HostTimer, Timing  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """torch.compile traces whole functions and runs them, but does not compile, which takes seconds for each."""
-    compiled: list[Any] = []
-    stock_compile = torch.compile
-
-    def trace(function: Any, **options: Any) -> Any:
-        compiled.append(function)
-        return stock_compile(function, backend="eager", fullgraph=True, **options)
-
-    monkeypatch.setattr(torch, "compile", trace)
-    yield compiled
-    torch.compiler.reset()
-
-
 @pytest.fixture(scope="module")
 def bench(ltx: ModuleType) -> demo.Bench:
     return demo.prepare(short=True, compiles=False)
@@ -56,7 +41,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_race(
-    ltx: ModuleType, traced: list[Any], offline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ltx: ModuleType, traced_compile: list[Any], offline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main(["--short", "--output", str(tmp_path)]) == 0
     output = capsys.readouterr().out
@@ -73,7 +58,7 @@ def test_every_race(
     assert demo.OURS_COMPILED in races["layer"][0]["us"]
     assert races["gelu"][0]["floor"] == demo.COPY
     # Two sizes of seven races, and of the layer the optimized one as well.
-    assert len(traced) == 16
+    assert len(traced_compile) == 16
 
 
 @pytest.mark.parametrize("name", demo.NAMES)
@@ -181,6 +166,36 @@ def test_plots_ring_the_losses(bench: demo.Bench) -> None:
     (ring,) = [line for line in speedups.lines if line.get_label() == "another way is faster"]
     assert list(ring.get_xdata()) == [64] and list(ring.get_ydata()) == [pytest.approx(5 / 6)]
     pyplot.close(figure)
+
+
+def test_table_of_losses(bench: demo.Bench) -> None:
+    from matplotlib import pyplot
+
+    races = {
+        "one": [record(64, 5, 6, 5.5), record(8192, 100, 10, 10.1)],
+        "two": [record(64, 6, 3, 7), record(8192, 8, 4, 6)],
+    }
+    figure = demo.plot_ahead(bench, races)
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["0.83", "1.01", "2.00", "1.50"]
+    pyplot.close(figure)
+
+
+def test_bars_of_bytes(bench: demo.Bench) -> None:
+    from matplotlib import pyplot
+
+    x = bench.random(1000, 250)
+    calls = {"a": {demo.PLAIN: lambda: demo.silu_and_mul(x), demo.OURS: lambda: bench.ltx.swiglu(x)}}
+    figure = demo.plot_bytes(calls)
+    half = x.nbytes / 2e6
+    assert [bar.get_width() for bar in figure.axes[0].patches] == pytest.approx([5 * half, 3 * half])
+    pyplot.close(figure)
+
+
+def test_source(tmp_path: Path) -> None:
+    path = tmp_path / "file.cu"
+    path.write_text("int a() {\n  return 1;\n}\n\nint b() {\n  if (1) {\n  }\n  return 2;\n}\n\nint c();\n")
+    assert str(demo.Source(path, "int b()")) == "int b() {\n  if (1) {\n  }\n  return 2;\n}\n"
 
 
 def test_host_timer() -> None:

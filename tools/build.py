@@ -842,7 +842,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--this-machine", action="store_true",
         help="build what this machine runs, and no more: the CUDA variant for its GPUs, else the CPU variant",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, help="directory of the variants (default: build)")
+    parser.add_argument(
+        "--project",
+        type=Path,
+        default=ROOT,
+        metavar="DIR",
+        help="directory of another build.toml (default: this one's)",
+    )
+    parser.add_argument("--output", type=Path, help="directory of the variants (default: build, in the project)")
     parser.add_argument("--jobs", type=int, help="compilations at a time (default: one per CPU)")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="CPU only, for example address,undefined")
     parser.add_argument("--suffix", default="", help="append this to the id of the ops")
@@ -872,7 +879,7 @@ def choose_for_this_machine(project: Project, args: argparse.Namespace) -> None:
                 "install that CUDA toolkit, or a compiler by --cuda-from-pypi"
             )
     args.backend, args.arch = (["cuda"], archs) if archs else (["cpu"], [])
-    args.output = args.output or ROOT / "build"
+    args.output = args.output or project.root / "build"
     print(
         f"Building for this machine's GPU (compute capability {', '.join(archs)})."
         if archs
@@ -884,7 +891,7 @@ def choose_for_this_machine(project: Project, args: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
-        project = load_project()
+        project = load_project(args.project.resolve())
         if args.this_machine:
             choose_for_this_machine(project, args)
         archs = [arch for arch in re.split(r"[,; ]+", " ".join(args.arch)) if arch]
@@ -905,7 +912,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.archs and "cpu" in backends:
             raise BuildError("--arch is for the CUDA variant: drop it, or --backend cpu")
         special = "sanitized" if options.sanitize else f"archs-{options.key}" if options.key else ""
-        output = args.output or ROOT / "build" / special
+        output = args.output or project.root / "build" / special
         torch = find_torch(min(project.stable_abi[b] for b in backends))
         results = []
         for backend in sorted(set(backends)):

@@ -1,0 +1,105 @@
+"""Writes the notebooks from their sources, notebooks/*.py, and runs them:
+
+    python notebooks/make.py               # write what has changed; outputs of unchanged notebooks stay
+    python notebooks/make.py --check       # fail if a notebook is not what its source says
+    python notebooks/make.py --execute     # run all on this machine, and store the outputs (needs a GPU)
+
+The sources are Python with a line `# %%` before each cell (jupytext's percent format), and run as scripts too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+
+NOTEBOOKS = Path(__file__).resolve().parent
+NOT_RUN = (
+    "*The outputs of an H200 are not stored yet. `make notebooks` on a machine with a GPU runs this notebook and "
+    "stores them.*"
+)
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in NOTEBOOKS.glob("*.py") if path != Path(__file__).resolve())
+
+
+def notebook_of(source: Path, note: str = NOT_RUN) -> Any:
+    """The source as a notebook without outputs, with a note on where it ran below its title."""
+    notebook = jupytext.read(source)
+    notebook.cells.insert(1, nbformat.v4.new_markdown_cell(note))
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"{source.stem}-{number}"
+    notebook.metadata = nbformat.from_dict({
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    })  # fmt: skip
+    return notebook
+
+
+def same_cells(stored: Any, wanted: Any) -> bool:
+    """Whether two notebooks have the same cells, but for their outputs and the note."""
+    cells = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (stored, wanted)]
+    return [*cells[0][:1], *cells[0][2:]] == [*cells[1][:1], *cells[1][2:]]
+
+
+def is_current(source: Path) -> bool:
+    path = source.with_suffix(".ipynb")
+    return path.exists() and same_cells(nbformat.read(path, as_version=4), notebook_of(source))
+
+
+def execute(source: Path, short: bool) -> Any:
+    """The notebook with its outputs. `short`: few and small sizes."""
+    import torch
+    from nbclient import NotebookClient
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    git = ["git", "-C", str(NOTEBOOKS), "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    note = f"*The outputs are of {device}, torch {torch.__version__}, commit {commit}, {today}.*"
+    notebook = notebook_of(source, note)
+    if short:
+        for cell in notebook.cells:
+            if "parameters" in cell.metadata.get("tags", ()):
+                cell.source = "SHORT = True"
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    return notebook
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="fail if a notebook is not what its source says")
+    action.add_argument("--execute", action="store_true", help="run the notebooks and store their outputs")
+    parser.add_argument("--short", action="store_true", help="with --execute: few and small sizes, also without a GPU")
+    parser.add_argument("--output", type=Path, default=NOTEBOOKS, metavar="DIR", help="(default: notebooks)")
+    options = parser.parse_args(arguments)
+    if options.execute and not options.short:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("argument --execute: expected a GPU, got none: times on a CPU say nothing about the kernels")
+    if options.short and options.output == NOTEBOOKS:
+        parser.error("argument --short: expected an --output of its own: the short form is not stored")
+    stale = [source for source in sources() if not is_current(source)]
+    if options.check:
+        for source in stale:
+            print(f"{source.with_suffix('.ipynb').name}: not what {source.name} says: run python notebooks/make.py")
+        return 1 if stale else 0
+    for source in sources() if options.execute else stale:
+        notebook = execute(source, options.short) if options.execute else notebook_of(source)
+        path = options.output / source.with_suffix(".ipynb").name
+        nbformat.write(notebook, path)
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
