@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.build import BACKEND, REPO_ID, ROOT, build_directory, use_own_build_by_default
+from helpers.failures import name_failures
 from helpers.gpus import take_turns
 
 use_own_build_by_default()
@@ -28,6 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if workers > 1:  # or every worker takes all cores, and they wait for one another
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
     os.environ.update(take_turns(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))))
+    name_failures(config)
+    # On a GPU torch rounds the operands of a float32 convolution to 10 bits. Results are compared to closer than that.
+    torch.backends.cudnn.allow_tf32 = False
 
 
 @pytest.fixture(scope="module")

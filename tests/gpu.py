@@ -8,9 +8,12 @@ with builds that hold PTX alone, which the driver compiles for long: the code of
 --backend cuda --arch 7.5+PTX-only --output build-7.5); and planted defects (tests/mutations.py --backend cuda
 --build-only mutants).
 
+python tests/gpu.py --parts models tests --files linear families --jobs 8 --limit 540 runs these files alone.
+
 All of it runs side by side, in --jobs processes that take turns at which GPU is their first one. Each part writes what
 it has as it goes, and each file of tests is a process of its own: one that hangs or dies takes nothing else with it.
 When --limit seconds are over, what still runs is ended, and counted as far as it came; --resume goes on from there.
+suites-<GPU>.json names the tests that failed and says why in a few lines; the rest of their output is in logs/.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
+from helpers.failures import FAILURES, read_failures  # noqa: E402
 from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
 # In this order, unless --parts says another: what waits longest for itself first.
@@ -40,8 +44,9 @@ PARTS = ["forced", "models", "tests", "mutations", "sanitizers", "fuzz", "ptx", 
 # Files of tests, and how many processes share each.
 FILES = {"compile": 4, **dict.fromkeys(["attention", "plain_attention", "quant", "norm", "rope"], 3)}
 FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs", "linear"], 2)
-FILES |= {"tensor_kinds": 1, "sass": 1, "loading": 1, "benchmarks": 1, "properties": 3}
-MODELS_FILES = {"integration": 3, "layers": 3, "models": 2, "integration_fp8": 2, "integration_pipelines": 1}
+FILES |= {"tensor_kinds": 1, "sass": 1, "loading": 1, "benchmarks": 1, "properties": 3, "channels_last": 2}
+MODELS_FILES = {"language_models": 4, "families": 4, "integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
+MODELS_FILES |= {"vae": 1, "graphs": 1, "integration_pipelines": 1}
 # Their tests of more than 2^31 elements are marked slow.
 LARGE_FILES = ["norm", "rope", "glu", "attention", "plain_attention", "quant", "linear"]
 PTX_FILES = ["sanitize", "quant", "regressions", "plain_attention"]
@@ -64,26 +69,39 @@ class Job:
 
     def start(self, logs: Path, turn: int) -> None:
         self.log = logs / (f"{self.suite} {self.name}".strip().replace(" ", "-") + ".log")
+        self.failures = self.log.with_suffix(".failures")
+        self.failures.unlink(missing_ok=True)
         self.started = time.perf_counter()
         with open(self.log, "w") as file:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **take_turns(turn), **self.environment},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    FAILURES: str(self.failures.absolute()),
+                    **take_turns(turn),
+                    **self.environment,
+                },
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
             )
 
     def result(self, stopped: bool) -> dict[str, Any]:
-        """What came of it; of tests, how many passed, failed and were skipped. No status: it was stopped."""
+        """What came of it; of tests, how many passed, failed and were skipped, and which failed. No status: it was
+        stopped."""
         status = None if stopped else self.process.returncode
         log = self.log.read_text(errors="replace")
         result: dict[str, Any] = {"status": status, "seconds": round(time.perf_counter() - self.started, 1)}
         if "pytest" in self.command:
             result |= counts(log)
         print(f"{self.suite} {self.name}:", *(f"{key} {value}" for key, value in result.items()), flush=True)
-        if status != 0:
+        failures = read_failures(self.failures)
+        if failures:
+            result["failures"] = failures
+            print("\n".join(f"  {test}: {lines[0]}" for test, lines in failures.items()), flush=True)
+        elif status != 0:
             told = ("FAILED", "ERROR", "E  ", "Error", "NOT CLEAN", "Fatal", "Traceback")
             lines = [line[:300] for line in log.splitlines()]
             print("\n".join([line for line in lines if line.startswith(told)][-12:] or lines[-6:]), flush=True)
@@ -132,7 +150,8 @@ def main() -> int:
     parser.add_argument("--ptx", nargs="*", default=[], type=Path, metavar="DIR", help="builds that hold PTX alone")
     parser.add_argument("--mutations", type=Path, metavar="DIR", help="what tests/mutations.py --build-only made")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="in this order (default: all)")
-    parser.add_argument("--files", nargs="+", default=list(FILES), help=f"tests to run (default: {' '.join(FILES)})")
+    every_file = [*FILES, *MODELS_FILES]
+    parser.add_argument("--files", nargs="+", default=every_file, choices=every_file, help="of models and tests")
     parser.add_argument("--cases", type=int, default=50000, help="random calls")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--resume", action="store_true", help="only what the output does not hold of this build yet")
@@ -191,10 +210,11 @@ def main() -> int:
                 own_build = f"{REPO_ID}={directory.resolve()}"
                 found += [tests(f"PTX of {arch}", file, LOCAL_KERNELS=own_build) for file in PTX_FILES]
             return found
-        files = {"tests": options.files, "models": MODELS_FILES}.get(part, [])
-        processes = FILES | MODELS_FILES
+        files = {"tests": FILES, "models": MODELS_FILES}.get(part, {})
         return [
-            tests(part, file, "-m", "not slow", processes=min(processes.get(file, 1), options.jobs)) for file in files
+            tests(part, file, "-m", "not slow", processes=min(processes, options.jobs))
+            for file, processes in files.items()
+            if file in options.files
         ]
 
     package = json.loads(next(build.glob("*-cu*/metadata.json")).read_text())
@@ -211,11 +231,13 @@ def main() -> int:
     before = json.loads(path.read_text()) if path.exists() else {"meta": {}}
     same_build = before["meta"].get("package_id") == meta["package_id"]  # what other calls ran stays
     suites: dict[str, dict[str, dict[str, Any]]] = before["suites"] if same_build else {}
+    earlier: list[float] = before["meta"].get("seconds_of_calls", []) if same_build else []
 
     def record(job: Job, result: dict[str, Any]) -> None:
         if result["status"] != 0:
             unfinished.append(f"{job.suite} {job.name}".strip())
         meta["seconds"] = round(time.perf_counter() - start, 1)
+        meta["seconds_of_calls"] = [*earlier, meta["seconds"]]
         if "pytest" in job.command:
             suites.setdefault(job.suite, {"files": {}})["files"][job.name] = result
         path.write_text(json.dumps({"meta": meta, "suites": suites}, indent=1) + "\n")

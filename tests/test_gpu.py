@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sanitize
 from gpu import Job, counts, run_all
+from helpers.failures import FAILURES, read_failures
 from helpers.gpus import VISIBLE, take_turns
 
 TESTS = """
@@ -68,15 +69,30 @@ def test_no_more_processes_than_there_is_room_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "2", "--dist", "worksteal"]], ids=["alone", "xdist"])
-def test_counts_of_tests(tmp_path: Path, arguments: list[str]) -> None:
+def test_counts_and_names_of_tests(tmp_path: Path, arguments: list[str]) -> None:
+    """Each failure is named as it happens, that of a worker which dies too."""
+    dies = ""
     if arguments:
         pytest.importorskip("xdist")
+        dies = "def test_dies(): import os; os._exit(3)\n"
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_it.py").write_text(TESTS)
+    (tmp_path / "tests" / "test_it.py").write_text(TESTS + dies)
+    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    (tmp_path / "tests" / "conftest.py").write_text(
+        path + "from helpers.failures import name_failures as pytest_configure\n"
+    )
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_it.py", *arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment[FAILURES] = str(tmp_path / "failures")
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert counts(process.stdout) == {"passed": 2, "failed": 2, "skipped": 1}
+    assert counts(process.stdout) == {"passed": 2, "failed": 2 + bool(dies), "skipped": 1}
+    failures = read_failures(tmp_path / "failures")
+    named = {"test_bad": "test_it.py:6: assert False", "test_broken": "test_it.py:8: OSError"}
+    if dies:
+        named["test_dies"] = "crashed while running"
+    assert failures.keys() == {f"tests/test_it.py::{test}" for test in named}
+    assert all(named[test.partition("::")[2]] in lines[0] for test, lines in failures.items()), failures
+    assert read_failures(tmp_path / "nothing") == {}
 
 
 @pytest.mark.parametrize(
