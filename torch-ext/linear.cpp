@@ -287,17 +287,12 @@ bool by_cublaslt(const LinearArgs& a, void* out, const Context& context) {
 
 // ---- torch._scaled_mm
 
-Tensor call_torch(const char* name, const char* overload, std::vector<StableIValue> stack) {
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 // The addend comes after the product's rounding, which is one more.
 Tensor by_torch(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
                 const OptionalTensor& bias, const OptionalTensor& addend, const LinearArgs& a) {
   using torch::headeronly::ScalarType;
   using torch::stable::detail::from;
-  std::vector<StableIValue> stack = {
+  StableIValue stack[] = {
       from(torch::stable::reshape(values, {a.rows, a.width})),
       from(torch::stable::transpose(weight, 0, 1)),
       from(torch::stable::reshape(scales, {a.rows, 1})),
@@ -307,13 +302,14 @@ Tensor by_torch(const Tensor& values, const Tensor& scales, const Tensor& weight
       from(std::optional<ScalarType>(ScalarType::BFloat16)),
       from(a.use_fast_accum),
   };
-  const Tensor flat = call_torch("aten::_scaled_mm", "", std::move(stack));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_mm", "", stack, TORCH_ABI_VERSION));
+  const Tensor flat = torch::stable::detail::to<Tensor>(stack[0]);
   std::vector<int64_t> shape(a.values.size, a.values.size + a.values.dim);
   shape.back() = a.channels;
   const Tensor product =
       torch::stable::reshape(flat, torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), a.values.dim));
-  if (!addend) return product;
-  return call_torch("aten::add", "Tensor", {from(product), from(*addend), from(1.0)});
+  // The stable ABI has no Scalar for aten::add.
+  return addend ? torch::stable::subtract(product, *addend, -1.0) : product;
 }
 
 }  // namespace
