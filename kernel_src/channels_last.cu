@@ -147,7 +147,10 @@ struct Steps {
 
   // From the channel sum to the factor or divisor of a voxel.
   static __device__ __forceinline__ float statistic(float sum, float inverse_channels, float eps) {
-    if constexpr (kNorm == ChannelNorm::kL2) return fmaxf(__fsqrt_rn(sum), eps);
+    if constexpr (kNorm == ChannelNorm::kL2) {
+      const float length = __fsqrt_rn(sum);
+      return length < eps ? eps : length;  // a NaN stays
+    }
     const float mean = __fmul_rn(sum, inverse_channels);
     if constexpr (kNorm == ChannelNorm::kRms) return rsqrtf(__fadd_rn(mean, eps));
     return round_to<T>(__fsqrt_rn(round_to<T>(__fadd_rn(round_to<T>(mean), eps))));

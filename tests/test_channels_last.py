@@ -116,6 +116,23 @@ def test_silu_of_every_number(ltx, device, dtype):
         assert ((result - wanted).double().abs()[finite] <= 2**-7 * wanted.double().abs()[finite] + 1e-7).all()
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("channels", [7, 64])
+def test_nan_and_infinity_stay_in_their_voxel(ltx, device, channels, special, norm):
+    """They make of their voxel what they make of it in plain torch, and nothing of any other."""
+    for dtype in DTYPES:
+        x = Make(device, dtype)(1, channels, 2, 2, 3).to(memory_format=torch.channels_last_3d)
+        clean = ltx.channel_norm(x, norm=norm)
+        x[0, 3, 1, 0, 2] = special
+        result, wanted = ltx.channel_norm(x, norm=norm), ltx.reference.channel_norm(x, norm=norm)
+        voxel = result[0, :, 1, 0, 2].clone()
+        assert torch.equal(voxel.isnan(), wanted[0, :, 1, 0, 2].isnan())
+        assert torch.equal(voxel.isinf(), wanted[0, :, 1, 0, 2].isinf())
+        result[0, :, 1, 0, 2] = clean[0, :, 1, 0, 2]
+        assert torch.equal(result, clean)
+
+
 def test_empty(ltx, device):
     for shape in ((0, 8, 2, 3, 3), (1, 0, 2, 3, 3), (1, 8, 0, 3, 3), (1, 8, 2, 0, 3)):
         x = torch.empty(shape, device=device)
