@@ -180,6 +180,53 @@ def test_a_capture_that_fails_is_not_tried_again(
     assert "not replayed, 3 x: its capture failed: operation not permitted when stream is capturing" in str(report)
 
 
+def test_a_capture_that_fails_leaves_nothing_behind(ltx: ModuleType, graphs: ModuleType, cuda_graphs: str) -> None:
+    """The stream is the caller's again, random numbers can be had, and other graphs are captured and replayed."""
+    held, module = graphs.Graphs(), nn.Linear(4, 4).to(cuda_graphs).eval().requires_grad_(False)
+    stream = torch.cuda.current_stream()
+    x, y, z = (torch.ones(rows, 4, device=cuda_graphs) for rows in (1, 2, 3))
+
+    def waits(value: Tensor) -> Tensor:
+        return value * value.sum().item()  # the host waits, which no capture permits
+
+    for function, value in ((module, x), (waits, y), (module, x), (module, z)):
+        for _ in range(3):
+            assert torch.equal(held.run(module, function, value), function(value))
+            assert torch.cuda.current_stream() == stream
+    assert torch.rand(1, device=cuda_graphs).item() < 1
+    assert held.replayed == 2 + 0 + 3 + 2
+    assert held.ordinary[graphs.FIRST] == 3
+    ((reason, count),) = [(reason, n) for reason, n in held.ordinary.items() if reason != graphs.FIRST]
+    assert count == 2 and reason.startswith("its capture failed: ") and "previous error" not in reason
+
+
+def test_graphs_are_captured_again(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    """After a change of the model has dropped them all."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model, graphs=True)
+    to_q = model.transformer_blocks[0].attn1.to_q
+    for factor in (1.5, 0.5):
+        to_q.weight = nn.Parameter(factor * to_q.weight, requires_grad=False)
+        for _ in range(3):
+            found = model(**inputs)[0]
+        (captured,) = state(graphs, model).captured.values()
+        assert captured is not None and state(graphs, model).pool is captured.pool
+    ltx.restore(model)
+    assert (found - model(**inputs)[0]).norm() < 1e-5 * found.norm()
+
+
+def test_another_device_than_the_current_one(
+    ltx: ModuleType, graphs: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture holds what is launched on the current device alone."""
+    model = make_model(device)
+    ltx.optimize(model, graphs=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert graphs._why_not_call([torch.zeros(1, device=device)]).endswith("not on the current GPU")
+    assert graphs._obstacle(model).endswith("not on the current GPU")
+
+
 def test_restore_and_copies(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
     model = make_model(device)
     stock = model(**make_inputs(device))[0]

@@ -33,6 +33,8 @@ FIRST = "the first call of its shapes"
 
 Function = Callable[..., Any]
 
+_one_capture = threading.Lock()  # torch can have one at a time in a process
+
 
 class Captured:
     """One graph, with the tensors that it reads and writes."""
@@ -42,8 +44,17 @@ class Captured:
         args, kwargs = pytree.tree_unflatten(self.inputs, spec)
         before = torch.cuda.memory_reserved()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.outputs = function(*args, **kwargs)
+        stream = torch.cuda.current_stream()
+        torch.cuda.current_blas_handle()  # a thread makes its own at its first product, which no capture permits
+        try:
+            with _one_capture, torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                self.outputs = function(*args, **kwargs)
+        except BaseException:
+            try:
+                _end_capturing()
+            finally:
+                torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that has failed
+            raise
         self.pool = self.graph.pool()
         self.bytes = torch.cuda.memory_reserved() - before
 
@@ -53,6 +64,12 @@ class Captured:
                 mine.copy_(given)
         self.graph.replay()
         return pytree.tree_map_only(Tensor, Tensor.clone, self.outputs)
+
+
+def _end_capturing() -> None:
+    """After a capture that has failed: torch then refuses random numbers and replays until another one ends well."""
+    with _one_capture, torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=DEVICE)
 
 
 class Graphs:
@@ -107,7 +124,8 @@ class Graphs:
                 captured = self.captured[key] = Captured(function, leaves, spec, self.pool)
             except RuntimeError as error:
                 del self.captured[key]
-                self.refused[key] = f"its capture failed: {str(error).splitlines()[0]}"
+                first = error.__context__ or error  # the capture's end fails, too, and says only that
+                self.refused[key] = f"its capture failed: {str(first).splitlines()[0]}"
                 return None
             self.pool = captured.pool
         return captured
@@ -122,6 +140,7 @@ class Graphs:
         if self.memory is None or not self.memory.holds(module):
             self.captured.clear()
             self.refused.clear()
+            self.pool = None  # torch does not take a pool again that no graph uses
             obstacle = _obstacle(module)
             self.memory = None if obstacle else Memory(module)
             if self.memory is None:
@@ -183,9 +202,15 @@ def _why_not_call(leaves: Sequence[Any]) -> str:
     for tensor in tensors:
         if type(tensor) is not Tensor:
             return f"an argument is a {type(tensor).__name__}"
-        if tensor.device.type != DEVICE:
-            return f"an argument is on {tensor.device}"
+        if not _is_here(tensor):
+            return f"an argument is on {tensor.device}, not on the current GPU"
     return ""
+
+
+def _is_here(tensor: Tensor) -> bool:
+    """Whether a tensor is on the device whose stream is captured."""
+    current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return tensor.device.type == DEVICE and (tensor.device.index or 0) == current
 
 
 def _described(leaf: Any) -> Any:
@@ -207,6 +232,6 @@ def _obstacle(module: nn.Module) -> str:
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and not is_ordinary(tensor) and type(tensor) is not Tensor:
                 return f"a parameter is a {type(tensor).__name__}"
-            if tensor is not None and tensor.device.type != DEVICE:
-                return f"a parameter is on {tensor.device}"
+            if tensor is not None and not _is_here(tensor):
+                return f"a parameter is on {tensor.device}, not on the current GPU"
     return "" if not (module._forward_hooks or module._forward_pre_hooks) else "a hook on the module"
