@@ -16,6 +16,8 @@ from helpers.language_models import LAYERS, distance, gradients, make_ids, make_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = [torch.bfloat16, torch.float16]
+# Of float32: the order of sums, which on a GPU is that of other products as well.
+CLOSE = 1e-5 if torch.cuda.is_available() else 3e-6
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,11 @@ def test_float32(ltx: ModuleType, device: str, case: Case, batch: int) -> None:
     stock = model(ids).logits
     keys = list(model.state_dict())
     report = ltx.optimize(model, strict=True)
-    assert distance(model(ids).logits, stock) < 3e-6
+    assert distance(model(ids).logits, stock) < CLOSE
     assert_ran(report, case)
     assert list(model.state_dict()) == keys
     report.restore()
-    assert distance(model(ids).logits, stock) < 3e-6
+    assert distance(model(ids).logits, stock) < CLOSE
     kept = {"forward", "_ltx_kernels", "_ltx_kernels_memory"}
     assert not any(kept & set(vars(module)) for module in model.modules())
 
@@ -157,7 +159,7 @@ def test_recorded_outputs(ltx: ModuleType, device: str, case: Case) -> None:
     ours = model(ids, output_hidden_states=True, output_attentions=True)
     assert len(ours.hidden_states) == len(stock.hidden_states) == LAYERS + 1
     for got, want in zip(ours.hidden_states + ours.attentions, stock.hidden_states + stock.attentions, strict=True):
-        assert distance(got, want) < 3e-6
+        assert distance(got, want) < CLOSE
 
 
 @every_case
@@ -172,7 +174,7 @@ def test_faults_would_show(ltx: ModuleType, device: str, case: Case) -> None:
         for changed in pair:
             changed.mul_(0.5).add_(0.1)
         stock = stock_model(ids).logits
-        assert distance(model(ids).logits, stock) < 1e-5, name
+        assert distance(model(ids).logits, stock) < 3 * CLOSE, name
         # A bias of the keys moves all the scores of a query alike, which the softmax takes away.
         assert distance(before, stock) > 1e-4 or name.endswith("k_proj.bias"), name
         for changed in pair:
@@ -191,13 +193,13 @@ def test_hooks(ltx: ModuleType, device: str, case: Case) -> None:
         for where, m in (("stock", stock_model), ("ours", model))
         for name in names
     ]
-    assert distance(model(ids).logits, stock_model(ids).logits) < 3e-6
+    assert distance(model(ids).logits, stock_model(ids).logits) < CLOSE
     assert sorted(seen["ours"]) == sorted(seen["stock"])
     for handle in handles:
         handle.remove()
     for name in names:
         handles = [m.get_submodule(name).register_forward_hook(scaled) for m in (model, stock_model)]
-        assert distance(model(ids).logits, stock_model(ids).logits) < 3e-6, name
+        assert distance(model(ids).logits, stock_model(ids).logits) < CLOSE, name
         for handle in handles:
             handle.remove()
 
@@ -223,7 +225,7 @@ def test_quantised_layers_are_called(ltx: ModuleType, device: str, case: Case) -
             if type(module) is nn.Linear:
                 module.__class__ = Quantised
     report = ltx.optimize(model)
-    assert distance(model(ids).logits, stock_model(ids).logits) < 3e-6
+    assert distance(model(ids).logits, stock_model(ids).logits) < CLOSE
     assert "no plain nn.Linear" in str(report) or case.family == "Phi3"  # which has packed weights of its own
 
 
@@ -238,7 +240,7 @@ def test_lora(ltx: ModuleType, device: str, case: Case) -> None:
     ours = adapted(ids).logits
     report.restore()
     stock = adapted(ids).logits
-    assert distance(stock, bare) > 0.01 and distance(ours, stock) < 3e-6
+    assert distance(stock, bare) > 0.01 and distance(ours, stock) < CLOSE
 
 
 @every_case
@@ -264,12 +266,12 @@ def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
     stock = model(ids, use_cache=False).logits
     report = ltx.optimize(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert distance(compiled(ids, use_cache=False).logits, stock) < 3e-6
+    assert distance(compiled(ids, use_cache=False).logits, stock) < CLOSE
     assert all(site.traces for site in report.sites) and report.fallbacks == {}
     compiled(make_ids(device, 12), use_cache=False)  # once more for lengths that vary, and then never again
     with torch.compiler.set_stance("fail_on_recompile"):
         ids = make_ids(device, 15)
-        assert distance(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < 3e-6
+        assert distance(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < CLOSE
 
 
 @every_case
@@ -316,7 +318,7 @@ def test_optimize_and_kernelize(ltx: ModuleType, device: str, case: Case, first:
             else:
                 with kernels.use_kernel_mapping(ltx.kernel_mapping(), inherit_mapping=False):
                     kernels.kernelize(model, mode=kernels.Mode.INFERENCE)
-        assert distance(model(ids).logits, stock) < 3e-6
+        assert distance(model(ids).logits, stock) < CLOSE
         if functions:  # this transformers takes this kernels
             assert report.fallbacks or (first == "kernelize" and "its forward is patched already" in str(report))
     finally:
@@ -347,12 +349,12 @@ def test_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
     stock, tokens = model(ids).logits, model.generate(ids, **options)
     masked = model(ids, attention_mask=mask).logits[:, 4:]
     report = ltx.optimize(model, strict=True)
-    assert distance(model(ids).logits, stock) < 3e-6
-    assert distance(model(ids, attention_mask=mask).logits[:, 4:], masked) < 3e-6
+    assert distance(model(ids).logits, stock) < CLOSE
+    assert distance(model(ids, attention_mask=mask).logits[:, 4:], masked) < CLOSE
     assert torch.equal(model.generate(ids, **options), tokens)
     assert report.replaced["transformers.FalconAttention"] == LAYERS and report.fallbacks == {}
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert distance(compiled(ids, use_cache=False).logits, stock) < 3e-6
+    assert distance(compiled(ids, use_cache=False).logits, stock) < CLOSE
     for dtype in HALF:
         half = make_falcon(device, dtype, **config)
         theirs = half(ids).logits
@@ -362,7 +364,7 @@ def test_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
         wide = exact(ids).logits
         assert distance(half(ids).logits, wide) <= 1.2 * distance(theirs, wide)
     report.restore()
-    assert distance(model(ids).logits, stock) < 3e-6
+    assert distance(model(ids).logits, stock) < CLOSE
 
 
 def test_falcon_that_stays_stock(ltx: ModuleType, device: str) -> None:
@@ -375,7 +377,7 @@ def test_falcon_that_stays_stock(ltx: ModuleType, device: str) -> None:
         model = make_falcon(device, **config)
         stock = model(ids, **arguments).logits
         report = ltx.optimize(model)
-        assert distance(model(ids, **arguments).logits, stock) < 3e-6
+        assert distance(model(ids, **arguments).logits, stock) < CLOSE
         assert report.fallbacks["transformers.FalconAttention"] == {reason: LAYERS}
     model = make_falcon(device).requires_grad_(True)
     want = gradients(model, ids)
@@ -407,7 +409,7 @@ def test_encoders(ltx: ModuleType, device: str, prefix: str, dtype: torch.dtype)
     counts = (LAYERS, LAYERS, 2 * LAYERS + 1)
     assert report.replaced == {f"transformers.{name}": count for name, count in zip(names, counts)}
     if dtype == torch.float32:
-        assert distance(ours, stock) < 3e-6
+        assert distance(ours, stock) < CLOSE
     else:
         assert distance(ours, exact) <= 1.2 * distance(stock, exact)
     reason = {"the stock block clamps its stream in float16": LAYERS}
@@ -418,12 +420,13 @@ def test_encoders(ltx: ModuleType, device: str, prefix: str, dtype: torch.dtype)
         handle = model.get_submodule(name).register_forward_hook(scaled)
         hooked = model(ids, attention_mask=mask).last_hidden_state
         report.restore()
-        assert distance(hooked, model(ids, attention_mask=mask).last_hidden_state) < 5e-6 < distance(hooked, stock)
+        unhooked = distance(hooked, stock)
+        assert distance(hooked, model(ids, attention_mask=mask).last_hidden_state) < 2 * CLOSE < unhooked
         handle.remove()
         report = ltx.optimize(model)
     report.restore()
     # Packed weights may make torch's CPU product in float32 another one.
-    assert distance(model(ids, attention_mask=mask).last_hidden_state, stock) < 5e-6
+    assert distance(model(ids, attention_mask=mask).last_hidden_state, stock) < 2 * CLOSE
 
 
 def test_decoder_of_t5_stays_stock(ltx: ModuleType, device: str) -> None:
@@ -434,6 +437,8 @@ def test_decoder_of_t5_stays_stock(ltx: ModuleType, device: str) -> None:
     ids = make_ids(device)
     stock = model(ids, decoder_input_ids=ids).logits
     report = ltx.optimize(model)
-    assert distance(model(ids, decoder_input_ids=ids).logits, stock) < 2e-5  # four blocks of scores without a scale
+    assert (
+        distance(model(ids, decoder_input_ids=ids).logits, stock) < 7 * CLOSE
+    )  # four blocks of scores without a scale
     assert report.replaced["transformers.T5Block"] == LAYERS
     assert "layer.1 is" in report.left_alone["decoder.block.0"]

@@ -135,7 +135,7 @@ def test_float32(ltx, device, name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bfloat16_bits(ltx, device, name, exact_convolutions):
-    """With the same convolutions, the bits of the stock decoder: but where another order of a channel sum shows."""
+    """With the same convolutions, the bits of the stock decoder, but where another order of a channel sum shows."""
     vae = make_vae(name, device, torch.bfloat16)
     stock = decode(vae)
     report = ltx.optimize(vae, strict=True)
@@ -144,7 +144,9 @@ def test_bfloat16_bits(ltx, device, name, exact_convolutions):
     if device == "cpu":
         assert torch.equal(result, stock)
     else:
-        assert (result == stock).float().mean() > 0.9
+        # A few numbers round otherwise, and the convolutions spread that, here to at most a fifth of the pixels. A step
+        # that rounds where stock does not would take all of them to 1e-2, bfloat16's own error.
+        assert error(result, stock.double()) < 5e-3
 
 
 @pytest.mark.parametrize("name", CONFIGS)
