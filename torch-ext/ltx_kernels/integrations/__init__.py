@@ -13,7 +13,7 @@ from torch import nn
 
 from .._checks import ROUNDING, choice
 from ..quant import fp8_obstacle
-from . import _linear, diffusers, transformers
+from . import _linear, _parallel, diffusers, transformers
 from ._graphs import with_graphs
 from ._guards import class_of
 from ._lora import base_of
@@ -96,6 +96,8 @@ def optimize(
     if strict and plan.left_alone:
         lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
         raise RuntimeError("strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines))
+    for root in roots.values():
+        _parallel.check(root)
     if graphs:
         _plan_graphs(plan, roots)
     title = f"{type(obj).__name__}, level {level}, precision {precision}, rounding {rounding}"
@@ -104,6 +106,8 @@ def optimize(
     report._roots = [weakref.ref(root) for root in roots.values()]
     try:
         _install(plan, groups, rounding, report)
+        for root in roots.values():
+            _parallel.follow(root, diffusers.PLANS.get(class_of(root)))
     except BaseException:  # an interrupt as well: all or nothing
         uninstall_all(roots.values())
         raise

@@ -22,6 +22,7 @@ from ..attention import attention, qk_norm_cross_attention, runs_kernel
 from ..glu import gate_heads, swiglu
 from ..norm import rmsnorm
 from ..rope import apply_rotary, qk_norm_rope
+from . import _parallel
 from ._decoder import ACTIVATIONS, SILU
 from ._guards import (
     ATTRIBUTE,
@@ -490,6 +491,10 @@ def _forward(
             plan = _plan(spec, module, input)
             reason = plan.reason
     if reason:
+        parallel = _parallel_config(spec, cast(AttentionModule, module), context is not None)
+        if parallel is not None:
+            masks = (mask, options.get("encoder_hidden_states_mask"))
+            _parallel.check_dispatch(_parallel.context_of(parallel), *masks)
         tensor = dequantised(input) if isinstance(input, tuple) else input
         tables = (rope, None) if key_rope is None else rope
         named = {
@@ -786,6 +791,7 @@ def _in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tens
         spec.norm == TORCH_RMSNORM
         and spec.across_heads
         and _may_attend(site, module)
+        and _parallel_config(spec, module, True) is None
         and _op_pays(query, key.shape[1], query.shape[-1])
     )
 
@@ -834,14 +840,13 @@ def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
 def _may_attend(site: Site, module: AttentionModule) -> bool:
     """Whether an attention may go through an op of this package: nothing else was asked for.
 
-    Diffusers' dispatch chooses where a backend or a parallel configuration was set, and where somebody else takes calls
-    of torch functions: perturbed attention guidance replaces scaled_dot_product_attention in that way.
+    Diffusers' dispatch chooses where a backend was set, and where somebody else takes calls of torch functions:
+    perturbed attention guidance replaces scaled_dot_product_attention in that way.
     """
     processor, backends = module.processor, site.settings["backends"]
     return (
         site.rounding == "fp32"
         and getattr(processor, "_attention_backend", None) is None
-        and getattr(processor, "_parallel_config", None) is None
         and ((backends is None and site.settings["dispatch"] is None) or _is_native(backends))
         and torch._C._len_torch_function_stack() == 0
     )
@@ -868,24 +873,63 @@ def _scores(
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it)."""
     keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
+    scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
     # The kernel is made for many keys: a prompt's few go through the dispatch.
     fits = not cross and (mask is None or keys is not None)
-    if fits and _may_attend(site, module) and runs_kernel(query, key, value):
-        return attention(query, key, value, mask=keys), True
-    scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
+    parallel = _parallel_config(spec, module, cross)
+    if parallel is None:
+        if fits and _may_attend(site, module) and runs_kernel(query, key, value):
+            return attention(query, key, value, mask=keys), True
+        return _dispatched(site, module, query, key, value, scores_mask, None), False
+    context = _parallel.context_of(parallel)
+    if context is None or (mask is not None and keys is None) or _needs_gradient(query, key, value):
+        _parallel.check_dispatch(context, mask)
+        return _dispatched(site, module, query, key, value, scores_mask, parallel), False
+
+    may_attend = fits and _may_attend(site, module)
+
+    def overlaps(query: Tensor, key: Tensor, value: Tensor) -> bool:
+        return may_attend and runs_kernel(query, key, value)
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
+        if overlaps(query, key, value):
+            return attention(query, key, value, mask=mask, out=out)
+        scores_mask = None if mask is None else mask[:, None, None]
+        output = _dispatched(site, module, query, key, value, scores_mask, None)
+        return output if out is None else out.copy_(output)
+
+    output = _parallel.attend(
+        context, query, key, value, keys, cross=cross, compute=compute, overlaps=overlaps, in_place=_in_place()
+    )
+    return output, overlaps(query, key, value)
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _parallel_config(spec: Attention, module: AttentionModule, cross: bool) -> Any:
+    """How the tokens of an attention lie on several ranks; None where this rank has all that it needs."""
+    return None if cross and not spec.parallel_cross else getattr(module.processor, "_parallel_config", None)
+
+
+def _dispatched(
+    site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, parallel: Any
+) -> Tensor:
+    """Attention as the stock processor would have it computed."""
     dispatch = site.settings["dispatch"]
     if dispatch is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=scores_mask).transpose(1, 2), False
-    processor = module.processor
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    backend = module.processor._attention_backend
     output: Tensor = dispatch(
         query,
         key,
         value,
-        attn_mask=scores_mask,
+        attn_mask=mask,
         dropout_p=0.0,
         is_causal=False,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config if spec.parallel_cross or not cross else None,
+        backend=backend,
+        parallel_config=parallel,
     )
-    return output.to(query.dtype), False
+    return output.to(query.dtype)

@@ -222,6 +222,8 @@ def _described(leaf: Any) -> Any:
 
 def _obstacle(module: nn.Module) -> str:
     """Why no call of a module in this state can be captured."""
+    if getattr(module, "_parallel_config", None) is not None:
+        return "the model is parallel"
     for part in module.modules():
         if part is not module and hooked(part):
             return f"a hook on a {type(part).__name__}"

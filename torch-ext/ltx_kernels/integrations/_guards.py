@@ -21,6 +21,7 @@ from .._variant import COMPILED_DEVICE
 
 ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
 MEMORY = "_ltx_kernels_memory"
+RELEASE = "_ltx_kernels_release"  # a function of a whole model: what `restore` undoes there beside the forwards
 SIGNATURES = 64  # answers that a memory holds; a model is called with few shapes
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,6 +13,7 @@ from ._attend import Attention
 from ._block import Block
 from ._decoder import CausalAttention, GatedMLP
 from ._guards import class_of
+from ._parallel import Parallel
 from ._sites import Entry
 
 Known = Union[Entry, Block, Attention, CausalAttention, GatedMLP]
@@ -31,6 +32,12 @@ def entries_of(package: str, path: Iterable[str]) -> dict[str, Entry]:
                     raise RuntimeError(f"{name}: {key} is known to another family already")
                 found[key] = entry
     return found
+
+
+def plans_of(package: str, path: Iterable[str]) -> dict[str, Parallel]:
+    """The plans of all modules of a package for several ranks, by the class of the model."""
+    modules = (importlib.import_module(f"{package}.{info.name}") for info in pkgutil.iter_modules(path))
+    return {plan.model: plan for module in modules for plan in getattr(module, "PLANS", ())}
 
 
 def entry_for(entries: dict[str, Entry], module: nn.Module) -> Entry | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ._graphs import graphs_of
+from ._parallel import lines as parallel_lines
 from ._sites import Site, uninstall_all
 
 
@@ -90,6 +91,8 @@ class Report:
                     "they are no plain linear layers"
                 )
         lines += self._graph_lines()
+        for root in (reference() for reference in self._roots):
+            lines += [] if root is None else parallel_lines(root)
         grouped: dict[str, list[str]] = {}
         for name, reason in self.left_alone.items():
             grouped.setdefault(reason, []).append(name or "the model")

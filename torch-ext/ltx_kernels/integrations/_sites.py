@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .._variant import constant_when_compiled
-from ._guards import ATTRIBUTE, class_of, forget
+from ._guards import ATTRIBUTE, RELEASE, class_of, forget
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
@@ -292,4 +292,7 @@ def uninstall_all(roots: Iterable[nn.Module]) -> None:
         for module in root.modules():
             if ATTRIBUTE in module.__dict__:
                 uninstall(module)
+            release = module.__dict__.pop(RELEASE, None)
+            if release is not None:
+                release(module)
         forget(root)

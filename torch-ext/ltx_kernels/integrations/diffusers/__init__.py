@@ -1,15 +1,17 @@
 """Models of diffusers, recognised by the names of their classes: nothing of diffusers is imported.
 
-One module holds one family, or the norms and activations that all share. Each lists what it knows in ``ENTRIES``.
+One module holds one family, or the norms and activations that all share. Each lists what it knows in ``ENTRIES``, and
+in ``PLANS`` how it is split over several ranks where diffusers' own plan does not do.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from .._registry import entries_of
+from .._registry import entries_of, plans_of
 
 ENTRIES = entries_of(__name__, __path__)
+PLANS = plans_of(__name__, __path__)
 
 
 def is_block(root: nn.Module, module: nn.Module) -> bool:

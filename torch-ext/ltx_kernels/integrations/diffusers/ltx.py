@@ -16,6 +16,7 @@ from .._attend import Attention, KeyBias
 from .._block import Block
 from .._feed_forward import feed_forward, ff_input
 from .._guards import children
+from .._parallel import Parallel, Splits
 from .._rotary import Tables, compact, full_width, kept
 from .._sites import Entry, site_of
 from .._stream import RMSNORM, Stream, modulation
@@ -125,6 +126,17 @@ def rope_forward(
     key = model, base, num_frames, height, width, scales, hidden_states.device
     return kept(site, key, video_coords, make)
 
+
+def _splits(model: Any) -> Splits:
+    # A timestep of each token, of image-to-video, has two dimensions; one of each sample stays whole.
+    return {
+        "": {"hidden_states": (1, 3), "timestep": (1, 2)},
+        "rope": {0: (1, 3), 1: (1, 3)},
+    }
+
+
+# The stock plan splits the prompt: keys, values and mask of the cross-attentions would be exchanged.
+PLANS = (Parallel(LTX + "LTXVideoTransformer3DModel", _splits, gather={"proj_out": [(1, 3)]}, local=("*.attn2",)),)
 
 ENTRIES = (
     BLOCK,

@@ -17,6 +17,7 @@ from .._attend import Attention, KeyBias
 from .._block import Block
 from .._feed_forward import feed_forward, ff_input
 from .._guards import children
+from .._parallel import Parallel, Splits
 from .._rotary import Tables, full_width, halves
 from .._sites import site_of
 from .._stream import RMSNORM, Mod, Stream, modulation
@@ -230,6 +231,28 @@ BLOCK = Block(
     feed_forwards=("ff", "audio_ff"),
     fp8_skip=("*attn2.to_k", "*attn2.to_v", "*attn2.to_out.0", "*audio_*"),
     check=_why_not_block,
+)
+
+
+def _splits(model: Any) -> Splits:
+    # "split" tables are [B, heads, S, D / 2], the others [B, S, D].
+    table = (2, 4) if model.config.rope_type == "split" else (1, 3)
+    return {
+        "": {"hidden_states": (1, 3), "timestep": (1, 2), "video_keyframes_mask": (1, 3)},
+        "rope": {0: table, 1: table},
+        "cross_attn_rope": {0: table, 1: table},
+    }
+
+
+# The video is split. Audio and prompts are whole on every rank, so that the video alone is exchanged: for its
+# self-attention, and as keys and values of the attention from audio to it.
+PLANS = (
+    Parallel(
+        LTX2 + "LTX2VideoTransformer3DModel",
+        _splits,
+        gather={"proj_out": [(1, 3)]},
+        local=("*.attn2", "*.audio_attn1", "*.audio_attn2", "*.audio_to_video_attn"),
+    ),
 )
 
 ENTRIES = (BLOCK, SELF)
