@@ -899,7 +899,7 @@ def _scores(
         return output if out is None else out.copy_(output)
 
     output = _parallel.attend(
-        context, query, key, value, keys, cross=cross, compute=compute, overlaps=overlaps, in_place=_in_place()
+        context, query, key, value, keys, cross=cross, compute=compute, overlaps=overlaps, in_place=may_overwrite()
     )
     return output, overlaps(query, key, value)
 
