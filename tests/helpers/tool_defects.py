@@ -201,6 +201,27 @@ TOOL_DEFECTS = [
         "docs::test_shell_blocks",
     ),
     defect(
+        "a figure that its result file does not have",
+        "docs/optimize.md",
+        "20.3<!-- h200-ltx-batch1",
+        "20.1<!-- h200-ltx-batch1",
+        "benchmarks::test_readme_shows_the_results",
+    ),
+    defect(
+        "a figure of nowhere",
+        "docs/faq.md",
+        "Nothing falls back silently.",
+        "Nothing falls back silently, which takes 0.3 ms.",
+        "docs::test_every_figure_names_its_result",
+    ),
+    defect(
+        "a message that nothing says in the docs",
+        "docs/troubleshooting.md",
+        "`training mode`",
+        "`train mode`",
+        "docs::test_messages_are_those_of_the_sources",
+    ),
+    defect(
         "the licence's heading removed",
         "LICENSE",
         "                                 Apache License\n                           Version 2.0, January 2004\n",
