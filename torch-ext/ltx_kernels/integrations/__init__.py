@@ -57,8 +57,8 @@ def optimize(
 
     Args:
         obj: A pipeline of diffusers, or a module: a whole model or a part of one.
-        level: "block" replaces the work of whole transformer blocks where their class is known (LTX-Video), and norms
-            and activations everywhere; "norms" only the norms.
+        level: "block" replaces the work of whole transformer blocks, decoder layers and decoders where their class is
+            known, and norms and activations everywhere; "norms" only the norms.
         precision: "native" leaves the linear layers as they are. "fp8" quantises those of the blocks it knows: the
             weights now, per output channel, the activations in the ops that make them, per row. It needs bfloat16 and a
             GPU of compute capability 8.9 or newer. Adapters (LoRA) of peft run in bfloat16 beside the fp8 weights,
