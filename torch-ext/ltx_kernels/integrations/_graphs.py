@@ -42,6 +42,7 @@ class Captured:
     def __init__(self, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec, pool: Any) -> None:
         self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(self.inputs, spec)
+        torch.cuda.empty_cache()  # as the capture does at first, or its bytes would be fewer than they are
         before = torch.cuda.memory_reserved()
         self.graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
