@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import sanitize
-from gpu import Job, counts, run_all
+from gpu import ELSEWHERE, FILES, MODELS_FILES, Job, counts, run_all
 from helpers.failures import FAILURES, read_failures
 from helpers.gpus import VISIBLE, take_turns
 
@@ -93,6 +94,17 @@ def test_counts_and_names_of_tests(tmp_path: Path, arguments: list[str]) -> None
     assert failures.keys() == {f"tests/test_it.py::{test}" for test in named}
     assert all(named[test.partition("::")[2]] in lines[0] for test, lines in failures.items()), failures
     assert read_failures(tmp_path / "nothing") == {}
+
+
+def test_every_file_that_takes_a_device_is_run() -> None:
+    takes_device = re.compile(r"def test_\w+\([^)]*\b(device|cuda|cuda_graphs)\b")
+    found = {
+        path.stem.removeprefix("test_")
+        for path in Path(__file__).parent.glob("test_*.py")
+        if takes_device.search(path.read_text())
+    }
+    assert found - {*FILES, *MODELS_FILES} == ELSEWHERE & found
+    assert not ELSEWHERE & {*FILES, *MODELS_FILES}
 
 
 @pytest.mark.parametrize(
