@@ -63,6 +63,8 @@ def test_the_site(ltx: ModuleType, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     pages = {path: Page(path.read_text()) for path in tmp_path.rglob("*.html")}
     assert len(pages) > len(list((ROOT / "docs").glob("*.md")))  # and the front page
+    texts = {path.name: re.sub(r"<(pre|code)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL) for path in pages}
+    assert [name for name, text in texts.items() if re.search(r"^\|.*\|$", text, re.MULTILINE)] == []  # tables as text
     broken = []
     for path, page in pages.items():
         if path.name == "404.html":  # its links are for a server

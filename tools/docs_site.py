@@ -45,7 +45,9 @@ def site_target(page: str, target: str) -> str:
 
 
 def for_site(page: str, text: str) -> str:
-    return LINK.sub(lambda match: match[1] + site_target(page, match[2]), text)
+    """A page's text for the site; inside of <details> it is Markdown too."""
+    text = LINK.sub(lambda match: match[1] + site_target(page, match[2]), text)
+    return text.replace("<details>", '<details markdown="1">')
 
 
 def on_files(files: Any, config: Any) -> Any:
