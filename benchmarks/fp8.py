@@ -124,7 +124,7 @@ def measure_costs(ltx: ModuleType, stock: nn.Module, args: argparse.Namespace, r
         options = RECIPES[record["recipe"]]
         if options and options.get("precision") == "fp8":
             model = copy.deepcopy(stock)
-            ltx.optimize(model, **options, free_weights=True)
+            ltx.optimize(model, **options, stock_weights="free")
             record["freed_gb"] = round(weight_bytes(model) / 2**30, 3)
         if on_gpu:
             model = make_transformer(record["recipe"], stock, ltx)

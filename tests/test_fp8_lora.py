@@ -49,7 +49,7 @@ def inputs(device: str) -> dict[str, Any]:
 def quantised(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that are quantised while a test runs."""
     seen: list[Tensor] = []
-    home = ltx.integrations._linear
+    home = ltx.integrations._fp8
     stock = home.quantize_weight
 
     def record(weight: Tensor) -> Any:
@@ -299,10 +299,10 @@ def test_freed_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]
     add(model)
     want = model(**inputs)[0]
     model.unload_lora()
-    ltx.optimize(model, precision="fp8", free_weights=True)
+    ltx.optimize(model, precision="fp8", stock_weights="free")
     add(model)
     assert torch.equal(model(**inputs)[0], want)
-    with pytest.raises(RuntimeError, match="fuse_lora: expected stock weights, got weights that were freed"):
+    with pytest.raises(RuntimeError, match="fuse_lora: expected stock weights beside the fp8 ones"):
         model.fuse_lora()
     assert torch.equal(model(**inputs)[0], want)
 

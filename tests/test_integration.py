@@ -390,7 +390,7 @@ def test_wrong_arguments(ltx: ModuleType, device: str) -> None:
         ({"skip": 5, "precision": "fp8"}, TypeError, "skip: expected a list of patterns, got 5"),
         ({"skip": [5], "precision": "fp8"}, TypeError, r"skip: expected a list of patterns, got \[5\]"),
         ({"strict": 1}, TypeError, "strict: expected True or False, got 1"),
-        ({"free_weights": "yes", "precision": "fp8"}, TypeError, "free_weights: expected True or False"),
+        ({"stock_weights": True, "precision": "fp8"}, ValueError, "stock_weights: expected"),
     ):
         with pytest.raises(error, match=text):
             ltx.optimize(model, **arguments)
@@ -637,7 +637,8 @@ def test_optimize_is_all_or_nothing(
         pytest.skip("quantises nothing")
     model, inputs = make_model(device), make_inputs(device)
     stock = model(**inputs)[0]
-    holder = ltx.integrations if where == "install" else ltx.integrations._linear
+    parts = ltx.integrations
+    holder = {"install": parts, "pack": parts._linear, "quantise_weights": parts._fp8}[where]
     function, calls = getattr(holder, where), itertools.count()
 
     def interrupted(*args: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 from .._checks import ROUNDING, choice
 from ..quant import fp8_obstacle
-from . import _linear, _parallel, diffusers, transformers
+from . import _fp8, _linear, _parallel, diffusers, transformers
 from ._graphs import with_graphs
 from ._guards import class_of
 from ._lora import base_of
@@ -38,7 +38,7 @@ def optimize(
     rounding: str = "fp32",
     components: Sequence[str] | None = None,
     skip: Sequence[str] | None = None,
-    free_weights: bool = False,
+    stock_weights: str = "beside",
     graphs: bool = False,
     strict: bool = False,
 ) -> Report:
@@ -70,8 +70,11 @@ def optimize(
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).
-        free_weights: With "fp8", give the memory of the quantised weights' originals back. There is no `restore` then,
-            and the model cannot be saved.
+        stock_weights: With "fp8", where the quantised layers keep their stock weights. "beside": where they are, so
+            that the model takes half as much memory again; of a model that is offloaded already, as with "cpu". "cpu":
+            in the host's memory, until `restore`; the fp8 weights take their place in the parameters, so that an
+            offload moves these alone. "free": nowhere. There is no `restore` then, and the model's own
+            ``save_pretrained`` fails.
         graphs: Replay calls of each component, or of the module given, as CUDA graphs: the first call of an input
             signature runs ordinarily, the second is captured, later ones launch all kernels at once. Worth it where
             the host is the limit: short clips, few tokens, fp8. A call that a graph cannot hold (gradients, autocast,
@@ -89,7 +92,7 @@ def optimize(
         RuntimeError: With ``strict``, something has to be left alone; the text says what and why. With "fp8", the GPU
             is too old. Nothing was changed then.
     """
-    _check_options(level, precision, rounding, skip, {"free_weights": free_weights, "graphs": graphs, "strict": strict})
+    _check_options(level, precision, rounding, skip, stock_weights, {"graphs": graphs, "strict": strict})
     roots = _roots(obj, components)
     plan = _plan(roots, level, rounding)
     groups = _plan_fp8(plan, skip) if precision == "fp8" else []
@@ -100,27 +103,29 @@ def optimize(
         _parallel.check(root)
     if graphs:
         _plan_graphs(plan, roots)
+    if stock_weights == _fp8.BESIDE and any(map(_fp8.is_offloaded, roots.values())):
+        stock_weights = _fp8.HELD
     title = f"{type(obj).__name__}, level {level}, precision {precision}, rounding {rounding}"
     report = Report(title, left_alone=plan.left_alone)
     uninstall_all(roots.values())
     report._roots = [weakref.ref(root) for root in roots.values()]
     try:
-        _install(plan, groups, rounding, report)
+        _install(plan, groups, rounding, stock_weights, report)
         for root in roots.values():
             _parallel.follow(root, diffusers.PLANS.get(class_of(root)))
     except BaseException:  # an interrupt as well: all or nothing
         uninstall_all(roots.values())
         raise
     if groups:
-        linears = [linear for group in groups for linear in group]
-        freed = sum(map(_linear.free_weight, linears)) if free_weights else None
-        report.notes.append(_linear.summary(linears, freed))
+        report.notes.append(_fp8.finish(roots.values(), groups, stock_weights))
     if not report.sites:
         warnings.warn(f"ltx-kernels: nothing was replaced\n{report}", stacklevel=2)
     return report
 
 
-def _install(plan: Plan, groups: Sequence[Sequence[nn.Linear]], rounding: str, report: Report) -> None:
+def _install(
+    plan: Plan, groups: Sequence[Sequence[nn.Linear]], rounding: str, stock_weights: str, report: Report
+) -> None:
     """Puts everything in its place that can be taken out again."""
     sites: dict[tuple[str, Entry], Site] = {}
     for module, entry in plan.modules.values():
@@ -137,9 +142,7 @@ def _install(plan: Plan, groups: Sequence[Sequence[nn.Linear]], rounding: str, r
         name = site.class_name
         site.partners = frozenset({b for a, b in pairs if a == name} | {a for a, b in pairs if b == name})
     for linears in groups:
-        _linear.quantise_weights(linears)
-    for root in filter(None, (reference() for reference in report._roots if groups)):
-        _linear.follow(root)
+        _fp8.quantise_weights(linears, stock_weights)
     if rounding == "fp32":
         reasons = (_linear.pack(module, entry.packs(module)) for module, entry in plan.modules.values())
         unpacked = Counter(filter(None, reasons))
@@ -165,13 +168,20 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
 
 
 def _check_options(
-    level: str, precision: str, rounding: str, skip: Sequence[str] | None, switches: Mapping[str, bool]
+    level: str,
+    precision: str,
+    rounding: str,
+    skip: Sequence[str] | None,
+    stock_weights: str,
+    switches: Mapping[str, bool],
 ) -> None:
     if level not in LEVELS:
         raise ValueError(f'level: expected "norms" or "block", got {level!r}')
     if precision not in PRECISIONS:
         raise ValueError(f'precision: expected "native" or "fp8", got {precision!r}')
     choice("rounding", ROUNDING, rounding)
+    if stock_weights not in _fp8.STOCK_WEIGHTS:
+        raise ValueError(f'stock_weights: expected "beside", "cpu" or "free", got {stock_weights!r}')
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected True or False, got {value!r}")
@@ -182,8 +192,8 @@ def _check_options(
             raise ValueError(
                 f'precision: "fp8" goes with level "block" and rounding "fp32", got {level} and {rounding}'
             )
-    elif skip is not None or switches["free_weights"]:
-        raise ValueError(f'skip and free_weights: expected precision "fp8" with them, got {precision!r}')
+    elif skip is not None or stock_weights != _fp8.BESIDE:
+        raise ValueError(f'skip and stock_weights: expected precision "fp8" with them, got {precision!r}')
 
 
 def _check_names(argument: str, what: str, names: Sequence[str]) -> None:
@@ -270,8 +280,8 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Linear]]:
                 if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                     continue
                 linear: Any = base_of(block.get_submodule(path))
-                if class_of(linear) != _linear.LINEAR_CLASS:
-                    plan.left_alone[name] = f"it is {class_of(linear)}, not {_linear.LINEAR_CLASS}"
+                if class_of(linear) != _fp8.LINEAR_CLASS:
+                    plan.left_alone[name] = f"it is {class_of(linear)}, not {_fp8.LINEAR_CLASS}"
                     continue
                 obstacle = fp8_obstacle(linear.weight.device)
                 if obstacle:
@@ -279,11 +289,11 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Linear]]:
                         f'precision: expected a GPU of compute capability 8.9 or newer for "fp8", got {obstacle}; '
                         "nothing was changed"
                     )
-                reason = why_not(linear, _linear.LINEAR)
+                reason = why_not(linear, _fp8.LINEAR)
                 if reason:
                     plan.left_alone[name] = reason
                 else:
-                    plan.modules[name] = linear, _linear.LINEAR
+                    plan.modules[name] = linear, _fp8.LINEAR
                     group.append(linear)
             if group:
                 groups.append(group)

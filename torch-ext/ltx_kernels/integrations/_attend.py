@@ -24,6 +24,7 @@ from ..norm import rmsnorm
 from ..rope import apply_rotary, qk_norm_rope
 from . import _parallel
 from ._decoder import ACTIVATIONS, SILU
+from ._fp8 import in_fp8
 from ._guards import (
     ATTRIBUTE,
     children,
@@ -35,7 +36,7 @@ from ._guards import (
     why_not_input,
     why_not_norm_weight,
 )
-from ._linear import Input, Linears, dequantised, in_fp8, joined, may_overwrite, unpack
+from ._linear import Input, Linears, dequantised, joined, may_overwrite, unpack
 from ._rotary import Tables, kept, with_identity_rows
 from ._sites import Entry, Site, site_of, stock_forward
 from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint

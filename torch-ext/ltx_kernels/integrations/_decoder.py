@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..glu import geglu, swiglu
 from ..quant import geglu_quant, swiglu_quant
 from ..rope import apply_rotary_qk, qk_norm_rope
+from ._fp8 import in_fp8
 from ._guards import (
     ATTRIBUTE,
     class_of,
@@ -28,7 +29,7 @@ from ._guards import (
     why_not_norm_weight,
     why_not_tensor,
 )
-from ._linear import Input, Linears, dequantised, in_fp8
+from ._linear import Input, Linears, dequantised
 from ._norms import form_of
 from ._rotary import Tables
 from ._sites import Entry, Site, site_of, stock_forward

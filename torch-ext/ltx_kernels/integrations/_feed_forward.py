@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..glu import gelu
 from ..quant import gelu_quant
+from ._fp8 import in_fp8
 from ._guards import ATTRIBUTE, class_of, hooked, remember
-from ._linear import Input, Linears, in_fp8, linear_gelu_of
+from ._linear import Input, Linears, linear_gelu_of
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"

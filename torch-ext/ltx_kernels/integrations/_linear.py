@@ -1,15 +1,9 @@
-"""Linear layers of a model: several that read one input as one product, and weights in fp8.
-
-An fp8 weight lies beside the stock one, as buffers that are not saved; it is quantised once, per output channel. The
-layer's ``forward`` quantises its input row by row, so that whatever calls it works; a fused block hands over rows that
-an op has quantised already.
-"""
+"""Linear layers of a model: several that read one input as one product, in their own precision or in fp8."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
-from typing import Any, Callable, Union, cast
+from typing import Union, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,224 +11,15 @@ from torch import Tensor, nn
 
 from .._linear import adjacent, linear_cat, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
-from ..quant import multiply, quantize_rows, quantize_weight
-from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, recall, remember, why_not_input
-from ._lora import LowRank, adapters_of, add_adapters, base_of, is_lora, merged
-from ._sites import Entry, Site, site_of, stock_forward
+from ..quant import multiply, quantize_rows
+from ._fp8 import Rows, follow_layer, in_fp8, product, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, recall, remember
+from ._lora import LowRank, adapters_of, add_adapters, base_of, is_lora
+from ._sites import site_of
 
-LINEAR_CLASS = "torch.nn.modules.linear.Linear"
-VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"
-STATE = "_ltx_fp8_of"  # the version of the weight that was quantised, or FREED
-FREED = "freed"
-MERGED = "_ltx_fp8_merged"  # the adapters that were in the weight when it was quantised
 PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
 
-Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
 Input = Union[Tensor, Rows]
-
-
-# ---- Weights in fp8
-
-
-def why_not_fp8(linear: nn.Linear) -> str:
-    """Why the weight of a linear layer cannot be quantised; empty if it can."""
-    if not is_ordinary(linear.weight) or linear.weight.device.type == "meta":
-        return f"its weight is no ordinary parameter ({type(linear.weight).__name__} on {linear.weight.device})"
-    if linear.in_features % 16 or linear.out_features % 16:
-        return f"fp8 GEMMs need multiples of 16, not {linear.in_features} x {linear.out_features}"
-    return ""
-
-
-def quantise_weights(linears: Sequence[nn.Linear]) -> None:
-    """Gives layers that share an input their fp8 weights, one behind the other."""
-    quantised = [quantize_weight(linear.weight) for linear in linears]
-    values, scales = (torch.cat(parts) for parts in zip(*quantised))
-    start = 0
-    for linear in linears:
-        end = start + linear.out_features
-        linear.register_buffer(VALUES, values[start:end], persistent=False)
-        linear.register_buffer(SCALES, scales[start:end], persistent=False)
-        linear.__dict__[STATE] = linear.weight._version
-        start = end
-
-
-def quantise_again(linear: nn.Linear) -> None:
-    """Takes the fp8 weight of a layer from its stock weight as it is now, and leaves it in its place."""
-    for name, tensor in zip((VALUES, SCALES), quantize_weight(linear.weight)):
-        cast(Tensor, linear._buffers[name]).copy_(tensor)
-    linear.__dict__[STATE] = linear.weight._version
-
-
-def drop_weights(linear: nn.Module) -> None:
-    """What `restore` does beside giving the layer its forward back."""
-    for name in (VALUES, SCALES):
-        linear._buffers.pop(name, None)
-        linear._non_persistent_buffers_set.discard(name)
-    linear.__dict__.pop(STATE, None)
-    linear.__dict__.pop(MERGED, None)
-    for reference in site_of(linear).roots:
-        unfollow(reference())
-
-
-def freed(linear: nn.Module) -> bool:
-    return linear.__dict__.get(STATE) == FREED
-
-
-def free_weight(linear: nn.Linear) -> int:
-    """Gives the memory of the stock weight back; the bytes."""
-    size = linear.weight.nbytes
-    linear.weight.data = torch.empty(0, dtype=linear.weight.dtype, device=linear.weight.device)
-    linear.__dict__[STATE] = FREED
-    linear.register_state_dict_pre_hook(_refuse_to_save)
-    return size
-
-
-def summary(linears: Sequence[nn.Linear], freed_bytes: int | None) -> str:
-    """What to tell about the memory."""
-    added = sum(cast(Tensor, linear._buffers[name]).nbytes for linear in linears for name in (VALUES, SCALES))
-    text = f"fp8: {len(linears)} linear layers, {added / 2**20:.1f} MiB of weights"
-    if freed_bytes is None:
-        return f"{text} beside the stock ones"
-    return f"{text} in place of {freed_bytes / 2**20:.1f} MiB, which are freed: there is no restore"
-
-
-def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise RuntimeError(
-        f"{prefix}weight was freed by optimize(..., free_weights=True) and cannot be saved: load the model again"
-    )
-
-
-def _changed(linear: nn.Linear) -> bool:
-    """Whether the stock weight was written to after it was quantised (through .data it can be, unseen)."""
-    version = linear.weight._version
-    if version < linear.__dict__[STATE]:  # a copy, which counts anew
-        linear.__dict__[STATE] = version
-    return version > linear.__dict__[STATE]
-
-
-def _why_not_fp8_input(input: Tensor) -> str:
-    if input.dtype != torch.bfloat16:
-        return f"fp8 takes bfloat16 activations, not {input.dtype}"
-    return why_not_input(input)
-
-
-def _why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
-    values = linear._buffers.get(VALUES)
-    if values is None or values.dtype != torch.float8_e4m3fn or values.device != input.device:
-        return "the fp8 weight was converted or is on another device"
-    if not torch.compiler.is_compiling() and not freed(linear) and _changed(linear):
-        return "the weight has changed since it was quantised: call optimize again"
-    return ""
-
-
-def linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    reason = _why_not_fp8_input(input) or _why_not_fp8_weight(self, input)
-    if reason and not freed(self):
-        return stock_forward(self, reason, input)
-    if reason:
-        raise RuntimeError(
-            f"fp8 cannot run this call ({reason}), and the stock weight was freed by optimize(..., free_weights=True): "
-            "load the model again to run it without fp8"
-        )
-    site: Site = self.__dict__[ATTRIBUTE]
-    site.count_call()
-    return _multiply(self, quantize_rows(input))
-
-
-def _multiply(linear: nn.Linear, rows: Rows) -> Tensor:
-    values, scales = cast(Tensor, linear._buffers[VALUES]), cast(Tensor, linear._buffers[SCALES])
-    return multiply(*rows, values, scales, linear._parameters["bias"])
-
-
-def why_not_restored(linear: nn.Module) -> str:
-    return (
-        "its stock weight was freed by optimize(..., free_weights=True): load the model again" if freed(linear) else ""
-    )
-
-
-LINEAR = Entry(
-    (LINEAR_CLASS,),
-    linear_forward,
-    ("quantize_rows", "scaled_linear"),
-    ("input",),
-    why_not=lambda module: why_not_fp8(cast(nn.Linear, module)),
-    why_not_restored=why_not_restored,
-    release=drop_weights,
-)
-
-
-def in_fp8(linear: nn.Module) -> bool:
-    """Whether a linear layer, or the one below its adapters, has fp8 weights."""
-    site = base_of(linear).__dict__.get(ATTRIBUTE)
-    return site is not None and site.entry is LINEAR
-
-
-# ---- Adapters that are merged into the stock weights
-
-_CHANGING = (
-    "fuse_lora",
-    "unfuse_lora",
-    "unload_lora",
-)  # methods of diffusers' models that write to weights through .data
-
-
-def follow(root: nn.Module) -> None:
-    """Has the fp8 weights below a model follow when diffusers merges adapters into the stock weights, and back."""
-    for module in root.modules():
-        if is_lora(module) and in_fp8(module):
-            base_of(module).__dict__[MERGED] = merged(module)
-    for name in _CHANGING:
-        if hasattr(type(root), name):
-            root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
-
-
-def unfollow(root: nn.Module | None) -> None:
-    for name in _CHANGING if root is not None else ():
-        root.__dict__.pop(name, None)
-
-
-def _follow_layers(root: nn.Module) -> None:
-    for module in root.modules():
-        if is_lora(module) and in_fp8(module):
-            _follow_layer(module)
-
-
-def _follow_layer(layer: nn.Module) -> None:
-    """Quantises a weight again where adapters were merged into it, or taken out, since it was quantised."""
-    linear = cast(nn.Linear, base_of(layer))
-    now = merged(layer)
-    if now == linear.__dict__.get(MERGED, ()):
-        return
-    if torch.compiler.is_compiling():
-        raise RuntimeError("adapters were merged into weights in fp8, or taken out: call optimize again")
-    quantise_again(linear)
-    linear.__dict__[MERGED] = now
-    site_of(linear).remark("weights quantised again, since adapters were merged or taken out")
-
-
-def _following(name: str) -> Callable[..., Any]:
-    def method(self: nn.Module, *args: Any, **options: Any) -> Any:
-        linears = [module for module in self.modules() if type(module) is nn.Linear and in_fp8(module)]
-        if name != "unload_lora" and any(map(freed, linears)):
-            raise RuntimeError(
-                f"{name}: expected stock weights, got weights that were freed by optimize(..., free_weights=True); "
-                "adapters run beside the fp8 weights without it"
-            )
-        _follow_layers(self)
-        result = getattr(type(self), name)(self, *args, **options)
-        _follow_layers(self)
-        if name == "unload_lora":
-            for linear in linears:
-                linear.__dict__.pop(MERGED, None)
-        return result
-
-    return method
-
-
-_FOLLOWING = {name: _following(name) for name in _CHANGING}
-
-
-# ---- Several layers, one input
 
 
 def _in_one_storage(tensors: Sequence[Tensor]) -> bool:
@@ -257,8 +42,8 @@ class Linears:
 
     def __init__(self, modules: Sequence[nn.Linear], input: Tensor, pack: bool = True) -> None:
         bases = cast("list[nn.Linear]", list(map(base_of, modules)))
-        self.scaled = not _why_not_fp8_input(input) and all(
-            in_fp8(base) and not hooked(base) and not hooked(given) and not _why_not_fp8_weight(base, input)
+        self.scaled = not why_not_fp8_input(input) and all(
+            in_fp8(base) and not hooked(base) and not hooked(given) and not why_not_fp8_weight(base, input)
             for base, given in zip(bases, modules)
         )
         self.modules = tuple(bases if self.scaled else modules)
@@ -288,8 +73,8 @@ class Linears:
         return [linear._parameters["weight"] for linear in self.modules]  # type: ignore[misc]
 
     def _quantised(self) -> tuple[list[Tensor], list[Tensor]]:
-        buffers = [linear._buffers for linear in self.modules]
-        return [b[VALUES] for b in buffers], [b[SCALES] for b in buffers]  # type: ignore[misc]
+        quantised = list(map(quantised_weight, self.modules))
+        return [values for values, _ in quantised], [scales for _, scales in quantised]
 
     def _biases(self) -> list[Tensor] | None:
         """None where some of the layers have a bias and some have none."""
@@ -302,8 +87,8 @@ class Linears:
         for given, linear in zip(self._given, self.modules):
             reason, adapters = "", list[LowRank]()
             if given is not linear:
-                _follow_layer(given)
-                reason, adapters = adapters_of(given, cast(Tensor, linear._buffers[VALUES]).device)
+                follow_layer(given)
+                reason, adapters = adapters_of(given, quantised_weight(linear)[1].device)
             if reason:
                 return reason
             found.append(adapters)
@@ -359,7 +144,7 @@ class Linears:
     def _apart(self, input: Input) -> tuple[Tensor, ...]:
         if self.scaled:
             rows = self._rows(input)
-            return tuple(_multiply(linear, rows) for linear in self.modules)
+            return tuple(product(linear, rows) for linear in self.modules)
         if self.direct:
             return tuple(
                 F.linear(input, linear._parameters["weight"], linear._parameters["bias"])  # type: ignore[arg-type]
@@ -452,19 +237,19 @@ def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
         described = f"{', '.join(names[:-1])} or {names[-1]}"
         if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
             return f"{described} is no plain nn.Linear"
-        parameters = [p for linear in linears for p in linear.parameters(recurse=False)]
-        first = parameters[0]
+        # fp8 weights are adjacent as they are made.
+        weights = [cast(nn.Parameter, linear.weight) for linear in linears if not in_fp8(linear)]
+        parameters = [*weights, *(linear.bias for linear in linears if linear.bias is not None)]
         for p in parameters:
+            first = parameters[0]
             if not is_ordinary(p) or p.is_inference() or (p.device, p.dtype) != (first.device, first.dtype):
                 return f"{described} has other than ordinary parameters of one device and dtype"
             if p.device.type not in ("cuda", "cpu"):
                 return f"{described} is on {p.device}"
         storages = [p.untyped_storage().nbytes() > p.nbytes for p in parameters]
-        if any(storages) and not adjacent([linear.weight for linear in linears]):
+        if any(storages) and not adjacent(weights or parameters):
             return f"{described} has parameters in a storage of somebody else's"
         module.__dict__[PACKED] = True
-        # Those in fp8 are adjacent as they are made.
-        weights = [cast(nn.Parameter, linear.weight) for linear in linears if not in_fp8(linear)]
         if weights:
             make_adjacent(weights)
         if all(linear.bias is not None for linear in linears):
@@ -479,7 +264,7 @@ def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
     for names in groups:
         linears = [linear for linear in map(module._modules.get, names) if type(linear) is nn.Linear]
         shared: dict[int, list[Tensor]] = {}
-        for parameter in (p for linear in linears for p in (linear.weight, linear.bias)):
+        for parameter in (p for linear in linears for p in (None if in_fp8(linear) else linear.weight, linear.bias)):
             if parameter is not None and is_ordinary(parameter) and parameter.device.type in ("cuda", "cpu"):
                 shared.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
         for parameters in shared.values():

@@ -61,6 +61,8 @@ class Entry:
     # Why `restore` cannot put this module back, and what it has to undo beside the forward.
     why_not_restored: Callable[[nn.Module], str] = lambda module: ""
     release: Callable[[nn.Module], None] = lambda module: None
+    # What `restore` has to undo for what it was given, as a whole.
+    release_root: Callable[[nn.Module], None] = lambda root: None
     # The class whose replacement only modules of this class understand: where both were replaced, both go together.
     together_with: str = ""
     # Of a module that makes rotary tables in another form: how the names of those that read them end.
@@ -289,10 +291,13 @@ def uninstall_all(roots: Iterable[nn.Module]) -> None:
         if reason:
             raise RuntimeError(reason)
     for root in roots:
+        entries = dict.fromkeys(site_of(module).entry for module in root.modules() if ATTRIBUTE in module.__dict__)
         for module in root.modules():
             if ATTRIBUTE in module.__dict__:
                 uninstall(module)
             release = module.__dict__.pop(RELEASE, None)
             if release is not None:
                 release(module)
+        for entry in entries:
+            entry.release_root(root)
         forget(root)

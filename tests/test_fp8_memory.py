@@ -1,0 +1,326 @@
+"""Where the weights of a model in fp8 are: stock ones held in the host's memory, offload, and the bytes that move."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+from diffusers.hooks import group_offloading
+from test_families import cast, every_family, make, run
+from test_families import distance as distances
+from test_integration import (
+    LAYERS,
+    distance,
+    make_inputs,
+    make_model,
+    offload_groups,
+    offload_model,
+    offload_sequentially,
+    patched,
+)
+from test_integration_fp8 import LINEARS
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def fp8_device(device: str) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+
+
+@pytest.fixture
+def model(device: str) -> nn.Module:
+    return make_model(device, torch.bfloat16)
+
+
+@pytest.fixture
+def inputs(device: str) -> dict[str, Any]:
+    return make_inputs(device, torch.bfloat16)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+def carried(model: nn.Module) -> int:
+    """The bytes that moving a model moves."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def quantised_bytes(model: nn.Module) -> tuple[int, int]:
+    """(of the stock weights of the quantised layers, of their fp8 weights and scales)."""
+    linears = [m for m in model.modules() if type(m) is nn.Linear and "_ltx_kernels" in vars(m)]
+    stock = sum(2 * linear.in_features * linear.out_features for linear in linears)
+    return stock, stock // 2 + sum(4 * linear.out_features for linear in linears)
+
+
+# ---- Stock weights in the host's memory
+
+
+def test_held(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """The bits of fp8 with the stock weights beside; the model carries fp8 weights alone, and gets its own back."""
+    before, size = state(model), carried(model)
+    report = ltx.optimize(model, precision="fp8")
+    want = model(**inputs)[0]
+    stock, fp8 = quantised_bytes(model)
+    assert carried(model) == size + fp8
+    report = ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    assert torch.equal(model(**inputs)[0], want)
+    assert carried(model) == size - stock + fp8
+    assert report.fallbacks == {} and "one by one" not in str(report) and "in the host's memory" in str(report)
+    assert model.dtype == torch.bfloat16
+    assert_same(state(model), before)
+    report.restore()
+    assert_same(state(model), before)
+    assert carried(model) == size and patched(model) == []
+    linear = model.transformer_blocks[0].attn1.to_q
+    assert vars(linear).keys() == vars(nn.Linear(1, 1)).keys()
+    assert not (linear._state_dict_hooks or linear._load_state_dict_pre_hooks or linear._state_dict_pre_hooks)
+
+
+def test_held_weights_are_saved(ltx: ModuleType, model: nn.Module, tmp_path: Any) -> None:
+    before = state(model)
+    ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    assert_same(state(loaded.to(next(iter(before.values())).device)), before)
+
+
+def test_replaced_weights_are_not_loaded_over(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    before = state(model)
+    ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    want = model(**inputs)[0]
+    with pytest.raises(RuntimeError, match=r"transformer_blocks.0.attn1.to_q.weight is in fp8 and takes no stock"):
+        model.load_state_dict(before)
+    assert torch.equal(model(**inputs)[0], want)
+    ltx.restore(model)
+    model.load_state_dict({name: 0.5 * tensor for name, tensor in before.items()})
+
+
+def test_deepcopy_of_held(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    before = state(model)
+    ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    want = model(**inputs)[0]
+    copied = copy.deepcopy(model)
+    ltx.restore(model)
+    assert torch.equal(copied(**inputs)[0], want)
+    assert_same(state(copied), before)
+    ltx.restore(copied)
+    assert_same(state(copied), before)
+    assert not copied.transformer_blocks[0].attn1.to_q._state_dict_hooks
+
+
+def test_calls_that_fp8_cannot_run_take_the_held_weight(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    assert distance(model(**inputs)[0], stock) < 1e-5
+    ((reason, count),) = report.fallbacks["torch.Linear"].items()
+    assert "bfloat16" in reason and count == LINEARS * LAYERS
+
+
+@pytest.mark.slow
+def test_compile_of_held(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    want = model(**inputs)[0]
+    assert distance(torch.compile(model, fullgraph=True)(**inputs)[0], want) < 0.02
+
+
+@pytest.mark.parametrize("stock_weights", ["cpu", "free"])
+def test_adapters_beside_replaced_weights(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str
+) -> None:
+    """peft makes them in bfloat16, whatever the dtype of the weight."""
+    lora = pytest.importorskip("test_fp8_lora")
+    ltx.optimize(model, precision="fp8")
+    lora.add(model)
+    want = model(**inputs)[0]
+    model.unload_lora()
+    ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    lora.add(model)
+    assert model.transformer_blocks[0].attn1.to_q.lora_A["default"].weight.dtype == torch.bfloat16
+    assert torch.equal(model(**inputs)[0], want)
+    with pytest.raises(RuntimeError, match="fuse_lora: expected stock weights beside the fp8 ones"):
+        model.fuse_lora()
+
+
+# ---- Offload
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of the tensors that group offload brings to the device."""
+    seen: list[int] = []
+    stock = group_offloading.ModuleGroup._transfer_tensor_to_device
+
+    def record(self: Any, tensor: Tensor, source: Tensor, stream: Any) -> None:
+        seen.append(source.nbytes)
+        stock(self, tensor, source, stream)
+
+    monkeypatch.setattr(group_offloading.ModuleGroup, "_transfer_tensor_to_device", record)
+    return seen
+
+
+@pytest.mark.parametrize("order", ["offload first", "optimize first"])
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+def test_group_offload_moves_fp8(
+    ltx: ModuleType, device: str, inputs: dict[str, Any], moved: list[int], kind: str, order: str
+) -> None:
+    stock_model = make_model("cpu", torch.bfloat16)
+    before = state(stock_model)
+    offload_groups(kind)(stock_model, device)
+    moved.clear()
+    stock_model(**inputs)
+    in_bf16 = sum(moved)
+    model = make_model("cpu", torch.bfloat16)
+    if order == "offload first":
+        offload_groups(kind)(model, device)
+        report = ltx.optimize(model, precision="fp8")
+    else:
+        report = ltx.optimize(model, precision="fp8", stock_weights="cpu")
+        offload_groups(kind)(model, device)
+    stock, fp8 = quantised_bytes(model)
+    reference = make_model(device, torch.bfloat16)
+    ltx.optimize(reference, precision="fp8")
+    want = reference(**inputs)[0]
+    for _ in range(2):
+        moved.clear()
+        assert distance(model(**inputs)[0], want) < 0.02
+        assert sum(moved) == in_bf16 - stock + fp8
+    assert "torch.Linear" not in report.fallbacks and "in the host's memory" in str(report)
+    ltx.restore(model)
+    assert_same({name: tensor.cpu() for name, tensor in state(model).items()}, before)
+    moved.clear()
+    assert distance(model(**inputs)[0], stock_model(**inputs)[0]) < 1e-6 and sum(moved) == 2 * in_bf16
+
+
+@pytest.mark.parametrize("order", ["offload first", "optimize first"])
+@pytest.mark.parametrize("offload", [offload_model, offload_sequentially], ids=["model", "sequential"])
+def test_model_offload_moves_fp8(
+    ltx: ModuleType, device: str, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, offload: Any, order: str
+) -> None:
+    """A sequential offload keeps what a model's state_dict holds, its stock weights, and leaves them to stock calls."""
+    model = make_model("cpu", torch.bfloat16)
+    before, in_bf16, stock = state(model), carried(model), model(**make_inputs("cpu", torch.bfloat16))[0]
+    seen: list[int] = []
+    to = type(model).to
+
+    def record(self: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+        seen.append(carried(self))
+        return to(self, *arguments, **options)
+
+    if order == "offload first":
+        offload(model, device)
+        report = ltx.optimize(model, precision="fp8")
+    else:
+        report = ltx.optimize(model, precision="fp8", stock_weights="cpu")
+        offload(model, device)
+    monkeypatch.setattr(type(model), "to", record)
+    for _ in range(2):
+        assert distance(model(**inputs)[0].cpu(), stock) < 0.1
+    if offload is offload_model:
+        of_stock, fp8 = quantised_bytes(model)
+        assert set(seen) == {in_bf16 - of_stock + fp8}
+        assert "torch.Linear" not in report.fallbacks
+        ltx.restore(model)
+        assert_same({name: tensor.cpu() for name, tensor in state(model).items()}, before)
+    elif order == "optimize first":
+        assert "another parameter is in the place" in next(iter(report.fallbacks["torch.Linear"]))
+        ltx.restore(model)
+        assert distance(model(**inputs)[0].cpu(), stock) < 1e-2
+    else:
+        assert "its weight is no ordinary parameter" in str(report)
+
+
+class Stream:
+    """What group offload asks of a stream, on a machine without any."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_group_offload_with_a_stream(
+    ltx: ModuleType, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """It copies all parameters once and hands out the copies; optimize and restore have it copy the new ones."""
+    if device == "cuda":
+        monkeypatch.undo()
+    model = make_model("cpu", torch.bfloat16)
+    before = state(model)
+    if device == "cpu":
+        monkeypatch.setattr(Tensor, "pin_memory", lambda self: self.clone())
+        monkeypatch.setattr(Tensor, "is_pinned", lambda self: True)
+
+        class Accelerator:
+            stream = staticmethod(lambda stream: contextlib.nullcontext())
+            current_stream = staticmethod(Stream)
+
+        monkeypatch.setattr(group_offloading, "TorchDeviceBackend", lambda device: Accelerator)
+        config = group_offloading.GroupOffloadingConfig(
+            onload_device=torch.device("cpu"),
+            offload_device=torch.device("cpu"),
+            offload_type=group_offloading.GroupOffloadingType.LEAF_LEVEL,
+            non_blocking=False,
+            record_stream=False,
+            low_cpu_mem_usage=False,
+            stream=Stream(),
+        )
+        group_offloading._apply_group_offloading(model, config)
+    else:
+        model.enable_group_offload(
+            onload_device=torch.device(device), offload_type="leaf_level", use_stream=True, record_stream=False
+        )
+    stock = model(**inputs)[0]
+    report = ltx.optimize(model, precision="fp8")
+    linear = model.transformer_blocks[0].attn1.to_q
+    outputs = [model(**inputs)[0] for _ in range(3)]
+    assert "torch.Linear" not in report.fallbacks and report.replaced["torch.Linear"] == LINEARS * LAYERS
+    assert linear.weight.dtype == torch.float8_e4m3fn and linear.weight.device.type == "cpu"
+    assert all(1e-3 < distance(output, stock) < 0.1 for output in outputs)
+    ltx.restore(model)
+    assert all(distance(model(**inputs)[0], stock) < 1e-6 for _ in range(2))
+    assert_same({name: tensor.cpu() for name, tensor in state(model).items()}, before)
+
+
+@every_family
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+def test_families(ltx: ModuleType, device: str, family: Any, moved: list[int], kind: str) -> None:
+    """Every family's fp8 weights move in place of the stock ones, and its dtype is what it was."""
+    inputs = cast(family.inputs(1), device, torch.bfloat16)
+    reference = make(family, device, torch.bfloat16)
+    ltx.optimize(reference, precision="fp8")
+    want = run(reference, inputs)
+    model = make(family, "cpu", torch.bfloat16)
+    dtype, before = model.dtype, state(model)
+    offload_groups(kind)(model, device)
+    report = ltx.optimize(model, precision="fp8")
+    assert model.dtype == dtype
+    stock, fp8 = quantised_bytes(model)
+    moved.clear()
+    assert distances(run(model, inputs), want) < 0.1  # a leaf that is hooked is called: fewer ops are fused
+    assert "torch.Linear" not in report.fallbacks
+    in_fp8 = sum(moved)
+    ltx.restore(model)
+    moved.clear()
+    run(model, inputs)
+    assert sum(moved) - in_fp8 == stock - fp8
+    assert_same({name: tensor.cpu() for name, tensor in state(model).items()}, before)

@@ -1,0 +1,338 @@
+"""Linear layers with weights in fp8: where the fp8 and the stock weight are, and the layer's own forward.
+
+A weight is quantised once, per output channel. Where the stock weight stays beside, the fp8 one is a buffer that is not
+saved. Otherwise the fp8 values take the place of the parameter's data, so that whatever moves the model's parameters
+moves them, and the stock weight is held in the host's memory, or freed. The forward quantises its input row by row, so
+that whatever calls the layer works; a fused block hands over rows that an op has quantised already.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any, Callable, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..quant import multiply, quantize_rows, quantize_weight
+from ._guards import ATTRIBUTE, is_ordinary, why_not_input
+from ._lora import base_of, is_lora, merged
+from ._sites import Entry, site_of, stock_forward
+
+LINEAR_CLASS = "torch.nn.modules.linear.Linear"
+BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"
+VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"
+STATE = "_ltx_fp8_of"  # the version of the weight that was quantised, or HELD, or FREED
+STOCK = "_ltx_fp8_stock"  # the stock weight that is HELD
+PARAMETER = "_ltx_fp8_parameter"  # the parameter that the fp8 weight is in, if it is not BESIDE
+HANDLES = "_ltx_fp8_handles"  # of hooks on saving and loading
+MERGED = "_ltx_fp8_merged"  # the adapters that were in the weight when it was quantised
+
+Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
+
+
+def why_not_fp8(linear: nn.Linear) -> str:
+    """Why the weight of a linear layer cannot be quantised; empty if it can."""
+    if not is_ordinary(linear.weight) or linear.weight.device.type == "meta":
+        return f"its weight is no ordinary parameter ({type(linear.weight).__name__} on {linear.weight.device})"
+    if linear.in_features % 16 or linear.out_features % 16:
+        return f"fp8 GEMMs need multiples of 16, not {linear.in_features} x {linear.out_features}"
+    return ""
+
+
+def quantised_weight(linear: nn.Linear) -> Rows:
+    """The fp8 weight [out, in] and its scales [out]."""
+    values = linear._buffers.get(VALUES)
+    if values is None:
+        values = cast(Tensor, linear._parameters["weight"])
+    return values, cast(Tensor, linear._buffers[SCALES])
+
+
+def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str) -> None:
+    """Gives layers that share an input their fp8 weights, one behind the other.
+
+    stock_weights: BESIDE, or HELD; `free_weight` takes stock weights away that are beside.
+    """
+    quantised = [quantize_weight(linear.weight) for linear in linears]
+    values, scales = (torch.cat(parts) for parts in zip(*quantised))
+    del quantised
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.register_buffer(SCALES, scales[start:end], persistent=False)
+        linear.register_buffer(VALUES, values[start:end], persistent=False)
+        linear.__dict__[STATE] = linear.weight._version
+        if stock_weights == HELD:
+            linear.__dict__[STOCK] = linear.weight.data.cpu()
+            _replace(linear, HELD, linear.register_state_dict_post_hook(_save_stock))
+        start = end
+
+
+def quantise_again(linear: nn.Linear) -> None:
+    """Takes the fp8 weight of a layer from its stock weight as it is now, and leaves it in its place."""
+    for here, tensor in zip(quantised_weight(linear), quantize_weight(linear.weight)):
+        here.copy_(tensor)
+    linear.__dict__[STATE] = linear.weight._version
+
+
+def free_weight(linear: nn.Linear) -> int:
+    """Gives the memory of a stock weight back that lies beside; the bytes."""
+    size = linear.weight.nbytes
+    _replace(linear, FREED, linear.register_state_dict_pre_hook(_refuse_to_save))
+    return size
+
+
+def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
+    """Puts the fp8 weight in the place of the stock one."""
+    linear.weight.data = cast(Tensor, linear._buffers.pop(VALUES))
+    linear._non_persistent_buffers_set.discard(VALUES)
+    linear.__dict__[PARAMETER] = linear.weight
+    linear.__dict__["compute_dtype"] = torch.bfloat16  # peft makes adapters of this dtype instead of the weight's
+    linear.__dict__[STATE] = state
+    linear.__dict__[HANDLES] = [*handles, linear.register_load_state_dict_pre_hook(_refuse_to_load)]
+
+
+def drop_weights(linear: nn.Module) -> None:
+    """What `restore` does beside giving the layer its forward back."""
+    state, values = linear.__dict__, linear._parameters["weight"]
+    stock, parameter = state.pop(STOCK, None), state.pop(PARAMETER, None)
+    if stock is not None and values is not None:
+        if values is parameter:
+            values.data = stock.to(values.device)
+        elif values.dtype == torch.float8_e4m3fn:  # accelerate has put another one there, perhaps on "meta"
+            linear._parameters["weight"] = nn.Parameter(stock.to(values.device), values.requires_grad)
+    for handle in state.pop(HANDLES, ()):
+        handle.remove()
+    for name in (VALUES, SCALES):
+        linear._buffers.pop(name, None)
+        linear._non_persistent_buffers_set.discard(name)
+    if state.pop(STATE, BESIDE) == HELD:
+        state.pop("compute_dtype", None)
+    state.pop(MERGED, None)
+
+
+def is_replaced(linear: nn.Module) -> bool:
+    """Whether the fp8 weight has the place of the stock one."""
+    return linear.__dict__.get(STATE) in (HELD, FREED)
+
+
+def is_freed(linear: nn.Module) -> bool:
+    return linear.__dict__.get(STATE) == FREED
+
+
+# ---- Saving and loading of stock weights
+
+
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError(
+        f'{prefix}weight was freed by optimize(..., stock_weights="free") and cannot be saved: load the model again'
+    )
+
+
+def _save_stock(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    state[f"{prefix}weight"] = module.__dict__[STOCK]
+
+
+def _refuse_to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if f"{prefix}weight" in state:
+        raise RuntimeError(f"{prefix}weight is in fp8 and takes no stock weights: restore the model before it loads")
+
+
+# ---- The forward
+
+
+def _changed(linear: nn.Linear) -> bool:
+    """Whether the stock weight was written to after it was quantised (through .data it can be, unseen)."""
+    if is_replaced(linear):
+        return False
+    version = linear.weight._version
+    if version < linear.__dict__[STATE]:  # a copy, which counts anew
+        linear.__dict__[STATE] = version
+    return version > linear.__dict__[STATE]
+
+
+def why_not_fp8_input(input: Tensor) -> str:
+    """Why the product of an input cannot be in fp8; empty if it can."""
+    if input.dtype != torch.bfloat16:
+        return f"fp8 takes bfloat16 activations, not {input.dtype}"
+    return why_not_input(input)
+
+
+def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
+    """Why the product with the fp8 weight cannot run; empty if it can."""
+    values, _ = quantised_weight(linear)
+    if is_replaced(linear) and values is not linear.__dict__[PARAMETER] and not torch.compiler.is_compiling():
+        return "another parameter is in the place of the fp8 weight"
+    if values.dtype != torch.float8_e4m3fn or values.device != input.device:
+        return "the fp8 weight was converted or is on another device"
+    if not torch.compiler.is_compiling() and _changed(linear):
+        return "the weight has changed since it was quantised: call optimize again"
+    return ""
+
+
+def product(linear: nn.Linear, rows: Rows) -> Tensor:
+    """A layer's output of quantised rows."""
+    return multiply(*rows, *quantised_weight(linear), linear._parameters["bias"])
+
+
+def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    reason = why_not_fp8_input(input) or why_not_fp8_weight(self, input)
+    site = site_of(self)
+    if not reason:
+        site.count_call()
+        return product(self, quantize_rows(input))
+    if is_freed(self):
+        raise RuntimeError(
+            f'fp8 cannot run this call ({reason}), and the stock weight was freed by optimize(..., stock_weights="free"'
+            "): load the model again to run it without fp8"
+        )
+    if is_replaced(self):
+        site.count_fallback(reason)
+        held = cast(Tensor, self.__dict__[STOCK])
+        return F.linear(input, held.to(input.device), self.bias)
+    return cast(Tensor, stock_forward(self, reason, input))
+
+
+def _why_not_restored(linear: nn.Module) -> str:
+    if not is_freed(linear):
+        return ""
+    return 'its stock weight was freed by optimize(..., stock_weights="free"): load the model again'
+
+
+LINEAR = Entry(
+    (LINEAR_CLASS,),
+    _linear_forward,
+    ("quantize_rows", "scaled_linear"),
+    ("input",),
+    why_not=lambda module: why_not_fp8(cast(nn.Linear, module)),
+    why_not_restored=_why_not_restored,
+    release=drop_weights,
+    release_root=lambda root: _release_root(root),
+)
+
+
+def in_fp8(linear: nn.Module) -> bool:
+    """Whether a linear layer, or the one below its adapters, has fp8 weights."""
+    site = base_of(linear).__dict__.get(ATTRIBUTE)
+    return site is not None and site.entry is LINEAR
+
+
+# ---- Adapters that are merged into the stock weights
+
+_CHANGING = (
+    "fuse_lora",
+    "unfuse_lora",
+    "unload_lora",
+)  # methods of diffusers' models that write to weights through .data
+
+
+def _follow(root: nn.Module) -> None:
+    """Has the fp8 weights below a model follow when diffusers merges adapters into the stock weights, and back."""
+    for module in root.modules():
+        if is_lora(module) and in_fp8(module):
+            base_of(module).__dict__[MERGED] = merged(module)
+    for name in _CHANGING:
+        if hasattr(type(root), name):
+            root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
+
+
+def _follow_layers(root: nn.Module) -> None:
+    for module in root.modules():
+        if is_lora(module) and in_fp8(module):
+            follow_layer(module)
+
+
+def follow_layer(layer: nn.Module) -> None:
+    """Quantises a weight again where adapters were merged into it, or taken out, since it was quantised."""
+    linear = cast(nn.Linear, base_of(layer))
+    now = merged(layer)
+    if now == linear.__dict__.get(MERGED, ()):
+        return
+    if torch.compiler.is_compiling():
+        raise RuntimeError("adapters were merged into weights in fp8, or taken out: call optimize again")
+    quantise_again(linear)
+    linear.__dict__[MERGED] = now
+    site_of(linear).remark("weights quantised again, since adapters were merged or taken out")
+
+
+def _following(name: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **options: Any) -> Any:
+        linears = [module for module in self.modules() if type(module) is nn.Linear and in_fp8(module)]
+        if name != "unload_lora" and any(map(is_replaced, linears)):
+            raise RuntimeError(
+                f'{name}: expected stock weights beside the fp8 ones, got stock_weights="cpu" or "free"; adapters run '
+                "beside fp8 weights without being fused"
+            )
+        _follow_layers(self)
+        result = getattr(type(self), name)(self, *args, **options)
+        _follow_layers(self)
+        if name == "unload_lora":
+            for linear in linears:
+                linear.__dict__.pop(MERGED, None)
+        return result
+
+    return method
+
+
+_FOLLOWING = {name: _following(name) for name in _CHANGING}
+
+
+# ---- Offload
+
+
+def is_offloaded(root: nn.Module) -> bool:
+    """Whether weights of a model wait in the host's memory for their turn on the device."""
+    return any(_is_offload(hook) for module in root.modules() for hook in _hooks(module))
+
+
+def _hooks(module: nn.Module) -> Iterable[Any]:
+    """The hooks of accelerate and diffusers on a module."""
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        yield from getattr(hook, "hooks", (hook,))
+    registry = module.__dict__.get("_diffusers_hook")
+    if registry is not None:
+        yield from registry.hooks.values()
+
+
+def _is_offload(hook: Any) -> bool:
+    name = type(hook).__name__
+    return name in ("CpuOffload", "GroupOffloadingHook") or (name == "AlignDevicesHook" and hook.offload)
+
+
+def _tell_offload(root: nn.Module) -> None:
+    """Has a group offload with a stream read the parameters again: it keeps copies of those that it found."""
+    home = sys.modules.get("diffusers.hooks.group_offloading")
+    again = getattr(home, "_maybe_remove_and_reapply_group_offloading", None)
+    groups = [hook.group for module in root.modules() for hook in _hooks(module) if hasattr(hook, "group")]
+    if again is not None and any(group.stream is not None for group in groups):
+        again(root)
+
+
+# ---- A whole model
+
+
+def finish(roots: Iterable[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
+    """The last step of `optimize`, which nothing can undo if stock weights are to be freed; what to tell about it."""
+    linears = [linear for group in groups for linear in group]
+    freed = sum(map(free_weight, linears)) if stock_weights == FREED else 0
+    for root in roots:
+        _follow(root)
+        _tell_offload(root)
+    size = sum(tensor.nbytes for linear in linears for tensor in quantised_weight(linear))
+    text = f"fp8: {len(linears)} linear layers, {size / 2**20:.1f} MiB of weights"
+    if stock_weights == FREED:
+        return f"{text} in place of {freed / 2**20:.1f} MiB, which are freed: there is no restore"
+    if stock_weights == HELD:
+        held = sum(linear.__dict__[STOCK].nbytes for linear in linears)
+        return f"{text} in place of {held / 2**20:.1f} MiB, which are in the host's memory"
+    return f"{text} beside the stock ones"
+
+
+def _release_root(root: nn.Module) -> None:
+    for name in _CHANGING:
+        root.__dict__.pop(name, None)
+    _tell_offload(root)
