@@ -316,9 +316,8 @@ def families_of(library: str) -> dict[str, ModuleType]:
     """The modules of the built package that each know one family of a library's models, by name; NORMS comes last."""
     ltx, _ = load_package()
     package = importlib.import_module(f"{ltx.__name__}.integrations.{library}")
-    names = sorted(
-        (info.name for info in pkgutil.iter_modules(package.__path__)), key=lambda name: (name == NORMS, name)
-    )
+    found = (info.name for info in pkgutil.iter_modules(package.__path__) if not info.name.startswith("_"))
+    names = sorted(found, key=lambda name: (name == NORMS, name))
     return {name: importlib.import_module(f"{package.__name__}.{name}") for name in names}
 
 

@@ -172,6 +172,9 @@ def with_graphs(module: nn.Module, entry: Entry | None) -> Entry:
             site = site_of(module)
             site.count_call()
             function = site.stock
+        if entry is not None and entry.why_no_graph:
+            graphs.ordinary[entry.why_no_graph] += 1
+            return function(module, *args, **kwargs)
         return graphs.run(module, functools.partial(function, module), *args, **kwargs)
 
     def release(module: nn.Module) -> None:

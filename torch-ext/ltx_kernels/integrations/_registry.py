@@ -1,4 +1,7 @@
-"""Finds the model families: every module of a package is one, and lists what it knows in ``ENTRIES``."""
+"""Finds the model families: every module of a package is one, and lists what it knows in ``ENTRIES``.
+
+A module with a leading underscore is no family: families share it.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,22 @@ from typing import Union
 from torch import nn
 
 from ._attend import Attention
+from ._autoencoder import Autoencoder
 from ._block import Block
 from ._decoder import CausalAttention, GatedMLP
 from ._guards import class_of
 from ._parallel import Parallel
 from ._sites import Entry
 
-Known = Union[Entry, Block, Attention, CausalAttention, GatedMLP]
+Known = Union[Entry, Block, Attention, CausalAttention, GatedMLP, Autoencoder]
 
 
 def entries_of(package: str, path: Iterable[str]) -> dict[str, Entry]:
     """The entries of all modules of a package, by the keys that `key_of` gives modules of their classes."""
     found: dict[str, Entry] = {}
-    for info in sorted(pkgutil.iter_modules(path), key=lambda info: info.name):
-        name = f"{package}.{info.name}"
+    names = sorted(info.name for info in pkgutil.iter_modules(path))
+    for module in (name for name in names if not name.startswith("_")):
+        name = f"{package}.{module}"
         known: Iterable[Known] = importlib.import_module(name).ENTRIES
         for description in known:
             entry = description if isinstance(description, Entry) else description.entry()

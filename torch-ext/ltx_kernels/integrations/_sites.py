@@ -79,6 +79,8 @@ class Entry:
     packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
     # In a model that holds such modules, nothing else is replaced: an autoencoder's norms see channels as strided rows.
     alone: bool = False
+    # Why a CUDA graph cannot hold its calls, whatever they are; empty if one can.
+    why_no_graph: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward", _or_stock(self.forward))

@@ -1,0 +1,77 @@
+"""The encoder of Wan 2.1's and 2.2's autoencoder, for image-to-video: the decoder's blocks, and steps downwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...channels_last import unpatchify
+from .._autoencoder import Autoencoder, Hidden
+from .._guards import class_of
+from ._vae_wan import COMMON, FORM, WAN, Frames, as_images, as_video, check_call, middle, resnet, why_not_wan
+
+
+def _downsample(module: Any, h: Hidden, frames: Frames) -> None:
+    x = h.padded()
+    pad, conv = module.resample
+    images = F.pad(as_images(x), pad.padding)
+    h.add(as_video(F.conv2d(images, conv.weight, None, conv.stride), x.shape[0]), conv.bias)
+    if module.mode != "downsample3d":
+        return
+    x = h.padded()
+    h.add(x)
+    if not frames.skips_first(x[:, :, -1:]):
+        h.add(frames.conv(h, module.time_conv, before=1), module.time_conv.bias)
+
+
+def _down_block(block: Any, h: Hidden, frames: Frames) -> None:
+    given = None
+    for layer in block.resnets:
+        entered = resnet(layer, h, frames)
+        given = entered if given is None else given
+    if block.downsampler is not None:
+        _downsample(block.downsampler, h, frames)
+    h.add(h.padded())
+    h.stream = block.avg_shortcut(given)
+
+
+def encode(self: Any, x: Tensor, feat_cache: list[Any], feat_idx: list[int]) -> Tensor:
+    frames = Frames(feat_cache, feat_idx)
+    h = Hidden(FORM, frames.conv(Hidden(FORM, x), self.conv_in), self.conv_in.bias)
+    for layer in self.down_blocks:
+        name = class_of(layer).removeprefix(WAN)
+        if name == "WanResidualDownBlock":
+            _down_block(layer, h, frames)
+        elif name == "WanResidualBlock":
+            resnet(layer, h, frames)
+        else:
+            _downsample(layer, h, frames)
+    middle(self.mid_block, h, frames)
+    branch = frames.conv(h, self.conv_out, self.norm_out, last=True)
+    return unpatchify(branch, 1, bias=self.conv_out.bias)
+
+
+def _why_not(encoder: Any) -> str:
+    if any(class_of(layer) == WAN + "WanAttentionBlock" for layer in encoder.down_blocks):
+        return "it holds attention between its steps, which the stock forward cannot call with a cache"
+    for part in encoder.modules():
+        if class_of(part) == WAN + "WanResample" and part.mode not in ("downsample2d", "downsample3d"):
+            return f"it holds a step of mode {part.mode}"
+    return why_not_wan(encoder)
+
+
+NAMES = ("WanEncoder3d", "WanResidualDownBlock", "AvgDown3D")
+
+ENTRIES = (
+    Autoencoder(
+        (f"{WAN}WanEncoder3d",),
+        encode,
+        ("x", "feat_cache", "feat_idx"),
+        COMMON | {"torch.nn.modules.padding.ZeroPad2d", *(WAN + name for name in NAMES)},
+        _why_not,
+        check_call,
+        keeps_frames=True,
+    ),
+)
