@@ -1,4 +1,4 @@
-"""Writes the results of README.md and of docs/ from benchmarks/results/*.json, and the tables of models from the build.
+"""Writes the results of README.md, docs/ and skills/ from benchmarks/results, and tables of models from the build.
 
     python benchmarks/readme.py [--check]
 
@@ -479,22 +479,59 @@ def clips() -> str:
     return "\n".join([head, *([meta["note"]] if "note" in meta else []), "", *lines, ""])
 
 
-def ops_table() -> str:
-    """The ops one by one, beside a copy and their peers."""
-    ops = load("h200-ops")
-    records = ops["records"]
-    peers = {key: name for key, name in PEERS.items() if any(r["us"].get(key) for r in records)}
+def of_ops(ops: dict[str, Any], shown: list[tuple[str, list[int], str]], form: str) -> list[str]:
+    """A table of some ops, beside a copy and their peers."""
+    peers = {key: name for key, name in PEERS.items() if any(r["us"].get(key) for r in ops["records"])}
     lines = [
         f"The ops on one {ops['meta']['device']}, torch {ops['meta']['torch']}, bf16, in µs:",
         "",
         "| op | shape | this package | copy of the same bytes | " + " | ".join(peers.values()) + " | plain torch |",
         "|---" * (5 + len(peers)) + "|",
     ]
-    for op, shape, name in SHOWN:
-        (record,) = [r for r in records if (r["op"], r["shape"], r["dtype"]) == (op, shape, "bf16")]
+    for op, shape, name in shown:
+        (record,) = [r for r in ops["records"] if (r["op"], r["shape"], r["dtype"]) == (op, shape, "bf16")]
         us = record["us"]
-        cells = [f"{us[key]:.0f}" if us.get(key) else "" for key in ("ours", "copy", *peers, "eager")]
+        cells = [f"{us[key]:{form}}" if us.get(key) else "" for key in ("ours", "copy", *peers, "eager")]
         lines.append(f"| {name} | {'x'.join(map(str, shape))} | **{cells[0]}** | " + " | ".join(cells[1:]) + " |")
+    return lines
+
+
+# What the pages of skills/ show: rows from small to large, and shapes of diffusers' models.
+SKILL_ROWS = [
+    *(("rmsnorm", [rows, 2048], "RMSNorm") for rows in (64, 512, 1024, 5376, 16128)),
+    *(("rmsnorm", shape, "RMSNorm") for shape in ([16384, 4096], [8192, 8192], [131072, 128], [8, 65536])),
+]
+SKILL_SHAPES = [
+    ("rmsnorm", [1024, 2048], "RMSNorm"),
+    ("rmsnorm", [5376, 2048], "RMSNorm, LTX-Video"),
+    ("geglu tanh", [512, 8192], "GEGLU"),
+    ("geglu tanh", [5376, 8192], "GEGLU"),
+    *(
+        (op, [2, tokens, 2048], f"{name}, LTX-Video")
+        for op, name in (
+            ("adaln_rmsnorm", "norm + modulation"),
+            ("gated_residual_adaln_rmsnorm", "gated residual + norm + modulation"),
+        )
+        for tokens in (2688, 8064)
+    ),
+    ("qk_norm_rope across heads, full table", [2, 2688, 32, 64], "q/k norm + rotary, LTX-Video"),
+    ("qk_norm_rope across heads, full table", [2, 8064, 32, 64], "q/k norm + rotary, LTX-Video"),
+    ("qk_norm_rope per head", [1, 4608, 24, 128], "q/k norm + rotary, FLUX"),
+    ("qk_norm_rope across heads, table of a head", [1, 32760, 12, 128], "q/k norm + rotary, Wan"),
+]
+
+
+def skill_ops(shown: list[tuple[str, list[int], str]]) -> str:
+    ops = load("h200-ops")
+    lines = of_ops(ops, shown, ".1f")
+    return "\n".join([*lines, "", f"All cases, {of_commits(ops)}: `benchmarks/results/h200-ops.json`.", ""])
+
+
+def ops_table() -> str:
+    """The ops one by one, beside a copy and their peers."""
+    ops = load("h200-ops")
+    records = ops["records"]
+    lines = of_ops(ops, SHOWN, ".0f")
     (host,) = [r["host_us"] for r in records if r["host_us"]]
     missing = "".join(f" {PEERS[key]} was not installed." for key in ops["meta"]["missing"])
     lines += [
@@ -874,6 +911,12 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/vae.md", "ops", video_ops),
     ("docs/attention.md", "speed", attention_speed),
     ("docs/attention.md", "error", attention_error),
+    ("skills/cuda-kernels/SKILL.md", "figures", figures),
+    ("skills/cuda-kernels/references/h100-optimization-guide.md", "figures", figures),
+    ("skills/cuda-kernels/references/h100-optimization-guide.md", "rows", lambda: skill_ops(SKILL_ROWS)),
+    ("skills/cuda-kernels/references/diffusers-h100.md", "shapes", lambda: skill_ops(SKILL_SHAPES)),
+    ("skills/h100-diffusers-kernels/SKILL.md", "figures", figures),
+    ("skills/h100-diffusers-kernels/SKILL.md", "shapes", lambda: skill_ops(SKILL_SHAPES)),
 ]
 
 
@@ -883,7 +926,8 @@ FIGURE = re.compile(r"(?P<number>[\d.,]+(?:e[-+]?\d+)?)<!-- (?P<file>[\w-]+) (?P
 
 
 def _pages() -> list[Path]:
-    return [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "skills").rglob("*.md")]
+    return sorted(pages)
 
 
 def _shown(value: Any) -> str:
