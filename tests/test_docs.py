@@ -1,4 +1,4 @@
-"""README, card, CONTRIBUTING and docs: each code block runs here, or says above it why not; calls fit their signatures.
+"""Pages, docs and skills: each code block runs here, or says above it why not; calls fit their signatures.
 
 `<!-- needs a GPU -->` or `<!-- needs the network -->` on the line before a block is such a reason. A block that has one
 and runs all the same, where that is missing, fails its test.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,12 +28,14 @@ FILES = [
     "CONTRIBUTING.md",
     "SECURITY.md",
     *sorted(f"docs/{f.name}" for f in (ROOT / "docs").glob("*.md")),
+    *sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "skills").rglob("*.md")),
 ]
 # Python blocks that need a Hub or a language model, and the test that runs every one of them.
 RUN_ELSEWHERE = {
     "CARD.md": "tests/test_hub.py::test_docs_snippets",
     "docs/hub.md": "tests/test_hub.py::test_docs_snippets",
     "docs/layers.md": "tests/test_layers.py::test_docs",
+    "skills/cuda-kernels/references/kernel-templates.md": "tests/test_skills.py::templates",
 }
 REASONS = ("needs a GPU", "needs the network")
 
@@ -63,7 +66,8 @@ def blocks(file: str, *languages: str) -> list[Block]:
 def test_every_block_has_a_known_language_and_reason():
     """A block without a language holds no code: it shows a text."""
     for block in (block for file in FILES for block in blocks(file)):
-        assert block.language in ("python", "bash", "text", "mermaid", ""), block.place
+        compiled = ("cuda", "cpp", "toml") if RUN_ELSEWHERE.get(block.file, "").endswith("::templates") else ()
+        assert block.language in ("python", "bash", "text", "mermaid", "", *compiled), block.place
         assert block.reason is None or (block.reason in REASONS and block.language == "python"), block.place
         if block.language in ("", "text", "mermaid"):
             with pytest.raises(SyntaxError):
@@ -71,7 +75,7 @@ def test_every_block_has_a_known_language_and_reason():
     for file, test in RUN_ELSEWHERE.items():
         name, _, function = test.partition("::")
         (source,) = re.findall(rf"^def {function}\(.*?(?=^\S|\Z)", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
-        assert "```python" in source and not [block for block in blocks(file) if block.reason], file
+        assert "```" in source and not [block for block in blocks(file) if block.reason], file
 
 
 # ---- Python
@@ -118,7 +122,7 @@ def test_python_blocks_run(
         if runs:
             exec(program, names)
         else:
-            with pytest.raises((RuntimeError, OSError, AssertionError)):
+            with pytest.raises((RuntimeError, OSError, ValueError, AssertionError)):
                 exec(program, names)
     ltx.restore(tiny)
     if file == "README.md":
@@ -309,6 +313,7 @@ def test_figures_are_read_from_their_results(source: str, value: float | None, m
 
 # Programs that need a network or another machine, beside `make` and this repository's scripts.
 ELSEWHERE = {"pip", "nix", "hf", "kernels", "ncu", "nsys"}
+SHELL = {"cp", "export", "mkdir"}
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -322,14 +327,21 @@ def commands(block: Block) -> Iterator[list[str]]:
                 yield words
 
 
-def options_of(script: str) -> set[str]:
-    """The options that a script, or the modules of this repository that it imports, adds to a parser."""
-    text = (ROOT / script).read_text()
+def home(file: str) -> Path:
+    """Where the commands of a page are typed: in a skill's folder, or in the repository's."""
+    folder = ROOT.joinpath(*Path(file).parts[:2])
+    return folder if (folder / "SKILL.md").is_file() else ROOT
+
+
+def options_of(path: Path) -> set[str]:
+    """The options that a script, or the modules of this repository that it imports or runs, adds to a parser."""
+    text = path.read_text()
     imported = re.findall(r"^from (\w+) import|^import (\w+)$", text, re.MULTILINE)
-    beside = [(ROOT / script).with_name(f"{a or b}.py") for a, b in imported]
-    beside += [ROOT / "examples" / f"{a or b}.py" for a, b in imported]
+    beside = [folder / f"{a or b}.py" for folder in (path.parent, ROOT / "examples") for a, b in imported]
+    programs = re.findall(r"run_example\(\s*\"(\w+\.py)\"", text)
     text += "".join(path.read_text() for path in beside if path.is_file())
-    return set(re.findall(r"\"(--[a-z0-9-]+)\"", text)) | {"--help"}
+    own = set(re.findall(r"\"(--[a-z0-9-]+)\"", text)) | {"--help"}
+    return own.union(*(options_of(ROOT / "examples" / name) for name in programs))
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if blocks(file, "bash")])
@@ -349,6 +361,6 @@ def test_shell_blocks(file: str):
                 assert arguments[1] in ("ltx_kernels", "pytest"), f"{block.place}: {words}"
             elif program == "python" and arguments != ["app.py"]:  # app.py is the reader's own
                 given = {a.partition("=")[0] for a in arguments if a.startswith("--")}
-                assert given <= options_of(arguments[0]), f"{block.place}: {words}"
+                assert given <= options_of(home(file) / arguments[0]), f"{block.place}: {words}"
             else:
-                assert program in ELSEWHERE or arguments == ["app.py"], f"{block.place}: {words}"
+                assert program in ELSEWHERE | SHELL or arguments == ["app.py"], f"{block.place}: {words}"
