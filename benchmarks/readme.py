@@ -25,6 +25,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -350,47 +351,60 @@ def _has_fp8(known: Any) -> bool:
     return any(getattr(known, name, None) for name in ("attentions", "feed_forwards", "linears"))
 
 
-def _gain(records: list[dict[str, Any]], stock: str, key: str, **fixed: Any) -> dict[str, float]:
-    """How many times as fast as stock this package's bf16 and fp8 are, among the records with these values."""
-    found = {r["config"]: r[key] for r in records if all(r.get(name) == value for name, value in fixed.items())}
-    configs = {"bf16": "kernels", "fp8": "kernels_fp8"}
-    return {name: found[stock] / found[config] for name, config in configs.items() if {stock, config} <= found.keys()}
+@dataclass(frozen=True)
+class Measurement:
+    """Where a result file has the times of a family's model: `key` in the records with the values of `where`.
+
+    stock: The configuration to compare with; "kernels" and "kernels_fp8" are this package's.
+    """
+
+    family: str
+    model: str
+    file: str
+    stock: str
+    key: str
+    where: dict[str, Any]
+
+    def gain(self) -> str:
+        """How many times as fast as stock, by precision; empty where the file has no such records."""
+        records = load(self.file)["records"]
+        found = {r["config"]: r for r in records if all(r.get(name) == value for name, value in self.where.items())}
+        configs = {"bf16": "kernels", "fp8": "kernels_fp8"}
+        gains = [
+            f"{name} {found[self.stock][self.key] / found[config][self.key]:.2f} x"
+            for name, config in configs.items()
+            if {self.stock, config} <= found.keys()
+        ]
+        depth = _depth(found[self.stock], found[self.stock].get("shallow", False)) if self.stock in found else ""
+        return f"{self.model}{depth}: {', '.join(gains)}" if gains else ""
 
 
-def _gain_text(gain: dict[str, float], what: str) -> str:
-    return f"{what}: {', '.join(f'{name} {value:.2f} x' for name, value in gain.items())}" if gain else ""
-
-
-def gains(library: str, name: str) -> list[str]:
-    """What the result files say about a family: one text for each measurement."""
-    found = []
-    if library == "diffusers":
-        if name == "ltx":
-            steps = load("h200-ltx")["records"]
-            found += [_gain_text(_gain(steps, "baseline", "step_ms", frames=49), "2B, a step of 49 frames")]
-        if name == "vae_ltx":
-            decoded = load("h200-vae")["records"]
-            for model, title in DECODERS.items():
-                gain = _gain(decoded, "stock", "decode_ms", model=model, frames=49)
-                found.append(_gain_text(gain, f"{title}, 49 frames"))
-        records = load("h200-models")["records"]
-        for model, (title, known) in MODELS.items():
-            depth = next((_depth(r, r.get("shallow", False)) for r in records if r["model"] == model), "")
-            if known == name:
-                found.append(_gain_text(_gain(records, "baseline", "step_ms", model=model), title + depth))
-    for model, (title, known) in LANGUAGE_MODELS.items():
-        if known == name:
-            records = load("h200-llm")["records"]
-            for key, what in (("prefill_ms", "prompt of 8192 tokens"), ("decode_ms", "token")):
-                gain = _gain(records, "eager", key, model=model, tokens=8192, batch=1)
-                found.append(_gain_text(gain, f"{title}, {what}"))
-    return [text for text in found if text]
+def measurements() -> list[Measurement]:
+    """What the last column of the table of models is made of."""
+    found = [Measurement("ltx", "2B, a step of 49 frames", "h200-ltx", "baseline", "step_ms", {"frames": 49})]
+    found += [
+        Measurement(family, title, "h200-models", "baseline", "step_ms", {"model": model})
+        for model, (title, family) in MODELS.items()
+    ]
+    found += [
+        Measurement("vae_ltx", f"{title}, 49 frames", "h200-vae", "stock", "decode_ms", {"model": model, "frames": 49})
+        for model, title in DECODERS.items()
+    ]
+    found += [
+        Measurement(family, f"{title}, {what}", "h200-llm", "eager", key, {"model": model, "tokens": 8192, "batch": 1})
+        for model, (title, family) in LANGUAGE_MODELS.items()
+        for key, what in (("prefill_ms", "prompt of 8192 tokens"), ("decode_ms", "token"))
+    ]
+    return found
 
 
 def supported() -> str:
     """The families by what is replaced in them, whether fp8 knows them, and what was measured."""
     lines = ["| models | classes that get another forward | level | fp8 | times as fast as stock, on one H200 |"]
     lines.append("|---|---|---|---|---|")
+    gains: dict[str, list[str]] = {}
+    for measurement in measurements():
+        gains.setdefault(measurement.family, []).append(measurement.gain())
     for library in ("diffusers", "transformers"):
         for name, module in families_of(library).items():
             blocks = _blocks(module)
@@ -400,7 +414,7 @@ def supported() -> str:
                 ", ".join(f"`{known}`" for known in classes),
                 ", ".join(sorted({_level(block) for block in blocks})),
                 "yes" if any(map(_has_fp8, blocks)) else "no",
-                "; ".join(gains(library, name)) or "not measured",
+                "; ".join(filter(None, gains.get(name, []))) or "not measured",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
