@@ -185,29 +185,33 @@ def test_float32(ltx, device, name, half):
     assert result.stride() == stock.stride()
 
 
+def in_fp64(vae: Any, name: str, half: str) -> Tensor | None:
+    """What the stock modules give in fp64; None where they add noise, which differs from dtype to dtype."""
+    noisy = name == "ltx 0.9.1" and half == "decoder"
+    return None if noisy else RUN[half](copy.deepcopy(vae).double())
+
+
 @pytest.mark.parametrize(("name", "half"), CASES)
 def test_bfloat16_bits(ltx, device, name, half, exact_convolutions):
     """With the same convolutions, the bits of the stock modules, but where another order of a channel sum shows."""
     vae = make_vae(name, device, torch.bfloat16)
-    stock = RUN[half](vae)
+    stock, truth = RUN[half](vae), in_fp64(vae, name, half) if device == "cuda" else None
     report = ltx.optimize(vae, strict=True)
     result = RUN[half](vae)
     assert calls(report, half) == expected_calls(name) and not report.fallbacks
     if device == "cpu":
         assert torch.equal(result, stock)
     else:
-        # A few numbers round otherwise, and the convolutions spread that, in LTX's decoders to at most a fifth of the
-        # pixels. A step that rounds where stock does not would take all of them to 1e-2, bfloat16's own error.
-        assert error(result, stock.double()) < 5e-3
+        # A few numbers round otherwise, and the convolutions spread that: the results are up to 0.65 of bfloat16's own
+        # error apart. If all numbers rounded otherwise, it would be 1.4 times that error.
+        assert error(result, stock.double()) < (1e-2 if truth is None else error(stock, truth))
 
 
 @pytest.mark.parametrize(("name", "half"), CASES)
 def test_bfloat16_error(ltx, device, name, half):
     """Not further from the modules in fp64 than the stock modules in bfloat16 are."""
     vae = make_vae(name, device, torch.bfloat16)
-    stock = RUN[half](vae)
-    noisy = name == "ltx 0.9.1" and half == "decoder"  # noise differs from dtype to dtype
-    truth = None if noisy else RUN[half](copy.deepcopy(vae).double())
+    stock, truth = RUN[half](vae), in_fp64(vae, name, half)
     ltx.optimize(vae, strict=True)
     result = RUN[half](vae)
     if truth is None:
