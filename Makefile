@@ -47,7 +47,7 @@ CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .PHONY: help setup build test test-all test-torch test-versions test-diffusers fuzz notebooks sanitize demo docs lint
 .PHONY: actionlint format check-all nix-matrix nix-build check-variants check-complete check-release sign card upload
-.PHONY: gpu-job clean distclean
+.PHONY: gpu-job case-study clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -100,6 +100,10 @@ fuzz: build  ## build, then run N random calls (50000) and write what they measu
 notebooks: build  ## build, then run the notebooks on this machine's GPU and store their outputs
 	$(PY) -m pip install -qq -r requirements/notebooks.txt
 	$(RUN) notebooks/make.py --execute
+
+case-study: $(READY)  ## build for this machine's GPU, measure what docs/case-study.md quotes, write the pages
+	$(BUILD) --this-machine $(BUILD_ARGS)
+	$(RUN) benchmarks/case_study.py
 
 sanitize: build  ## every tool of compute-sanitizer over tests/test_sanitize.py, own kernels only; needs a GPU
 	$(RUN) tests/sanitize.py $(SANITIZE_ARGS)

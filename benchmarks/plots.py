@@ -35,6 +35,11 @@ PRODUCTS = (CROSS_ATTENTION, ATTENTION)  # of matrices: no copy is their floor
 TOP = 2.0  # of the scale of times over that of a copy
 
 
+def load(name: str) -> Any:
+    """A file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def case_name(record: dict[str, Any]) -> str:
     return f"{record['op']} {'x'.join(map(str, record['shape']))} {record['dtype']}"
 

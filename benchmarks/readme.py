@@ -18,7 +18,6 @@ import argparse
 import collections
 import functools
 import importlib
-import json
 import math
 import pkgutil
 import re
@@ -30,8 +29,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import case_study
 from ops import load_package
-from plots import PEERS, QUANTISED, RESULTS, case_name, family, fastest, geometric_mean, measured
+from plots import PEERS, QUANTISED, case_name, family, fastest, geometric_mean, load, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # What the table of ops shows; all cases are in the file, and the losses below the table.
@@ -46,10 +46,6 @@ SHOWN = [
     ("swiglu", [16128, 8192], "SwiGLU"),
     ("gelu erf", [16128, 8192], "GELU"),
 ]
-
-
-def load(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def behind(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -931,6 +927,12 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("skills/cuda-kernels/references/diffusers-h100.md", "shapes", lambda: skill_ops(SKILL_SHAPES)),
     ("skills/h100-diffusers-kernels/SKILL.md", "figures", figures),
     ("skills/h100-diffusers-kernels/SKILL.md", "shapes", lambda: skill_ops(SKILL_SHAPES)),
+    ("docs/case-study.md", "claim", case_study.claim),
+    ("docs/case-study.md", "configurations", lambda: case_study.configurations(CONFIGS)),
+    ("docs/case-study.md", "norm", case_study.norm),
+    ("docs/case-study.md", "budget", case_study.budget),
+    ("docs/case-study.md", "clips", clips),
+    ("docs/case-study.md", "sources", case_study.sources),
 ]
 
 
