@@ -31,7 +31,7 @@ from typing import Any
 
 import case_study
 from ops import load_package
-from plots import PEERS, QUANTISED, case_name, family, fastest, geometric_mean, load, measured
+from plots import PEERS, QUANTISED, RESULTS, case_name, family, fastest, geometric_mean, load, measured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # What the table of ops shows; all cases are in the file, and the losses below the table.
@@ -215,6 +215,42 @@ def step() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+# Result files that are not named after their program.
+PROGRAMS = {"suites": "tests/gpu.py", "gates": "benchmarks/ops.py"}
+
+
+def program_of(name: str) -> str:
+    """The program that writes a result file, by the file's name; empty for trials that have none."""
+    words = [word for word in name.split("-") if not re.fullmatch(r"h\d00(x\d)?|cpu|cuda|tools", word)]
+    if "tuning" in words:
+        return ""
+    for count in range(len(words), 0, -1):
+        found = "_".join(words[:count])
+        paths = [PROGRAMS.get(found, ""), f"benchmarks/{found}.py", f"tests/{found}.py"]
+        for path in filter(None, paths):
+            if (REPOSITORY / path).exists():
+                return path
+    return ""
+
+
+def files() -> str:
+    """Every result file, with its program, machine and date."""
+    lines = ["| file | written by | on | torch | commit | date |", "|---|---|---|---|---|---|"]
+    for path in sorted(RESULTS.glob("*.json")):
+        meta = load(path.stem)["meta"]
+        program = program_of(path.stem)
+        cells = [
+            f"[{path.name}](../benchmarks/results/{path.name})",
+            f"[{program}](../{program})" if program else "trials by hand",
+            f"{meta['devices']} {meta['device']}" if meta.get("devices", 1) > 1 else meta["device"],
+            meta.get("torch", ""),
+            str(meta.get("commit") or "")[:7],
+            meta.get("date", "")[:10],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def figures() -> str:
@@ -905,6 +941,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "trust", trust),
     ("docs/benchmarks.md", "step", step),
     ("docs/benchmarks.md", "ops", ops_table),
+    ("docs/benchmarks.md", "files", files),
     ("docs/profiling.md", "profile", profile),
     ("docs/optimize.md", "kinds", kinds),
     ("docs/layers.md", "language models", language_models),
