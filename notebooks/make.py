@@ -3,6 +3,7 @@
     python notebooks/make.py               # write what has changed; outputs of unchanged notebooks stay
     python notebooks/make.py --check       # fail if a notebook is not what its source says
     python notebooks/make.py --execute     # run all on this machine, and store the outputs (needs a GPU)
+    python notebooks/make.py --execute --only beginner
 
 The sources are Python with a line `# %%` before each cell (jupytext's percent format), and run as scripts too.
 """
@@ -79,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     action.add_argument("--check", action="store_true", help="fail if a notebook is not what its source says")
     action.add_argument("--execute", action="store_true", help="run the notebooks and store their outputs")
     parser.add_argument("--short", action="store_true", help="with --execute: few and small sizes, also without a GPU")
+    names = [source.stem for source in sources()]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these notebooks (default: all)")
     parser.add_argument("--output", type=Path, default=NOTEBOOKS, metavar="DIR", help="(default: notebooks)")
     options = parser.parse_args(arguments)
     if options.execute and not options.short:
@@ -88,12 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("argument --execute: expected a GPU, got none: times on a CPU say nothing about the kernels")
     if options.short and options.output == NOTEBOOKS:
         parser.error("argument --short: expected an --output of its own: the short form is not stored")
-    stale = [source for source in sources() if not is_current(source)]
+    chosen = [source for source in sources() if source.stem in options.only]
+    stale = [source for source in chosen if not is_current(source)]
     if options.check:
         for source in stale:
             print(f"{source.with_suffix('.ipynb').name}: not what {source.name} says: run python notebooks/make.py")
         return 1 if stale else 0
-    for source in sources() if options.execute else stale:
+    for source in chosen if options.execute else stale:
         notebook = execute(source, options.short) if options.execute else notebook_of(source)
         path = options.output / source.with_suffix(".ipynb").name
         nbformat.write(notebook, path)

@@ -116,6 +116,20 @@ def test_a_stock_forward_is_no_result(bench: demo.Bench, ltx: ModuleType, monkey
         demo.race(bench, demo.layer, [4])
 
 
+def test_first_tokens_of_a_layer_stand_for_all(bench: demo.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "EXACT_TOKENS", 5)
+    (record,) = demo.race(bench, demo.layer, [8])
+    assert 0 < record.error[demo.OURS] < 1e-6
+
+    def not_causal(bench: demo.Bench, tokens: int) -> demo.Entry:
+        entry = demo.layer(bench, tokens)
+        mixed = lambda *tensors: entry.ways[demo.PLAIN](*tensors) + entry.tensors[0].mean()  # noqa: E731
+        return dataclasses.replace(entry, ways={**entry.ways, "mixed": mixed})
+
+    with pytest.raises(ExampleError, match=r"^mixed: expected an error"):
+        demo.race(bench, not_causal, [8])
+
+
 def test_patched_mlp(bench: demo.Bench) -> None:
     mlp: Any = demo.llama_mlp(bench)
     x = bench.random(3, bench.hidden)

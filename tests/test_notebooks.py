@@ -21,6 +21,9 @@ import nbformat  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "notebooks"))
 
+sys.path.insert(0, str(ROOT / "examples"))
+
+import kernels_demo  # noqa: E402
 import make  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +63,8 @@ def test_a_changed_source_is_noticed(folder: Path, capsys: pytest.CaptureFixture
     (folder / "beginner.py").write_text((folder / "beginner.py").read_text().replace("SHORT = None", "SHORT = False"))
     assert make.main(["--check"]) == 1
     assert capsys.readouterr().out.startswith("beginner.ipynb: not what beginner.py says")
-    assert make.main(["--output", str(folder)]) == 0 and make.main(["--check"]) == 0
+    assert make.main(["--only", "advanced"]) == 0 and make.main(["--check"]) == 1
+    assert make.main([]) == 0 and make.main(["--check"]) == 0
     assert "stored by the test" not in (folder / "beginner.ipynb").read_text()
     assert "stored by the test" in (folder / "advanced.ipynb").read_text()
 
@@ -77,7 +81,11 @@ def test_stored_outputs_are_of_a_gpu(name: str) -> None:
 
 def test_what_is_stored_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments, expected in ((["--execute"], "expected a GPU"), (["--execute", "--short"], "--output of its own")):
+    for arguments, expected in (
+        (["--execute"], "expected a GPU"),
+        (["--execute", "--short"], "--output of its own"),
+        (["--only", "none"], "--only: invalid choice: 'none'"),
+    ):
         with pytest.raises(SystemExit):
             make.main(arguments)
         assert expected in capsys.readouterr().err
@@ -94,13 +102,14 @@ def test_short_form_runs(
     """The source as a script; every race in it checks its results against float64."""
     pyplot.switch_backend("Agg")
     monkeypatch.chdir(ROOT / "notebooks")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(kernels_demo, "fetch_community", lambda: (None, "no network here"))
     source = SOURCES[name].read_text()
     assert source.count("SHORT = None") == 1
     program = compile(source.replace("SHORT = None", "SHORT = True"), str(SOURCES[name]), "exec")
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(program, names)
     output, demo = capsys.readouterr().out, names["demo"]
+    assert ("going on with this package's build: no network here" in output) == (name == "beginner")
     assert len(pyplot.get_fignums()) == {"beginner": 4, "advanced": 8, "write_your_own": 2}[name]
     pyplot.close("all")
     races = names["measured"].values() if name == "advanced" else [names["records"]]
