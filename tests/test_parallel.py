@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -46,11 +47,13 @@ class Case:
     config: Arguments of ContextParallelConfig.
     options: Of optimize.
     dtype: Of the model. In bfloat16 the result may be as far from the stock model in float32 as that of one process.
+    samples: The batch.
     text: So many tokens of the prompt; None leaves it as the family has it.
     masked: With the family's mask.
     later: enable_parallelism comes before optimize.
     kernel: `attention` takes the tensors, as on a GPU with the kernel; a ring then merges by log-sum-exp.
     exchanges: How often a forward calls each collective; None where that is not the point.
+    batch: The batch is split, and not the tokens; the config says nothing then.
     gradients: With those of the parameters, which the ranks add up.
     elsewhere: Options of the other ranks, where they differ.
     error: What the error says, where there has to be one.
@@ -61,11 +64,13 @@ class Case:
     config: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    samples: int = 2
     text: int | None = 4
     masked: bool = False
     later: bool = False
     kernel: bool = False
     exchanges: tuple[int, int] | None = None
+    batch: bool = False
     gradients: bool = False
     elsewhere: dict[str, Any] | None = None
     error: str = ""
@@ -118,9 +123,17 @@ TWO = (
     Case("flux", RING, {"precision": "fp8"}, torch.bfloat16, kernel=True),
     Case("ltx", ULYSSES, {"graphs": True}, masked=True),
     Case("ltx", ULYSSES, {"rounding": "eager"}, masked=True),
+    # Families without context parallelism too.
+    Case("ltx", {}, masked=True, text=7, batch=True, exchanges=(0, 1)),
+    Case("ltx2", {}, masked=True, text=None, later=True, batch=True),
+    Case("sd3", {}, batch=True, text=None, later=True),
+    Case("z_image", {}, batch=True, text=None),
+    Case("qwenimage", {}, batch=True, text=5),
     Case("wan-t2v", ULYSSES, text=None, gradients=True),
     Case("ltx", ULYSSES, masked=True, gradients=True),
     # What cannot be right raises on every rank.
+    Case("ltx", {}, batch=True, gradients=True, error="split_batch: expected calls without gradients"),
+    Case("ltx", {}, batch=True, samples=3, error="hidden_states: expected a batch that 2 ranks share evenly"),
     Case("ltx", ULYSSES, elsewhere={"level": "norms"}, error="the same modules to be replaced on every rank"),
     Case("ltx", ULYSSES, elsewhere={"rounding": "eager"}, later=True, error="same modules to be replaced on every"),
     Case("sd3", ULYSSES, error="enable_parallelism: expected attention that exchanges tokens"),
@@ -142,7 +155,7 @@ FOUR = (
 
 def _inputs(case: Case) -> dict[str, Any]:
     family = families()[case.family]
-    inputs = {**family.inputs(2), **(family.masked(2) if case.masked and family.masked else {})}
+    inputs = {**family.inputs(case.samples), **(family.masked(case.samples) if case.masked and family.masked else {})}
     for name in ("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask"):
         if case.text is not None and isinstance(inputs.get(name), torch.Tensor):
             inputs[name] = inputs[name][:, : case.text]
@@ -180,13 +193,20 @@ def _watched(strided: list[str]) -> Iterator[collections.Counter[str]]:
 
 
 def _tensors(output: Any) -> torch.Tensor:
-    return torch.cat([x.float().flatten() for x in output if isinstance(x, torch.Tensor)])
+    return torch.cat([x.float().flatten() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)])
+
+
+def _divide(case: Case, ltx: ModuleType, model: Any) -> None:
+    if case.batch:
+        ltx.split_batch(model)
+    else:
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(**case.config))
 
 
 def _result(case: Case, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """All that a call gives; with gradients, these, behind the sum that they are of."""
     model.requires_grad_(case.gradients).zero_grad()
-    result = _tensors(model(**inputs, return_dict=False))
+    result = _tensors(model(**inputs, return_dict=case.batch))
     if not case.gradients:
         return result
     (result * torch.linspace(-1, 1, result.numel())).sum().backward()
@@ -209,8 +229,6 @@ def _in_float32(case: Case) -> torch.Tensor:
 
 def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
     """What went wrong in one case; empty if nothing did."""
-    from diffusers import ContextParallelConfig
-
     attend = sys.modules[f"{ltx.__name__}.integrations._attend"]
     family = families()[case.family]
     model: Any = random_(family.make()).to(case.dtype)
@@ -223,10 +241,10 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
             with ltx.optimize(model, **options):
                 expected = _result(case, model, inputs)
         if case.later:
-            model.enable_parallelism(config=ContextParallelConfig(**case.config))
+            _divide(case, ltx, model)
         report = ltx.optimize(model, **options)
         if not case.later:
-            model.enable_parallelism(config=ContextParallelConfig(**case.config))
+            _divide(case, ltx, model)
         strided: list[str] = []
         with _watched(strided) as calls, contextlib.ExitStack() as stack:
             if case.kernel:
@@ -248,9 +266,9 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
     stock_calls = {reason for reasons in report.fallbacks.values() for reason in reasons}
     if stock_calls - {"arguments encoder_hidden_states_mask", *(["a gradient is needed"] if case.gradients else [])}:
         return f"stock calls: {report.fallbacks}"
-    if f"; rank {rank} of {world}; " not in str(report):
+    if f"; rank {rank} of {world}" not in str(report):
         return f"the report does not name the rank: {report}"
-    return _restored(model, report, stock_splits)
+    return "" if case.batch else _restored(model, report, stock_splits)
 
 
 def _restored(model: Any, report: Any, stock_splits: Any) -> str:

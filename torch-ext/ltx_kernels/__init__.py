@@ -27,7 +27,7 @@ from .adaln import (
 from .attention import attention, qk_norm_cross_attention
 from .channels_last import channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify
 from .glu import gate_heads, geglu, gelu, swiglu, swiglu_clamped
-from .integrations import kernel_mapping, optimize, restore
+from .integrations import kernel_mapping, optimize, restore, split_batch
 from .norm import (
     layernorm,
     norm_gated_residual_norm,
@@ -113,6 +113,7 @@ __all__ = [
     "rope_1d",
     "rope_3d",
     "scaled_linear",
+    "split_batch",
     "swiglu",
     "swiglu_clamped",
     "swiglu_quant",

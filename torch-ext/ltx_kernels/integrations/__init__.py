@@ -14,6 +14,7 @@ from torch import nn
 from .._checks import ROUNDING, choice
 from ..quant import fp8_obstacle
 from . import _fp8, _linear, _parallel, diffusers, transformers
+from ._batch import split_batch as split_batch
 from ._graphs import with_graphs
 from ._guards import class_of
 from ._lora import base_of

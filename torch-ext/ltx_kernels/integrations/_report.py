@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from . import _batch, _parallel
 from ._graphs import graphs_of
-from ._parallel import lines as parallel_lines
 from ._sites import Site, uninstall_all
 
 
@@ -92,7 +92,7 @@ class Report:
                 )
         lines += self._graph_lines()
         for root in (reference() for reference in self._roots):
-            lines += [] if root is None else parallel_lines(root)
+            lines += [] if root is None else [*_parallel.lines(root), *_batch.lines(root)]
         grouped: dict[str, list[str]] = {}
         for name, reason in self.left_alone.items():
             grouped.setdefault(reason, []).append(name or "the model")
