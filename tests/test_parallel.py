@@ -9,9 +9,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import json
 import logging
 import os
 import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ from torch.utils import _pytree as pytree
 diffusers = pytest.importorskip("diffusers")
 
 from families import families, random_  # noqa: E402
+from helpers.build import ROOT  # noqa: E402
 
 ULYSSES = {"ulysses_degree": 2}
 ULYSSES_ANYTHING = {**ULYSSES, "ulysses_anything": True}
@@ -53,7 +56,7 @@ class Case:
     later: enable_parallelism comes before optimize.
     kernel: `attention` takes the tensors, as on a GPU with the kernel; a ring then merges by log-sum-exp.
     exchanges: How often a forward calls each collective; None where that is not the point.
-    batch: The batch is split, and not the tokens; the config says nothing then.
+    batch: The batch is split, and the tokens only where there is a config, of half of the ranks.
     gradients: With those of the parameters, which the ranks add up.
     elsewhere: Options of the other ranks, where they differ.
     error: What the error says, where there has to be one.
@@ -150,6 +153,7 @@ FOUR = (
     Case("ltx", BOTH, masked=True, text=7, exchanges=(3 * 2, 2)),
     Case("ltx2", BOTH, text=None, later=True),
     Case("wan-t2v", BOTH, text=None, kernel=True),
+    Case("ltx", ULYSSES, masked=True, text=7, batch=True),
 )
 
 
@@ -197,7 +201,11 @@ def _tensors(output: Any) -> torch.Tensor:
 
 
 def _divide(case: Case, ltx: ModuleType, model: Any) -> None:
-    if case.batch:
+    if case.batch and case.config:
+        mesh = dist.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("guidance", "ring", "ulysses"))
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(mesh=mesh, **case.config))
+        ltx.split_batch(model, mesh["guidance"].get_group())
+    elif case.batch:
         ltx.split_batch(model)
     else:
         model.enable_parallelism(config=diffusers.ContextParallelConfig(**case.config))
@@ -206,7 +214,7 @@ def _divide(case: Case, ltx: ModuleType, model: Any) -> None:
 def _result(case: Case, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """All that a call gives; with gradients, these, behind the sum that they are of."""
     model.requires_grad_(case.gradients).zero_grad()
-    result = _tensors(model(**inputs, return_dict=case.batch))
+    result = _tensors(model(**inputs, return_dict=case.batch and not case.config))
     if not case.gradients:
         return result
     (result * torch.linspace(-1, 1, result.numel())).sum().backward()
@@ -266,7 +274,7 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
     stock_calls = {reason for reasons in report.fallbacks.values() for reason in reasons}
     if stock_calls - {"arguments encoder_hidden_states_mask", *(["a gradient is needed"] if case.gradients else [])}:
         return f"stock calls: {report.fallbacks}"
-    if f"; rank {rank} of {world}" not in str(report):
+    if f"; rank {rank % 2 if case.batch else rank} of {2 if case.batch else world}" not in str(report):
         return f"the report does not name the rank: {report}"
     return "" if case.batch else _restored(model, report, stock_splits)
 
@@ -291,7 +299,7 @@ def _worker(rank: int, world: int, port: int, ltx_path: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it, and a torch for CPUs has none
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
     ltx = get_local_kernel(Path(ltx_path), backend="cpu")
     wrong = []
     for case in TWO if world == 2 else FOUR:
@@ -318,3 +326,64 @@ def test_ranks_equal_one_process(ltx: ModuleType, backend: str, world: int) -> N
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     torch.multiprocessing.spawn(_worker, (world, port, str(build)), nprocs=world)
+
+
+def test_benchmark(ltx: ModuleType, backend: str, tmp_path: Path) -> None:
+    """Two ranks of benchmarks/parallel.py, in small: its records, and what it makes of them."""
+    if backend != "cpu":
+        pytest.skip("the processes load the CPU build")
+    path = tmp_path / "parallel.json"
+    arguments = [
+        "--tiny",
+        "--device",
+        "cpu",
+        "--models",
+        "ltx",
+        "--configs",
+        "stock",
+        "kernels",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--seconds",
+        "0",
+    ]
+    script = [sys.executable, ROOT / "benchmarks" / "parallel.py", *arguments, "--output", path]
+    subprocess.run(list(map(str, script)), check=True, capture_output=True, text=True, timeout=600)
+    result = json.loads(path.read_text())
+    timed = {(r["config"], r["gpus"], r.get("mode")): r for r in result["records"] if "step_ms" in r}
+    assert all(record["step_ms"] > 0 and len(record["step_ms_by_rank"]) == 2 for record in timed.values())
+    for mode, exchanges in (("ulysses", 4), ("ring", 2), ("guidance", 1)):
+        record = timed["kernels", 2, mode]
+        assert record["error_vs_one_gpu"] < 1e-2 and record["exchanges"] == exchanges, record
+    # Query, key, value and output of two layers: 2 samples of 8 tokens of 128 in bfloat16, of which half stays.
+    assert timed["kernels", 2, "ulysses"]["exchange_mb"] == pytest.approx(2 * 4 * 2 * 4 * 128 * 2 / 2 / 1e6, abs=1e-3)
+    assert set(result["meta"]["failed"]) == {"ltx, stock, 2 GPUs, ulysses", "ltx, stock, 2 GPUs, ring"}
+    modelled = {(r["config"], r["mode"], r["gpus"]) for r in result["records"] if "modelled_ms" in r}
+    assert modelled == {("kernels", mode, gpus) for mode in ("ulysses", "ring") for gpus in (4, 8)}
+
+
+def test_modelled_times() -> None:
+    """Of a step of 100 ms on one GPU and exchanges whose time is known, by hand."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import parallel
+
+    same = {"model": "m", "shape": "s", "config": "kernels"}
+    records = [
+        {**same, "gpus": 1, "step_ms": 100.0},
+        {"exchange": "all_to_all_single", "gpus": 2, "bytes": 1000, "us": 100.0},
+        {"exchange": "all_to_all_single", "gpus": 2, "bytes": 5000, "us": 500.0},
+        {
+            **same,
+            "gpus": 2,
+            "mode": "ulysses",
+            "step_ms": 57.0,
+            "exchanges": 10,
+            "exchanges_by_size": [{"exchange": "all_to_all_single", "bytes": 4000, "count": 10}],
+        },
+    ]
+    four, eight = parallel.modelled(records)
+    # Two ranks send 4000 bytes of 8000, ten times in 4 ms, so that 3 ms are left. Four send 3000 of 4000, eight 1750.
+    assert four["exchange_ms"] == pytest.approx(3.0) and four["modelled_ms"] == pytest.approx(25 + 3 + 3)
+    assert eight["exchange_ms"] == pytest.approx(1.75) and eight["modelled_ms"] == pytest.approx(12.5 + 1.75 + 3)
