@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import os
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +25,7 @@ from ._registry import entry_for
 from ._report import Report
 from ._rotary import keep_table_readers_together
 from ._sites import Entry, Plan, Site, install, uninstall_all, why_not
+from ._weights import File
 from .kernels import kernel_mapping as kernel_mapping
 
 LEVELS = ("norms", "block")
@@ -40,6 +44,7 @@ def optimize(
     components: Sequence[str] | None = None,
     skip: Sequence[str] | None = None,
     stock_weights: str = "beside",
+    weights: str | os.PathLike[str] | None = None,
     graphs: bool = False,
     strict: bool = False,
 ) -> Report:
@@ -76,6 +81,8 @@ def optimize(
             in the host's memory, until `restore`; the fp8 weights take their place in the parameters, so that an
             offload moves these alone. "free": nowhere. There is no `restore` then, and the model's own
             ``save_pretrained`` fails.
+        weights: With "fp8", a folder that `Report.save_weights` wrote. All tensors of each component are read from it
+            instead of being quantised; the model may be on "meta". `restore` has nothing to give back then.
         graphs: Replay calls of each component, or of the module given, as CUDA graphs: the first call of an input
             signature runs ordinarily, the second is captured, later ones launch all kernels at once. Worth it where
             the host is the limit: short clips, few tokens, fp8. A call that a graph cannot hold (gradients, autocast,
@@ -93,10 +100,11 @@ def optimize(
         RuntimeError: With ``strict``, something has to be left alone; the text says what and why. With "fp8", the GPU
             is too old. Nothing was changed then.
     """
-    _check_options(level, precision, rounding, skip, stock_weights, {"graphs": graphs, "strict": strict})
+    _check_options(level, precision, rounding, skip, stock_weights, weights, {"graphs": graphs, "strict": strict})
     roots = _roots(obj, components)
+    files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in roots.items()}
     plan = _plan(roots, level, rounding)
-    groups = _plan_fp8(plan, skip) if precision == "fp8" else []
+    groups = _plan_fp8(plan, skip, files) if precision == "fp8" else []
     if strict and plan.left_alone:
         lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
         raise RuntimeError("strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines))
@@ -109,13 +117,14 @@ def optimize(
     title = f"{type(obj).__name__}, level {level}, precision {precision}, rounding {rounding}"
     report = Report(title, left_alone=plan.left_alone)
     uninstall_all(roots.values())
-    report._roots = [weakref.ref(root) for root in roots.values()]
+    report._roots, report._components = [weakref.ref(root) for root in roots.values()], list(roots)
     try:
-        _install(plan, groups, rounding, stock_weights, report)
+        _install(plan, groups, rounding, stock_weights, list(files.values()), report)
         for root in roots.values():
             _parallel.follow(root, diffusers.PLANS.get(class_of(root)))
     except BaseException:  # an interrupt as well: all or nothing
-        uninstall_all(roots.values())
+        with contextlib.suppress(RuntimeError) if files else contextlib.nullcontext():  # what was read stays
+            uninstall_all(roots.values())
         raise
     if groups:
         report.notes.append(_fp8.finish(roots.values(), groups, stock_weights))
@@ -125,7 +134,12 @@ def optimize(
 
 
 def _install(
-    plan: Plan, groups: Sequence[Sequence[nn.Linear]], rounding: str, stock_weights: str, report: Report
+    plan: Plan,
+    groups: Sequence[Sequence[nn.Linear]],
+    rounding: str,
+    stock_weights: str,
+    files: Sequence[File],
+    report: Report,
 ) -> None:
     """Puts everything in its place that can be taken out again."""
     sites: dict[tuple[str, Entry], Site] = {}
@@ -142,7 +156,9 @@ def _install(
     for site in report.sites:
         name = site.class_name
         site.partners = frozenset({b for a, b in pairs if a == name} | {a for a, b in pairs if b == name})
-    for linears in groups:
+    for file in files:
+        file.load(groups)
+    for linears in [] if files else groups:
         _fp8.quantise_weights(linears, stock_weights)
     if rounding == "fp32":
         reasons = (_linear.pack(module, entry.packs(module)) for module, entry in plan.modules.values())
@@ -174,6 +190,7 @@ def _check_options(
     rounding: str,
     skip: Sequence[str] | None,
     stock_weights: str,
+    weights: Any,
     switches: Mapping[str, bool],
 ) -> None:
     if level not in LEVELS:
@@ -193,8 +210,12 @@ def _check_options(
             raise ValueError(
                 f'precision: "fp8" goes with level "block" and rounding "fp32", got {level} and {rounding}'
             )
-    elif skip is not None or stock_weights != _fp8.BESIDE:
-        raise ValueError(f'skip and stock_weights: expected precision "fp8" with them, got {precision!r}')
+    elif skip is not None or stock_weights != _fp8.BESIDE or weights is not None:
+        raise ValueError(f'skip, stock_weights and weights: expected precision "fp8" with them, got {precision!r}')
+    if weights is not None and not isinstance(weights, (str, os.PathLike)):
+        raise TypeError(f"weights: expected a folder, got {weights!r}")
+    if weights is not None and (skip is not None or stock_weights != _fp8.BESIDE):
+        raise ValueError("weights: expected neither skip nor stock_weights with it: the file says what is in fp8")
 
 
 def _check_names(argument: str, what: str, names: Sequence[str]) -> None:
@@ -269,16 +290,17 @@ def _plan_graphs(plan: Plan, roots: Mapping[str, nn.Module]) -> None:
             plan.modules[name] = module, with_graphs(module, entry)
 
 
-def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Linear]]:
+def _plan_fp8(plan: Plan, skip: Sequence[str] | None, files: Mapping[str, File]) -> list[list[nn.Linear]]:
     """Adds the linear layers of known blocks to the plan; those that share an input, together."""
     groups = []
+    in_files = {".".join(filter(None, (component, name))) for component, file in files.items() for name in file.linears}
     for block_name, (block, entry) in list(plan.modules.items()):
         patterns = entry.fp8_skip if skip is None else skip
         for paths in entry.fp8(block):
             group = []
             for path in paths:
                 name = f"{block_name}.{path}" if block_name else path
-                if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                if name not in in_files if files else any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                     continue
                 linear: Any = base_of(block.get_submodule(path))
                 if class_of(linear) != _fp8.LINEAR_CLASS:
@@ -290,7 +312,7 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Linear]]:
                         f'precision: expected a GPU of compute capability 8.9 or newer for "fp8", got {obstacle}; '
                         "nothing was changed"
                     )
-                reason = why_not(linear, _fp8.LINEAR)
+                reason = "" if files else why_not(linear, _fp8.LINEAR)
                 if reason:
                     plan.left_alone[name] = reason
                 else:
@@ -298,4 +320,8 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None) -> list[list[nn.Linear]]:
                     group.append(linear)
             if group:
                 groups.append(group)
+    missing = sorted(in_files - plan.modules.keys())
+    if missing:
+        reason = plan.left_alone.get(missing[0], "it is in no block that is known here")
+        raise ValueError(f"weights: {missing[0]} is in fp8 in the file and cannot be here: {reason}")
     return groups

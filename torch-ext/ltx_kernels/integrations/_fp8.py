@@ -31,6 +31,8 @@ PARAMETER = "_ltx_fp8_parameter"  # the parameter that the fp8 weight is in, if 
 HANDLES = "_ltx_fp8_handles"  # of hooks on saving and loading
 MERGED = "_ltx_fp8_merged"  # the adapters that were in the weight when it was quantised
 
+ALONE = 'in fp8 alone (stock_weights="free" or weights=...)'
+
 Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
 
 
@@ -57,17 +59,30 @@ def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str) -> None:
     stock_weights: BESIDE, or HELD; `free_weight` takes stock weights away that are beside.
     """
     quantised = [quantize_weight(linear.weight) for linear in linears]
-    values, scales = (torch.cat(parts) for parts in zip(*quantised))
-    del quantised
+    _put_beside(linears, *(torch.cat(parts) for parts in zip(*quantised)))
+    for linear in linears if stock_weights == HELD else ():
+        linear.__dict__[STOCK] = linear.weight.data.cpu()
+        _replace(linear, HELD, linear.register_state_dict_post_hook(_save_stock))
+
+
+def put_loaded_weights(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) -> None:
+    """Gives layers fp8 weights that were quantised before, in the place of stock weights."""
+    for linear in linears:
+        if linear.weight.device.type == "meta":
+            empty = torch.empty(0, dtype=linear.weight.dtype, device=values.device)
+            linear._parameters["weight"] = nn.Parameter(empty, linear.weight.requires_grad)
+    _put_beside(linears, values, scales)
+    for linear in linears:
+        free_weight(linear)
+
+
+def _put_beside(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) -> None:
     start = 0
     for linear in linears:
         end = start + linear.out_features
         linear.register_buffer(SCALES, scales[start:end], persistent=False)
         linear.register_buffer(VALUES, values[start:end], persistent=False)
         linear.__dict__[STATE] = linear.weight._version
-        if stock_weights == HELD:
-            linear.__dict__[STOCK] = linear.weight.data.cpu()
-            _replace(linear, HELD, linear.register_state_dict_post_hook(_save_stock))
         start = end
 
 
@@ -128,7 +143,7 @@ def is_freed(linear: nn.Module) -> bool:
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     raise RuntimeError(
-        f'{prefix}weight was freed by optimize(..., stock_weights="free") and cannot be saved: load the model again'
+        f"{prefix}weight is {ALONE} and cannot be saved as a stock weight: report.save_weights saves it in fp8"
     )
 
 
@@ -186,8 +201,7 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
         return product(self, quantize_rows(input))
     if is_freed(self):
         raise RuntimeError(
-            f'fp8 cannot run this call ({reason}), and the stock weight was freed by optimize(..., stock_weights="free"'
-            "): load the model again to run it without fp8"
+            f"fp8 cannot run this call ({reason}), and the weight is {ALONE}: load the model again to run it stock"
         )
     if is_replaced(self):
         site.count_fallback(reason)
@@ -197,9 +211,7 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _why_not_restored(linear: nn.Module) -> str:
-    if not is_freed(linear):
-        return ""
-    return 'its stock weight was freed by optimize(..., stock_weights="free"): load the model again'
+    return f"its weight is {ALONE}: load the model again" if is_freed(linear) else ""
 
 
 LINEAR = Entry(
@@ -318,12 +330,15 @@ def _tell_offload(root: nn.Module) -> None:
 def finish(roots: Iterable[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
     """The last step of `optimize`, which nothing can undo if stock weights are to be freed; what to tell about it."""
     linears = [linear for group in groups for linear in group]
+    loaded = any(map(is_freed, linears))
     freed = sum(map(free_weight, linears)) if stock_weights == FREED else 0
     for root in roots:
         _follow(root)
         _tell_offload(root)
     size = sum(tensor.nbytes for linear in linears for tensor in quantised_weight(linear))
     text = f"fp8: {len(linears)} linear layers, {size / 2**20:.1f} MiB of weights"
+    if loaded:
+        return f"{text}, which were loaded: there is no restore"
     if stock_weights == FREED:
         return f"{text} in place of {freed / 2**20:.1f} MiB, which are freed: there is no restore"
     if stock_weights == HELD:

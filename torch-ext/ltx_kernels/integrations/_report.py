@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
 from . import _batch, _parallel
 from ._graphs import graphs_of
 from ._sites import Site, uninstall_all
+from ._weights import save
 
 
 def _columns(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
@@ -41,6 +44,7 @@ class Report:
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _roots: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
+    _components: list[str] = field(default_factory=list, repr=False)
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -56,6 +60,25 @@ class Report:
         """Gives every module of what was optimized its stock forward back."""
         roots = (reference() for reference in self._roots)
         uninstall_all(root for root in roots if root is not None)
+
+    def save_weights(self, folder: str | os.PathLike[str]) -> None:
+        """Writes what was optimized with ``precision="fp8"``, for ``optimize(..., weights=folder)``.
+
+        Each component of a pipeline goes into a folder of its name: all its tensors as safetensors, the weights of the
+        quantised layers in fp8 alone, and its ``config.json``.
+
+        Args:
+            folder: Where to write; it is made.
+
+        Raises:
+            RuntimeError: Something was not optimized with "fp8", has adapters, or its tensors are on "meta", where a
+                sequential offload puts them.
+            ImportError: The package safetensors is not installed.
+        """
+        for component, reference in zip(self._components, self._roots):
+            root = reference()
+            if root is not None:
+                save(root, Path(folder) / component)
 
     def __enter__(self) -> Report:
         return self

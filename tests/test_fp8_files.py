@@ -1,0 +1,229 @@
+"""Models in fp8 on disk: saved once, loaded without stock weights, and one error for files that do not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+safetensors = pytest.importorskip("safetensors.torch")
+accelerate = pytest.importorskip("accelerate")
+from test_families import cast, every_family, make, run  # noqa: E402
+from test_integration import LAYERS, make_inputs, make_model, patched  # noqa: E402
+from test_integration_fp8 import LINEARS  # noqa: E402
+
+FILE = "ltx_kernels_fp8.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fp8_device(device: str) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+
+
+@pytest.fixture
+def inputs(device: str) -> dict[str, Any]:
+    return make_inputs(device, torch.bfloat16)
+
+
+def empty_like(model: nn.Module) -> nn.Module:
+    """A model of the same configuration without data."""
+    with accelerate.init_empty_weights():
+        return type(model).from_config(model.config).eval()
+
+
+def stock_config(model: nn.Module, folder: Path) -> Path:
+    model.save_config(folder / "stock")
+    return folder / "stock"
+
+
+class Pipeline:
+    def __init__(self, **components: Any) -> None:
+        self.components = components
+
+
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu", "free"])
+def test_saved_and_loaded(
+    ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path, stock_weights: str
+) -> None:
+    """The same bits from a model that never had the stock weights of the quantised layers."""
+    model = make_model(device, torch.bfloat16)
+    size = sum(p.nbytes for p in model.parameters())
+    report = ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    want = model(**inputs)[0]
+    report.save_weights(tmp_path / "here")
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["config.json", FILE]
+    assert (tmp_path / "here" / FILE).stat().st_size < 0.8 * size
+    assert type(model).load_config(tmp_path / "here") == type(model).load_config(stock_config(model, tmp_path))
+    loaded = empty_like(model)
+    with torch.device(device):
+        report = ltx.optimize(loaded, precision="fp8", weights=tmp_path / "here")
+    assert report.replaced["torch.Linear"] == LINEARS * LAYERS and "were loaded" in str(report)
+    assert {p.device.type for p in loaded.parameters()} == {device} and loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded(**inputs)[0], want)
+    assert report.fallbacks == {} and "one by one" not in str(report)
+    with pytest.raises(RuntimeError, match="cannot be restored, and nothing was: its weight is in fp8 alone"):
+        report.restore()
+    report.save_weights(tmp_path / "again")
+    again, here = (safetensors.load_file(tmp_path / name / FILE) for name in ("again", "here"))
+    assert again.keys() == here.keys()
+    assert all(torch.equal(again[name].float(), here[name].float()) for name in here)
+
+
+def test_nothing_is_quantised_on_loading(
+    ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a model with other weights as well, whose parameters stay the ones that they are."""
+    model, other = make_model(device, torch.bfloat16), make_model(device, torch.bfloat16)
+    ltx.optimize(model, precision="fp8").save_weights(tmp_path)
+    want = model(**inputs)[0]
+    for parameter in other.parameters():
+        parameter.mul_(0.5)
+    before = {name: id(parameter) for name, parameter in other.named_parameters()}
+    monkeypatch.setattr(ltx.integrations._fp8, "quantize_weight", None)
+    ltx.optimize(other, precision="fp8", weights=str(tmp_path))
+    assert torch.equal(other(**inputs)[0], want)
+    assert {name: id(parameter) for name, parameter in other.named_parameters()} == before
+
+
+def test_pipeline(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
+    """Each component goes into a folder of its name."""
+    models = [make_model(device, torch.bfloat16, num_layers=layers) for layers in (1, 2)]
+    pipeline = Pipeline(transformer=models[0], transformer_2=models[1])
+    ltx.optimize(pipeline, precision="fp8").save_weights(tmp_path)
+    want = [model(**inputs)[0] for model in models]
+    loaded = [empty_like(model) for model in models]
+    with torch.device(device):
+        ltx.optimize(Pipeline(transformer=loaded[0], transformer_2=loaded[1]), precision="fp8", weights=tmp_path)
+    assert all(torch.equal(model(**inputs)[0], output) for model, output in zip(loaded, want))
+
+
+@every_family
+def test_families(ltx: ModuleType, device: str, family: Any, tmp_path: Path) -> None:
+    inputs = cast(family.inputs(1), device, torch.bfloat16)
+    model = make(family, device, torch.bfloat16)
+    ltx.optimize(model, precision="fp8").save_weights(tmp_path)
+    want = run(model, inputs)
+    loaded = family.make().eval().to("meta")
+    for mine, others in zip(loaded.modules(), model.modules()):  # buffers that no file holds
+        for name in mine._non_persistent_buffers_set:
+            mine._buffers[name] = others._buffers[name]
+    with torch.device(device):
+        report = ltx.optimize(loaded, precision="fp8", weights=tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(run(loaded, inputs), want))
+    assert report.left_alone == {} and "torch.Linear" not in report.fallbacks
+
+
+def test_skip_is_saved(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
+    """The file says which layers are in fp8, whatever the default is."""
+    model = make_model(device, torch.bfloat16)
+    ltx.optimize(model, precision="fp8", skip=["*.attn*"]).save_weights(tmp_path)
+    loaded = empty_like(model)
+    with torch.device(device):
+        report = ltx.optimize(loaded, precision="fp8", weights=tmp_path)
+    assert report.replaced["torch.Linear"] == 2 * LAYERS
+    assert torch.equal(loaded(**inputs)[0], model(**inputs)[0])
+
+
+# ---- Errors
+
+
+def change(path: Path, metadata: dict[str, str] | None = None, **tensors: Tensor | None) -> None:
+    """Rewrites a file with other tensors, or without those that are None."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = {**file.metadata(), **(metadata or {})}
+    found = {name: tensor for name, tensor in {**found, **tensors}.items() if tensor is not None}
+    safetensors.save_file(found, path, metadata=metadata)
+
+
+def test_files_that_do_not_fit(ltx: ModuleType, device: str, tmp_path: Path) -> None:
+    """One error that says what was expected and what came; nothing is changed."""
+    model = make_model(device, torch.bfloat16)
+    ltx.optimize(model, precision="fp8").save_weights(tmp_path)
+    good = (tmp_path / FILE).read_bytes()
+
+    def fails(error: type[Exception], text: str, to: nn.Module | None = None) -> None:
+        other = empty_like(model) if to is None else to
+        with pytest.raises(error, match=text) as caught:
+            ltx.optimize(other, precision="fp8", weights=tmp_path)
+        assert "\n" not in str(caught.value)
+        assert patched(other) == [] and all(p.device.type == "meta" for p in other.parameters() if to is None)
+        (tmp_path / FILE).write_bytes(good)
+
+    path = tmp_path / FILE
+    change(path, **{"proj_in.weight": torch.zeros(3, 8)})
+    fails(ValueError, r"weights: proj_in.weight: expected \[64, 8\], got \[3, 8\]")
+    change(path, **{"transformer_blocks.0.attn1.to_q.weight": None})
+    fails(ValueError, r"weights: transformer_blocks.0.attn1.to_q.weight: expected \[64, 64\], got nothing")
+    change(path, more=torch.zeros(1))
+    fails(ValueError, r"weights: more: expected nothing, got \[1\]")
+    change(path, **{"proj_out.ltx_fp8_scales": torch.zeros(8)})
+    fails(ValueError, "weights: proj_out is in fp8 in the file and cannot be here: it is in no block that is known")
+    change(path, metadata={"ltx_kernels": "ltx-kernels fp8, version 9"})
+    fails(ValueError, "weights: expected a file of ltx-kernels fp8, version 1, got .* version 9")
+    change(path, metadata={"class": "a.B"})
+    fails(ValueError, "weights: expected those of diffusers.*LTXVideoTransformer3DModel, got a.B")
+    fails(ValueError, "weights: transformer_blocks.2", to=make_model(device, torch.bfloat16, num_layers=3))
+    path.write_bytes(good[:100])
+    fails(ValueError, "weights: expected a safetensors file, got")
+    path.unlink()
+    fails(FileNotFoundError, "weights: expected a folder with ltx_kernels_fp8.safetensors")
+    with torch.device("meta"):
+        bare = type(model).from_config(model.config)
+    bare.register_buffer("table", torch.empty(2, device="meta"), persistent=False)
+    fails(ValueError, "weights: expected buffers that no file holds to have data, got table on meta", to=bare)
+
+
+def test_options(ltx: ModuleType, device: str, tmp_path: Path) -> None:
+    model = make_model(device, torch.bfloat16)
+    for options, error, text in (
+        ({"weights": tmp_path}, ValueError, 'skip, stock_weights and weights: expected precision "fp8"'),
+        ({"precision": "fp8", "weights": tmp_path, "skip": []}, ValueError, "weights: expected neither skip"),
+        ({"precision": "fp8", "weights": tmp_path, "stock_weights": "cpu"}, ValueError, "weights: expected neither"),
+        ({"precision": "fp8", "weights": 3}, TypeError, "weights: expected a folder, got 3"),
+    ):
+        with pytest.raises(error, match=text):
+            ltx.optimize(model, **options)
+    assert patched(model) == []
+
+
+def test_what_cannot_be_saved(ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(device, torch.bfloat16)
+    with pytest.raises(RuntimeError, match='save_weights: expected a model with precision "fp8", got'):
+        ltx.optimize(model).save_weights(tmp_path)
+    report = ltx.optimize(model, precision="fp8")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="expected the package safetensors"):
+        report.save_weights(tmp_path)
+    monkeypatch.undo()
+    pytest.importorskip("test_fp8_lora").add(model)
+    with pytest.raises(RuntimeError, match="save_weights: expected a model without adapters, got"):
+        report.save_weights(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stock_files_stay_stock(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
+    """``save_pretrained`` of an optimized model writes what diffusers reads: the stock weights, with their bits."""
+    model = make_model(device, torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for stock_weights in ("beside", "cpu"):
+        ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+        model.save_pretrained(tmp_path)
+        found = safetensors.load_file(tmp_path / "diffusion_pytorch_model.safetensors", device=device)
+        assert found.keys() == before.keys()
+        assert all(torch.equal(found[name], before[name]) for name in before)
+        assert json.loads((tmp_path / "config.json").read_text())["_class_name"] == type(model).__name__
