@@ -174,6 +174,23 @@ def sources() -> str:
     return "\n".join([*lines, ""])
 
 
+# What the command measures and a file may lack, because it was made in a shorter run.
+WHOLE: list[tuple[str, str, dict[str, Any]]] = [
+    ("the guided clip of 30 steps as a whole", "h200-clip", {"recipe": "guided"}),
+    ("torch.compile of a whole clip", "h200-clip", {"config": "compile"}),
+    ("the decoder under torch.compile", "h200-vae", {"config": "compile"}),
+    ("longer and larger clips as a whole", "h200-clip", {"frames": 121}),
+]
+
+
+def gaps() -> str:
+    """What the page's question would take and its files do not have."""
+    missing = [
+        what for what, name, wanted in WHOLE if not any(wanted.items() <= r.items() for r in load(name)["records"])
+    ]
+    return f"Not measured in these files: {', '.join([*missing, 'any GPU but an H200'])}.\n"
+
+
 # ---- The command
 
 

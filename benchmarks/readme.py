@@ -970,6 +970,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/case-study.md", "budget", case_study.budget),
     ("docs/case-study.md", "clips", clips),
     ("docs/case-study.md", "sources", case_study.sources),
+    ("docs/case-study.md", "gaps", case_study.gaps),
 ]
 
 
