@@ -615,6 +615,23 @@ def earlier(path: Path, meta: dict[str, Any], selected: Sequence[Case]) -> tuple
     return result["meta"], [record for record in result["records"] if case_name(record) not in measured]
 
 
+def kept_records(
+    path: Path, meta: dict[str, Any], measured: list[dict[str, Any]], identity: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The records of an earlier run that are not measured again, each with the commit it is of, then those measured.
+
+    identity: The keys that say what a record measures.
+    """
+    if not path.exists():
+        return measured
+    result = json.loads(path.read_text())
+    if result["meta"]["device"] != meta["device"]:
+        sys.exit(f"--update: {path} is of {result['meta']['device']}, this machine has {meta['device']}")
+    again = {tuple(record.get(key) for key in identity) for record in measured}
+    kept = [record for record in result["records"] if tuple(record.get(key) for key in identity) not in again]
+    return [{"commit": result["meta"]["commit"], **record} for record in kept] + measured
+
+
 def in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As the table has them; cases that it no longer has are dropped."""
     by_name = {case_name(record): record for record in records}

@@ -419,8 +419,16 @@ def measurements() -> list[Measurement]:
         for model, (title, family) in MODELS.items()
     ]
     found += [
-        Measurement("vae_ltx", f"{title}, 49 frames", "h200-vae", "stock", "decode_ms", {"model": model, "frames": 49})
-        for model, title in DECODERS.items()
+        Measurement(
+            f"vae_{'wan' if 'wan' in model else 'ltx'}{'_encoder' if half == 'encode' else ''}",
+            f"{title}, 49 frames",
+            "h200-vae",
+            "stock",
+            f"{half}_ms",
+            {"model": model, "half": half, "frames": 49, "dtype": "bf16"},
+        )
+        for model, title in AUTOENCODERS.items()
+        for half in ("decode", "encode")
     ]
     found += [
         Measurement(family, f"{title}, {what}", "h200-llm", "eager", key, {"model": model, "tokens": 8192, "batch": 1})
@@ -823,23 +831,31 @@ def label_of(config: str) -> str:
     return {"eager": "stock", "liger": "Liger"}.get(config, config.replace("_", " + ").replace("+ fp8", "fp8"))
 
 
-DECODERS = {"ltx": "LTX-Video 0.9.5", "ltx2": "LTX-2.0"}  # of vae.py, which imports diffusers
+# Of vae.py, which imports diffusers.
+AUTOENCODERS = {"ltx": "LTX-Video 0.9.5", "ltx2": "LTX-2.0", "wan": "Wan 2.1", "wan22": "Wan 2.2"}
+
+
+def _coded(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What the configurations of an autoencoder's call have in common."""
+    return tuple(record[key] for key in ("half", "model", "frames", "height", "width", "dtype"))
 
 
 def decoders() -> str:
-    """Decoders of video autoencoders: docs/vae.md."""
+    """Decoders and encoders of video: docs/vae.md."""
     lines = [
-        "| decoder, video | configuration | ms | x stock | peak GiB | rms error |",
+        "| autoencoder, video | configuration | ms | x stock | peak GiB | rms error |",
         "|---|---|---|---|---|---|",
     ]
     records = [record for record in load("h200-vae")["records"] if "model" in record]
-    stock = {(r["model"], r["frames"]): r for r in records if r["config"] == "stock"}
+    stock = {_coded(r): r for r in records if r["config"] == "stock"}
     for r in records:
-        video = f"{DECODERS[r['model']]}, {r['frames']} frames {r['height']}x{r['width']}"
-        gain = stock[r["model"], r["frames"]]["decode_ms"] / r["decode_ms"]
+        half, *_, dtype = _coded(r)
+        coder = {"decode": "decoder", "encode": "encoder"}[half]
+        video = f"{AUTOENCODERS[r['model']]} {coder}, {r['frames']} frames {r['height']}x{r['width']}, {dtype}"
+        gain = stock[_coded(r)][f"{half}_ms"] / r[f"{half}_ms"]
         error = f"{r['rms_vs_fp32']:.2e}" if "rms_vs_fp32" in r else ""
         config = {"compile": "torch.compile", "kernels": "**this package**"}.get(r["config"], r["config"])
-        lines.append(f"| {video} | {config} | {r['decode_ms']:.1f} | {gain:.2f} | {r['peak_gb']:.2f} | {error} |")
+        lines.append(f"| {video} | {config} | {r[f'{half}_ms']:.1f} | {gain:.2f} | {r['peak_gb']:.2f} | {error} |")
     return "\n".join([*lines, ""])
 
 

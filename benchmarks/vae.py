@@ -1,13 +1,16 @@
-"""Times the decoders of video autoencoders, and the ops between their convolutions.
+"""Times the decoders and encoders of video autoencoders, and the ops between their convolutions.
 
     python tools/build.py
-    python benchmarks/vae.py [--models ltx ltx2] [--sizes 49x512x768 121x704x1216] [--configs stock compile kernels]
+    python benchmarks/vae.py [--models ltx ltx2 wan wan22] [--halves decode encode] [--sizes 49x512x768 121x704x1216]
+    python benchmarks/vae.py --update --models wan --no-ops   # adds to the file, or replaces what it measures again
 
-Decoders have their released shape and random weights, which the configurations share; they take turns. "compile" is
-torch.compile of the decoder, "kernels" is `optimize` of the autoencoder. `decode_ms` is the median of whole calls of
-`vae.decode`, `peak_gb` the most memory that a call takes, weights included. At the smallest size `error_vs_fp32` is the
-largest error against the stock decoder in float32 as a part of its largest value, `rms_vs_fp32` the root mean square
-error as a part of its root mean square, and `equal` the part of the elements that are the stock decoder's own.
+Autoencoders have their released shape and random weights, which the configurations share; they take turns. "compile"
+is torch.compile of the decoder and the encoder, "kernels" is `optimize` of the autoencoder. `decode_ms` and `encode_ms`
+are the medians of whole calls of `vae.decode` and `vae.encode`, `peak_gb` the most memory that a call takes, weights
+included. At the smallest size `error_vs_fp32` is the largest error against the stock modules in float32 as a part of
+their largest value, `rms_vs_fp32` the root mean square error as a part of their root mean square, and `equal` the part
+of the elements that are the stock modules' own. An image-to-video pipeline encodes one frame: `--halves encode --sizes
+1x512x768`.
 
 Ops are timed at the shapes of LTX-Video's last three stages, beside a copy that moves the same bytes, plain torch and
 torch.compile of it: microseconds on the device.
@@ -20,25 +23,29 @@ import copy
 import itertools
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import REPOSITORY
+from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
-from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo
-from ops import driver_version, load_package, write
+from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLWan
+from ops import driver_version, kept_records, load_package, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from steps import COLUMNS, view_of, weight_bytes
+from steps import COLUMNS, synchronize, view_of, weight_bytes
 from timing import Timer
 from torch import Tensor, nn
 
 CONFIGS = ("stock", "compile", "kernels")
+HALVES = ("decode", "encode")
+IDENTITY = ("model", "half", "frames", "height", "width", "dtype", "config", "op", "shape")  # what a record measures
 TIMESTEP = 0.05
 
+COMPRESSION = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
 LTX = {
     "block_out_channels": (128, 256, 512, 1024, 2048),
     "down_block_types": ("LTXVideo095DownBlock3D",) * 4,
@@ -53,12 +60,35 @@ LTX = {
     "upsample_factor": (2, 2, 2),
     "timestep_conditioning": True,
     "decoder_causal": False,
+    **COMPRESSION,
 }
+# Of the 5B model; the latents' means and deviations do not matter here.
+WAN22 = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "latents_mean": [0.0] * 48,
+    "latents_std": [1.0] * 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
+TINY = {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4, "layers_per_block": (1,) * 5}
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "ltx": (AutoencoderKLLTXVideo, LTX),
-    "ltx2": (AutoencoderKLLTX2Video, {"decoder_causal": False}),
+    "ltx2": (AutoencoderKLLTX2Video, {"decoder_causal": False, **COMPRESSION}),
+    "wan": (AutoencoderKLWan, {}),
+    "wan22": (AutoencoderKLWan, WAN22),
 }
-NAMES = {"ltx": "LTX-Video 0.9.5", "ltx2": "LTX-2.0"}
+SMALL: dict[str, dict[str, Any]] = {
+    "ltx": {**TINY, "block_out_channels": (8,) * 5},
+    "ltx2": {**TINY, "block_out_channels": (8,) * 4, "latent_channels": 8},
+    "wan": {"base_dim": 8},
+    "wan22": {"base_dim": 8, "decoder_base_dim": 8},
+}
+NAMES = {"ltx": "LTX-Video 0.9.5", "ltx2": "LTX-2.0", "wan": "Wan 2.1", "wan22": "Wan 2.2"}
 
 # Channels, frames, rows and columns of the stages, at 49 frames of 512x768.
 STAGES = [(512, 13, 32, 48), (256, 25, 64, 96), (128, 49, 128, 192)]
@@ -67,9 +97,7 @@ STAGES = [(512, 13, 32, 48), (256, 25, 64, 96), (128, 49, 128, 192)]
 def random_vae(model: str, tiny: bool, device: str, dtype: torch.dtype) -> Any:
     cls, config = MODELS[model]
     if tiny:
-        small = {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1, 1, 1, 1)}
-        config = {**config, **small, "block_out_channels": (8,) * 5 if model == "ltx" else (8,) * 4}
-        config["layers_per_block"] = (1,) * 5
+        config = {**config, **SMALL[model]}
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
@@ -80,12 +108,26 @@ def random_vae(model: str, tiny: bool, device: str, dtype: torch.dtype) -> Any:
     return vae.to(device, dtype).eval().requires_grad_(False)
 
 
-def latents(vae: Any, size: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
+def request(vae: Any, half: str, size: tuple[int, int, int]) -> list[Tensor]:
+    """The arguments of `vae.decode` or `vae.encode` for a video of a size."""
     frames, height, width = size
     parameter = next(vae.parameters())
-    shape = (1, vae.config.latent_channels, (frames - 1) // 8 + 1, height // 32, width // 32)
-    z = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(parameter)
-    return z, torch.full((1,), TIMESTEP).to(parameter) if vae.config.timestep_conditioning else None
+    shape: tuple[int, ...] = (1, 3, frames, height, width)
+    timestep = []
+    if half == "decode":
+        wan = isinstance(vae, AutoencoderKLWan)
+        channels, seconds = (vae.config.z_dim, 4) if wan else (vae.config.latent_channels, 8)
+        space = vae.spatial_compression_ratio
+        shape = (1, channels, (frames - 1) // seconds + 1, height // space, width // space)
+        timestep = [torch.full((1,), TIMESTEP).to(parameter)] if vae.config.get("timestep_conditioning") else []
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(parameter), *timestep]
+
+
+def run(vae: Any, half: str, given: list[Tensor]) -> Tensor:
+    """The video, or the latents' means and logarithms of variances."""
+    if half == "decode":
+        return vae.decode(*given, return_dict=False)[0]
+    return vae.encode(*given, return_dict=False)[0].parameters
 
 
 def configured(config: str, vae: Any, ltx: Any) -> Any:
@@ -93,48 +135,48 @@ def configured(config: str, vae: Any, ltx: Any) -> Any:
     made = copy.deepcopy(vae) if config == "kernels" else view_of(vae)
     if config == "compile":
         made.decoder.compile()
+        made.encoder.compile()
     elif config == "kernels":
         ltx.optimize(made, strict=True)
     return made
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
+def milliseconds(call: Callable[[], Any], device: str) -> float:
+    synchronize(device)
+    began = time.perf_counter()
     call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    synchronize(device)
+    return (time.perf_counter() - began) * 1e3
 
 
-def measure(model: str, size: tuple[int, int, int], options: Any, ltx: Any, smallest: bool) -> list[dict[str, Any]]:
-    vae = random_vae(model, options.tiny, "cuda", torch.bfloat16)
-    z, temb = latents(vae, size)
+def measure(
+    model: str, half: str, size: tuple[int, int, int], options: Any, ltx: Any, smallest: bool
+) -> list[dict[str, Any]]:
+    device, dtype = options.device, DTYPES[options.dtype]
+    vae = random_vae(model, options.tiny, device, dtype)
+    given = request(vae, half, size)
     configs = [config for config in options.configs if config != "compile" or model in options.compiled]
     made = {config: configured(config, vae, ltx) for config in configs}
     truth = stock = None
-    if smallest:
-        exact = random_vae(model, options.tiny, "cuda", torch.float32)
+    if smallest and dtype != torch.float32:
+        exact = random_vae(model, options.tiny, device, torch.float32)
         exact.load_state_dict(vae.state_dict())
-        truth = exact.decode(z.float(), None if temb is None else temb.float(), return_dict=False)[0]
+        truth = run(exact, half, [tensor.float() for tensor in given])
         del exact
     records = []
     for config, prepared in made.items():
-
-        def call(prepared: Any = prepared) -> Tensor:
-            return prepared.decode(z, temb, return_dict=False)[0]
-
         for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = call()
-        record: dict[str, Any] = {"model": model, "frames": size[0], "height": size[1], "width": size[2]}
-        record["config"] = config
-        record["peak_gb"] = round((torch.cuda.max_memory_allocated() - before + weight_bytes(vae)) / 2**30, 3)
+            run(prepared, half, given)
+        record: dict[str, Any] = {"model": model, "half": half, "frames": size[0], "height": size[1], "width": size[2]}
+        record.update(dtype=options.dtype, config=config)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        result = run(prepared, half, given)
+        if device == "cuda":
+            record["peak_gb"] = round((torch.cuda.max_memory_allocated() - before + weight_bytes(vae)) / 2**30, 3)
         if truth is not None:
             error = result.float() - truth
             record["error_vs_fp32"] = float(error.abs().max() / truth.abs().max())
@@ -148,11 +190,10 @@ def measure(model: str, size: tuple[int, int, int], options: Any, ltx: Any, smal
     times: dict[str, list[float]] = {config: [] for config in made}
     for turn in range(options.rounds):
         for config in list(made)[:: -1 if turn % 2 else 1]:
-            prepared = made[config]
-            prepared.decode(z, temb)
-            times[config].append(milliseconds(lambda prepared=prepared: prepared.decode(z, temb)))
+            run(made[config], half, given)
+            times[config].append(milliseconds(lambda config=config: run(made[config], half, given), device))
     for record in records:
-        record["decode_ms"] = round(statistics.median(times[record["config"]]), 3)
+        record[f"{half}_ms"] = round(statistics.median(times[record["config"]]), 3)
     return records
 
 
@@ -250,20 +291,31 @@ def measure_ops(ltx: Any, options: Any) -> list[dict[str, Any]]:
     return records
 
 
+def half_of(record: dict[str, Any]) -> str:
+    return "encode" if "encode_ms" in record else "decode"
+
+
+def scene(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What the configurations of a comparison have in common."""
+    return half_of(record), *(record.get(key) for key in ("model", "frames", "height", "width", "dtype"))
+
+
 def print_tables(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Decoding")
-    for column in ("decoder", "configuration", "ms", "x stock", "peak GiB", "error", "rms error", "equal"):
-        table.add_column(column, justify="left" if column in ("decoder", "configuration") else "right")
-    decodes = [record for record in records if "model" in record]
-    stock = {(r["model"], r["frames"]): r["decode_ms"] for r in decodes if r["config"] == "stock"}
-    for r in decodes:
-        baseline = stock.get((r["model"], r["frames"]))
+    table = Table(title="Decoding and encoding")
+    columns = ("autoencoder", "call", "configuration", "ms", "x stock", "peak GiB", "error", "rms error", "equal")
+    for column in columns:
+        table.add_column(column, justify="left" if column in columns[:3] else "right")
+    whole = [record for record in records if "model" in record]
+    stock = {scene(r): r[f"{half_of(r)}_ms"] for r in whole if r["config"] == "stock"}
+    for r in whole:
+        ms, baseline = r[f"{half_of(r)}_ms"], stock.get(scene(r))
         table.add_row(
-            f"{NAMES[r['model']]}, {r['frames']}x{r['height']}x{r['width']}",
+            f"{NAMES[r['model']]}, {r['frames']}x{r['height']}x{r['width']} {r.get('dtype', 'bf16')}",
+            half_of(r),
             r["config"],
-            f"{r['decode_ms']:.2f}",
-            f"{baseline / r['decode_ms']:.2f}" if baseline else "",
-            f"{r['peak_gb']:.2f}",
+            f"{ms:.2f}",
+            f"{baseline / ms:.2f}" if baseline else "",
+            f"{r['peak_gb']:.2f}" if "peak_gb" in r else "",
             f"{r['error_vs_fp32']:.2e}" if "error_vs_fp32" in r else "",
             f"{r['rms_vs_fp32']:.2e}" if "rms_vs_fp32" in r else "",
             f"{r['equal']:.4f}" if "equal" in r else "",
@@ -294,18 +346,23 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = [(49, 512, 768), (121, 704, 1216)]
     parser.add_argument("--sizes", type=video_size, nargs="+", metavar="FRAMESxHEIGHTxWIDTH", default=sizes)
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
-    parser.add_argument("--compiled", nargs="*", choices=MODELS, default=list(MODELS), help="models to compile, too")
+    parser.add_argument("--halves", nargs="+", choices=HALVES, default=["decode"], help="(default: decode)")
+    compiled = ["ltx", "ltx2"]  # Wan's calls change a list, and each of its states would be compiled anew
+    parser.add_argument("--compiled", nargs="*", choices=MODELS, default=compiled, help="models to compile, too")
     parser.add_argument("--compile-ops", action="store_true", help="compile plain torch beside each op")
     parser.add_argument("--rounds", type=int, default=6, help="timed calls of each configuration (default: 6)")
-    parser.add_argument("--no-ops", action="store_true", help="decoders alone")
-    parser.add_argument("--tiny", action="store_true", help="small decoders, to try the script")
+    parser.add_argument("--no-ops", action="store_true", help="autoencoders alone")
+    parser.add_argument("--tiny", action="store_true", help="small autoencoders, to try the script")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-vae.json)")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("expected a GPU, got none")
+    if options.device != "cuda" and not options.no_ops:
+        parser.error("expected --no-ops without a GPU: ops are timed on one")
     console = Console(width=None if sys.stdout.isatty() else 150)
     ltx, metadata = load_package()
-    name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-vae.json"
     meta = {
@@ -316,24 +373,26 @@ def main(arguments: list[str] | None = None) -> int:
         "cudnn": torch.backends.cudnn.version(),
         "kernels": metadata["id"],
         "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
-        "dtype": "bf16",
         "rounds": options.rounds,
     }
     records: list[dict[str, Any]] = []
-    torch.backends.cudnn.allow_tf32 = False  # for the decoder in float32 that errors are taken against
-    torch.backends.cudnn.allow_tf32 = False  # for the decoder in float32 that errors are taken against
+
+    def save(measured: list[dict[str, Any]]) -> None:
+        records.extend(measured)
+        write(output, meta, kept_records(output, meta, records, IDENTITY) if options.update else records)
+
+    torch.backends.cudnn.allow_tf32 = False  # for the modules in float32 that errors are taken against
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
-        runs = list(itertools.product(options.models, options.sizes))
-        task = progress.add_task("decoders and ops", total=len(runs) + (not options.no_ops))
-        for model, size in runs:
+        runs = list(itertools.product(options.models, options.halves, options.sizes))
+        task = progress.add_task("autoencoders and ops", total=len(runs) + (not options.no_ops))
+        for model, half, size in runs:
             torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
-            records += measure(model, size, options, ltx, size == min(options.sizes))
-            write(output, meta, records)
-            torch.cuda.empty_cache()
+            save(measure(model, half, size, options, ltx, size == min(options.sizes)))
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
             progress.advance(task)
         if not options.no_ops:
-            records += measure_ops(ltx, options)
-            write(output, meta, records)
+            save(measure_ops(ltx, options))
             progress.advance(task)
     print_tables(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)

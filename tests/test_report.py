@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from types import ModuleType
 from typing import Any
 
@@ -62,3 +63,69 @@ def test_what_is_left_alone_is_grouped_by_its_reason(report: Any) -> None:
         "a note",
         "another",
     ]
+
+
+def idle_module(ltx: ModuleType) -> Any:
+    return importlib.import_module(f"{ltx.__name__}.integrations._idle")
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [([], 0), ([(0, 2), (5, 6)], 3), ([(5, 6), (0, 2), (1, 4)], 5), ([(0, 10), (2, 3), (10, 11)], 11)],
+)
+def test_device_time_that_overlaps_counts_once(ltx: ModuleType, spans: Any, expected: float) -> None:
+    assert idle_module(ltx).covered(spans) == expected
+
+
+@pytest.mark.parametrize(
+    ("wall_us", "graphs", "share", "text"),
+    [
+        (10.0, False, 0.7, "the GPU is idle for 70% of a call: optimize(..., graphs=True) may save that"),
+        (3.2, False, 0.0625, "the GPU is idle for 6% of a call: CUDA graphs would not help"),
+        (2.9, False, 0.0, "the GPU is idle for 0% of a call: CUDA graphs would not help"),
+        (10.0, True, 0.7, "the GPU is idle for 70% of a call: with CUDA graphs on"),
+    ],
+)
+def test_idle_share(
+    ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, wall_us: float, graphs: bool, share: float, text: str
+) -> None:
+    """The clock of the ordinary call and the kernels of the profiled one, both made up here."""
+    module, order = idle_module(ltx), []
+
+    def wall(call: Any) -> float:
+        call()
+        return wall_us
+
+    def work(call: Any) -> list[tuple[float, float]]:
+        call()
+        return [(100.0, 102.0), (101.0, 102.0), (200.0, 201.0)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "_wall_us", wall)
+    monkeypatch.setattr(module, "_device_work", work)
+    report = importlib.import_module(f"{ltx.__name__}.integrations._report").Report("Model")
+    monkeypatch.setattr(type(report), "_graph_lines", lambda self: ["graphs of Model: 1"] if graphs else [])
+    assert "idle" not in str(report)
+    assert report.idle_share(lambda: order.append("call")) == pytest.approx(share)
+    assert len(order) == 4 and text in str(report).splitlines()
+
+
+def test_idle_share_of_what_cannot_be_measured(ltx: ModuleType, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"^call: expected a function without arguments, got int$"):
+        report.idle_share(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"^call: expected a GPU to run on, got none$"):
+        report.idle_share(lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(idle_module(ltx), "_wall_us", lambda call: 5.0)
+    monkeypatch.setattr(idle_module(ltx), "_device_work", lambda call: [])
+    with pytest.raises(RuntimeError, match=r"^call: expected work on the GPU, got none$"):
+        report.idle_share(lambda: None)
+
+
+def test_idle_share_on_a_gpu(ltx: ModuleType, cuda: str) -> None:
+    """A kernel that takes far longer than its launch leaves the GPU busy; a host that sleeps leaves it idle."""
+    x = torch.randn(8192, 8192, device=cuda)
+    report = ltx.optimize(Model().to(cuda))
+    assert report.idle_share(lambda: x @ x) < 0.3
+    assert report.idle_share(lambda: (time.sleep(0.2), x.sum())) > 0.5

@@ -6,11 +6,13 @@ import os
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Callable
 
 from torch import nn
 
 from . import _batch, _parallel
 from ._graphs import graphs_of
+from ._idle import advice, idle_share
 from ._sites import Site, uninstall_all
 from ._weights import save
 
@@ -45,6 +47,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     _roots: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
     _components: list[str] = field(default_factory=list, repr=False)
+    _idle: float | None = field(default=None, repr=False)
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -80,6 +83,27 @@ class Report:
             if root is not None:
                 save(root, Path(folder) / component)
 
+    def idle_share(self, call: Callable[[], Any]) -> float:
+        """The part of a call's time in which the GPU waits for the host; the report says it from then on.
+
+        CUDA graphs (``optimize(..., graphs=True)``) can save that part, and nothing beyond it. The call runs four
+        times, the last time under torch.profiler, so a short one is best::
+
+            report.idle_share(lambda: pipe(prompt, num_inference_steps=2))
+
+        Args:
+            call: A function without arguments that calls what was optimized.
+
+        Returns:
+            Between 0 (the GPU always has work) and 1.
+
+        Raises:
+            TypeError: ``call`` is no function.
+            RuntimeError: There is no GPU, or the call runs nothing on it.
+        """
+        self._idle = idle_share(call)
+        return self._idle
+
     def __enter__(self) -> Report:
         return self
 
@@ -113,7 +137,10 @@ class Report:
                     f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again), or "
                     "they are no plain linear layers"
                 )
-        lines += self._graph_lines()
+        graph_lines = self._graph_lines()
+        lines += graph_lines
+        if self._idle is not None:
+            lines.append(advice(self._idle, bool(graph_lines)))
         for root in (reference() for reference in self._roots):
             lines += [] if root is None else [*_parallel.lines(root), *_batch.lines(root)]
         grouped: dict[str, list[str]] = {}
