@@ -468,8 +468,15 @@ constexpr int kHeadsThreads = 128;
 // than before, and with one head, where tokens are few, four more (H200, bf16, before: qk_norm_rope per head
 // 1x4608x24x128 35.3 us, 36.0; 1x512x32x8x128 9.5 us, 11.2).
 constexpr int kHeadsAtOnce = 4;
-// A layer norm holds weight and bias beside cos and sin, which takes more registers.
-constexpr int blocks_at_once(int heads, Statistic norm) { return heads == 1 ? 8 : norm == Statistic::kLayer ? 4 : 5; }
+// A layer norm holds weight and bias beside cos and sin, which takes more registers; Blackwell would spill some.
+constexpr int blocks_at_once(int heads, Statistic norm) {
+  if (heads == 1) return 8;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return norm == Statistic::kLayer ? 3 : 5;
+#else
+  return norm == Statistic::kLayer ? 4 : 5;
+#endif
+}
 
 // What `slots` threads of heads_kernel share: `inner` heads, each taking every slots-th; over_batches: `inner` batches.
 // count[o]: runs of operand o's heads.
@@ -853,7 +860,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const int64_t tokens = p.norm == QkNorm::kAcrossHeads ? blockIdx.x : blockIdx.x / o.heads;
   const int row_head = static_cast<int>(blockIdx.x - tokens * (p.norm == QkNorm::kAcrossHeads ? 1 : o.heads));
   if (tokens >= p.batch * o.sequence) return;  // the whole block: the other operand is longer
-  const int64_t batch = tokens / o.sequence, token = tokens - batch * o.sequence;
+  // Below the grid's 2^31.
+  const int batch = static_cast<int>(tokens / o.sequence), token = static_cast<int>(tokens - batch * o.sequence);
   const int count = heads * units.per_head;
   const int threads = static_cast<int>(blockDim.x);
 
@@ -892,11 +900,14 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     const int64_t vector_start = static_cast<int64_t>(at.head - row_head) * p.head_dim;
     scale_by<T>(p, o, packed_vectors, vector_start + at.a, rstd, x_a);
     scale_by<T>(p, o, packed_vectors, vector_start + at.b, rstd, x_b);
+    // No load is to be moved over these two lines: on sm_120 the registers would not hold what it gives.
+    asm volatile("" ::: "memory");
     if (at.turns) {
       Turn<kWidth> turn;
       load_turn<kWidth>(p, o, packed_table, batch, token, at.head, at.a, at.b, turn);
       rotate_general<T>(p, turn, x_a, x_b);
     }
+    asm volatile("" ::: "memory");
     const int64_t start = offset(o.output_stride, batch, token, at.head);
     store_output<T>(o, packed_out, start, at.a, x_a);
     store_output<T>(o, packed_out, start, at.b, x_b);
