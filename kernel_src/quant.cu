@@ -1319,6 +1319,33 @@ bool launch_known(const NormRowParams<kResidual + 1>& p, int64_t outer, Launch<T
   return false;
 }
 
+// The kernels for whole packs. `same`: no vector varies from row to row.
+template <typename T, bool kResidual, bool kNorm>
+void launch_packed(const NormRowParams<kResidual + 1>& p, int64_t outer, bool same, Launch<T>& launch) {
+  if (launch_known<T, kResidual, kNorm>(p, outer, launch)) return;
+  const int packs = launch.shape.packs;
+  if constexpr (kNorm) {
+    constexpr Fusion kFull = kResidual ? Fusion::kGated : Fusion::kModulate;
+    const int64_t held = launch.held_bytes(held_count(kFull));
+    if (same && launch.share_held(p.rows, outer, held_threads(kFull, packs), held)) {
+      return with_packs(
+          packs, [&](auto count) { launch.run(norm_quant_kernel_held<T, kFull, decltype(count)::value>, p, held); });
+    }
+    with_packs(packs,
+               [&](auto count) { launch_rows<T, kFull, Vectors::kAny, decltype(count)::value>(p, outer, launch); });
+  } else if constexpr (kResidual) {
+    with_packs(packs, [&](auto count) {
+      launch_rows<T, Fusion::kResidual, Vectors::kAny, decltype(count)::value>(p, outer, launch);
+    });
+  } else if (launch.is_short()) {
+    launch_rows<T, Fusion::kRows, Vectors::kAny, kShortPacks, true>(p, outer, launch);
+  } else {
+    with_packs(packs, [&](auto count) {
+      launch_rows<T, Fusion::kRows, Vectors::kAny, decltype(count)::value>(p, outer, launch);
+    });
+  }
+}
+
 template <typename T, bool kResidual, bool kNorm>
 void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>& operands, Launch<T>& launch) {
   NormRowParams<kResidual + 1> q;
@@ -1337,35 +1364,15 @@ void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>&
   q.eps = p.eps;
   q.weight_offset = p.weight.data ? p.weight_offset : 0.f;
   const int64_t outer = operands.outer();
-  const int packs = launch.shape.packs;
-  if (!takes_packed("quant", forced().quant, launch.in_registers && operands.fits())) {
+  // fp32 models have no fp8 layers, but fp32 weights are quantised: their rows alone.
+  constexpr bool kPacked = sizeof(T) == 2 || (!kResidual && !kNorm);
+  if (!takes_packed("quant", forced().quant, kPacked && launch.in_registers && operands.fits())) {
     if (launch.is_short()) launch.shape = {launch.shape.threads * launch.shape.packs, 1};
     launch.share(p.rows.count, 1);
     norm_quant_kernel_general<T>
         <<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs, q.inverse_width);
-    return check_launch("norm_quant");
-  }
-  if (launch_known<T, kResidual, kNorm>(q, outer, launch)) return check_launch("norm_quant");
-  if constexpr (kNorm) {
-    constexpr Fusion kFull = kResidual ? Fusion::kGated : Fusion::kModulate;
-    const int64_t held = launch.held_bytes(held_count(kFull));
-    if (!operands.varying() && launch.share_held(q.rows, outer, held_threads(kFull, packs), held)) {
-      with_packs(packs,
-                 [&](auto count) { launch.run(norm_quant_kernel_held<T, kFull, decltype(count)::value>, q, held); });
-      return check_launch("norm_quant");
-    }
-    with_packs(packs,
-               [&](auto count) { launch_rows<T, kFull, Vectors::kAny, decltype(count)::value>(q, outer, launch); });
-  } else if constexpr (kResidual) {
-    with_packs(packs, [&](auto count) {
-      launch_rows<T, Fusion::kResidual, Vectors::kAny, decltype(count)::value>(q, outer, launch);
-    });
-  } else if (launch.is_short()) {
-    launch_rows<T, Fusion::kRows, Vectors::kAny, kShortPacks, true>(q, outer, launch);
-  } else {
-    with_packs(packs, [&](auto count) {
-      launch_rows<T, Fusion::kRows, Vectors::kAny, decltype(count)::value>(q, outer, launch);
-    });
+  } else if constexpr (kPacked) {
+    launch_packed<T, kResidual, kNorm>(q, outer, !operands.varying(), launch);
   }
   check_launch("norm_quant");
 }
@@ -1397,18 +1404,21 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
   q.rows = static_cast<uint32_t>(operands.inner());
   q.ahead = launch.ahead(p.rows.width, kGated + 1);
   q.width = static_cast<int32_t>(p.rows.width);
-  const bool known = kGated || p.activation != Activation::kSilu;  // which no op asks for
+  // No op asks for SiLU without a product, and fp32 models have no fp8 layers.
+  const bool known = sizeof(T) == 2 && (kGated || p.activation != Activation::kSilu);
   if (takes_packed("quant", forced().quant, known && launch.in_registers && operands.fits())) {
-    launch.share(q.rows, operands.outer());
-    with_packs(launch.shape.packs, [&](auto count) {
-      constexpr int kPacks = decltype(count)::value;
-      if constexpr (!kGated) {
-        if (p.activation == Activation::kGeluTanh) {
-          return launch.run(glu_quant_kernel<T, kGated, Activation::kGeluTanh, kPacks>, q);
+    if constexpr (sizeof(T) == 2) {
+      launch.share(q.rows, operands.outer());
+      with_packs(launch.shape.packs, [&](auto count) {
+        constexpr int kPacks = decltype(count)::value;
+        if constexpr (!kGated) {
+          if (p.activation == Activation::kGeluTanh) {
+            return launch.run(glu_quant_kernel<T, kGated, Activation::kGeluTanh, kPacks>, q);
+          }
         }
-      }
-      launch.run(glu_quant_kernel<T, kGated, Activation::kGelu, kPacks>, q);
-    });
+        launch.run(glu_quant_kernel<T, kGated, Activation::kGelu, kPacks>, q);
+      });
+    }
   } else {
     // No sum depends on the number of threads.
     launch.shape.threads = std::min(launch.shape.threads, kGeneralThreads);

@@ -380,15 +380,21 @@ constexpr bool knows_length(Statistic s, Fusion f, Output o, int packs, uint32_t
 
 // Clusters share long rows of the plain norms alone.
 constexpr bool has_clusters(Fusion f, Output o) { return f == Fusion::kPlain && o == Output::kRounded; }
-// fp32 vectors beside 16-bit rows: no model passes them to a branch's norm or to two modulations.
-constexpr bool takes_wide(Fusion f) { return !traits(f).norms_branch && !traits(f).modulates_twice; }
+// fp32 rows, and fp32 vectors beside 16-bit rows: no model passes them to a branch's norm or to two modulations.
+constexpr bool takes_fp32(Fusion f) { return !traits(f).norms_branch && !traits(f).modulates_twice; }
+// What has no norm_kernel at all goes to the general kernel: such fp32 rows, those that are quantised (fp32 models have
+// no fp8 layers), and what no model with a LayerNorm has.
+constexpr bool has_norm_kernel(Statistic s, Fusion f, Output o, int row_bytes) {
+  if (row_bytes == 4 && (!takes_fp32(f) || o == Output::kQuantised)) return false;
+  return !(s == Statistic::kLayer && f == Fusion::kGatedPair);
+}
 
 // The sets of vectors that models' blocks pass, which have an instance of their own: asking for each vector costs a row
 // of 2048 about 150 instructions. The last one is 0, for any others.
 constexpr std::array<uint32_t, 4> known_sets(Statistic s, Fusion f, Output o, int row_bytes, int vector_bytes) {
   constexpr uint32_t kModulation = kScale | kShift, kTables = kScaleTable | kShiftTable, kAffine = kWeight | kBias;
   constexpr uint32_t kBoth = kModulation | kScale2 | kShift2, kBothTables = kTables | kScaleTable2 | kShiftTable2;
-  if (vector_bytes > row_bytes || (row_bytes == 4 && has_more(f, o))) return {};
+  if (vector_bytes > row_bytes) return {};
   switch (f) {
     case Fusion::kPlain:
     case Fusion::kAdd:
@@ -407,8 +413,7 @@ constexpr std::array<uint32_t, 4> known_sets(Statistic s, Fusion f, Output o, in
       return {kBranchWeight | kWeight, kBranchWeight | kWeight | kGate | kScale, kGate | kScale};
     case Fusion::kPair:
       return {kBoth, kBoth | kBothTables};
-    case Fusion::kGatedPair:  // in no model with a LayerNorm
-      if (s == Statistic::kLayer) return {};
+    case Fusion::kGatedPair:
       return {kBoth | kBothTables, kGate | kBoth};
   }
   return {};
@@ -481,15 +486,16 @@ void launch(const NormParams& p, const Context& context) {
   bool fast = false, wide = false;
   const uint32_t packed = whole_pack_operands<T>(p, fast, wide);
   CompactParams q{};
-  fast = fast && (!wide || takes_wide(F)) && g.fits && (g.blocks == 1 || has_clusters(F, O));
+  constexpr bool kHasKernel = has_norm_kernel(S, F, O, sizeof(T));
+  fast = fast && kHasKernel && (!wide || takes_fp32(F)) && g.fits && (g.blocks == 1 || has_clusters(F, O));
   if (takes_packed("norm", forced().norm, fast && compact_params(p, q))) {
     q.blocks = static_cast<uint32_t>(g.blocks);
     const int64_t row_bytes = p.rows.width * static_cast<int64_t>(sizeof(T)) * (p.residual.data ? 2 : 1);
     q.ahead = rows_ahead(kAheadBytes, row_bytes, context.device);
     const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
     if (!wide) {
-      launch_packed<T, T, S, F, O>(q, g, block, outer, stream);
-    } else if constexpr (takes_wide(F)) {
+      if constexpr (kHasKernel) launch_packed<T, T, S, F, O>(q, g, block, outer, stream);
+    } else if constexpr (kHasKernel && takes_fp32(F)) {
       launch_packed<T, float, S, F, O>(q, g, block, outer, stream);
     }
   } else {
