@@ -97,15 +97,20 @@ def test_products_of_warpgroups_run_beside_the_rest(accesses: dict[str, collecti
 def test_main_lines_move_whole_packs(accesses: dict[str, collections.Counter[str]], name: str) -> None:
     """The kernels that common calls take store 16 bytes at a time, and load at least as many packs as they store.
 
-    Tables and biases of another width than the rows' may take narrower loads; norm_kernel has none.
+    Tables and biases of another width than the rows' may take narrower loads; norm_kernel has none. Quantised rows are
+    a byte an element, with a scale of 32 bits; one scale for all rows is read.
     """
     found = kernels(accesses, name)
     assert found
     for kernel, counts in found.items():
         widths = {access for access in counts if access.startswith("STG")}
-        assert widths == {"STG 128"}, kernel
+        quantised = name == "norm_kernel" and "6OutputE1" in kernel
+        if quantised:
+            assert {"STG 64", "STG 32"} <= widths <= {"STG 64", "STG 32", "STG 128"}, kernel
+        else:
+            assert widths == {"STG 128"}, kernel
         assert counts["LDG 128"] >= counts["STG 128"], kernel
-        if name == "norm_kernel":
+        if name == "norm_kernel" and not quantised:
             assert {access for access in counts if access.startswith("LDG")} == {"LDG 128"}, kernel
 
 
