@@ -329,11 +329,10 @@ def test_package_of_the_templates_traces(templates: Path, monkeypatch: pytest.Mo
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     binding = re.sub(r'"\s+"', "", (templates / "torch-ext" / "torch_binding.cpp").read_text())
-    library = torch.library.Library("_my_kernels_test", "DEF")
-    for schema in re.findall(r'ops\.def\(\s*"([^"]+)"\)', binding):
-        library.define(schema)
+    schemas = re.findall(r'ops\.def\(\s*"([^"]+)"\)', binding)
     (templates / "torch-ext" / "my_kernels" / "_ops.py").write_text(
-        "import torch\n\nops = torch.ops._my_kernels_test\n\n\n"
+        'import torch\n\nlibrary = torch.library.Library("_my_kernels_test", "DEF")\n'
+        f"for schema in {schemas}:\n    library.define(schema)\nops = torch.ops._my_kernels_test\n\n\n"
         'def add_op_namespace_prefix(name):\n    return f"_my_kernels_test::{name}"\n'
     )
     monkeypatch.syspath_prepend(str(templates / "torch-ext"))
@@ -343,7 +342,7 @@ def test_package_of_the_templates_traces(templates: Path, monkeypatch: pytest.Mo
         outputs = [package.gelu(x), *package.gated_residual_adaln_rmsnorm(x, x, vector, vector, vector)]
     assert [(o.shape, o.dtype) for o in outputs] == [(x.shape, x.dtype)] * 3
     assert sorted(package.__all__) == sorted(re.findall(r'ops\.impl\("(\w+)"', binding))
-    library._destroy()
+    sys.modules["my_kernels._ops"].library._destroy()
 
 
 @pytest.fixture(scope="module")
