@@ -230,6 +230,18 @@ def test_compile(ltx: ModuleType, device: str, family: Family) -> None:
     assert all(name not in report.fallbacks for name in family.blocks)
 
 
+@every_family
+def test_inference_mode(ltx: ModuleType, device: str, family: Family) -> None:
+    """Tables and masks that a forward makes there have no version by which a change would show."""
+    model = make(family, device)
+    ltx.optimize(model)
+    with torch.inference_mode():
+        inputs = cast(family.inputs(2), device, torch.float32)
+        ours = run(model, inputs)
+        ltx.restore(model)
+        assert distance(ours, run(model, inputs)) < CLOSE
+
+
 @pytest.mark.slow
 @every_family
 def test_compile_inductor(ltx: ModuleType, device: str, family: Family) -> None:

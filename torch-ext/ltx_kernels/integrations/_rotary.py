@@ -96,8 +96,9 @@ def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tabl
         cos, sin = (torch.cat(pair) for pair in pairs)
         return cos, sin
 
-    key = "identity rows", rows, first, id(rope[1])
-    return kept(site, key, rope[0], make)
+    if torch.compiler.is_compiling():  # tensors of a graph have no identity to torch 2.11
+        return make()
+    return kept(site, ("identity rows", rows, first, id(rope[1])), rope[0], make)
 
 
 def keep_table_readers_together(plan: Plan) -> None:

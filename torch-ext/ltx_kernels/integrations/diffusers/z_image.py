@@ -23,8 +23,7 @@ Z_IMAGE = "diffusers.models.transformers.transformer_z_image."
 
 def _tables(attention: Any, rope: Tensor) -> Tables:
     """[B, S, D / 2] each, of the stock complex numbers."""
-    key = "complex", id(rope), rope._version
-    return kept(site_of(attention), key, rope, lambda: (rope.real.contiguous(), rope.imag.contiguous()))
+    return kept(site_of(attention), "complex", rope, lambda: (rope.real.contiguous(), rope.imag.contiguous()))
 
 
 ATTENTION = Attention(
