@@ -139,9 +139,9 @@ demo.verdict(records, "elements", ours=mine)
 # ## Where they part
 #
 # These are stored measurements of one H200 (`benchmarks/results/h200-ops.json`): torch.compile's time over this
-# package's, for every case of a family. Element-wise work stands at 1. Norms are near it. The query and key norm
-# across heads with the rotation behind it is not: a row has to be reduced, kept, rotated in pairs and written, and
-# the compiler makes several passes of it where a kernel of one's own makes one. There a kernel pays.
+# package's, for every case of a family. Element-wise work stands at 1. Norms are near it. The norm of query and key
+# with the rotation behind it is not: a row has to be reduced, kept, rotated in pairs and written, and the compiler's
+# kernels take clearly longer than one kernel that does all of it. There a kernel pays.
 
 # %%
 sys.path.insert(0, str(ROOT / "benchmarks"))
