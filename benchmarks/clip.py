@@ -2,6 +2,7 @@
 
     python tools/build.py
     python benchmarks/clip.py [--recipes distilled guided] [--sizes 49x512x768 121x704x1216] [--configs stock kernels]
+    python benchmarks/clip.py --update --recipes guided --configs stock compile kernels --idle   # adds to the file
 
 A clip is one call of LTXPipeline with the prompt as text and the video as a tensor on the device. Every part has its
 released shape and random weights: T5-XXL, the transformer of the 2B model, the VAE of LTX-Video 0.9.5. "distilled" is
@@ -11,7 +12,8 @@ released shape and random weights: T5-XXL, the transformer of the 2B model, the 
 components, "kernels_fp8" the same with the transformer in fp8, and "_graphs" adds `graphs=True`.
 
 `clip_ms` is the whole call, `text_ms` the prompt, `step_ms` one step (median), `decode_ms` the VAE with what follows
-it. `first_s` counts from the call that makes a configuration to the end of its first clip. `peak_gb` is the most memory
+it. `idle_ms`, with --idle, is what the kernels of one clip leave of `clip_ms`: the GPU waits for the host then.
+`first_s` counts from the call that makes a configuration to the end of its first clip. `peak_gb` is the most memory
 that a clip takes, weights included; the other configurations' own weights are not counted.
 """
 
@@ -31,11 +33,12 @@ from typing import Any
 import torch
 from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
-from ops import driver_version, load_package, write
+from ops import driver_version, kept_records, load_package, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from steps import COLUMNS, synchronize, view_of, weight_bytes
+from steps import COLUMNS, kernel_times, synchronize, view_of, weight_bytes
+from vae import LTX as VAE_095
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import command_line
@@ -45,6 +48,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXPipeline
 
 CONFIGS = ("stock", "compile", "kernels", "kernels_graphs", "kernels_fp8", "kernels_fp8_graphs")
 COMPONENTS = ("text_encoder", "transformer", "vae")
+IDENTITY = ("recipe", "frames", "height", "width", "config")  # what a record measures
 COLOURS = {"prompt": "#8172B3", "steps": "#4C72B0", "decoding": "#55A868", "rest": "#CCCCCC"}
 
 
@@ -57,22 +61,6 @@ class Recipe:
 RECIPES = {"distilled": Recipe(8, 1.0), "guided": Recipe(30, 3.0)}
 
 # As the pages of the released models state them.
-VAE_095 = {
-    "block_out_channels": (128, 256, 512, 1024, 2048),
-    "down_block_types": ("LTXVideo095DownBlock3D",) * 4,
-    "decoder_block_out_channels": (256, 512, 1024),
-    "layers_per_block": (4, 6, 6, 2, 2),
-    "decoder_layers_per_block": (5, 5, 5, 5),
-    "spatio_temporal_scaling": (True,) * 4,
-    "decoder_spatio_temporal_scaling": (True,) * 3,
-    "decoder_inject_noise": (False,) * 4,
-    "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
-    "upsample_residual": (True,) * 3,
-    "upsample_factor": (2, 2, 2),
-    "timestep_conditioning": True,
-    "spatial_compression_ratio": 32,
-    "temporal_compression_ratio": 8,
-}
 T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
 GATED = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new"}
 
@@ -107,10 +95,8 @@ def configured(config: str, pipe: LTXPipeline, ltx: ModuleType) -> LTXPipeline:
         made.vae.decoder.compile()
         made.text_encoder.compile()
     elif config != "stock":
-        graphs = {"graphs": True} if config.endswith("graphs") else {}
-        others = [name for name in COMPONENTS if name != "transformer"]
-        ltx.optimize(made, components=others, **graphs)
-        ltx.optimize(made, precision="fp8" if "fp8" in config else "native", **graphs)
+        precision = "fp8" if "fp8" in config else "native"  # of the transformer: the others have no such layers
+        ltx.optimize(made, components=COMPONENTS, precision=precision, graphs=config.endswith("graphs"))
     return made
 
 
@@ -156,14 +142,16 @@ def measure(
         made[config] = configured(config, pipe, ltx)
         make_clip(made[config], RECIPES[recipe], size, device)
         records[config] = {"first_s": round(time.perf_counter() - start, 3)}
-        for _ in range(2):  # the second call may capture graphs, the third is like all that follow
-            make_clip(made[config], RECIPES[recipe], size, device)
+        make_clip(made[config], RECIPES[recipe], size, device)  # may capture graphs; the third is like all that follow
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             make_clip(made[config], RECIPES[recipe], size, device)
             weights = sum(weight_bytes(getattr(made[config], name)) for name in COMPONENTS)
             records[config]["peak_gb"] = round((weights + torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+            if options.idle:
+                by_kind, _ = kernel_times(lambda c=config: make_clip(made[c], RECIPES[recipe], size, device), 1)
+                records[config]["kernels_ms"] = round(sum(by_kind.values()), 2)
         progress.console.print(f"{recipe}, {size[0]} frames, {config}: first clip {records[config]['first_s']} s")
         progress.advance(task)
     clips: dict[str, list[dict[str, float]]] = {config: [] for config in made}
@@ -171,17 +159,13 @@ def measure(
         for config in list(made)[:: -1 if turn % 2 else 1]:
             clips[config].append(make_clip(made[config], RECIPES[recipe], size, device))
             progress.advance(task)
+    for config, record in records.items():
+        record.update({key: round(statistics.median(c[key] for c in clips[config]), 2) for key in clips[config][0]})
+        if "kernels_ms" in record:
+            record["idle_ms"] = round(max(0.0, record["clip_ms"] - record["kernels_ms"]), 2)
     frames, height, width = size
     common = {"recipe": recipe, "frames": frames, "height": height, "width": width, "steps": RECIPES[recipe].steps}
-    return [
-        {
-            **common,
-            "config": config,
-            **{key: round(statistics.median(clip[key] for clip in clips[config]), 2) for key in clips[config][0]},
-            **records[config],
-        }
-        for config in made
-    ]
+    return [{**common, "config": config, **record} for config, record in records.items()]
 
 
 def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -224,7 +208,7 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="LTX-Video 2B, whole clips")
-    columns = ("clip", "configuration", "clip ms", "x stock", "text", "step", "decoding", "peak GiB", "first s")
+    columns = ("clip", "configuration", "clip ms", "x stock", "text", "step", "decoding", "idle", "peak GiB", "first s")
     for column in columns:
         table.add_column(column, justify="left" if column in ("clip", "configuration") else "right")
     stock = {(r["recipe"], r["frames"]): r["clip_ms"] for r in records if r["config"] == "stock"}
@@ -238,6 +222,7 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
             f"{record['text_ms']:.1f}",
             f"{record['step_ms']:.2f}",
             f"{record['decode_ms']:.1f}",
+            f"{record['idle_ms']:.1f}" if "idle_ms" in record else "",
             f"{record['peak_gb']:.1f}" if "peak_gb" in record else "",
             f"{record['first_s']:.1f}",
         )
@@ -260,6 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
     parser.add_argument("--model", choices=("random", "tiny"), default="random")
     parser.add_argument("--clips", type=int, default=4, help="timed clips of each configuration (default: 4)")
+    parser.add_argument("--idle", action="store_true", help="profile one clip of each configuration on a GPU")
+    parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-clip.json)")
@@ -288,9 +275,10 @@ def main(arguments: list[str] | None = None) -> int:
         for recipe, size in itertools.product(options.recipes, options.sizes):
             torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
             records += measure(pipe, ltx, recipe, size, options, progress)
-            write(output, meta, records)
-    draw(records, output, f"LTX-Video 2B, {options.dtype}, {name}")
-    print_table(records, console)
+            shown = kept_records(output, meta, records, IDENTITY) if options.update else records
+            write(output, meta, shown)
+    draw(shown, output, f"LTX-Video 2B, {options.dtype}, {name}")
+    print_table(shown, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 0
 

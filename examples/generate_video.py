@@ -22,6 +22,8 @@ from typing import Any
 
 from command_line import OFFLOADS, ROOT, ExampleError, add_arguments, at_least, new_file, start
 
+COMPONENTS = "text_encoder", "transformer", "vae"
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,12 +35,19 @@ def make_parser() -> argparse.ArgumentParser:
         "--precision", choices=("native", "fp8"), default="native",
         help="of the linear layers, with the kernels: fp8 needs compute capability 8.9 (default: native)",
     )  # fmt: skip
+    parser.add_argument(
+        "--components", nargs="+", choices=COMPONENTS, default=list(COMPONENTS), metavar="NAME",
+        help=f"of the pipeline, to optimize: {', '.join(COMPONENTS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--graphs", action="store_true", help="replay the components' calls as CUDA graphs, where the host is the limit"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the transformer; with kernels or without")
     add_arguments(parser)
     parser.add_argument("--batch-size", type=at_least(1), default=1, help="clips, of one seed after the other")
     parser.add_argument(
-        "--warmup-iterations", type=at_least(0), default=1, metavar="N",
-        help="clips of 2 steps before the one that is timed (default: 1)",
+        "--warmup-iterations", type=at_least(0), metavar="N",
+        help="clips of 2 steps before the one that is timed (default: 1, with --graphs 2, since the second captures)",
     )  # fmt: skip
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help="what is on the GPU only while it computes")
     parser.add_argument(
@@ -77,6 +86,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = parse(parser, arguments)
     if args.precision != "native" and not args.optimized:
         parser.error(f"argument --precision: {args.precision} needs the optimized kernels")
+    if args.graphs and not (args.optimized and args.device.startswith("cuda")):
+        parser.error("argument --graphs: it needs a GPU and the optimized kernels")
+    if args.graphs and args.compile:
+        parser.error("argument --graphs: what --compile compiles is not replayed")
+    if args.warmup_iterations is None:
+        args.warmup_iterations = 2 if args.graphs else 1
     if args.offload != "none" and args.device == "cpu":
         parser.error(f"argument --offload: {args.offload} needs a GPU, and --device is cpu")
     if args.offload in ("sequential", "group") and args.compile:
@@ -97,9 +112,9 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def optimize(ltx: ModuleType, pipe: Any, precision: str) -> Any:
+def optimize(ltx: ModuleType, pipe: Any, args: argparse.Namespace) -> Any:
     try:
-        return ltx.optimize(pipe, precision=precision)
+        return ltx.optimize(pipe, components=args.components, precision=args.precision, graphs=args.graphs)
     except RuntimeError as error:
         raise ExampleError(str(error)) from error
 
@@ -114,12 +129,13 @@ def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str
         f"{args.steps} steps, batch {args.batch_size}, model {args.model}, "
         f"{'optimized kernels' if args.optimized else 'stock modules'}"
         f"{', fp8' if args.precision == 'fp8' else ''}"
+        f"{', CUDA graphs' if args.graphs else ''}"
         f"{', torch.compile' if args.compile else ''}"
         f"{f', {args.offload} offload' if args.offload != 'none' else ''}",
         highlight=False,
     )
     pipe = load_pipeline(args.model, device, dtype, args.seed, args.offload)
-    report = optimize(ltx, pipe, args.precision) if ltx else None
+    report = optimize(ltx, pipe, args) if ltx else None
     if args.compile:
         pipe.transformer.compile()
 
@@ -127,6 +143,7 @@ def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str
         start = time.perf_counter()
         generator = Generator(pipe, args, progress, args.batch_size)
         for i in range(args.warmup_iterations):
+            generator.encode()
             generator(f"warm-up {i + 1}", 2)
         warm_up = time.perf_counter() - start
         if device.type == "cuda":
@@ -137,7 +154,8 @@ def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str
     total, denoise = text + clip.seconds, sum(clip.steps)
     settings = "model", "frames", "height", "width", "steps", "guidance_scale", "batch_size", "seed", "dtype", "offload"
     result["run"] = {
-        key: getattr(args, key) for key in ("optimized", "precision", "compile", *settings, "warmup_iterations")
+        key: getattr(args, key)
+        for key in ("optimized", "components", "precision", "graphs", "compile", *settings, "warmup_iterations")
     }
     result["seconds"] = {
         "warm_up": warm_up,

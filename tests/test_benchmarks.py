@@ -347,3 +347,37 @@ def test_clips_are_timed_by_part(ltx: ModuleType, tmp_path: Path) -> None:
         assert 0 < parts <= record["clip_ms"] < 2 * parts + 1000
         assert record["step_ms"] == pytest.approx(record["steps_ms"] / 8, rel=0.9)
     assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_an_update_keeps_what_it_does_not_measure(tmp_path: Path) -> None:
+    import ops
+
+    path, meta = tmp_path / "a.json", {"device": "one", "commit": "1"}
+    first = [{"model": "a", "size": 1, "ms": 1.0}, {"model": "b", "size": 1, "ms": 2.0}]
+    assert ops.kept_records(path, meta, first, ("model", "size")) == first
+    ops.write(path, meta, first)
+    second = [{"model": "b", "size": 1, "ms": 3.0}]
+    kept = ops.kept_records(path, {**meta, "commit": "2"}, second, ("model", "size"))
+    assert kept == [{"commit": "1", **first[0]}, *second]
+    ops.write(path, {**meta, "commit": "2"}, kept)
+    third = [{"model": "c", "size": 1, "ms": 4.0}]
+    kept = ops.kept_records(path, {**meta, "commit": "3"}, third, ("model", "size"))
+    assert [(record["model"], record.get("commit")) for record in kept] == [("a", "1"), ("b", "2"), ("c", None)]
+    with pytest.raises(SystemExit, match=r"--update: .* is of one, this machine has another"):
+        ops.kept_records(path, {**meta, "device": "another"}, third, ("model", "size"))
+
+
+def test_autoencoders_are_timed_by_half(ltx: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    import vae
+
+    path = tmp_path / "vae.json"
+    common = ["--tiny", "--device", "cpu", "--dtype", "fp32", "--no-ops", "--rounds", "1", "--sizes", "5x64x64"]
+    common += ["--configs", "stock", "kernels", "--output", str(path)]
+    assert vae.main([*common, "--models", "wan", "--halves", "decode"]) == 0
+    assert vae.main([*common, "--models", "wan", "wan22", "--halves", "encode", "--update"]) == 0
+    records = json.loads(path.read_text())["records"]
+    found = [(record["model"], record["half"], record["config"]) for record in records]
+    halves = [("wan", "decode"), ("wan", "encode"), ("wan22", "encode")]
+    assert found == [(*half, config) for half in halves for config in ("stock", "kernels")]
+    assert all(record[f"{record['half']}_ms"] > 0 for record in records)

@@ -51,6 +51,12 @@ CALLS = {  # in one forward
     "diffusers.GELU": LAYERS,
     "torch.LayerNorm": 1,
 }
+CLIP_CALLS = {  # in a run of one warm-up and one clip: prompts are encoded three times, of two texts each
+    "transformers.T5Block": 12,
+    "transformers.T5LayerNorm": 6,
+    "diffusers.LTXVideoEncoder3d": 0,
+    "diffusers.LTXVideoDecoder3d": 2,
+}
 COMPILED_CALLS = {**CALLS, "torch.LayerNorm": 0}  # torch.compile fuses it with what follows
 
 
@@ -114,7 +120,7 @@ def test_optimized_and_baseline(
     assert "bfloat16" in optimized.output and "optimized kernels" in optimized.output
     assert_numbers_hold(optimized)
     # The report is of the whole run: two steps of warm-up, and those of the clip.
-    assert optimized.calls() == {name: (2 + STEPS) * calls for name, calls in CALLS.items()}
+    assert optimized.calls() == {**{name: (2 + STEPS) * calls for name, calls in CALLS.items()}, **CLIP_CALLS}
     assert not any(optimized.calls("fallbacks").values()) and optimized.result["report"]["left_alone"] == {}
     assert optimized.result["report"]["text"] in optimized.output
     assert optimized.result["kernels"]["id"] == ltx._ops.ops.name
@@ -159,6 +165,15 @@ def test_fp8(device: str, tmp_path: Path, capsys: Any) -> None:
     assert np.abs(fp8 - native).max() > 1e-3 and np.square(fp8 - native).mean() < 1e-3
 
 
+def test_graphs(cuda_graphs: str, tmp_path: Path, capsys: Any) -> None:
+    run = Run(capsys, tmp_path, cuda_graphs, "--graphs", "--guidance-scale", "1")
+    assert run.status == 0 and run.result["run"]["warmup_iterations"] == 2 and ", CUDA graphs" in run.output
+    lines = [line for line in run.result["report"]["text"].splitlines() if line.startswith("graphs of ")]
+    replayed = {line.split(":")[0].split()[-1]: int(line.split(";")[1].split()[0]) for line in lines}
+    # Two warm-ups of two steps, and a clip. The first call runs ordinarily, the second is captured and replayed.
+    assert replayed["LTXVideoTransformer3DModel"] == 2 * 2 + STEPS - 1 and replayed["LTXVideoDecoder3d"] == 2
+
+
 def test_batch_is_of_one_seed_after_the_other(device: str, tmp_path: Path, capsys: Any) -> None:
     run = Run(capsys, tmp_path, device, "--batch-size", "2", "--seed", "5")
     assert run.names == [f"clip_{i}_optimized.{VIDEO}" for i in range(2)]
@@ -201,14 +216,17 @@ def test_compile(device: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.M
     assert_numbers_hold(run)
     assert "compilation included" in run.output
     if optimized:
-        assert run.calls("traces") == COMPILED_CALLS and not any(run.calls().values())
+        assert run.calls("traces") == {**COMPILED_CALLS, **dict.fromkeys(CLIP_CALLS, 0)}
+        assert {name: calls for name, calls in run.calls().items() if calls} == {
+            k: v for k, v in CLIP_CALLS.items() if v
+        }
 
 
 @pytest.mark.slow
 def test_compile_for_real(device: str, tmp_path: Path, capsys: Any) -> None:
     torch.compiler.reset()
     run = Run(capsys, tmp_path, device, "--compile", "--dtype", "float32")
-    assert run.status == 0 and run.calls("traces") == COMPILED_CALLS
+    assert run.status == 0 and run.calls("traces") == {**COMPILED_CALLS, **dict.fromkeys(CLIP_CALLS, 0)}
     assert_numbers_hold(run)
     compiled = decoded(tmp_path / f"clip_optimized_compile.{VIDEO}").astype(int)
     assert Run(capsys, tmp_path, device, "--dtype", "float32").status == 0
@@ -307,6 +325,8 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         ("--warmup-iterations -1", "--warmup-iterations: expected at least 0, got -1"),
         ("--device cpu --offload model", "--offload: model needs a GPU, and --device is cpu"),
         ("--offload some", "--offload: invalid choice: 'some'"),
+        ("--device cpu --graphs", "--graphs: it needs a GPU and the optimized kernels"),
+        ("--components text", "--components: invalid choice: 'text'"),
         ("--no-optimized-kernels --precision fp8", "--precision: fp8 needs the optimized kernels"),
         ("--use-optimized-kernels --no-optimized-kernels", "--no-optimized-kernels: not allowed with argument"),
     ],
@@ -334,7 +354,7 @@ def test_says_so_if_no_op_runs(
     parts = ltx.integrations
     for module in (parts._block, parts._attend, parts._guards, parts.diffusers.norms):
         monkeypatch.setattr(module, "why_not_input", lambda tensor: "it is Saturday")
-    run = Run(capsys, tmp_path, device)
+    run = Run(capsys, tmp_path, device, "--components", "transformer")
     assert run.status == 1
     assert "fault: none of the package's ops ran" in run.output
     assert "stock call of diffusers.LTXVideoTransformerBlock, 15 x: it is Saturday" in run.output
