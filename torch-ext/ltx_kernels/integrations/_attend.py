@@ -260,7 +260,7 @@ class Attention:
         def forward(module: nn.Module, *arguments: Any, **options: Any) -> Any:
             if arguments:
                 options = {**dict(zip(self.parameters, arguments)), **options}
-            input, context, mask = (options.pop(name, None) for name in INPUTS)
+            input, context, mask = map(options.pop, INPUTS, (None, None, None))
             return _forward(self, module, input, context, mask, options)
 
         shared = {name: f"{name} + {self.processor}" for name in self.classes if name in SHARED}
@@ -366,7 +366,9 @@ class _Plan:
             "eps",
             "gate",
             "image",
+            "in_place",
             "layout",
+            "ops",
             "out",
             "query",
         ),
@@ -377,6 +379,8 @@ class _Plan:
         self.reason = _why_not_plan(spec, module, input)
         if self.reason:
             return
+        self.in_place = may_overwrite()
+        self.ops: dict[tuple[bool, bool], tuple[str, ...]] = {}  # by what `_count` is told
         self._read_norms(spec, module)
         self.added = self.added_out = self.gate = self.image = self.out = self.dropout = None
         self.layout = spec.layout if spec.layout_of is None else spec.layout_of(module)
@@ -510,18 +514,18 @@ def _forward(
     return _single(spec, site, module, plan, input, context, mask, rope)
 
 
-def _heads(outputs: tuple[Tensor, ...], heads: int) -> tuple[Tensor, ...]:
-    return tuple(x.unflatten(-1, (heads, -1)) for x in outputs)
-
-
 def _project(site: Site, linears: Linears, input: Input, heads: int) -> tuple[Tensor, ...]:
     """The output of each layer, [B, S, heads, D]; views of one new tensor where the layers are packed."""
-    if linears.packed:
-        if len(set(linears.sizes)) == 1:
-            return linears.together(input).unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
-    elif len(linears.modules) > 1 and site.rounding == "fp32" and not torch.compiler.is_compiling():
+    if linears.even:
+        return linears.together(input).unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
+    if (
+        not linears.packed
+        and len(linears.modules) > 1
+        and site.rounding == "fp32"
+        and not torch.compiler.is_compiling()
+    ):
         site.unpacked += 1
-    return _heads(linears(input), heads)
+    return tuple([x.unflatten(-1, (heads, -1)) for x in linears(input)])
 
 
 def _norm_and_rotate(
@@ -539,7 +543,7 @@ def _norm_and_rotate(
     places = slice(2 * stream, 2 * stream + 2)
     query_weight, key_weight = plan.weights[places] if normed else (None, None)
     eps = plan.eps[stream] if normed else None
-    out = (query, key) if fresh and may_overwrite() else None
+    out = (query, key) if fresh and plan.in_place else None
     one_op = _rotates_in_one_op(spec, site)
     if one_op and normed and rope is None and not spec.across_heads:
         rope = _identity(site, query)  # one launch for both norms; the table is one row, which stays in the cache
@@ -643,16 +647,16 @@ def _single(
         fresh = plan.context.packed
     tables = None if rope is None else spec.tables(module, rope)
     keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
-    if tables is None and keys is not None and _in_one_op(spec, site, module, query, key):
+    if keys is not None and tables is None and _in_one_op(spec, site, module, query, key):
         site.count_call("qk_norm_cross_attention", *(("gate_heads",) if plan.gate is not None else ()))
         query_weight, key_weight = plan.weights
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
         return _output(plan, _gated(spec, site, plan, input, output))
     query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
-    output, own = _scores(spec, site, module, query, key, value, mask, context is not None)
+    output, own = _scores(spec, site, module, query, key, value, mask, keys, context is not None)
     if image:
         key = _norm_then_rotate(spec, site, plan, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
-        output = output + _scores(spec, site, module, query, key, image[1], None, True)[0]
+        output = output + _scores(spec, site, module, query, key, image[1], None, None, True)[0]
     _count(spec, site, plan, tables is not None, own)
     if gate_up is not None:
         return _output_with_mlp(site, plan, output.flatten(2), gate_up)
@@ -662,7 +666,7 @@ def _single(
 def _output_with_mlp(site: Site, plan: _Plan, heads: Tensor, gate_up: Tensor) -> Tensor:
     """The output layer on heads and MLP side by side, from gate and linear part of the MLP."""
     assert plan.out is not None
-    if may_overwrite():
+    if plan.in_place:
         width = heads.shape[-1]
         both = heads.new_empty(*heads.shape[:-1], width + gate_up.shape[-1] // 2)
         both[..., :width].copy_(heads)
@@ -702,9 +706,9 @@ def _joint(
     if tables is not None and not spec.rotates_text:
         tables = with_identity_rows(site, tables, second, spec.text_first)
     if added is None:
-        query, key, value = _project_both(site, plan.all, cast(Tensor, input), rows, context, rows2, heads)
+        query, key, value = _project_both(site, plan, cast(Tensor, input), rows, context, rows2, heads)
         query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, plan.all.packed)
-    elif may_overwrite() and plan.all.packed and added.packed and len({*plan.all.sizes, *added.sizes}) == 1:
+    elif plan.in_place and plan.all.even and added.even and plan.all.sizes == added.sizes:
         packed = joined(plan.all, input, rows, added, context, rows2, first + second)
         query, key, value = packed.unflatten(-1, (3, heads, -1)).unbind(-3)
         for stream, part in enumerate((rows, rows2)):
@@ -723,10 +727,11 @@ def _joint(
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
     if mask is not None and isinstance(spec.mask, PaddingMask):
-        query, key, value, padding = _without_padding(spec.mask, site, module, query, key, value, mask)
-        output, own = _scores(spec, site, module, query, key, value, padding, False)
+        query, key, value, seen = _without_padding(spec.mask, site, module, query, key, value, mask)
     else:
-        output, own = _scores(spec, site, module, query, key, value, mask, False)
+        seen = mask
+    keys = None if seen is None or spec.mask is None else spec.mask.of_keys(seen)
+    output, own = _scores(spec, site, module, query, key, value, seen, keys, False)
     _count(spec, site, plan, tables is not None, own)
     if added is None:
         both = _output(plan, output)
@@ -741,10 +746,11 @@ def _joint(
 
 
 def _project_both(
-    site: Site, linears: Linears, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
+    site: Site, plan: _Plan, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
 ) -> tuple[Tensor, ...]:
     """Query, key and value, [B, S + T, heads, D], of two streams that go through the same layers."""
-    if may_overwrite() and linears.packed and linears.direct and len(set(linears.sizes)) == 1:
+    linears = plan.all
+    if plan.in_place and linears.even and linears.direct:
         packed = joined(linears, input, rows, linears, context, rows2, input.shape[1] + context.shape[1])
         return packed.unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
     streams = (input, context) if rows.start == 0 else (context, input)
@@ -791,9 +797,9 @@ def _in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tens
     return (
         spec.norm == TORCH_RMSNORM
         and spec.across_heads
-        and _may_attend(site, module)
         and _parallel_config(spec, module, True) is None
         and _op_pays(query, key.shape[1], query.shape[-1])
+        and _may_attend(site, module)
     )
 
 
@@ -854,12 +860,16 @@ def _may_attend(site: Site, module: AttentionModule) -> bool:
 
 
 def _is_native(backends: Any) -> bool:
-    return backends is not None and backends.get_active_backend()[0].value == "native"
+    return backends is not None and backends.get_active_backend()[0] == "native"  # a str and an Enum
 
 
 def _count(spec: Attention, site: Site, plan: _Plan, rotated: bool, own: bool) -> None:
-    mlp = ("swiglu",) if spec.mlp else ()
-    site.count_call(*_ops_before(spec, site, plan, rotated), *(("attention",) if own else ()), *mlp)
+    ops = plan.ops.get((rotated, own))
+    if ops is None:
+        mlp = ("swiglu",) if spec.mlp else ()
+        ops = (*_ops_before(spec, site, plan, rotated), *(("attention",) if own else ()), *mlp)
+        plan.ops[rotated, own] = ops
+    site.count_call(*ops)
 
 
 def _scores(
@@ -870,16 +880,19 @@ def _scores(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    keys: Tensor | None,
     cross: bool,
 ) -> tuple[Tensor, bool]:
-    """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it)."""
-    keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
+    """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
+
+    keys: The mask as one of keys, where it can be written so.
+    """
     scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
     # The kernel is made for many keys: a prompt's few go through the dispatch.
     fits = not cross and (mask is None or keys is not None)
     parallel = _parallel_config(spec, module, cross)
     if parallel is None:
-        if fits and _may_attend(site, module) and runs_kernel(query, key, value):
+        if fits and runs_kernel(query, key, value) and _may_attend(site, module):
             return attention(query, key, value, mask=keys), True
         return _dispatched(site, module, query, key, value, scores_mask, None), False
     context = _parallel.context_of(parallel)

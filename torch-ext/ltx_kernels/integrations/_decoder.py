@@ -29,7 +29,7 @@ from ._guards import (
     why_not_norm_weight,
     why_not_tensor,
 )
-from ._linear import Input, Linears, dequantised
+from ._linear import Input, Linears, dequantised, like_of
 from ._norms import form_of
 from ._rotary import Tables
 from ._sites import Entry, Site, site_of, stock_forward
@@ -49,11 +49,6 @@ ACTIVATIONS = {
 
 def _arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(parameters, args)), **kwargs} if args else dict(kwargs)
-
-
-def _like(input: Input) -> Tensor:
-    """A tensor of the dtype and device of an input, which may be rows in fp8."""
-    return input[1].new_empty(0, dtype=torch.bfloat16) if isinstance(input, tuple) else input
 
 
 def _tensor(input: Input) -> Tensor:
@@ -175,7 +170,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     """The stock forward; a layer that asked `CausalAttention.readers` may hand over rows of fp8."""
     input: Input = arguments["hidden_states"]
     rope: Tables | None = arguments.get("position_embeddings")
-    like = _like(input)
+    like = like_of(input)
     reason = why_not_input(like) or _why_not_tables(spec, rope, like)
     if not reason:
         plan = _attention_plan(spec, module, like)
@@ -346,7 +341,7 @@ def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:
 
 def _mlp(spec: GatedMLP, module: nn.Module, input: Input) -> Tensor:
     """The stock forward; a layer that asked `GatedMLP.readers` may hand over rows of fp8."""
-    like = _like(input)
+    like = like_of(input)
     reason = why_not_input(like)
     if not reason:
         plan = _mlp_plan(spec, module, like)

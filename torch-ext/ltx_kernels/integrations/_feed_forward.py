@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Callable, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from ..glu import gelu
 from ..quant import gelu_quant
 from ._fp8 import in_fp8
 from ._guards import ATTRIBUTE, class_of, hooked, remember
-from ._linear import Input, Linears, linear_gelu_of
+from ._linear import Input, Linears, like_of, linear_gelu_of
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
@@ -68,8 +67,7 @@ def _first(ff: nn.Module) -> Iterable[nn.Module]:
 
 def feed_forward(ff: nn.Module, input: Input) -> Tensor:
     """``ff(input)``, of a tensor or of the rows that `ff_input` allowed."""
-    like = input if isinstance(input, Tensor) else input[1].to(torch.bfloat16)
-    layers = _known(ff, like)
+    layers = _known(ff, like_of(input))
     if layers is None:
         return cast(Tensor, ff(input))
     layers.count_call()

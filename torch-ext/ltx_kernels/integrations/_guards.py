@@ -46,8 +46,7 @@ def class_of(value: object) -> str:
 
 def children(module: nn.Module, *names: str) -> tuple[Any, ...]:
     """Submodules by name, where attribute access by nn.Module's __getattr__ is too slow: it takes ten times as long."""
-    modules = module._modules
-    return tuple(modules[name] for name in names)
+    return tuple(map(module._modules.__getitem__, names))
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Union, cast
+from typing import NamedTuple, Union, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._linear import adjacent, linear_cat, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows
-from ._fp8 import Rows, follow_layer, in_fp8, product, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from ._fp8 import Rows, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
 from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, recall, remember
 from ._lora import LowRank, adapters_of, add_adapters, base_of, is_lora
 from ._sites import site_of
@@ -22,8 +22,21 @@ PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
 Input = Union[Tensor, Rows]
 
 
-def _in_one_storage(tensors: Sequence[Tensor]) -> bool:
-    return tensors[0].untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr()
+class _Stack(NamedTuple):
+    """Adjacent tensors as one along their first dimension, without holding the memory that they lie in."""
+
+    first: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Stack:
+        first = tensors[0]
+        return cls(first, (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]), first.stride())
+
+    def tensor(self) -> Tensor:
+        """RuntimeError where an offload has brought the tensors back to the same addresses, each in its own storage."""
+        return self.first.as_strided(self.shape, self.strides)
 
 
 class Linears:
@@ -36,9 +49,16 @@ class Linears:
     fp8: They take quantised rows: they are `scaled`, and no adapter is active.
     packed: One product makes all their outputs, which are views of one new tensor.
     direct: nn.Linear and nothing else, so that their weights can be used without calling them.
+    sizes: The number of columns of each output, of packed layers.
+    even: They are packed, and all outputs have the same number of columns.
+    weights, scales, biases: The tensors of scaled or direct layers: one of each for every layer, but no scales of
+        direct layers. A layer without a bias has None.
     """
 
-    __slots__ = ("_given", "direct", "modules", "packed", "scaled", "sizes")
+    __slots__ = (
+        *("_compiling", "_given", "_stacks", "biases", "direct", "even", "modules", "packed", "scaled", "scales"),
+        *("sizes", "weights"),
+    )
 
     def __init__(self, modules: Sequence[nn.Linear], input: Tensor, pack: bool = True) -> None:
         bases = cast("list[nn.Linear]", list(map(base_of, modules)))
@@ -50,36 +70,48 @@ class Linears:
         # With adapters, the layers as they are called.
         self._given = tuple(modules) if self.scaled and any(map(is_lora, modules)) else ()
         self.direct = not self.scaled and all(plain_linear(linear, input.dtype) for linear in modules)
-        self.packed = False
-        if len(self.modules) == 1 or not pack or not (self.scaled or self.direct):
-            self.sizes: list[int] = []
+        self._compiling = torch.compiler.is_compiling()
+        self.packed = self.even = False
+        self.sizes: list[int] = []
+        self.weights: list[Tensor] = []
+        self.scales: list[Tensor] = []
+        self.biases: list[Tensor | None] = []
+        if not (self.scaled or self.direct):
             return
-        biases = self._biases()
-        if biases is not None:
-            self.sizes = [linear.out_features for linear in self.modules]
-            if torch.compiler.is_compiling():  # the ops ask for adjacency where they run
-                self.packed = True
-            elif self.scaled:
-                values, scales = self._quantised()
-                self.packed = adjacent(values) and adjacent(scales) and (not biases or adjacent(biases))
-            else:
-                self.packed = adjacent(self._weights()) and (not biases or adjacent(biases))
+        self.biases = [linear._parameters["bias"] for linear in self.modules]
+        if self.scaled:
+            quantised = map(quantised_weight, self.modules)
+            self.weights, self.scales = map(list, zip(*quantised))
+        else:
+            self.weights = [cast(Tensor, linear._parameters["weight"]) for linear in self.modules]
+        biases = self._given_biases()
+        if len(self.modules) == 1 or not pack or len(biases) not in (0, len(self.modules)):
+            return
+        self.sizes = [linear.out_features for linear in self.modules]
+        groups = [group for group in (self.weights, self.scales, biases) if group]
+        if self._compiling:  # the ops ask for adjacency where they run
+            self.packed = True
+        elif all(map(adjacent, groups)):
+            self.packed = True
+            self._stacks = [_Stack.of(group) for group in groups]
+        self.even = self.packed and len(set(self.sizes)) == 1
 
     @property
     def fp8(self) -> bool:
         return self.scaled and not (self._given and self._adapters())
 
-    def _weights(self) -> list[Tensor]:
-        return [linear._parameters["weight"] for linear in self.modules]  # type: ignore[misc]
+    def _given_biases(self) -> list[Tensor]:
+        return [bias for bias in self.biases if bias is not None]
 
-    def _quantised(self) -> tuple[list[Tensor], list[Tensor]]:
-        quantised = list(map(quantised_weight, self.modules))
-        return [values for values, _ in quantised], [scales for _, scales in quantised]
+    def stacked(self) -> list[Tensor] | None:
+        """Weight, scale of fp8 layers, and bias where they have one, of `packed` layers as one; None if they lie apart.
 
-    def _biases(self) -> list[Tensor] | None:
-        """None where some of the layers have a bias and some have none."""
-        biases: list[Tensor] = [b for b in (linear._parameters["bias"] for linear in self.modules) if b is not None]
-        return biases if len(biases) in (0, len(self.modules)) else None
+        The addresses are those that this was made for, or `remember` would have made it anew.
+        """
+        try:
+            return [stack.tensor() for stack in self._stacks]
+        except RuntimeError:
+            return None
 
     def _adapters(self) -> str | list[list[LowRank]]:
         """What the active adapters of each layer add, empty if none is active; or why peft has to compute them."""
@@ -126,30 +158,25 @@ class Linears:
         return self._together(input).split(self.sizes, -1) if self.packed else self._apart(input)
 
     def _together(self, input: Input) -> Tensor:
-        biases = self._biases() or []
-        if torch.compiler.is_compiling():
+        if self._compiling:
             if self.scaled:
-                return packed_scaled_linear_op(*self._rows(input), *self._quantised(), biases)
-            return packed_linear_op(cast(Tensor, input), self._weights(), biases)
-        weights, scales = self._quantised() if self.scaled else (self._weights(), [])
-        # The addresses are those that this was made for, or `remember` would have made it anew; that an offload has
-        # brought neighbours back to the same addresses as tensors of their own is left to ask.
-        if not all(_in_one_storage(tensors) for tensors in (weights, scales, biases) if tensors):
+                return packed_scaled_linear_op(*self._rows(input), self.weights, self.scales, self._given_biases())
+            return packed_linear_op(cast(Tensor, input), self.weights, self._given_biases())
+        stacked = self.stacked()
+        if stacked is None:
             return torch.cat(self._apart(input), -1)
-        bias = stacked(biases) if biases else None
         if self.scaled:
-            return multiply(*self._rows(input), stacked(weights), stacked(scales), bias)
-        return F.linear(cast(Tensor, input), stacked(weights), bias)
+            values, scales = self._rows(input)
+            return multiply(values, scales, *stacked)  # type: ignore[arg-type]
+        return F.linear(input, *stacked)  # type: ignore[arg-type]
 
     def _apart(self, input: Input) -> tuple[Tensor, ...]:
         if self.scaled:
-            rows = self._rows(input)
-            return tuple(product(linear, rows) for linear in self.modules)
+            values, scales = self._rows(input)
+            groups = zip(self.weights, self.scales, self.biases)
+            return tuple([multiply(values, scales, *tensors) for tensors in groups])
         if self.direct:
-            return tuple(
-                F.linear(input, linear._parameters["weight"], linear._parameters["bias"])  # type: ignore[arg-type]
-                for linear in self.modules
-            )
+            return tuple([F.linear(input, *tensors) for tensors in zip(self.weights, self.biases)])  # type: ignore[arg-type]
         return tuple(linear(input) for linear in self.modules)
 
     def _rows(self, input: Input) -> Rows:
@@ -182,20 +209,23 @@ def all_readers(*groups: Linears | None) -> Linears | None:
 def over_two(linears: Linears, first: Tensor, second: Tensor) -> Tensor:
     """One layer on two inputs side by side, [..., K1] and [..., K2]."""
     if linears.direct:
-        (linear,) = linears.modules
-        return linear_cat((first, second), cast(Tensor, linear._parameters["weight"]), linear._parameters["bias"])
+        return linear_cat((first, second), linears.weights[0], linears.biases[0])
     (output,) = linears(torch.cat((first, second), -1))
     return output
 
 
 def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor | None:
     """One layer and GELU in one product; None where no product has it, or the layer has to be called."""
-    (linear,) = linears.modules
-    bias = linear._parameters["bias"] if linears.direct else None
+    bias = linears.biases[0] if linears.direct else None
     if bias is None or approximate != "tanh":
         return None
     function = linear_gelu_op if torch.compiler.is_compiling() else linear_gelu
-    return function(input, cast(Tensor, linear._parameters["weight"]), bias)
+    return function(input, linears.weights[0], bias)
+
+
+def like_of(input: Input) -> Tensor:
+    """A tensor of the dtype and device of an input, which may be rows in fp8."""
+    return input[1].new_empty(0, dtype=torch.bfloat16) if isinstance(input, tuple) else input
 
 
 def dequantised(rows: Rows) -> Tensor:
@@ -211,19 +241,17 @@ def joined(
 
     Products write to their rows of it; where one cannot, both are made and concatenated.
     """
-    whole = all(_in_one_storage(group._weights()) for group in (first, second))
-    if first.direct and second.direct and whole and isinstance(input, Tensor):
-        width = sum(first.sizes)
-        output = input.new_empty(input.shape[0], length, width)
-        for linears, tokens, part in ((first, input, rows), (second, context, rows2)):
-            weights, biases = linears._weights(), linears._biases()
-            weight = stacked(weights).t()
+    stacked = (first.stacked(), second.stacked()) if first.direct and second.direct else (None, None)
+    if None not in stacked and isinstance(input, Tensor):
+        output = input.new_empty(input.shape[0], length, sum(first.sizes))
+        for tensors, tokens, part in zip(stacked, (input, context), (rows, rows2)):
+            weight, *bias = cast("list[Tensor]", tensors)
             for sample in range(len(output)):
                 target = output[sample, part]
-                if biases:
-                    torch.addmm(stacked(biases), tokens[sample], weight, out=target)
+                if bias:
+                    torch.addmm(bias[0], tokens[sample], weight.t(), out=target)
                 else:
-                    torch.mm(tokens[sample], weight, out=target)
+                    torch.mm(tokens[sample], weight.t(), out=target)
         return output
     parts = first.together(input), second.together(context)
     return torch.cat(parts if rows.start == 0 else parts[::-1], 1)
