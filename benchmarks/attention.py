@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from cpu import REPOSITORY
 from cpu import meta as common_meta
-from ops import driver_version, load_package, write
+from ops import load_package, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -169,11 +169,7 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     ltx, package = load_package()
     meta = {
-        **common_meta(),
-        "commit": package["provenance"]["kernel"]["commit"],
-        "device": device,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
+        **common_meta(package, "cuda"),
     }
     slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-attention.json"

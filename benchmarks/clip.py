@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
-from ops import driver_version, kept_records, load_package, write
+from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -259,12 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-clip.json"
     meta = {
-        **common_meta(),
-        "device": name,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "kernels": metadata["id"],
-        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
+        **common_meta(metadata, options.device),
         "model": options.model,
         "dtype": options.dtype,
         "clips": options.clips,

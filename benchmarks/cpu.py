@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -272,17 +272,38 @@ def device_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def meta() -> dict[str, Any]:
-    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "device": device_name(),
+def output_of(command: Sequence[str]) -> str | None:
+    """The first line that a command prints; None where it fails or is not there."""
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return lines[0].strip() if lines else None
+
+
+def meta(package: Mapping[str, Any] | None = None, device: str = "cpu") -> dict[str, Any]:
+    """What a result file says of its run.
+
+    package: The metadata.json of the build that was measured, which names the commit that it was made of. The checkout
+        may be of another commit, or have no history. None: no build was measured, and the checkout's commit counts.
+    device: The type of the device that was measured.
+    """
+    cuda = device == "cuda"
+    facts = {
+        "device": torch.cuda.get_device_name() if cuda else device_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
-        "commit": commit or None,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "threads": torch.get_num_threads(),
     }
+    if cuda:
+        driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        facts |= {"driver": driver, "cuda": torch.version.cuda}
+    if package is None:
+        git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude", "*"]
+        return {**facts, "commit": output_of(git)}
+    made_of = package.get("provenance", {}).get("kernel", {})
+    return {**facts, "kernels": package["id"], "commit": made_of.get("commit"), "dirty": made_of.get("dirty")}
 
 
 def main() -> int:
@@ -297,6 +318,7 @@ def main() -> int:
     from kernels import get_local_kernel
 
     ltx = get_local_kernel(options.kernel)
+    package = json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     rows = []
@@ -315,7 +337,7 @@ def main() -> int:
             )
     output = options.output or REPOSITORY / f"benchmarks/results/cpu-{platform.machine()}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"meta": meta(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    output.write_text(json.dumps({"meta": meta(package), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     missed = [row for row in rows if row.limit is not None and row.ratio > row.limit]
     for row in missed:
         shape = "x".join(map(str, row.shape))

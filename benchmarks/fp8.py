@@ -30,7 +30,7 @@ import torch
 from cpu import REPOSITORY
 from cpu import meta as common_meta
 from ltx import make_inputs
-from ops import driver_version, load_package, write
+from ops import load_package, write
 from rich.console import Console
 from rich.table import Table
 from steps import as_graph, error, quantise_with_torchao, time_steps, view_of, weight_bytes
@@ -196,12 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     pipe = ltx_pipeline.load_pipeline(args.model, device, ltx_pipeline.DTYPES[args.dtype], args.seed)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     meta = {
-        **common_meta(),
-        "device": name,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "kernels": metadata["id"],
-        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
+        **common_meta(metadata, device.type),
         "torchao": torchao,
         **{key: getattr(args, key) for key in ("model", "dtype", "frames", "height", "width", "steps", "seeds")},
     }

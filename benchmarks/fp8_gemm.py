@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from cpu import REPOSITORY
 from cpu import meta as common_meta
-from ops import driver_version, load_package, write
+from ops import load_package, write
 from timing import host_us
 from torch import Tensor
 
@@ -146,11 +146,7 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     ltx, package = load_package()
     meta = {
-        **common_meta(),
-        "commit": package.get("provenance", {}).get("kernel", {}).get("commit"),
-        "device": device,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
+        **common_meta(package, "cuda"),
     }
     slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-fp8-gemm.json"

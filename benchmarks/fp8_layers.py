@@ -63,8 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     upcast = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
     exact = copy.deepcopy(model).float()(**upcast)[0]
     meta = {
-        **common_meta(),
-        "kernels": metadata["id"],
+        **common_meta(metadata, options.device),
         "model": options.model,
         "tokens": inputs["hidden_states"].shape[1],
     }

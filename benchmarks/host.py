@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
 from models import MODELS, Make, Model, make_model, one_tensor
-from ops import driver_version, load_package, write
+from ops import load_package, write
 from rich.console import Console
 from rich.table import Table
 from steps import label, synchronize
@@ -36,7 +36,9 @@ from steps import label, synchronize
 CONFIGS = ("baseline", "kernels", "kernels_fp8")
 # Depth as released; heads of the width that this package's attention takes, and no more than the layers need.
 TINY = {"num_attention_heads": 4, "attention_head_dim": 64}
-DEEP: dict[str, tuple[str, dict[str, Any]]] = {  # the model of benchmarks/models.py, and what differs from its tiny form
+DEEP: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # the model of benchmarks/models.py, and what differs from its tiny form
     "ltx": ("ltx13b", {"num_layers": 28, **TINY, "cross_attention_dim": 256}),
     "flux": ("flux", {"num_layers": 19, "num_single_layers": 38, **TINY, "axes_dims_rope": (16, 24, 24)}),
     "wan": ("wan", {"num_layers": 30, **TINY}),
@@ -108,7 +110,9 @@ def measure(name: str, ltx: ModuleType, options: argparse.Namespace) -> list[dic
     return records
 
 
-def op_calls(ltx: ModuleType, dtype: torch.dtype, device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+def op_calls(
+    ltx: ModuleType, dtype: torch.dtype, device: str
+) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """(one call of ours, what it replaces) by name, on few small rows."""
     width, heads = 256, 4
     x, residual = torch.randn(2, 1, 4, width, dtype=dtype, device=device)

@@ -35,7 +35,7 @@ import torch
 import transformers
 from cpu import REPOSITORY
 from cpu import meta as common_meta
-from ops import driver_version, load_package, write
+from ops import load_package, write
 from rich.console import Console
 from rich.table import Table
 from steps import STEPS_AHEAD, synchronize, time_steps, weight_bytes
@@ -167,12 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if cuda else "cpu"
     output = options.output or REPOSITORY / f"benchmarks/results/{name.removeprefix('NVIDIA ').lower()}-llm.json"
     meta = {
-        **common_meta(),
-        "device": name,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "kernels": metadata["id"],
-        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
+        **common_meta(metadata, options.device),
         "transformers": transformers.__version__,
         "liger": version("liger-kernel") if has_liger() else None,
         "dtype": options.dtype,

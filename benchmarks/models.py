@@ -37,7 +37,7 @@ import diffusers
 import torch
 from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
-from ops import driver_version, load_package, write
+from ops import load_package, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -601,12 +601,7 @@ def main(arguments: list[str] | None = None) -> int:
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-models.json"
     meta = {
-        **common_meta(),
-        "device": name,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "kernels": metadata["id"],
-        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
+        **common_meta(metadata, options.device),
         "diffusers": diffusers.__version__,
         "torchao": torchao,
         "dtype": options.dtype,

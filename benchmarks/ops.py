@@ -21,7 +21,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -589,14 +588,6 @@ def load_package() -> tuple[ModuleType, dict[str, Any]]:
     return ltx, json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())
 
 
-def driver_version() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
-
-
 def write(path: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
     """Replaces the file in one step, so that there is a whole one whenever the run is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -694,17 +685,7 @@ def main() -> None:
     for name, error in missing.items():
         print(f"missing: {name}: {error}", flush=True)
     device = torch.cuda.get_device_name()
-    meta = {
-        "device": device,
-        "driver": driver_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "commit": package.get("provenance", {}).get("kernel", {}).get("commit"),
-        "dirty": package.get("provenance", {}).get("kernel", {}).get("dirty"),
-        "date": common_meta()["date"],
-        "missing": missing,
-        "package_id": package["id"],
-    }
+    meta = {**common_meta(package, "cuda"), "missing": missing}
     slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-ops.json"
     ready = set() if options.no_compile else {case.name for case in selected}

@@ -32,7 +32,7 @@ import torch
 from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
 from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLWan
-from ops import driver_version, kept_records, load_package, write
+from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -366,13 +366,8 @@ def main(arguments: list[str] | None = None) -> int:
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-vae.json"
     meta = {
-        **common_meta(),
-        "device": name,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
+        **common_meta(metadata, "cuda"),
         "cudnn": torch.backends.cudnn.version(),
-        "kernels": metadata["id"],
-        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
         "rounds": options.rounds,
     }
     records: list[dict[str, Any]] = []

@@ -103,16 +103,9 @@ def main() -> int:
     device = "cuda" if package["backend"]["type"] == "cuda" and torch.cuda.is_available() else "cpu"
     from cpu import meta as common_meta
 
-    meta = common_meta()
-    meta["threads"] = options.jobs
+    meta = {**common_meta(package, device), "threads": options.jobs, "package_id": package["id"]}
     if device == "cuda":
-        meta |= {
-            "device": torch.cuda.get_device_name(),
-            "devices": torch.cuda.device_count(),
-            "cuda": torch.version.cuda,
-        }
-    kernel = package["provenance"].get("kernel", {})
-    meta |= {"commit": kernel.get("commit"), "dirty": kernel.get("dirty"), "package_id": package["id"]}
+        meta["devices"] = torch.cuda.device_count()
 
     slug = meta["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") if device == "cuda" else "cpu"
     output = options.output or REPOSITORY / f"benchmarks/results/fuzz-{slug}.json"

@@ -222,11 +222,8 @@ def main() -> int:
 
     package = json.loads(next(build.glob("*-cu*/metadata.json")).read_text())
     meta = {
-        **common_meta(),
-        "device": torch.cuda.get_device_name(),
+        **common_meta(package, "cuda"),
         "devices": torch.cuda.device_count(),
-        "cuda": torch.version.cuda,
-        "commit": package["provenance"].get("kernel", {}).get("commit"),
         "package_id": package["id"],
     }
     unfinished: list[str] = []

@@ -98,12 +98,9 @@ def main() -> int:
     (metadata,) = directory.glob("*-cu*/metadata.json")
     package = json.loads(metadata.read_text())
     meta = {
-        **common_meta(),
-        "device": device,
+        **common_meta(package, "cuda"),
         "devices": torch.cuda.device_count(),
-        "cuda": torch.version.cuda,
         "sanitizer": (re.findall(r"Version (\S+)", version) or [None])[0],
-        "commit": package["provenance"].get("kernel", {}).get("commit"),
         "package_id": package["id"],
         "only": options.k,
     }

@@ -304,6 +304,33 @@ def test_ltx_video_is_timed(ltx: ModuleType, tmp_path: Path) -> None:
     assert kernels["step_ms"] > 0 and kernels["psnr_vs_baseline"] > 100
 
 
+def test_the_host_is_timed(ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused blocks call fewer functions than the stock ones, whatever the machine does beside."""
+    pytest.importorskip("diffusers")
+    import host
+
+    monkeypatch.setitem(host.DEEP, "ltx", ("ltx13b", {"num_layers": 2}))
+    path = tmp_path / "host.json"
+    arguments = ["--models", "ltx", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--output", str(path)]
+    assert host.main([*arguments, "--configs", "baseline", "kernels"]) == 0
+    baseline, kernels, *calls = json.loads(path.read_text())["records"]
+    assert kernels["c_calls"] < baseline["c_calls"] and kernels["python_calls"] < baseline["python_calls"]
+    assert baseline["ratio_to_baseline"] == 1 and kernels["host_ms"] > 0
+    assert {record["op"] for record in calls} >= {"rmsnorm", "qk_norm_rope"}
+    assert all(record["ours_us"] > 0 < record["stock_us"] for record in calls)
+
+
+def test_a_result_names_the_commit_of_its_build() -> None:
+    """And not the checkout's, which may have no history."""
+    import cpu
+
+    package = {"id": "build", "provenance": {"kernel": {"commit": "c" * 40, "dirty": True}}}
+    meta = cpu.meta(package)
+    assert (meta["kernels"], meta["commit"], meta["dirty"]) == ("build", "c" * 40, True)
+    assert cpu.meta({"id": "build"})["commit"] is None
+    assert cpu.output_of(["no-such-command"]) is None
+
+
 def test_language_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path) -> None:
     """A later run adds to the file: other sizes of a model stay, and the same size is replaced."""
     pytest.importorskip("transformers")
