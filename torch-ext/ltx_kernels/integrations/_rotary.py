@@ -68,6 +68,8 @@ def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Ma
         return found[0]
     made = make()
     if not capturing:  # memory that is allocated during a capture belongs to the graph
+        for old in [place for place, (_, of) in tables.items() if of is not None and of() is None]:
+            tables.pop(old, None)
         while len(tables) >= KEPT:
             tables.pop(next(iter(tables)), None)
         tables[place] = made, None if source is None else weakref.ref(source)

@@ -6,19 +6,19 @@ beside the feed-forward. The modulation comes from a linear layer inside each no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention
+from .._attend import Attention, ScoresMask
 from .._block import Block
 from .._feed_forward import feed_forward, ff_input, up_gelu
 from .._guards import children
 from .._linear import all_readers, linears_of, over_two
 from .._rotary import Tables, halves
 from .._sites import site_of
-from .._stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation_by
+from .._stream import TORCH_LAYERNORM, Mod, Stream, clipped, joint, modulation_by
 
 MODELS = "diffusers.models.transformers.transformer_"
 ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
@@ -37,6 +37,7 @@ def _attention(module: str, name: str) -> Attention:
         added=("add_q_proj", "add_k_proj", "add_v_proj"),
         added_norms=("norm_added_q", "norm_added_k"),
         added_output="to_add_out",
+        mask=ScoresMask(),
         tables=_tables,
     )
 
@@ -49,6 +50,37 @@ COPIES = (
 )
 
 
+def double(
+    block: Any, image: Tensor, text: Tensor, mods: Sequence[Mod], text_mods: Sequence[Mod], options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The body of a double block: (text, image). `options` are the attention's."""
+    norm1, norm1_context, attn = children(block, "norm1", "norm1_context", "attn")
+    norm2, ff, norm2_context, ff_context = children(block, "norm2", "ff", "norm2_context", "ff_context")
+    shift1, scale1, gate1, shift2, scale2, gate2 = mods
+    c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = text_mods
+    h, c = Stream(block, image), Stream(block, text)
+    x = h.norm(norm1._modules["norm"], shift1, scale1, into=ATTENTION.readers(attn, image))
+    y = c.norm(norm1_context._modules["norm"], c_shift1, c_scale1)
+    attended, c_attended = attn(hidden_states=x, encoder_hidden_states=y, **options)
+    h.add(attended, gate1)
+    h.add(feed_forward(ff, h.norm(norm2, shift2, scale2, into=ff_input(ff, image))), gate2)
+    c.add(c_attended, c_gate1)
+    c.add(feed_forward(ff_context, c.norm(norm2_context, c_shift2, c_scale2, into=ff_input(ff_context, text))), c_gate2)
+    return clipped(c.value()), h.value()
+
+
+def single(block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, Any]) -> Tensor:
+    """The body of a single block on the rows of text and image. `options` are the attention's."""
+    norm, attn = children(block, "norm", "attn")
+    shift, scale, gate = mods
+    h = Stream(block, both)
+    up, out = linears_of(block, ("proj_mlp",), both), linears_of(block, ("proj_out",), both)
+    x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, ATTENTION.readers(attn, both)))
+    mlp = up_gelu(up, x, "tanh")
+    h.add(over_two(out, attn(hidden_states=x, **options), mlp), gate)
+    return clipped(h.value())
+
+
 def double_forward(
     self: Any,
     hidden_states: Tensor,
@@ -57,20 +89,9 @@ def double_forward(
     image_rotary_emb: Tables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    norm1, norm1_context, attn = children(self, "norm1", "norm1_context", "attn")
-    norm2, ff, norm2_context, ff_context = children(self, "norm2", "ff", "norm2_context", "ff_context")
-    shift1, scale1, gate1, shift2, scale2, gate2 = modulation_by(norm1, temb, 6)
-    c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = modulation_by(norm1_context, temb, 6)
-    h, c = Stream(self, hidden_states), Stream(self, encoder_hidden_states)
-    x = h.norm(norm1._modules["norm"], shift1, scale1, into=ATTENTION.readers(attn, hidden_states))
-    text = c.norm(norm1_context._modules["norm"], c_shift1, c_scale1)
-    attended, c_attended = attn(hidden_states=x, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb)
-    h.add(attended, gate1)
-    h.add(feed_forward(ff, h.norm(norm2, shift2, scale2, into=ff_input(ff, hidden_states))), gate2)
-    c.add(c_attended, c_gate1)
-    text = c.norm(norm2_context, c_shift2, c_scale2, into=ff_input(ff_context, encoder_hidden_states))
-    c.add(feed_forward(ff_context, text), c_gate2)
-    return clipped(c.value()), h.value()
+    mods, text_mods = (modulation_by(norm, temb, 6) for norm in children(self, "norm1", "norm1_context"))
+    options = {"image_rotary_emb": image_rotary_emb}
+    return double(self, hidden_states, encoder_hidden_states, mods, text_mods, options)
 
 
 def single_forward(
@@ -81,21 +102,14 @@ def single_forward(
     image_rotary_emb: Tables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    norm, attn = children(self, "norm", "attn")
-    shift, scale, gate = modulation_by(norm, temb, 3)
+    mods = modulation_by(self._modules["norm"], temb, 3)
     both = joint(encoder_hidden_states, hidden_states)
-    h = Stream(self, both)
-    up, out = linears_of(self, ("proj_mlp",), both), linears_of(self, ("proj_out",), both)
-    x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, ATTENTION.readers(attn, both)))
-    mlp = up_gelu(up, x, "tanh")
-    attended = attn(hidden_states=x, image_rotary_emb=image_rotary_emb)
-    h.add(over_two(out, attended, mlp), gate)
-    result = clipped(h.value())
+    result = single(self, both, mods, {"image_rotary_emb": image_rotary_emb})
     text = encoder_hidden_states.shape[1]
     return result[:, :text], result[:, text:]
 
 
-def _why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
+def why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
     return "joint_attention_kwargs" if arguments.get("joint_attention_kwargs") else ""
 
 
@@ -120,7 +134,7 @@ DOUBLE = Block(
     attentions={"attn": ATTENTION},
     feed_forwards=("ff", "ff_context"),
     fp8_skip=("*.add_*_proj", "*.to_add_out", "*.ff_context.*"),
-    check=_why_not_call,
+    check=why_not_call,
 )
 SINGLE = Block(
     classes=tuple(f"{MODELS}{name}SingleTransformerBlock" for name in ("flux.Flux", "longcat_image.LongCatImage")),
@@ -133,7 +147,7 @@ SINGLE = Block(
     modules={"norm": (ADA_SINGLE,), "act_mlp": ("torch.nn.modules.activation.GELU",)},
     attentions={"attn": ATTENTION},
     linears=(("proj_mlp",), ("proj_out",)),
-    check=_why_not_call,
+    check=why_not_call,
     roundings=("fp32",),
 )
 
