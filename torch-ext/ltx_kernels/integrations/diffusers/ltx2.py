@@ -17,10 +17,11 @@ from .._attend import Attention, KeyBias
 from .._block import Block
 from .._feed_forward import feed_forward, ff_input
 from .._guards import children
+from .._linear import Input
 from .._parallel import Parallel, Splits
 from .._rotary import Tables, full_width, halves
 from .._sites import site_of
-from .._stream import RMSNORM, Mod, Stream, modulation
+from .._stream import RMSNORM, Stream, modulation
 
 LTX2 = "diffusers.models.transformers.transformer_ltx2."
 
@@ -75,126 +76,86 @@ def _prompt(text: Tensor, table: Tensor, temb: Tensor | None) -> Tensor:
 
 
 class _Modality:
-    """One stream of a block with its modules, which differ from the other's by the prefix of their names."""
+    """One stream of a block, with its modules and arguments: their names tell video from audio."""
 
-    def __init__(self, block: Any, prefix: str, value: Tensor, temb: Tensor, adaln: bool) -> None:
-        names = "norm1", "attn1", "norm2", "attn2", "norm3", "ff"
-        self.modules = children(block, *(prefix + name for name in names))
-        self.value, self.stream = value, Stream(block, value)
-        table = block._parameters[prefix + "scale_shift_table"]
-        mods = modulation(temb, 9 if adaln else 6, table)
+    def __init__(self, block: Any, given: Mapping[str, Any], kind: str, other: str) -> None:
+        prefix, suffix = ("", "") if kind == "video" else ("audio_", "_audio")
+        names = (prefix + name for name in ("norm1", "attn1", "norm2", "attn2", "norm3", "ff"))
+        self.modules = children(block, *names, f"{other}_to_{kind}_norm", f"{other}_to_{kind}_attn")
+        self.value: Tensor = given[prefix + "hidden_states"]
+        self.stream = Stream(block, self.value)
+        self.text: Tensor = given[prefix + "encoder_hidden_states"]
+        tables = block._parameters
+        if block.cross_attn_adaln:
+            table = tables[prefix + "prompt_scale_shift_table"]
+            self.text = _prompt(self.text, table, given.get("temb_prompt" + suffix))
+        self.text_mask, self.mask = (
+            given.get(prefix + name) for name in ("encoder_attention_mask", "self_attention_mask")
+        )
+        self.rope, self.exchange_rope = (given.get(name + kind + "_rotary_emb") for name in ("", "ca_"))
+        count = 9 if getattr(block, kind + "_cross_attn_adaln") else 6
+        mods = modulation(given["temb" + suffix], count, tables[prefix + "scale_shift_table"])
         self.attn1, self.mlp, self.query = mods[:3], mods[3:6], mods[6:]  # shift, scale, gate
+        table = tables[kind + "_a2v_cross_attn_scale_shift_table"]
+        scale, shift, scale2, shift2 = modulation(given[f"temb_ca{suffix}_scale_shift"], 4, table[:4])
+        (self.gate,) = modulation(given[f"temb_ca{suffix}_gate"], 1, table[4:])
+        a2v, v2a = (shift, scale), (shift2, scale2)
+        self.reads, self.gives = (a2v, v2a) if kind == "video" else (v2a, a2v)
 
-    def attend_to_itself(self, rope: Tables | None, mask: Tensor | None, options: dict[str, Any]) -> None:
+    def attend_to_itself(self, options: Mapping[str, Any]) -> None:
         norm1, attn1 = self.modules[:2]
         shift, scale, gate = self.attn1
         x = self.stream.norm(norm1, shift, scale, into=SELF.readers(attn1, self.value))
-        branch = attn1(
-            hidden_states=x, encoder_hidden_states=None, query_rotary_emb=rope, attention_mask=mask, **options
-        )
-        self.stream.add(branch, gate)
+        tokens = {"encoder_hidden_states": None, "query_rotary_emb": self.rope, "attention_mask": self.mask}
+        self.stream.add(attn1(hidden_states=x, **tokens, **options), gate)
 
-    def attend_to_prompt(self, text: Tensor, mask: Tensor | None) -> None:
+    def attend_to_prompt(self) -> None:
         norm2, attn2 = self.modules[2:4]
         shift, scale, gate = self.query or (None, None, None)
         x = self.stream.norm(norm2, shift, scale, into=CROSS.readers(attn2, self.value))
-        self.stream.add(attn2(x, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask), gate)
+        text = {"encoder_hidden_states": self.text, "query_rotary_emb": None, "attention_mask": self.text_mask}
+        self.stream.add(attn2(x, **text), gate)
+
+    def exchange(self, reads: bool, gives: bool) -> tuple[Input | None, Input | None]:
+        """The stream normalised for its attention to the other stream, and for the other's to it."""
+        norm, attn = self.modules[6:]
+        into = CROSS.readers(attn, self.value) if reads else None
+        if reads and gives:
+            return self.stream.norm_pair(norm, self.reads, self.gives, into)
+        query = self.stream.norm(norm, *self.reads, into) if reads else None
+        return query, self.stream.norm(norm, *self.gives) if gives else None
+
+    def attend_to(self, other: _Modality, query: Input | None, context: Input | None, mask: Tensor | None) -> None:
+        ropes = {"query_rotary_emb": self.exchange_rope, "key_rotary_emb": other.exchange_rope}
+        branch = self.modules[7](query, encoder_hidden_states=context, **ropes, attention_mask=mask)
+        self.stream.add(branch, self.gate)
 
     def feed_forward(self) -> Tensor:
-        norm3, ff = self.modules[4:]
+        norm3, ff = self.modules[4:6]
         shift, scale, gate = self.mlp
         x = self.stream.norm(norm3, shift, scale, into=ff_input(ff, self.value))
         self.stream.add(feed_forward(ff, x), gate)
         return self.stream.value()
 
 
-def block_forward(
-    self: Any,
-    hidden_states: Tensor,
-    audio_hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    audio_encoder_hidden_states: Tensor,
-    temb: Tensor,
-    temb_audio: Tensor,
-    temb_ca_scale_shift: Tensor,
-    temb_ca_audio_scale_shift: Tensor,
-    temb_ca_gate: Tensor,
-    temb_ca_audio_gate: Tensor,
-    temb_prompt: Tensor | None = None,
-    temb_prompt_audio: Tensor | None = None,
-    video_rotary_emb: Tables | None = None,
-    audio_rotary_emb: Tables | None = None,
-    ca_video_rotary_emb: Tables | None = None,
-    ca_audio_rotary_emb: Tables | None = None,
-    encoder_attention_mask: Tensor | None = None,
-    audio_encoder_attention_mask: Tensor | None = None,
-    self_attention_mask: Tensor | None = None,
-    audio_self_attention_mask: Tensor | None = None,
-    a2v_cross_attention_mask: Tensor | None = None,
-    v2a_cross_attention_mask: Tensor | None = None,
-    use_a2v_cross_attention: bool = True,
-    use_v2a_cross_attention: bool = True,
-    perturbation_mask: Tensor | None = None,
-    all_perturbed: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    video = _Modality(self, "", hidden_states, temb, self.video_cross_attn_adaln)
-    audio = _Modality(self, "audio_", audio_hidden_states, temb_audio, self.audio_cross_attn_adaln)
-    options: dict[str, Any] = {}
-    if self.perturbed_attn:
-        options = {"perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed}
-    video.attend_to_itself(video_rotary_emb, self_attention_mask, options)
-    audio.attend_to_itself(audio_rotary_emb, audio_self_attention_mask, options)
-    if self.cross_attn_adaln:
-        encoder_hidden_states = _prompt(encoder_hidden_states, self.prompt_scale_shift_table, temb_prompt)
-        audio_encoder_hidden_states = _prompt(
-            audio_encoder_hidden_states, self.audio_prompt_scale_shift_table, temb_prompt_audio
-        )
-    video.attend_to_prompt(encoder_hidden_states, encoder_attention_mask)
-    audio.attend_to_prompt(audio_encoder_hidden_states, audio_encoder_attention_mask)
-
-    names = "audio_to_video_norm", "audio_to_video_attn", "video_to_audio_norm", "video_to_audio_attn"
-    video_norm, to_video, audio_norm, to_audio = children(self, *names)
-    video_mods, video_gate = _exchange(self.video_a2v_cross_attn_scale_shift_table, temb_ca_scale_shift, temb_ca_gate)
-    audio_mods, audio_gate = _exchange(
-        self.audio_a2v_cross_attn_scale_shift_table, temb_ca_audio_scale_shift, temb_ca_audio_gate
-    )
-    # Both directions read the streams as they are now; each norm serves two modulations.
-    a2v = v2a = None
-    if use_a2v_cross_attention:
-        scale, shift = video_mods[:2]
-        query = video.stream.norm(video_norm, shift, scale, into=CROSS.readers(to_video, hidden_states))
-        scale, shift = audio_mods[:2]
-        a2v = query, audio.stream.norm(audio_norm, shift, scale)
-    if use_v2a_cross_attention:
-        scale, shift = audio_mods[2:]
-        query = audio.stream.norm(audio_norm, shift, scale, into=CROSS.readers(to_audio, audio_hidden_states))
-        scale, shift = video_mods[2:]
-        v2a = query, video.stream.norm(video_norm, shift, scale)
-    if a2v is not None:
-        branch = to_video(
-            a2v[0],
-            encoder_hidden_states=a2v[1],
-            query_rotary_emb=ca_video_rotary_emb,
-            key_rotary_emb=ca_audio_rotary_emb,
-            attention_mask=a2v_cross_attention_mask,
-        )
-        video.stream.add(branch, video_gate)
-    if v2a is not None:
-        branch = to_audio(
-            v2a[0],
-            encoder_hidden_states=v2a[1],
-            query_rotary_emb=ca_audio_rotary_emb,
-            key_rotary_emb=ca_video_rotary_emb,
-            attention_mask=v2a_cross_attention_mask,
-        )
-        audio.stream.add(branch, audio_gate)
+def block_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    given = {**dict(zip(PARAMETERS, args)), **kwargs}
+    video, audio = _Modality(self, given, "video", "audio"), _Modality(self, given, "audio", "video")
+    perturbed = ("perturbation_mask", "all_perturbed") if self.perturbed_attn else ()
+    options = {name: given.get(name) for name in perturbed}
+    video.attend_to_itself(options)
+    audio.attend_to_itself(options)
+    video.attend_to_prompt()
+    audio.attend_to_prompt()
+    a2v, v2a = (given.get(f"use_{name}_cross_attention", True) for name in ("a2v", "v2a"))
+    # Both directions read the streams as they are now.
+    video_query, video_context = video.exchange(a2v, v2a)
+    audio_query, audio_context = audio.exchange(v2a, a2v)
+    if a2v:
+        video.attend_to(audio, video_query, audio_context, given.get("a2v_cross_attention_mask"))
+    if v2a:
+        audio.attend_to(video, audio_query, video_context, given.get("v2a_cross_attention_mask"))
     return video.feed_forward(), audio.feed_forward()
-
-
-def _exchange(table: Tensor, temb: Tensor, temb_gate: Tensor) -> tuple[list[Mod], Mod]:
-    """(scale, shift for audio to video, scale, shift for video to audio), and the gate of what comes in."""
-    (gate,) = modulation(temb_gate, 1, table[4:])
-    return modulation(temb, 4, table[:4]), gate
 
 
 def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
@@ -205,11 +166,19 @@ def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+PARAMETERS = (
+    *("hidden_states", "audio_hidden_states", "encoder_hidden_states", "audio_encoder_hidden_states"),
+    *("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift", "temb_ca_gate", "temb_ca_audio_gate"),
+    *("temb_prompt", "temb_prompt_audio", "video_rotary_emb", "audio_rotary_emb"),
+    *("ca_video_rotary_emb", "ca_audio_rotary_emb", "encoder_attention_mask", "audio_encoder_attention_mask"),
+    *("self_attention_mask", "audio_self_attention_mask", "a2v_cross_attention_mask", "v2a_cross_attention_mask"),
+    *("use_a2v_cross_attention", "use_v2a_cross_attention", "perturbation_mask", "all_perturbed"),
+)
 NORMS = ("norm1", "norm2", "norm3", "audio_norm1", "audio_norm2", "audio_norm3")
 BLOCK = Block(
     classes=(LTX2 + "LTX2VideoTransformerBlock",),
     forward=block_forward,
-    parameters=tuple(block_forward.__annotations__)[1:-1],
+    parameters=PARAMETERS,
     children=frozenset(
         {
             *NORMS,
