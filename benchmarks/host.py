@@ -192,16 +192,20 @@ def main(arguments: list[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if cuda else "cpu"
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-host.json"
-    torch.set_num_threads(1)  # the small products of a CPU would wait for threads
     meta = {**common_meta(metadata, options.device), "dtype": options.dtype, "rounds": options.rounds}
     records: list[dict[str, Any]] = []
-    with torch.no_grad():
-        for model in options.models:
-            records += measure(model, ltx, options)
-            write(output, meta, records)
-        if not options.no_ops:
-            records += measure_ops(ltx, options)
-            write(output, meta, records)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the small products of a CPU would wait for threads
+    try:
+        with torch.no_grad():
+            for model in options.models:
+                records += measure(model, ltx, options)
+                write(output, meta, records)
+            if not options.no_ops:
+                records += measure_ops(ltx, options)
+                write(output, meta, records)
+    finally:
+        torch.set_num_threads(threads)
     print_tables(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 0

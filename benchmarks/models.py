@@ -187,6 +187,20 @@ def flux_inputs(model: Any, make: Make, height: int, width: int, text: int) -> I
     }
 
 
+def chroma_inputs(model: Any, make: Make, height: int, width: int, text: int, valid: int) -> Inputs:
+    rows, columns = height // 16, width // 16
+    mask = make.full(1.0, 1, text + rows * columns)  # in the model's dtype, as the pipeline makes it
+    mask[:, valid:text] = 0
+    return {
+        "hidden_states": make(1, rows * columns, model.config.in_channels),
+        "encoder_hidden_states": make(1, text, model.config.joint_attention_dim),
+        "timestep": make.full(0.5, 1),
+        "img_ids": make.grid_ids(rows, columns, 3),
+        "txt_ids": make.ids(text, 3),
+        "attention_mask": mask,
+    }
+
+
 def flux2_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
     rows, columns = height // 16, width // 16
     text_ids = make.ids(text, 4)
@@ -327,6 +341,17 @@ MODELS = {
         {**IMAGE, "text": 512},
         {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, **AXES},
         TINY_IMAGE,
+    ),
+    "chroma": Model(
+        "ChromaTransformer2DModel",
+        "1024x1024",
+        {},
+        chroma_inputs,
+        {**IMAGE, "text": 512, "valid": 60},
+        {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, **AXES}
+        | {"joint_attention_dim": 32, "approximator_num_channels": 16, "approximator_hidden_dim": 32}
+        | {"approximator_layers": 1},
+        {**TINY_IMAGE, "valid": 5},
     ),
     "flux2": Model(
         "Flux2Transformer2DModel",

@@ -321,6 +321,7 @@ MODELS = {
     "ltx2": ("LTX-2 19B", "ltx2"),
     "ltx23": ("LTX-2.3", "ltx2"),
     "flux": ("FLUX.1 dev", "flux"),
+    "chroma": ("Chroma", "chroma"),
     "flux2": ("FLUX.2 dev", "flux2"),
     "wan": ("Wan 2.1 14B", "wan"),
     "wan_ti2v": ("Wan 2.2 TI2V 5B", "wan"),
