@@ -46,7 +46,7 @@ from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
 from diffusers.models.attention_dispatch import attention_backend
 from models import MODELS, Inputs, Make, Model, block_lists, first_blocks, one_tensor
-from ops import driver_version, load_package, write
+from ops import load_package, write
 from rich.console import Console
 from rich.table import Table
 from steps import error, first_line, time_steps, view_of
@@ -353,13 +353,9 @@ def worker(rank: int, world: int, port: int, options: argparse.Namespace) -> Non
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}x{world}-parallel.json"
     meta = {
-        **common_meta(),
+        **common_meta(run.metadata, "cuda" if cuda else "cpu"),
         "device": f"{world} x {name}",
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        "kernels": run.metadata["id"],
-        "commit": run.metadata.get("provenance", {}).get("kernel", {}).get("commit"),
         "diffusers": diffusers.__version__,
         "dtype": options.dtype,
         "weights": "random",
