@@ -366,7 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-vae.json"
     meta = {
-        **common_meta(metadata, "cuda"),
+        **common_meta(metadata, options.device),
         "cudnn": torch.backends.cudnn.version(),
         "rounds": options.rounds,
     }
