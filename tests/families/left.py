@@ -18,7 +18,6 @@ LEFT: dict[str, str] = {
             "AuraFlowTransformer2DModel",
             "BriaFibo2Transformer2DModel",
             "BriaTransformer2DModel",
-            "ChromaTransformer2DModel",
             "CogView3PlusTransformer2DModel",
             "CogView4Transformer2DModel",
             "Cosmos3OmniTransformer",
