@@ -10,7 +10,9 @@ weights and take turns. "compile" is `compile_repeated_blocks`, which is how dif
 reads values on the host, and where a step takes longer than GRAPH_S). `first_step_s` counts from the call that makes a
 configuration to the end of its first step. `peak_gb` is its weights and what a step needs beside them. `error_vs_fp32`
 is the relative L2 error of the result against the stock model in float32, of the first `error_blocks` blocks of each
-kind: whole models of this size do not fit into the memory twice. With `--blocks` a record is of those blocks alone, and
+kind: whole models of this size do not fit into the memory twice. `loop_error_vs_fp32` is that of the latents after
+`loop_steps` steps, each of which takes the same share of the result off them, in float32, at one timestep; torchao's is
+measured without the compiler. With `--blocks` a record is of those blocks alone, and
 says so. `--profile` adds the kernels of one step and `ms_by_kind`.
 
 The file is written after each model, and again after its profile: a run that is killed keeps what it has measured. A
@@ -486,6 +488,28 @@ def one_tensor(result: Any) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
 
 
+def denoise(model: nn.Module, inputs: Inputs, steps: int) -> Tensor:
+    """The first stream's latents after some steps, kept in float32 between them."""
+    key, start = next(iter(inputs.items()))
+    latents = floats(start)
+    for _ in range(steps):
+        given = [x.to(like.dtype) for x, like in zip(latents, start)] if isinstance(start, list) else latents.to(start)
+        result = model(**{**inputs, key: given}, return_dict=False)[0]
+        if isinstance(latents, list):
+            latents = [moved(x, velocity, steps) for x, velocity in zip(latents, result)]
+        else:
+            latents = moved(latents, result, steps)
+    return torch.cat([x.flatten() for x in latents]) if isinstance(latents, list) else latents
+
+
+def moved(latents: Tensor, velocity: Tensor, steps: int) -> Tensor:
+    """One step; where the model has inputs beside the latents in their channels, dimension 1, these stay."""
+    if latents.shape == velocity.shape:
+        return latents - velocity.float() / steps
+    channels = velocity.shape[1]
+    return torch.cat((latents[:, :channels] - velocity.float() / steps, latents[:, channels:]), 1)
+
+
 def floats(value: Any) -> Any:
     """The same inputs in float32."""
     if isinstance(value, Tensor):
@@ -505,27 +529,38 @@ class Benchmark:
     progress: Progress
     failed: dict[str, str] = field(default_factory=dict)
 
-    def errors(self, model: nn.Module, inputs: Inputs, configs: list[str], failed: dict[str, str]) -> dict[str, float]:
-        """Of every configuration but the compiled ones, which differ from theirs by the compiler's choice alone.
+    def errors(
+        self, model: nn.Module, inputs: Inputs, configs: list[str], failed: dict[str, str]
+    ) -> dict[str, dict[str, float]]:
+        """What a record says of its error; nothing of compiled ones, which differ by the compiler's choice alone.
 
-        A configuration that fails is named in `failed`.
+        torchao's products are made for the compiler, and its error is measured without. A configuration that fails is
+        named in `failed`.
         """
-        shallow = first_blocks(model, self.options.error_blocks) if self.options.error_blocks else model
-        exact = copy.deepcopy(shallow).float()
-        expected = one_tensor(exact(**{key: floats(value) for key, value in inputs.items()}, return_dict=False))
+        blocks, steps = self.options.error_blocks, self.options.loop_steps
+        shallow = first_blocks(model, blocks) if blocks else model
+        exact, exact_inputs = copy.deepcopy(shallow).float(), {key: floats(value) for key, value in inputs.items()}
+        expected = one_tensor(exact(**exact_inputs, return_dict=False))
+        expected_latents = denoise(exact, exact_inputs, steps)
         del exact
-        found = {}
+        found: dict[str, dict[str, float]] = {}
         for config in configs:
-            if config.endswith("compile"):
+            if config.endswith("compile") and not config.startswith("torchao"):
                 continue
             try:
-                made = make_model(config, shallow, self.ltx)
+                made = make_model(config.removesuffix("_compile"), shallow, self.ltx)
                 result = one_tensor(made(**inputs, return_dict=False))
+                latents = denoise(made, inputs, steps)
             except Exception as reason:
                 failed[config] = first_line(reason)
                 self.progress.console.print(f"[red]{label(config)} failed[/red]: {failed[config]}")
             else:
-                found[config] = float(f"{error(result, expected):.4g}")
+                found[config] = {"error_vs_fp32": float(f"{error(result, expected):.4g}"), "error_blocks": blocks}
+                if steps:
+                    found[config] |= {
+                        "loop_error_vs_fp32": float(f"{error(latents, expected_latents):.4g}"),
+                        "loop_steps": steps,
+                    }
         return found
 
     def model(self, name: str) -> Iterator[list[dict[str, Any]]]:
@@ -556,7 +591,7 @@ class Benchmark:
         if options.blocks:
             common["shallow"] = True
         for config in errors.keys() & measured.keys():
-            measured[config].record.update(error_vs_fp32=errors[config], error_blocks=options.error_blocks)
+            measured[config].record.update(errors[config])
         yield [{**common, "config": config, **one.record} for config, one in measured.items()]
         if options.profile and options.device == "cuda":
             for one in measured.values():
@@ -604,6 +639,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--configs", nargs="+", choices=ALL_CONFIGS, help="(default: all)")
     parser.add_argument("--blocks", type=int, default=0, help="only the first blocks of each kind (default: all)")
     parser.add_argument("--error-blocks", type=int, default=ERROR_BLOCKS, help="blocks for the error; 0: all of them")
+    parser.add_argument("--loop-steps", type=int, default=8, help="steps for the latents' error; 0: none (default: 8)")
     parser.add_argument("--tiny", action="store_true", help="models of seconds on a CPU, to try the script")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -236,6 +236,7 @@ def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: s
     assert "note" not in kernels and kernels["date"]
     assert (baseline["config"], kernels["config"]) == ("baseline", "kernels")
     assert baseline["error_vs_fp32"] == 0 < kernels["error_vs_fp32"] < 1e-6
+    assert baseline["loop_error_vs_fp32"] == 0 < kernels["loop_error_vs_fp32"] < 1e-5 and kernels["loop_steps"] == 8
     assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
 
 
@@ -408,3 +409,22 @@ def test_autoencoders_are_timed_by_half(ltx: ModuleType, tmp_path: Path) -> None
     halves = [("wan", "decode"), ("wan", "encode"), ("wan22", "encode")]
     assert found == [(*half, config) for half in halves for config in ("stock", "kernels")]
     assert all(record[f"{record['half']}_ms"] > 0 for record in records)
+
+
+def test_memory_by_offload(ltx: ModuleType, tmp_path: Path) -> None:
+    """fp8 halves what an offload moves of the quantised layers, and holds their stock weights beside."""
+    pytest.importorskip("diffusers")
+    pytest.importorskip("accelerate")
+    import memory
+
+    path = tmp_path / "memory.json"
+    assert memory.main(["--tiny", "--device", "cpu", "--models", "wan", "--output", str(path)]) == 0
+    records = json.loads(path.read_text())["records"]
+    assert [(one["config"], one["offload"]) for one in records] == [
+        (config, mode) for config in memory.CONFIGS for mode in memory.OFFLOADS
+    ]
+    bf16, fp8 = ([one for one in records if one["config"] == config] for config in ("kernels", "kernels_fp8"))
+    for plain, quantised in zip(bf16, fp8):
+        assert plain["host_gb"] == 0 < quantised["host_gb"]
+        halves = plain["moved_gb"] - quantised["host_gb"] / 2
+        assert halves < quantised["moved_gb"] < 1.1 * halves  # and a scale for every output channel

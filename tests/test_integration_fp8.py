@@ -288,3 +288,23 @@ def test_cuda_graph(ltx: ModuleType, cuda_graphs: str, model: nn.Module, inputs:
         got = model(**inputs)[0]
     graph.replay()
     assert torch.equal(got, want)
+
+
+def test_products_by_torch_are_counted(
+    ltx: ModuleType, device: str, model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the package does not call cuBLASLt itself, the report says so; the CPU has no product but its own."""
+    own = device == "cpu" or ltx.quant.has_own_product(torch.device("cuda", torch.cuda.current_device()))
+    report = ltx.optimize(model, precision="fp8")
+    model(**inputs)
+    remark = "products by torch._scaled_mm, torch.Linear"
+    assert (remark in str(report)) != own
+    ((site,),) = ([site for site in report.sites if site.name == "torch.Linear"],)
+    before = dict(site.remarks)
+    rows = (torch.empty(1, device="meta"),) * 2
+    monkeypatch.setattr(ltx.integrations._fp8, "has_own_product", lambda device: False)
+    ltx.integrations._fp8.count_product(model.transformer_blocks[0].attn1.to_q, rows)
+    assert dict(site.remarks) == {
+        **before,
+        "products by torch._scaled_mm": before.get("products by torch._scaled_mm", 0) + 1,
+    }

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..quant import multiply, quantize_rows, quantize_weight
+from ..quant import has_own_product, multiply, quantize_rows, quantize_weight
 from ._guards import ATTRIBUTE, is_ordinary, why_not_input
 from ._lora import base_of, is_lora, merged
 from ._sites import Entry, site_of, stock_forward
@@ -188,6 +188,14 @@ def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
     return ""
 
 
+def count_product(linear: nn.Linear, rows: Rows) -> None:
+    """Counts a layer's product: as the op, and apart where torch computes it on a GPU."""
+    site, device = site_of(linear), rows[0].device
+    site.count_call()
+    if device.type != "cpu" and not has_own_product(device):
+        site.remark("products by torch._scaled_mm")
+
+
 def product(linear: nn.Linear, rows: Rows) -> Tensor:
     """A layer's output of quantised rows."""
     return multiply(*rows, *quantised_weight(linear), linear._parameters["bias"])
@@ -197,8 +205,9 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
     reason = why_not_fp8_input(input) or why_not_fp8_weight(self, input)
     site = site_of(self)
     if not reason:
-        site.count_call()
-        return product(self, quantize_rows(input))
+        rows = quantize_rows(input)
+        count_product(self, rows)
+        return product(self, rows)
     if is_freed(self):
         raise RuntimeError(
             f"fp8 cannot run this call ({reason}), and the weight is {ALONE}: load the model again to run it stock"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .._linear import adjacent, linear_cat, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows
-from ._fp8 import Rows, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
-from ._guards import ATTRIBUTE, hooked, is_ordinary, plain_linear, recall, remember
+from ._fp8 import Rows, count_product, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from ._guards import hooked, is_ordinary, plain_linear, recall, remember
 from ._lora import LowRank, adapters_of, add_adapters, base_of, is_lora
 from ._sites import site_of
 
@@ -180,9 +180,10 @@ class Linears:
         return tuple(linear(input) for linear in self.modules)
 
     def _rows(self, input: Input) -> Rows:
+        rows = input if isinstance(input, tuple) else quantize_rows(input)
         for linear in self.modules:
-            linear.__dict__[ATTRIBUTE].count_call()
-        return input if isinstance(input, tuple) else quantize_rows(input)
+            count_product(linear, rows)
+        return rows
 
 
 def may_overwrite() -> bool:

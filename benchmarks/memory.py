@@ -1,0 +1,179 @@
+"""Measures the peak memory of one forward, by model, configuration and offload mode, with random weights.
+
+    python tools/build.py
+    python benchmarks/memory.py [--models flux wan] [--offload none blocks] [--tiny] [--output PATH]
+
+`peak_gb` is the most that the GPU held while a second forward ran, the first one having set up what stays, and
+`step_ms` its time; on a CPU both are left out. `moved_gb` is what an offload brings to the GPU in a forward: all
+parameters and buffers. `host_gb` is what waits in the host's memory beside them: the stock weights of quantised layers.
+`fits` names the cards that have more memory than the peak and RESERVE_GB for everything else.
+
+The VAE and the text encoder are not part of it: an offload moves them away. The file is written after each model; a
+model's records replace its earlier ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import diffusers
+import torch
+from cpu import DTYPES, REPOSITORY
+from cpu import meta as common_meta
+from models import MODELS, OF_THE_RUN, Make, earlier_records
+from ops import driver_version, load_package, write
+from rich.console import Console
+from rich.table import Table
+from steps import first_line, label
+from torch import nn
+
+CONFIGS = ("baseline", "kernels", "kernels_fp8")
+CARDS_GB = (12, 16, 24)
+RESERVE_GB = 1.5  # the CUDA context, the allocator's gaps and what the desktop takes
+
+
+def offload(model: nn.Module, mode: str, device: str) -> None:
+    """Puts a model that is in the host's memory on its way to the device."""
+    if mode == "none":
+        model.to(device)
+        return
+    if mode == "model":
+        from accelerate import cpu_offload_with_hook
+
+        cpu_offload_with_hook(model, execution_device=torch.device(device))
+        return
+    stream = device == "cuda"
+    model.enable_group_offload(
+        onload_device=torch.device(device),
+        offload_device=torch.device("cpu"),
+        offload_type="block_level" if mode == "blocks" else "leaf_level",
+        num_blocks_per_group=1 if mode == "blocks" else None,
+        use_stream=stream,
+        low_cpu_mem_usage=stream,
+    )
+
+
+OFFLOADS = ("none", "model", "blocks", "leaves")
+
+
+def prepare(model: nn.Module, config: str, mode: str, device: str, ltx: ModuleType) -> None:
+    if config == "kernels_fp8":
+        ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    offload(model, mode, device)
+    if config == "kernels":
+        ltx.optimize(model)
+
+
+def held(model: nn.Module, ltx: ModuleType) -> int:
+    """The bytes of stock weights in the host's memory."""
+    stock = ltx.integrations._fp8.STOCK
+    return sum(module.__dict__[stock].nbytes for module in model.modules() if stock in module.__dict__)
+
+
+def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: ModuleType) -> dict[str, Any]:
+    known, device, dtype = MODELS[name], options.device, DTYPES[options.dtype]
+    model = known.construct(options.tiny, dtype, device).to("cpu")  # random numbers are made faster on the device
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    prepare(model, config, mode, device, ltx)
+    torch.manual_seed(1)
+    inputs = known.inputs(model, Make(dtype, device), **(known.tiny_shape if options.tiny else known.shape))
+    moved = sum(tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+    found: dict[str, Any] = {
+        "model": name,
+        "shape": "tiny" if options.tiny else known.shape_name,
+        "config": config,
+        "offload": mode,
+        "moved_gb": round(moved / 2**30, 6),
+        "host_gb": round(held(model, ltx) / 2**30, 6),
+    }
+    for _ in range(2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        model(**inputs, return_dict=False)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            found["step_ms"] = round(1e3 * (time.perf_counter() - start), 2)
+            found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+            found["fits"] = [card for card in CARDS_GB if found["peak_gb"] + RESERVE_GB <= card]
+    return found
+
+
+def print_table(records: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="Peak memory of one forward")
+    for column in ("model", "configuration", "offload", "moved GiB", "host GiB", "peak GiB", "ms", "cards"):
+        table.add_column(column, justify="left" if column in ("model", "configuration", "offload") else "right")
+    for one in records:
+        table.add_row(
+            one["model"],
+            label(one["config"]),
+            one["offload"],
+            f"{one['moved_gb']:.3g}",
+            f"{one['host_gb']:.3g}",
+            f"{one['peak_gb']:.2f}" if "peak_gb" in one else "",
+            f"{one['step_ms']:.1f}" if "step_ms" in one else "",
+            " ".join(map(str, one.get("fits", ()))),
+        )
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
+    parser.add_argument("--offload", nargs="+", choices=OFFLOADS, default=list(OFFLOADS), help="(default: all)")
+    parser.add_argument("--tiny", action="store_true", help="models of seconds on a CPU, to try the script")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-memory.json)")
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    ltx, metadata = load_package()
+    cuda = options.device == "cuda"
+    name = torch.cuda.get_device_name() if cuda else "cpu"
+    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-memory.json"
+    meta = {
+        **common_meta(),
+        "device": name,
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "kernels": metadata["id"],
+        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
+        "diffusers": diffusers.__version__,
+        "dtype": options.dtype,
+        "weights": "random",
+        "reserve_gb": RESERVE_GB,
+    }
+    records, failed = earlier_records(output), False
+    of_the_run = {key: meta[key] for key in OF_THE_RUN if key in meta}
+    with torch.no_grad():
+        for model in options.models:
+            measured = []
+            for config in options.configs:
+                for mode in options.offload:
+                    try:
+                        measured.append({**record(model, config, mode, options, ltx), **of_the_run})
+                    except Exception as reason:  # the others are still measured; the exit status says that one was not
+                        failed = True
+                        console.print(f"[red]{model}, {label(config)}, {mode} failed[/red]: {first_line(reason)}")
+                    gc.collect()
+                    if cuda:
+                        torch.cuda.empty_cache()
+            records = [one for one in records if one["model"] != model] + measured
+            write(output, meta, records)
+    print_table(records, console)
+    console.print(str(output), highlight=False, soft_wrap=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
