@@ -53,6 +53,8 @@ from steps import error, first_line, time_steps, view_of
 from torch import Tensor, nn
 
 CONFIGS = ("stock", "kernels", "kernels_fp8")
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+EXCHANGES = ("all_to_all_single", GATHER)
 MODES = ("ulysses", "ring", "guidance")
 MODELLED = (4, 8)
 WARM_UP, ROUNDS, STEPS, SECONDS = 3, 2, 10, 2.0
@@ -129,14 +131,14 @@ def exchanges_of(calls: list[tuple[str, int]]) -> Iterator[None]:
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(output: Tensor, input: Tensor, *arguments: Any, **options: Any) -> Any:
-            gathers = name == "all_gather_into_tensor"
+            gathers = name == GATHER
             calls.append((name, input.nbytes * (world - 1) // (1 if gathers else world)))
             return function(output, input, *arguments, **options)
 
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in ("all_to_all_single", "all_gather_into_tensor"):
+        for name in EXCHANGES:
             stack.enter_context(mock.patch.object(dist, name, noted(name, getattr(dist, name))))
         yield
 
@@ -262,7 +264,7 @@ class Run:
             rows = max(1, int(mb * 1e6) // 2 // (self.world - 1))
             whole = torch.zeros(rows * self.world, dtype=torch.bfloat16, device=self.device)
             output, part = torch.empty_like(whole), whole[:rows]
-            for name, input in (("all_to_all_single", whole), ("all_gather_into_tensor", part)):
+            for name, input in zip(EXCHANGES, (whole, part)):
                 collective = getattr(dist, name)
                 call = functools.partial(collective, output, input)
                 time_steps(call, WARM_UP, self.device, 0.0)
@@ -295,7 +297,7 @@ def modelled(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             total = 0.0
             for one in record["exchanges_by_size"]:
                 # Two ranks send half of an all-to-all's buffer, which shrinks with the ranks, and all of a gather's.
-                gathers = one["exchange"] == "all_gather_into_tensor"
+                gathers = one["exchange"] == GATHER
                 size = one["bytes"] * (2 / world * (world - 1) if gathers else 4 * (world - 1) / world**2)
                 total += one["count"] * exchange_us(records, one["exchange"], size) / 1e3
             return total

@@ -4,6 +4,10 @@
     python examples/generate_video.py --use-optimized-kernels
     python examples/generate_video.py --no-optimized-kernels --compile --num-frames 49 --height 512 --width 768
 
+    torchrun --nproc-per-node 2 examples/generate_video.py --parallel ulysses
+
+With --parallel every process of torchrun takes a GPU, and they share each step; the first one prints and writes.
+
 Without --model a model with random weights is made, which needs no network: its times are those of the real model, its
 video shows nothing. `--model Lightricks/LTX-Video` loads that. The video's name ends in what made it: `_optimized`,
 `_baseline`, `_optimized_compile` or, without the kernels, `_compile`.
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import sys
@@ -23,6 +28,7 @@ from typing import Any
 from command_line import OFFLOADS, ROOT, ExampleError, add_arguments, at_least, new_file, start
 
 COMPONENTS = "text_encoder", "transformer", "vae"
+PARALLEL = "ulysses", "ring", "guidance"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,6 +55,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--warmup-iterations", type=at_least(0), metavar="N",
         help="clips of 2 steps before the one that is timed (default: 1, with --graphs 2, since the second captures)",
     )  # fmt: skip
+    parser.add_argument(
+        "--parallel", choices=PARALLEL,
+        help="under torchrun: split a step's tokens over the GPUs (ulysses, ring), or the two halves of guidance",
+    )  # fmt: skip
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help="what is on the GPU only while it computes")
     parser.add_argument(
         "--output", type=new_file, default=ROOT / "demo" / "video.mp4", metavar="PATH",
@@ -64,6 +74,8 @@ if __name__ == "__main__":
 
 # ruff: noqa: E402
 import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
 from ltx_pipeline import (
     DTYPES,
     Clip,
@@ -94,9 +106,52 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         args.warmup_iterations = 2 if args.graphs else 1
     if args.offload != "none" and args.device == "cpu":
         parser.error(f"argument --offload: {args.offload} needs a GPU, and --device is cpu")
+    if args.parallel:
+        check_parallel(parser, args)
     if args.offload in ("sequential", "group") and args.compile:
         parser.error(f"argument --offload: {args.offload} moves weights within what --compile compiles")
     return args
+
+
+def check_parallel(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program where processes cannot share the steps of these arguments."""
+    ranks, batch = ranks_of_torchrun(), (2 if args.guidance_scale > 1 else 1) * args.batch_size
+    if ranks < 2:
+        parser.error("argument --parallel: expected several processes, as of torchrun --nproc-per-node 2")
+    if not args.optimized:
+        parser.error("argument --parallel: needs the optimized kernels, since the stock LTX-Video fails with it")
+    if args.offload != "none":
+        parser.error(f"argument --parallel: does not go with --offload {args.offload}")
+    if args.parallel == "guidance" and batch % ranks:
+        parser.error(f"argument --parallel: {ranks} processes cannot share a batch of {batch} evenly")
+
+
+def ranks_of_torchrun() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_of_torchrun() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def join(args: argparse.Namespace) -> None:
+    """Makes this process one of torchrun's ranks, with a GPU of its own."""
+    if args.device == "cpu":
+        torch.accelerator.device_count = lambda: 1  # diffusers divides by it, and a torch for CPUs has none
+        dist.init_process_group("gloo")
+    else:
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(args.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+
+
+def share(pipe: Any, mode: str, ltx: ModuleType) -> None:
+    """Has the ranks share each step of a pipeline."""
+    if mode == "guidance":
+        ltx.split_batch(pipe.transformer)
+    else:
+        config = ContextParallelConfig(**{f"{mode}_degree": ranks_of_torchrun()})
+        pipe.transformer.enable_parallelism(config=config)
 
 
 def suffix(optimized: bool, compiled: bool) -> str:
@@ -121,6 +176,8 @@ def optimize(ltx: ModuleType, pipe: Any, args: argparse.Namespace) -> Any:
 
 def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str, Any]]:
     """One clip, or a batch of them, and what is to be said about it."""
+    if args.parallel:
+        join(args)
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     ltx = load_kernels(device) if args.optimized else None
     result = origin(device, ltx)
@@ -131,11 +188,14 @@ def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str
         f"{', fp8' if args.precision == 'fp8' else ''}"
         f"{', CUDA graphs' if args.graphs else ''}"
         f"{', torch.compile' if args.compile else ''}"
-        f"{f', {args.offload} offload' if args.offload != 'none' else ''}",
+        f"{f', {args.offload} offload' if args.offload != 'none' else ''}"
+        f"{f', {args.parallel} on {ranks_of_torchrun()} processes' if args.parallel else ''}",
         highlight=False,
     )
     pipe = load_pipeline(args.model, device, dtype, args.seed, args.offload)
     report = optimize(ltx, pipe, args) if ltx else None
+    if args.parallel and ltx:
+        share(pipe, args.parallel, ltx)
     if args.compile:
         pipe.transformer.compile()
 
@@ -153,10 +213,9 @@ def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str
 
     total, denoise = text + clip.seconds, sum(clip.steps)
     settings = "model", "frames", "height", "width", "steps", "guidance_scale", "batch_size", "seed", "dtype", "offload"
-    result["run"] = {
-        key: getattr(args, key)
-        for key in ("optimized", "components", "precision", "graphs", "compile", *settings, "warmup_iterations")
-    }
+    how = "optimized", "components", "precision", "graphs", "compile", "parallel"
+    result["run"] = {key: getattr(args, key) for key in (*how, *settings, "warmup_iterations")}
+    result["run"]["processes"] = ranks_of_torchrun() if args.parallel else 1
     result["seconds"] = {
         "warm_up": warm_up,
         "total": total,
@@ -209,7 +268,8 @@ def make_table(result: dict[str, Any]) -> Table:
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     quiet()
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    first = not args.parallel or rank_of_torchrun() == 0
+    console = Console(width=None if sys.stdout.isatty() else 120, quiet=not first)
     try:
         clip, result = generate(args, console)
     except ExampleError as error:
@@ -219,6 +279,10 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         console.print("--offload, fewer frames, a smaller size or a smaller batch take less memory.", highlight=False)
         return 1
+    if args.parallel:
+        dist.destroy_process_group()
+    if not first:
+        return 0
     args.output.parent.mkdir(parents=True, exist_ok=True)
     stem = args.output.stem if args.output.suffix in (".mp4", ".gif") else args.output.name
     files, note = [], ""

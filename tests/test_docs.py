@@ -35,6 +35,7 @@ RUN_ELSEWHERE = {
     "CARD.md": "tests/test_hub.py::test_docs_snippets",
     "docs/hub.md": "tests/test_hub.py::test_docs_snippets",
     "docs/layers.md": "tests/test_layers.py::test_docs",
+    "docs/parallel.md": "tests/test_parallel.py::run_docs",
     "skills/cuda-kernels/references/kernel-templates.md": "tests/test_skills.py::templates",
 }
 REASONS = ("needs a GPU", "needs the network")
@@ -323,6 +324,8 @@ def commands(block: Block) -> Iterator[list[str]]:
             words = shlex.split(command, comments=True)
             while words and re.fullmatch(r"\w+=.*", words[0]):
                 words = words[1:]
+            if words[:1] == ["torchrun"]:
+                words = ["python", *words[3:]]
             if words:
                 yield words
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -39,7 +41,8 @@ ULYSSES_ANYTHING = {**ULYSSES, "ulysses_anything": True}
 RING = {"ring_degree": 2}
 RING_ANYTHING = {**RING, "ring_anything": True}
 BOTH = {**ULYSSES, **RING}
-EXCHANGES = ("all_to_all_single", "all_gather_into_tensor")
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+EXCHANGES = ("all_to_all_single", GATHER)
 LATER = "optimize after enable_parallelism"
 
 
@@ -291,17 +294,49 @@ def _restored(model: Any, report: Any, stock_splits: Any) -> str:
     return f"restore leaves {len(alone)} processors without their configuration" if alone else ""
 
 
+def run_docs(ltx: ModuleType) -> None:
+    """The blocks of docs/parallel.md, each with a pipeline of its own: on the CPU, and with a small clip."""
+    import kernels
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    import ltx_pipeline
+
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "parallel.md").read_text(), re.M | re.S)
+    clip = {"num_frames": 9, "height": 64, "width": 64, "num_inference_steps": 2, "output_type": "latent"}
+    said_of_ranks = ["ulysses 4; rank ", "split; rank ", "ulysses 2; rank "]
+    assert len(blocks) == len(said_of_ranks)
+    for block, said in zip(blocks, said_of_ranks):
+        pipe = ltx_pipeline.load_pipeline("tiny", torch.device("cpu"), torch.float32)
+        pipe.set_progress_bar_config(disable=True)
+        small = functools.partialmethod(type(pipe).__call__, **clip)
+        names = {"pipe": pipe, "ltx": ltx, "dist": dist, "ContextParallelConfig": diffusers.ContextParallelConfig}
+        with (
+            mock.patch.object(type(pipe), "__call__", small),
+            mock.patch.object(type(pipe), "from_pretrained", return_value=mock.Mock(**{"to.return_value": pipe})),
+            mock.patch.object(kernels, "get_kernel", return_value=ltx),
+            mock.patch.object(torch.cuda, "set_device"),
+            mock.patch.object(dist, "init_process_group"),
+        ):
+            exec(re.sub("^ltx.optimize", "report = ltx.optimize", block.replace('"cuda"', '"cpu"'), flags=re.M), names)
+            assert said in str(names["report"]), names["report"]
+            if "mesh" in names:
+                assert pipe("A kite", generator=torch.Generator().manual_seed(0)).frames.isfinite().all()
+
+
 def _worker(rank: int, world: int, port: int, ltx_path: str) -> None:
     from kernels import get_local_kernel
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it, and a torch for CPUs has none
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
     ltx = get_local_kernel(Path(ltx_path), backend="cpu")
     wrong = []
+    if world == 4:
+        run_docs(ltx)
     for case in TWO if world == 2 else FOUR:
         try:
             problem = _run(case, ltx, rank, world)
@@ -387,3 +422,58 @@ def test_modelled_times() -> None:
     # Two ranks send 4000 bytes of 8000, ten times in 4 ms, so that 3 ms are left. Four send 3000 of 4000, eight 1750.
     assert four["exchange_ms"] == pytest.approx(3.0) and four["modelled_ms"] == pytest.approx(25 + 3 + 3)
     assert eight["exchange_ms"] == pytest.approx(1.75) and eight["modelled_ms"] == pytest.approx(12.5 + 1.75 + 3)
+
+
+@pytest.mark.parametrize("mode", ["ulysses", "guidance"])
+def test_example(ltx: ModuleType, backend: str, tmp_path: Path, mode: str) -> None:
+    """Two ranks of generate_video.py make the clip that one makes, and the first one alone writes it."""
+    if backend != "cpu":
+        pytest.skip("the processes load the CPU build")
+    sys.path.insert(0, str(ROOT / "examples"))
+    import generate_video
+    import numpy as np
+    from PIL import Image, ImageSequence
+    from rich.console import Console
+
+    clip = ["--model", "tiny", "--frames", "9", "--height", "64", "--width", "64", "--steps", "2", "--dtype", "float32"]
+    clip += ["--device", "cpu", "--warmup-iterations", "0"]
+    files = ["--output", tmp_path / "clip.gif", "--gif", "--json", tmp_path / "clip.json"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    script = [ROOT / "examples" / "generate_video.py", "--parallel", mode]
+    run = subprocess.run([str(x) for x in (*torchrun, *script, *clip, *files)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "clip.json").read_text())
+    assert result["run"]["parallel"] == mode and result["run"]["processes"] == 2
+    assert "; rank 0 of 2" in result["report"]["text"] and run.stdout.count("wrote") == len(result["files"]) + 1
+    expected = generate_video.generate(generate_video.parse_arguments(clip), Console(quiet=True))[0].frames[0]
+    generate_video.write_video(expected, tmp_path / "single", gif=True)
+    pictures = []
+    for name in ("clip_optimized", "single"):
+        with Image.open(tmp_path / f"{name}.gif") as gif:
+            pictures.append(
+                np.stack([np.asarray(f.convert("RGB"), dtype=np.float32) for f in ImageSequence.Iterator(gif)])
+            )
+    ours, one_process = pictures
+    assert ours.shape == one_process.shape and np.abs(ours - one_process).mean() < 2 < one_process.std()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wrong", "expected"),
+    [
+        ("1", "--parallel ring", "expected several processes, as of torchrun --nproc-per-node 2"),
+        ("2", "--parallel ulysses --no-optimized-kernels", "needs the optimized kernels, since the stock LTX-Video"),
+        ("3", "--parallel guidance", "3 processes cannot share a batch of 2 evenly"),
+        ("2", "--parallel guidance --guidance-scale 1", "2 processes cannot share a batch of 1 evenly"),
+        ("2", "--parallel fast", "invalid choice: 'fast'"),
+    ],
+)
+def test_wrong_arguments_of_the_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: str, wrong: str, expected: str
+) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import generate_video
+
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(SystemExit):
+        generate_video.parse_arguments(["--device", "cpu", *wrong.split()])
+    assert f"argument --parallel: {expected}" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._guards import class_of
+from ._parallel import all_gather
 
 ATTRIBUTE = "_ltx_kernels_batch"
 
@@ -69,7 +70,7 @@ class BatchSplit:
                 raise ValueError("split_batch: expected calls without gradients, got one whose result needs one")
             output = output.contiguous()
             result = output.new_empty(self.size * output.shape[0], *output.shape[1:])
-            dist.all_gather_into_tensor(result, output, group=self.group)
+            all_gather(result, output, group=self.group)
             return result
         if isinstance(output, list) and output and all(isinstance(x, Tensor) for x in output):
             return list(self._gather(model, args, torch.stack(output)).unbind())

@@ -57,6 +57,12 @@ def context_of(parallel: Any) -> Config | None:
     return config if hasattr(config, "ulysses_degree") else None
 
 
+def all_gather(output: Tensor, input: Tensor, **options: Any) -> Any:
+    """torch's collective on one tensor, by the name that it has: torch 2.13 warns of the older one."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(output, input, **options)
+
+
 # ---- Attention over the tokens of all ranks
 
 
@@ -75,7 +81,7 @@ class Ranks:
             return [x.shape[1]] * self.size
         device = "cpu" if "cpu" in str(dist.get_backend(self.group)) else x.device
         all_lengths = torch.empty(self.size, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(all_lengths, torch.tensor([x.shape[1]], device=device), group=self.group)
+        all_gather(all_lengths, torch.tensor([x.shape[1]], device=device), group=self.group)
         return all_lengths.tolist()
 
     def exchange(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -89,7 +95,7 @@ class Ranks:
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """x [S, ...] of all ranks, [size S, ...], once the work that is returned too has been waited for."""
         result = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        return result, dist.all_gather_into_tensor(result, x, group=self.group, async_op=True)
+        return result, all_gather(result, x, group=self.group, async_op=True)
 
 
 def _ranks(config: Config, name: str) -> Ranks | None:
@@ -436,7 +442,7 @@ def _agree(root: nn.Module, config: Config) -> None:
     group = config._flattened_mesh.get_group()
     mine = torch.tensor([zlib.crc32(repr(replaced).encode())], device=config._device)
     everyones = mine.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(everyones, mine, group=group)
+    all_gather(everyones, mine, group=group)
     if len(set(everyones.tolist())) > 1:
         raise RuntimeError(
             "context parallelism: expected the same modules to be replaced on every rank, got differences between the "
