@@ -27,7 +27,7 @@ import torch
 from cpu import DTYPES, REPOSITORY
 from cpu import meta as common_meta
 from models import MODELS, OF_THE_RUN, Make, earlier_records
-from ops import driver_version, load_package, write
+from ops import load_package, write
 from rich.console import Console
 from rich.table import Table
 from steps import first_line, label
@@ -142,12 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-memory.json"
     meta = {
-        **common_meta(),
-        "device": name,
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "kernels": metadata["id"],
-        "commit": metadata.get("provenance", {}).get("kernel", {}).get("commit"),
+        **common_meta(metadata, options.device),
         "diffusers": diffusers.__version__,
         "dtype": options.dtype,
         "weights": "random",
