@@ -633,11 +633,15 @@ def _single(
         image = _project(site, plan.image, context[:, :length], heads)
         context = context[:, length:]
     gate_up: Tensor | None = None
+    out: Tensor | None = None
     if spec.mlp:
         (outputs,) = plan.all(input)
         qkv, gate_up = outputs.split([3 * module.inner_dim, outputs.shape[-1] - 3 * module.inner_dim], -1)
         query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
         fresh = plan.all.direct or plan.all.scaled
+        if plan.in_place:
+            both = outputs.new_empty(*outputs.shape[:-1], module.inner_dim + gate_up.shape[-1] // 2)
+            out = both[..., : module.inner_dim].unflatten(-1, (heads, -1))
     elif context is None:
         query, key, value = _project(site, plan.all, input, heads)
         fresh = plan.all.packed
@@ -653,28 +657,22 @@ def _single(
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
         return _output(plan, _gated(spec, site, plan, input, output))
     query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
-    output, own = _scores(spec, site, module, query, key, value, mask, keys, context is not None)
+    output, own = _scores(spec, site, module, query, key, value, mask, keys, context is not None, out)
     if image:
         key = _norm_then_rotate(spec, site, plan, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
         output = output + _scores(spec, site, module, query, key, image[1], None, None, True)[0]
     _count(spec, site, plan, tables is not None, own)
-    if gate_up is not None:
-        return _output_with_mlp(site, plan, output.flatten(2), gate_up)
-    return _output(plan, _gated(spec, site, plan, input, output))
-
-
-def _output_with_mlp(site: Site, plan: _Plan, heads: Tensor, gate_up: Tensor) -> Tensor:
-    """The output layer on heads and MLP side by side, from gate and linear part of the MLP."""
+    if gate_up is None:
+        return _output(plan, _gated(spec, site, plan, input, output))
+    # The output layer reads heads and MLP side by side.
     assert plan.out is not None
-    if plan.in_place:
-        width = heads.shape[-1]
-        both = heads.new_empty(*heads.shape[:-1], width + gate_up.shape[-1] // 2)
-        both[..., :width].copy_(heads)
-        swiglu(gate_up, rounding=site.rounding, out=both[..., width:])
+    if out is None:
+        both = torch.cat((output.flatten(2), swiglu(gate_up, rounding=site.rounding)), -1)
     else:
-        both = torch.cat((heads, swiglu(gate_up, rounding=site.rounding)), -1)
-    (output,) = plan.out(both)
-    return output
+        if output is not out:
+            out.copy_(output)
+        swiglu(gate_up, rounding=site.rounding, out=both[..., module.inner_dim :])
+    return plan.out(both)[0]
 
 
 def _gated(spec: Attention, site: Site, plan: _Plan, input: Input, output: Tensor) -> Tensor:
@@ -882,10 +880,12 @@ def _scores(
     mask: Tensor | None,
     keys: Tensor | None,
     cross: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
 
     keys: The mask as one of keys, where it can be written so.
+    out: Where this package's op writes the result on one GPU; the others return a tensor of their own.
     """
     scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
     # The kernel is made for many keys: a prompt's few go through the dispatch.
@@ -893,7 +893,7 @@ def _scores(
     parallel = _parallel_config(spec, module, cross)
     if parallel is None:
         if fits and runs_kernel(query, key, value) and _may_attend(site, module):
-            return attention(query, key, value, mask=keys), True
+            return attention(query, key, value, mask=keys, out=out), True
         return _dispatched(site, module, query, key, value, scores_mask, None), False
     context = _parallel.context_of(parallel)
     if context is None or (mask is not None and keys is None) or _needs_gradient(query, key, value):

@@ -56,8 +56,8 @@ class Linears:
     """
 
     __slots__ = (
-        *("_compiling", "_given", "_stacks", "biases", "direct", "even", "modules", "packed", "scaled", "scales"),
-        *("sizes", "weights"),
+        *("_alone", "_compiling", "_given", "_stacks", "biases", "direct", "even", "modules", "packed"),
+        *("scaled", "scales", "sizes", "weights"),
     )
 
     def __init__(self, modules: Sequence[nn.Linear], input: Tensor, pack: bool = True) -> None:
@@ -76,6 +76,7 @@ class Linears:
         self.weights: list[Tensor] = []
         self.scales: list[Tensor] = []
         self.biases: list[Tensor | None] = []
+        self._alone: tuple[Tensor, Tensor | None] | None = None  # weight and bias of a direct layer by itself
         if not (self.scaled or self.direct):
             return
         self.biases = [linear._parameters["bias"] for linear in self.modules]
@@ -84,6 +85,8 @@ class Linears:
             self.weights, self.scales = map(list, zip(*quantised))
         else:
             self.weights = [cast(Tensor, linear._parameters["weight"]) for linear in self.modules]
+        if self.direct and len(self.modules) == 1:
+            self._alone = self.weights[0], self.biases[0]
         biases = self._given_biases()
         if len(self.modules) == 1 or not pack or len(biases) not in (0, len(self.modules)):
             return
@@ -153,6 +156,8 @@ class Linears:
 
     def __call__(self, input: Input) -> tuple[Tensor, ...]:
         """The output of each layer."""
+        if self._alone is not None:
+            return (F.linear(input, *self._alone),)  # type: ignore[arg-type]
         if self._given:
             return self._with_adapters(input)[1]
         return self._together(input).split(self.sizes, -1) if self.packed else self._apart(input)

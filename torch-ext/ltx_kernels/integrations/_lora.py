@@ -47,7 +47,8 @@ def is_lora(module: nn.Module) -> bool:
 
 def base_of(module: nn.Module) -> nn.Module:
     """The linear layer itself, of one that may have adapters around it."""
-    return module._modules["base_layer"] if is_lora(module) else module  # type: ignore[return-value]
+    base = module._modules.get("base_layer")
+    return module if base is None or not is_lora(module) else base
 
 
 def merged(module: nn.Module) -> tuple[str, ...]:
