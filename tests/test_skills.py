@@ -171,6 +171,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "transformers_injection_example.py": (["--prompt", "4", "--tokens", "2"], ["LlamaRMSNorm", "tokens/s", "PASS"]),
     "huggingface_kernels_example.py": ([], ["kernels-community/activation", "adaln_rmsnorm", "2 nn.RMSNorm replaced"]),
     "profile_example.py": (TINY, ["matrix product", "LTXAttention", "RMSNorm", "aten::addmm"]),
+    "new_project.py": ([], ["kernel_src/common.cuh", "torch-ext/my_kernels/__init__.py", "build.toml"]),
     "benchmark_h100.py": (["--tiny"], ["rmsnorm", "geglu", "PASS"]),
 }
 
@@ -203,6 +204,8 @@ def test_tiny_run(name: str, here: Here, device: str, tmp_path: Path):
     arguments, expected = CASES[name]
     if name == "benchmark_example.py":
         arguments = [*arguments, "--output", str(tmp_path / "clip.mp4")]
+    if name == "new_project.py":
+        arguments = [str(tmp_path / "my-kernels")]
     if device == "cuda":
         expected = [text.replace("(group)", "(model)") for text in expected]
     if name == "huggingface_kernels_example.py":  # in a process that asks no network
@@ -260,15 +263,13 @@ def test_a_verdict_can_fail(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project of the page: every block in the file that its first line names."""
-    folder = tmp_path_factory.mktemp("templates")
-    text = TEMPLATES.read_text()
-    found = re.findall(r"^```(\w+)\n(?://|#) file: (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(found) == text.count("\n```") // 2, "a block does not name its file"
-    for _, file, code in found:
-        path = folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(code)
+    """The project of the page, as new_project.py writes it: every block in the file that its first line names."""
+    folder = tmp_path_factory.mktemp("templates") / "my-kernels"
+    result = run(script_of("new_project.py"), str(folder))
+    assert result.returncode == 0, result.stderr
+    blocks = TEMPLATES.read_text().count("\n```") // 2
+    assert result.stdout.count("wrote ") == blocks, "a block does not name its file"
+    assert run(script_of("new_project.py"), str(folder)).returncode == 2  # it is not empty
     sources = sorted(path.name for path in (folder / "kernel_src").glob("*.cu"))
     assert len(sources) == 7
     (folder / "all.cu").write_text("".join(f'#include "{name}"\n' for name in sources))
