@@ -384,6 +384,19 @@ def _has_fp8(known: Any) -> bool:
     return any(getattr(known, name, None) for name in ("attentions", "feed_forwards", "linears"))
 
 
+def left_in_bf16() -> str:
+    """The linear layers of each family's blocks that precision="fp8" leaves in bf16 by itself."""
+    lines = ["| family | layers of its blocks that stay in bf16 |", "|---|---|"]
+    for library in ("diffusers", "transformers"):
+        for name, module in families_of(library).items():
+            known = [one for one in _blocks(module) if _has_fp8(one)]
+            if name != NORMS and known:
+                patterns = dict.fromkeys(p for one in known for p in getattr(one, "fp8_skip", ()))
+                path = (FAMILIES / library / f"{name}.py").relative_to(REPOSITORY)
+                lines.append(f"| [{name}](../{path}) | {', '.join(f'`{p}`' for p in patterns) or 'none'} |")
+    return "\n".join(lines) + "\n"
+
+
 @dataclass(frozen=True)
 class Measurement:
     """Where a result file has the times of a family's model: `key` in the records with the values of `where`.
@@ -968,6 +981,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/optimize.md", "clips", clips),
     ("docs/fp8.md", "numerics", numerics),
     ("docs/fp8.md", "products", products),
+    ("docs/fp8.md", "left in bf16", left_in_bf16),
     ("docs/fp8.md", "layers", layers),
     ("docs/fp8.md", "loop", loop),
     ("docs/fp8.md", "ops", quantising),
