@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import functools
 import importlib
 import inspect
 import types
@@ -95,7 +96,8 @@ class Ranks:
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """x [S, ...] of all ranks, [size S, ...], once the work that is returned too has been waited for."""
         result = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        return result, all_gather(result, x, group=self.group, async_op=True)
+        # torch.compile takes collectives that end before they return.
+        return result, all_gather(result, x, group=self.group, async_op=not torch.compiler.is_compiling())
 
 
 def _ranks(config: Config, name: str) -> Ranks | None:
@@ -202,7 +204,7 @@ def _gathered_mask(ranks: Ranks, mask: Tensor) -> Tensor:
 def _gathered(ranks: Ranks, x: Tensor, lengths: Sequence[int]) -> Tensor:
     """The rows [T, ...] of all ranks, in their order."""
     rows, work, longest = *_gather_padded(ranks, x, lengths), max(lengths)
-    work.wait()
+    _wait(work)
     return _without_padding(rows, lengths, longest)
 
 
@@ -217,6 +219,11 @@ def _without_padding(rows: Tensor, lengths: Sequence[int], longest: int) -> Tens
     if min(lengths) == longest:
         return rows
     return torch.cat([part[:length] for part, length in zip(rows.split(longest), lengths)])
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _ring(
@@ -234,7 +241,7 @@ def _ring(
     mine = None
     if mask is None and overlaps(query, key, value):
         mine = attention(query, key, value, return_lse=True)
-    work.wait()
+    _wait(work)
     all_keys, all_values = _without_padding(rows, lengths, max(lengths)).transpose(0, 1).unbind(2)
     if mine is None:
         return compute(query, all_keys, all_values, mask, None)
@@ -315,17 +322,18 @@ def _carries(root: nn.Module, plan: Mapping[str, Any]) -> bool:
     return True
 
 
-def _split_arguments(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+def _split_arguments(
+    hook: Any, names: tuple[str, ...], module: nn.Module, *args: Any, **kwargs: Any
+) -> tuple[tuple[()], dict[str, Any]]:
     """The pre_forward of diffusers' hook, for arguments that calls may leave out, and tensors that have two forms.
 
     diffusers' own raises for an argument that is left out, and warns of a tensor of another form.
     """
-    names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     given = {**dict(zip(names, args)), **kwargs}
-    for name, split in self.metadata.items():
+    for name, split in hook.metadata.items():
         tensor = given.get(name)
         if isinstance(tensor, Tensor) and tensor.dim() == split.expected_dims:
-            given[name] = self._prepare_cp_input(tensor, split)
+            given[name] = hook._prepare_cp_input(tensor, split)
     return (), given
 
 
@@ -341,7 +349,8 @@ class Followed:
         assert self.parallel is not None
         self.applied = True
         hook = _hook(root, "", "input")
-        hook.fn_ref.pre_forward = types.MethodType(_split_arguments, hook)
+        names = tuple(inspect.signature(type(root).forward).parameters)[1:]
+        hook.fn_ref.pre_forward = functools.partial(_split_arguments, hook, names)
         for module in self.parallel.attentions(root):
             module.processor = copy.copy(module.processor)
             module.processor._parallel_config = None  # type: ignore[union-attr]
