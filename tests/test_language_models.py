@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -72,7 +73,7 @@ CASES = {
     "olmo2": Case("Olmo2", layers("Olmo2", 9), 14),
     "gpt-oss": Case(
         "GptOss",
-        {"GptOssDecoderLayer": LAYERS, "GptOssAttention": LAYERS, "GptOssRMSNorm": 5},
+        {"GptOssDecoderLayer": LAYERS, "GptOssAttention": LAYERS, "GptOssExperts": LAYERS, "GptOssRMSNorm": 5},
         8,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     ),
@@ -96,6 +97,24 @@ def assert_ran(report: Any, case: Case) -> None:
     assert report.replaced == {f"transformers.{name}": count for name, count in case.replaced.items()}
     assert all(site.calls for site in report.sites), report
     assert report.fallbacks == {} and report.left_alone == {} and "not packed" not in str(report)
+
+
+def test_the_gate_of_experts(ltx: ModuleType, device: str) -> None:
+    """It is the class's own again after `restore`; experts with another gate stay as they are."""
+    model, ids = make(CASES["gpt-oss"], device), make_ids(device)
+    stock = model(ids).logits
+    first, second = (layer.mlp.experts for layer in model.model.layers[:2])
+    second._apply_gate = functools.partial(type(second)._apply_gate, second)
+    report = ltx.optimize(model)
+    assert report.replaced["transformers.GptOssExperts"] == LAYERS - 1
+    assert "its _apply_gate is patched already" in report.left_alone.values()
+    assert distance(model(ids).logits, stock) < CLOSE
+    with torch.autocast(device, dtype=torch.bfloat16):
+        model(ids)
+    assert report.fallbacks["transformers.GptOssExperts"].keys() == {"autocast is on"}
+    report.restore()
+    assert "_apply_gate" not in first.__dict__ and "_apply_gate" in second.__dict__
+    assert torch.equal(model(ids).logits, stock)
 
 
 @every_case

@@ -58,6 +58,8 @@ class Entry:
     why_not: Callable[[nn.Module], str] = lambda module: ""
     # What the site has to know beside the rounding, from the first module of the class.
     settings: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
+    # What `install` does beside giving the module another forward.
+    prepare: Callable[[nn.Module], None] = lambda module: None
     # Why `restore` cannot put this module back, and what it has to undo beside the forward.
     why_not_restored: Callable[[nn.Module], str] = lambda module: ""
     release: Callable[[nn.Module], None] = lambda module: None
@@ -244,6 +246,7 @@ def install(module: nn.Module, site: Site) -> None:
     stock, ours = type(module).forward, types.MethodType(site.entry.forward, module)
     module.__dict__[ATTRIBUTE] = site  # first: whatever interrupts what follows, `uninstall` finds the module
     site.modules += 1
+    site.entry.prepare(module)
     if "forward" not in module.__dict__:
         module.__dict__["forward"] = ours
         return
