@@ -100,6 +100,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "scale_factor_spatial": 16,
         },
     ),
+    "qwen image": ("AutoencoderKLQwenImage", WAN),
     "wan spatial first": ("AutoencoderKLWan", {**WAN, "temperal_downsample": [True, False, True]}),
 }
 CASES = [(name, half) for name in CONFIGS for half in ("decoder", "encoder")]
@@ -132,7 +133,7 @@ def decode(vae: Any, frames: int = 3, batch: int = 1, size: tuple[int, int] = (4
 def encode(vae: Any, frames: int = 3, batch: int = 1, size: tuple[int, int] = (2, 3)) -> Tensor:
     """Mean and logarithm of the variance of `frames` latent frames."""
     parameter = next(vae.encoder.parameters())
-    seconds, space = 4 if "Wan" in type(vae).__name__ else 8, vae.spatial_compression_ratio
+    seconds, space = (8 if "LTX" in type(vae).__name__ else 4), vae.spatial_compression_ratio
     shape = batch, 3, 1 + seconds * (frames - 1), size[0] * space, size[1] * space
     video = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(parameter)
     with torch.no_grad():
@@ -148,7 +149,7 @@ def calls(report: Any, half: str = "decoder") -> int:
 
 
 def expected_calls(name: str, frames: int = 3) -> int:
-    return frames if "wan" in name else 1
+    return 1 if "ltx" in name else frames
 
 
 def close(result: Tensor, stock: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the encoder and the decoder of Wan's autoencoder share: causal convolutions with a cache, blocks, attention."""
+"""What Wan's and Qwen-Image's encoders and decoders share: cached causal convolutions, blocks, attention."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .._autoencoder import TORCH_MODULES, VIDEO, Form, Hidden, why_not_convoluti
 from .._guards import class_of
 
 WAN = "diffusers.models.autoencoders.autoencoder_kl_wan."
+FAMILIES = (f"{WAN}Wan", "diffusers.models.autoencoders.autoencoder_kl_qwenimage.QwenImage")
+SHARED = ("MidBlock", "ResidualBlock", "AttentionBlock", "Resample", "CausalConv3d", "RMS_norm")
 COMMON = frozenset(
     [
-        *(f"{WAN}Wan{name}" for name in ("MidBlock", "ResidualBlock", "AttentionBlock", "Resample")),
-        *(f"{WAN}Wan{name}" for name in ("CausalConv3d", "RMS_norm")),
+        *(f"{family}{name}" for family in FAMILIES for name in SHARED),
         *TORCH_MODULES,
         *(f"torch.nn.modules.{name}" for name in ("container.Sequential", "conv.Conv2d", "linear.Identity")),
     ]
@@ -127,7 +128,7 @@ def why_not_wan(module: nn.Module) -> str:
         reason = why_not_convolution(part, strided=True)
         if reason:
             return reason
-        if name == WAN + "WanRMS_norm" and (not part.channel_first or isinstance(part.bias, Tensor)):
+        if name.endswith("RMS_norm") and (not part.channel_first or isinstance(part.bias, Tensor)):
             return "its norms have a bias, or channels in another place"
         if isinstance(part, (nn.Conv2d, nn.Conv3d)) and part.padding_mode != "zeros":
             return "its convolutions pad with something else than zeros"

@@ -1,4 +1,4 @@
-"""The decoder of Wan 2.1's and 2.2's autoencoder: frame by frame, with the frames before kept for each convolution."""
+"""Decoders of Wan's (2.1, 2.2) and Qwen-Image's autoencoders: frame by frame, with a cache of the frames before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...channels_last import pixel_shuffle_3d, unpatchify
 from .._autoencoder import Autoencoder, Hidden
 from .._guards import class_of
-from ._vae_wan import COMMON, FORM, WAN, Frames, as_images, as_video, check_call, middle, resnet, why_not_wan
+from ._vae_wan import COMMON, FAMILIES, FORM, WAN, Frames, as_images, as_video, check_call, middle, resnet, why_not_wan
 
 
 def _repeated(x: Tensor, times: tuple[int, int, int], parts: tuple[int, ...] = (1, 1, 1)) -> Tensor:
@@ -80,26 +80,24 @@ def decode(
 
 def _why_not(decoder: Any) -> str:
     for part in decoder.modules():
-        name = class_of(part).removeprefix(WAN)
-        if name == "WanResample" and part.mode not in ("upsample2d", "upsample3d"):
+        name = class_of(part)
+        if name.endswith("Resample") and part.mode not in ("upsample2d", "upsample3d"):
             return f"it holds a step of mode {part.mode}"
-        if name == "WanUpsample" and (part.scale_factor, part.mode) != ((2.0, 2.0), "nearest-exact"):
+        if name.endswith("Upsample") and (part.scale_factor, part.mode) != ((2.0, 2.0), "nearest-exact"):
             return "it does not double rows and columns"
-        if name == "DupUp3D" and part.repeats * math.prod(_parts(part)) != part.factor:
+        if name == WAN + "DupUp3D" and part.repeats * math.prod(_parts(part)) != part.factor:
             return "it holds a shortcut with other numbers of channels"
     return why_not_wan(decoder)
 
 
-NAMES = ("WanDecoder3d", "WanUpBlock", "WanResidualUpBlock", "WanUpsample", "DupUp3D")
+KNOWN = (
+    COMMON
+    | {f"{family}{name}" for family in FAMILIES for name in ("Decoder3d", "UpBlock", "Upsample")}
+    | {f"{WAN}WanResidualUpBlock", f"{WAN}DupUp3D"}
+)
+PARAMETERS = ("x", "feat_cache", "feat_idx")
 
-ENTRIES = (
-    Autoencoder(
-        (f"{WAN}WanDecoder3d",),
-        decode,
-        ("x", "feat_cache", "feat_idx", "first_chunk"),
-        COMMON | {WAN + name for name in NAMES},
-        _why_not,
-        check_call,
-        keeps_frames=True,
-    ),
+ENTRIES = tuple(
+    Autoencoder((f"{family}Decoder3d",), decode, parameters, KNOWN, _why_not, check_call, keeps_frames=True)
+    for family, parameters in zip(FAMILIES, ((*PARAMETERS, "first_chunk"), PARAMETERS))
 )

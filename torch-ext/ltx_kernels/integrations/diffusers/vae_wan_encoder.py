@@ -1,4 +1,4 @@
-"""The encoder of Wan 2.1's and 2.2's autoencoder, for image-to-video: the decoder's blocks, and steps downwards."""
+"""Encoders of Wan's (2.1, 2.2) and Qwen-Image's autoencoders: the decoders' blocks, and steps downwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...channels_last import unpatchify
 from .._autoencoder import Autoencoder, Hidden
 from .._guards import class_of
-from ._vae_wan import COMMON, FORM, WAN, Frames, as_images, as_video, check_call, middle, resnet, why_not_wan
+from ._vae_wan import COMMON, FAMILIES, FORM, WAN, Frames, as_images, as_video, check_call, middle, resnet, why_not_wan
 
 
 def _downsample(module: Any, h: Hidden, frames: Frames) -> None:
@@ -41,10 +41,10 @@ def encode(self: Any, x: Tensor, feat_cache: list[Any], feat_idx: list[int]) -> 
     frames = Frames(feat_cache, feat_idx)
     h = Hidden(FORM, frames.conv(Hidden(FORM, x), self.conv_in), self.conv_in.bias)
     for layer in self.down_blocks:
-        name = class_of(layer).removeprefix(WAN)
-        if name == "WanResidualDownBlock":
+        name = class_of(layer)
+        if name.endswith("ResidualDownBlock"):
             _down_block(layer, h, frames)
-        elif name == "WanResidualBlock":
+        elif name.endswith("ResidualBlock"):
             resnet(layer, h, frames)
         else:
             _downsample(layer, h, frames)
@@ -54,24 +54,30 @@ def encode(self: Any, x: Tensor, feat_cache: list[Any], feat_idx: list[int]) -> 
 
 
 def _why_not(encoder: Any) -> str:
-    if any(class_of(layer) == WAN + "WanAttentionBlock" for layer in encoder.down_blocks):
+    if any(class_of(layer).endswith("AttentionBlock") for layer in encoder.down_blocks):
         return "it holds attention between its steps, which the stock forward cannot call with a cache"
     for part in encoder.modules():
-        if class_of(part) == WAN + "WanResample" and part.mode not in ("downsample2d", "downsample3d"):
+        if class_of(part).endswith("Resample") and part.mode not in ("downsample2d", "downsample3d"):
             return f"it holds a step of mode {part.mode}"
     return why_not_wan(encoder)
 
 
-NAMES = ("WanEncoder3d", "WanResidualDownBlock", "AvgDown3D")
+KNOWN = COMMON | {
+    *(f"{family}Encoder3d" for family in FAMILIES),
+    f"{WAN}WanResidualDownBlock",
+    f"{WAN}AvgDown3D",
+    "torch.nn.modules.padding.ZeroPad2d",
+}
 
-ENTRIES = (
+ENTRIES = tuple(
     Autoencoder(
-        (f"{WAN}WanEncoder3d",),
+        (f"{family}Encoder3d",),
         encode,
         ("x", "feat_cache", "feat_idx"),
-        COMMON | {"torch.nn.modules.padding.ZeroPad2d", *(WAN + name for name in NAMES)},
+        KNOWN,
         _why_not,
         check_call,
         keeps_frames=True,
-    ),
+    )
+    for family in FAMILIES
 )
