@@ -61,6 +61,7 @@ class Case:
     exchanges: How often a forward calls each collective; None where that is not the point.
     batch: The batch is split, and the tokens only where there is a config, of half of the ranks.
     gradients: With those of the parameters, which the ranks add up.
+    own_plan: The caller gives diffusers' plan, which splits LTX-Video's prompt, so that its mask is gathered.
     compiled: By torch.compile, as one graph.
     elsewhere: Options of the other ranks, where they differ.
     error: What the error says, where there has to be one.
@@ -79,6 +80,7 @@ class Case:
     exchanges: tuple[int, int] | None = None
     batch: bool = False
     gradients: bool = False
+    own_plan: bool = False
     compiled: bool = False
     elsewhere: dict[str, Any] | None = None
     error: str = ""
@@ -137,6 +139,9 @@ TWO = (
     Case("sd3", {}, batch=True, text=None, later=True),
     Case("z_image", {}, batch=True, text=None),
     Case("qwenimage", {}, batch=True, text=5),
+    Case("ltx", ULYSSES, masked=True, own_plan=True, exchanges=(2 * 2 + 2 * 3, 2)),
+    Case("ltx", RING, masked=True, own_plan=True, exchanges=(0, 2 + 2 * 2)),
+    Case("ltx", RING_ANYTHING, masked=True, own_plan=True, text=7),
     Case("ltx", ULYSSES, masked=True, text=7, compiled=True),
     Case("ltx-per_token", RING, text=7, compiled=True),
     Case("wan-t2v", ULYSSES, text=None, gradients=True),
@@ -215,7 +220,8 @@ def _divide(case: Case, ltx: ModuleType, model: Any) -> None:
     elif case.batch:
         ltx.split_batch(model)
     else:
-        model.enable_parallelism(config=diffusers.ContextParallelConfig(**case.config))
+        plan = type(model)._cp_plan if case.own_plan else None
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(**case.config), cp_plan=plan)
 
 
 def _result(case: Case, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
