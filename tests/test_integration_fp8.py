@@ -249,8 +249,8 @@ def test_options_that_do_not_go_together(ltx: ModuleType, model: nn.Module) -> N
         ({"precision": "int8"}, "precision: expected"),
         ({"precision": "fp8", "level": "norms"}, "goes with level"),
         ({"precision": "fp8", "rounding": "eager"}, "goes with level"),
-        ({"skip": ()}, "skip and stock_weights"),
-        ({"stock_weights": "free"}, "skip and stock_weights"),
+        ({"skip": ()}, "skip, stock_weights and weights: expected precision"),
+        ({"stock_weights": "free"}, "skip, stock_weights and weights: expected precision"),
         ({"precision": "fp8", "skip": "*.ff.*"}, "skip: expected a list"),
     ):
         with pytest.raises(ValueError, match=text):
