@@ -245,8 +245,10 @@ def test_inference_mode(ltx: ModuleType, device: str, family: Family) -> None:
 @pytest.mark.slow
 @every_family
 def test_compile_inductor(ltx: ModuleType, device: str, family: Family) -> None:
+    """Against the compiled stock model, which keeps what the eager one rounds: Qwen-Image's timesteps, for one."""
     model, inputs = make(family, device, torch.bfloat16), cast(family.inputs(2), device, torch.bfloat16)
-    stock = run(model, inputs)
+    stock = run(torch.compile(model), inputs)
+    torch.compiler.reset()
     ltx.optimize(model)
     assert distance(run(torch.compile(model, fullgraph=family.one_graph), inputs), stock) < 0.02
 
