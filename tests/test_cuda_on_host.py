@@ -1,0 +1,98 @@
+"""The general CUDA kernel of the norm family computes what fp64 says. No GPU is needed.
+
+A copy of the sources is built for the CPU, whose norms are this kernel as g++ compiles it: a thread of the host for
+each of the GPU's (helpers/cuda_on_host.h). This shows wrong arithmetic and wrong columns; races show only on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import test_quant
+import torch
+from build_checks import ROOT, builder
+from helpers import DTYPES, MODULATORS, NORM_OPS, QUANTISED_NORMS, Make, check_everywhere, norm_case
+from mutations import copy_sources
+
+pytestmark = pytest.mark.slow
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+HELPERS = ROOT / "tests" / "helpers"
+WIDTHS = [8, 40, 250, 264, 1000]  # several rows a warp; a part of a pack; more than one warp
+# What g++ does not take: launches of other kernels, and two instructions of the GPU.
+EDITS = [
+    ("kernel_src/ltx/row/kernel.cuh", r"<<<.*?>>>", ""),
+    ("kernel_src/ltx/activation.cuh", r'asm\("ex2.*;', "y = std::exp2(x);"),
+    ("kernel_src/ltx/activation.cuh", r'asm\("rcp.*;', "y = 1.f / x;"),
+    ("kernel_src/cpu/quant.cpp", r"void norm_quant(\(.*LTX_DISPATCH)", r"void rows_quant_on_cpu\1"),
+]
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    from kernels import get_local_kernel
+
+    toolkit = builder.find_cuda()
+    if toolkit is None:
+        pytest.skip("NOT RUN: CUDA's headers not found (python tools/build.py --cuda-from-pypi)")
+    copy = tmp_path_factory.mktemp("on_host")
+    copy_sources(copy)
+    for name, old, new in EDITS:
+        text, count = re.subn(old, new, (copy / name).read_text())
+        assert count > 0, f"{name}: {old} not found"
+        (copy / name).write_text(text)
+    shutil.copy(HELPERS / "cuda_on_host.h", copy / "kernel_src" / "cpu" / "cuda_on_host.h")
+    shutil.copy(HELPERS / "norm_on_host.cpp", copy / "kernel_src" / "cpu" / "norm.cpp")
+    table = copy / "build.toml"
+    before, norm, after = re.split(r"(\[kernel\.norm_cpu\].*?cxx-flags = \[)", table.read_text(), flags=re.DOTALL)
+    include = toolkit.nvcc.parent.parent / "include"
+    table.write_text(f'{before}{norm}"-I{include}", "-pthread", "-fno-strict-aliasing", {after}')
+    process = subprocess.run(
+        [sys.executable, "tools/build.py", "--backend", "cpu"], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # one launch at a time
+    yield get_local_kernel(copy / "build", backend="cpu")
+    torch.set_num_threads(threads)
+
+
+@every_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("op", sorted(NORM_OPS))
+def test_rounded(on_host: ModuleType, op: str, width: int, dtype: torch.dtype) -> None:
+    make = Make("cpu", dtype, seed=width)
+    check_everywhere(on_host, norm_case(op, make, (2, 3, width)), "cpu", repeat=False)
+    strided = norm_case(op, make, (2, 3, width), param_dtype=torch.float32).in_layout("columns strided")
+    check_everywhere(on_host, strided, "cpu", repeat=False)
+
+
+@every_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("op", sorted(NORM_OPS))
+def test_eager(on_host: ModuleType, op: str, width: int, dtype: torch.dtype) -> None:
+    """The reference rounds wherever the chain of torch ops does; a sum in another order moves few of its bits."""
+    case = norm_case(op, Make("cpu", dtype, seed=width), (2, 3, width)).replace(rounding="eager")
+    for got, expected in zip(case.run(on_host), case.run(on_host.reference), strict=True):
+        if dtype == torch.float32:
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert (got != expected).float().mean() < 0.03
+            torch.testing.assert_close(got.float(), expected.float(), rtol=0.02, atol=0.02)
+
+
+@every_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("op", [op for op in QUANTISED_NORMS if op != "gated_residual"])  # which quant.cu has
+def test_quantised(on_host: ModuleType, op: str, width: int, dtype: torch.dtype) -> None:
+    make, tables = Make("cpu", dtype, seed=width), [name for name in MODULATORS if name in NORM_OPS[op]]
+    test_quant.check(on_host, norm_case(op, make, (2, 3, width)))
+    test_quant.check(on_host, norm_case(op, make, (2, 3, width), tables=tables).in_layout("rows misaligned"))
+    each = norm_case(op, make, (2, 3, width), param_dtype=torch.float32, modulation="[B, S, H]")
+    test_quant.check(on_host, each.in_layout("columns strided"), torch.tensor(0.02))
