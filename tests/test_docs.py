@@ -105,6 +105,7 @@ def test_python_blocks_run(
 ):
     """In their order, with the names that the page says are there, but for the model and the size of the clip."""
     from diffusers import LTXPipeline
+    from helpers.language_models import forget_kernelized
 
     monkeypatch.setitem(sys.modules, "ltx_kernels", ltx)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -126,6 +127,7 @@ def test_python_blocks_run(
             with pytest.raises((RuntimeError, OSError, ValueError, AssertionError)):
                 exec(program, names)
     ltx.restore(tiny)
+    forget_kernelized()
     if file == "README.md":
         sites = {site.name: site.calls for site in names["report"].sites}
         assert sites["diffusers.LTXVideoTransformerBlock"] == 2 * len(tiny.transformer.transformer_blocks)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
-from helpers.language_models import LAYERS, distance, gradients, make_ids, make_model, random_  # noqa: E402
+from helpers.language_models import LAYERS, distance, forget_kernelized, gradients, make_ids, make_model, random_  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = [torch.bfloat16, torch.float16]
@@ -341,8 +341,7 @@ def test_optimize_and_kernelize(ltx: ModuleType, device: str, case: Case, first:
         if functions:  # this transformers takes this kernels
             assert report.fallbacks or (first == "kernelize" and "its forward is patched already" in str(report))
     finally:
-        for function in functions:
-            vars(function).pop("forward", None)
+        forget_kernelized()
 
 
 FALCONS = {

@@ -19,7 +19,16 @@ import pytest
 import torch
 from helpers import assert_close_to_eager, assert_close_to_fp64
 from helpers.build import REPO_ID, ROOT
-from helpers.language_models import LAYERS, WIDTH, assert_close, distance, gradients, make_ids, make_model
+from helpers.language_models import (
+    LAYERS,
+    WIDTH,
+    assert_close,
+    distance,
+    forget_kernelized,
+    gradients,
+    make_ids,
+    make_model,
+)
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -58,17 +67,8 @@ def no_grad():
 
 @pytest.fixture(autouse=True)
 def stock_functions():
-    """kernelize replaces a decorated function for the whole process: afterwards it is the stock one again."""
     yield
-    for function in rotary_functions():
-        function.__dict__.pop("forward", None)
-
-
-def rotary_functions() -> list[nn.Module]:
-    """What transformers made of `apply_rotary_pos_emb` in every model that is imported."""
-    models = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
-    functions = [vars(module).get("apply_rotary_pos_emb") for module in models]
-    return [function for function in functions if isinstance(function, nn.Module)]
+    forget_kernelized()
 
 
 def norms(model: nn.Module) -> list[nn.Module]:

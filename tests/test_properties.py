@@ -30,7 +30,7 @@ def test_every_function_is_called(ltx, device):
         tally = Tally()
         fuzz.run(ltx, device, family, 900 if family in ("norms", "quantised") else 300, tally)
         found |= {op for op, _ in tally.figures}
-    others = {"kernel_mapping", "layers", "optimize", "restore", "reference", "quantize_weight"}
+    others = {"kernel_mapping", "layers", "optimize", "restore", "split_batch", "reference", "quantize_weight"}
     others |= {"scaled_linear", "linear_cat"}
     assert set(ltx.__all__) - others == found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "L
     config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
     model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
     return random_(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def rotary_functions() -> list[nn.Module]:
+    """What transformers made of `apply_rotary_pos_emb` in every model that is imported."""
+    models = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    functions = [vars(module).get("apply_rotary_pos_emb") for module in models]
+    return [function for function in functions if isinstance(function, nn.Module)]
+
+
+def forget_kernelized() -> None:
+    """kernelize replaces a decorated function for the whole process: from here on it is the stock one again."""
+    for function in rotary_functions():
+        vars(function).pop("forward", None)
 
 
 def random_(model: nn.Module) -> nn.Module:

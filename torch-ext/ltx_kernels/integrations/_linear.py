@@ -120,7 +120,8 @@ class Linears:
         """What the active adapters of each layer add, empty if none is active; or why peft has to compute them."""
         found: list[list[LowRank]] = []
         for given, linear in zip(self._given, self.modules):
-            reason, adapters = "", list[LowRank]()
+            reason = ""
+            adapters: list[LowRank] = []
             if given is not linear:
                 follow_layer(given)
                 reason, adapters = adapters_of(given, quantised_weight(linear)[1].device)
