@@ -83,8 +83,8 @@ def configurations(names: Mapping[str, str]) -> str:
             lines.append(f"| {name} | {times} | {launches:,} | {step['error_vs_fp32']:.2e} |")
     head = (
         f"A denoising step with guidance (batch 2) at {FRAMES} frames of 512x768, {meta['device']}, torch "
-        f"{meta['torch']}, {meta['dtype']}, random weights, commit {meta['commit'][:7]}. The error is that of one "
-        "forward against the model in float32:"
+        f"{meta['torch']}, {meta['dtype']}, random weights, commit {meta['commit'][:7]}. The error is measured over "
+        "one forward against the model in float32:"
     )
     return "\n".join([head, "", *lines, ""])
 
@@ -92,7 +92,7 @@ def configurations(names: Mapping[str, str]) -> str:
 def norm() -> str:
     """RMSNorm alone, in every way."""
     records = [r for r in load("h200-ops")["records"] if (r["op"], r["dtype"]) == ("rmsnorm", "bf16")]
-    shown = [r for r in records if r["shape"] in ([1024, 2048], [5376, 2048])]  # the latter is that of the model
+    shown = [r for r in records if r["shape"] in ([1024, 2048], [5376, 2048])]  # the second is the model's
     ways = {"eager": "as model code writes it", **PEERS, "ours": "this package", "copy": "a copy of the same bytes"}
     head = "| RMSNorm, bf16, µs | " + " | ".join(
         f"{'x'.join(map(str, r['shape']))} | of the copy's bandwidth" for r in shown

@@ -10,7 +10,7 @@ weights and take turns. "compile" is `compile_repeated_blocks`, which is how dif
 reads values on the host, and where a step takes longer than GRAPH_S). `first_step_s` counts from the call that makes a
 configuration to the end of its first step. `peak_gb` is its weights and what a step needs beside them. `error_vs_fp32`
 is the relative L2 error of the result against the stock model in float32, of the first `error_blocks` blocks of each
-kind: whole models of this size do not fit into the memory twice. `loop_error_vs_fp32` is that of the latents after
+kind: whole models of this size do not fit into the memory twice. `loop_error_vs_fp32` is the error of the latents after
 `loop_steps` steps, each of which takes the same share of the result off them, in float32, at one timestep; torchao's is
 measured without the compiler. With `--blocks` a record is of those blocks alone, and
 says so. `--profile` adds the kernels of one step and `ms_by_kind`.

@@ -9,7 +9,7 @@ two GPUs, the tokens of each half (Ulysses). Records with `"gpus": 1` are of the
 every rank computes by itself at the same time.
 
 A rank's time is the median of its steps, and `step_ms` the median over the ranks. `error_vs_one_gpu` is the relative L2
-distance of the result to that of the same configuration on one GPU. `exchanges` and `exchange_mb` are this package's
+distance between the results on several GPUs and on one. `exchanges` and `exchange_mb` are this package's
 collectives in a step and what they send from a rank to others. Records with `exchange` time bare collectives by the
 bytes that leave a rank. Records with `modelled_ms` are no measurements: they say what 4 and 8 GPUs would take if
 
