@@ -17,21 +17,9 @@ safetensors = pytest.importorskip("safetensors.torch")
 accelerate = pytest.importorskip("accelerate")
 from test_families import cast, every_family, make, run  # noqa: E402
 from test_integration import LAYERS, make_inputs, make_model, patched  # noqa: E402
-from test_integration_fp8 import LINEARS  # noqa: E402
+from test_integration_fp8 import LINEARS, fp8_device, no_grad  # noqa: E402, F401
 
 FILE = "ltx_kernels_fp8.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fp8_device(device: str) -> None:
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no fp8 on this GPU")
 
 
 @pytest.fixture

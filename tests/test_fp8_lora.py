@@ -15,24 +15,11 @@ pytest.importorskip("diffusers")
 from test_families import cast, every_family, make, run  # noqa: E402
 from test_families import distance as distances  # noqa: E402
 from test_integration import LAYERS, distance, exactly, make_inputs, make_model, patched  # noqa: E402
-from test_integration_fp8 import SKIPPED, with_quantised_weights  # noqa: E402
+from test_integration_fp8 import SKIPPED, fp8_device, no_grad, with_quantised_weights  # noqa: E402, F401
 
 TARGETS = ["attn1.to_q", "attn1.to_k", "attn1.to_out.0", "attn2.to_q", "attn2.to_k", "ff.net.0.proj", "ff.net.2"]
 IN_FP8 = sum(name not in SKIPPED for name in TARGETS)
 LINEAR = "torch.Linear"
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(autouse=True)
-def fp8_device(device: str) -> None:
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no fp8 on this GPU")
 
 
 @pytest.fixture

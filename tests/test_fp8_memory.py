@@ -25,20 +25,7 @@ from test_integration import (
     offload_sequentially,
     patched,
 )
-from test_integration_fp8 import LINEARS
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(autouse=True)
-def fp8_device(device: str) -> None:
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no fp8 on this GPU")
+from test_integration_fp8 import LINEARS, fp8_device, no_grad  # noqa: F401
 
 
 @pytest.fixture
