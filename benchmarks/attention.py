@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import REPOSITORY
+from cpu import REPOSITORY, slug_of
 from cpu import meta as common_meta
 from ops import load_package, write
 from torch import Tensor
@@ -171,7 +171,7 @@ def main() -> None:
     meta = {
         **common_meta(package, "cuda"),
     }
-    slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(device)
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-attention.json"
     records: list[dict[str, Any]] = []
     with torch.no_grad():

@@ -31,7 +31,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from cpu import DTYPES, REPOSITORY
+from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
 from ops import kept_records, load_package, write
 from rich.console import Console
@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     ltx, metadata = load_package()
     cuda = options.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(name)
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-clip.json"
     meta = {
         **common_meta(metadata, options.device),

@@ -272,6 +272,11 @@ def device_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def slug_of(device: str) -> str:
+    """What the name of a GPU is in the names of its result files: "h200" for "NVIDIA H200"."""
+    return device.removeprefix("NVIDIA ").lower().replace(" ", "-")
+
+
 def output_of(command: Sequence[str]) -> str | None:
     """The first line that a command prints; None where it fails or is not there."""
     try:

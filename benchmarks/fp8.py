@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu import REPOSITORY
+from cpu import REPOSITORY, slug_of
 from cpu import meta as common_meta
 from ltx import make_inputs
 from ops import load_package, write
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
         "torchao": torchao,
         **{key: getattr(args, key) for key in ("model", "dtype", "frames", "height", "width", "steps", "seeds")},
     }
-    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(name)
     output = args.output or REPOSITORY / f"benchmarks/results/{slug}-fp8.json"
     records: list[dict[str, Any]] = []
     stock = pipe.transformer

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import DTYPES, REPOSITORY
+from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
 from models import MODELS, Make, Model, make_model, one_tensor
 from ops import load_package, write
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     ltx, metadata = load_package()
     cuda = options.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(name)
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-host.json"
     meta = {**common_meta(metadata, options.device), "dtype": options.dtype, "rounds": options.rounds}
     records: list[dict[str, Any]] = []

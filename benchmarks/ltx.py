@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from cpu import DTYPES, REPOSITORY
+from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
 from diffusers import LTXVideoTransformer3DModel
 from ops import load_package, write
@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     ltx, metadata = load_package()
     cuda = options.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(name)
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-ltx.json"
     meta = {
         **common_meta(metadata, options.device),

@@ -24,7 +24,7 @@ from typing import Any
 
 import diffusers
 import torch
-from cpu import DTYPES, REPOSITORY
+from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
 from models import MODELS, OF_THE_RUN, Make, earlier_records
 from ops import load_package, write
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     ltx, metadata = load_package()
     cuda = options.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(name)
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-memory.json"
     meta = {
         **common_meta(metadata, options.device),

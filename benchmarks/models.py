@@ -11,9 +11,8 @@ reads values on the host, and where a step takes longer than GRAPH_S). `first_st
 configuration to the end of its first step. `peak_gb` is its weights and what a step needs beside them. `error_vs_fp32`
 is the relative L2 error of the result against the stock model in float32, of the first `error_blocks` blocks of each
 kind: whole models of this size do not fit into the memory twice. `loop_error_vs_fp32` is the error of the latents after
-`loop_steps` steps, each of which takes the same share of the result off them, in float32, at one timestep; torchao's is
-measured without the compiler. With `--blocks` a record is of those blocks alone, and
-says so. `--profile` adds the kernels of one step and `ms_by_kind`.
+`loop_steps` steps at one timestep. Each step subtracts the same share of the result in float32. torchao runs them
+without the compiler. With `--blocks` a record is of those blocks alone, and says so. `--profile` adds the kernels of one step and `ms_by_kind`.
 
 The file is written after each model, and again after its profile: a run that is killed keeps what it has measured. A
 model's records replace its earlier ones; other models keep theirs, each with the commit and date of its run.
@@ -37,7 +36,7 @@ from typing import Any
 
 import diffusers
 import torch
-from cpu import DTYPES, REPOSITORY
+from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
 from ops import load_package, write
 from rich.console import Console
@@ -659,7 +658,7 @@ def main(arguments: list[str] | None = None) -> int:
     ltx, metadata = load_package()
     cuda = options.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(name)
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-models.json"
     meta = {
         **common_meta(metadata, options.device),

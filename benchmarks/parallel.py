@@ -3,7 +3,7 @@
     python tools/build.py
     python benchmarks/parallel.py [--models ltx wan] [--configs stock kernels] [--modes ulysses] [--tiny]
 
-The program starts a process for each GPU. The weights are random, the models those of benchmarks/models.py. "ulysses"
+The program starts a process for each GPU. The weights are random, and benchmarks/models.py makes the models. "ulysses"
 and "ring" split the tokens of a call over all GPUs. "guidance" splits the batch of two in halves and, with more than
 two GPUs, the tokens of each half (Ulysses). Records with `"gpus": 1` are of the same model with nothing split, which
 every rank computes by itself at the same time.
@@ -42,7 +42,7 @@ from unittest import mock
 import diffusers
 import torch
 import torch.distributed as dist
-from cpu import DTYPES, REPOSITORY
+from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
 from diffusers.models.attention_dispatch import attention_backend
 from models import MODELS, Inputs, Make, Model, block_lists, first_blocks, one_tensor
@@ -352,7 +352,7 @@ def worker(rank: int, world: int, port: int, options: argparse.Namespace) -> Non
     run = Run(options, rank, world)
     console = Console(width=None if sys.stdout.isatty() else 130, quiet=rank > 0)
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(name)
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}x{world}-parallel.json"
     meta = {
         **common_meta(run.metadata, "cuda" if cuda else "cpu"),

@@ -102,12 +102,13 @@ def main() -> int:
     _, package = load()
     device = "cuda" if package["backend"]["type"] == "cuda" and torch.cuda.is_available() else "cpu"
     from cpu import meta as common_meta
+    from cpu import slug_of
 
     meta = {**common_meta(package, device), "threads": options.jobs, "package_id": package["id"]}
     if device == "cuda":
         meta["devices"] = torch.cuda.device_count()
 
-    slug = meta["device"].removeprefix("NVIDIA ").lower().replace(" ", "-") if device == "cuda" else "cpu"
+    slug = slug_of(meta["device"]) if device == "cuda" else "cpu"
     output = options.output or REPOSITORY / f"benchmarks/results/fuzz-{slug}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     tally, failures, seeds, other_seeds = Tally(), [], [], []

@@ -165,6 +165,7 @@ def main() -> int:
 
     import torch
     from cpu import meta as common_meta
+    from cpu import slug_of
     from helpers.build import REPO_ID, build_directory, use_own_build_by_default
 
     use_own_build_by_default()
@@ -175,7 +176,7 @@ def main() -> int:
     output = options.output.resolve()
     logs = output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    slug = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(torch.cuda.get_device_name())
 
     def share(part: float) -> int:
         return max(1, round(options.jobs * part))

@@ -83,6 +83,7 @@ def main() -> int:
 
     import torch
     from cpu import meta as common_meta
+    from cpu import slug_of
     from helpers.build import build_directory, use_own_build_by_default
 
     use_own_build_by_default()
@@ -104,7 +105,7 @@ def main() -> int:
         "package_id": package["id"],
         "only": options.k,
     }
-    slug = device.removeprefix("NVIDIA ").lower().replace(" ", "-")
+    slug = slug_of(device)
     output_file = options.output or REPOSITORY / f"benchmarks/results/sanitize-{slug}.json"
     tools: dict[str, Any] = {tool: {} for tool in options.tools}
     before = json.loads(output_file.read_text()) if options.resume and output_file.exists() else {"meta": {}}
