@@ -12,7 +12,8 @@ configuration to the end of its first step. `peak_gb` is its weights and what a 
 is the relative L2 error of the result against the stock model in float32, of the first `error_blocks` blocks of each
 kind: whole models of this size do not fit into the memory twice. `loop_error_vs_fp32` is the error of the latents after
 `loop_steps` steps at one timestep. Each step subtracts the same share of the result in float32. torchao runs them
-without the compiler. With `--blocks` a record is of those blocks alone, and says so. `--profile` adds the kernels of one step and `ms_by_kind`.
+without the compiler. With `--blocks` a record is of those blocks alone, and says so.
+`--profile` adds the kernels of one step and `ms_by_kind`.
 
 The file is written after each model, and again after its profile: a run that is killed keeps what it has measured. A
 model's records replace its earlier ones; other models keep theirs, each with the commit and date of its run.
