@@ -194,7 +194,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(ltx: ModuleType, graphs: Mod
             assert torch.equal(held.run(module, function, value), function(value))
             assert torch.cuda.current_stream() == stream
     assert torch.rand(1, device=cuda_graphs).item() < 1
-    assert held.replayed == 2 + 0 + 3 + 2
+    assert held.replayed == 2 + 0 + 3 + 2, held.refused
     assert held.ordinary[graphs.FIRST] == 3
     ((reason, count),) = [(reason, n) for reason, n in held.ordinary.items() if reason != graphs.FIRST]
     assert count == 2 and reason.startswith("its capture failed: ") and "previous error" not in reason

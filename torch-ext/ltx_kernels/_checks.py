@@ -1007,6 +1007,7 @@ def check_attention(
     *,
     scale: float | None,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
     float64: bool = False,
 ) -> None:
     _dim("query", query, 4)
@@ -1024,6 +1025,13 @@ def check_attention(
             _fail("key_lengths", "dtype int32", _dtype_text(key_lengths.dtype))
         _shape("key_lengths", key_lengths, (query.shape[0],))
     _output("out", out, "query", query, query.shape)
+    if lse is not None:
+        _same_device("lse", lse, "query", query)
+        if lse.dtype != torch.float32:
+            _fail("lse", "dtype float32", _dtype_text(lse.dtype))
+        _shape("lse", lse, (query.shape[0], query.shape[2], query.shape[1]))
+        if not lse.is_contiguous():
+            _fail("lse", "a contiguous tensor", f"strides {_shape_text(lse.stride())}")
 
 
 def check_qk_norm_cross_attention(

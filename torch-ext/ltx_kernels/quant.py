@@ -936,7 +936,7 @@ def scaled_linear(
         values, scales, weight_scales = values.contiguous(), scales.contiguous(), weight_scales.contiguous()
         bias = None if bias is None else bias.contiguous()
         if addend is not None and not _has_whole_rows(addend):
-            addend = addend.contiguous()
+            addend = addend.clone(memory_format=torch.contiguous_format)  # also where only its address does not fit
         into = out if out is not None and _has_whole_rows(out) else None
         result = multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum, addend, into)
         return result if out is None or into is not None else out.copy_(result)

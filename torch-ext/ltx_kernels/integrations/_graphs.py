@@ -11,6 +11,7 @@ A call that a graph cannot hold runs ordinarily, and the report counts it with t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -44,19 +45,18 @@ class Captured:
         args, kwargs = pytree.tree_unflatten(self.inputs, spec)
         torch.cuda.empty_cache()  # as the capture does at first, or its bytes would be fewer than they are
         before = torch.cuda.memory_reserved()
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph, self.pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         torch.cuda.current_blas_handle()  # a thread makes its own at its first product, which no capture permits
         try:
-            with _one_capture, torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            with _one_capture, torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
                 self.outputs = function(*args, **kwargs)
         except BaseException:
             try:
-                _end_capturing()
+                _end_capturing(self.pool)
             finally:
                 torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that has failed
             raise
-        self.pool = self.graph.pool()
         self.bytes = torch.cuda.memory_reserved() - before
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -67,8 +67,14 @@ class Captured:
         return pytree.tree_map_only(Tensor, Tensor.clone, self.outputs)
 
 
-def _end_capturing() -> None:
-    """After a capture that has failed: torch then refuses random numbers and replays until another one ends well."""
+def _end_capturing(pool: Any) -> None:
+    """After a capture that has failed.
+
+    torch then still allocates from the capture's pool, and refuses random numbers and replays until another capture
+    ends well.
+    """
+    with contextlib.suppress(RuntimeError):  # where the capture failed before it took memory
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     with _one_capture, torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device=DEVICE)
 
@@ -125,6 +131,7 @@ class Graphs:
                 captured = self.captured[key] = Captured(function, leaves, spec, self.pool)
             except RuntimeError as error:
                 del self.captured[key]
+                self.pool = None  # torch may not take it a second time
                 first = error.__context__ or error  # the capture's end fails, too, and says only that
                 self.refused[key] = f"its capture failed: {str(first).splitlines()[0]}"
                 return None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._checks import requires_grad
 from .._linear import adjacent, linear_cat, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows
@@ -141,7 +142,7 @@ class Linears:
         outputs = self._apart(input) if whole is None else whole.split(self.sizes, -1)
         if not adapters:
             return whole, outputs
-        site.remark("adapters beside fp8", sum(map(bool, adapters)))
+        site.remark("adapters beside fp8", len([added for added in adapters if added]))
         in_place = may_overwrite()
         outputs = tuple(
             add_adapters(output, cast(Tensor, x), added, in_place) for output, added in zip(outputs, adapters)
@@ -225,6 +226,8 @@ def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor 
     """One layer and GELU in one product; None where no product has it, or the layer has to be called."""
     bias = linears.biases[0] if linears.direct else None
     if bias is None or approximate != "tanh":
+        return None
+    if torch.is_grad_enabled() and requires_grad(input, linears.weights[0], bias):  # the product has no gradient
         return None
     function = linear_gelu_op if torch.compiler.is_compiling() else linear_gelu
     return function(input, linears.weights[0], bias)
