@@ -216,7 +216,10 @@ inline void check_output(const Arg& out, const Arg& as, const int64_t* size, int
 
 inline int64_t element_size(const Arg& a) {
   if (a.dtype == aoti_torch_dtype_int64()) return 8;
-  if (a.dtype == aoti_torch_dtype_bool()) return 1;
+  for (const int32_t byte :
+       {aoti_torch_dtype_bool(), aoti_torch_dtype_float8_e4m3fn(), aoti_torch_dtype_float8_e5m2()}) {
+    if (a.dtype == byte) return 1;
+  }
   return a.dtype == aoti_torch_dtype_float32() || a.dtype == aoti_torch_dtype_int32() ? 4 : 2;
 }
 

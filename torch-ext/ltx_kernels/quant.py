@@ -898,9 +898,9 @@ def scaled_linear(
     A layer on inputs side by side, each with scales of its own, is a product for each, with the sum of those before as
     the addend of the next.
 
-    On a GPU this is torch._scaled_mm, which rounds the product before the addend; on Hopper, with CUDA 12.9 or newer
-    and for bfloat16, the same call of cuBLASLt without the workspace that it would clear before each product. On a CPU
-    it is computed as written, for tests.
+    On a GPU this is torch._scaled_mm; on Hopper, with CUDA 12.9 or newer and for bfloat16, the same call of cuBLASLt
+    without the workspace that it would clear before each product. torch._scaled_mm rounds the product before it adds
+    the addend, and so does cuBLASLt where ``out`` is the addend itself. On a CPU it is computed as written, for tests.
 
     Args:
         values: [..., in], float8_e4m3fn.

@@ -11,7 +11,6 @@ A call that a graph cannot hold runs ordinarily, and the report counts it with t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -53,7 +52,7 @@ class Captured:
                 self.outputs = function(*args, **kwargs)
         except BaseException:
             try:
-                _end_capturing(self.pool)
+                _end_capturing()
             finally:
                 torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that has failed
             raise
@@ -67,14 +66,8 @@ class Captured:
         return pytree.tree_map_only(Tensor, Tensor.clone, self.outputs)
 
 
-def _end_capturing(pool: Any) -> None:
-    """After a capture that has failed.
-
-    torch then still allocates from the capture's pool, and refuses random numbers and replays until another capture
-    ends well.
-    """
-    with contextlib.suppress(RuntimeError):  # where the capture failed before it took memory
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+def _end_capturing() -> None:
+    """After a capture that has failed: torch then refuses random numbers and replays until another one ends well."""
     with _one_capture, torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device=DEVICE)
 
@@ -131,7 +124,7 @@ class Graphs:
                 captured = self.captured[key] = Captured(function, leaves, spec, self.pool)
             except RuntimeError as error:
                 del self.captured[key]
-                self.pool = None  # torch may not take it a second time
+                self.pool = None  # torch takes the pool of a failed capture for one in use
                 first = error.__context__ or error  # the capture's end fails, too, and says only that
                 self.refused[key] = f"its capture failed: {str(first).splitlines()[0]}"
                 return None
