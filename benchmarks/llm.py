@@ -21,7 +21,6 @@ import argparse
 import copy
 import gc
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -33,9 +32,9 @@ from typing import Any
 
 import torch
 import transformers
-from cpu import REPOSITORY
+from cpu import REPOSITORY, slug_of
 from cpu import meta as common_meta
-from ops import load_package, write
+from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.table import Table
 from steps import STEPS_AHEAD, synchronize, time_steps, weight_bytes
@@ -49,6 +48,7 @@ KEPT_LOGITS = 64
 WARM_TOKENS = 4  # before those that are timed
 MODELS = [name for name in SHAPES if name != "tiny"]
 SIZES = ["8192x1", "512x1", "512x8"]  # tokens x batch
+IDENTITY = ("model", "tokens", "batch", "config")  # what a record measures
 
 
 def size(text: str) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     ltx, metadata = load_package()
     cuda = options.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else "cpu"
-    output = options.output or REPOSITORY / f"benchmarks/results/{name.removeprefix('NVIDIA ').lower()}-llm.json"
+    output = options.output or REPOSITORY / f"benchmarks/results/{slug_of(name)}-llm.json"
     meta = {
         **common_meta(metadata, options.device),
         "transformers": transformers.__version__,
@@ -173,18 +173,16 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": options.dtype,
         "weights": "random",
     }
-    earlier = json.loads(output.read_text())["records"] if output.exists() else []
-    sizes = set(options.sizes)
-    records = [r for r in earlier if r["model"] not in options.models or (r["tokens"], r["batch"]) not in sizes]
+    records: list[dict[str, Any]] = []
     failed = False
     with torch.no_grad():
         for key in options.models:
-            torch.compiler.reset()
             model = random_model(key, getattr(torch, DTYPES[options.dtype]), options.device, options.layers)
             for tokens, batch in options.sizes:
+                torch.compiler.reset()  # or the sizes after the first meet torch.compile's limit, and run eagerly
                 try:
                     records += [{"model": key, **r} for r in measure(model, ltx, tokens, batch, options)]
-                    write(output, meta, records)
+                    write(output, meta, kept_records(output, meta, records, IDENTITY))
                 except Exception as reason:  # the others are still measured; the exit status says that one was not
                     failed = True
                     console.print(
