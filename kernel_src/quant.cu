@@ -1,5 +1,4 @@
-// Rows quantised to fp8: norm_quant (rmsnorm, adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm,
-// rmsnorm_residual, plain rows) and glu_quant (geglu, swiglu, gelu).
+// Rows quantised to fp8: plain rows and RMS norms (rows_quant, which norm_quant.cu calls) and activations (glu_quant).
 //
 //   scale  = max(amax(|y|) / 448, 2^-120), or one number for all rows
 //   values = e4m3(y * (1 / scale))              y: the op's fp32 result (norm.cu and glu.cu have the formulas)
@@ -9,27 +8,27 @@
 // 16-bit rows are read once (2 bytes an element, and as many for a residual or an up) and written once (1 byte, and 2
 // for the residual stream); y stays in registers while the row finds its largest magnitude.
 //
-// Five kinds of kernel, that share the ownership of packs, the order of a row's sum and the arithmetic:
-//   norm_quant_kernel, glu_quant_kernel  a row in registers, each of its bytes read once; blocks come and go.
-//   modulate_quant_kernel  the same for the modulated norm, of a length that is known.
-//   norm_quant_kernel_held  norms with a modulation else, if its vectors are the same for all rows of a block (but for
-//                        those of a gated residual that the first kind knows): it computes a row's factor and addend
-//                        once, holds them in shared memory, and takes one row after the other, the next one being on
-//                        its way while one is worked on. That has a price, too: H200, adaln_rmsnorm 2x8064x2048, the
-//                        vectors are there after 3.3 us, and memory serves some multiprocessors faster, so that blocks
-//                        with equal shares of the rows end after 22 to 32 us. modulate_quant_kernel is faster for any
-//                        number of rows: 29.3 and 32.6 us, 1x64x2048 5.3 and 5.9.
-//   *_kernel_general     rows that are too long, strided or misaligned: element by element, for the norm's sum, for the
-//                        magnitude and for the values, from cache after the first time.
+// The kernels share the ownership of packs, the order of a row's sum and the arithmetic:
+//   norm_quant_kernel, glu_quant_kernel  hold a row in registers and read each of its bytes once; a block ends with its
+//                        row.
+//   modulate_quant_kernel  does so for the modulated norm of known lengths.
+//   norm_quant_kernel_held  serves the other norms with a modulation if all rows of a block have the same vectors. A
+//                        block computes factor and addend once, holds them in shared memory and takes one row after
+//                        the other, loading the next row while it works on one. The vectors are there after 3.3 us
+//                        (H200, adaln_rmsnorm 2x8064x2048), and memory serves some multiprocessors faster, so that
+//                        blocks with equal shares of the rows end after 22 to 32 us. modulate_quant_kernel is faster
+//                        for any number of rows: 29.3 and 32.6 us, 1x64x2048 5.3 and 5.9.
+//   *_kernel_general     take rows that are too long, strided or misaligned, element by element: once for the norm's
+//                        sum, once for the magnitude and once for the values, from cache after the first time.
 // How many threads share a row depends on its length and dtype, and on the op, alone.
 //
-// A row of 2048 bf16 that becomes fp8 leaves a multiprocessor of an H200 about 1500 issue slots, 190 a pack: 100 taken
-// cost 10 % over a copy. A vector costs 8 to unpack, and what rows of other blocks push out of the first cache comes
-// from the second one each time. Hence kernels of their own for the vectors that a model's block passes, and few steps
-// between them and a row. Rows that are wide, or have little done to them, wait for memory: a block brings those of a
-// later one into the L2 cache. No barrier but the held kernel's has a number that is known at run time alone: ptxas
-// would reserve all sixteen for every block, and four blocks would fill a multiprocessor (gated_residual_adaln_rmsnorm
-// 2x8064x2048, blocks of 128: 1.26 x a copy with such, 1.03 without).
+// A row of 2048 bf16 that becomes fp8 leaves a multiprocessor of an H200 about 1500 issue slots, 190 a pack: 100 more
+// cost 10 % over a copy. Unpacking a vector takes 8 of them, and rows of other blocks push the vectors out of the first
+// cache. Hence the vectors that a model's block passes have kernels of their own, with few steps between them and a
+// row. Rows that are wide, or have little done to them, wait for memory: a block brings those of a later one into the
+// L2 cache. Only the held kernel's barrier has a number that is known at run time: for such a barrier ptxas reserves
+// all sixteen, and four blocks would fill a multiprocessor (gated_residual_adaln_rmsnorm 2x8064x2048, blocks of 128:
+// 1.26 x a copy with such barriers, 1.03 without).
 #include <algorithm>
 #include <array>
 #include <string>
@@ -49,13 +48,9 @@ namespace {
 
 // ---- Shared by all kernels
 
-// Sum of squares of a pack, as two chains.
 template <int kWidth>
 __device__ __forceinline__ float pack_squares(const float (&h)[kWidth]) {
-  float sum[2] = {0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) sum[i % 2] = fmaf(h[i], h[i], sum[i % 2]);
-  return sum[0] + sum[1];
+  return ltx::pack_squares<false>(h, 0.f, kWidth);
 }
 
 // x = addend + x, and alike.
@@ -118,25 +113,6 @@ __device__ __forceinline__ void keep(Pack<T, kWidth> (&packs)[kPacks]) {
   }
 }
 
-template <int kWidth>
-__device__ __forceinline__ float pack_magnitude(float most, const float (&y)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) most = larger_magnitude(most, y[i]);
-  return most;
-}
-
-// The largest magnitude of a thread's packs, in chains side by side.
-template <int kPacks, int kWidth>
-__device__ __forceinline__ float magnitude(const float (&y)[kPacks][kWidth]) {
-  float most[4] = {};
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) most[i % 4] = larger_magnitude(most[i % 4], y[k][i]);
-  }
-  return larger_magnitude(larger_magnitude(most[0], most[1]), larger_magnitude(most[2], most[3]));
-}
-
 // block: x = the threads of a row, y = rows.
 
 // Over some lanes, and over a warp.
@@ -167,8 +143,8 @@ struct Group<0> {
   static __device__ __forceinline__ int number() { return threadIdx.y; }
 };
 
-// One partial result for each warp of a row, at most 16, and zeros up to the next multiple of four: of kRows rows a
-// thread, and of at most eight groups of rows a block.
+// For each of a thread's kRows rows: one partial result a warp, at most 16, and zeros up to the next multiple of four.
+// A block has at most eight groups of rows.
 constexpr int kPartials = 32;
 template <int kRows>
 struct alignas(16) PartialResults {
@@ -176,7 +152,7 @@ struct alignas(16) PartialResults {
 };
 
 // A reduction over the threads of a row takes two steps with a barrier of the block in between: each warp stores its
-// partial result, then every thread combines all of them. A row of one warp is reduced by the first step. kWhole: rows
+// partial result, then every thread combines them all. The first step alone reduces a row of one warp. kWhole: rows
 // have whole warps.
 template <bool kWhole, int kWarps = 0, int kRows, typename Op>
 __device__ __forceinline__ void store_partials(float (&x)[kRows], PartialResults<kRows>& partials, const Op& op) {
@@ -230,12 +206,12 @@ __device__ __forceinline__ float block_reduce(float x, PartialResults<1>& partia
   return one[0];
 }
 
-// Which packs of a row are a thread's: a warp owns 32 * kPacks neighbouring ones, a lane those 32 apart, beginning with
-// number first_pack. Rows of less than a warp have one pack a thread.
+// A warp owns 32 * kPacks neighbouring packs of a row, and a lane those 32 apart, from number first_pack on. Rows of
+// less than a warp have one pack a thread.
 constexpr int kPackStep = 32;
-// Threads of a block at least: rows of less share one.
-// H200, of a copy's time, blocks of 128 and 256: gated_residual 2x2688x2048 1.04, 1.06; quantize_rows 2x8064x2048 1.05,
-// 1.04; gated_residual_adaln_rmsnorm 2x8064x2048 1.03, 1.04.
+// A block has at least kBlock threads: several short rows share one. H200, of a copy's time, blocks of 128 and 256:
+// gated_residual 2x2688x2048 1.04, 1.06; quantize_rows 2x8064x2048 1.05, 1.04; gated_residual_adaln_rmsnorm 2x8064x2048
+// 1.03, 1.04.
 constexpr int kBlock = 128, kMaxThreads = 512;
 
 __device__ __forceinline__ int first_pack(int packs) {
@@ -243,7 +219,7 @@ __device__ __forceinline__ int first_pack(int packs) {
   return thread / 32 * 32 * packs + thread % 32;
 }
 
-// ---- In registers. Rows have at most two dimensions, of which the outer one is the grid's y.
+// ---- In registers. Rows have at most two dimensions; the outer one is the grid's y.
 
 struct RowPointer {
   char* data;
@@ -252,7 +228,7 @@ struct RowPointer {
   __device__ __forceinline__ char* at(uint32_t row) const { return data + outer * blockIdx.y + inner * row; }
 };
 
-// A pack that is read once. kPasses: it leaves the first cache to the vectors.
+// A pack that is read once. kPasses: it takes no place in the first cache, which keeps the vectors.
 template <bool kPasses, typename P>
 __device__ __forceinline__ P load_row_pack(const P* from) {
   static_assert(sizeof(P) == 16);
@@ -265,7 +241,7 @@ __device__ __forceinline__ P load_row_pack(const P* from) {
 }
 
 // A thread's kPacks packs of kRows neighbouring rows, and of the rows that are `stride` further on. kShort: several
-// rows share a warp, whose threads have all the same several packs, those a row's threads apart.
+// rows share a warp, and each thread has kPacks packs of its row, which lie as many packs apart as the row has threads.
 template <typename T, int kPacks, int kOperands, int kRows = 1, bool kShort = false>
 struct RowShare {
   static constexpr int kWidth = kPackWidth<T>;
@@ -300,8 +276,8 @@ struct RowShare {
     return from + k * step();
   }
 
-  // The packs of the rows (or of those after them, when `source` has gone on already): zeros past a row's end and past
-  // the last row.
+  // The packs of kRows rows from row number `at` on, whose data `source` points to: zeros past a row's end and past the
+  // last row.
   template <bool kPasses>
   __device__ __forceinline__ void load(uint32_t at, const RowPointer (&operands)[kOperands],
                                        P (&packs)[kRows][kOperands][kPacks]) const {
@@ -443,13 +419,13 @@ constexpr bool has_gate(Fusion f) { return f == Fusion::kResidual || f == Fusion
 constexpr bool has_modulation(Fusion f) { return f == Fusion::kModulate || f == Fusion::kGated; }
 constexpr bool has_norm(Fusion f) { return f != Fusion::kRows && f != Fusion::kResidual; }
 
-// The vectors of a norm_quant_kernel: any, each of which may be absent, vary, or be of another dtype than the rows;
-// those that a model's block passes (a weight, or gate, scale and shift, each without a table or each with one), all in
-// the rows' dtype and the same for all rows of a block.
+// The vectors of a norm_quant_kernel. kAny: each may be absent, vary, or have another dtype than the rows. kKnown and
+// kTables: a model's block passes exactly these (a weight, or gate, scale and shift; kTables: each with a table), all
+// in the rows' dtype and the same for all rows of a block.
 enum class Vectors { kAny, kKnown, kTables };
 
-// Rows of a thread, which share its vectors: two where these are many. H200, of a copy's time with one row and with
-// two, gated_residual_adaln_rmsnorm 2x8064x2048 1.03, 1.05; with tables 1.17, 1.08.
+// Rows of a thread, which share its vectors: two where there are many vectors. H200, of a copy's time with one row and
+// with two, gated_residual_adaln_rmsnorm 2x8064x2048 1.03, 1.05; with tables 1.17, 1.08.
 constexpr int rows_at_once(Fusion f, Vectors v) { return f == Fusion::kGated && v == Vectors::kTables ? 2 : 1; }
 
 // Threads of a multiprocessor that bound a thread's registers. H200, gated_residual_adaln_rmsnorm 2x8064x4096, of a
@@ -763,7 +739,7 @@ struct SharedVectors {
   }
 };
 
-// Threads of a block, several rows, which share what is held.
+// Threads of a block of norm_quant_kernel_held, which takes several rows.
 constexpr int kHeldBlock = 256;
 // Threads of a multiprocessor for which the kernel gets its registers, and its grid. H200, of a copy's time:
 // adaln_rmsnorm 2x8064x2048 1.16 with 512 and with 768 threads; gated_residual_adaln_rmsnorm 2x8064x2048 1.07 with
@@ -966,7 +942,8 @@ __device__ __forceinline__ void quantise_general(int64_t row, bool active, int64
   if (!output.static_scale) {
     for_packs<T>(width, packs, [&](int64_t column) {
       get(column, y);
-      most = pack_magnitude(most, y);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) most = larger_magnitude(most, y[i]);
     });
     most = block_reduce<false>(most, partials, Magnitude());
   }
@@ -987,8 +964,7 @@ __device__ __forceinline__ void quantise_general(int64_t row, bool active, int64
 
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    norm_quant_kernel_general(const __grid_constant__ NormParams p, const __grid_constant__ QuantOutput output,
-                              int packs, float inverse_width) {
+    norm_quant_kernel_general(const __grid_constant__ NormParams p, int packs, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
   __shared__ PartialResults<1> sums, magnitudes;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
@@ -1042,7 +1018,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const bool plain = !p.residual.data && !p.shift.value.data;
   const float rstd = normalises ? reciprocal_root(block_reduce<false>(sum, sums, Sum()), inverse_width, p.eps) : 1.f;
   const float after = plain ? rstd : 1.f;
-  quantise_general<T>(number, active, width, packs, output, after, magnitudes, [&](int64_t column, float (&y)[kWidth]) {
+  const auto get_y = [&](int64_t column, float (&y)[kWidth]) {
     get_h(column, y);
     if (!normalises) return;
     float factor[kWidth], addend[kWidth], m[kWidth];
@@ -1060,7 +1036,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if (p.shift.value.data) get_modulator(p.shift, shift, column, addend);
     if (!plain) each(y, [&](float h) { return __fmul_rn(h, rstd); });
     multiply_add(y, factor, addend);
-  });
+  };
+  quantise_general<T>(number, active, width, packs, p.quantised, after, magnitudes, get_y);
 }
 
 constexpr int kGeneralThreads = 256;
@@ -1097,7 +1074,7 @@ __global__ void __launch_bounds__(kGeneralThreads, 1)
 
 // ---- Launch
 
-// How a row is shared out: `threads` a row, `packs` a thread.
+// `threads` share a row and own `packs` packs each.
 struct Geometry {
   int threads;
   int packs;
@@ -1197,7 +1174,7 @@ void with_packs(int packs, const Run& run) {
   run(std::integral_constant<int, 4>());
 }
 
-// Takes operands for a *_kernel; `fits` until one of them does not.
+// Takes the operands of a kernel for whole packs; fits() is false as soon as one is not made of whole packs.
 template <typename T>
 class RowOperands {
  public:
@@ -1230,7 +1207,8 @@ class RowOperands {
   bool fits_, varying_ = false;
 };
 
-// Which of the vectors there are, and that they have the rows' dtype and do not vary: Vectors::kAny if not so.
+// kKnown or kTables where exactly the fusion's vectors are there, have the rows' dtype and are the same for all rows;
+// else kAny.
 template <typename T, int kOperands>
 Vectors vectors_of(const NormRowParams<kOperands>& p, Fusion fusion) {
   const RowModulator* const all[] = {&p.weight, &p.gate, &p.scale, &p.shift};
@@ -1259,7 +1237,7 @@ void launch_rows(const NormRowParams<has_residual(F) + 1>& p, int64_t outer, Lau
 // 16, 24, 32 and 48 KiB: 2x8064x4096 1.06, 1.03, 1.03, 1.03, 1.04; 1x8190x5120 1.16, 1.09, 1.07, 1.07, 1.08.
 constexpr int64_t kModulateAheadBytes = 24 << 10;
 
-// modulate_quant_kernel: false where there is none for these rows.
+// modulate_quant_kernel: false where these rows have none.
 template <typename T>
 bool launch_modulate(NormRowParams<1> p, int64_t outer, Launch<T>& launch) {
   if constexpr (sizeof(T) == 2) {
@@ -1281,7 +1259,7 @@ bool launch_modulate(NormRowParams<1> p, int64_t outer, Launch<T>& launch) {
   return false;
 }
 
-// The kernels for the vectors that a model's block passes: false where there is none for these.
+// The kernels for the vectors that a model's block passes: false where these have none.
 template <typename T, bool kResidual, bool kNorm>
 bool launch_known(const NormRowParams<kResidual + 1>& p, int64_t outer, Launch<T>& launch) {
   constexpr Vectors kKnown = Vectors::kKnown;
@@ -1347,7 +1325,7 @@ void launch_packed(const NormRowParams<kResidual + 1>& p, int64_t outer, bool sa
 }
 
 template <typename T, bool kResidual, bool kNorm>
-void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>& operands, Launch<T>& launch) {
+void launch_norm(const NormParams& p, RowOperands<T>& operands, Launch<T>& launch) {
   NormRowParams<kResidual + 1> q;
   q.operands[0] = operands.row(p.input);
   if constexpr (kResidual) q.operands[1] = operands.row(p.residual);
@@ -1356,7 +1334,7 @@ void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>&
   q.gate = operands.modulator(p.gate.value, p.gate.table);
   q.scale = operands.modulator(p.scale.value, p.scale.table);
   q.shift = operands.modulator(p.shift.value, p.shift.table);
-  q.output = output;
+  q.output = p.quantised;
   q.rows = static_cast<uint32_t>(operands.inner());
   q.ahead = launch.ahead(p.rows.width, kResidual + 1);
   q.width = static_cast<int32_t>(p.rows.width);
@@ -1370,7 +1348,7 @@ void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>&
     if (launch.is_short()) launch.shape = {launch.shape.threads * launch.shape.packs, 1};
     launch.share(p.rows.count, 1);
     norm_quant_kernel_general<T>
-        <<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs, q.inverse_width);
+        <<<launch.grid, launch.block, 0, launch.stream>>>(p, launch.shape.packs, q.inverse_width);
   } else if constexpr (kPacked) {
     launch_packed<T, kResidual, kNorm>(q, outer, !operands.varying(), launch);
   }
@@ -1378,7 +1356,7 @@ void launch_norm(const NormParams& p, const QuantOutput& output, RowOperands<T>&
 }
 
 template <typename T>
-void norm_quant(const NormParams& p, const QuantOutput& output, const Context& context) {
+void rows_quant(const NormParams& p, const Context& context) {
   const bool normalises = p.statistic == Statistic::kRms;
   const Fusion fusion = p.residual.data ? (normalises ? Fusion::kGated : Fusion::kResidual)
                         : normalises    ? Fusion::kModulate
@@ -1386,11 +1364,10 @@ void norm_quant(const NormParams& p, const QuantOutput& output, const Context& c
   Launch<T> launch(p.rows.width, fusion, context);
   RowOperands<T> operands(p.rows);
   if (p.residual.data) {
-    return normalises ? launch_norm<T, true, true>(p, output, operands, launch)
-                      : launch_norm<T, true, false>(p, output, operands, launch);
+    return normalises ? launch_norm<T, true, true>(p, operands, launch)
+                      : launch_norm<T, true, false>(p, operands, launch);
   }
-  normalises ? launch_norm<T, false, true>(p, output, operands, launch)
-             : launch_norm<T, false, false>(p, output, operands, launch);
+  normalises ? launch_norm<T, false, true>(p, operands, launch) : launch_norm<T, false, false>(p, operands, launch);
 }
 
 template <typename T, bool kGated>
@@ -1435,7 +1412,7 @@ void glu_quant(const GluParams& p, const QuantOutput& output, const Context& con
   p.up.data ? launch_glu<T, true>(p, output, operands, launch) : launch_glu<T, false>(p, output, operands, launch);
 }
 
-// The slices of for_each_slice, with the part of the output that each writes.
+// for_each_slice, with the part of the output that each slice writes.
 template <typename Params, typename Views, typename Op>
 void for_each_output_slice(const Params& params, const QuantOutput& output, const Views& views, const Op& op) {
   QuantOutput slice = output;
@@ -1449,7 +1426,7 @@ void for_each_output_slice(const Params& params, const QuantOutput& output, cons
 }  // namespace
 
 void rows_quant(const NormParams& p, const Context& context) {
-  dispatch(p.dtype, [&](auto zero) { norm_quant<decltype(zero)>(p, p.quantised, context); });
+  dispatch(p.dtype, [&](auto zero) { rows_quant<decltype(zero)>(p, context); });
 }
 
 void glu_quant(const GluParams& p, const QuantOutput& output, const Context& context) {

@@ -18,6 +18,18 @@ __device__ __forceinline__ float larger_magnitude(float most, float x) {
 #endif
 }
 
+// The largest magnitude of a thread's packs, in chains side by side.
+template <int kPacks, int kWidth>
+__device__ __forceinline__ float magnitude(const float (&y)[kPacks][kWidth]) {
+  float most[4] = {};
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) most[i % 4] = larger_magnitude(most[i % 4], y[k][i]);
+  }
+  return larger_magnitude(larger_magnitude(most[0], most[1]), larger_magnitude(most[2], most[3]));
+}
+
 // Over `lanes` neighbouring lanes, as lane_sum.
 __device__ __forceinline__ float lane_magnitude(float most, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {

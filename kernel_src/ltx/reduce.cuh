@@ -142,4 +142,17 @@ __device__ __forceinline__ float tree_sum(const float (&x)[kCount]) {
   return y[0];
 }
 
+// Sum of (h - mean)^2, or of h^2, over the pack's first `count` elements, as two chains: columns past the row's end
+// count for nothing (they are zero, but mean need not be).
+template <bool kCentred, int kWidth>
+__device__ __forceinline__ float pack_squares(const float (&h)[kWidth], float mean, int64_t count) {
+  float sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    const float x = kCentred ? __fsub_rn(h[i], mean) : h[i];
+    if (i < count) sum[i % 2] = fmaf(x, x, sum[i % 2]);
+  }
+  return sum[0] + sum[1];
+}
+
 }  // namespace ltx

@@ -10,18 +10,6 @@
 
 namespace ltx {
 
-// The largest magnitude of a thread's packs, in chains side by side.
-template <int kPacks, int kWidth>
-__device__ __forceinline__ float magnitude(const float (&y)[kPacks][kWidth]) {
-  float most[4] = {};
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) most[i % 4] = larger_magnitude(most[i % 4], y[k][i]);
-  }
-  return larger_magnitude(larger_magnitude(most[0], most[1]), larger_magnitude(most[2], most[3]));
-}
-
 // The largest magnitudes of kRows rows over the `threads` that own them, as block_reduce adds: at most 32 lanes of a
 // warp, or the whole block. kWhole: no row has a part of a warp. No other reduction may use `scratch`.
 template <bool kWhole, int kRows>

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ltx/params.h"
+#include "ltx/reduce.cuh"
 #include "ltx/row/geometry.cuh"
 #include "ltx/row/operands.cuh"
 #include "ltx/vec.cuh"
@@ -211,19 +212,6 @@ __device__ __forceinline__ void apply_factors(const float (&factor)[kWidth], con
                                               float (&n)[kWidth]) {
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) n[i] = kAdds ? fmaf(n[i], factor[i], addend[i]) : __fmul_rn(n[i], factor[i]);
-}
-
-// Sum of (h - mean)^2, or of h^2, over the pack's first `count` elements, as two chains: columns past the row's end
-// count for nothing (they are zero, but mean need not be).
-template <bool kCentred, int kWidth>
-__device__ __forceinline__ float pack_squares(const float (&h)[kWidth], float mean, int64_t count) {
-  float sum[2] = {0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    const float x = kCentred ? __fsub_rn(h[i], mean) : h[i];
-    if (i < count) sum[i % 2] = fmaf(x, x, sum[i % 2]);
-  }
-  return sum[0] + sum[1];
 }
 
 // kPacks packs, a step apart, of the vectors of a row, all of dtype M; `k` is the pack at hand. kKnown: the vectors
