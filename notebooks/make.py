@@ -11,8 +11,6 @@ The sources are Python with a line `# %%` before each cell (jupytext's percent f
 from __future__ import annotations
 
 import argparse
-import datetime
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,11 +58,13 @@ def execute(source: Path, short: bool) -> Any:
     import torch
     from nbclient import NotebookClient
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
-    git = ["git", "-C", str(NOTEBOOKS), "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    today = datetime.datetime.now(datetime.timezone.utc).date()
-    note = f"*The outputs are of {device}, torch {torch.__version__}, commit {commit}, {today}.*"
+    sys.path.insert(0, str(NOTEBOOKS.parent / "benchmarks"))
+    from cpu import meta
+    from ops import load_package
+
+    facts = meta(load_package()[1], "cuda" if torch.cuda.is_available() else "cpu")
+    commit = (facts["commit"] or "unknown")[:7]
+    note = f"*The outputs are of {facts['device']}, torch {facts['torch']}, commit {commit}, {facts['date'][:10]}.*"
     notebook = notebook_of(source, note)
     if short:
         for cell in notebook.cells:
