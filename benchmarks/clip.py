@@ -1,20 +1,24 @@
-"""Times whole clips of LTX-Video 2B: prompt, denoising steps and decoding, in several configurations.
+"""Times whole clips of LTX-Video 2B and LTX-2: prompt, denoising steps and decoding, in several configurations.
 
     python tools/build.py
     python benchmarks/clip.py [--recipes distilled guided] [--sizes 49x512x768 121x704x1216] [--configs stock kernels]
     python benchmarks/clip.py --update --recipes guided --configs stock compile kernels --idle   # adds to the file
+    python benchmarks/clip.py --update --models ltx2 --recipes distilled --sizes 121x512x768
 
-A clip is one call of LTXPipeline with the prompt as text and the video as a tensor on the device. Every part has its
-released shape and random weights: T5-XXL, the transformer of the 2B model, the VAE of LTX-Video 0.9.5. "distilled" is
-8 steps without guidance, "guided" 30 steps with it. The configurations share one set of weights and take turns.
+A clip is one call of a pipeline with the prompt as text and the video as a tensor on the device. Every part has its
+released shape and random weights. "ltx" is LTXPipeline with T5-XXL, the transformer of the 2B model and the VAE of
+LTX-Video 0.9.5. "ltx2" is LTX2Pipeline, whose clips have sound, with the language model of Gemma 3 12B and the parts of
+LTX-2.0. "distilled" is 8 steps without guidance, "guided" 30 steps with it. The configurations share one set of weights
+and take turns.
 
-"compile" compiles the transformer's blocks, the decoder and the text encoder. "kernels" is `optimize` of all three
-components, "kernels_fp8" the same with the transformer in fp8, and "_graphs" adds `graphs=True`.
+"compile" compiles the transformer's blocks, the decoder of the video and the text encoder. "kernels" is `optimize` of
+these three components, "kernels_fp8" the same with the transformer in fp8, and "_graphs" adds `graphs=True`. The other
+parts of LTX-2, which are the connectors behind the text encoder and the decoder of the sound, are the stock ones.
 
-`clip_ms` is the whole call, `text_ms` the prompt, `step_ms` one step (median), `decode_ms` the VAE with what follows
-it. `idle_ms`, with --idle, is what the kernels of one clip leave of `clip_ms`: the GPU waits for the host then.
-`first_s` counts from the call that makes a configuration to the end of its first clip. `peak_gb` is the most memory
-that a clip takes, weights included; the other configurations' own weights are not counted.
+`clip_ms` is the whole call, `text_ms` the prompt, `step_ms` one step (median), `decode_ms` the decoders with what
+follows them. `idle_ms`, with --idle, is what the kernels of one clip leave of `clip_ms`: the GPU waits for the host
+then. `first_s` counts from the call that makes a configuration to the end of its first clip. `peak_gb` is the most
+memory that a clip takes, weights included; the other configurations' own weights are not counted.
 """
 
 from __future__ import annotations
@@ -25,30 +29,41 @@ import itertools
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import vae
 from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
+from models import LTX2, LTX2_TINY
 from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from steps import COLUMNS, kernel_times, synchronize, view_of, weight_bytes
-from vae import LTX as VAE_095
+from torch import nn
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import command_line
 import ltx_pipeline
 import transformers
-from diffusers import AutoencoderKLLTXVideo, LTXPipeline
+from diffusers import (
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
+    AutoencoderKLLTXVideo,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
+)
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from llm_shapes import SHAPES
 
 CONFIGS = ("stock", "compile", "kernels", "kernels_graphs", "kernels_fp8", "kernels_fp8_graphs")
 COMPONENTS = ("text_encoder", "transformer", "vae")
-IDENTITY = ("recipe", "frames", "height", "width", "config")  # what a record measures
+IDENTITY = ("model", "recipe", "frames", "height", "width", "config")  # what a record measures
 COLOURS = {"prompt": "#8172B3", "steps": "#4C72B0", "decoding": "#55A868", "rest": "#CCCCCC"}
 
 
@@ -63,44 +78,105 @@ RECIPES = {"distilled": Recipe(8, 1.0), "guided": Recipe(30, 3.0)}
 # As the pages of the released models state them.
 T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
 GATED = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new"}
+GEMMA_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 512}
+GEMMA_TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 32}
+SIGLIP_TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+CONNECTORS_TINY = {f"{stream}_connector_num_attention_heads": 2 for stream in ("video", "audio")}
+CONNECTORS_TINY |= {f"{stream}_connector_attention_head_dim": 32 for stream in ("video", "audio")}
+SOUND_TINY = {"base_channels": 32, "mel_bins": 16, "num_res_blocks": 1}
+LTX2_PROMPT = 1024  # tokens, padding among them
 
 
-def released_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> LTXPipeline:
-    """A pipeline with every part at its released shape; "tiny" has small parts of the same kinds."""
-    torch.set_default_dtype(dtype)
-    try:
-        pipe = ltx_pipeline.random_pipeline(model, device, seed=0)
-        if model == "random":
-            with device:
-                config = transformers.T5Config(vocab_size=len(pipe.tokenizer), **T5_XXL, **GATED)
-                pipe.text_encoder = transformers.T5EncoderModel(config)
-                pipe.vae = AutoencoderKLLTXVideo(**VAE_095)
-                ltx_pipeline.smooth_upsampling(pipe.vae)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    pipe.to(dtype=dtype)
-    for name in COMPONENTS:
-        getattr(pipe, name).eval().requires_grad_(False)
+def ltx_video(tiny: bool, device: torch.device) -> Any:
+    pipe = ltx_pipeline.random_pipeline("tiny" if tiny else "random", device, seed=0)
+    if not tiny:
+        with device:
+            config = transformers.T5Config(vocab_size=len(pipe.tokenizer), **T5_XXL, **GATED)
+            pipe.text_encoder = transformers.T5EncoderModel(config)
+            pipe.vae = AutoencoderKLLTXVideo(**vae.LTX)
+            ltx_pipeline.smooth_upsampling(pipe.vae)
     return pipe
 
 
-def configured(config: str, pipe: LTXPipeline, ltx: ModuleType) -> LTXPipeline:
+def ltx_2(tiny: bool, device: torch.device) -> Any:
+    """LTX-2.0. A prompt of text does not run the text encoder's part for images, which is small here."""
+    text = {**SHAPES["gemma3-12b"][1], **(GEMMA_TINY if tiny else {})}
+    video = {**vae.MODELS["ltx2"][1], **(vae.SMALL["ltx2"] if tiny else {})}
+    tokenizer = ltx_pipeline.byte_tokenizer()
+    tokenizer.model_max_length = LTX2_PROMPT
+    torch.manual_seed(0)
+    with device:
+        decoder = AutoencoderKLLTX2Video(**video)
+        sound = AutoencoderKLLTX2Audio(**(SOUND_TINY if tiny else {}))
+        channels = {"in_channels": decoder.config.latent_channels, "out_channels": decoder.config.latent_channels}
+        spectrum = sound.config.latent_channels * sound.config.mel_bins // sound.mel_compression_ratio
+        channels |= {"audio_in_channels": spectrum, "audio_out_channels": spectrum}
+        return LTX2Pipeline(
+            scheduler=ltx_pipeline.make_scheduler(),
+            vae=decoder,
+            audio_vae=sound,
+            text_encoder=transformers.Gemma3ForConditionalGeneration(
+                transformers.Gemma3Config(text_config=text, vision_config=SIGLIP_TINY)
+            ),
+            tokenizer=tokenizer,
+            connectors=LTX2TextConnectors(
+                caption_channels=text["hidden_size"],
+                text_proj_in_factor=text["num_hidden_layers"] + 1,
+                **LTX2,
+                **(CONNECTORS_TINY if tiny else {}),
+            ),
+            transformer=LTX2VideoTransformer3DModel(**channels, **LTX2, **(LTX2_TINY if tiny else {})),
+            vocoder=LTX2Vocoder(
+                in_channels=sound.config.output_channels * sound.config.mel_bins,
+                **({"hidden_channels": 32} if tiny else {}),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    make: Callable[[bool, torch.device], Any]  # a pipeline with random weights: (small or as released, device)
+
+
+MODELS = {"ltx": Model("LTX-Video 2B", ltx_video), "ltx2": Model("LTX-2", ltx_2)}
+
+
+def modules_of(pipe: Any) -> list[nn.Module]:
+    return [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+
+
+def random_pipeline(model: str, tiny: bool, device: torch.device, dtype: torch.dtype) -> Any:
+    torch.set_default_dtype(dtype)
+    try:
+        pipe = MODELS[model].make(tiny, device)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pipe.to(dtype=dtype)
+    for module in modules_of(pipe):
+        module.eval().requires_grad_(False)
+    return pipe
+
+
+def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
     """A pipeline with views of the same weights, prepared as `config` says."""
-    parts = {name: view_of(getattr(pipe, name)) for name in COMPONENTS}
+    parts = {**pipe.components, **{name: view_of(getattr(pipe, name)) for name in COMPONENTS}}
     if config not in ("stock", "compile"):
         parts["vae"] = copy.deepcopy(pipe.vae)  # its weights change their memory order
-    made = LTXPipeline(scheduler=pipe.scheduler, tokenizer=pipe.tokenizer, **parts)
+    made = type(pipe)(**parts)
     if config == "compile":
         made.transformer.compile_repeated_blocks(fullgraph=True)
         made.vae.decoder.compile()
         made.text_encoder.compile()
     elif config != "stock":
-        precision = "fp8" if "fp8" in config else "native"  # of the transformer: the others have no such layers
-        ltx.optimize(made, components=COMPONENTS, precision=precision, graphs=config.endswith("graphs"))
+        graphs = config.endswith("graphs")
+        ltx.optimize(made, components=("text_encoder", "vae"), graphs=graphs)
+        precision = "fp8" if "fp8" in config else "native"
+        ltx.optimize(made, components=("transformer",), precision=precision, graphs=graphs)
     return made
 
 
-def make_clip(pipe: LTXPipeline, recipe: Recipe, size: tuple[int, int, int], device: str) -> dict[str, Any]:
+def make_clip(pipe: Any, recipe: Recipe, size: tuple[int, int, int], device: str) -> dict[str, Any]:
     """One call; its milliseconds by part."""
     frames, height, width = size
     args = SimpleNamespace(
@@ -130,11 +206,18 @@ def make_clip(pipe: LTXPipeline, recipe: Recipe, size: tuple[int, int, int], dev
 
 
 def measure(
-    pipe: LTXPipeline, ltx: ModuleType, recipe: str, size: tuple[int, int, int], options: Any, progress: Progress
+    model: str,
+    pipe: Any,
+    ltx: ModuleType,
+    recipe: str,
+    size: tuple[int, int, int],
+    options: argparse.Namespace,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     device = options.device
-    task = progress.add_task(f"{recipe}, {size[0]} frames", total=len(options.configs) * (options.clips + 1))
-    made: dict[str, LTXPipeline] = {}
+    what = f"{model}, {recipe}, {size[0]} frames"
+    task = progress.add_task(what, total=len(options.configs) * (options.clips + 1))
+    made: dict[str, Any] = {}
     records: dict[str, dict[str, Any]] = {}
     for config in options.configs:
         synchronize(device)
@@ -147,12 +230,12 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             make_clip(made[config], RECIPES[recipe], size, device)
-            weights = sum(weight_bytes(getattr(made[config], name)) for name in COMPONENTS)
+            weights = sum(map(weight_bytes, modules_of(made[config])))
             records[config]["peak_gb"] = round((weights + torch.cuda.max_memory_allocated() - before) / 2**30, 3)
             if options.idle:
                 by_kind, _ = kernel_times(lambda c=config: make_clip(made[c], RECIPES[recipe], size, device), 1)
                 records[config]["kernels_ms"] = round(sum(by_kind.values()), 2)
-        progress.console.print(f"{recipe}, {size[0]} frames, {config}: first clip {records[config]['first_s']} s")
+        progress.console.print(f"{what}, {config}: first clip {records[config]['first_s']} s")
         progress.advance(task)
     clips: dict[str, list[dict[str, float]]] = {config: [] for config in made}
     for turn in range(options.clips):
@@ -164,8 +247,13 @@ def measure(
         if "kernels_ms" in record:
             record["idle_ms"] = round(max(0.0, record["clip_ms"] - record["kernels_ms"]), 2)
     frames, height, width = size
-    common = {"recipe": recipe, "frames": frames, "height": height, "width": width, "steps": RECIPES[recipe].steps}
+    common = {"model": model, "recipe": recipe, "frames": frames, "height": height, "width": width}
+    common["steps"] = RECIPES[recipe].steps
     return [{**common, "config": config, **record} for config, record in records.items()]
+
+
+def clip_of(record: dict[str, Any]) -> str:
+    return f"{record['recipe']}, {record['frames']} frames of {record['height']}x{record['width']}"
 
 
 def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -177,7 +265,7 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
     groups: dict[str, list[dict[str, Any]]] = {}
     for record in records:
-        name = f"{record['recipe']}, {record['frames']} frames {record['height']}x{record['width']}"
+        name = f"{MODELS[record['model']].name}, {clip_of(record)}"
         groups.setdefault(name, []).append(record)
     figure, axes = pyplot.subplots(1, len(groups), figsize=(5.2 * len(groups), 4), squeeze=False)
     for axis, (name, shown) in zip(axes[0], groups.items()):
@@ -207,15 +295,17 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="LTX-Video 2B, whole clips")
-    columns = ("clip", "configuration", "clip ms", "x stock", "text", "step", "decoding", "idle", "peak GiB", "first s")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("clip", "configuration") else "right")
-    stock = {(r["recipe"], r["frames"]): r["clip_ms"] for r in records if r["config"] == "stock"}
+    table = Table(title="Whole clips")
+    for column in ("model", "clip", "configuration"):
+        table.add_column(column)
+    for column in ("ms", "x stock", "text", "step", "decoding", "idle", "peak GiB", "first s"):
+        table.add_column(column, justify="right")
+    stock = {(r["model"], clip_of(r)): r["clip_ms"] for r in records if r["config"] == "stock"}
     for record in records:
-        baseline = stock.get((record["recipe"], record["frames"]))
+        baseline = stock.get((record["model"], clip_of(record)))
         table.add_row(
-            f"{record['recipe']} {record['frames']}x{record['height']}x{record['width']}",
+            record["model"],
+            clip_of(record),
             record["config"],
             f"{record['clip_ms']:.1f}",
             f"{baseline / record['clip_ms']:.2f}" if baseline else "",
@@ -239,14 +329,15 @@ def clip_size(text: str) -> tuple[int, int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["ltx"], help="(default: ltx)")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all)")
     sizes = [(49, 512, 768), (121, 704, 1216)]
     parser.add_argument("--sizes", type=clip_size, nargs="+", metavar="FRAMESxHEIGHTxWIDTH", default=sizes)
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
-    parser.add_argument("--model", choices=("random", "tiny"), default="random")
     parser.add_argument("--clips", type=int, default=4, help="timed clips of each configuration (default: 4)")
     parser.add_argument("--idle", action="store_true", help="profile one clip of each configuration on a GPU")
     parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
+    parser.add_argument("--tiny", action="store_true", help="small parts of the same kinds, to try the script")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-clip.json)")
@@ -260,19 +351,21 @@ def main(arguments: list[str] | None = None) -> int:
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}-clip.json"
     meta = {
         **common_meta(metadata, options.device),
-        "model": options.model,
+        "weights": "random",
         "dtype": options.dtype,
         "clips": options.clips,
     }
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
-        pipe = released_pipeline(options.model, torch.device(options.device), DTYPES[options.dtype])
-        for recipe, size in itertools.product(options.recipes, options.sizes):
-            torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
-            records += measure(pipe, ltx, recipe, size, options, progress)
-            shown = kept_records(output, meta, records, IDENTITY) if options.update else records
-            write(output, meta, shown)
-    draw(shown, output, f"LTX-Video 2B, {options.dtype}, {name}")
+        for model in options.models:
+            pipe = random_pipeline(model, options.tiny, torch.device(options.device), DTYPES[options.dtype])
+            for recipe, size in itertools.product(options.recipes, options.sizes):
+                torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
+                records += measure(model, pipe, ltx, recipe, size, options, progress)
+                shown = kept_records(output, meta, records, IDENTITY) if options.update else records
+                write(output, meta, shown)
+            del pipe  # the parts of two models do not fit into one GPU's memory
+    draw(shown, output, f"Whole clips, {options.dtype}, {name}")
     print_table(shown, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 0

@@ -86,6 +86,18 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
+def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """As LTX-Video and LTX-2 are released."""
+    return FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_image_seq_len=1024,
+        max_image_seq_len=4096,
+        base_shift=0.95,
+        max_shift=2.05,
+        shift_terminal=0.1,
+    )
+
+
 def random_pipeline(model: str, device: torch.device, seed: int) -> LTXPipeline:
     """LTX-Video from its configuration, with random weights.
 
@@ -106,14 +118,7 @@ def random_pipeline(model: str, device: torch.device, seed: int) -> LTXPipeline:
     torch.manual_seed(seed)
     with device:
         pipe = LTXPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                use_dynamic_shifting=True,
-                base_image_seq_len=1024,
-                max_image_seq_len=4096,
-                base_shift=0.95,
-                max_shift=2.05,
-                shift_terminal=0.1,
-            ),
+            scheduler=make_scheduler(),
             vae=AutoencoderKLLTXVideo(**vae),
             text_encoder=transformers.T5EncoderModel(
                 transformers.T5Config(

@@ -360,22 +360,48 @@ def test_slow_steps_make_short_turns() -> None:
     assert steps.Turns(steps=10).steps_of(3.0) == 10
 
 
-def test_clips_are_timed_by_part(ltx: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["ltx", "ltx2"])
+def test_clips_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     import clip
 
+    monkeypatch.setitem(clip.RECIPES, "distilled", clip.Recipe(3, 1.0))
     path = tmp_path / "clip.json"
-    arguments = ["--model", "tiny", "--device", "cpu", "--dtype", "fp32", "--clips", "1", "--output", str(path)]
+    arguments = ["--models", model, "--tiny", "--device", "cpu", "--dtype", "fp32", "--clips", "1"]
     size = ["--recipes", "distilled", "--sizes", "9x64x64", "--configs", "stock", "kernels"]
-    assert clip.main([*arguments, *size]) == 0
+    assert clip.main([*arguments, *size, "--output", str(path)]) == 0
     records = json.loads(path.read_text())["records"]
-    assert [record["config"] for record in records] == ["stock", "kernels"]
+    assert [(record["model"], record["config"]) for record in records] == [(model, "stock"), (model, "kernels")]
     for record in records:
-        assert (record["frames"], record["height"], record["width"], record["steps"]) == (9, 64, 64, 8)
+        assert (record["frames"], record["height"], record["width"], record["steps"]) == (9, 64, 64, 3)
         parts = record["text_ms"] + record["steps_ms"] + record["decode_ms"]
         assert 0 < parts <= record["clip_ms"] < 2 * parts + 1000
-        assert record["step_ms"] == pytest.approx(record["steps_ms"] / 8, rel=0.9)
+        assert record["step_ms"] == pytest.approx(record["steps_ms"] / 3, rel=0.9)
     assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+@torch.no_grad()
+def test_a_clip_with_sound_is_the_same_with_the_kernels(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Picture and sound; nothing of the optimized parts falls back to the stock modules."""
+    pytest.importorskip("diffusers")
+    import clip
+
+    reports: list[Any] = []
+    optimize = ltx.optimize
+    monkeypatch.setattr(ltx, "optimize", lambda *args, **options: reports.append(optimize(*args, **options)))
+    pipe = clip.random_pipeline("ltx2", True, torch.device("cpu"), torch.float32)
+    request = {"num_frames": 9, "height": 64, "width": 64, "num_inference_steps": 2, "output_type": "pt"}
+    results = []
+    for config in ("stock", "kernels"):
+        made = clip.configured(config, pipe, ltx)
+        made.set_progress_bar_config(disable=True)
+        result = made("waves", guidance_scale=1.0, generator=torch.Generator().manual_seed(0), **request)
+        results.append((result.frames, result.audio))
+    replaced = {name for report in reports for name in report.replaced}
+    blocks = {"LTX2VideoTransformerBlock", "LTX2VideoDecoder3d", "Gemma3DecoderLayer"}
+    assert blocks <= {name.split(".")[-1] for name in replaced} and not any(report.fallbacks for report in reports)
+    for stock, ours in zip(*results):
+        assert (stock - ours).norm() < 1e-5 * stock.norm() and stock.std() > 0
 
 
 def test_an_update_keeps_what_it_does_not_measure(tmp_path: Path) -> None:

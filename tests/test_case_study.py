@@ -85,7 +85,10 @@ def test_sources_are_the_files_that_the_page_quotes() -> None:
 
 
 def test_gaps_close_with_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [{"recipe": "guided", "config": "compile", "frames": 49}]
+    records = [
+        {"model": "ltx", "recipe": "guided", "config": "compile", "frames": 49},
+        {"model": "ltx2", "recipe": "guided", "config": "compile", "frames": 121},
+    ]
     monkeypatch.setattr(case_study, "load", lambda name: {"records": records if name == "h200-clip" else []})
     assert case_study.gaps() == (
         "Not measured in these files: the decoder under torch.compile, longer and larger clips as a whole, "
