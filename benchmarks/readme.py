@@ -23,7 +23,7 @@ import pkgutil
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -253,31 +253,59 @@ def files() -> str:
     return "\n".join([*lines, ""])
 
 
+# The first screen's rows: configurations of benchmarks/ltx.py, and of benchmarks/clip.py as launched and as graphs.
+HEADLINE = {
+    "baseline": ("stock", ""),
+    "compile": ("compile", ""),
+    "kernels": ("kernels", "kernels_graphs"),
+    "kernels_fp8": ("kernels_fp8", "kernels_fp8_graphs"),
+}
+HEADLINE_CLIP = {"model": "ltx", "recipe": "distilled", "frames": 49}
+
+
 def figures() -> str:
-    """The first screen's table: a step of LTX-Video 2B, of four configurations."""
+    """The first screen's table: a step of LTX-Video 2B and a whole clip, of four configurations."""
     meta = load("h200-ltx")["meta"]
     by_frames = {next(iter(of_config.values()))["frames"]: of_config for of_config in _by_config()}
+    clip = {r["config"]: r for r in load("h200-clip")["records"] if HEADLINE_CLIP.items() <= r.items()}
+    steps = " | ".join(f"guided step, {frames} frames" for frames in by_frames)
     lines = [
-        "| | " + " | ".join(f"{frames} frames | speed-up" for frames in by_frames) + " | error |",
-        "|---" * (2 + 2 * len(by_frames)) + "|",
+        f"| | {steps} | distilled clip, {HEADLINE_CLIP['frames']} frames | the clip, `graphs=True` | error of a step |",
+        "|---" * (4 + len(by_frames)) + "|",
     ]
-    for config in ("baseline", "compile", "kernels", "kernels_fp8"):
+
+    def cell(ms: float, stock: float, digits: int) -> str:
+        return f"{ms:.{digits}f} ms ({stock / ms:.2f} x)"
+
+    for config, clip_configs in HEADLINE.items():
         records = {frames: of_config[config] for frames, of_config in by_frames.items()}
-        cells = [
-            f"{record['step_ms']:.1f} ms | {by_frames[frames]['baseline']['step_ms'] / record['step_ms']:.2f} x"
-            for frames, record in records.items()
-        ]
+        cells = [cell(r["step_ms"], by_frames[frames]["baseline"]["step_ms"], 1) for frames, r in records.items()]
+        for name in clip_configs:
+            cells.append(cell(clip[name]["clip_ms"], clip["stock"]["clip_ms"], 0) if name in clip else "")
         error = max(record["error_vs_fp32"] for record in records.values())
         lines.append(f"| {CONFIGS[config]} | {' | '.join(cells)} | {error:.2e} |")
+    launched, graphs = zip(*HEADLINE.values())
     return "\n".join(
         [
-            f"A denoising step of LTX-Video 2B (512x768, batch 2, bf16) on one {meta['device']}. The error is the "
-            "relative distance from the model in float32, with random weights:",
+            f"LTX-Video 2B (512x768, bf16) on one {meta['device']}: a denoising step with guidance (batch 2), and a "
+            f"whole clip of {clip['stock']['steps']} steps without guidance, from the prompt to the decoded video. The "
+            "error is the relative distance from the model in float32, with random weights:",
             "",
             *lines,
             "",
+            "In the clip the text encoder and the video's decoder are compiled or optimized too. The GPU waits for the "
+            f"host during {_idle(clip[name] for name in launched)} of a clip, and during "
+            f"{_idle(clip[name] for name in graphs if name)} with `graphs=True`. How long it waits depends on the "
+            "host, which was slow in this run.",
+            "",
         ]
     )
+
+
+def _idle(records: Iterable[dict[str, Any]]) -> str:
+    """The share of clips in which the GPU waits for the host: from the least to the most."""
+    shares = sorted(round(record["idle_ms"] / record["clip_ms"] * 100) for record in records)
+    return f"{shares[0]} to {shares[-1]} %"
 
 
 def kinds() -> str:
@@ -533,15 +561,16 @@ def clips(models: Sequence[str] = tuple(CLIP_MODELS)) -> str:
     result = load("h200-clip")
     meta, records = result["meta"], [r for r in result["records"] if r["model"] in models]
     lines = [
-        "| clip | | ms | x diffusers | prompt | a step | decoding | peak GiB | first clip |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| clip | | ms | x diffusers | waiting for the host | prompt | a step | decoding | peak GiB | first clip |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     stock = {clip(r): r["clip_ms"] for r in records if r["config"] == "stock"}
     for record in records:
         baseline = stock.get(clip(record))
         gain = f"{baseline / record['clip_ms']:.2f}" if baseline else ""
+        idle = f"{record['idle_ms']:.0f}" if "idle_ms" in record else ""
         lines.append(
-            f"| {clip(record)} | {CLIP_CONFIGS[record['config']]} | {record['clip_ms']:.0f} | {gain} | "
+            f"| {clip(record)} | {CLIP_CONFIGS[record['config']]} | {record['clip_ms']:.0f} | {gain} | {idle} | "
             f"{record['text_ms']:.1f} | {record['step_ms']:.1f} | {record['decode_ms']:.1f} | "
             f"{record['peak_gb']:.1f} | {record['first_s']:.1f} s |"
         )
@@ -549,7 +578,8 @@ def clips(models: Sequence[str] = tuple(CLIP_MODELS)) -> str:
         f"Whole calls of the pipelines with prompt, steps and decoding, on one {meta['device']}, torch "
         f"{meta['torch']}, {meta['dtype']}, random weights ([h200-clip.json](../benchmarks/results/h200-clip.json), "
         "`python benchmarks/clip.py`). The text encoder, the transformer and the video's decoder are optimized. "
-        "Distilled: 8 steps without guidance. Guided: 30 steps with it."
+        "Distilled: 8 steps without guidance. Guided: 30 steps with it. Times are in ms. Waiting for the host is the "
+        "part of a clip in which no kernel runs."
     )
     return "\n".join([head, *([meta["note"]] if "note" in meta else []), "", *lines, ""])
 
@@ -890,8 +920,36 @@ def video_ops() -> str:
     return "\n".join([*lines, ""])
 
 
-# The columns of benchmarks/attention.py.
+# The columns of benchmarks/attention.py, and its shapes.
 ATTENTION = {"ours": "this package", "fa4": "FlashAttention-4", "cudnn": "cuDNN", "flash2": "torch's flash attention"}
+ATTENTION_SHAPES = {
+    **{model: title for model, (title, _) in MODELS.items()},
+    "ltx49": "LTX-Video 2B, 49 frames",
+    "ltx161": "LTX-Video 2B, 161 frames",
+    "cog": MODELS["cogvideox"][0],
+    "few64": "heads of 64",
+    "few128": "heads of 128",
+}
+
+
+def _between(values: Iterable[float]) -> str:
+    """The range of some factors; one figure where they are alike."""
+    ordered = sorted(values)
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (ordered[0], ordered[-1])))
+
+
+def _gains(records: list[dict[str, Any]]) -> str:
+    """How attention compares with the others, by width of the heads."""
+    sentences = []
+    for width in sorted({r["shape"][3] for r in records}):
+        ms = [r["ms"] for r in records if r["shape"][3] == width]
+        others = [
+            f"{_between(times[name] / times['ours'] for times in ms)} times as fast as {ATTENTION[name]}"
+            for name in ATTENTION
+            if name != "ours" and all(name in times for times in ms)
+        ]
+        sentences.append(f"With heads of {width} columns the kernel is {' and '.join(others)}.")
+    return " ".join(sentences)
 
 
 def attention_speed() -> str:
@@ -911,26 +969,42 @@ def attention_speed() -> str:
         cells = " | ".join(f"{r['ms'][name]:.3f}" for name in columns)
         over = r["ms"]["cudnn"] / r["ms"]["ours"]
         lines.append(
-            f"| {r['name']} | {', '.join(map(str, r['shape']))} | {cells} | {r['tflops']['ours']} | {over:.2f} x |"
+            f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {cells} | {r['tflops']['ours']} | "
+            f"{over:.2f} x |"
         )
+    masked = [r for r in result["records"] if r["mask"]]
+    ways = ("ours", "ours_lengths")
     lines += [
         "",
-        "With the last 40 keys left out, beside attention to the others alone:",
+        _gains(plain),
+        "",
+        "With the last 40 keys left out, by a bool mask or by key lengths, beside attention to the other keys alone:",
         "",
         "| | mask | key lengths | the other keys alone | torch with the mask |",
         "|---|---|---|---|---|",
     ]
-    for r in result["records"]:
-        if r["mask"]:
-            cells = " | ".join(f"{r['ms'][name]:.3f}" for name in ("ours", "ours_lengths", "ours_valid", "default"))
-            lines.append(f"| {r['name']} | {cells} |")
+    for r in masked:
+        cells = " | ".join(f"{r['ms'][name]:.3f}" for name in (*ways, "ours_valid", "default"))
+        lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {cells} |")
+    lines += [
+        "",
+        "With a mask or with lengths the kernel takes "
+        f"{_between(r['ms'][way] / r['ms']['ours_valid'] for r in masked for way in ways)} times as long as for the "
+        "other keys alone. torch with the mask takes "
+        f"{_between(r['ms']['default'] / r['ms']['ours'] for r in masked)} times as long as the kernel with the mask.",
+    ]
     few = [r for r in result["records"] if r["name"].startswith("few")]
     if few:
-        lines += ["", "Few queries:", "", f"| | queries, keys | {' | '.join(ATTENTION[c] for c in columns)} |"]
+        lines += [
+            "",
+            "Few queries to many keys:",
+            "",
+            f"| | queries, keys | {' | '.join(ATTENTION[c] for c in columns)} |",
+        ]
         lines.append("|---" * (len(columns) + 2) + "|")
         for r in few:
             cells = " | ".join(f"{r['ms'][name]:.3f}" for name in columns)
-            lines.append(f"| {r['name']} | {r['shape'][1]}, {r['keys']} | {cells} |")
+            lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {r['shape'][1]}, {r['keys']} | {cells} |")
     return "\n".join([*lines, ""])
 
 
@@ -949,7 +1023,123 @@ def attention_error() -> str:
     ]
     for r in records:
         for kind, err in r["err"].items():
-            lines.append(f"| {r['name']} | {kind} | {' | '.join(f'{err[name]:.2e}' for name in columns)} |")
+            errors = " | ".join(f"{err[name]:.2e}" for name in columns)
+            lines.append(f"| {ATTENTION_SHAPES[r['name']]}, heads of {r['shape'][3]} | {kind} | {errors} |")
+    return "\n".join([*lines, ""])
+
+
+# The models of benchmarks/parallel.py, and the gain over one GPU that a configuration should reach on two.
+PARALLEL = {"ltx": "LTX-Video 2B", **{model: title for model, (title, _) in MODELS.items()}}
+PARALLEL_AIMS = {("ltx", "kernels", "ulysses"): 1.78}
+PARALLEL_MODES = {"ulysses": "Ulysses", "ring": "ring", "guidance": "guidance split"}
+
+
+def _way(record: dict[str, Any]) -> str:
+    configuration, mode = CLIP_CONFIGS[record["config"]], PARALLEL_MODES[record["mode"]]
+    return f"{PARALLEL[record['model']]}, {record['shape']} | {configuration} | {mode}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """A step on two GPUs, in ms: half of one GPU's step, the exchanges, and the rest.
+
+    Exchanges and rest are those of the records that model more GPUs: benchmarks/parallel.py has the formula.
+    """
+
+    step: float
+    alone: float
+    rest: float | None
+
+    @property
+    def exchanges(self) -> float | None:
+        return None if self.rest is None else self.step - self.alone / 2 - self.rest
+
+
+def _split(records: list[dict[str, Any]], record: dict[str, Any]) -> Split:
+    """The parts of a step on two GPUs."""
+
+    def like(*keys: str) -> list[dict[str, Any]]:
+        return [r for r in records if all(r.get(key) == record.get(key) for key in ("model", "shape", "config", *keys))]
+
+    (alone,) = [r["step_ms"] for r in like() if r["gpus"] == 1]
+    rests = [r["modelled_ms"] - alone / r["gpus"] - r["exchange_ms"] for r in like("mode") if "modelled_ms" in r]
+    return Split(record["step_ms"], alone, rests[0] if rests else None)
+
+
+def two_gpus() -> str:
+    """Steps on two GPUs beside one, and what the exchanges take of them: docs/parallel.md."""
+    result = load("h200x2-parallel")
+    meta, records = result["meta"], result["records"]
+    lines = [
+        "| model | configuration | mode | one GPU | two GPUs | x one GPU | x stock on two | exchanges | rest | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    timed = [r for r in records if "step_ms" in r and r["gpus"] == 2]
+    stock = {(r["model"], r["mode"]): r["step_ms"] for r in timed if r["config"] == "stock"}
+    behind_aims = []
+    for r in timed:
+        split = _split(records, r)
+        gain = split.alone / split.step
+        over = f"{stock[r['model'], r['mode']] / split.step:.2f}" if (r["model"], r["mode"]) in stock else ""
+        lines.append(
+            f"| {_way(r)} | {split.alone:.1f} | {split.step:.1f} | {gain:.2f} | {over} | "
+            f"{shown(split.exchanges, 1)} | {shown(split.rest, 1)} | {r['error_vs_one_gpu'] or 0:.1e} |"
+        )
+        aimed = PARALLEL_AIMS.get((r["model"], r["config"], r["mode"]))
+        if aimed and gain < aimed and split.exchanges is not None:
+            behind_aims += [
+                f"Behind its aim: {PARALLEL[r['model']]} with {CLIP_CONFIGS[r['config']]} under "
+                f"{PARALLEL_MODES[r['mode']]} is {gain:.2f} times as fast as on one GPU, and the aim is {aimed}, a "
+                f"step of {split.alone / aimed:.1f} ms. Half of one GPU's step is {split.alone / 2:.1f} ms, the "
+                f"exchanges take {split.exchanges:.1f} ms, and the rest is {split.rest:.1f} ms. Without the rest the "
+                f"step would be {split.alone / (split.alone / 2 + split.exchanges):.2f} times as fast.",
+                "",
+            ]
+    head = (
+        f"One forward on {meta['device']} in one host, torch {meta['torch']}, NCCL {meta['nccl']}, diffusers "
+        f"{meta['diffusers']}, {meta['dtype']}, random weights, in ms (`python benchmarks/parallel.py`, "
+        "[h200x2-parallel.json](../benchmarks/results/h200x2-parallel.json)). LTX-Video has a batch of two, the halves "
+        "of guidance. Exchanges: what the exchanges of a step take as bare collectives of the same bytes. Rest: what "
+        "the step takes beyond that and half of one GPU's step. Error: relative distance from the result of one GPU."
+    )
+    failed = [f"Failed: {what}: `{reason}`" for what, reason in meta["failed"].items()]
+    return "\n".join([head, "", *lines, "", *behind_aims, *failed, *([""] if failed else [])])
+
+
+def more_gpus() -> str:
+    """Steps on four and eight GPUs, by a model of them: docs/parallel.md."""
+    records = load("h200x2-parallel")["records"]
+    lines = [
+        "| model | configuration | mode | GPUs | modelled ms | modelled x one GPU | exchanges of these, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in [r for r in records if "modelled_ms" in r]:
+        (alone,) = [
+            a["step_ms"]
+            for a in records
+            if a.get("gpus") == 1 and all(a[key] == r[key] for key in ("model", "shape", "config"))
+        ]
+        lines.append(
+            f"| {_way(r)} | {r['gpus']} | {r['modelled_ms']:.1f} | {alone / r['modelled_ms']:.2f} | "
+            f"{r['exchange_ms']:.1f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def exchanges() -> str:
+    """Bare collectives between two GPUs: docs/parallel.md."""
+    of_bytes: dict[int, dict[str, float]] = {}
+    for r in load("h200x2-parallel")["records"]:
+        if "exchange" in r:
+            of_bytes.setdefault(r["bytes"], {})[r["exchange"]] = r["us"]
+    names = list(dict.fromkeys(name for of in of_bytes.values() for name in of))
+    lines = [
+        "| MB that leave a GPU | " + " | ".join(f"`{name}`, µs | GB/s" for name in names) + " |",
+        "|---" * (1 + 2 * len(names)) + "|",
+    ]
+    for size, us in of_bytes.items():
+        cells = " | ".join(f"{us[name]:.0f} | {size / us[name] / 1e3:.0f}" for name in names)
+        lines.append(f"| {size / 1e6:.0f} | {cells} |")
     return "\n".join([*lines, ""])
 
 
@@ -994,6 +1184,9 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/fp8.md", "ops", quantising),
     ("docs/vae.md", "decoders", decoders),
     ("docs/vae.md", "ops", video_ops),
+    ("docs/parallel.md", "two GPUs", two_gpus),
+    ("docs/parallel.md", "more GPUs", more_gpus),
+    ("docs/parallel.md", "exchanges", exchanges),
     ("docs/attention.md", "speed", attention_speed),
     ("docs/attention.md", "error", attention_error),
     ("skills/cuda-kernels/SKILL.md", "figures", figures),

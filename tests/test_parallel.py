@@ -437,6 +437,11 @@ def test_modelled_times() -> None:
     assert four["exchange_ms"] == pytest.approx(3.0) and four["modelled_ms"] == pytest.approx(25 + 3 + 3)
     assert eight["exchange_ms"] == pytest.approx(1.75) and eight["modelled_ms"] == pytest.approx(12.5 + 1.75 + 3)
 
+    import readme
+
+    split = readme._split([*records, four, eight], records[-1])
+    assert (split.exchanges, split.rest) == pytest.approx((4.0, 3.0))
+
 
 @pytest.mark.parametrize("mode", ["ulysses", "guidance"])
 def test_example(ltx: ModuleType, backend: str, tmp_path: Path, mode: str) -> None:
