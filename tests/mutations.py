@@ -38,7 +38,7 @@ CUDA_ROPE, CUDA_ATTENTION, CUDA_GENERAL = (
     "kernel_src/ltx/row/general.cuh",
 )
 ROW_KERNEL, ROW_VECTORS = "kernel_src/ltx/row/kernel.cuh", "kernel_src/ltx/row/vectors.cuh"
-ROW_OPERANDS = "kernel_src/ltx/row/operands.cuh"
+ROW_OPERANDS, CUDA_REDUCE = "kernel_src/ltx/row/operands.cuh", "kernel_src/ltx/reduce.cuh"
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_QUANT = "kernel_src/cpu/quant.cpp"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
@@ -253,7 +253,7 @@ MUTATIONS = [
     ),
     Mutation(
         "variance as E[x^2] - mean^2 (CUDA)",
-        ROW_VECTORS,
+        CUDA_REDUCE,
         "__fsub_rn(h[i], mean) : h[i];\n    if (i < count) sum[i % 2] = fmaf(x, x, sum[i % 2]);",
         "__fsub_rn(h[i], 0.f) : h[i];\n"
         "    if (i < count) sum[i % 2] = fmaf(x, x, sum[i % 2]) - (kCentred ? mean * mean : 0.f);",
