@@ -499,7 +499,9 @@ def supported() -> str:
                 "; ".join(filter(None, gains.get(name, []))) or "not measured",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    shallow = any(", first" in gain for of_family in gains.values() for gain in of_family)
+    note = ['"First" blocks: the time of a shallow model, not of the whole one.', ""] if shallow else []
+    return "\n".join([*lines, "", *note])
 
 
 def _depth(record: dict[str, Any], shallow: bool) -> str:
@@ -510,20 +512,33 @@ def models() -> str:
     """One forward of each model, by configuration."""
     result = load("h200-models")
     meta = result["meta"]
+    steps = max(r.get("loop_steps", 0) for r in result["records"])
     lines = [
-        "| model | shape | | ms | x diffusers | x torch.compile | first step | peak GiB | error |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | shape | | ms | x diffusers | x torch.compile | first step | peak GiB | error | "
+        f"after {steps} steps |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    whole: dict[tuple[str, str], dict[str, float]] = {}
+    notes: dict[str, dict[str, None]] = {}
     for name, (title, _) in MODELS.items():
         records = {
             config: r for config in CONFIGS for r in result["records"] if (r["model"], r["config"]) == (name, config)
         }
         for config, record in records.items():
-            ratios = [
-                f"{records[other]['step_ms'] / record['step_ms']:.2f}" if other in records else ""
+            if "note" in record:
+                notes.setdefault(record["note"], {})[title] = None
+            gains = {
+                other: records[other]["step_ms"] / record["step_ms"]
                 for other in ("baseline", "compile")
-            ]
-            error = f"{record['error_vs_fp32']:.2e}" if "error_vs_fp32" in record else ""
+                if other in records
+            }
+            if not record.get("shallow", False):
+                for other, gain in gains.items():
+                    whole.setdefault((config, other), {})[title] = gain
+            ratios = [f"{gains[other]:.2f}" if other in gains else "" for other in ("baseline", "compile")]
+            error = " | ".join(
+                f"{record[key]:.2e}" if key in record else "" for key in ("error_vs_fp32", "loop_error_vs_fp32")
+            )
             ms = f"{record['step_ms']:.1f}"
             lines.append(
                 f"| {title} | {record['shape']}{_depth(record, record.get('shallow', False))} | {CONFIGS[config]} | "
@@ -533,9 +548,49 @@ def models() -> str:
     head = (
         f"One forward on one {meta['device']}, torch {meta['torch']}, diffusers {meta['diffusers']}, {meta['dtype']}, "
         "random weights, batch as the pipelines pass it ([h200-models.json](../benchmarks/results/h200-models.json), "
-        "`python benchmarks/models.py`). The error compares the first blocks of each kind with float32."
+        "`python benchmarks/models.py`). The error compares the first blocks of each kind with float32, after "
+        f"one forward and in the latents after {steps} steps."
     )
-    return "\n".join([head, *([meta["note"]] if "note" in meta else []), "", *lines, ""])
+    summary = [
+        f"Whole models with {CONFIGS[config]} are {_between(whole[config, 'baseline'].values())} times as fast as "
+        f"diffusers and {_between(whole[config, 'compile'].values())} times as fast as torch.compile."
+        for config in ("kernels", "kernels_fp8")
+        if {(config, "baseline"), (config, "compile")} <= whole.keys()
+    ]
+    late = [title for title, gain in whole.get(("kernels", "compile"), {}).items() if gain < 1]
+    summary += [f"Behind torch.compile: {', '.join(late)}."] if late else []
+    described = [f"{', '.join(titles)}: {note}" for note, titles in notes.items()]
+    return "\n".join([head, "", *lines, "", " ".join(summary), "", *described, *([""] if described else [])])
+
+
+def fp8_models() -> str:
+    """Whole models in fp8 beside bf16: times, errors and memory. docs/fp8.md."""
+    records = load("h200-models")["records"]
+    steps = max(r.get("loop_steps", 0) for r in records)
+    lines = [
+        f"| model | bf16, ms | fp8, ms | ratio | error: stock | bf16 | fp8 | after {steps} steps: stock | bf16 | fp8 | "
+        "GiB: bf16 | fp8 |",
+        "|---" * 12 + "|",
+    ]
+    for name, (title, _) in MODELS.items():
+        found = {r["config"]: r for r in records if r["model"] == name}
+        stock, bf16, fp8 = (found.get(config) for config in ("baseline", "kernels", "kernels_fp8"))
+        if stock and bf16 and fp8:
+            errors = [
+                f"{r[key]:.2e}" if key in r else ""
+                for key in ("error_vs_fp32", "loop_error_vs_fp32")
+                for r in (stock, bf16, fp8)
+            ]
+            lines.append(
+                f"| {title}{_depth(fp8, fp8.get('shallow', False))} | {bf16['step_ms']:.1f} | {fp8['step_ms']:.1f} | "
+                f"{bf16['step_ms'] / fp8['step_ms']:.2f} | {' | '.join(errors)} | {bf16['peak_gb']:.1f} | "
+                f"{fp8['peak_gb']:.1f} |"
+            )
+    head = (
+        "One forward, from [h200-models.json](../benchmarks/results/h200-models.json), beside the same model in bf16 "
+        "with this package. The error is the distance of the first blocks of each kind from the model in float32:"
+    )
+    return "\n".join([head, "", *lines, ""])
 
 
 CLIP_CONFIGS = {
@@ -1180,6 +1235,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/fp8.md", "products", products),
     ("docs/fp8.md", "left in bf16", left_in_bf16),
     ("docs/fp8.md", "layers", layers),
+    ("docs/fp8.md", "models", fp8_models),
     ("docs/fp8.md", "loop", loop),
     ("docs/fp8.md", "ops", quantising),
     ("docs/vae.md", "decoders", decoders),
