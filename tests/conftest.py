@@ -44,6 +44,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_grad() -> Iterator[None]:
+    """A test computes no gradients; what torch.compile made for it is dropped at its end."""
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def traced_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """torch.compile traces whole functions and runs them, but compiles nothing, which takes seconds for each.
 
@@ -105,6 +113,13 @@ def device(backend: str) -> str:
 def cuda(device: str) -> str:
     if device != "cuda":
         pytest.skip("needs a GPU and the CUDA variant")
+    return device
+
+
+@pytest.fixture(scope="session")
+def fp8_device(device: str) -> str:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
     return device
 
 

@@ -20,17 +20,12 @@ diffusers = pytest.importorskip("diffusers")
 from families import Family, families, random_  # noqa: E402
 from families.left import LEFT  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+
 FAMILIES = families()
 # Of float32: the order of sums, which on a GPU is that of other products as well.
 CLOSE = 1e-5 if torch.cuda.is_available() else 1e-6
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-
-
-@pytest.fixture(autouse=True)
-def no_grad(one_thread: None) -> Any:
-    with torch.no_grad():
-        yield
-    torch.compiler.reset()
 
 
 def make(family: Family, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -17,7 +17,9 @@ safetensors = pytest.importorskip("safetensors.torch")
 accelerate = pytest.importorskip("accelerate")
 from test_families import cast, every_family, make, run  # noqa: E402
 from test_integration import LAYERS, make_inputs, make_model, patched  # noqa: E402
-from test_integration_fp8 import LINEARS, fp8_device, no_grad  # noqa: E402, F401
+from test_integration_fp8 import LINEARS  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_grad", "fp8_device")
 
 FILE = "ltx_kernels_fp8.safetensors"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.dispatch import PackageOps
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
@@ -15,7 +16,9 @@ pytest.importorskip("diffusers")
 from test_families import cast, every_family, make, run  # noqa: E402
 from test_families import distance as distances  # noqa: E402
 from test_integration import LAYERS, distance, exactly, make_inputs, make_model, patched  # noqa: E402
-from test_integration_fp8 import SKIPPED, fp8_device, no_grad, with_quantised_weights  # noqa: E402, F401
+from test_integration_fp8 import SKIPPED, with_quantised_weights  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_grad", "fp8_device")
 
 TARGETS = ["attn1.to_q", "attn1.to_k", "attn1.to_out.0", "attn2.to_q", "attn2.to_k", "ff.net.0.proj", "ff.net.2"]
 IN_FP8 = sum(name not in SKIPPED for name in TARGETS)
@@ -185,25 +188,13 @@ def test_several_adapters(ltx: ModuleType, model: nn.Module, inputs: dict[str, A
 
 def test_rows_are_quantised_once(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
     """An adapter on one of query, key and value keeps the input in bfloat16 for all, and one launch quantises it."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == ltx._ops.ops.name and "quant" in func._opname:
-                seen.append(func._opname)
-            return func(*args, **(kwargs or {}))
-
     ltx.optimize(model, precision="fp8")
-    with Watch():
+    with PackageOps(ltx) as plain:
         model(**inputs)
-    plain = len(seen)
     add(model, target_modules=["attn1.to_k"])
-    seen.clear()
-    with Watch():
+    with PackageOps(ltx) as adapted:
         model(**inputs)
-    assert len(seen) == plain
+    assert len(adapted.quantising()) == len(plain.quantising())
 
 
 def test_other_kinds_of_adapters_are_called_by_themselves(

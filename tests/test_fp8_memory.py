@@ -25,7 +25,9 @@ from test_integration import (
     offload_sequentially,
     patched,
 )
-from test_integration_fp8 import LINEARS, fp8_device, no_grad  # noqa: F401
+from test_integration_fp8 import LINEARS
+
+pytestmark = pytest.mark.usefixtures("no_grad", "fp8_device")
 
 
 @pytest.fixture

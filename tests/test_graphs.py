@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 diffusers = pytest.importorskip("diffusers")
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 TINY = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "cross_attention_dim": 64}
 
@@ -36,12 +38,6 @@ class Again:
             if isinstance(mine, Tensor):
                 mine.copy_(given)
         return self.call()
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(autouse=True)

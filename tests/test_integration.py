@@ -19,12 +19,15 @@ from typing import Any
 import helpers.attention
 import pytest
 import torch
+from helpers.dispatch import PackageOps
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers import LTXVideoTransformer3DModel  # noqa: E402
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 LAYERS = 2
 TEXT = 8
@@ -34,13 +37,6 @@ FUSED_BY_COMPILE = {
     "torch.LayerNorm": {"torch.compile fuses it with what follows (compiled)": 1}
 }  # the model's last norm
 HALF = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-    torch.compiler.reset()
 
 
 def make_model(device: str, dtype: torch.dtype = torch.float32, **config: Any) -> LTXVideoTransformer3DModel:
@@ -234,22 +230,12 @@ def test_level_norms(ltx: ModuleType, device: str) -> None:
 
 def test_compiled_ops_run(ltx: ModuleType, device: str) -> None:
     """What the report counts as calls are calls of compiled ops, as torch's dispatcher sees them."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == ltx._ops.ops.name:
-                seen.append(func._opname)
-            return func(*args, **(kwargs or {}))
-
     model = make_model(device)
     ltx.optimize(model)
-    with Watch():
+    with PackageOps(ltx) as ops:
         model(**make_inputs(device))
     in_block = ["adaln_norm", "gated_residual", "gated_residual", "residual_norm", "norm", "norm"]
-    found = {name: seen.count(name) for name in set(seen)}
+    found = {name: ops.names.count(name) for name in set(ops.names)}
     assert found.pop("qk_norm_rope", 0) + found.pop("qk_norm_rope_out", 0) == LAYERS
     assert found.pop("gelu", 0) == (LAYERS if device == "cpu" else 0)
     assert found == {name: in_block.count(name) * LAYERS + (name == "norm") for name in in_block}

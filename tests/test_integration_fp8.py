@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.dispatch import PackageOps
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
@@ -26,21 +27,10 @@ from test_integration import (
     patched,
 )
 
+pytestmark = pytest.mark.usefixtures("no_grad", "fp8_device")
+
 LINEARS = 7  # of a block, by default
 SKIPPED = ("attn2.to_k", "attn2.to_v", "attn2.to_out.0")
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(autouse=True)
-def fp8_device(device: str) -> None:
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no fp8 on this GPU")
 
 
 @pytest.fixture
@@ -81,21 +71,13 @@ def test_forward(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> N
 
 def test_only_fused_ops_quantise_what_they_make(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
     """A block quantises in the ops that it runs anyway; rows of their own are quantised for the attention's output."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == ltx._ops.ops.name and "quant" in func._opname:
-                seen.append(func._opname)
-            return func(*args, **(kwargs or {}))
-
     ltx.optimize(model, precision="fp8")
-    with Watch():
+    with PackageOps(ltx) as ops:
         model(**inputs)
     # adaln_rmsnorm_quant and quantize_rows; gated_residual_quant and gated_residual_adaln_rmsnorm_quant; gelu_quant.
-    assert sorted(seen) == sorted((["norm_quant"] * 2 + ["residual_norm_quant"] * 2 + ["gelu_quant"]) * LAYERS)
+    assert sorted(ops.quantising()) == sorted(
+        (["norm_quant"] * 2 + ["residual_norm_quant"] * 2 + ["gelu_quant"]) * LAYERS
+    )
 
 
 def test_projections_are_one_gemm(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 from helpers.language_models import LAYERS, distance, forget_kernelized, gradients, make_ids, make_model, random_  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 HALF = [torch.bfloat16, torch.float16]
 # Of float32: the order of sums, which on a GPU is that of other products as well.
 CLOSE = 1e-5 if torch.cuda.is_available() else 3e-6
@@ -79,13 +79,6 @@ CASES = {
     ),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-@pytest.fixture(autouse=True)
-def no_grad() -> Any:
-    with torch.no_grad():
-        yield
-    torch.compiler.reset()
 
 
 def make(case: Case, device: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:

@@ -40,7 +40,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
 # By library name; Qwen3 also normalises queries and keys.
 NORMS = {"Llama": 2 * LAYERS + 1, "Mistral": 2 * LAYERS + 1, "Qwen2": 2 * LAYERS + 1, "Qwen3": 4 * LAYERS + 1}
@@ -56,13 +56,6 @@ through_transformers = pytest.mark.skipif(
 )
 PACKED = ("SwiGLUMLP", "GeGLUMLP", "RMSNormSwiGLUMLP")
 MODES = [Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE, Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE]
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-    torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)

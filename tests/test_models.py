@@ -15,14 +15,10 @@ import torch.nn.functional as F
 from helpers import Case, Make, assert_close_to_eager, check, norm_case
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 HALF = [torch.float16, torch.bfloat16]
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 def library(name: str):
