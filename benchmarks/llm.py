@@ -37,11 +37,11 @@ from cpu import meta as common_meta
 from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.table import Table
-from steps import STEPS_AHEAD, synchronize, time_steps, weight_bytes
+from steps import STEPS_AHEAD, error, synchronize, time_steps, weight_bytes
 from torch import Tensor
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
-from llm_models import Configured, configure, distance, has_liger, random_model
+from llm_models import Configured, configure, has_liger, random_model
 from llm_shapes import CONFIGS, DTYPES, SHAPES
 
 KEPT_LOGITS = 64
@@ -77,7 +77,7 @@ def errors(model: Any, ids: Tensor, all_made: dict[str, Configured]) -> dict[str
     exact = exact_model(input_ids=ids, use_cache=False, logits_to_keep=KEPT_LOGITS).logits
     del exact_model
     return {
-        config: float(f"{distance(made.prefill(ids, KEPT_LOGITS), exact):.4g}")
+        config: float(f"{error(made.prefill(ids, KEPT_LOGITS), exact):.4g}")
         for config, made in all_made.items()
         if not made.compiled  # it differs from its own by the compiler's choice alone
     }

@@ -168,6 +168,7 @@ def kernel_times(step: Step, steps: int = PROFILED_STEPS) -> tuple[dict[str, flo
 
 
 def error(got: Tensor, expected: Tensor) -> float:
+    """The relative L2 distance."""
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 

@@ -54,9 +54,10 @@ if __name__ == "__main__":
 # ruff: noqa: E402
 import torch
 from kernels import Mode, get_kernel, kernelize, use_kernel_mapping
-from llm_models import Configured, configure, distance, has_liger, load_model, view_of
+from llm_models import Configured, configure, has_liger, load_model
 from rich.console import Console
 from rich.table import Table
+from steps import error, view_of
 from torch import Tensor, nn
 
 REPEATS = 5
@@ -140,9 +141,9 @@ def main(arguments: list[str] | None = None) -> None:
         record = {"config": config, **measure(configured, prompt, args.tokens, device)}
         logits = configured.prefill(prompt, keep)
         tokens = generate(configured, prompt, args.tokens)
-        record["from_stock"] = distance(logits, stock_logits)
+        record["from_stock"] = error(logits, stock_logits)
         if exact is not None:
-            record["error_vs_fp32"] = distance(logits, exact)
+            record["error_vs_fp32"] = error(logits, exact)
         record["same_tokens"] = int((tokens == stock_tokens).cumprod(1).sum())
         record["replaced"] = replaced and (str(configured.report) if configured.report else replaced)
         result["records"].append(record)

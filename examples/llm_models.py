@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -13,10 +12,13 @@ from typing import Any
 
 import torch
 import transformers
-from command_line import ExampleError  # sets LOCAL_KERNELS to build/, unless it is set
+from command_line import ROOT, ExampleError  # sets LOCAL_KERNELS to build/, unless it is set
 from llm_shapes import SHAPES
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from steps import view_of
 
 
 def random_model(name: str, dtype: torch.dtype, device: str, layers: int | None = None) -> Any:
@@ -46,16 +48,6 @@ def load_model(name: str, dtype: torch.dtype, device: str) -> Any:
         reason = str(error).strip().split("\n")[0]
         raise ExampleError(f"{name}: {reason} (a Hub name needs the network; tiny needs nothing)") from error
     return model.to(device).eval().requires_grad_(False)
-
-
-def view_of(model: nn.Module) -> Any:
-    """Another model with the same parameters."""
-    return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
-
-
-def distance(got: Tensor, expected: Tensor) -> float:
-    """The relative L2 distance."""
-    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def has_liger() -> bool:
