@@ -4,7 +4,8 @@
     python benchmarks/models.py [--models flux wan] [--configs baseline kernels] [--profile] [--tiny] [--output PATH]
 
 A step is one forward of the transformer with the inputs that its pipeline hands it. The configurations share one set of
-weights and take turns. "compile" is `compile_repeated_blocks`, which is how diffusers recommends it.
+weights and take turns. "compile" is `compile_repeated_blocks`, which is how diffusers recommends it. Classes that
+do not name their repeated blocks have them compiled in the same way.
 
 `step_ms` is a step as a program launches it, `graph_ms` the same kernels in a CUDA graph (absent where the stock model
 reads values on the host, and where a step takes longer than GRAPH_S). `first_step_s` counts from the call that makes a
@@ -479,7 +480,12 @@ def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     elif config.startswith("torchao"):
         quantise_with_torchao(model, list(block_lists(model).values()))
     if config.endswith("compile"):
-        model.compile_repeated_blocks(fullgraph=True, **({"options": TORCHAO_INDUCTOR} if "torchao" in config else {}))
+        options = {"options": TORCHAO_INDUCTOR} if "torchao" in config else {}
+        if getattr(model, "_repeated_blocks", None):
+            model.compile_repeated_blocks(fullgraph=True, **options)
+        else:  # of classes that do not name them
+            for block in (block for blocks in block_lists(model).values() for block in blocks):
+                block.compile(fullgraph=True, **options)
     return model
 
 
