@@ -1083,6 +1083,44 @@ def attention_error() -> str:
     return "\n".join([*lines, ""])
 
 
+def attention_in_8_bits() -> str:
+    """Time and error of a trial with 8-bit integers, beside the attention that the package has."""
+    result = load("h200-attention-8bit-tuning")
+    parts = result["parts_us"]
+    lines = [
+        f"One {result['meta']['device']}, bf16, random normal inputs, in ms, trial and kernel in the same run "
+        "([h200-attention-8bit-tuning.json](../benchmarks/results/h200-attention-8bit-tuning.json)).",
+        "",
+        "| B, S, heads, D | this package | int8 | gain |",
+        "|---|---|---|---|",
+    ]
+    for r in result["records"]:
+        ours, int8 = r["ms"]["ours"], r["ms"]["int8"]
+        lines.append(f"| {', '.join(map(str, r['shape']))} | {ours:.3f} | {int8:.3f} | {ours / int8:.2f} x |")
+    lines += [
+        "",
+        f"The times of int8 include quantising: with {parts['tokens']} tokens {parts['quantising']} µs, beside "
+        f"{parts['attention']} µs of attention.",
+        "",
+        "Relative L2 error against float64 with 4608 tokens, inputs as above:",
+        "",
+        "| inputs | this package | int8 |",
+        "|---|---|---|",
+        *(f"| {kind} | {err['ours']:.2e} | {err['int8']:.2e} |" for kind, err in result["err"].items()),
+    ]
+    recipes = list(result["recipes"]["normal"])
+    lines += [
+        "",
+        "The error of recipes alone, computed in float32 by plain torch on a CPU:",
+        "",
+        f"| inputs | {' | '.join(recipes)} |",
+        "|---" * (len(recipes) + 1) + "|",
+    ]
+    for kind, err in result["recipes"].items():
+        lines.append(f"| {kind} | {' | '.join(f'{err[name]:.2e}' for name in recipes)} |")
+    return "\n".join([*lines, ""])
+
+
 # The models of benchmarks/parallel.py, and the gain over one GPU that a configuration should reach on two.
 PARALLEL = {"ltx": "LTX-Video 2B", **{model: title for model, (title, _) in MODELS.items()}}
 PARALLEL_AIMS = {("ltx", "kernels", "ulysses"): 1.78}
@@ -1245,6 +1283,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/parallel.md", "exchanges", exchanges),
     ("docs/attention.md", "speed", attention_speed),
     ("docs/attention.md", "error", attention_error),
+    ("docs/attention.md", "8 bits", attention_in_8_bits),
     ("skills/cuda-kernels/SKILL.md", "figures", figures),
     ("skills/cuda-kernels/references/h100-optimization-guide.md", "figures", figures),
     ("skills/cuda-kernels/references/h100-optimization-guide.md", "rows", lambda: skill_ops(SKILL_ROWS)),
