@@ -551,22 +551,32 @@ def models() -> str:
         "`python benchmarks/models.py`). The error compares the first blocks of each kind with float32, after "
         f"one forward and in the latents after {steps} steps."
     )
+
+    def spread(gains: dict[str, float]) -> str:
+        least, most = (pick(gains, key=lambda title: gains[title]) for pick in (min, max))
+        mean = geometric_mean(list(gains.values()))
+        return f"{gains[least]:.2f} ({least}) to {gains[most]:.2f} ({most}), geometric mean {mean:.2f}"
+
     summary = [
-        f"Whole models with {CONFIGS[config]} are {_between(whole[config, 'baseline'].values())} times as fast as "
-        f"diffusers and {_between(whole[config, 'compile'].values())} times as fast as torch.compile."
+        f"- {CONFIGS[config]} beside {CONFIGS[other]}, over {len(gains)} whole models: {spread(gains)}."
         for config in ("kernels", "kernels_fp8")
-        if {(config, "baseline"), (config, "compile")} <= whole.keys()
+        for other in ("baseline", "compile")
+        if (gains := whole.get((config, other)))
     ]
     late = [title for title, gain in whole.get(("kernels", "compile"), {}).items() if gain < 1]
-    summary += [f"Behind torch.compile: {', '.join(late)}."] if late else []
+    summary += [f"- Behind torch.compile: {', '.join(late)}."] if late else []
     described = [f"{', '.join(titles)}: {note}" for note, titles in notes.items()]
-    return "\n".join([head, "", *lines, "", " ".join(summary), "", *described, *([""] if described else [])])
+    return "\n".join([head, "", *lines, "", "Times as fast:", "", *summary, "", *described, *[""][: len(described)]])
+
+
+CLOSE = 1.1  # how many times the error of bf16 counts as close to it
 
 
 def fp8_models() -> str:
     """Whole models in fp8 beside bf16: times, errors and memory. docs/fp8.md."""
     records = load("h200-models")["records"]
     steps = max(r.get("loop_steps", 0) for r in records)
+    growth: dict[str, float] = {}
     lines = [
         f"| model | bf16, ms | fp8, ms | ratio | error: stock | bf16 | fp8 | after {steps} steps: stock | bf16 | fp8 | "
         "GiB: bf16 | fp8 |",
@@ -581,6 +591,8 @@ def fp8_models() -> str:
                 for key in ("error_vs_fp32", "loop_error_vs_fp32")
                 for r in (stock, bf16, fp8)
             ]
+            keys = ("error_vs_fp32", "loop_error_vs_fp32")
+            growth[title] = max(fp8[key] / bf16[key] for key in keys if key in fp8 and key in bf16)
             lines.append(
                 f"| {title}{_depth(fp8, fp8.get('shallow', False))} | {bf16['step_ms']:.1f} | {fp8['step_ms']:.1f} | "
                 f"{bf16['step_ms'] / fp8['step_ms']:.2f} | {' | '.join(errors)} | {bf16['peak_gb']:.1f} | "
@@ -590,7 +602,11 @@ def fp8_models() -> str:
         "One forward, from [h200-models.json](../benchmarks/results/h200-models.json), beside the same model in bf16 "
         "with this package. The error is the distance of the first blocks of each kind from the model in float32:"
     )
-    return "\n".join([head, "", *lines, ""])
+    close = [ratio for ratio in growth.values() if ratio <= CLOSE]
+    apart = [f"{title} ({ratio:.1f} times)" for title, ratio in growth.items() if ratio > CLOSE]
+    summary = f"The larger error of fp8 is at most {max(close):.2f} times that of bf16 in {len(close)} of these models."
+    summary += f" It is more than {CLOSE} times in {', '.join(apart)}." if apart else ""
+    return "\n".join([head, "", *lines, "", summary, ""])
 
 
 CLIP_CONFIGS = {
