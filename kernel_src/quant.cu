@@ -228,18 +228,6 @@ struct RowPointer {
   __device__ __forceinline__ char* at(uint32_t row) const { return data + outer * blockIdx.y + inner * row; }
 };
 
-// A pack that is read once. kPasses: it takes no place in the first cache, which keeps the vectors.
-template <bool kPasses, typename P>
-__device__ __forceinline__ P load_row_pack(const P* from) {
-  static_assert(sizeof(P) == 16);
-  if constexpr (!kPasses) return *from;
-  P pack;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
-               : "l"(from));
-  return pack;
-}
-
 // A thread's kPacks packs of kRows neighbouring rows, and of the rows that are `stride` further on. kShort: several
 // rows share a warp, and each thread has kPacks packs of its row, which lie as many packs apart as the row has threads.
 template <typename T, int kPacks, int kOperands, int kRows = 1, bool kShort = false>

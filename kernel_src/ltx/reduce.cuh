@@ -34,11 +34,11 @@ struct ReduceScratch {
 
 // A thread's summands of kRows rows (one or two) give their sums over `threads` neighbouring threads that own the rows:
 // up to 32 lanes of a warp, or the whole block. No other sum of the same rows may use `scratch`, so that one barrier is
-// enough.
-template <int kRows>
+// enough. kWarps: more than one warp owns a row, whatever their number.
+template <bool kWarps = false, int kRows>
 __device__ __forceinline__ void block_reduce(float (&x)[kRows], int threads, ReduceScratch<kRows>& scratch) {
   static_assert(kRows == 1 || kRows == 2);
-  if (threads <= 32) {
+  if (!kWarps && threads <= 32) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) x[r] = lane_sum(x[r], threads);
     return;

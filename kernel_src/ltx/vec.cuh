@@ -185,6 +185,18 @@ __device__ __forceinline__ void store_pack(T* row, int64_t column, int64_t colum
   }
 }
 
+// A pack that is read once. kPasses: it takes no place in the first cache, which keeps the vectors.
+template <bool kPasses, typename P>
+__device__ __forceinline__ P load_row_pack(const P* from) {
+  static_assert(sizeof(P) == 16);
+  if constexpr (!kPasses) return *from;
+  P pack;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
+               : "l"(from));
+  return pack;
+}
+
 // Asks for `bytes` to be brought into the L2 cache, a multiple of 16, as the address is: one thread asks for a row.
 // Before compute capability 9.0 it does nothing.
 __device__ __forceinline__ void prefetch(const void* data, uint32_t bytes) {

@@ -26,7 +26,7 @@
 #define __grid_constant__
 
 inline thread_local uint3 threadIdx, blockIdx;
-inline thread_local dim3 blockDim;
+inline thread_local dim3 blockDim, gridDim;
 
 namespace host {
 
@@ -71,6 +71,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
         threadIdx = {t % row, t / row, 0};
         blockIdx = {block, 0, 0};
         blockDim = config->blockDim;
+        gridDim = config->gridDim;
         warp = warps[t / 32].get();
         lane = static_cast<int>(t % 32);
         block_barrier = &barrier;

@@ -12,7 +12,8 @@ void norm(const NormParams& p, const Context& context) {
     bool fast = false, wide = false;
     const uint32_t packed = whole_pack_operands<T>(p, fast, wide);
     const Statistic statistic = p.statistic == Statistic::kLayer ? Statistic::kLayer : Statistic::kRms;
-    const Geometry g = geometry(p.rows.width, kPackWidth<T>, statistic, Fusion::kPlain, most_blocks(0));
+    const Geometry g =
+        geometry(p.rows.width, kPackWidth<T>, statistic, Fusion::kPlain, Output::kRounded, most_blocks(0));
     const int rows = g.threads > 32 ? 1 : kShortRowThreads / g.threads;
     launch_general(p, g, dim3(static_cast<unsigned>(g.threads), static_cast<unsigned>(rows)), packed, context);
   });

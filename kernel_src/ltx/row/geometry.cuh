@@ -61,10 +61,16 @@ constexpr int kMaxBlocks = 16, kPortableBlocks = 8, kClusterPacks = 1024;
 
 // Packs that a thread owns: one in rows of up to `one` packs, two up to `two`, else four. Two packs are half the
 // instructions a thread and let twice as many threads wait for memory, at the price of more sums.
+//
+// A quantised row writes half as much and so has time for fewer instructions: it takes fewer threads, each with more
+// packs between the sums. `quantised_two`, where it is not 0, stands in place of `two`; longer rows have three packs
+// where these make whole warps and four do not (H200, bf16, drafts of adaln_layernorm_quant, of a copy's time:
+// 1x32760x1536 1.16 with two packs, 1.02 with three; 4x4608x3072 1.05 with four, 1.15 with six: h200-tuning.json).
 struct Rung {
   Statistic statistic;
   Fusion fusion;
   int one, two;
+  int quantised_two = 0;
 };
 
 // H200, bf16, of a copy's time with two packs and with four, rows prefetched (h200-tuning.json):
@@ -75,19 +81,30 @@ struct Rung {
 //   gated_residual_adaln_layernorm 1x8190x5120 1.01, 1.02
 //   gated_residual 2x8064x4096 96.9 us with one pack, 97.6 with two: there is no sum to share
 constexpr Rung kLadder[] = {
-    {Statistic::kRms, Fusion::kPlain, 32, 512},       {Statistic::kRms, Fusion::kModulate, 32, 640},
-    {Statistic::kRms, Fusion::kAdd, 32, 256},         {Statistic::kRms, Fusion::kGated, 32, 640},
-    {Statistic::kRms, Fusion::kBranch, 32, 640},      {Statistic::kRms, Fusion::kPair, 32, 640},
-    {Statistic::kRms, Fusion::kGatedPair, 32, 640},   {Statistic::kLayer, Fusion::kPlain, 32, 384},
-    {Statistic::kLayer, Fusion::kModulate, 32, 384},  {Statistic::kLayer, Fusion::kAdd, 32, 384},
-    {Statistic::kLayer, Fusion::kGated, 32, 640},     {Statistic::kLayer, Fusion::kPair, 32, 384},
-    {Statistic::kLayer, Fusion::kGatedPair, 32, 640}, {Statistic::kNone, Fusion::kGated, kMaxThreads, 640},
+    {Statistic::kRms, Fusion::kPlain, 32, 512},
+    {Statistic::kRms, Fusion::kModulate, 32, 640},
+    {Statistic::kRms, Fusion::kAdd, 32, 256},
+    {Statistic::kRms, Fusion::kGated, 32, 640},
+    {Statistic::kRms, Fusion::kBranch, 32, 640},
+    {Statistic::kRms, Fusion::kPair, 32, 640},
+    {Statistic::kRms, Fusion::kGatedPair, 32, 640},
+    {Statistic::kLayer, Fusion::kPlain, 32, 384, 64},
+    {Statistic::kLayer, Fusion::kModulate, 32, 384, 64},
+    {Statistic::kLayer, Fusion::kAdd, 32, 384},
+    {Statistic::kLayer, Fusion::kGated, 32, 640},
+    {Statistic::kLayer, Fusion::kPair, 32, 384},
+    {Statistic::kLayer, Fusion::kGatedPair, 32, 640},
+    {Statistic::kNone, Fusion::kGated, kMaxThreads, 640},
     {Statistic::kNone, Fusion::kBranch, 32, 640},
 };
 
-constexpr int packs_a_thread(Statistic s, Fusion f, int64_t packs) {
+constexpr int packs_a_thread(Statistic s, Fusion f, Output o, int64_t packs) {
   for (const Rung& rung : kLadder) {
-    if (rung.statistic == s && rung.fusion == f) return packs <= rung.one ? 1 : packs <= rung.two ? 2 : 4;
+    if (rung.statistic != s || rung.fusion != f) continue;
+    const bool quantised = o == Output::kQuantised && rung.quantised_two != 0;
+    if (packs <= rung.one) return 1;
+    if (packs <= (quantised ? rung.quantised_two : rung.two)) return 2;
+    return quantised && packs > 96 && packs % 96 == 0 && packs % 128 != 0 ? 3 : 4;
   }
   return 4;
 }
@@ -108,13 +125,13 @@ inline Geometry share(int64_t packs, int a_thread) {
 }
 
 // `most_blocks`: how many blocks of a cluster may share a row.
-inline Geometry geometry(int64_t width, int pack_width, Statistic s, Fusion f, int most_blocks) {
+inline Geometry geometry(int64_t width, int pack_width, Statistic s, Fusion f, Output o, int most_blocks) {
   const int64_t packs = ceil_div(width, pack_width);
   if (const int a_thread = forced().norm_packs) {
     if (packs > a_thread * kMaxThreads) fail_forced("rows that fit", "norm_packs=" + std::to_string(a_thread));
     return share(packs, a_thread);
   }
-  if (packs <= 4 * kMaxThreads) return share(packs, packs_a_thread(s, f, packs));
+  if (packs <= 4 * kMaxThreads) return share(packs, packs_a_thread(s, f, o, packs));
   const int blocks = std::min(next_power_of_two(ceil_div(packs, kClusterPacks)), most_blocks);
   Geometry g = share(std::min<int64_t>(ceil_div(packs, blocks), 4 * kMaxThreads), 4);
   g.blocks = blocks;

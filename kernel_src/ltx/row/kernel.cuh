@@ -40,6 +40,9 @@ constexpr int rows_at_once(Statistic s, Fusion f, int packs, int threads, uint32
   return s == Statistic::kLayer || count_bits(known) > 2 ? 2 : 1;
 }
 
+// In place of a row's threads: any number of whole warps, with whole packs for all of them.
+constexpr int kWholeWarps = -1;
+
 // The vectors that are loaded before the first use of any, one register a 32-bit word: all where the registers allow,
 // else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy with
 // them, 1.07 without). The blocks of a cluster wait too long for anything late (layernorm 8x65536 7.2 us, 9.0 without).
@@ -48,6 +51,7 @@ constexpr int rows_at_once(Statistic s, Fusion f, int packs, int threads, uint32
 constexpr uint32_t loaded_ahead(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters, uint32_t known,
                                 bool wide) {
   if (wide) return 0;
+  if (threads == kWholeWarps && packs > 2 && count_bits(known) > 2) return known & (kScale | kShift);
   if (clusters || threads != 0) return known;
   constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
   if (traits(f).modulates_twice || traits(f).norms_branch) {
@@ -71,11 +75,22 @@ constexpr int64_t kAheadBytes = 24 << 10;
 
 // Bounds the registers, as the threads that a multiprocessor shall hold: a few registers more are a row less at once.
 // Not on Blackwell, whose code takes more.
-constexpr int register_threads(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters) {
+constexpr int register_threads(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters, uint32_t known,
+                               bool wide) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   return 512;
 #else
-  if (o == Output::kQuantised || traits(f).norms_branch || traits(f).modulates_twice) return packs == 4 ? 512 : 640;
+  if (threads == kWholeWarps) {
+    const int vectors = count_bits(known);
+    if (wide) return packs == 2 ? 512 : 256;
+    if (packs == 2) return vectors <= 3 ? 1024 : 768;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+    return 640;  // more would spill
+#else
+    return vectors <= 2 || packs == 3 ? 768 : 640;
+#endif
+  }
+  if (o == Output::kQuantised || traits(f).norms_branch || traits(f).modulates_twice) return packs > 2 ? 512 : 640;
   if (packs == 4) return threads ? 768 : f == Fusion::kPlain && !clusters ? 1024 : 512;
   return threads > 32 && s == Statistic::kRms ? 1024 : 640;
 #endif
@@ -88,11 +103,12 @@ constexpr bool multiplies_last(Statistic s, Fusion f, Output o) {
 }
 
 // block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
-// one. kClusters: the row belongs to p.blocks blocks. kThreads: those of a row, where all own kPacks packs.
+// one. kClusters: the row belongs to p.blocks blocks. kThreads: those of a row, where all own kPacks packs, or
+// kWholeWarps; 0: any number, and packs may lie past the row's end.
 template <typename T, typename M, Statistic S, Fusion F, Output O, int kPacks, int kRows, uint32_t kKnown,
           bool kClusters = false, int kThreads = 0>
-__global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kClusters), 1)
-    norm_kernel(const __grid_constant__ CompactParams p) {
+__global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kClusters, kKnown, sizeof(M) > sizeof(T)),
+                                  1) norm_kernel(const __grid_constant__ CompactParams p) {
   constexpr int kWidth = kPackWidth<T>;
   constexpr FusionTraits kTraits = traits(F);
   constexpr bool kNorm = S != Statistic::kNone, kGated = kTraits.gates;
@@ -104,8 +120,9 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   constexpr bool kQuantised = O == Output::kQuantised, kWhole = kPacks > 1;
   constexpr int kOutputs = kTraits.modulates_twice ? 2 : 1;
   constexpr bool kFlat = is_flat(F, kThreads);
-  const int threads = kThreads ? kThreads : static_cast<int>(blockDim.x);
-  const uint32_t block_rows = kThreads > 32 ? 1 : kThreads ? kShortRowThreads / kThreads : blockDim.y;
+  constexpr bool kOwnBlock = kThreads > 32 || kThreads == kWholeWarps;  // a row has the block to itself
+  const int threads = kThreads > 0 ? kThreads : static_cast<int>(blockDim.x);
+  const uint32_t block_rows = kOwnBlock ? 1 : kThreads ? kShortRowThreads / kThreads : blockDim.y;
   if constexpr (kClusters) enter_cluster();
   // Rows past the last read row 0 and write nothing: every thread must reach every shuffle and barrier.
   const uint32_t blocks = kClusters ? p.blocks : 1, block = blockIdx.x / blocks;
@@ -115,7 +132,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     row[r] = first_row + r * block_rows;
-    active[r] = (kThreads > 32 && kRows == 1) || row[r] < p.rows;
+    active[r] = (kOwnBlock && kRows == 1) || row[r] < p.rows;
     if (!active[r]) row[r] = 0;
   }
   // Warp w owns the packs from 32 * kPacks * w on, its lanes those 32 apart: offsets that are known here.
@@ -127,15 +144,17 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) inside[k] = kThreads || first + k * kStep < p.width;
 
-  // Before the row itself, and not for two rows, which have no register for it.
-  if constexpr (kPacks > 1 && kRows == 1 && !kClusters) {
-    const uint32_t later = first_row + p.ahead;
-    if (threadIdx.x == 0 && p.ahead != 0 && later < p.rows) {
+  // Before the row itself. Two rows have no register for it, but where they pass the first cache by.
+  if constexpr (kPacks > 1 && (kRows == 1 || kThreads == kWholeWarps) && !kClusters) {
+    const uint32_t later = first_row + p.ahead + (kRows > 1 ? threadIdx.x : 0);
+    if (threadIdx.x < kRows && p.ahead != 0 && later < p.rows) {
       const uint32_t bytes = p.width * static_cast<uint32_t>(sizeof(T));
       prefetch(row_of<kFlat>(p.input, later), bytes);
       if constexpr (traits(F).reads_residual) prefetch(row_of<kFlat>(p.second, later), bytes);
     }
   }
+  // The first cache has room for the vectors of a row beside others' rows only if these pass it by.
+  constexpr bool kPasses = kThreads == kWholeWarps;
   P input[kRows][kPacks], residual[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -146,12 +165,18 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
     for (int k = 0; k < kPacks; ++k) {
       input[r][k] = residual[r][k] = P{};
       if (!inside[k]) continue;
-      input[r][k] = *reinterpret_cast<const P*>(x + k * kStep);
-      if constexpr (traits(F).reads_residual) residual[r][k] = *reinterpret_cast<const P*>(y + k * kStep);
+      input[r][k] = load_row_pack<kPasses>(reinterpret_cast<const P*>(x + k * kStep));
+      if constexpr (traits(F).reads_residual) {
+        residual[r][k] = load_row_pack<kPasses>(reinterpret_cast<const P*>(y + k * kStep));
+      }
     }
   }
   Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(p, row[0], first, kStep);
   vectors.load_ahead(inside);
+  // All multiprocessors come to the vectors of a later batch at once, and would wait for them.
+  if constexpr (kThreads == kWholeWarps && kTraits.modulates) {
+    if (first_row < 8 && blockIdx.y == 0) vectors.prefetch_batches();
+  }
 
   float h[kRows][kPacks][kWidth];
   float branch_rstd[kRows];
@@ -214,7 +239,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
         for (int k = 0; k < kPacks; ++k) mean[r] += tree_sum(h[r][k]);
       }
       const float inverse_count = kClusters ? 1.f / fmaxf(count(part), 1.f) : p.inverse_width;
-      block_reduce(mean, threads, scratch[0]);
+      block_reduce<kOwnBlock>(mean, threads, scratch[0]);
       part_sum = mean[0];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) mean[r] *= inverse_count;
@@ -264,7 +289,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       }
       return;
     }
-    block_reduce(rstd, threads, scratch[1]);
+    block_reduce<kOwnBlock>(rstd, threads, scratch[1]);
     if constexpr (kClusters && S == Statistic::kLayer) {
       const float2 moments = cluster_moments(part_sum, rstd[0], p.inverse_width, blocks, count, parts);
       mean[0] = moments.x;
@@ -331,7 +356,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
           float most[kRows];
 #pragma unroll
           for (int r = 0; r < kRows; ++r) most[r] = magnitude(y[o][r]);
-          block_magnitudes<kWhole>(most, threads, magnitudes[o]);
+          block_magnitudes<kWhole, kOwnBlock>(most, threads, magnitudes[o]);
           const CompactView& values = o == 0 ? p.out : p.out2;
           float* const scales =
               (o == 0 ? p.scales : p.scales2) + (kFlat ? 0 : static_cast<int64_t>(blockIdx.y) * p.rows);
@@ -372,10 +397,23 @@ using Length = std::integral_constant<int, kPacks>;
 constexpr bool knows_length(Statistic s, Fusion f, Output o, int packs, uint32_t known) {
   if (known == 0 || s == Statistic::kNone || o == Output::kQuantised) return false;
   if (packs <= 32) return s == Statistic::kRms && !traits(f).modulates;
-  const int a_thread = packs_a_thread(s, f, packs);
+  const int a_thread = packs_a_thread(s, f, o, packs);
   if (rows_at_once(s, f, a_thread, packs / a_thread, known) > 1) return false;
   if (f == Fusion::kModulate) return count_bits(known) <= (s == Statistic::kRms ? 3 : 2);
   return f == Fusion::kPlain && (s == Statistic::kLayer || packs == 256);
+}
+
+// Quantised LayerNorms have instances of their own for rows of whole warps that have whole packs alone: nothing there
+// asks for a row's end.
+constexpr bool has_whole_warps(Statistic s, Fusion f, Output o, int packs, uint32_t known) {
+  if (known == 0 || s != Statistic::kLayer || o != Output::kQuantised) return false;
+  return f == Fusion::kGated ? packs == 2 : (f == Fusion::kPlain || f == Fusion::kModulate) && packs > 2;
+}
+
+// These sets have no other instances of their own: the models that pass them have rows of whole warps.
+constexpr bool only_whole_warps(Statistic s, Fusion f, Output o, uint32_t known, bool wide) {
+  const bool has_any = has_whole_warps(s, f, o, 2, known) || has_whole_warps(s, f, o, 4, known);
+  return has_any && (wide || (known & (kScaleTable | kNoVectors)) != 0);
 }
 
 // Clusters share long rows of the plain norms alone.
@@ -394,17 +432,24 @@ constexpr bool has_norm_kernel(Statistic s, Fusion f, Output o, int row_bytes) {
 constexpr std::array<uint32_t, 4> known_sets(Statistic s, Fusion f, Output o, int row_bytes, int vector_bytes) {
   constexpr uint32_t kModulation = kScale | kShift, kTables = kScaleTable | kShiftTable, kAffine = kWeight | kBias;
   constexpr uint32_t kBoth = kModulation | kScale2 | kShift2, kBothTables = kTables | kScaleTable2 | kShiftTable2;
-  if (vector_bytes > row_bytes) return {};
+  const bool quantised_layer = o == Output::kQuantised && s == Statistic::kLayer;
+  if (vector_bytes > row_bytes) {  // Wan's modulations are fp32 and have tables
+    if (!quantised_layer || row_bytes == 4) return {};
+    if (f == Fusion::kModulate) return {kModulation | kTables};
+    if (f == Fusion::kGated) return {kGate | kGateTable | kModulation | kTables, kGate | kGateTable | kAffine};
+    return {};
+  }
   switch (f) {
     case Fusion::kPlain:
     case Fusion::kAdd:
+      if (quantised_layer) return {kAffine, kNoVectors};
       return {s == Statistic::kLayer ? kAffine : kWeight};
     case Fusion::kModulate:
       if (o == Output::kQuantised) return {kModulation, kModulation | kTables};
       return {kModulation, kModulation | kTables, kModulation | kOutGate};
     case Fusion::kGated:
       if (s == Statistic::kNone) return {kGate};
-      if (o == Output::kQuantised && s == Statistic::kLayer) {
+      if (quantised_layer) {
         return {kGate | kModulation, kGate | kGateTable | kModulation | kTables, kGate | kAffine};
       }
       return {kGate | kModulation, kGate | kGateTable | kModulation | kTables};
@@ -428,10 +473,15 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
   const auto run = [&](auto known) {
     constexpr uint32_t kKnown = decltype(known)::value;
     // Not every geometry has an instance of its own for what is known.
-    constexpr bool kHasOne = kKnown == 0 || (S == Statistic::kNone && F == Fusion::kGated) || !traits(F).modulates;
-    constexpr bool kHasFour = kKnown == 0 || F != Fusion::kModulate || S == Statistic::kLayer;
+    constexpr bool kOnlyWhole = only_whole_warps(S, F, O, kKnown, sizeof(M) > sizeof(T));
+    constexpr bool kHasOne =
+        kKnown == 0 || (S == Statistic::kNone && F == Fusion::kGated) || (!traits(F).modulates && !kOnlyWhole);
+    constexpr bool kHasTwo = kKnown == 0 || !(kOnlyWhole || has_whole_warps(S, F, O, 4, kKnown));
+    constexpr bool kHasThree = kKnown == 0 && has_whole_warps(S, F, O, 3, kWeight);
+    constexpr bool kHasFour = kKnown == 0 || ((F != Fusion::kModulate || S == Statistic::kLayer) && !kOnlyWhole);
     constexpr bool kHasClusters = has_clusters(F, O);
-    if (kKnown != 0 && (vectors != kKnown || (p.weight_offset != 0.f && !traits(F).norms_branch))) return false;
+    if (kKnown != 0 && (vectors != (kKnown & ~kElementOperands) || (p.weight_offset != 0.f && !traits(F).norms_branch)))
+      return false;
     if (g.blocks > 1) {
       if constexpr (kHasClusters) {
         launch_clusters(norm_kernel<T, M, S, F, O, 4, 1, kKnown, true>, grid(1), block, g.blocks, stream, p);
@@ -440,7 +490,7 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
     }
     // The main widths of 16-bit rows, one head's first.
     const auto run_length = [&](auto packs) {
-      constexpr int kRowPacks = decltype(packs)::value, kPacks = packs_a_thread(S, F, kRowPacks);
+      constexpr int kRowPacks = decltype(packs)::value, kPacks = packs_a_thread(S, F, O, kRowPacks);
       constexpr int kThreads = kRowPacks / kPacks, kRows = rows_at_once(S, F, kPacks, kThreads, kKnown);
       if constexpr (knows_length(S, F, O, kRowPacks, kKnown) && sizeof(T) == 2) {
         if (p.width != kRowPacks * kPackWidth<T> || g.packs != kPacks || (is_flat(F, kThreads) && outer > 1))
@@ -454,19 +504,39 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
         run_length(Length<512>()) || run_length(Length<640>())) {
       return true;
     }
+    const auto run_whole = [&](auto packs) {
+      constexpr int kPacks = decltype(packs)::value;
+      if constexpr (has_whole_warps(S, F, O, kPacks, kKnown) && sizeof(T) == 2) {
+        constexpr int kRows = sizeof(M) > sizeof(T) ? 2 : 1;  // which share their vectors
+        constexpr int kMost = register_threads(S, F, O, kPacks, kWholeWarps, false, kKnown, sizeof(M) > sizeof(T));
+        if (g.packs != kPacks || g.threads <= 32 || g.threads > kMost) return false;
+        if (p.width != g.threads * kPacks * kPackWidth<T>) return false;
+        if (is_flat(F, kWholeWarps) && outer > 1) return false;
+        norm_kernel<T, M, S, F, O, kPacks, kRows, kKnown, false, kWholeWarps><<<grid(kRows), block, 0, stream>>>(p);
+        return true;
+      }
+      return false;
+    };
+    if (run_whole(Length<2>()) || run_whole(Length<3>()) || run_whole(Length<4>())) return true;
     if (g.packs == 1) {
       constexpr int kRows = rows_at_once(S, F, 1, 32, kKnown);
       if constexpr (kHasOne) norm_kernel<T, M, S, F, O, 1, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
       return kHasOne;
     }
     if (g.packs == 2) {
-      constexpr int kRows = rows_at_once(S, F, 2, kTwoRowsThreads, kKnown);
-      if (g.threads <= kTwoRowsThreads) {
-        norm_kernel<T, M, S, F, O, 2, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
-      } else {
-        norm_kernel<T, M, S, F, O, 2, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
+      if constexpr (kHasTwo) {
+        constexpr int kRows = rows_at_once(S, F, 2, kTwoRowsThreads, kKnown);
+        if (g.threads <= kTwoRowsThreads) {
+          norm_kernel<T, M, S, F, O, 2, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);
+        } else {
+          norm_kernel<T, M, S, F, O, 2, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
+        }
       }
-      return true;
+      return kHasTwo;
+    }
+    if (g.packs == 3) {
+      if constexpr (kHasThree) norm_kernel<T, M, S, F, O, 3, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
+      return kHasThree;
     }
     if constexpr (kHasFour) norm_kernel<T, M, S, F, O, 4, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
     return kHasFour;
@@ -478,7 +548,7 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
 template <typename T, Statistic S, Fusion F, Output O>
 void launch(const NormParams& p, const Context& context) {
   const bool whole_blocks = has_more(F, O);  // a row is no cluster's
-  const Geometry g = geometry(p.rows.width, kPackWidth<T>, S, F, whole_blocks ? 1 : most_blocks(context.device));
+  const Geometry g = geometry(p.rows.width, kPackWidth<T>, S, F, O, whole_blocks ? 1 : most_blocks(context.device));
   // Short rows share a block of four warps; a row of more than one warp has a block to itself.
   const dim3 block(static_cast<unsigned>(g.threads),
                    g.threads > 32 ? 1u : static_cast<unsigned>(kShortRowThreads / g.threads));

@@ -11,12 +11,13 @@
 namespace ltx {
 
 // The largest magnitudes of kRows rows over the `threads` that own them, as block_reduce adds: at most 32 lanes of a
-// warp, or the whole block. kWhole: no row has a part of a warp. No other reduction may use `scratch`.
-template <bool kWhole, int kRows>
+// warp, or the whole block. kWhole: no row has a part of a warp. kWarps: as block_reduce's. No other reduction may use
+// `scratch`.
+template <bool kWhole, bool kWarps = false, int kRows>
 __device__ __forceinline__ void block_magnitudes(float (&x)[kRows], int threads, ReduceScratch<kRows>& scratch) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = kWhole ? warp_magnitude(x[r]) : lane_magnitude(x[r], min(threads, 32));
-  if (threads <= 32) return;
+  if (!kWarps && threads <= 32) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = threads / 32;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

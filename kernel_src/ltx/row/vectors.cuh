@@ -242,11 +242,29 @@ struct Vectors {
     return kKnown ? kKnown & kBit : kPossible && (p.present & kBit);
   }
   template <Operand kBit>
-  __device__ __forceinline__ const M* start() const {
+  __device__ __forceinline__ const CompactView& view() const {
     constexpr int kKnownPlace = count_bits(vectors_before(kKnown, kBit));
     const int place = (kKnown ? kKnownPlace : __popc(vectors_before(p.present, kBit))) + traits(F).reads_residual;
-    const CompactView& view = place == 0 ? p.second : p.more[place - 1];
-    return reinterpret_cast<const M*>(row_of<kFlat>(view, kKnown ? 0 : row)) + column;
+    return place == 0 ? p.second : p.more[place - 1];
+  }
+  template <Operand kBit>
+  __device__ __forceinline__ const M* start() const {
+    return reinterpret_cast<const M*>(row_of<kFlat>(view<kBit>(), kKnown ? 0 : row)) + column;
+  }
+  // Brings the modulation of every batch (blockIdx.y) into the L2 cache, a batch a thread.
+  template <Operand kBit>
+  __device__ __forceinline__ void prefetch_batch() const {
+    if constexpr (kKnown & kBit) {
+      const CompactView& from = view<kBit>();
+      prefetch(from.data + static_cast<uint64_t>(from.outer) * threadIdx.x,
+               static_cast<uint32_t>(p.width) * static_cast<uint32_t>(sizeof(M)));
+    }
+  }
+  __device__ __forceinline__ void prefetch_batches() const {
+    if (threadIdx.x >= gridDim.y) return;
+    prefetch_batch<kGate>();
+    prefetch_batch<kScale>();
+    prefetch_batch<kShift>();
   }
   template <Operand kBit>
   __device__ __forceinline__ void load_ahead(const bool (&inside)[kPacks]) {
