@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import REPOSITORY, slug_of
 from cpu import meta as common_meta
+from cpu import result_file
 from ops import load_package, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -166,13 +166,11 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/attention.py needs an NVIDIA GPU")
-    device = torch.cuda.get_device_name()
     ltx, package = load_package()
     meta = {
         **common_meta(package, "cuda"),
     }
-    slug = slug_of(device)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-attention.json"
+    output = options.output or result_file("attention")
     records: list[dict[str, Any]] = []
     with torch.no_grad():
         for name in options.only or [*SHAPES, "few64", "few128"]:

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import vae
-from cpu import DTYPES, REPOSITORY, slug_of
+from cpu import DTYPES, REPOSITORY, result_file
 from cpu import meta as common_meta
 from models import LTX2, LTX2_TINY
 from ops import kept_records, load_package, write
@@ -345,10 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 130)
     ltx_pipeline.quiet()
     ltx, metadata = load_package()
-    cuda = options.device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = slug_of(name)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-clip.json"
+    output = options.output or result_file("clip", options.device)
     meta = {
         **common_meta(metadata, options.device),
         "weights": "random",
@@ -365,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
                 shown = kept_records(output, meta, records, IDENTITY) if options.update else records
                 write(output, meta, shown)
             del pipe  # the parts of two models do not fit into one GPU's memory
-    draw(shown, output, f"Whole clips, {options.dtype}, {name}")
+    draw(shown, output, f"Whole clips, {options.dtype}, {meta['device']}")
     print_table(shown, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 0

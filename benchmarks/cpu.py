@@ -277,6 +277,12 @@ def slug_of(device: str) -> str:
     return device.removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
+def result_file(about: str, device: str = "cuda") -> Path:
+    """Where a benchmark writes its result unless --output says otherwise; `device` is a type: "cuda" or "cpu"."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return REPOSITORY / f"benchmarks/results/{slug_of(name)}-{about}.json"
+
+
 def output_of(command: Sequence[str]) -> str | None:
     """The first line that a command prints; None where it fails or is not there."""
     try:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu import REPOSITORY, slug_of
+from cpu import REPOSITORY, result_file
 from cpu import meta as common_meta
 from ltx import make_inputs
 from ops import load_package, write
@@ -194,14 +194,12 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(args.device)
     ltx, metadata = load_package()
     pipe = ltx_pipeline.load_pipeline(args.model, device, ltx_pipeline.DTYPES[args.dtype], args.seed)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     meta = {
         **common_meta(metadata, device.type),
         "torchao": torchao,
         **{key: getattr(args, key) for key in ("model", "dtype", "frames", "height", "width", "steps", "seeds")},
     }
-    slug = slug_of(name)
-    output = args.output or REPOSITORY / f"benchmarks/results/{slug}-fp8.json"
+    output = args.output or result_file("fp8", device.type)
     records: list[dict[str, Any]] = []
     stock = pipe.transformer
     with torch.no_grad():
@@ -223,7 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.only != "errors":
             measure_costs(ltx, stock, args, records)
             write(output, meta, records)
-    draw(records, output, f"LTX-Video, {args.frames} frames of {args.height}x{args.width}, {args.steps} steps, {name}")
+    clip = f"{args.frames} frames of {args.height}x{args.width}, {args.steps} steps"
+    draw(records, output, f"LTX-Video, {clip}, {meta['device']}")
     table = Table(title="Distance from the stock model in float32")
     for column in ("recipe", "graph ms", "weights GiB", "freed GiB", "error of the latents", "PSNR dB", "SSIM"):
         table.add_column(column, justify="left" if column == "recipe" else "right")

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import REPOSITORY, slug_of
 from cpu import meta as common_meta
+from cpu import result_file
 from ops import load_package, write
 from timing import host_us
 from torch import Tensor
@@ -143,13 +143,11 @@ def main() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         sys.exit("benchmarks/fp8_gemm.py needs an NVIDIA GPU of compute capability 8.9 or newer")
     torch.manual_seed(0)
-    device = torch.cuda.get_device_name()
     ltx, package = load_package()
     meta = {
         **common_meta(package, "cuda"),
     }
-    slug = slug_of(device)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-fp8-gemm.json"
+    output = options.output or result_file("fp8-gemm")
     records: list[dict[str, Any]] = []
     with torch.no_grad():
         records += measure(ltx, HOST_TOKENS, *LAYERS[0])

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import DTYPES, REPOSITORY, slug_of
+from cpu import DTYPES, result_file
 from cpu import meta as common_meta
 from models import MODELS, Make, Model, make_model, one_tensor
 from ops import load_package, write
@@ -188,10 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 130)
     ltx, metadata = load_package()
-    cuda = options.device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = slug_of(name)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-host.json"
+    output = options.output or result_file("host", options.device)
     meta = {**common_meta(metadata, options.device), "dtype": options.dtype, "rounds": options.rounds}
     records: list[dict[str, Any]] = []
     threads = torch.get_num_threads()

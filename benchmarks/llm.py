@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import transformers
-from cpu import REPOSITORY, slug_of
+from cpu import REPOSITORY, result_file
 from cpu import meta as common_meta
 from ops import kept_records, load_package, write
 from rich.console import Console
@@ -163,9 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 130)
 
     ltx, metadata = load_package()
-    cuda = options.device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug_of(name)}-llm.json"
+    output = options.output or result_file("llm", options.device)
     meta = {
         **common_meta(metadata, options.device),
         "transformers": transformers.__version__,
@@ -189,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
                         f"[red]{key}, {batch} x {tokens} tokens failed[/red]: {type(reason).__name__}: {reason}"
                     )
                 gc.collect()
-                if cuda:
+                if options.device == "cuda":
                     torch.cuda.empty_cache()
             del model
             gc.collect()

@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from cpu import DTYPES, REPOSITORY, slug_of
+from cpu import DTYPES, result_file
 from cpu import meta as common_meta
 from diffusers import LTXVideoTransformer3DModel
 from ops import load_package, write
@@ -203,10 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
             console.print("missing: torchao, and with it torchao_fp8_compile")
 
     ltx, metadata = load_package()
-    cuda = options.device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = slug_of(name)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-ltx.json"
+    output = options.output or result_file("ltx", options.device)
     meta = {
         **common_meta(metadata, options.device),
         "model": options.model,
@@ -229,10 +226,10 @@ def main(arguments: list[str] | None = None) -> int:
             measured = measure_frames(model, exact, ltx, inputs, frames, chosen, options, progress)
             records += [{**shape, **record} for record in measured]
             write(output, meta, records)
-    if cuda:
-        title = f"LTX-Video 2B, batch {options.batch}, {options.height}x{options.width}, {options.dtype}, {name}"
+    if options.device == "cuda":
+        size = f"batch {options.batch}, {options.height}x{options.width}, {options.dtype}"
         groups = {f"{n} frames": [r for r in records if r["frames"] == n] for n in options.frames}
-        draw(groups, output, title)
+        draw(groups, output, f"LTX-Video 2B, {size}, {meta['device']}")
     print_table(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 0

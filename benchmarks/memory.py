@@ -24,7 +24,7 @@ from typing import Any
 
 import diffusers
 import torch
-from cpu import DTYPES, REPOSITORY, slug_of
+from cpu import DTYPES, result_file
 from cpu import meta as common_meta
 from models import MODELS, OF_THE_RUN, Make, earlier_records
 from ops import load_package, write
@@ -137,10 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 130)
     ltx, metadata = load_package()
-    cuda = options.device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = slug_of(name)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-memory.json"
+    output = options.output or result_file("memory", options.device)
     meta = {
         **common_meta(metadata, options.device),
         "diffusers": diffusers.__version__,
@@ -161,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
                         failed = True
                         console.print(f"[red]{model}, {label(config)}, {mode} failed[/red]: {first_line(reason)}")
                     gc.collect()
-                    if cuda:
+                    if options.device == "cuda":
                         torch.cuda.empty_cache()
             records = [one for one in records if one["model"] != model] + measured
             write(output, meta, records)

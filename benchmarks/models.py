@@ -38,7 +38,7 @@ from typing import Any
 
 import diffusers
 import torch
-from cpu import DTYPES, REPOSITORY, slug_of
+from cpu import DTYPES, result_file
 from cpu import meta as common_meta
 from ops import load_package, write
 from rich.console import Console
@@ -664,10 +664,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.configs = [config for config in ALL_CONFIGS if torchao or not config.startswith("torchao")]
 
     ltx, metadata = load_package()
-    cuda = options.device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else "cpu"
-    slug = slug_of(name)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-models.json"
+    output = options.output or result_file("models", options.device)
     meta = {
         **common_meta(metadata, options.device),
         "diffusers": diffusers.__version__,
@@ -691,14 +688,14 @@ def main(arguments: list[str] | None = None) -> int:
                 benchmark.failed[model] = first_line(reason)
                 console.print(f"[red]{model} failed[/red]: {benchmark.failed[model]}")
             gc.collect()
-            if cuda:
+            if options.device == "cuda":
                 torch.cuda.empty_cache()
     profiled = [record for record in records if "ms_by_kind" in record]
     if profiled:
         groups: dict[str, list[dict[str, Any]]] = {}
         for record in profiled:
             groups.setdefault(f"{record['model']}, {record['shape']}", []).append(record)
-        draw(groups, output, f"One forward, {options.dtype}, {name}")
+        draw(groups, output, f"One forward, {options.dtype}, {meta['device']}")
     print_table(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 1 if benchmark.failed else 0

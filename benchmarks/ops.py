@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import DTYPES, REPOSITORY, slug_of
+from cpu import DTYPES, REPOSITORY, result_file
 from cpu import meta as common_meta
 from plots import case_name
 from timing import Timer, host_us
@@ -684,10 +684,8 @@ def main() -> None:
     modules, missing = load_peers()
     for name, error in missing.items():
         print(f"missing: {name}: {error}", flush=True)
-    device = torch.cuda.get_device_name()
     meta = {**common_meta(package, "cuda"), "missing": missing}
-    slug = slug_of(device)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-ops.json"
+    output = options.output or result_file("ops")
     ready = set() if options.no_compile else {case.name for case in selected}
     if options.jobs and ready:
         start = time.monotonic()

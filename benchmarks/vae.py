@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import DTYPES, REPOSITORY, slug_of
+from cpu import DTYPES, result_file
 from cpu import meta as common_meta
 from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLWan
 from ops import kept_records, load_package, write
@@ -362,9 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("expected --no-ops without a GPU: ops are timed on one")
     console = Console(width=None if sys.stdout.isatty() else 150)
     ltx, metadata = load_package()
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    slug = slug_of(name)
-    output = options.output or REPOSITORY / f"benchmarks/results/{slug}-vae.json"
+    output = options.output or result_file("vae", options.device)
     meta = {
         **common_meta(metadata, options.device),
         "cudnn": torch.backends.cudnn.version(),
