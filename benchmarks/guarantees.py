@@ -169,7 +169,7 @@ def main() -> int:
     wanted = written(text)
     if arguments.check:
         if wanted != text:
-            print("docs/guarantees.md is not that of benchmarks/results; run python benchmarks/guarantees.py")
+            print("docs/guarantees.md does not match benchmarks/results; run python benchmarks/guarantees.py")
         return int(wanted != text)
     page.write_text(wanted)
     return 0

@@ -8,8 +8,8 @@ configurations share one set of weights and take turns, forwards and backwards: 
 the next one. fp8 is optimize(precision="fp8"), and torchao's dynamic quantisation per row of the same blocks' linear
 layers (where torchao is installed), compiled block by block.
 
-`step_ms` is that of steps as a program launches them, `graph_ms` that of the same kernels in a CUDA graph: where it is
-much less, the step waits for the host. `first_step_s` is what it takes from the call that makes a configuration to the
+`step_ms` times steps as a program launches them, `graph_ms` the same kernels in a CUDA graph: where `graph_ms` is much
+less, the step waits for the host. `first_step_s` is what it takes from the call that makes a configuration to the
 end of its first step; `peak_gb` its weights and what a step needs beside them; `error_vs_fp32` the relative L2 error of
 the result against the stock model in float32, and `psnr_vs_baseline` its likeness to the stock result in decibels.
 Beside the JSON goes a picture of where the time of a step goes on the device.

@@ -2,9 +2,9 @@
 
     python benchmarks/plots.py [benchmarks/results/h200-ops.json]
 
-`<gpu>-ops-floor`: the time of every case, and of its fastest peer, over that of a copy of the same bytes, by size and
-family. `<gpu>-ops-peers`: how many times as fast as each peer, family by family (geometric mean, and the range from the
-worst case to the best).
+`<gpu>-ops-floor`: the time of every case, and of its fastest peer, divided by the time of a copy of the same bytes,
+by size and family. `<gpu>-ops-peers`: how many times as fast as each peer, family by family (geometric mean, and the
+range from the worst case to the best).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAMILIES = {  # how the names of the ops begin
 }
 PRODUCTS = (CROSS_ATTENTION, ATTENTION)  # of matrices: no copy is their floor
 
-TOP = 2.0  # of the scale of times over that of a copy
+TOP = 2.0  # where the scale of times in copies ends
 
 
 def load(name: str) -> Any:

@@ -37,16 +37,8 @@ class Inputs:
     def vector(self) -> Tensor:
         return self(HIDDEN, dtype=torch.float32)
 
-    def strided_modulation(self) -> Tensor:
-        """[B, 1, H] inside a packed [B, 1, 6, H], as LTX-Video passes it."""
-        return self(BATCH, 1, 6, HIDDEN)[:, :, 2]
-
     def heads(self, tokens: int = TOKENS, heads: int = HEADS) -> Tensor:
         return self(BATCH, tokens, heads, WIDTH)
-
-    def packed_heads(self) -> Tensor:
-        """A view of a packed qkv."""
-        return self(BATCH, TOKENS, 3 * HIDDEN)[..., HIDDEN : 2 * HIDDEN].unflatten(-1, (HEADS, WIDTH))
 
 
 @pytest.fixture(scope="module")

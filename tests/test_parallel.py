@@ -43,7 +43,6 @@ RING_ANYTHING = {**RING, "ring_anything": True}
 BOTH = {**ULYSSES, **RING}
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 EXCHANGES = ("all_to_all_single", GATHER)
-LATER = "optimize after enable_parallelism"
 
 
 @dataclass(frozen=True)

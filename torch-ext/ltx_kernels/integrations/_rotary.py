@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ._sites import Plan, Site
+from ._sites import Plan, Site, site_of
 
 Tables = tuple[Tensor, Tensor]  # cos, sin
 Made = TypeVar("Made")
@@ -76,16 +76,16 @@ def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Ma
     return made
 
 
-def halves(site: Site, rope: Tables) -> Tables:
-    """Both tables of interleaved pairs, compact: one copy for all the blocks of a forward that get the same tensors.
+def halves(attention: Any, rope: Tables) -> Tables:
+    """Both tables of interleaved pairs, compact; blocks of a forward that get the same tensors share one copy.
 
-    Of a pair the cosine of its first place is taken and the sine of its second one, as Wan's processors do.
+    A pair keeps the cosine of its first place and the sine of its second, as in Wan's processors.
     """
     cos, sin = rope
     if torch.compiler.is_compiling():
         return cos[..., ::2], sin[..., 1::2]
     key = "halves", id(sin), sin._version if not sin.is_inference() else None
-    return kept(site, key, cos, lambda: (cos[..., ::2].contiguous(), sin[..., 1::2].contiguous()))
+    return kept(site_of(attention), key, cos, lambda: (cos[..., ::2].contiguous(), sin[..., 1::2].contiguous()))
 
 
 def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tables:

@@ -17,15 +17,10 @@ from .._block import Block
 from .._feed_forward import feed_forward
 from .._guards import children
 from .._rotary import Tables, halves
-from .._sites import site_of
 from .._stream import TORCH_LAYERNORM, Stream, modulation_by
 
 MODELS = "diffusers.models.transformers."
 NORM_ZERO = "diffusers.models.normalization.CogVideoXLayerNormZero"
-
-
-def _tables(attention: Any, rope: Tables) -> Tables:
-    return halves(site_of(attention), rope)
 
 
 ATTENTION = Attention(
@@ -35,7 +30,7 @@ ATTENTION = Attention(
     norm=TORCH_LAYERNORM,
     shared=True,
     rotates_text=False,
-    tables=_tables,
+    tables=halves,
 )
 
 

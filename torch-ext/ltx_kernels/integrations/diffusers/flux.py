@@ -17,16 +17,11 @@ from .._feed_forward import feed_forward, ff_input, up_gelu
 from .._guards import children
 from .._linear import all_readers, linears_of, over_two
 from .._rotary import Tables, halves
-from .._sites import site_of
 from .._stream import TORCH_LAYERNORM, Mod, Stream, clipped, joint, modulation_by
 
 MODELS = "diffusers.models.transformers.transformer_"
 ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 ADA_SINGLE = "diffusers.models.normalization.AdaLayerNormZeroSingle"
-
-
-def _tables(attention: Any, rope: Tables) -> Tables:
-    return halves(site_of(attention), rope)
 
 
 def _attention(module: str, name: str) -> Attention:
@@ -38,7 +33,7 @@ def _attention(module: str, name: str) -> Attention:
         added_norms=("norm_added_q", "norm_added_k"),
         added_output="to_add_out",
         mask=ScoresMask(),
-        tables=_tables,
+        tables=halves,
     )
 
 

@@ -11,31 +11,21 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention, ScoresMask
 from .._block import Block
 from .._decoder import GatedMLP
 from .._guards import children
-from .._rotary import Tables, halves
-from .._sites import site_of
+from .._rotary import Tables
 from .._stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation
+from .flux import ATTENTION as FLUX1_ATTENTION
 
 FLUX2 = "diffusers.models.transformers.transformer_flux2."
 
 
-def _tables(attention: Any, rope: Tables) -> Tables:
-    return halves(site_of(attention), rope)
-
-
-ATTENTION = Attention(
+ATTENTION = replace(
+    FLUX1_ATTENTION,
     classes=(FLUX2 + "Flux2Attention",),
     processor=FLUX2 + "Flux2AttnProcessor",
     other_processors=(FLUX2 + "Flux2KVAttnProcessor",),
-    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
-    added=("add_q_proj", "add_k_proj", "add_v_proj"),
-    added_norms=("norm_added_q", "norm_added_k"),
-    added_output="to_add_out",
-    mask=ScoresMask(),
-    tables=_tables,
 )
 PARALLEL = replace(
     ATTENTION,

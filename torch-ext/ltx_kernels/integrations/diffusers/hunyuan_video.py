@@ -17,15 +17,10 @@ from .._feed_forward import feed_forward, ff_input, up_gelu
 from .._guards import children
 from .._linear import linears_of, over_two
 from .._rotary import Tables, halves
-from .._sites import site_of
 from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, joint, modulation_by
 
 MODELS = "diffusers.models.transformers.transformer_"
 NORMS = "diffusers.models.normalization."
-
-
-def _tables(attention: Any, rope: Tables) -> Tables:
-    return halves(site_of(attention), rope)
 
 
 # In single blocks, modules of this class have no added projections.
@@ -41,7 +36,7 @@ ATTENTION = Attention(
     shared=True,
     rotates_text=False,
     mask=PaddingMask(),
-    tables=_tables,
+    tables=halves,
 )
 ATTENTION_15 = replace(
     ATTENTION,

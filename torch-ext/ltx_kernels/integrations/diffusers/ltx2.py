@@ -20,7 +20,6 @@ from .._guards import children
 from .._linear import Input
 from .._parallel import Parallel, Splits
 from .._rotary import Tables, full_width, halves
-from .._sites import site_of
 from .._stream import RMSNORM, Stream, modulation
 
 LTX2 = "diffusers.models.transformers.transformer_ltx2."
@@ -39,7 +38,7 @@ def _interleaved(attention: Any, rope: Tables) -> Tables:
     # With two heads, half of both heads' width would be taken for the whole width of one.
     if attention.heads == 2:
         return full_width(rope[0], attention.inner_dim), full_width(rope[1], attention.inner_dim)
-    return halves(site_of(attention), rope)
+    return halves(attention, rope)
 
 
 def _layout(attention: Any) -> str:

@@ -17,7 +17,6 @@ from .._block import Block
 from .._feed_forward import feed_forward, ff_input
 from .._guards import children
 from .._rotary import Tables, halves
-from .._sites import site_of
 from .._stream import FP32_LAYERNORM, Stream, modulation_of
 
 MODELS = "diffusers.models.transformers.transformer_"
@@ -26,7 +25,7 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 def _tables(attention: Any, rope: Tables) -> Tables:
     """[1, S, D / 2] of the stock [1, S, 1, D]."""
-    cos, sin = halves(site_of(attention), rope)
+    cos, sin = halves(attention, rope)
     return cos.squeeze(2), sin.squeeze(2)
 
 
