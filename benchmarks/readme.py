@@ -204,8 +204,8 @@ def step() -> str:
     prompts = " and ".join(map(str, meta["prompts"]))
     lines = [
         f"A denoising step of LTX-Video 2B (batch 2, 512x768, bf16, prompts of {prompts} tokens) on one "
-        f"{meta['device']}, torch {meta['torch']}, commit {meta['commit'][:7]}; the error is that of one forward "
-        "against the model in fp32, with random weights:",
+        f"{meta['device']}, torch {meta['torch']}, commit {meta['commit'][:7]}; the error is the distance of one "
+        "forward from the model in fp32, with random weights:",
         "",
         *_steps(),
         "",

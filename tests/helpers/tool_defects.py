@@ -203,8 +203,8 @@ TOOL_DEFECTS = [
     defect(
         "a figure that its result file does not have",
         "docs/optimize.md",
-        "20.3<!-- h200-ltx-batch1",
-        "20.1<!-- h200-ltx-batch1",
+        "of 49 frames takes 20.3<!-- h200-ltx-batch1",
+        "of 49 frames takes 20.1<!-- h200-ltx-batch1",
         "benchmarks::test_readme_shows_the_results",
     ),
     defect(
