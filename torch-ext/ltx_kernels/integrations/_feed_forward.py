@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Callable, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
+from .._linear import linear_cat
 from ..glu import gelu
 from ..quant import gelu_quant
 from ._fp8 import in_fp8
 from ._guards import ATTRIBUTE, class_of, hooked, remember
-from ._linear import Input, Linears, like_of, linear_gelu_of
+from ._linear import Input, Linears, like_of, linear_gelu_of, may_overwrite
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
@@ -86,3 +88,20 @@ def up_gelu(up: Linears, input: Input, approximate: str) -> Tensor:
             return output
     (hidden,) = up(input)
     return gelu(hidden, approximate=approximate)
+
+
+def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, approximate: str) -> Tensor:
+    """``out(torch.cat((attended, gelu(up(input))), -1))``: the last layer of a block with its MLP beside its attention.
+
+    Layers in fp8 read rows that are quantised as a whole, so GELU writes its columns where attention's are copied to.
+    """
+    if out.direct:
+        return linear_cat((attended, up_gelu(up, input, approximate)), out.weights[0], out.biases[0])
+    if not (up.scaled and may_overwrite()):
+        return out(torch.cat((attended, up_gelu(up, input, approximate)), -1))[0]
+    (hidden,) = up(input)
+    width = attended.shape[-1]
+    both = attended.new_empty(*attended.shape[:-1], width + hidden.shape[-1])
+    both[..., :width] = attended
+    gelu(hidden, approximate=approximate, out=both[..., width:])
+    return out(both)[0]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import requires_grad
-from .._linear import adjacent, linear_cat, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
+from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows
 from ._fp8 import Rows, count_product, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
@@ -212,14 +212,6 @@ def _linears(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
 def all_readers(*groups: Linears | None) -> Linears | None:
     """Groups that read one input, as ``into`` of a Stream's norm: rows are quantised only where all take them."""
     return groups[0] if all(group is not None and group.fp8 for group in groups) else None
-
-
-def over_two(linears: Linears, first: Tensor, second: Tensor) -> Tensor:
-    """One layer on two inputs side by side, [..., K1] and [..., K2]."""
-    if linears.direct:
-        return linear_cat((first, second), linears.weights[0], linears.biases[0])
-    (output,) = linears(torch.cat((first, second), -1))
-    return output
 
 
 def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor | None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .._attend import Attention, ScoresMask
 from .._block import Block
-from .._feed_forward import feed_forward, ff_input, up_gelu
+from .._feed_forward import beside_mlp, feed_forward, ff_input
 from .._guards import children
-from .._linear import all_readers, linears_of, over_two
+from .._linear import all_readers, linears_of
 from .._rotary import Tables, halves
 from .._stream import TORCH_LAYERNORM, Mod, Stream, clipped, joint, modulation_by
 
@@ -71,8 +71,7 @@ def single(block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, 
     h = Stream(block, both)
     up, out = linears_of(block, ("proj_mlp",), both), linears_of(block, ("proj_out",), both)
     x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, ATTENTION.readers(attn, both)))
-    mlp = up_gelu(up, x, "tanh")
-    h.add(over_two(out, attn(hidden_states=x, **options), mlp), gate)
+    h.add(beside_mlp(out, attn(hidden_states=x, **options), up, x, "tanh"), gate)
     return clipped(h.value())
 
 

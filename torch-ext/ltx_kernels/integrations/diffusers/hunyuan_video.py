@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .._attend import Attention, PaddingMask
 from .._block import Block
-from .._feed_forward import feed_forward, ff_input, up_gelu
+from .._feed_forward import beside_mlp, feed_forward, ff_input
 from .._guards import children
-from .._linear import linears_of, over_two
+from .._linear import linears_of
 from .._rotary import Tables, halves
 from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, joint, modulation_by
 
@@ -93,14 +93,13 @@ def single_forward(
     up, out = linears_of(self, ("proj_mlp",), both), linears_of(self, ("proj_out",), both)
     x = h.norm(norm._modules["norm"], shift, scale)
     assert isinstance(x, Tensor)
-    mlp = up_gelu(up, x, "tanh")
     attended = attn(
         hidden_states=x[:, :video],
         encoder_hidden_states=x[:, video:],
         attention_mask=attention_mask,
         image_rotary_emb=image_rotary_emb,
     )
-    h.add(over_two(out, joint(*attended), mlp), gate)
+    h.add(beside_mlp(out, joint(*attended), up, x, "tanh"), gate)
     result = h.value()
     return result[:, :video], result[:, video:]
 
