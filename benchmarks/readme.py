@@ -604,8 +604,8 @@ def fp8_models() -> str:
     )
     close = [ratio for ratio in growth.values() if ratio <= CLOSE]
     apart = [f"{title} ({ratio:.1f} times)" for title, ratio in growth.items() if ratio > CLOSE]
-    summary = f"The larger error of fp8 is at most {max(close):.2f} times that of bf16 in {len(close)} of these models."
-    summary += f" It is more than {CLOSE} times in {', '.join(apart)}." if apart else ""
+    summary = f"In {len(close)} of these models fp8 has at most {max(close):.2f} times the error of bf16."
+    summary += f" It has more than {CLOSE} times the error in {', '.join(apart)}." if apart else ""
     return "\n".join([head, "", *lines, "", summary, ""])
 
 
@@ -1152,7 +1152,7 @@ def _way(record: dict[str, Any]) -> str:
 class Split:
     """A step on two GPUs, in ms: half of one GPU's step, the exchanges, and the rest.
 
-    Exchanges and rest are those of the records that model more GPUs: benchmarks/parallel.py has the formula.
+    The records that model more GPUs take the same exchanges and the same rest; benchmarks/parallel.py has the formula.
     """
 
     step: float

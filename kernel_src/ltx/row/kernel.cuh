@@ -103,8 +103,9 @@ constexpr bool multiplies_last(Statistic s, Fusion f, Output o) {
 }
 
 // block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
-// one. kClusters: the row belongs to p.blocks blocks. kThreads: those of a row, where all own kPacks packs, or
-// kWholeWarps; 0: any number, and packs may lie past the row's end.
+// dimension. kClusters: the row belongs to p.blocks blocks. kThreads: how many threads own a row, where each owns
+// kPacks whole packs; kWholeWarps: any number of warps do; 0: any number of threads do, and packs may lie past the
+// row's end.
 template <typename T, typename M, Statistic S, Fusion F, Output O, int kPacks, int kRows, uint32_t kKnown,
           bool kClusters = false, int kThreads = 0>
 __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kClusters, kKnown, sizeof(M) > sizeof(T)),

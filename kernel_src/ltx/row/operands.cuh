@@ -33,7 +33,7 @@ enum Operand : uint32_t {
   kVarying = 1u << 31,  // no operand: some vector changes from row to row of the inner dimension
 };
 
-// In place of a set of vectors: it is known that there are none.
+// Stands in place of a set of vectors where the call has none.
 constexpr uint32_t kNoVectors = kInput;
 constexpr uint32_t kElementOperands = kInput | kResidualIn | kOut | kResidualOut | kOut2;
 constexpr int kVectors = 12;  // at most, in one call
