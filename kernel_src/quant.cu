@@ -25,10 +25,10 @@
 // A row of 2048 bf16 that becomes fp8 leaves a multiprocessor of an H200 about 1500 issue slots, 190 a pack: 100 more
 // cost 10 % over a copy. Unpacking a vector takes 8 of them, and rows of other blocks push the vectors out of the first
 // cache. Hence the vectors that a model's block passes have kernels of their own, with few steps between them and a
-// row. Rows that are wide, or have little done to them, wait for memory: a block brings those of a later one into the
-// L2 cache. Only the held kernel's barrier has a number that is known at run time: for such a barrier ptxas reserves
-// all sixteen, and four blocks would fill a multiprocessor (gated_residual_adaln_rmsnorm 2x8064x2048, blocks of 128:
-// 1.26 x a copy with such barriers, 1.03 without).
+// row. Rows that are wide, or have little done to them, wait for memory: a block prefetches a later block's rows into
+// the L2 cache. Only the held kernel's barrier has a number that is known at run time: for such a barrier ptxas
+// reserves all sixteen, and four blocks would fill a multiprocessor (gated_residual_adaln_rmsnorm 2x8064x2048, blocks
+// of 128: 1.26 x a copy with such barriers, 1.03 without).
 #include <algorithm>
 #include <array>
 #include <string>

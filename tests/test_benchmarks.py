@@ -346,7 +346,7 @@ def test_language_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path)
     assert sorted((r["tokens"], r["batch"], r["config"]) for r in records) == [
         (8, 2, "eager"), (8, 2, "kernels"), (20, 1, "eager"), (20, 1, "kernels")
     ]  # fmt: skip
-    assert all(("commit" in r) == (r["tokens"] == 8) for r in records), "a kept record says of which commit it is"
+    assert all(("commit" in r) == (r["tokens"] == 8) for r in records), "kept records name their commit"
     eager, kernels = (r for r in records if r["tokens"] == 20)
     assert eager["error_vs_fp32"] == 0 < kernels["error_vs_fp32"] < 1e-5
     assert eager["prefill_ms"] > 0 < kernels["decode_ms"] and kernels["layers"] == 2 and kernels["replaced"]
