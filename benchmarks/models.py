@@ -14,7 +14,7 @@ is the relative L2 error of the result against the stock model in float32, of th
 kind: whole models of this size do not fit into the memory twice. `loop_error_vs_fp32` is the error of the latents after
 `loop_steps` steps at one timestep. Each step subtracts the same share of the result in float32. torchao runs them
 without the compiler. With `--blocks` a record is of those blocks alone, and says so.
-`--profile` adds the kernels of one step and `ms_by_kind`.
+`--profile` adds `ms_by_kind`, the kernels of a step that take longest, and the GPU's clock and power while steps run.
 
 The file is written after each model, and again after its profile: a run that is killed keeps what it has measured. A
 model's records replace its earlier ones; other models keep theirs, each with the commit and date of its run.
@@ -62,6 +62,7 @@ from steps import (
 from torch import Tensor, nn
 
 ERROR_BLOCKS = 4
+KEPT_KERNELS = 12  # of a profile, from the one that takes longest
 # The host does not limit longer steps. Stock FLUX.1's, of 0.17 s, crashed in its replay (torch 2.11, H200).
 GRAPH_S = 0.1
 # What the run says of every record, since another run may measure the other models.
@@ -602,7 +603,8 @@ class Benchmark:
         yield [{**common, "config": config, **one.record} for config, one in measured.items()]
         if options.profile and options.device == "cuda":
             for one in measured.values():
-                profile(one, 1)
+                profile(one, self.turns.steps_of(one.step_s))
+                del one.record["kernels"][KEPT_KERNELS:]
             yield [{**common, "config": config, **one.record} for config, one in measured.items()]
 
 

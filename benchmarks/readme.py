@@ -569,6 +569,25 @@ def models() -> str:
     return "\n".join([head, "", *lines, "", "Times as fast:", "", *summary, "", *described, *[""][: len(described)]])
 
 
+def model_kinds() -> str:
+    """Where the time of one forward of a model goes on the device. docs/models.md."""
+    records = load("h200-models-profile")["records"]
+    names = ["GEMM", "attention", "this package", "elementwise"]
+    lines = [f"| model | | {' | '.join(names)} | all kernels |", "|---" * (len(names) + 3) + "|"]
+    for name, (title, _) in MODELS.items():
+        for config in CONFIGS:
+            for record in (r for r in records if (r["model"], r["config"]) == (name, config)):
+                ms = [record["ms_by_kind"].get(kind, 0.0) for kind in names]
+                cells = " | ".join(f"{x:.1f}" for x in (*ms, sum(ms)))
+                lines.append(f"| {title} | {CONFIGS[config]} | {cells} |")
+    head = (
+        "Milliseconds of one forward, by kind of kernel "
+        "([h200-models-profile.json](../benchmarks/results/h200-models-profile.json), "
+        "`python benchmarks/models.py --profile`):"
+    )
+    return "\n".join([head, "", *lines, ""])
+
+
 CLOSE = 1.1  # how many times the error of bf16 counts as close to it
 
 
@@ -605,7 +624,7 @@ def fp8_models() -> str:
     close = [ratio for ratio in growth.values() if ratio <= CLOSE]
     apart = [f"{title} ({ratio:.1f} times)" for title, ratio in growth.items() if ratio > CLOSE]
     summary = f"In {len(close)} of these models fp8 has at most {max(close):.2f} times the error of bf16."
-    summary += f" It has more than {CLOSE} times the error in {', '.join(apart)}." if apart else ""
+    summary += f" It has more than {CLOSE} times the error in {' and '.join(apart)}." if apart else ""
     return "\n".join([head, "", *lines, "", summary, ""])
 
 
@@ -1284,6 +1303,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/models.md", "diffusers", lambda: known_families("diffusers")),
     ("docs/models.md", "transformers", lambda: known_families("transformers")),
     ("docs/models.md", "models", models),
+    ("docs/models.md", "kinds", model_kinds),
     ("docs/optimize.md", "clips", clips),
     ("docs/fp8.md", "numerics", numerics),
     ("docs/fp8.md", "products", products),

@@ -7,6 +7,7 @@ for the next one.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 import math
 import re
@@ -148,7 +149,8 @@ def kernel_times(step: Step, steps: int = PROFILED_STEPS) -> tuple[dict[str, flo
     Of steps that follow one another: alone, a step finds a cooler chip and a higher clock.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    step()
+    for _ in range(steps):
+        step()
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(steps):
             step()
@@ -165,6 +167,17 @@ def kernel_times(step: Step, steps: int = PROFILED_STEPS) -> tuple[dict[str, flo
         by_kind[kind] += ms
         kernels.append({"kernel": name, "kind": kind, "ms": round(ms, 3), "launches": launches})
     return {kind: round(ms, 3) for kind, ms in by_kind.items()}, kernels
+
+
+def clock_and_power(step: Step, steps: int) -> dict[str, float]:
+    """The multiprocessors' clock and the power while steps run; nothing where the package pynvml is missing."""
+    if importlib.util.find_spec("pynvml") is None:
+        return {}
+    for _ in range(3 * steps):  # the sensors average over up to a second; the last steps run when all are launched
+        step()
+    found = {"clock_mhz": torch.cuda.clock_rate(), "power_w": round(torch.cuda.power_draw() / 1000, 1)}
+    torch.cuda.synchronize()
+    return found
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -210,6 +223,7 @@ def profile(measured: Measured, steps: int) -> None:
     # Of the step as it was timed: under the profiler the host is slower, and the device waits for it.
     idle = max(0.0, record["step_ms"] - sum(by_kind.values()))
     record["ms_by_kind"] = {**by_kind, "idle": round(idle, 3)}
+    record |= clock_and_power(measured.step, steps)
 
 
 def measure(
