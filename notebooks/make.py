@@ -53,6 +53,17 @@ def is_current(source: Path) -> bool:
     return path.exists() and same_cells(nbformat.read(path, as_version=4), notebook_of(source))
 
 
+def tidy(notebook: Any) -> None:
+    """Drops warnings of libraries, and what names this machine's folders."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+        for output in cell.get("outputs", ()):
+            text = output.get("data", {}).get("text/plain")
+            if text is not None:
+                output.data["text/plain"] = text.replace(f"{NOTEBOOKS.parent}/", "")
+
+
 def execute(source: Path, short: bool) -> Any:
     """The notebook with its outputs. `short`: few and small sizes."""
     import torch
@@ -71,6 +82,7 @@ def execute(source: Path, short: bool) -> Any:
             if "parameters" in cell.metadata.get("tags", ()):
                 cell.source = "SHORT = True"
     NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    tidy(notebook)
     return notebook
 
 
