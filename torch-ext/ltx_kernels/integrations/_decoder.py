@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..glu import geglu, swiglu
 from ..quant import geglu_quant, swiglu_quant
 from ..rope import apply_rotary_qk, qk_norm_rope
+from ._cache import empty_layer, fill, heads_first
 from ._fp8 import in_fp8
 from ._guards import (
     ATTRIBUTE,
@@ -29,7 +30,7 @@ from ._guards import (
     why_not_norm_weight,
     why_not_tensor,
 )
-from ._linear import Input, Linears, dequantised, like_of
+from ._linear import Input, Linears, dequantised, like_of, may_overwrite
 from ._norms import form_of
 from ._rotary import Tables
 from ._sites import Entry, Site, site_of, stock_forward
@@ -180,11 +181,22 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     site = site_of(module)
     query, key, value = _heads(spec, site, plan.projections, input, module)
     assert rope is not None
-    query, key = _norm_and_rotate(spec, site, plan, query, key, rope)
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     cache = arguments.get("past_key_values")
-    if cache is not None:
-        key, value = cache.update(key, value, module.layer_idx)
+    # What the layers made is new, unless something else than this package called them.
+    fresh = plan.projections.packed or plan.projections.direct or plan.projections.scaled
+    out, empty = None, None
+    if fresh and may_overwrite():
+        empty = None if cache is None else empty_layer(cache, module.layer_idx, site.remark)
+        # A cached view of a packed product would keep the query as well.
+        out = query, key if empty is None else _heads_first_like(key)
+    query, key = _norm_and_rotate(spec, site, plan, query, key, rope, out)
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
+    if empty is not None:
+        key, value = fill(empty, key, heads_first(value))
+    else:
+        value = value.transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, module.layer_idx)
     settings = site.settings
     function = settings["registry"].get_interface(module.config._attn_implementation, settings["eager"])
     known = spec.parameters
@@ -203,6 +215,12 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     return plan.output(output.flatten(2))[0], weights
 
 
+def _heads_first_like(heads: Tensor) -> Tensor:
+    """New memory for [B, S, heads, D], with all tokens of a head behind one another."""
+    batch, rows, count, width = heads.shape
+    return heads.new_empty(batch, count, rows, width).transpose(1, 2)
+
+
 def _heads(
     spec: CausalAttention, site: Site, projections: Linears, input: Input, module: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,17 +237,18 @@ def _heads(
 
 
 def _norm_and_rotate(
-    spec: CausalAttention, site: Site, plan: _AttentionPlan, query: Tensor, key: Tensor, rope: Tables
+    spec: CausalAttention,
+    site: Site,
+    plan: _AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    rope: Tables,
+    out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    # What the layers made is new, unless something else than this package called them.
-    fresh = plan.projections.packed or plan.projections.direct or plan.projections.scaled
     rotation: dict[str, Any] = {"layout": "half", "rotary_dim": None if spec.half_tables else rope[0].shape[-1]}
-    in_place = fresh and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if not spec.norms:
         site.count_call("apply_rotary_qk")
-        return apply_rotary_qk(
-            query, key, *rope, **rotation, rounding=site.rounding, out=(query, key) if in_place else None
-        )
+        return apply_rotary_qk(query, key, *rope, **rotation, rounding=site.rounding, out=out)
     query_norm, key_norm = plan.norms
     form = form_of(query_norm)
     assert form is not None
@@ -246,7 +265,7 @@ def _norm_and_rotate(
         cast_before_weight=form.twice,
         **rotation,
         rounding=site.rounding,
-        out=(query, key) if in_place else None,
+        out=out,
     )
 
 
@@ -286,11 +305,17 @@ class GatedMLP:
         plan = _mlp_plan(self, module, hidden_states)
         return None if plan.reason else plan.up
 
+    def adds(self, module: nn.Module) -> bool:
+        """Whether a module's forward takes ``addend``, a tensor that its output is added to in place."""
+        site = module.__dict__.get(ATTRIBUTE)
+        return site is not None and site.rounding == "fp32" and may_overwrite() and not hooked(module)
+
     def entry(self) -> Entry:
         """What `optimize` installs."""
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            return _mlp(self, module, _arguments((self.parameter,), args, kwargs)[self.parameter])
+        def forward(module: nn.Module, *args: Any, addend: Tensor | None = None, **kwargs: Any) -> Tensor:
+            input = _arguments((self.parameter,), args, kwargs)[self.parameter]
+            return _mlp(self, module, input, addend)
 
         return Entry(
             self.classes,
@@ -339,15 +364,19 @@ def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:
     return remember(module, ("mlp", input.dtype, input.device), ask)
 
 
-def _mlp(spec: GatedMLP, module: nn.Module, input: Input) -> Tensor:
-    """The stock forward; a layer that asked `GatedMLP.readers` may hand over rows of fp8."""
+def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None) -> Tensor:
+    """The stock forward; a layer that asked `GatedMLP.readers` may hand over rows of fp8.
+
+    addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
+    """
     like = like_of(input)
     reason = why_not_input(like)
     if not reason:
         plan = _mlp_plan(spec, module, like)
         reason = plan.reason
     if reason:
-        return cast(Tensor, stock_forward(module, reason, _tensor(input)))
+        output = cast(Tensor, stock_forward(module, reason, _tensor(input)))
+        return output if addend is None else addend + output
     site, up, down = site_of(module), plan.up, plan.down
     gate_up = (up.together(input),) if up.packed else up(input)
     if len(gate_up) == 2 and site.rounding == "fp32":
@@ -362,4 +391,4 @@ def _mlp(spec: GatedMLP, module: nn.Module, input: Input) -> Tensor:
             hidden = geglu_quant(*gate_up, approximate=approximate)
         else:
             hidden = geglu(*gate_up, approximate=approximate, rounding=site.rounding)
-    return down(hidden)[0]
+    return down(hidden)[0] if addend is None else down.add_to(addend, hidden)

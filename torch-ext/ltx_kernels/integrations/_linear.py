@@ -164,6 +164,17 @@ class Linears:
             return self._with_adapters(input)[1]
         return self._together(input).split(self.sizes, -1) if self.packed else self._apart(input)
 
+    def add_to(self, total: Tensor, input: Input) -> Tensor:
+        """A contiguous tensor plus one layer's output, in the tensor's place; rounded once where a product adds it."""
+        if self.scaled and not self._given:
+            rows = self._rows(input)
+            return multiply(*rows, self.weights[0], self.scales[0], self.biases[0], addend=total, out=total)
+        if self._alone is not None and self._alone[1] is None:
+            tokens = cast(Tensor, input)
+            total.view(-1, total.shape[-1]).addmm_(tokens.reshape(-1, tokens.shape[-1]), self._alone[0].t())
+            return total
+        return total.add_(self(input)[0])
+
     def _together(self, input: Input) -> Tensor:
         if self._compiling:
             if self.scaled:

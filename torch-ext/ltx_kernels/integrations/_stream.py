@@ -112,12 +112,12 @@ class Stream:
     Linear layers take both.
     """
 
-    __slots__ = ("_branch", "_branch_norm", "_gate", "_value", "rounding")
+    __slots__ = ("_branch", "_branch_norm", "_first", "_gate", "_value", "rounding")
 
     def __init__(self, module: nn.Module, value: Tensor) -> None:
         """module: The block, a module that `optimize` replaced."""
         self.rounding: str = module.__dict__[ATTRIBUTE].rounding
-        self._value = value
+        self._first = self._value = value
         self._branch: Tensor | None = None
         self._branch_norm: nn.Module | None = None
         self._gate: Mod | None = None
@@ -135,6 +135,10 @@ class Stream:
             else:  # the op would round it otherwise
                 branch = form.rms(norm, branch, self.rounding)
         self._branch, self._gate = branch, gate
+
+    def own(self) -> Tensor | None:
+        """The stream where nothing waits and the block itself made its memory, so that it may be overwritten."""
+        return self._value if self._branch is None and self._value is not self._first else None
 
     def value(self) -> Tensor:
         """The stream as a tensor."""

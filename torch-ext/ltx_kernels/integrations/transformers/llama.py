@@ -44,10 +44,15 @@ def _window_and_positions(attention: Any, arguments: Mapping[str, Any]) -> Optio
     return {"sliding_window": attention.sliding_window, "position_ids": arguments.get("position_ids")}
 
 
-def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
-    """A branch after a dropout that only some classes have; it does nothing in a model that is not trained."""
+def drops(layer: Any, name: str) -> bool:
+    """Whether a layer has a dropout that only some classes have, and it is active or has a hook."""
     dropout = layer._modules.get(name)
-    return branch if dropout is None or not (dropout.training or hooked(dropout)) else dropout(branch)
+    return dropout is not None and (dropout.training or hooked(dropout))
+
+
+def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
+    """A branch after such a dropout."""
+    return layer._modules[name](branch) if drops(layer, name) else branch
 
 
 def pre_norm_layer(
@@ -80,7 +85,11 @@ def pre_norm_layer(
             **kwargs,
         )
         h.add(dropped(self, "resid_attn_dropout", attended[0]))
-        output = ff(h.norm(norm2, into=None if mlp is None else mlp.readers(ff, hidden_states)))
+        rows = h.norm(norm2, into=None if mlp is None else mlp.readers(ff, hidden_states))
+        own = h.own()
+        if own is not None and mlp is not None and mlp.adds(ff) and not drops(self, "resid_mlp_dropout"):
+            return ff(rows, addend=own)
+        output = ff(rows)
         # Mixtures of experts may return their scores as well.
         h.add(dropped(self, "resid_mlp_dropout", output[0] if isinstance(output, tuple) else output))
         return h.value()
