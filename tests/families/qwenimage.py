@@ -1,7 +1,8 @@
-"""Qwen-Image: two blocks of two streams."""
+"""Qwen-Image: two blocks of two streams; Edit 2511, whose input image has a modulation of its own."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from . import Family, randn
 TEXT = 5
 
 
-def make() -> nn.Module:
+def make(zero_cond_t: bool = False) -> nn.Module:
     return QwenImageTransformer2DModel(
+        zero_cond_t=zero_cond_t,
         in_channels=8,
         out_channels=2,
         num_layers=2,
@@ -34,20 +36,22 @@ def inputs(batch: int) -> dict[str, Any]:
     }
 
 
+def edit(batch: int) -> dict[str, Any]:
+    return {**inputs(batch), "hidden_states": randn(batch, 10, 8), "img_shapes": [[(1, 2, 3), (1, 2, 2)]] * batch}
+
+
 def masked(batch: int) -> dict[str, Any]:
     mask = torch.ones(batch, TEXT, dtype=torch.bool)
     mask[-1, 3:] = False
     return {"encoder_hidden_states_mask": mask}
 
 
+BLOCKS = {"diffusers.QwenImageTransformerBlock": 2, "diffusers.Attention": 2}
+LORA = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "net.0.proj", "img_mod.1")
+
 FAMILIES = {
-    "": Family(
-        make,
-        inputs,
-        {"diffusers.QwenImageTransformerBlock": 2, "diffusers.Attention": 2},
-        fp8=2 * 6,
-        masked=masked,
-        lora=("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "net.0.proj", "img_mod.1"),
-        first_block_cache=True,
-    )
+    "": Family(make, inputs, BLOCKS, fp8=2 * 6, masked=masked, lora=LORA, first_block_cache=True),
+    "edit": Family(
+        partial(make, zero_cond_t=True), edit, BLOCKS, fp8=2 * 6, masked=masked, lora=LORA, first_block_cache=True
+    ),
 }

@@ -81,6 +81,11 @@ def modulation_by(norm: nn.Module, temb: Tensor, count: int) -> list[Mod]:
     return modulation(linear(silu(temb)), count)
 
 
+def chosen(takes_first: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Rows [B, S, N]: that of `first` [B, N] where `takes_first` [B, S] is true, else that of `second` [B, N]."""
+    return torch.where(takes_first.unsqueeze(-1), first.unsqueeze(1), second.unsqueeze(1))
+
+
 def clipped(value: Tensor) -> Tensor:
     """The stream as the stock blocks return it: float16 without infinities."""
     return value.clip(-65504, 65504) if value.dtype == torch.float16 else value

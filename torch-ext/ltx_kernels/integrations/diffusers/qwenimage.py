@@ -2,6 +2,10 @@
 
 The rotary tables are complex, one for each stream; their real and imaginary parts are put together once per forward, in
 the order of the joint rows.
+
+Edit 2511 (`zero_cond_t`) doubles the batch of the timestep's embedding: an image token takes its modulation from the
+first half or, if it belongs to an input image, from the second half, which is that of timestep 0. `modulate_index` says
+which. The text takes the first half.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from .._feed_forward import feed_forward, ff_input
 from .._guards import children
 from .._rotary import Tables, kept
 from .._sites import site_of
-from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, clipped, modulation
+from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, chosen, clipped, modulation
 
 QWEN = "diffusers.models.transformers.transformer_qwenimage."
 
@@ -63,7 +67,11 @@ def block_forward(
 ) -> tuple[Tensor, Tensor]:
     names = "img_mod", "txt_mod", "img_norm1", "txt_norm1", "attn", "img_norm2", "txt_norm2", "img_mlp", "txt_mlp"
     img_mod, txt_mod, img_norm1, txt_norm1, attn, img_norm2, txt_norm2, img_mlp, txt_mlp = children(self, *names)
-    shift1, scale1, gate1, shift2, scale2, gate2 = modulation(img_mod(temb), 6)
+    values = img_mod(temb)
+    if modulate_index is not None:
+        values = chosen(modulate_index == 0, *values.chunk(2))
+        temb = temb.chunk(2)[0]
+    shift1, scale1, gate1, shift2, scale2, gate2 = modulation(values, 6)
     text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation(txt_mod(temb), 6)
     image, text = Stream(self, hidden_states), Stream(self, encoder_hidden_states)
     image_branch, text_branch = attn(
@@ -83,7 +91,8 @@ def block_forward(
 
 
 def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
-    return "a modulation of its own for some tokens" if arguments.get("modulate_index") is not None else ""
+    given = arguments.get("modulate_index") is not None
+    return "" if given == block.zero_cond_t else f"modulate_index {'given' if given else 'missing'}"
 
 
 BLOCK = Block(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._attend import Attention, KeyMask
@@ -16,7 +15,7 @@ from .._decoder import GatedMLP
 from .._guards import children
 from .._rotary import Tables, kept
 from .._sites import site_of
-from .._stream import RMSNORM, Mod, Stream, modulation
+from .._stream import RMSNORM, Mod, Stream, chosen, modulation
 
 Z_IMAGE = "diffusers.models.transformers.transformer_z_image."
 
@@ -45,10 +44,7 @@ def _modulation(
     if not block.modulation:
         return [None] * 4
     linear = block.adaLN_modulation
-    if noise_mask is None:
-        values = linear(temb)
-    else:
-        values = torch.where(noise_mask.unsqueeze(-1) == 1, linear(noisy).unsqueeze(1), linear(clean).unsqueeze(1))
+    values = linear(temb) if noise_mask is None else chosen(noise_mask == 1, linear(noisy), linear(clean))
     scale1, gate1, scale2, gate2 = modulation(values, 4)
     return [scale1, Mod(gate1.value.tanh()), scale2, Mod(gate2.value.tanh())]
 
