@@ -2,6 +2,7 @@
 
     python tools/build.py
     python benchmarks/parallel.py [--models ltx wan] [--configs stock kernels] [--modes ulysses] [--tiny]
+    python benchmarks/parallel.py --update --models wan   # adds to the file, or replaces what it measures again
 
 The program starts a process for each GPU. The weights are random, and benchmarks/models.py makes the models. "ulysses"
 and "ring" split the tokens of a call over all GPUs. "guidance" splits the batch of two in halves and, with more than
@@ -27,6 +28,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import json
 import logging
 import os
 import socket
@@ -46,7 +48,7 @@ from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
 from diffusers.models.attention_dispatch import attention_backend
 from models import MODELS, Inputs, Make, Model, block_lists, first_blocks, one_tensor
-from ops import load_package, write
+from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.table import Table
 from steps import error, first_line, time_steps, view_of
@@ -61,6 +63,7 @@ WARM_UP, ROUNDS, STEPS, SECONDS = 3, 2, 10, 2.0
 EXCHANGE_MB = (1, 4, 16, 64, 256)
 TINY_MB = (0.01, 0.1)
 EXCHANGE_CALLS = 20
+IDENTITY = ("exchange", "bytes", "model", "shape", "batch", "config", "gpus", "mode")  # what a record measures
 
 
 @dataclass(frozen=True)
@@ -246,14 +249,13 @@ class Run:
         options = self.options
         counts: dict[Way, int] = {}
         for way, step in steps.items():
-            time_steps(step, WARM_UP, self.device, 0.0)
-            longest = max(self.of_all(statistics.median(time_steps(step, 2, self.device, 0.0)))) / 1e3
+            longest = max(self.of_all(time_steps(step, 1, self.device, 0.0)[0])) / 1e3
             counts[way] = max(1, int(min(options.steps, options.seconds / longest)))
         times: dict[Way, list[float]] = {way: [] for way in steps}
         for turn in range(options.rounds):
             for way in list(steps)[:: 1 if turn % 2 == 0 else -1]:
                 dist.barrier()
-                time_steps(steps[way], WARM_UP, self.device, 0.0)
+                time_steps(steps[way], min(WARM_UP, counts[way]), self.device, 0.0)
                 times[way] += time_steps(steps[way], counts[way], self.device, 0.0)
         return times
 
@@ -310,6 +312,26 @@ def modelled(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
+def in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Bare exchanges, then models and configurations as this file lists them, and what is modelled at the end."""
+
+    def place(record: dict[str, Any]) -> tuple[bool, int, int]:
+        if "exchange" in record:
+            return False, -1, 0
+        return "modelled_ms" in record, list(CASES).index(record["model"]), CONFIGS.index(record["config"])
+
+    return sorted(records, key=place)
+
+
+def failures_kept(output: Path, options: argparse.Namespace) -> dict[str, str]:
+    """What an earlier run noted as failed, but for the models and configurations that this run tries again."""
+    if not output.exists():
+        return {}
+    again = tuple(f"{model}, {config}, " for model in options.models for config in options.configs)
+    failed: dict[str, str] = json.loads(output.read_text())["meta"]["failed"]
+    return {what: reason for what, reason in failed.items() if not what.startswith(again)}
+
+
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="One forward")
     for column in ("model", "configuration", "GPUs", "mode", "ms", "x one GPU", "x stock", "sent MB", "error"):
@@ -361,12 +383,14 @@ def worker(rank: int, world: int, port: int, options: argparse.Namespace) -> Non
         "diffusers": diffusers.__version__,
         "dtype": options.dtype,
         "weights": "random",
-        "failed": run.failed,
     }
+    earlier_failures = failures_kept(output, options) if options.update else {}
 
     def save() -> None:
         if rank == 0:
-            write(output, meta, [*run.records, *modelled(run.records)])
+            records = [*run.records, *modelled(run.records)]
+            shown = kept_records(output, meta, records, IDENTITY) if options.update else records
+            write(output, {**meta, "failed": {**earlier_failures, **run.failed}}, in_order(shown))
 
     with torch.no_grad():
         run.exchange()
@@ -403,6 +427,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"turns of a configuration (default: {ROUNDS})")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"timed steps of a turn at most (default: {STEPS})")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of a turn's steps (default: {SECONDS})")
+    parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
     parser.add_argument("--timeout", type=float, default=120, help="seconds until a rank gives the others up")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>x<ranks>-parallel.json)")
     options = parser.parse_args(arguments)

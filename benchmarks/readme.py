@@ -1158,7 +1158,7 @@ def attention_in_8_bits() -> str:
 
 # The models of benchmarks/parallel.py, and the gain over one GPU that a configuration should reach on two.
 PARALLEL = {"ltx": "LTX-Video 2B", **{model: title for model, (title, _) in MODELS.items()}}
-PARALLEL_AIMS = {("ltx", "kernels", "ulysses"): 1.78}
+PARALLEL_AIMS = {(model, "kernels", "ulysses"): aim for model, aim in (("ltx", 1.78), ("ltx13b", 1.85), ("wan", 1.85))}
 PARALLEL_MODES = {"ulysses": "Ulysses", "ring": "ring", "guidance": "guidance split"}
 
 

@@ -62,6 +62,7 @@ class Case:
     gradients: With those of the parameters, which the ranks add up.
     own_plan: The caller gives diffusers' plan, which splits LTX-Video's prompt, so that its mask is gathered.
     compiled: By torch.compile, as one graph.
+    ahead: Values are sent before query and key, however few they are.
     elsewhere: Options of the other ranks, where they differ.
     error: What the error says, where there has to be one.
     prepare: Something that is done to the model before all.
@@ -81,6 +82,7 @@ class Case:
     gradients: bool = False
     own_plan: bool = False
     compiled: bool = False
+    ahead: bool = False
     elsewhere: dict[str, Any] | None = None
     error: str = ""
     prepare: Callable[[nn.Module], Any] = lambda model: None
@@ -143,6 +145,13 @@ TWO = (
     Case("ltx", RING_ANYTHING, masked=True, own_plan=True, text=7),
     Case("ltx", ULYSSES, masked=True, text=7, compiled=True),
     Case("ltx-per_token", RING, text=7, compiled=True),
+    Case("ltx", ULYSSES, masked=True, ahead=True, exchanges=(3 * 2, 0)),
+    Case("ltx", ULYSSES, {"precision": "fp8"}, torch.bfloat16, masked=True, ahead=True, exchanges=(3 * 2, 0)),
+    Case("wan-t2v", ULYSSES, text=None, ahead=True, later=True, exchanges=(3 * 2, 0)),
+    Case("ltx2", ULYSSES, text=None, ahead=True, kernel=True),
+    Case("ltx", ULYSSES_ANYTHING, ahead=True, exchanges=(2 * 2, 2)),
+    Case("ltx", RING, masked=True, ahead=True, exchanges=(0, 2)),
+    Case("ltx", ULYSSES, text=7, ahead=True, compiled=True),
     Case("wan-t2v", ULYSSES, text=None, gradients=True),
     Case("ltx", ULYSSES, masked=True, gradients=True),
     # What cannot be right raises on every rank.
@@ -249,7 +258,7 @@ def _in_float32(case: Case) -> torch.Tensor:
 
 def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
     """What went wrong in one case; empty if nothing did."""
-    attend = sys.modules[f"{ltx.__name__}.integrations._attend"]
+    attend, parallel = (sys.modules[f"{ltx.__name__}.integrations.{name}"] for name in ("_attend", "_parallel"))
     family = families()[case.family]
     model: Any = random_(family.make()).to(case.dtype)
     case.prepare(model)
@@ -269,8 +278,12 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
         with _watched(strided) as calls, contextlib.ExitStack() as stack:
             if case.kernel:
                 stack.enter_context(mock.patch.object(attend, "runs_kernel", lambda *_: True))
+            if case.ahead:
+                stack.enter_context(mock.patch.object(parallel, "LEAST_AHEAD", 0))
             call = torch.compile(model, backend="aot_eager", fullgraph=True) if case.compiled else model
             result = _result(case, call, inputs)
+        with mock.patch.object(parallel, "_wide", lambda *tensors: tensors):  # copied element by element
+            at_once = _result(case, model, inputs) if case.ahead and not case.compiled else result
         if case.gradients:
             dist.all_reduce(result[1:])
     far, allowed = _distance(result, expected), 2e-6
@@ -279,6 +292,8 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
         far, allowed = _distance(result, truth), 1.2 * _distance(expected, truth)
     if not far <= allowed:
         return f"its error is {far:.2e}, which may be {allowed:.2e}"
+    if not torch.equal(result, at_once):
+        return "it has other bits where values travel with query and key"
     if strided:
         return strided[0]
     counted = tuple(calls[name] for name in EXCHANGES)

@@ -656,8 +656,9 @@ def _single(
         query_weight, key_weight = plan.weights
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
         return _output(plan, _gated(spec, site, plan, input, output))
+    ahead = None if context is not None else _values_ahead(spec, module, value, mask, keys)
     query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
-    output, own = _scores(spec, site, module, query, key, value, mask, keys, context is not None, out)
+    output, own = _scores(spec, site, module, query, key, value, mask, keys, context is not None, out, ahead)
     if image:
         key = _norm_then_rotate(spec, site, plan, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
         output = output + _scores(spec, site, module, query, key, image[1], None, None, True)[0]
@@ -881,11 +882,13 @@ def _scores(
     keys: Tensor | None,
     cross: bool,
     out: Tensor | None = None,
+    ahead: _parallel.Sent | None = None,
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
 
     keys: The mask as one of keys, where it can be written so.
     out: Where this package's op writes the result on one GPU; the others return a tensor of their own.
+    ahead: The values, where `_values_ahead` has sent them.
     """
     scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
     # The kernel is made for many keys: a prompt's few go through the dispatch.
@@ -913,9 +916,28 @@ def _scores(
         return output if out is None else out.copy_(output)
 
     output = _parallel.attend(
-        context, query, key, value, keys, cross=cross, compute=compute, overlaps=overlaps, in_place=may_overwrite()
+        context,
+        query,
+        key,
+        value,
+        keys,
+        ahead=ahead,
+        cross=cross,
+        compute=compute,
+        overlaps=overlaps,
+        in_place=may_overwrite(),
     )
     return output, overlaps(query, key, value)
+
+
+def _values_ahead(
+    spec: Attention, module: AttentionModule, value: Tensor, mask: Tensor | None, keys: Tensor | None
+) -> _parallel.Sent | None:
+    """The values of a self-attention, sent ahead of query and key, or None where they travel together."""
+    parallel = _parallel_config(spec, module, False)
+    if parallel is None or (mask is not None and keys is None):
+        return None
+    return _parallel.send_ahead(_parallel.context_of(parallel), value)
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:

@@ -32,6 +32,9 @@ from ._guards import ATTRIBUTE, RELEASE, class_of
 
 ENABLE = "enable_parallelism"
 
+LEAST_AHEAD = 24 << 20  # bytes of a rank's values that are sent before query and key; fewer travel with them
+WIDE = torch.complex128  # 16 bytes, the most that a thread of torch's copies moves at once
+
 # (query, key, value, mask [B, T] of the keys or None, where to write or None) -> [B, S, heads, D]
 Compute = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 Splits = Mapping[str, Mapping["str | int", "tuple[int, int]"]]
@@ -85,19 +88,40 @@ class Ranks:
         all_gather(all_lengths, torch.tensor([x.shape[1]], device=device), group=self.group)
         return all_lengths.tolist()
 
-    def exchange(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """All-to-all of the rows of a contiguous tensor; one length for each rank."""
+    def exchange(
+        self, send: Tensor, sent: Sequence[int], received: Sequence[int], later: bool = False
+    ) -> tuple[Tensor, Any]:
+        """All-to-all of the rows of a contiguous tensor; one length for each rank.
+
+        With `later` the rows are there once the work that is returned too has been waited for.
+        """
         result = send.new_empty(sum(received), *send.shape[1:])
         rows = None if self.even else (list(received), list(sent))
         output_rows, input_rows = rows or (None, None)
-        dist.all_to_all_single(result, send, output_rows, input_rows, group=self.group)
-        return result
+        work = dist.all_to_all_single(result, send, output_rows, input_rows, group=self.group, async_op=later)
+        return result, work
 
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """x [S, ...] of all ranks, [size S, ...], once the work that is returned too has been waited for."""
         result = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         # torch.compile takes collectives that end before they return.
         return result, all_gather(result, x, group=self.group, async_op=not torch.compiler.is_compiling())
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Tensors on their way to the ranks that hold their heads.
+
+    rows: [all S, B, tensors, heads / ranks, D], which are there once `work` has been waited for.
+    """
+
+    rows: Tensor
+    work: Any
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Each tensor, [B, all S, heads / ranks, D]."""
+        _wait(self.work)
+        return self.rows.transpose(0, 1).unbind(2)
 
 
 def _ranks(config: Config, name: str) -> Ranks | None:
@@ -108,6 +132,19 @@ def _ranks(config: Config, name: str) -> Ranks | None:
     return Ranks(group, size, dist.get_rank(group), not getattr(config, f"{name}_anything"))
 
 
+def send_ahead(config: Config | None, value: Tensor) -> Sent | None:
+    """Begins to exchange the values [B, S, heads, D] of a self-attention, while query and key are not ready yet.
+
+    None where query, key and value had better travel together. All ranks decide alike, since their shapes are the same.
+    """
+    if config is None or config.ring_degree > 1 or config.ulysses_anything or torch.compiler.is_compiling():
+        return None
+    ulysses = _ranks(config, "ulysses")
+    if ulysses is None or value.shape[2] % ulysses.size or value.nbytes < LEAST_AHEAD or torch.is_grad_enabled():
+        return None
+    return _to_heads(ulysses, [value.shape[1]] * ulysses.size, value, later=True)
+
+
 def attend(
     config: Config,
     query: Tensor,
@@ -115,6 +152,7 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     *,
+    ahead: Sent | None = None,
     cross: bool,
     compute: Compute,
     overlaps: Callable[[Tensor, Tensor, Tensor], bool],
@@ -125,6 +163,7 @@ def attend(
     Every rank has to call it with the same config, flags and dtypes. Lengths may differ where the config says so.
 
     mask: [B, T] of this rank's keys, or [B, sum of all T] of those of all ranks, in the order of the ranks.
+    ahead: The values, where `send_ahead` sends them already.
     cross: The keys are not those of the queries' tokens, so that their number may differ.
     compute: Attention on this rank.
     overlaps: Whether this package's kernel takes such tensors and can attend before all keys have come.
@@ -146,25 +185,28 @@ def attend(
     if padding:
         query, key, value = (F.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
     lengths = ulysses.lengths(query)
-    if cross or ring is not None:
+    if ahead is not None:
+        query, key = _to_heads(ulysses, lengths, query, key).wait()
+        (value,) = ahead.wait()
+    elif cross or ring is not None:
         key_lengths = ulysses.lengths(key) if cross else lengths
-        query = _to_heads(ulysses, lengths, query)[:, :, 0].transpose(0, 1)
+        (query,) = _to_heads(ulysses, lengths, query).wait()
         both = _to_heads(ulysses, key_lengths, key, value)
+        key, value = both.wait()
     else:
-        all_three = _to_heads(ulysses, lengths, query, key, value)
-        query, both = all_three[:, :, 0].transpose(0, 1), all_three[:, :, 1:]
+        query, key, value = _to_heads(ulysses, lengths, query, key, value).wait()
     if ring is not None:
-        send = _ring(ring, query, both, mask, compute, overlaps).transpose(0, 1).contiguous()
+        send = _ring(ring, query, both.rows, mask, compute, overlaps).transpose(0, 1).contiguous()
     else:
-        key, value = (both[:, :, i].transpose(0, 1) for i in range(2))
         if in_place:
             send = query.new_empty(query.shape[1], query.shape[0], *query.shape[2:])
             compute(query, key, value, mask, send.transpose(0, 1))
         else:
             send = compute(query, key, value, mask, None).transpose(0, 1).contiguous()
-    received = ulysses.exchange(send, lengths, [tokens] * ulysses.size)
-    output = received.unflatten(0, (ulysses.size, tokens)).permute(2, 1, 0, 3, 4).flatten(2, 3)
-    return output[:, :, :heads]
+    received, _ = ulysses.exchange(send, lengths, [tokens] * ulysses.size)
+    (output,) = _wide(received)
+    output = output.unflatten(0, (ulysses.size, tokens)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+    return output.view(query.dtype)[:, :, :heads]
 
 
 def check_dispatch(config: Config | None, *masks: Tensor | None) -> None:
@@ -177,16 +219,31 @@ def check_dispatch(config: Config | None, *masks: Tensor | None) -> None:
             )
 
 
-def _to_heads(ranks: Ranks, lengths: Sequence[int], *tensors: Tensor) -> Tensor:
-    """Tensors [B, S, heads, D] of this rank's tokens as [all S, B, tensors, heads / ranks, D], by one all-to-all.
+def _to_heads(ranks: Ranks, lengths: Sequence[int], *tensors: Tensor, later: bool = False) -> Sent:
+    """Begins one all-to-all of tensors [B, S, heads, D] of this rank's tokens; it ends here but for `later`.
 
     The buffer that is sent is [ranks, S, B, tensors, heads / ranks, D], so that what comes needs no copy.
     """
     batch, tokens, heads, width = tensors[0].shape
     send = tensors[0].new_empty(ranks.size, tokens, batch, len(tensors), heads // ranks.size, width)
     for i, x in enumerate(tensors):
-        send[:, :, :, i].copy_(x.unflatten(2, (ranks.size, -1)).permute(2, 1, 0, 3, 4))
-    return ranks.exchange(send.flatten(0, 1), [tokens] * ranks.size, lengths)
+        part, x = _wide(send[:, :, :, i], x)
+        part.copy_(x.unflatten(2, (ranks.size, -1)).permute(2, 1, 0, 3, 4))
+    return Sent(*ranks.exchange(send.flatten(0, 1), [tokens] * ranks.size, lengths, later))
+
+
+def _wide(*tensors: Tensor) -> Sequence[Tensor]:
+    """The same memory in elements of 16 bytes, where all of the tensors divide into them.
+
+    torch copies between different strides element by element and computes where each lies.
+    """
+    if torch.compiler.is_compiling():  # its copies are kernels of its own
+        return tensors
+    for x in tensors:
+        steps = (x.data_ptr(), *(x.element_size() * step for step in (x.shape[-1], *x.stride()[:-1])))
+        if x.stride(-1) != 1 or any(step % WIDE.itemsize for step in steps):
+            return tensors
+    return [x.view(WIDE) for x in tensors]
 
 
 def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
