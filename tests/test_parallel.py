@@ -457,6 +457,27 @@ def test_modelled_times() -> None:
     assert (split.exchanges, split.rest) == pytest.approx((4.0, 3.0))
 
 
+def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:
+    """Records in the order of the models, and the failures of what is not tried again."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import parallel
+
+    path = tmp_path / "parallel.json"
+    failed = {"ltx, stock, 2 GPUs, ulysses": "a", "ltx, kernels, 2 GPUs, ring": "b", "ltx13b, stock, 2 GPUs, ring": "c"}
+    path.write_text(json.dumps({"meta": {"failed": failed}, "records": []}))
+    options = parallel.argparse.Namespace(models=["ltx"], configs=["stock"])
+    assert parallel.failures_kept(path, options) == {what: failed[what] for what in list(failed)[1:]}
+    assert parallel.failures_kept(tmp_path / "none.json", options) == {}
+    records = [
+        {"model": "ltx", "config": "kernels", "modelled_ms": 1.0},
+        {"model": "wan", "config": "stock"},
+        {"model": "ltx", "config": "kernels"},
+        {"model": "ltx", "config": "stock"},
+        {"exchange": "all_to_all_single"},
+    ]
+    assert parallel.in_order(records) == records[::-1][:3] + [records[1], records[0]]
+
+
 @pytest.mark.parametrize("mode", ["ulysses", "guidance"])
 def test_example(ltx: ModuleType, backend: str, tmp_path: Path, mode: str) -> None:
     """Two ranks of generate_video.py make the clip that one makes, and the first one alone writes it."""
