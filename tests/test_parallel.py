@@ -475,7 +475,7 @@ def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:
         {"model": "ltx", "config": "stock"},
         {"exchange": "all_to_all_single"},
     ]
-    assert parallel.in_order(records) == records[::-1][:3] + [records[1], records[0]]
+    assert parallel.in_order(records) == [*records[::-1][:3], records[1], records[0]]
 
 
 @pytest.mark.parametrize("mode", ["ulysses", "guidance"])
