@@ -226,13 +226,15 @@ def _heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, [B, S, heads, D]: views of one new tensor where one product makes them."""
     outputs = projections(input)
+    width = module.head_dim
     if len(outputs) == 1:
         config = module.config
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        outputs = outputs[0].split([size * module.head_dim for size in sizes], -1)
+        outputs = outputs[0].split_with_sizes([size * width for size in sizes], -1)
     elif not projections.packed and site.rounding == "fp32" and not torch.compiler.is_compiling():
         site.unpacked += 1
-    query, key, value = (output.unflatten(-1, (-1, module.head_dim)) for output in outputs)
+    # `Tensor.unflatten` and `Tensor.split` are Python functions, which take the host longer.
+    query, key, value = (output.view(*output.shape[:-1], -1, width) for output in outputs)
     return query, key, value
 
 

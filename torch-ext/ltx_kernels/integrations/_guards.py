@@ -168,8 +168,6 @@ class Memory:
         below = _below(module)
         self.module = module
         self.answers: dict[Hashable, Any] = {}
-        self.places = [modules for modules, _, _ in below]
-        self.names = [name for _, name, _ in below]
         self.modules = [child for _, _, child in below]
         self.classes = [type(child) for child in self.modules]
         self.sizes = [child._modules for child in (module, *self.modules) if child._modules]
@@ -180,18 +178,17 @@ class Memory:
         watched = [(child.__dict__, key) for child in self.modules for key in _WATCHED]
         watched = [(state, key) for state, key in watched if key == "forward" or key in state]
         watched += [(module.__dict__, key) for key in _WATCHED[1:] if key in module.__dict__]
-        self.states, self.keys = [state for state, _ in watched], [key for _, key in watched]
-        self.values = list(map(dict.get, self.states, self.keys))
-        held = [
+        tensors = [
             (tensors, name)
             for child in (module, *self.modules)
             for tensors in (child._parameters, child._buffers)
             for name in tensors
         ]
-        self.holders: list[dict[str, Any]] = [tensors for tensors, _ in held]
-        self.tensor_names = [name for _, name in held]
-        self.tensors = list(map(dict.get, self.holders, self.tensor_names))
-        present = [tensor for tensor in self.tensors if tensor is not None]
+        # Where modules, attributes and tensors are held, by which names, and what is there.
+        places = [*((modules, name) for modules, name, _ in below), *watched, *tensors]
+        self.places, self.names = [place for place, _ in places], [name for _, name in places]
+        self.held = list(map(dict.get, self.places, self.names))
+        present = [tensor for place, name in tensors if (tensor := place[name]) is not None]
         self.present = present
         self.addresses = list(map(Tensor.data_ptr, present))
         self.dtypes = list(map(attrgetter("dtype"), present))
@@ -206,11 +203,9 @@ class Memory:
         return (
             self.module is module
             and not any(self.hooks)
-            and list(map(dict.get, self.states, self.keys)) == self.values
-            and all(map(is_, map(dict.get, self.places, self.names), self.modules))
+            and all(map(is_, map(dict.get, self.places, self.names), self.held))
             and list(map(type, self.modules)) == self.classes
             and list(map(len, self.sizes)) == self.counts
-            and all(map(is_, map(dict.get, self.holders, self.tensor_names), self.tensors))
             and list(map(Tensor.data_ptr, self.present)) == self.addresses
             and list(map(attrgetter("dtype"), self.present)) == self.dtypes
             and list(map(attrgetter("_version"), self.quantised)) == self.versions

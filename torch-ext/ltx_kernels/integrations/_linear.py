@@ -139,7 +139,7 @@ class Linears:
             site.remark(f"adapters called by themselves: {adapters}", len(self._given))
             return None, tuple(linear(x) for linear in self._given)
         whole = self._together(input) if self.packed else None
-        outputs = self._apart(input) if whole is None else whole.split(self.sizes, -1)
+        outputs = self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
         if not adapters:
             return whole, outputs
         site.remark("adapters beside fp8", len([added for added in adapters if added]))
@@ -162,7 +162,7 @@ class Linears:
             return (F.linear(input, *self._alone),)  # type: ignore[arg-type]
         if self._given:
             return self._with_adapters(input)[1]
-        return self._together(input).split(self.sizes, -1) if self.packed else self._apart(input)
+        return self._together(input).split_with_sizes(self.sizes, -1) if self.packed else self._apart(input)
 
     def add_to(self, total: Tensor, input: Input) -> Tensor:
         """A contiguous tensor plus one layer's output, in the tensor's place; rounded once where a product adds it."""
