@@ -268,7 +268,7 @@ def test_heads_first(ltx: ModuleType, device: str, dtype: torch.dtype, width: in
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_addition_after_the_mlp_is_one_product(ltx: ModuleType, device: str, bias: bool) -> None:
-    """It rounds once, so that half precision comes nearer to the exact sum; "eager" rounds as stock does."""
+    """It is no further from the exact sum than two roundings; "eager" rounds as stock does."""
     model = make_model(device, torch.bfloat16, "Llama", mlp_bias=bias)
     layer = model.model.layers[0]
     x = torch.randn(2, 9, 64, device=device).bfloat16()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..glu import geglu, swiglu
 from ..quant import geglu_quant, swiglu_quant
 from ..rope import apply_rotary_qk, qk_norm_rope
+from . import _window
 from ._cache import empty_layer, fill, heads_first
 from ._fp8 import in_fp8
 from ._guards import (
@@ -201,17 +202,15 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     function = settings["registry"].get_interface(module.config._attn_implementation, settings["eager"])
     known = spec.parameters
     more = {name: value for name, value in arguments.items() if name not in known}
-    output, weights = function(
-        module,
-        query,
-        key,
-        value,
-        arguments.get("attention_mask"),
-        dropout=module.attention_dropout if module.training else 0.0,
-        scaling=module.scaling,
-        **spec.options(module, arguments),
-        **more,
-    )
+    more.update(spec.options(module, arguments))
+    mask: Tensor | None = arguments.get("attention_mask")
+    output: Tensor | None = None
+    if not module.training:
+        output = _window.attend(site, function, query, key, value, mask, module.scaling, more)
+    weights = None
+    if output is None:
+        dropout = module.attention_dropout if module.training else 0.0
+        output, weights = function(module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **more)
     return plan.output(output.flatten(2))[0], weights
 
 

@@ -165,7 +165,7 @@ class Linears:
         return self._together(input).split_with_sizes(self.sizes, -1) if self.packed else self._apart(input)
 
     def add_to(self, total: Tensor, input: Input) -> Tensor:
-        """A contiguous tensor plus one layer's output, in the tensor's place; rounded once where a product adds it."""
+        """A contiguous tensor plus one layer's output, in the tensor's place, by one product where it can."""
         if self.scaled and not self._given:
             rows = self._rows(input)
             return multiply(*rows, self.weights[0], self.scales[0], self.biases[0], addend=total, out=total)
