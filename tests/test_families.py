@@ -135,6 +135,21 @@ def test_half(ltx: ModuleType, device: str, family: Family, dtype: torch.dtype, 
     assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), stock))
 
 
+@pytest.mark.parametrize("case", ["wan-t2v", "wan-ti2v", "wan-vace", "wan-skyreels"])
+def test_parameters_kept_in_float32(ltx: ModuleType, device: str, case: str) -> None:
+    """Beside 16-bit inputs, as `from_pretrained` loads Wan's modulation tables and norms."""
+    family = FAMILIES[case]
+    model, inputs = make(family, device, torch.bfloat16), cast(family.inputs(2), device, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "scale_shift_table" in name or ".norm2." in name:
+            parameter.data = parameter.data.float()
+    exact = run(copy.deepcopy(model).float(), cast(inputs, device, torch.float32))
+    stock = distance(run(model, inputs), exact)
+    report = ltx.optimize(model)
+    assert distance(run(model, inputs), exact) <= 1.3 * stock
+    assert_ran(report, family)
+
+
 @every_family
 def test_masks(ltx: ModuleType, device: str, family: Family) -> None:
     if family.masked is None:

@@ -42,6 +42,10 @@ constexpr int rows_at_once(Statistic s, Fusion f, int packs, int threads, uint32
 
 // In place of a row's threads: any number of whole warps, with whole packs for all of them.
 constexpr int kWholeWarps = -1;
+// Whether a quantised LayerNorm's instance is for rows of whole packs for all threads.
+constexpr bool has_whole_rows(Statistic s, Output o, int threads) {
+  return s == Statistic::kLayer && o == Output::kQuantised && threads != 0;
+}
 
 // The vectors that are loaded before the first use of any, one register a 32-bit word: all where the registers allow,
 // else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy with
@@ -51,7 +55,7 @@ constexpr int kWholeWarps = -1;
 constexpr uint32_t loaded_ahead(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters, uint32_t known,
                                 bool wide) {
   if (wide) return 0;
-  if (threads == kWholeWarps && packs > 2 && count_bits(known) > 2) return known & (kScale | kShift);
+  if (has_whole_rows(s, o, threads) && packs > 2 && count_bits(known) > 2) return known & (kScale | kShift);
   if (clusters || threads != 0) return known;
   constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
   if (traits(f).modulates_twice || traits(f).norms_branch) {
@@ -80,9 +84,9 @@ constexpr int register_threads(Statistic s, Fusion f, Output o, int packs, int t
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   return 512;
 #else
-  if (threads == kWholeWarps) {
+  if (has_whole_rows(s, o, threads)) {
     const int vectors = count_bits(known);
-    if (wide) return packs == 2 ? 512 : 256;
+    if (wide) return 384;
     if (packs == 2) return vectors <= 3 ? 1024 : 768;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
     return 640;  // more would spill
@@ -145,17 +149,19 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) inside[k] = kThreads || first + k * kStep < p.width;
 
-  // Before the row itself. Two rows have no register for it, but where they pass the first cache by.
-  if constexpr (kPacks > 1 && (kRows == 1 || kThreads == kWholeWarps) && !kClusters) {
+  // Brings later rows into the L2 cache.
+  const auto prefetch_later = [&] {
     const uint32_t later = first_row + p.ahead + (kRows > 1 ? threadIdx.x : 0);
     if (threadIdx.x < kRows && p.ahead != 0 && later < p.rows) {
       const uint32_t bytes = p.width * static_cast<uint32_t>(sizeof(T));
       prefetch(row_of<kFlat>(p.input, later), bytes);
       if constexpr (traits(F).reads_residual) prefetch(row_of<kFlat>(p.second, later), bytes);
     }
-  }
+  };
+  constexpr bool kPasses = has_whole_rows(S, O, kThreads);
+  // Before the row itself, and not for two rows, which have no register for it.
+  if constexpr (kPacks > 1 && kRows == 1 && !kClusters && !kPasses) prefetch_later();
   // The first cache has room for the vectors of a row beside others' rows only if these pass it by.
-  constexpr bool kPasses = kThreads == kWholeWarps;
   P input[kRows][kPacks], residual[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -175,7 +181,8 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(p, row[0], first, kStep);
   vectors.load_ahead(inside);
   // All multiprocessors come to the vectors of a later batch at once, and would wait for them.
-  if constexpr (kThreads == kWholeWarps && kTraits.modulates) {
+  if constexpr (kPasses) prefetch_later();
+  if constexpr (kPasses && kTraits.modulates) {
     if (first_row < 8 && blockIdx.y == 0) vectors.prefetch_batches();
   }
 
@@ -411,6 +418,13 @@ constexpr bool has_whole_warps(Statistic s, Fusion f, Output o, int packs, uint3
   return f == Fusion::kGated ? packs == 2 : (f == Fusion::kPlain || f == Fusion::kModulate) && packs > 2;
 }
 
+// Those with two vectors have instances for models' lengths, too: a known length saves instructions that a row has no
+// time for.
+constexpr bool knows_whole_length(Fusion f, uint32_t known, bool wide) {
+  if (wide) return false;
+  return f == Fusion::kModulate ? known == (kScale | kShift) : f == Fusion::kPlain && known == (kWeight | kBias);
+}
+
 // These sets have no other instances of their own: the models that pass them have rows of whole warps.
 constexpr bool only_whole_warps(Statistic s, Fusion f, Output o, uint32_t known, bool wide) {
   const bool has_any = has_whole_warps(s, f, o, 2, known) || has_whole_warps(s, f, o, 4, known);
@@ -434,10 +448,10 @@ constexpr std::array<uint32_t, 4> known_sets(Statistic s, Fusion f, Output o, in
   constexpr uint32_t kModulation = kScale | kShift, kTables = kScaleTable | kShiftTable, kAffine = kWeight | kBias;
   constexpr uint32_t kBoth = kModulation | kScale2 | kShift2, kBothTables = kTables | kScaleTable2 | kShiftTable2;
   const bool quantised_layer = o == Output::kQuantised && s == Statistic::kLayer;
-  if (vector_bytes > row_bytes) {  // Wan's modulations are fp32 and have tables
+  if (vector_bytes > row_bytes) {  // Wan's modulations are fp32
     if (!quantised_layer || row_bytes == 4) return {};
-    if (f == Fusion::kModulate) return {kModulation | kTables};
-    if (f == Fusion::kGated) return {kGate | kGateTable | kModulation | kTables, kGate | kGateTable | kAffine};
+    if (f == Fusion::kModulate) return {kModulation};
+    if (f == Fusion::kGated) return {kGate | kModulation, kGate | kAffine};
     return {};
   }
   switch (f) {
@@ -505,20 +519,30 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
         run_length(Length<512>()) || run_length(Length<640>())) {
       return true;
     }
-    const auto run_whole = [&](auto packs) {
-      constexpr int kPacks = decltype(packs)::value;
-      if constexpr (has_whole_warps(S, F, O, kPacks, kKnown) && sizeof(T) == 2) {
+    const auto run_whole = [&](auto packs, auto threads) {
+      constexpr int kPacks = decltype(packs)::value, kThreads = decltype(threads)::value;
+      constexpr bool kLengthKnown = knows_whole_length(F, kKnown, sizeof(M) > sizeof(T));
+      if constexpr (has_whole_warps(S, F, O, kPacks, kKnown) && sizeof(T) == 2 &&
+                    (kThreads == kWholeWarps || kLengthKnown)) {
         constexpr int kRows = sizeof(M) > sizeof(T) ? 2 : 1;  // which share their vectors
         constexpr int kMost = register_threads(S, F, O, kPacks, kWholeWarps, false, kKnown, sizeof(M) > sizeof(T));
         if (g.packs != kPacks || g.threads <= 32 || g.threads > kMost) return false;
+        if (kThreads != kWholeWarps && g.threads != kThreads) return false;
         if (p.width != g.threads * kPacks * kPackWidth<T>) return false;
         if (is_flat(F, kWholeWarps) && outer > 1) return false;
-        norm_kernel<T, M, S, F, O, kPacks, kRows, kKnown, false, kWholeWarps><<<grid(kRows), block, 0, stream>>>(p);
+        norm_kernel<T, M, S, F, O, kPacks, kRows, kKnown, false, kThreads><<<grid(kRows), block, 0, stream>>>(p);
         return true;
       }
       return false;
     };
-    if (run_whole(Length<2>()) || run_whole(Length<3>()) || run_whole(Length<4>())) return true;
+    // The lengths of models: 1536, 2048, 3072, 4096, 5120 and 6144.
+    if (run_whole(Length<3>(), Length<64>()) || run_whole(Length<4>(), Length<64>()) ||
+        run_whole(Length<4>(), Length<96>()) || run_whole(Length<4>(), Length<128>()) ||
+        run_whole(Length<4>(), Length<160>()) || run_whole(Length<4>(), Length<192>())) {
+      return true;
+    }
+    using Any = Length<kWholeWarps>;
+    if (run_whole(Length<2>(), Any()) || run_whole(Length<3>(), Any()) || run_whole(Length<4>(), Any())) return true;
     if (g.packs == 1) {
       constexpr int kRows = rows_at_once(S, F, 1, 32, kKnown);
       if constexpr (kHasOne) norm_kernel<T, M, S, F, O, 1, kRows, kKnown><<<grid(kRows), block, 0, stream>>>(p);

@@ -17,7 +17,7 @@ from .._block import Block
 from .._feed_forward import feed_forward, ff_input
 from .._guards import children
 from .._rotary import Tables, halves
-from .._stream import FP32_LAYERNORM, Stream, modulation_of
+from .._stream import FP32_LAYERNORM, Mod, Stream, modulation_of
 
 MODELS = "diffusers.models.transformers.transformer_"
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -54,6 +54,17 @@ SKYREELS = replace(
 )
 
 
+def _modulation(temb: Tensor, dim: int, table: Tensor) -> list[Mod]:
+    """Shift, scale and gate of the self-attention and of the MLP, which lie side by side in dimension `dim`.
+
+    `from_pretrained` keeps the table in float32 beside a 16-bit embedding. The row kernel takes vectors of one dtype,
+    so they are added here. A modulation for each token (4 dimensions) is not: it would take the memory of six streams.
+    """
+    if temb.dim() == 3 and temb.dtype != table.dtype:
+        return modulation_of((table + temb).unbind(dim))
+    return modulation_of(temb.unbind(dim), table)
+
+
 def _forward(block: Any, value: Tensor, text: Tensor, mods: list[Any], rotary_emb: Tables, mask: Any = None) -> Tensor:
     """The body that all these blocks share."""
     norm1, attn1, norm2, attn2, norm3, ffn = children(block, "norm1", "attn1", "norm2", "attn2", "norm3", "ffn")
@@ -68,7 +79,7 @@ def _forward(block: Any, value: Tensor, text: Tensor, mods: list[Any], rotary_em
 def block_forward(
     self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Tables
 ) -> Tensor:
-    mods = modulation_of(temb.unbind(-2), self.scale_shift_table[0])
+    mods = _modulation(temb, -2, self.scale_shift_table[0])
     return _forward(self, hidden_states, encoder_hidden_states, mods, rotary_emb)
 
 
@@ -83,7 +94,7 @@ def vace_forward(
     proj_in, proj_out = (self._modules.get(name) for name in ("proj_in", "proj_out"))
     if proj_in is not None:
         control_hidden_states = proj_in(control_hidden_states) + hidden_states
-    mods = modulation_of(temb.unbind(-2), self.scale_shift_table[0])
+    mods = _modulation(temb, -2, self.scale_shift_table[0])
     result = _forward(self, control_hidden_states, encoder_hidden_states, mods, rotary_emb)
     return None if proj_out is None else proj_out(result), result
 
@@ -96,7 +107,7 @@ def skyreels_forward(
     rotary_emb: Tables,
     attention_mask: Tensor | None,
 ) -> Tensor:
-    mods = modulation_of(temb.unbind(1), self.scale_shift_table[0])
+    mods = _modulation(temb, 1, self.scale_shift_table[0])
     return _forward(self, hidden_states, encoder_hidden_states, mods, rotary_emb, attention_mask)
 
 
