@@ -3,10 +3,11 @@
     python tools/build.py --backend cuda
     python benchmarks/attention.py [--only NAME] [--output PATH]
 
-The shapes are the self-attentions of ten released models, bf16, random normal inputs. The backends take turns; times
+The shapes are the self-attentions of ten released models, few queries of many keys, and cross-attentions of released
+models, bf16, random normal inputs. The backends take turns; times
 are of the device, in ms, the median of five rounds. A record with "mask": "keys" leaves out the last 40 keys: `ours`
 by a bool mask, `ours_lengths` by key lengths, `ours_valid` attends to the other keys alone, and `default` is torch's
-attention with the same mask. `err` is the relative L2 error against float64 of 256 queries of two heads, by kind of
+attention with the same mask. "mask": "addends" adds zeros to the scores of the keys. `err` is the relative L2 error against float64 of 256 queries of two heads, by kind of
 input: "peaked" has queries and keys of standard deviation 2, "outliers" every 16th channel eight times as large, and
 "copied keys" 40 times the queries as keys.
 """
@@ -42,7 +43,19 @@ SHAPES = {  # [batch, tokens, heads, columns]
     "hyvideo15": (1, 26500, 16, 128),
     "wan": (1, 32760, 40, 128),
 }
-FEW_QUERIES = (64, 8192)  # queries and keys of the records "few64" and "few128": a loss worth knowing
+CROSS = {  # [batch, queries, heads, columns], keys
+    "few64": ((1, 64, 32, 64), 8192),
+    "few128": ((1, 64, 32, 128), 8192),
+    "few64_8": ((8, 64, 32, 64), 8192),
+    "few128_8": ((8, 64, 32, 128), 8192),
+    "ltx2_audio": ((1, 126, 32, 64), 6144),
+    "ltx2_video": ((1, 6144, 32, 64), 126),
+    "ltx2_audio_text": ((1, 126, 32, 64), 1024),
+    "ltx2_text": ((1, 6144, 32, 128), 1024),
+    "wan_text": ((1, 32760, 40, 128), 512),
+    "wan_image": ((1, 32760, 40, 128), 257),
+}
+PROMPTS = ("ltx2_audio_text", "ltx2_text")  # models that add zeros to the scores of a prompt without padding
 MASKED_KEYS = 40
 MASKED = ("ltx2", "qwen", "hyvideo15")  # models with padded prompts among the keys
 ROUNDS, SECONDS_PER_ROUND = 5, 0.03
@@ -137,14 +150,27 @@ def masked(ltx: ModuleType, heads: Heads) -> dict[str, Callable[[], Tensor]]:
     }
 
 
+def cross(ltx: ModuleType, name: str, found: dict[str, Callable[[Heads], Tensor]]) -> list[dict[str, Any]]:
+    shape, keys = CROSS[name]
+    heads = inputs(shape, keys)
+    ms = milliseconds({column: lambda call=call: call(heads) for column, call in found.items()})  # type: ignore[misc]
+    records = [{"name": name, "shape": list(shape), "keys": keys, "mask": None, "ms": ms}]
+    if name in PROMPTS:
+        zeros = torch.zeros(shape[0], keys, device="cuda", dtype=torch.bfloat16)
+        ms = milliseconds(
+            {
+                "ours": lambda: ltx.attention(*heads, mask=zeros),
+                "default": lambda: sdpa(heads, zeros[:, None, None]),
+            }
+        )
+        records.append({"name": name, "shape": list(shape), "keys": keys, "mask": "addends", "ms": ms})
+    return records
+
+
 def measure(ltx: ModuleType, name: str) -> list[dict[str, Any]]:
     found = backends(ltx)
-    if name.startswith("few"):
-        queries, keys = FEW_QUERIES
-        shape = (1, queries, 32, int(name.removeprefix("few")))
-        heads = inputs(shape, keys)
-        ms = milliseconds({column: lambda call=call: call(heads) for column, call in found.items()})  # type: ignore[misc]
-        return [{"name": name, "shape": list(shape), "keys": keys, "mask": None, "ms": ms}]
+    if name in CROSS:
+        return cross(ltx, name, found)
     shape = SHAPES[name]
     batch, tokens, count, columns = shape
     heads = inputs(shape, tokens)
@@ -173,7 +199,7 @@ def main() -> None:
     output = options.output or result_file("attention")
     records: list[dict[str, Any]] = []
     with torch.no_grad():
-        for name in options.only or [*SHAPES, "few64", "few128"]:
+        for name in options.only or [*SHAPES, *CROSS]:
             for record in measure(ltx, name):
                 records.append(record)
                 print(

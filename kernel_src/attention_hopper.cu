@@ -23,6 +23,11 @@
 // computes the first keys and writes its registers to memory, the second reads them and goes on. Each row's arithmetic
 // is the same as without the cut.
 //
+// Few queries, at most one tile a head, would leave most multiprocessors idle. Their keys are split into pieces of a
+// fixed number of tiles of keys (kSplits). Each piece is a tile of its own, whose output and log-sum-exp go to memory
+// in fp32, and combine_pieces adds them up in the order of the keys. The pieces depend on the numbers of queries and
+// keys and on the keys that count, and not on batch and heads: a row has the same bits in every batch.
+//
 // The mask has one addend a key. plan_keys lists the tiles of keys that count, so that the others cost nothing, and
 // marks those where addends have to be added.
 //
@@ -49,8 +54,8 @@ constexpr float kHeadroom = 60.f;  // log2: weights of the first tile's keys are
 
 // What fits: registers of a consumer hold the output (kHeadDim / 2), the scores (kKeys / 2) and the weights
 // (kKeys / 4); shared memory holds kStages tiles of keys and of values, and kQuerySlots of queries.
-template <typename T_, int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, int kQuerySlots_, bool kTurns_,
-          bool kFollows_>
+template <typename T_, int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, int kQuerySlots_, int kPieceTiles_,
+          bool kTurns_, bool kFollows_, bool kSplits_>
 struct Shape {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -58,8 +63,10 @@ struct Shape {
   static constexpr int kKeys = kKeys_;              // of a tile
   static constexpr int kStages = kStages_;          // tiles of keys, and of values, in shared memory
   static constexpr int kQuerySlots = kQuerySlots_;  // tiles of queries in shared memory
+  static constexpr int kPieceTiles = kPieceTiles_;  // tiles of keys of a piece
   static constexpr bool kTurns = kTurns_;           // the warpgroups issue their products in turns
   static constexpr bool kFollows = kFollows_;       // m is the largest logit so far
+  static constexpr bool kSplits = kSplits_;         // a tile has one piece of the keys
   // Beyond these sums a row is computed once more.
   static constexpr float kSmallestSum = kFollows ? 0.25f : 0x1p-90f, kLargestSum = 0x1p126f;
   static constexpr int kStacks = kHeadDim / 64;
@@ -74,13 +81,17 @@ struct Shape {
 struct Parameters {
   CUtensorMap query_map, key_map, value_map;
   HopperAttentionParams p;
-  float scale;  // in units of log2
-  int row_tiles, tiles, key_tiles;
-  int waves, tail;  // tiles that each block computes whole, and the last ones, which the blocks share
-  uint32_t* flags;  // of each block and consumer's warp: its state is written
+  float scale;                       // in units of log2
+  int head_tiles, tiles, key_tiles;  // tiles of a head and of all heads, tiles of keys
+  int waves, tail;                   // tiles that each block computes whole, and the last ones, which the blocks share
+  uint32_t* flags;                   // of each block and consumer's warp: its state is written
   float* states;
   const int* plan;       // null without a mask
   const float* addends;  // in units of log2
+  // Of pieces of the keys, [batch, heads, pieces, queries]: rows of the output, and the logarithms of their sums of
+  // exponentials in units of log2, which are NaN where a row has to be computed once more.
+  float* partial_outputs;
+  float* partial_lse;
 };
 
 // What the code has to be compiled for; on other GPUs the kernel is empty and never launched.
@@ -152,11 +163,11 @@ __global__ void __launch_bounds__(256) plan_keys(HopperAttentionParams p, int ke
   if (lane == 0) entries[-1] = count;
 }
 
-// The tiles of keys of one sample.
+// The tiles of keys of one sample, or a piece of them.
 template <int kKeys>
 struct KeyTiles {
   const int* entries = nullptr;
-  int count, length;
+  int first = 0, count, length;
 
   __device__ __forceinline__ KeyTiles(const Parameters& a, int batch) {
     length = static_cast<int>(a.p.keys);
@@ -168,21 +179,35 @@ struct KeyTiles {
     if (a.p.key_lengths) length = min(length, max(0, a.p.key_lengths[batch * a.p.key_lengths_stride]));
     count = (length + kKeys - 1) / kKeys;
   }
-  __device__ __forceinline__ int entry(int i) const { return entries ? entries[i] : 2 * i; }
+  // Leaves `tiles` of them from `from` on, as far as there are so many.
+  __device__ __forceinline__ void keep(int from, int tiles) {
+    first = from;
+    count = max(0, min(count - from, tiles));
+  }
+  __device__ __forceinline__ int entry(int i) const { return entries ? entries[first + i] : 2 * (first + i); }
 };
 
 // ---- Which tiles a block computes
 
 struct TileIndex {
-  int batch, head, row;  // first query
+  int tile, batch, head;
+  int row;    // first query
+  int piece;  // of the keys
 
-  __device__ __forceinline__ TileIndex(const Parameters& a, int tile, int rows) {
-    const int sequence = tile / a.row_tiles;
-    batch = sequence / static_cast<int>(a.p.heads);
-    head = sequence - batch * static_cast<int>(a.p.heads);
-    row = (tile - sequence * a.row_tiles) * rows;
+  template <typename S>
+  static __device__ __forceinline__ TileIndex of(const Parameters& a, int tile) {
+    const int sequence = tile / a.head_tiles, batch = sequence / static_cast<int>(a.p.heads);
+    const int head = sequence - batch * static_cast<int>(a.p.heads), place = tile - sequence * a.head_tiles;
+    return {tile, batch, head, S::kSplits ? 0 : place * S::kConsumers * kRows, S::kSplits ? place : 0};
   }
 };
+
+template <typename S>
+__device__ __forceinline__ KeyTiles<S::kKeys> keys_of(const Parameters& a, const TileIndex& at) {
+  KeyTiles<S::kKeys> keys(a, at.batch);
+  if (S::kSplits) keys.keep(at.piece * S::kPieceTiles, S::kPieceTiles);
+  return keys;
+}
 
 // Some of the keys of a tile: from `from` to `to` of gridDim.x equal parts.
 struct Part {
@@ -254,7 +279,7 @@ __device__ __forceinline__ float dot(const T* query, const T* key) {
 }
 
 template <typename S>
-__device__ void recompute_row(const Parameters& a, const TileIndex& at, int64_t row, int length) {
+__device__ __forceinline__ void recompute_row(const Parameters& a, const TileIndex& at, int64_t row, int length) {
   using T = typename S::T;
   constexpr int kHeadDim = S::kHeadDim;
   const HopperAttentionParams& p = a.p;
@@ -359,8 +384,8 @@ __device__ __forceinline__ void produce(const Parameters& a, const Address<S>& s
   Part part;
 #pragma unroll 1
   for (int i = 0; next_part(a, i, part); ++i) {
-    const TileIndex at(a, part.tile, S::kConsumers * kRows);
-    const KeyTiles<S::kKeys> keys(a, at.batch);
+    const TileIndex at = TileIndex::of<S>(a, part.tile);
+    const KeyTiles<S::kKeys> keys = keys_of<S>(a, at);
     const int begin = part.begin(keys.count), end = part.end(keys.count);
     if (begin == end) continue;
 #pragma unroll 1
@@ -563,7 +588,8 @@ struct State {
   }
 };
 
-// Divides by the sums, and writes; rows that have left the range of fp32 are computed once more.
+// Divides by the sums, and writes; rows that have left the range of fp32 are computed once more, where keys are split
+// by combine_pieces.
 template <typename S>
 __device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at, int consumer,
                                        float (&output)[S::kOutputs], const RowPair& rows,
@@ -580,6 +606,18 @@ __device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at,
 #pragma unroll
     for (int i = 2 * half; i < S::kOutputs; i += 4) zero = fmaf(output[i], 0.f, fmaf(output[i + 1], 0.f, zero));
     const bool fails = !(sum > S::kSmallestSum && sum < S::kLargestSum) || zero != 0.f;
+    if constexpr (S::kSplits) {
+      if (row < p.queries) {
+        const int64_t partial = at.tile * p.queries + row;
+        float* const to = a.partial_outputs + partial * S::kHeadDim + lane % 4 * 2;
+#pragma unroll
+        for (int i = 2 * half; i < S::kOutputs; i += 4) {
+          __stcg(reinterpret_cast<float2*>(to + i / 4 * 8), float2{output[i] * inverse, output[i + 1] * inverse});
+        }
+        if (lane % 4 == 0) __stcg(a.partial_lse + partial, fails ? NAN : rows.maximum[half] + log2f(sum));
+      }
+      continue;
+    }
     const unsigned found = __ballot_sync(0xffffffffu, fails && row < p.queries && keys.count != 0);
 #pragma unroll
     for (int g = 0; g < 8; ++g) once_more |= (found >> 4 * g & 0xf) != 0 ? 1u << (g + 8 * half) : 0;
@@ -605,6 +643,27 @@ __device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at,
   }
 }
 
+// The part of a warpgroup that has no query in a part of a tile: it frees what the others wait for.
+template <typename S, typename Release>
+__device__ __forceinline__ void pass(const Address<S>& shared, int consumer, int next, int tiles,
+                                     Ring<S::kQuerySlots>& query, Ring<S::kStages>& key, const Release& release) {
+  wait(shared.query_full(query.at, consumer), query.parity);
+  release(shared.query_empty(query.at, consumer));
+  query.advance();
+#pragma unroll 1
+  for (int j = 0; j < tiles; ++j) {
+    wait(shared.key_full(key.at), key.parity);
+    release(shared.key_empty(key.at));
+    if (S::kTurns && j != 0) {
+      named_wait(1 + consumer, 256);
+      named_arrive(1 + next, 256);
+    }
+    wait(shared.value_full(key.at), key.parity);
+    release(shared.value_empty(key.at));
+    key.advance();
+  }
+}
+
 template <typename S>
 __device__ __forceinline__ void consume(const Parameters& a, const Address<S>& shared, int consumer) {
   using T = typename S::T;
@@ -620,15 +679,20 @@ __device__ __forceinline__ void consume(const Parameters& a, const Address<S>& s
   Part part;
 #pragma unroll 1
   for (int i = 0; next_part(a, i, part); ++i) {
-    const TileIndex at(a, part.tile, S::kConsumers * kRows);
-    const KeyTiles<S::kKeys> keys(a, at.batch);
+    const TileIndex at = TileIndex::of<S>(a, part.tile);
+    const KeyTiles<S::kKeys> keys = keys_of<S>(a, at);
     const int begin = part.begin(keys.count), end = part.end(keys.count);
     const bool is_end = part.to == gridDim.x;
     float scores[S::kScores], output[S::kOutputs] = {}, rescale[2];
     uint32_t weights[S::kWeights];
     RowPair rows;
     if (begin == end) {
-      if (is_end) finish<S>(a, at, consumer, output, rows, keys);
+      if (is_end && !S::kSplits) finish<S>(a, at, consumer, output, rows, keys);
+      continue;
+    }
+    if (S::kSplits && consumer * kRows >= a.p.queries) {
+      pass<S>(shared, consumer, next, end - begin, query, key, release);
+      value = key;
       continue;
     }
     // Scores become logits, and these weights.
@@ -739,6 +803,55 @@ __global__ void __launch_bounds__(S::kThreads, 1) hopper_attention_kernel(const 
 #endif
 }
 
+// ---- Where keys are split: a warp for each row adds its pieces up
+
+template <typename S>
+__global__ void __launch_bounds__(256, 2) combine_pieces(const __grid_constant__ Parameters a) {
+  using T = typename S::T;
+  constexpr int kColumns = S::kHeadDim / 32;  // of a lane
+  const HopperAttentionParams& p = a.p;
+  const int lane = threadIdx.x % 32;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  const int64_t sequence = index / p.queries, row = index - sequence * p.queries;
+  if (sequence >= p.batch * p.heads) return;
+  const TileIndex at = TileIndex::of<S>(a, static_cast<int>(sequence) * a.head_tiles);
+  const KeyTiles<S::kKeys> keys(a, at.batch);
+  const int pieces = (keys.count + S::kPieceTiles - 1) / S::kPieceTiles;
+  const int64_t first = at.tile * p.queries + row;  // of the row in the first piece
+  const float* const lse = a.partial_lse + first;
+  float maximum = -INFINITY;
+  bool fails = false;
+#pragma unroll 1
+  for (int i = lane; i < pieces; i += 32) {
+    const float x = lse[i * p.queries];
+    fails |= isnan(x);
+    maximum = fmaxf(maximum, x);
+  }
+  if (__any_sync(0xffffffffu, fails)) {
+    recompute_row<S>(a, at, row, keys.length);
+    return;
+  }
+  maximum = warp_max(maximum);
+  float sum = 0.f;
+#pragma unroll 1
+  for (int i = lane; i < pieces; i += 32) sum += exp2_fast(lse[i * p.queries] - maximum);
+  sum = lane_sum(sum, 32);
+  const float inverse = inverse_sum(sum);
+  const float* const outputs = a.partial_outputs + first * S::kHeadDim + lane * kColumns;
+  float output[kColumns] = {};
+#pragma unroll 4
+  for (int i = 0; i < pieces; ++i) {
+    const float weight = exp2_fast(lse[i * p.queries] - maximum) * inverse;
+    float x[kColumns];
+    unpack(load_pack<float, kColumns>(outputs + i * p.queries * S::kHeadDim, 0, 1, 0, true), x);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) output[j] = fmaf(weight, x[j], output[j]);
+  }
+  T* const out = row_of<T>(p.output, p.output_stride, at, row) + lane * kColumns;
+  store_pack<T, kColumns>(out, 0, 1, 0, true, to_pack<T, kColumns>(output));
+  if (p.lse && lane == 0) p.lse[sequence * p.queries + row] = log_sum(maximum, sum);
+}
+
 // ---- Host side
 
 // cuTensorMapEncodeTiled is the driver's; asked for by name, it needs no library to link against.
@@ -784,13 +897,13 @@ CUtensorMap tensor_map(const char* name, const void* data, const HeadStrides& st
 // How the work divides, and what lies where in the workspace.
 template <typename S>
 struct Division {
-  int64_t row_tiles, tiles, key_tiles, blocks, waves, tail;
-  int64_t flag_bytes, state_bytes, plan_bytes, addend_bytes;
+  int64_t head_tiles, tiles, key_tiles, blocks, waves, tail;
+  int64_t flag_bytes, state_bytes, plan_bytes, addend_bytes, partial_bytes, lse_bytes;
 
   Division(const HopperAttentionParams& p, int device) {
-    row_tiles = ceil_div(p.queries, S::kConsumers * kRows);
-    tiles = row_tiles * p.heads * p.batch;
     key_tiles = ceil_div(p.keys, S::kKeys);
+    head_tiles = S::kSplits ? ceil_div(key_tiles, S::kPieceTiles) : ceil_div(p.queries, S::kConsumers * kRows);
+    tiles = head_tiles * p.heads * p.batch;
     blocks = std::min<int64_t>(tiles, multiprocessors(device));
     waves = tiles / blocks - 1;
     tail = tiles % blocks == 0 ? 0 : tiles - waves * blocks;
@@ -798,9 +911,12 @@ struct Division {
     flag_bytes = round_up(states * 4 * sizeof(uint32_t));
     state_bytes = states * S::kState * 128 * sizeof(float);
     plan_bytes = p.mask ? round_up(p.batch * (key_tiles + 1) * sizeof(int)) : 0;
-    addend_bytes = p.mask ? p.batch * key_tiles * S::kKeys * sizeof(float) : 0;
+    addend_bytes = p.mask ? round_up(p.batch * key_tiles * S::kKeys * sizeof(float)) : 0;
+    const int64_t partials = S::kSplits ? tiles * p.queries : 0;
+    partial_bytes = partials * S::kHeadDim * sizeof(float);
+    lse_bytes = partials * sizeof(float);
   }
-  int64_t bytes() const { return flag_bytes + state_bytes + plan_bytes + addend_bytes; }
+  int64_t bytes() const { return flag_bytes + state_bytes + plan_bytes + addend_bytes + partial_bytes + lse_bytes; }
 
  private:
   static int64_t round_up(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
@@ -842,17 +958,23 @@ void launch(const HopperAttentionParams& p, const Context& context) {
   a.value_map = tensor_map<S>("value", p.value, p.value_stride, p, p.keys, S::kKeys);
   a.p = p;
   a.scale = p.scale * kLog2E;
-  a.row_tiles = static_cast<int>(division.row_tiles);
+  a.head_tiles = static_cast<int>(division.head_tiles);
   a.tiles = static_cast<int>(division.tiles);
   a.key_tiles = static_cast<int>(division.key_tiles);
   a.waves = static_cast<int>(division.waves);
   a.tail = static_cast<int>(division.tail);
-  auto* const workspace = static_cast<uint8_t*>(p.workspace);
-  a.flags = reinterpret_cast<uint32_t*>(workspace);
-  a.states = reinterpret_cast<float*>(workspace + division.flag_bytes);
-  auto* const plan = reinterpret_cast<int*>(workspace + division.flag_bytes + division.state_bytes);
-  auto* const addends =
-      reinterpret_cast<float*>(workspace + division.flag_bytes + division.state_bytes + division.plan_bytes);
+  auto* workspace = static_cast<uint8_t*>(p.workspace);
+  const auto take = [&workspace](int64_t bytes) -> void* {
+    uint8_t* const taken = workspace;
+    workspace += bytes;
+    return taken;
+  };
+  a.flags = static_cast<uint32_t*>(take(division.flag_bytes));
+  a.states = static_cast<float*>(take(division.state_bytes));
+  auto* const plan = static_cast<int*>(take(division.plan_bytes));
+  auto* const addends = static_cast<float*>(take(division.addend_bytes));
+  a.partial_outputs = static_cast<float*>(take(division.partial_bytes));
+  a.partial_lse = static_cast<float*>(take(division.lse_bytes));
   a.plan = p.mask ? plan : nullptr;
   a.addends = addends;
   if (division.tail != 0) cudaMemsetAsync(a.flags, 0, division.flag_bytes, stream);
@@ -860,33 +982,51 @@ void launch(const HopperAttentionParams& p, const Context& context) {
     plan_keys<S::kKeys><<<grid_size(p.batch), 256, 0, stream>>>(p, a.key_tiles, plan, addends);
   }
   hopper_attention_kernel<S><<<static_cast<unsigned>(division.blocks), S::kThreads, sizeof(Shared<S>), stream>>>(a);
+  if constexpr (S::kSplits) {
+    constexpr int kWarps = 8;  // of a block, a row each
+    combine_pieces<S><<<grid_size(ceil_div(p.batch * p.heads * p.queries, kWarps)), kWarps * 32, 0, stream>>>(a);
+  }
   check_launch("attention");
 }
 
 // ---- The shapes
 
-template <typename T>
-using Heads128 = Shape<T, 128, 3, 80, 3, 1, false, true>;
-template <typename T, bool kFollows>
-using Heads64 = Shape<T, 64, 3, 128, 4, 1, true, kFollows>;
+template <typename T, bool kSplits>
+using Heads128 = Shape<T, 128, 3, 80, 3, 1, 12, false, true, kSplits>;
+template <typename T, bool kFollows, bool kSplits>
+using Heads64 = Shape<T, 64, 3, 128, 4, 1, 8, true, kFollows, kSplits>;
+
+// Few queries of many keys.
+template <typename S>
+bool splits(const HopperAttentionParams& p) {
+  return p.queries <= S::kConsumers * kRows && p.keys > S::kPieceTiles * S::kKeys;
+}
 
 // Calls `body` with the shape for these heads. Weights in fp16 have no room for kHeadroom, and addends of a mask may be
 // farther apart than fp32 allows without following the largest logit.
 template <typename Body>
 auto with_shape(const HopperAttentionParams& p, const Body& body) {
   const bool adds = p.mask && !p.mask_is_bool;
-  if (p.dtype == DType::kFloat16) {
-    return p.head_dim == 128 ? body(Heads128<__half>()) : body(Heads64<__half, true>());
-  }
-  if (p.head_dim == 128) return body(Heads128<__nv_bfloat16>());
-  return adds ? body(Heads64<__nv_bfloat16, true>()) : body(Heads64<__nv_bfloat16, false>());
+  const auto of_heads = [&](auto zero) {
+    using T = decltype(zero);
+    if (p.head_dim == 128) {
+      return splits<Heads128<T, true>>(p) ? body(Heads128<T, true>()) : body(Heads128<T, false>());
+    }
+    constexpr bool kMayKeep = std::is_same_v<T, __nv_bfloat16>;
+    const bool split = splits<Heads64<T, true, true>>(p);
+    if (kMayKeep && !adds) {
+      return split ? body(Heads64<T, !kMayKeep, true>()) : body(Heads64<T, !kMayKeep, false>());
+    }
+    return split ? body(Heads64<T, true, true>()) : body(Heads64<T, true, false>());
+  };
+  return p.dtype == DType::kFloat16 ? of_heads(__half()) : of_heads(__nv_bfloat16());
 }
 
 }  // namespace
 
 // The machine code for 9.0a is all there is: where the driver compiled PTX, it was that of an older architecture, whose
 // kernel is empty.
-bool has_hopper_attention(int device) { return has_code<Heads128<__nv_bfloat16>>(device); }
+bool has_hopper_attention(int device) { return has_code<Heads128<__nv_bfloat16, false>>(device); }
 
 int64_t hopper_attention_workspace(const HopperAttentionParams& p, int device) {
   return with_shape(p, [&](auto shape) { return Division<decltype(shape)>(p, device).bytes(); });

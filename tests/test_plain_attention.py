@@ -168,6 +168,116 @@ def test_more_tiles_than_multiprocessors(ltx, kernel, dtype, width):
             assert_same_bits(alone.run(ltx)[0], output[:, :, head : head + 1].contiguous(), f"head {head}")
 
 
+# ---- Few queries of many keys, whose keys are split into pieces
+
+
+FEW = [1, 17, 64, 65, 128, 192]
+
+
+@every_kernel
+@pytest.mark.parametrize("keys", [959, 961, 1024, 1025, 2000, 5000])
+def test_few_queries(ltx, kernel, dtype, width, keys):
+    for queries in FEW:
+        check(ltx, plain_attention_case(Make(kernel, dtype, seed=keys), (2, queries, 3, width), keys))
+
+
+@every_kernel
+def test_few_queries_have_the_same_bits_in_every_call(ltx, kernel, dtype, width):
+    """Whatever the other samples, heads and queries are, as long as the queries are few."""
+    case = plain_attention_case(Make(kernel, dtype), (3, 190, 5, width), 3000)
+    (expected,) = case.run(ltx)
+    for _ in range(5):
+        assert_same_bits(case.run(ltx)[0], expected, "another run")
+    for batches, queries, heads in (
+        (slice(0, 1), slice(0, 190), slice(0, 5)),
+        (slice(2, 3), slice(63, 64), slice(4, 5)),
+        (slice(1, 3), slice(60, 150), slice(1, 3)),
+    ):
+        part = case.map(lambda tensor, batches=batches, heads=heads: tensor[batches, :, heads])
+        part = part.replace(query=part.kwargs["query"][:, queries])
+        wanted = expected[batches, queries, heads].contiguous()
+        assert_same_bits(part.run(ltx)[0], wanted, f"{batches}, {queries}, {heads}")
+    many = case.map(lambda tensor: tensor.repeat(17, 1, 1, 1))
+    assert_same_bits(many.run(ltx)[0], expected.repeat(17, 1, 1, 1), "in seventeen times as many samples")
+
+
+@every_kernel
+def test_few_queries_with_keys_that_do_not_count(ltx, kernel, dtype, width):
+    """Lengths give the bits of the keys alone, with and without a whole piece; masks; sums of exponentials."""
+    keys = 3000
+    case = plain_attention_case(Make(kernel, dtype), (3, 100, 2, width), keys)
+    for mask in key_masks(kernel, keys).values():
+        check(ltx, case.replace(mask=mask))
+        check(ltx, case.replace(mask=mask, key_lengths=lengths_of(kernel, keys, 3 * keys // 4, 1)))
+    for lengths in ((keys, 500, 1), (1024, 0, 960), (2049, 1921, 1030)):
+        other = case.replace(key_lengths=lengths_of(kernel, *lengths))
+        output, lse = other.run(ltx, return_lse=True)
+        check(ltx, other)
+        torch.testing.assert_close(lse.double(), Truth(other.kwargs).lse, rtol=1e-5, atol=2e-5)
+        for sample, length in enumerate(lengths):
+            alone = case.map(lambda tensor, sample=sample: tensor[sample : sample + 1])
+            alone = alone.replace(**{name: alone.kwargs[name][:, :length] for name in ("key", "value")})
+            for got, wanted in zip((output, lse), alone.run(ltx, return_lse=True)):
+                assert_same_bits(got[sample : sample + 1].contiguous(), wanted, f"{length} keys")
+
+
+@every_kernel
+def test_few_queries_with_scores_far_apart(ltx, kernel, dtype, width):
+    """One piece takes all, or a key leaves the range of fp32; sums of exponentials of any size."""
+    keys = 2500
+    case = plain_attention_case(Make(kernel, dtype), (1, 70, 2, width), keys, scale=1.0)
+    query, key = 0.1 * case.kwargs["query"], case.kwargs["key"].clone()
+    query[..., 0] = 0.0
+    query[:, 3::7, :, 0] = 1.0
+    for at, logit in itertools.product((5, 1300, 2499), (-1e4, 50.0, 130.0, 1e4)):
+        key[..., 0] = 0.0
+        key[:, at, :, 0] = logit
+        other = case.replace(query=query, key=key)
+        check(ltx, other)
+        torch.testing.assert_close(
+            other.run(ltx, return_lse=True)[1].double(), Truth(other.kwargs).lse, rtol=1e-5, atol=2e-5
+        )
+    key[..., 0] = torch.linspace(-300, 300, keys, device=kernel).to(dtype)[None, :, None]
+    check(ltx, case.replace(query=query, key=key))
+
+
+@every_kernel
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_few_queries_with_inf_and_nan(ltx, kernel, dtype, width, name, special):
+    """In the last piece of the keys, as in torch."""
+    case = plain_attention_case(Make(kernel, dtype), (2, 70, 3, width), 2100)
+    plain = case.run(ltx)[0]
+    case.kwargs[name][1, 17 if name == "query" else 2099, 1, 3] = special
+    (output,) = case.run(ltx)
+    torch.testing.assert_close(output.float(), by_the_formula(case), rtol=0.02, atol=0.02, equal_nan=True)
+    assert_same_bits(output[:, :, ::2].contiguous(), plain[:, :, ::2].contiguous(), "other heads")
+
+
+@every_kernel
+def test_few_queries_into_given_outputs_and_graphs(ltx, kernel, dtype, width):
+    """Into the columns of a wider row, without a copy; a graph computes again what its inputs are then."""
+    case = plain_attention_case(Make(kernel, dtype), (2, 70, 3, width), 2100)
+    (expected,) = case.run(ltx)
+    row = torch.full((2, 70, 3 * width + 64), math.nan, dtype=dtype, device=kernel)
+    out = row[..., : 3 * width].unflatten(-1, (3, width))
+    names = kernels_of(lambda: case.run(ltx, out=out))
+    assert sum("combine_pieces" in name for name in names) == 1, names
+    assert not [name for name in names if not any(x in name for x in ("hopper_attention", "combine_pieces", "Memset"))]
+    assert_same_bits(out.contiguous(), expected)
+    assert row[..., 3 * width :].isnan().all()
+    query = case.kwargs["query"]
+    first = query.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (output,) = case.run(ltx)
+    for given in (first.flip(1), first):
+        query.copy_(given)
+        graph.replay()
+        assert_same_bits(output, case.run(ltx)[0])
+    assert_same_bits(output, expected)
+
+
 # ---- Which keys count
 
 
