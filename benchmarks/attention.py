@@ -4,12 +4,12 @@
     python benchmarks/attention.py [--only NAME] [--output PATH]
 
 The shapes are the self-attentions of ten released models, few queries of many keys, and cross-attentions of released
-models, bf16, random normal inputs. The backends take turns; times
-are of the device, in ms, the median of five rounds. A record with "mask": "keys" leaves out the last 40 keys: `ours`
-by a bool mask, `ours_lengths` by key lengths, `ours_valid` attends to the other keys alone, and `default` is torch's
-attention with the same mask. "mask": "addends" adds zeros to the scores of the keys. `err` is the relative L2 error against float64 of 256 queries of two heads, by kind of
-input: "peaked" has queries and keys of standard deviation 2, "outliers" every 16th channel eight times as large, and
-"copied keys" 40 times the queries as keys.
+models, bf16, random normal inputs. The backends take turns; times are of the device, in ms, the median of five rounds.
+A record with "mask": "keys" leaves out the last 40 keys: `ours` by a bool mask, `ours_lengths` by key lengths,
+`ours_valid` attends to the other keys alone, and `default` is torch's attention with the same mask. "mask": "addends"
+adds zeros to the scores of the keys. `err` is the relative L2 error against float64 of 256 queries of two heads, by
+kind of input: "peaked" has queries and keys of standard deviation 2, "outliers" every 16th channel eight times as
+large, and "copied keys" 40 times the queries as keys.
 """
 
 from __future__ import annotations
@@ -52,10 +52,15 @@ CROSS = {  # [batch, queries, heads, columns], keys
     "ltx2_video": ((1, 6144, 32, 64), 126),
     "ltx2_audio_text": ((1, 126, 32, 64), 1024),
     "ltx2_text": ((1, 6144, 32, 128), 1024),
+    "ltx13b_text": ((1, 13376, 32, 128), 256),
     "wan_text": ((1, 32760, 40, 128), 512),
     "wan_image": ((1, 32760, 40, 128), 257),
 }
-PROMPTS = ("ltx2_audio_text", "ltx2_text")  # models that add zeros to the scores of a prompt without padding
+PROMPTS = (
+    "ltx2_audio_text",
+    "ltx2_text",
+    "ltx13b_text",
+)  # models that add zeros to the scores of a prompt without padding
 MASKED_KEYS = 40
 MASKED = ("ltx2", "qwen", "hyvideo15")  # models with padded prompts among the keys
 ROUNDS, SECONDS_PER_ROUND = 5, 0.03

@@ -1017,8 +1017,17 @@ ATTENTION_SHAPES = {
     "ltx49": "LTX-Video 2B, 49 frames",
     "ltx161": "LTX-Video 2B, 161 frames",
     "cog": MODELS["cogvideox"][0],
-    "few64": "heads of 64",
-    "few128": "heads of 128",
+    "few64": "few queries",
+    "few128": "few queries",
+    "few64_8": "few queries, eight samples",
+    "few128_8": "few queries, eight samples",
+    "ltx2_audio": "LTX-2, sound to video",
+    "ltx2_video": "LTX-2, video to sound",
+    "ltx2_audio_text": "LTX-2, sound to prompt",
+    "ltx2_text": "LTX-2, video to prompt",
+    "ltx13b_text": "LTX-Video 13B, video to prompt",
+    "wan_text": "Wan 2.1 14B, video to prompt",
+    "wan_image": "Wan 2.1 14B, video to image",
 }
 
 
@@ -1062,7 +1071,7 @@ def attention_speed() -> str:
             f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {cells} | {r['tflops']['ours']} | "
             f"{over:.2f} x |"
         )
-    masked = [r for r in result["records"] if r["mask"]]
+    masked = [r for r in result["records"] if r["mask"] == "keys"]
     ways = ("ours", "ours_lengths")
     lines += [
         "",
@@ -1083,18 +1092,29 @@ def attention_speed() -> str:
         "other keys alone. torch with the mask takes "
         f"{_between(r['ms']['default'] / r['ms']['ours'] for r in masked)} times as long as the kernel with the mask.",
     ]
-    few = [r for r in result["records"] if r["name"].startswith("few")]
-    if few:
-        lines += [
-            "",
-            "Few queries to many keys:",
-            "",
-            f"| | queries, keys | {' | '.join(ATTENTION[c] for c in columns)} |",
-        ]
-        lines.append("|---" * (len(columns) + 2) + "|")
-        for r in few:
+    cross = [r for r in result["records"] if "keys" in r]
+    lines += [
+        "",
+        "Few queries to many keys, and cross-attentions:",
+        "",
+        f"| | B, S, heads, D | keys | {' | '.join(ATTENTION[c] for c in columns)} |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
+    for r in cross:
+        if r["mask"] is None:
             cells = " | ".join(f"{r['ms'][name]:.3f}" for name in columns)
-            lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {r['shape'][1]}, {r['keys']} | {cells} |")
+            shape = ", ".join(map(str, r["shape"]))
+            lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {shape} | {r['keys']} | {cells} |")
+    lines += [
+        "",
+        "With zeros added to the scores of the keys, which is what LTX-2 and LTX-Video do for a prompt without padding:",
+        "",
+        "| | this package | torch |",
+        "|---|---|---|",
+    ]
+    for r in cross:
+        if r["mask"] == "addends":
+            lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {r['ms']['ours']:.3f} | {r['ms']['default']:.3f} |")
     return "\n".join([*lines, ""])
 
 

@@ -55,7 +55,7 @@ constexpr float kHeadroom = 60.f;  // log2: weights of the first tile's keys are
 // What fits: registers of a consumer hold the output (kHeadDim / 2), the scores (kKeys / 2) and the weights
 // (kKeys / 4); shared memory holds kStages tiles of keys and of values, and kQuerySlots of queries.
 template <typename T_, int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, int kQuerySlots_, int kPieceTiles_,
-          bool kTurns_, bool kFollows_, bool kSplits_>
+          bool kTurns_, bool kFollows_, bool kSplits_ = false>
 struct Shape {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -67,6 +67,8 @@ struct Shape {
   static constexpr bool kTurns = kTurns_;           // the warpgroups issue their products in turns
   static constexpr bool kFollows = kFollows_;       // m is the largest logit so far
   static constexpr bool kSplits = kSplits_;         // a tile has one piece of the keys
+  using InPieces =
+      Shape<T_, kHeadDim_, kConsumers_, kKeys_, kStages_, kQuerySlots_, kPieceTiles_, kTurns_, kFollows_, true>;
   // Beyond these sums a row is computed once more.
   static constexpr float kSmallestSum = kFollows ? 0.25f : 0x1p-90f, kLargestSum = 0x1p126f;
   static constexpr int kStacks = kHeadDim / 64;
@@ -991,42 +993,34 @@ void launch(const HopperAttentionParams& p, const Context& context) {
 
 // ---- The shapes
 
-template <typename T, bool kSplits>
-using Heads128 = Shape<T, 128, 3, 80, 3, 1, 12, false, true, kSplits>;
-template <typename T, bool kFollows, bool kSplits>
-using Heads64 = Shape<T, 64, 3, 128, 4, 1, 8, true, kFollows, kSplits>;
-
-// Few queries of many keys.
-template <typename S>
-bool splits(const HopperAttentionParams& p) {
-  return p.queries <= S::kConsumers * kRows && p.keys > S::kPieceTiles * S::kKeys;
-}
+template <typename T>
+using Heads128 = Shape<T, 128, 3, 80, 3, 1, 12, false, true>;
+template <typename T, bool kFollows>
+using Heads64 = Shape<T, 64, 3, 128, 4, 1, 8, true, kFollows>;
 
 // Calls `body` with the shape for these heads. Weights in fp16 have no room for kHeadroom, and addends of a mask may be
 // farther apart than fp32 allows without following the largest logit.
 template <typename Body>
 auto with_shape(const HopperAttentionParams& p, const Body& body) {
   const bool adds = p.mask && !p.mask_is_bool;
-  const auto of_heads = [&](auto zero) {
-    using T = decltype(zero);
-    if (p.head_dim == 128) {
-      return splits<Heads128<T, true>>(p) ? body(Heads128<T, true>()) : body(Heads128<T, false>());
-    }
-    constexpr bool kMayKeep = std::is_same_v<T, __nv_bfloat16>;
-    const bool split = splits<Heads64<T, true, true>>(p);
-    if (kMayKeep && !adds) {
-      return split ? body(Heads64<T, !kMayKeep, true>()) : body(Heads64<T, !kMayKeep, false>());
-    }
-    return split ? body(Heads64<T, true, true>()) : body(Heads64<T, true, false>());
+  const auto whole_or_in_pieces = [&](auto shape) {
+    using S = decltype(shape);
+    const bool splits = p.queries <= S::kConsumers * kRows && p.keys > S::kPieceTiles * S::kKeys;
+    return splits ? body(typename S::InPieces()) : body(shape);
   };
-  return p.dtype == DType::kFloat16 ? of_heads(__half()) : of_heads(__nv_bfloat16());
+  if (p.dtype == DType::kFloat16) {
+    return p.head_dim == 128 ? whole_or_in_pieces(Heads128<__half>()) : whole_or_in_pieces(Heads64<__half, true>());
+  }
+  if (p.head_dim == 128) return whole_or_in_pieces(Heads128<__nv_bfloat16>());
+  return adds ? whole_or_in_pieces(Heads64<__nv_bfloat16, true>())
+              : whole_or_in_pieces(Heads64<__nv_bfloat16, false>());
 }
 
 }  // namespace
 
 // The machine code for 9.0a is all there is: where the driver compiled PTX, it was that of an older architecture, whose
 // kernel is empty.
-bool has_hopper_attention(int device) { return has_code<Heads128<__nv_bfloat16, false>>(device); }
+bool has_hopper_attention(int device) { return has_code<Heads128<__nv_bfloat16>>(device); }
 
 int64_t hopper_attention_workspace(const HopperAttentionParams& p, int device) {
   return with_shape(p, [&](auto shape) { return Division<decltype(shape)>(p, device).bytes(); });

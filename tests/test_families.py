@@ -168,17 +168,37 @@ def test_masks(ltx: ModuleType, device: str, family: Family) -> None:
 def test_own_attention(
     ltx: ModuleType, device: str, family: Family, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Self-attention and joint attention by this package's op, as where it has a kernel."""
+    """Attention by this package's op, as where it has a kernel that pays."""
     if masked and family.masked is None:
         pytest.skip("the family has no masks")
     more = family.masked(2) if masked and family.masked is not None else {}
     model, inputs = make(family, device), cast({**family.inputs(2), **more}, device, torch.float32)
     stock = run(model, inputs)
     monkeypatch.setattr(ltx.integrations._attend, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(ltx.integrations._attend, "_kernel_pays", lambda *_: True)
     report = ltx.optimize(model)
     assert distance(run(model, inputs), stock) < CLOSE
     if not masked:
         assert any("attention" in site.chosen for site in report.sites)
+
+
+@pytest.mark.parametrize(
+    ("width", "queries", "keys", "masked", "pays"),
+    [
+        (64, 6144, 1024, False, True),
+        (64, 6144, 126, True, True),
+        (128, 6144, 1024, True, True),
+        (128, 6144, 1024, False, False),
+        (128, 6144, 128, True, False),
+        (128, 192, 8192, False, True),
+        (128, 193, 8192, False, False),
+    ],
+)
+def test_cross_attentions_that_the_kernel_is_faster_at(
+    ltx: ModuleType, width: int, queries: int, keys: int, masked: bool, pays: bool
+) -> None:
+    query = torch.empty(1, queries, 2, width, device="meta")
+    assert ltx.integrations._attend._kernel_pays(query, keys, masked) is pays
 
 
 @pytest.mark.parametrize("name, rows", [("hunyuan_video-padded", 8 + 3), ("hunyuan_video-15_text", 8 + 8)])

@@ -1181,7 +1181,12 @@ def test_attention_follows_what_is_asked_of_diffusers(
     model.reset_attention_backend()
     assert attends(run) == (in_kernel, LAYERS)
     unmasked = {**inputs, "encoder_attention_mask": None}
-    assert attends(lambda: model(**unmasked)) == (in_kernel, 0)
+    assert attends(lambda: model(**unmasked)) == (2 * in_kernel, 0)
+    with monkeypatch.context() as slower:
+        slower.setattr(
+            importlib.import_module(f"{ltx.__name__}.integrations._attend"), "_kernel_pays", lambda *_: False
+        )
+        assert attends(lambda: model(**unmasked)) == (in_kernel, 0)
     ltx.optimize(model, rounding="eager")
     assert attends(run) == (0, 0)
     ltx.restore(model)

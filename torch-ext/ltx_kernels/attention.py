@@ -120,8 +120,9 @@ def attention(
     and their sums in float32 and rounds the exponentials to the dtype for their product with the values, as flash
     attention does. NaN, infinities and scores of any size give what they give in torch; with heads of 64 columns in
     bfloat16, values below 2^-66 may lose digits. A row has the same bits whatever other rows, heads and samples the
-    call has. Keys that do not count cost almost nothing where they come in runs of 128 or more, as behind a padded
-    prompt. The kernel is made for many queries: a few leave most of the GPU idle, however many keys they have.
+    call has. One thing makes a difference: calls of at most 192 queries divide their keys among more multiprocessors,
+    and may give a row other bits than calls of more queries. Keys that do not count cost almost nothing where they come
+    in runs of 128 or more, as behind a padded prompt.
 
     Args:
         query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.

@@ -791,6 +791,15 @@ def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
     )
 
 
+def _kernel_pays(query: Tensor, keys: int, masked: bool) -> bool:
+    """Whether the kernel of `attention` is the faster way for a cross-attention (h200-attention.json).
+
+    Heads of 128 columns are faster in torch's cuDNN, unless it has to add a mask, or queries are so few that the kernel
+    divides the keys.
+    """
+    return query.shape[-1] == 64 or query.shape[1] <= 192 or (masked and keys >= 256)
+
+
 def _in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tensor, key: Tensor) -> bool:
     """Whether a masked cross-attention goes through qk_norm_cross_attention."""
     return (
@@ -891,11 +900,11 @@ def _scores(
     ahead: The values, where `_values_ahead` has sent them.
     """
     scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
-    # The kernel is made for many keys: a prompt's few go through the dispatch.
-    fits = not cross and (mask is None or keys is not None)
+    fits = mask is None or keys is not None
     parallel = _parallel_config(spec, module, cross)
     if parallel is None:
-        if fits and runs_kernel(query, key, value) and _may_attend(site, module):
+        pays = not cross or _kernel_pays(query, key.shape[1], mask is not None)
+        if fits and pays and runs_kernel(query, key, value) and _may_attend(site, module):
             return attention(query, key, value, mask=keys, out=out), True
         return _dispatched(site, module, query, key, value, scores_mask, None), False
     context = _parallel.context_of(parallel)
@@ -903,7 +912,8 @@ def _scores(
         _parallel.check_dispatch(context, mask)
         return _dispatched(site, module, query, key, value, scores_mask, parallel), False
 
-    may_attend = fits and _may_attend(site, module)
+    # Ranks may hold different numbers of keys, and have to decide alike.
+    may_attend = fits and not cross and _may_attend(site, module)
 
     def overlaps(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return may_attend and runs_kernel(query, key, value)
