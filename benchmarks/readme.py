@@ -1107,7 +1107,7 @@ def attention_speed() -> str:
             lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {shape} | {r['keys']} | {cells} |")
     lines += [
         "",
-        "With zeros added to the scores of the keys, which is what LTX-2 and LTX-Video do for a prompt without padding:",
+        "With zeros added to the scores of the keys, as LTX-2 and LTX-Video do for a prompt without padding:",
         "",
         "| | this package | torch |",
         "|---|---|---|",
