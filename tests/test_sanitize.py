@@ -131,7 +131,7 @@ def test_attention(ltx, device, dtype):
 @pytest.mark.parametrize("width", [64, 128])
 def test_plain_attention(ltx, device, dtype, width):
     """The kernel that such heads have on Hopper: parts of tiles, several tiles for a block, tiles cut between blocks,
-    masks, and rows that it computes once more, for an infinite key."""
+    masks, keys in pieces, and rows that it computes once more, for an infinite key."""
     if device == "cuda" and not has_kernel(ltx, device):
         pytest.skip("the kernel is for Hopper alone")
     for sizes, keys in (((2, 1, 3, width), 1), ((2, 70, 3, width), 140), ((1, 193, 2, width), 128)):
@@ -144,6 +144,9 @@ def test_plain_attention(ltx, device, dtype, width):
     masked = plain_attention_case(Make("cpu", dtype), (2, 70, 3, width), 300, mask=mask)
     lengths = masked.replace(mask=None, key_lengths=torch.tensor([300, 77], dtype=torch.int32))
     run(ltx, device, masked, lengths, contiguous_alone=True)
+    pieces = plain_attention_case(Make("cpu", dtype), (2, 70, 3, width), 2100)
+    lengths = pieces.replace(key_lengths=torch.tensor([1030, 77], dtype=torch.int32))
+    run(ltx, device, pieces, lengths, contiguous_alone=True)
 
 
 @every_dtype

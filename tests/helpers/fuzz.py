@@ -529,6 +529,8 @@ class PlainAttention:
         memory.check(ltx, device, case, tally, repeat=has_kernel(ltx, device))
 
 
+SPECIAL_KEYS = [79, 80, 127, 128, 129, 160, 256, 257, 961, 1025, 2500]  # around whole tiles and pieces of keys
+
 plain_attentions = st.builds(
     PlainAttention,
     sizes=st.tuples(
@@ -537,7 +539,7 @@ plain_attentions = st.builds(
         st.one_of(st.integers(1, 4), st.sampled_from([8, 32])),
         st.sampled_from([64, 128]),
     ),
-    keys=st.one_of(st.integers(0, 40), st.sampled_from([79, 80, 127, 128, 129, 160, 256, 257]), st.integers(1, 600)),
+    keys=st.one_of(st.integers(0, 40), st.sampled_from(SPECIAL_KEYS), st.integers(1, 600)),
     packed=st.booleans(),
     mask=st.one_of(st.just("none"), st.sampled_from(MASKS)),
     bool_mask=st.booleans(),
