@@ -20,11 +20,12 @@ from ..quant import geglu_quant, swiglu_quant
 from ..rope import apply_rotary_qk, qk_norm_rope
 from . import _window
 from ._cache import empty_layer, fill, heads_first
-from ._fp8 import in_fp8
+from ._fp8 import Rows, in_fp8
 from ._guards import (
     ATTRIBUTE,
     class_of,
     hooked,
+    recall,
     remember,
     submodule,
     why_not_input,
@@ -158,6 +159,11 @@ def _attention_plan(spec: CausalAttention, module: nn.Module, input: Tensor) -> 
     return remember(module, ("attention", input.dtype, input.device), ask)
 
 
+def _known_plan(kind: str, module: nn.Module, rows: Rows) -> Any:
+    """The plan of a module that is handed rows of fp8, where `readers` has just asked for it; None elsewhere."""
+    return recall(module, (kind, torch.bfloat16, rows[1].device))
+
+
 def _why_not_tables(spec: CausalAttention, rope: Tables | None, input: Tensor) -> str:
     if rope is None:
         return "no rotary tables"
@@ -175,7 +181,8 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     like = like_of(input)
     reason = why_not_input(like) or _why_not_tables(spec, rope, like)
     if not reason:
-        plan = _attention_plan(spec, module, like)
+        found = _known_plan("attention", module, input) if isinstance(input, tuple) else None
+        plan = found or _attention_plan(spec, module, like)
         reason = plan.reason
     if reason:
         return stock_forward(module, reason, **{**arguments, "hidden_states": _tensor(input)})
@@ -370,14 +377,18 @@ def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None)
 
     addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
     """
-    like = like_of(input)
-    reason = why_not_input(like)
-    if not reason:
-        plan = _mlp_plan(spec, module, like)
-        reason = plan.reason
+    plan = _known_plan("mlp", module, input) if isinstance(input, tuple) else None
+    reason = ""
+    if plan is None:
+        like = like_of(input)
+        reason = why_not_input(like)
+        if not reason:
+            plan = _mlp_plan(spec, module, like)
+            reason = plan.reason
     if reason:
         output = cast(Tensor, stock_forward(module, reason, _tensor(input)))
         return output if addend is None else addend + output
+    assert plan is not None
     site, up, down = site_of(module), plan.up, plan.down
     gate_up = (up.together(input),) if up.packed else up(input)
     if len(gate_up) == 2 and site.rounding == "fp32":

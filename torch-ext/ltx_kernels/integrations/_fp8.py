@@ -188,12 +188,15 @@ def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
     return ""
 
 
-def count_product(linear: nn.Linear, rows: Rows) -> None:
-    """Counts a layer's product: as the op, and apart where torch computes it on a GPU."""
-    site, device = site_of(linear), rows[0].device
-    site.count_call()
-    if device.type != "cpu" and not has_own_product(device):
-        site.remark("products by torch._scaled_mm")
+def count_products(linears: Iterable[nn.Linear], rows: Rows) -> None:
+    """Counts products of layers that read the same rows: as the op, and apart where torch computes them on a GPU."""
+    device = rows[0].device
+    by_torch = device.type != "cpu" and not has_own_product(device)
+    for linear in linears:
+        site = site_of(linear)
+        site.count_call()
+        if by_torch:
+            site.remark("products by torch._scaled_mm")
 
 
 def product(linear: nn.Linear, rows: Rows) -> Tensor:
@@ -206,7 +209,7 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
     site = site_of(self)
     if not reason:
         rows = quantize_rows(input)
-        count_product(self, rows)
+        count_products((self,), rows)
         return product(self, rows)
     if is_freed(self):
         raise RuntimeError(

@@ -13,7 +13,7 @@ from .._checks import requires_grad
 from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows
-from ._fp8 import Rows, count_product, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from ._fp8 import Rows, count_products, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
 from ._guards import hooked, is_ordinary, plain_linear, recall, remember
 from ._lora import LowRank, adapters_of, add_adapters, base_of, is_lora
 from ._sites import site_of
@@ -199,8 +199,7 @@ class Linears:
 
     def _rows(self, input: Input) -> Rows:
         rows = input if isinstance(input, tuple) else quantize_rows(input)
-        for linear in self.modules:
-            count_product(linear, rows)
+        count_products(self.modules, rows)
         return rows
 
 
