@@ -18,7 +18,7 @@ SLIDING_WINDOW = 4  # of the layers that `_fills_as` compares
 
 Pair = tuple[Tensor, Tensor]
 
-_known: dict[Any, bool] = {}  # whether `fill` does what a function does, by the functions that have been met
+_known: dict[Any, bool] = {}  # by the updates of transformers' own layers: whether `fill` does the same
 
 
 def empty_layer(cache: Any, index: int, remark: Callable[[str], None]) -> Any:
@@ -65,9 +65,9 @@ def fill(layer: Any, key: Tensor, value: Tensor) -> Pair:
 
 
 def heads_first(heads: Tensor) -> Tensor:
-    """A contiguous copy [B, heads, S, D] of [B, S, heads, D], in words of 8 bytes where they fit.
+    """[B, heads, S, D] of [B, S, heads, D], contiguous: a copy wherever there are several tokens.
 
-    torch copies elements of 2 bytes one by one where the order of dimensions changes.
+    Words of 8 bytes are copied where they fit: where dimensions trade places, torch copies element by element.
     """
     words = 8 // heads.element_size()
     places = heads.storage_offset(), heads.shape[-1], *heads.stride()[:-1]
@@ -84,10 +84,11 @@ def _is_own(function: Any, home: types.ModuleType) -> bool:
 def _fills_as(cls: type, home: types.ModuleType) -> bool:
     """Whether `fill` leaves a layer of this class as its own ``update`` does, found out once with a few numbers."""
     update = cls.update  # type: ignore[attr-defined]
-    known = _known.get(update)
-    if known is None:
-        known = _known[update] = _is_own(update, home) and all(map(_fills_alike, [cls] * 2, (2, 2 * SLIDING_WINDOW)))
-    return known
+    if not _is_own(update, home):
+        return False
+    if update not in _known:
+        _known[update] = _fills_alike(cls, 2) and _fills_alike(cls, 2 * SLIDING_WINDOW)
+    return _known[update]
 
 
 def _fills_alike(cls: type, length: int) -> bool:
