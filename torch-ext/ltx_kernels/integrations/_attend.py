@@ -37,6 +37,7 @@ from ._guards import (
     why_not_norm_weight,
 )
 from ._linear import Input, Linears, dequantised, joined, may_overwrite, unpack
+from ._replay import as_one, others_take_functions, refuse
 from ._rotary import Tables, kept, with_identity_rows
 from ._sites import Entry, Site, site_of, stock_forward
 from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
@@ -546,7 +547,9 @@ def _norm_and_rotate(
     out = (query, key) if fresh and plan.in_place else None
     one_op = _rotates_in_one_op(spec, site)
     if one_op and normed and rope is None and not spec.across_heads:
-        rope = _identity(site, query)  # one launch for both norms; the table is one row, which stays in the cache
+        rope = as_one(
+            _identity, site, query
+        )  # one launch for both norms; the table is one row, which stays in the cache
     if rope is not None and one_op and normed:
         layer = spec.norm == TORCH_LAYERNORM
         query_bias, key_bias = plan.biases[places] if layer else (None, None)
@@ -649,7 +652,7 @@ def _single(
         (query,) = _project(site, plan.query, input, heads)
         key, value = _project(site, plan.context, context, heads)
         fresh = plan.context.packed
-    tables = None if rope is None else spec.tables(module, rope)
+    tables = None if rope is None else as_one(spec.tables, module, rope)
     keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
     if keys is not None and tables is None and _in_one_op(spec, site, module, query, key):
         site.count_call("qk_norm_cross_attention", *(("gate_heads",) if plan.gate is not None else ()))
@@ -701,9 +704,9 @@ def _joint(
     rows, rows2 = slice(0, first), slice(first, first + second)
     if spec.text_first:
         rows, rows2 = slice(second, first + second), slice(0, second)
-    tables = None if rope is None else spec.tables(module, rope)
+    tables = None if rope is None else as_one(spec.tables, module, rope)
     if tables is not None and not spec.rotates_text:
-        tables = with_identity_rows(site, tables, second, spec.text_first)
+        tables = as_one(with_identity_rows, site, tables, second, spec.text_first)
     if added is None:
         query, key, value = _project_both(site, plan, cast(Tensor, input), rows, context, rows2, heads)
         query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, plan.all.packed)
@@ -833,7 +836,7 @@ def _may_read(module: AttentionModule, mask: Tensor) -> bool:
     A compiled or captured graph serves other masks too. An inference tensor may change without a sign, so that every
     block would have to ask. Other functions or devices may rely on all the rows.
     """
-    if torch.compiler.is_compiling() or mask.is_inference() or torch._C._len_torch_function_stack() > 0:
+    if torch.compiler.is_compiling() or mask.is_inference() or others_take_functions():
         return False
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
@@ -863,7 +866,7 @@ def _may_attend(site: Site, module: AttentionModule) -> bool:
         site.rounding == "fp32"
         and getattr(processor, "_attention_backend", None) is None
         and ((backends is None and site.settings["dispatch"] is None) or _is_native(backends))
-        and torch._C._len_torch_function_stack() == 0
+        and not others_take_functions()
     )
 
 
@@ -956,7 +959,12 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 
 def _parallel_config(spec: Attention, module: AttentionModule, cross: bool) -> Any:
     """How the tokens of an attention lie on several ranks; None where this rank has all that it needs."""
-    return None if cross and not spec.parallel_cross else getattr(module.processor, "_parallel_config", None)
+    if cross and not spec.parallel_cross:
+        return None
+    config = getattr(module.processor, "_parallel_config", None)
+    if config is not None:
+        refuse("ranks exchange tokens")
+    return config
 
 
 def _dispatched(
@@ -968,6 +976,8 @@ def _dispatched(
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     backend = module.processor._attention_backend
+    if not (_is_native(site.settings["backends"]) if backend is None else backend == "native"):
+        refuse("a backend of attention may run kernels or set modes that no torch function tells of")
     output: Tensor = dispatch(
         query,
         key,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ._feed_forward import FEED_FORWARD
 from ._guards import class_of, hooked, remember, submodule, why_not_input, why_not_norm_weight, why_not_tensor
 from ._norms import FORMS, LAYER, RMS, statistic
+from ._replay import replayed
 from ._sites import Entry, site_of, stock_forward
 
 
@@ -67,7 +68,7 @@ class Block:
         """What `optimize` installs."""
         compute, parameters = self.forward, self.parameters
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def ordinary(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             arguments = {**dict(zip(parameters, args)), **kwargs} if args else kwargs
             reason = self._why_not_call(module, arguments)
             if reason:
@@ -77,6 +78,9 @@ class Block:
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
                 site.count_gradients()
             return compute(module, *args, **kwargs)
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return replayed(module, ordinary, args, kwargs)
 
         return Entry(
             self.classes,

@@ -18,6 +18,7 @@ from ..quant import gelu_quant
 from ._fp8 import in_fp8
 from ._guards import ATTRIBUTE, class_of, hooked, remember
 from ._linear import Input, Linears, like_of, linear_gelu_of, may_overwrite
+from ._replay import as_one
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
@@ -96,7 +97,8 @@ def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, approx
     Layers in fp8 read rows that are quantised as a whole, so GELU writes its columns where attention's are copied to.
     """
     if out.direct:
-        return linear_cat((attended, up_gelu(up, input, approximate)), out.weights[0], out.biases[0])
+        parts = attended, up_gelu(up, input, approximate)
+        return cast(Tensor, as_one(linear_cat, parts, out.weights[0], out.biases[0]))
     if not (up.scaled and may_overwrite()):
         return out(torch.cat((attended, up_gelu(up, input, approximate)), -1))[0]
     (hidden,) = up(input)

@@ -21,6 +21,7 @@ from .._variant import COMPILED_DEVICE
 
 ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
 MEMORY = "_ltx_kernels_memory"
+REPLAYS = "_ltx_kernels_replays"
 RELEASE = "_ltx_kernels_release"  # a function of a whole model: what `restore` undoes there beside the forwards
 SIGNATURES = 64  # answers that a memory holds; a model is called with few shapes
 
@@ -161,23 +162,20 @@ def _below(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
     return list(_walk(module, () if site is None else site.entry.apart))
 
 
-class Memory:
-    """Answers about a module, and the state of it and its submodules that they were found in."""
+class State:
+    """A module and all below it as they are now: what answers about them, and recorded calls, depend on."""
 
     def __init__(self, module: nn.Module) -> None:
-        below = _below(module)
+        below = self._below(module)
         self.module = module
-        self.answers: dict[Hashable, Any] = {}
         self.modules = [child for _, _, child in below]
         self.classes = [type(child) for child in self.modules]
-        self.sizes = [child._modules for child in (module, *self.modules) if child._modules]
+        self.sizes = self._sized()
         self.counts = list(map(len, self.sizes))
         self.hooks: list[Any] = [
             hooks for child in self.modules for hooks in (child._forward_hooks, child._forward_pre_hooks)
         ]
-        watched = [(child.__dict__, key) for child in self.modules for key in _WATCHED]
-        watched = [(state, key) for state, key in watched if key == "forward" or key in state]
-        watched += [(module.__dict__, key) for key in _WATCHED[1:] if key in module.__dict__]
+        watched = self._watched()
         tensors = [
             (tensors, name)
             for child in (module, *self.modules)
@@ -211,8 +209,53 @@ class Memory:
             and list(map(attrgetter("_version"), self.quantised)) == self.versions
         )
 
+    def _below(self, module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
+        """What `_walk` gives of the modules that belong to the state."""
+        return list(_walk(module))
+
+    def _sized(self) -> list[dict[str, Any]]:
+        """The dicts that nothing may be added to: modules' children and attributes."""
+        parts = (self.module, *self.modules)
+        return [part._modules for part in parts if part._modules] + [part.__dict__ for part in parts]
+
+    def _watched(self) -> list[tuple[dict[str, Any], str]]:
+        """The attributes beside modules, parameters and hooks: all numbers, texts and flags, and processors'."""
+        watched = []
+        for part in (self.module, *self.modules):
+            own = part.__dict__
+            plain = [key for key, value in own.items() if _is_plain(value) and key != REPLAYS]
+            watched += [(own, key) for key in (*plain, "processor") if key in own]
+            processor = getattr(own.get("processor"), "__dict__", {})
+            watched += [(processor, key) for key in processor]
+            if part is not self.module:
+                watched += [(own, key) for key in ("forward", "_compiled_call_impl")]
+        return watched
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # of other modules, and soon made again
+
+
+class Memory(State):
+    """Answers about a module, and the state that they were found in, without children that have guards of their own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.answers: dict[Hashable, Any] = {}
+
+    def _below(self, module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
+        return _below(module)
+
+    def _sized(self) -> list[dict[str, Any]]:
+        return [part._modules for part in (self.module, *self.modules) if part._modules]
+
+    def _watched(self) -> list[tuple[dict[str, Any], str]]:
+        watched = [(child.__dict__, key) for child in self.modules for key in _WATCHED]
+        watched = [(state, key) for state, key in watched if key == "forward" or key in state]
+        return watched + [(self.module.__dict__, key) for key in _WATCHED[1:] if key in self.module.__dict__]
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _new_memory(module: nn.Module) -> Memory | None:
@@ -234,6 +277,11 @@ def remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *argu
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return ask(module, *arguments)
+    with torch._C.DisableTorchFunction():  # what a function mode sees are a call's own functions
+        return _remember(module, key, ask, *arguments)
+
+
+def _remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *arguments: Any) -> Answer:
     memory = module.__dict__.get(MEMORY)
     if memory is None or not memory.holds(module):
         memory = _new_memory(module)
@@ -258,6 +306,7 @@ def recall(module: nn.Module, key: Hashable) -> Any:
 
 
 def forget(module: nn.Module) -> None:
-    """Takes what `remember` kept away from a module and all below it."""
+    """Takes what `remember` kept, and recorded calls, away from a module and all below it."""
     for part in module.modules():
         part.__dict__.pop(MEMORY, None)
+        part.__dict__.pop(REPLAYS, None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
+from ._replay import refuse
 from ._sites import Plan, Site, site_of
 
 Tables = tuple[Tensor, Tensor]  # cos, sin
@@ -58,6 +59,7 @@ def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Ma
     """
     if torch.compiler.is_compiling() or (source is not None and source.is_inference()):
         return make()
+    refuse("a table is kept for the tensor that it is made of")
     tables = site.cache
     place = key, None if source is None else (id(source), source._version)
     found = tables.get(place)

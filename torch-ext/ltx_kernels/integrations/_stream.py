@@ -44,6 +44,7 @@ from ._norms import LAYER, RMS, Form, form_of
 from ._norms import RMSNORM as RMSNORM
 from ._norms import TORCH_LAYERNORM as TORCH_LAYERNORM
 from ._norms import TORCH_RMSNORM as TORCH_RMSNORM
+from ._replay import as_one
 
 
 class Mod(NamedTuple):
@@ -93,6 +94,10 @@ def clipped(value: Tensor) -> Tensor:
 
 def joint(first: Tensor, second: Tensor) -> Tensor:
     """Two streams [B, S, H] and [B, T, H] as one [B, S + T, H]: a view where they are neighbours in one tensor."""
+    return as_one(_joint, first, second)
+
+
+def _joint(first: Tensor, second: Tensor) -> Tensor:
     batch, rows, width = first.shape
     length = rows + second.shape[1]
     if torch.compiler.is_compiling() or torch.is_grad_enabled():

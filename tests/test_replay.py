@@ -1,0 +1,258 @@
+"""Calls of blocks that are recorded and replayed: the same bits as without, and nothing that changes is missed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
+from torch import Tensor, nn
+
+TINY = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "cross_attention_dim": 64}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def replay(ltx: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{ltx.__name__}.integrations._replay")
+
+
+def make_model(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = diffusers.LTXVideoTransformer3DModel(in_channels=8, out_channels=8, caption_channels=32, **TINY)
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def make_inputs(device: str, frames: int = 2, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "hidden_states": torch.randn(1, frames * 6, 8, generator=generator).to(device, dtype),
+        "encoder_hidden_states": torch.randn(1, 5, 32, generator=generator).to(device, dtype),
+        "timestep": torch.tensor([500.0 - seed], device=device),
+        "encoder_attention_mask": torch.ones(1, 5, dtype=torch.int64, device=device),
+        "num_frames": frames,
+        "height": 2,
+        "width": 3,
+        "return_dict": False,
+    }
+
+
+def found(replay: ModuleType, model: nn.Module) -> list[Any]:
+    """What the blocks hold of their calls, of each signature: a replay, or the reason why there is none."""
+    blocks = [block.__dict__.get(replay.REPLAYS) for block in model.transformer_blocks]
+    return [call for block in blocks if block is not None for call in block.calls.values()]
+
+
+def replays(replay: ModuleType, model: nn.Module) -> int:
+    return sum(not isinstance(call, str) for call in found(replay, model))
+
+
+def warm(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    for _ in range(3):
+        result = model(**inputs)[0]
+    return result
+
+
+def ordinary(replay: ModuleType, model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The model's result without replays."""
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "_is_ordinary", lambda: False)
+        return model(**inputs)[0]
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+def test_same_bits_and_counts(
+    ltx: ModuleType, replay: ModuleType, device: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if precision == "fp8" and device != "cpu" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs a GPU of compute capability 8.9")
+    dtype = torch.bfloat16 if precision == "fp8" else torch.float32
+    model = make_model(device, dtype)
+    report = ltx.optimize(model, precision=precision)
+    expected = [
+        ordinary(replay, model, make_inputs(device, frames, seed, dtype), monkeypatch)
+        for seed in range(5)
+        for frames in (1, 2)
+    ]
+    counts = {site.name: site.calls for site in report.sites}
+    results = [model(**make_inputs(device, frames, seed, dtype))[0] for seed in range(5) for frames in (1, 2)]
+    assert replays(replay, model) == 2 * TINY["num_layers"], found(replay, model)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected))
+    assert {site.name: site.calls for site in report.sites} == {name: 2 * count for name, count in counts.items()}
+    assert not any(site.fallbacks for site in report.sites)
+
+
+def _hook(model: nn.Module) -> None:
+    model.transformer_blocks[0].attn1.to_q.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def _hook_on_attention(model: nn.Module) -> None:
+    model.transformer_blocks[0].attn2.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def _forward(model: nn.Module) -> None:
+    down = model.transformer_blocks[1].ff.net[2]
+    down.forward = lambda input: 2 * type(down).forward(down, input)
+
+
+def _module(model: nn.Module) -> None:
+    model.transformer_blocks[1].attn1.to_out[0] = nn.Linear(64, 64).to(model.device)
+
+
+def _parameter(model: nn.Module) -> None:
+    to_k = model.transformer_blocks[0].attn1.to_k
+    to_k.weight = nn.Parameter(2 * to_k.weight, requires_grad=False)
+
+
+def _data(model: nn.Module) -> None:
+    to_v = model.transformer_blocks[0].attn2.to_v
+    to_v.weight.data = 2 * to_v.weight.data
+
+
+def _in_place(model: nn.Module) -> None:
+    model.transformer_blocks[0].scale_shift_table.mul_(2)
+
+
+def _eps(model: nn.Module) -> None:
+    model.transformer_blocks[0].norm1.eps = 0.3
+
+
+def _processor(model: nn.Module) -> None:
+    class Twice(type(model.transformer_blocks[0].attn1.processor)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            return 2 * super().__call__(*args, **kwargs)
+
+    model.transformer_blocks[0].attn1.set_processor(Twice())
+
+
+def _training(model: nn.Module) -> None:
+    dropout = model.transformer_blocks[0].attn1.to_out[1]
+    dropout.p = 1.0
+    dropout.train()
+
+
+CHANGES = [_hook, _hook_on_attention, _forward, _module, _parameter, _data, _in_place, _eps, _processor, _training]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_changes_are_seen(
+    ltx: ModuleType, replay: ModuleType, device: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    before = warm(model, inputs)
+    assert replays(replay, model) == TINY["num_layers"]
+    change(model)
+    after = [model(**inputs)[0] for _ in range(4)]
+    expected = ordinary(replay, model, inputs, monkeypatch)
+    assert not torch.allclose(before, expected)
+    assert all(torch.equal(result, expected) for result in after)
+
+
+def test_modes_of_the_process(ltx: ModuleType, replay: ModuleType, device: str) -> None:
+    """Autocast, gradients, a function mode, and a graph of torch.compile run the forward."""
+    from torch.overrides import TorchFunctionMode
+
+    class Count(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    expected = warm(model, inputs)
+    (site,) = (site for site in report.sites if site.name.endswith("TransformerBlock"))
+    with torch.autocast(device, torch.bfloat16):
+        model(**inputs)
+    assert site.fallbacks == {"autocast is on": TINY["num_layers"]}
+    with Count() as mode:
+        torch.testing.assert_close(model(**inputs)[0], expected)
+    assert mode.calls > 100
+    with torch.enable_grad():
+        given = inputs["hidden_states"].clone().requires_grad_()
+        model(**{**inputs, "hidden_states": given})[0].sum().backward()
+    assert given.grad is not None and given.grad.isfinite().all()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**inputs)[0], expected)
+    assert torch.equal(model(**inputs)[0], expected)
+
+
+def test_backends_of_attention(
+    ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay is of one backend, and one that torch does not know is not recorded."""
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    expected = warm(model, inputs)
+    asked: list[str] = []
+    backends = _AttentionBackendRegistry._backends
+    math, name = backends[AttentionBackendName._NATIVE_MATH], AttentionBackendName.SAGE
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        asked.append("math")
+        return math(*args, **options)
+
+    monkeypatch.setitem(backends, name, counted)
+    accepted = _AttentionBackendRegistry._supported_arg_names
+    monkeypatch.setitem(accepted, name, accepted[AttentionBackendName._NATIVE_MATH])
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", name)
+    for _ in range(4):
+        torch.testing.assert_close(model(**inputs)[0], expected)
+    assert len(asked) == 4 * 2 * TINY["num_layers"]
+    assert all("backend" in call for call in found(replay, model)), found(replay, model)
+    with attention_backend("_native_math"):  # torch's attention in a mode that the backend sets
+        results = [model(**inputs)[0] for _ in range(4)]
+        assert all(torch.equal(result, ordinary(replay, model, inputs, monkeypatch)) for result in results)
+
+
+def test_restore_and_copies(ltx: ModuleType, replay: ModuleType, device: str) -> None:
+    import copy
+
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+    warm(model, inputs)
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.mul_(0.5)
+    assert not torch.allclose(warm(copied, inputs), stock)
+    ltx.restore(model)
+    assert not found(replay, model) and torch.equal(model(**inputs)[0], stock)
+
+
+def test_weights_that_move_at_every_call(ltx: ModuleType, replay: ModuleType, device: str) -> None:
+    """As under an offload: the forward runs, and recording is given up."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    expected = warm(model, inputs)
+    for _ in range(replay.CHANGES + 2):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        torch.testing.assert_close(model(**inputs)[0], expected)
+    assert all(block.__dict__[replay.REPLAYS].refused for block in model.transformer_blocks)
+    torch.testing.assert_close(model(**inputs)[0], expected)
+
+
+def test_a_block_that_was_refused_is_looked_at_again(ltx: ModuleType, replay: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    handle = model.transformer_blocks[0].attn1.to_q.register_forward_hook(lambda module, args, output: output)
+    ltx.optimize(model)
+    expected = warm(model, inputs)
+    assert replays(replay, model) == TINY["num_layers"] - 1
+    handle.remove()
+    for _ in range(replay.REFUSED + 3):
+        torch.testing.assert_close(model(**inputs)[0], expected)
+    assert replays(replay, model) == TINY["num_layers"]

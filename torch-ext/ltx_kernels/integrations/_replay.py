@@ -1,0 +1,359 @@
+"""Calls of blocks as straight lines of torch functions, so that a step asks its questions once for each block.
+
+What a block's forward launches follows from the state of its modules, the modes of the process, and the form of its
+arguments. Finding that out again costs as much of the host's time as the launches. So the second call with the same
+answers to all three is recorded: every torch function that it calls, with its arguments. Later calls run these
+functions alone, one after the other.
+
+A call is recorded only where nothing else decides: not the contents or the address of a tensor, not a cache that knows
+tensors by their identity, not a module of another library. `refuse` and `as_one` are for code where one of these does.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Callable, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+
+from .._variant import COMPILED_DEVICE
+from ._guards import ATTRIBUTE, REPLAYS, State, hooked
+from ._sites import Site
+
+SIGNATURES = 64  # calls that a block's record holds
+CHANGES = 8  # of a block's state without a replay between: its weights move at every call
+REFUSED = 100  # calls of a block that may not be recorded, until it is looked at again
+LIBRARIES = ("torch", "diffusers")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Call = Callable[..., Any]
+
+# What may be asked of a tensor: it follows from its form. Any other question ends a recording.
+_FORM = frozenset(
+    {
+        *("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"),
+        *("itemsize", "nbytes", "layout", "requires_grad", "is_leaf", "grad_fn", "is_mps", "is_xpu", "__len__"),
+        *("dim", "ndimension", "size", "stride", "numel", "nelement", "is_contiguous", "is_floating_point"),
+        *("is_complex", "element_size", "storage_offset", "is_inference", "is_conj", "is_neg", "is_signed"),
+    }
+)
+
+# What a function may be given beside tensors: nothing that holds any.
+_CONSTANTS = (
+    *(float, str, slice, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(nn.Module, Site),  # as_one's
+)
+
+_local = threading.local()
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down the torch functions that run while it is on, as lines of a Python function."""
+
+    def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.reason = ""  # why what was called cannot be replayed
+        self.paused = False
+        self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self.globals: dict[str, Any] = {}
+        self.lines: list[str] = []
+        self.reads: list[set[str]] = []  # the variables that a line reads or makes
+        self.given = [self._name(tensor, f"given{i}") for i, tensor in enumerate(given)]
+        for i, tensor in enumerate(held):
+            self.globals[self._name(tensor, f"held{i}")] = tensor
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.paused and not self.reason:
+            self._record(function, args, kwargs or {}, result)
+        return result
+
+    def as_one(self, function: Call, args: Sequence[Any]) -> Any:
+        """Calls a function and writes it down as one line."""
+        if self.paused:
+            return function(*args)
+        self.paused = True
+        try:
+            result = function(*args)
+        finally:
+            self.paused = False
+        if not self.reason:
+            self._record(function, args, {}, result)
+        return result
+
+    def function(self, result: Any) -> Call | str:
+        """The function of the tensors that were given, or the reason why there is none."""
+        read: set[str] = set()
+        returned = self._text(result, read)
+        if self.reason:
+            return self.reason
+        last = {name: i for i, names in enumerate((*self.reads, read)) for name in names}
+        body = []
+        for i, (line, names) in enumerate(zip(self.lines, self.reads)):
+            done = sorted(name for name in names if last[name] == i and name not in self.given)
+            body.append(f"    {line}" + (f"; del {', '.join(done)}" if done else ""))
+        source = "\n".join((f"def replay({', '.join(self.given)}):", *body, f"    return {returned}"))
+        exec(_compiled(source), self.globals)  # names alone: every value is in the globals
+        return cast(Call, self.globals.pop("replay"))
+
+    def _name(self, tensor: Tensor, name: str) -> str:
+        self.names[id(tensor)] = weakref.ref(tensor), name
+        return name
+
+    def _record(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        name = getattr(function, "__name__", "")
+        if name == "__get__":  # of a property
+            name = function.__self__.__name__
+        writes = isinstance(function, OpOverload) or name == "__setitem__"
+        if not isinstance(result, (Tensor, tuple, list)) and not (result is None and writes):
+            if name not in _FORM:
+                self.reason = f"a call asks for {name}"
+            return
+        if name in _FORM:  # a shape or strides
+            return
+        read: set[str] = set()
+        values = [self._text(value, read) for value in args]
+        values += [f"{key}={self._text(value, read)}" for key, value in kwargs.items()]
+        call = function._op if isinstance(function, OpOverload) else function
+        line = f"{self._constant(call)}({', '.join(values)})"
+        made = self._targets(result)
+        self.lines.append(f"{made} = {line}" if made else line)
+        self.reads.append(read | set(made.replace(",", " ").split()))
+
+    def _targets(self, result: Any) -> str:
+        if isinstance(result, Tensor):
+            return self._name(result, f"t{len(self.lines)}")
+        if result is None:
+            return ""
+        if not all(isinstance(part, Tensor) for part in result):
+            self.reason = "a call returns other things than tensors"
+            return ""
+        return "".join(f"{self._name(part, f't{len(self.lines)}_{i}')}, " for i, part in enumerate(result))
+
+    def _text(self, value: Any, read: set[str]) -> str:
+        """A value as an expression."""
+        if isinstance(value, Tensor):
+            known = self.names.get(id(value))
+            if known is None or known[0]() is not value:
+                self.reason = self.reason or "a call reads a tensor that comes from elsewhere"
+                return "None"
+            if known[1] not in self.globals:
+                read.add(known[1])
+            return known[1]
+        if type(value) in (tuple, list):
+            inside = "".join(f"{self._text(part, read)}, " for part in value)
+            return f"({inside})" if type(value) is tuple else f"[{inside}]"
+        if value is None or type(value) in (bool, int):
+            return repr(value)
+        if not isinstance(value, _CONSTANTS):
+            self.reason = self.reason or f"a call hands on a {type(value).__name__}"
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = f"value{len(self.globals)}"
+        self.globals[name] = value
+        return name
+
+
+@functools.lru_cache(maxsize=SIGNATURES)
+def _compiled(source: str) -> types.CodeType:
+    """Blocks of one class run the same lines, each on values of its own."""
+    return compile(source, "<recorded call>", "exec")
+
+
+def _recorder() -> _Recorder | None:
+    return getattr(_local, "recorder", None)
+
+
+def refuse(reason: str) -> None:
+    """The call that runs now must not be replayed: what decides is in no guard."""
+    recorder = None if torch.compiler.is_compiling() else _recorder()
+    if recorder is not None and not recorder.paused:
+        recorder.reason = recorder.reason or reason
+
+
+def as_one(function: Call, *args: Any) -> Any:
+    """``function(*args)``, which a replay calls again as a whole, since it looks at more than its tensors' form."""
+    recorder = None if torch.compiler.is_compiling() else _recorder()
+    return function(*args) if recorder is None else recorder.as_one(function, args)
+
+
+def others_take_functions() -> bool:
+    """Whether a torch function mode of somebody else is active."""
+    depth: int = torch._C._len_torch_function_stack()
+    return depth > (0 if _recorder() is None else 1)
+
+
+class _Replay:
+    """A recorded call: its function, what it counts, and what it asked of the process."""
+
+    __slots__ = ("counts", "facts", "function", "remarks")
+
+    def __init__(self, function: Call, before: Mapping[Site, _Counts], facts: list[tuple[Call, Any]]) -> None:
+        after = {site: _Counts(site) for site in before}
+        self.function, self.facts = function, facts
+        self.counts = [
+            (site, after[site].calls - counts.calls, after[site].unpacked - counts.unpacked)
+            for site, counts in before.items()
+            if (after[site].calls, after[site].unpacked) != (counts.calls, counts.unpacked)
+        ]
+        self.remarks = [
+            (site, text, number)
+            for site, counts in before.items()
+            for text, number in (after[site].remarks - counts.remarks).items()
+        ]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        result = self.function(*tensors)
+        for site, calls, unpacked in self.counts:
+            site.calls += calls
+            site.unpacked += unpacked
+        for site, text, number in self.remarks:
+            site.remark(text, number)
+        return result
+
+
+class _Counts:
+    def __init__(self, site: Site) -> None:
+        self.calls, self.unpacked, self.remarks = site.calls, site.unpacked, Counter(site.remarks)
+        self.others = site.traces, site.gradients, sum(site.fallbacks.values())
+
+
+class Replays:
+    """The recorded calls of one block, and the state of its modules that they hold for."""
+
+    def __init__(self, module: nn.Module, changes: int) -> None:
+        self.state = State(module)
+        self.changes = changes
+        # By signature: a replay, or why there is none; empty after the first call.
+        self.calls: dict[Hashable, _Replay | str] = {}
+        parts = [module, *self.state.modules]
+        self.sites = list(dict.fromkeys(part.__dict__[ATTRIBUTE] for part in parts if ATTRIBUTE in part.__dict__))
+        refused = (
+            changes > CHANGES
+            or any(map(_does_more, parts[1:]))
+            or any(type(tensor) not in (nn.Parameter, Tensor) for tensor in self.state.present)
+        )
+        self.refused = REFUSED if refused else 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def record(self, key: Hashable, compute: Call, tensors: Sequence[Tensor]) -> Any:
+        """The call's result; it is recorded on the way."""
+        held = self.state.present
+        self.calls[key] = "a call has failed"
+        known = {id(tensor) for tensor in (*tensors, *held)}
+        if len(known) < len(tensors) + len({id(tensor) for tensor in held}):
+            self.calls[key] = "an argument is given twice"
+            return compute()
+        before = {site: _Counts(site) for site in self.sites}
+        facts = [(fact, fact()) for fact in _facts(self.sites)]
+        recorder = _local.recorder = _Recorder(tensors, held)
+        try:
+            with recorder:
+                result = compute()
+        finally:
+            _local.recorder = None
+        if any(_Counts(site).others != counts.others for site, counts in before.items()):
+            recorder.reason = recorder.reason or "a call ran a stock forward"
+        function = recorder.function(result)
+        self.calls[key] = function if isinstance(function, str) else _Replay(function, before, facts)
+        return result
+
+
+def _does_more(part: nn.Module) -> bool:
+    """Whether a module below a block may run what a function mode does not see, such as a kernel of Triton."""
+    return (
+        type(part).__module__.split(".")[0] not in LIBRARIES
+        or hooked(part)
+        or part.__dict__.get("_compiled_call_impl") is not None
+        or ("processor" in part.__dict__ and ATTRIBUTE not in part.__dict__)
+    )
+
+
+def _facts(sites: Sequence[Site]) -> list[Call]:
+    """What the forwards ask of diffusers' registry of attention backends."""
+    registries = {id(found): found for found in (site.settings.get("backends") for site in sites) if found is not None}
+    return [found.get_active_backend for found in registries.values()]
+
+
+def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``compute(module, *args, **kwargs)``; the second call of a signature is recorded, and later ones are replayed."""
+    if torch.compiler.is_compiling() or not _is_ordinary():
+        return compute(module, *args, **kwargs)
+    tensors: list[Tensor] = []
+    try:
+        key = torch.is_inference_mode_enabled(), len(args), _form((*args, kwargs), tensors)
+    except TypeError:  # an argument of another kind
+        return compute(module, *args, **kwargs)
+    replays: Replays | None = module.__dict__.get(REPLAYS)
+    if replays is not None and replays.refused:
+        replays.refused -= 1
+        if not replays.refused:
+            module.__dict__[REPLAYS] = None
+        return compute(module, *args, **kwargs)
+    if replays is None or not replays.state.holds(module):
+        result = compute(module, *args, **kwargs)  # leaves answers with the modules, which their state holds
+        module.__dict__[REPLAYS] = None
+        module.__dict__[REPLAYS] = replays = Replays(module, 0 if replays is None else replays.changes + 1)
+        replays.calls[key] = ""
+        return result
+    found = replays.calls.get(key)
+    if found is None:  # the first call
+        if len(replays.calls) >= SIGNATURES:
+            replays.calls.clear()
+        replays.calls[key] = ""
+    elif found == "":  # the second one
+        return replays.record(key, lambda: compute(module, *args, **kwargs), tensors)
+    elif not isinstance(found, str):
+        if all(fact() == answer for fact, answer in found.facts):
+            try:
+                result = found(tensors)
+            except RuntimeError as error:  # as of layers whose weights an offload has brought back apart
+                replays.calls[key] = f"a replay failed: {error}"
+            else:
+                replays.changes = 0
+                return result
+        else:
+            del replays.calls[key]
+    return compute(module, *args, **kwargs)
+
+
+def _is_ordinary() -> bool:
+    """Whether no mode of the process changes what torch functions do."""
+    return not (
+        COMPILED_DEVICE is None
+        or torch.is_grad_enabled()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.is_autocast_enabled(COMPILED_DEVICE)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or nn_module._global_forward_hooks
+        or nn_module._global_forward_pre_hooks
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _form(value: Any, tensors: list[Tensor]) -> Hashable:
+    """What of an argument belongs to the signature; the tensors in it are appended to a list."""
+    kind = type(value)
+    if kind is Tensor:
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.device, value.is_inference()
+    if value is None or kind in (bool, int, float, str):
+        return kind, value
+    if kind in (tuple, list):
+        return kind, *[_form(part, tensors) for part in value]
+    if kind is dict:
+        return tuple(value), *[_form(part, tensors) for part in value.values()]
+    raise TypeError
