@@ -53,6 +53,8 @@ _CONSTANTS = (
     *(nn.Module, Site),  # as_one's
 )
 
+_NO_MARKS = str.maketrans("(),", "   ")
+
 _local = threading.local()
 
 
@@ -127,17 +129,20 @@ class _Recorder(TorchFunctionMode):
         line = f"{self._constant(call)}({', '.join(values)})"
         made = self._targets(result)
         self.lines.append(f"{made} = {line}" if made else line)
-        self.reads.append(read | set(made.replace(",", " ").split()))
+        self.reads.append(read | set(made.translate(_NO_MARKS).split()))
 
-    def _targets(self, result: Any) -> str:
+    def _targets(self, result: Any, place: str = "") -> str:
+        """The variables that a line makes, in the form of its result."""
+        name = f"t{len(self.lines)}{place}"
         if isinstance(result, Tensor):
-            return self._name(result, f"t{len(self.lines)}")
+            return self._name(result, name)
         if result is None:
+            return name if place else ""
+        if not isinstance(result, (tuple, list)):
+            self.reason = self.reason or f"a call returns a {type(result).__name__}"
             return ""
-        if not all(isinstance(part, Tensor) for part in result):
-            self.reason = "a call returns other things than tensors"
-            return ""
-        return "".join(f"{self._name(part, f't{len(self.lines)}_{i}')}, " for i, part in enumerate(result))
+        parts = (self._targets(part, f"{place}_{i}") for i, part in enumerate(result))
+        return f"({''.join(f'{part}, ' for part in parts)})"
 
     def _text(self, value: Any, read: set[str]) -> str:
         """A value as an expression."""
