@@ -43,7 +43,7 @@ _FORM = frozenset(
         *("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"),
         *("itemsize", "nbytes", "layout", "requires_grad", "is_leaf", "grad_fn", "is_mps", "is_xpu", "__len__"),
         *("dim", "ndimension", "size", "stride", "numel", "nelement", "is_contiguous", "is_floating_point"),
-        *("is_complex", "element_size", "storage_offset", "is_inference", "is_conj", "is_neg", "is_signed"),
+        *("is_complex", "element_size", "is_inference", "is_conj", "is_neg", "is_signed"),
     }
 )
 
