@@ -795,12 +795,15 @@ def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
 
 
 def _kernel_pays(query: Tensor, keys: int, masked: bool) -> bool:
-    """Whether the kernel of `attention` is the faster way for a cross-attention (h200-attention.json).
+    """Whether the kernel of `attention` is the faster way for a cross-attention, mostly (h200-tuning.json).
 
-    Heads of 128 columns are faster in torch's cuDNN, unless it has to add a mask, or queries are so few that the kernel
-    divides the keys.
+    At most 192 queries, whose keys the kernel divides, leave torch's attention slow where samples and heads are few.
+    With more queries torch is faster with heads of 128 columns, unless it has to add a mask.
     """
-    return query.shape[-1] == 64 or query.shape[1] <= 192 or (masked and keys >= 256)
+    batch, queries, heads, width = query.shape
+    if queries <= 192 and not masked:
+        return batch * heads <= 64
+    return width == 64 or (masked and keys >= 256)
 
 
 def _in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tensor, key: Tensor) -> bool:
