@@ -1139,12 +1139,14 @@ def attention_error() -> str:
 
 
 def attention_in_8_bits() -> str:
-    """Time and error of a trial with 8-bit integers, beside the attention that the package has."""
+    """Time and error of trials with 8-bit integers, beside the attention that the package has."""
     result = load("h200-attention-8bit-tuning")
     parts = result["parts_us"]
     lines = [
         f"One {result['meta']['device']}, bf16, random normal inputs, in ms, trial and kernel in the same run "
         "([h200-attention-8bit-tuning.json](../benchmarks/results/h200-attention-8bit-tuning.json)).",
+        "",
+        "All products of integers:",
         "",
         "| B, S, heads, D | this package | int8 | gain |",
         "|---|---|---|---|",
@@ -1163,6 +1165,29 @@ def attention_in_8_bits() -> str:
         "|---|---|---|",
         *(f"| {kind} | {err['ours']:.2e} | {err['int8']:.2e} |" for kind, err in result["err"].items()),
     ]
+    lines += [
+        "",
+        "Scores of integers, by what the exponentials are relative to; `attention` is without the quantising:",
+        "",
+        "| B, S, heads, D | relative to | this package | int8 scores | attention | gain | gain of attention |",
+        "|---" * 7 + "|",
+    ]
+    for trial in result["scores"]:
+        for r in trial["records"]:
+            ours, *parts_ms = (r["ms"][name] for name in ("ours", "int8_scores", "attention"))
+            cells = " | ".join([f"{x:.3f}" for x in (ours, *parts_ms)] + [f"{ours / x:.2f} x" for x in parts_ms])
+            lines.append(f"| {', '.join(map(str, r['shape']))} | {trial['weights']} | {cells} |")
+    names = [trial["weights"] for trial in result["scores"]]
+    lines += [
+        "",
+        "Their relative L2 error, by what the exponentials are relative to:",
+        "",
+        f"| inputs | this package | {' | '.join(names)} |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for kind, err in result["scores"][0]["err"].items():
+        errors = " | ".join(f"{trial['err'][kind]['int8_scores']:.2e}" for trial in result["scores"])
+        lines.append(f"| {kind} | {err['ours']:.2e} | {errors} |")
     recipes = list(result["recipes"]["normal"])
     lines += [
         "",
