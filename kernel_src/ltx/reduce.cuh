@@ -43,7 +43,7 @@ __device__ __forceinline__ void block_reduce(float (&x)[kRows], int threads, Red
     for (int r = 0; r < kRows; ++r) x[r] = lane_sum(x[r], threads);
     return;
   }
-  // Rows of more than a warp own the block, whose x dimension they are.
+  // Rows of more than a warp own the block; its x dimension counts their threads.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = threads / 32;
   // Two rows: after the first exchange the lower half of the warp adds up row 0 and the upper half row 1.
   const bool upper = kRows == 2 && lane >= 16;
@@ -102,10 +102,10 @@ __device__ __forceinline__ float cluster_sum(float sum, uint32_t blocks, float2 
   return half_warp_sum(b < blocks ? parts[b].x : 0.f);
 }
 
-// From the sum of each block's part and that of its squared deviations from the part's mean to the row's mean and its
-// squared deviations from that, by Chan's formula: one exchange, where a second sum would take another (H200, bf16,
-// layernorm 1x262144 8.0 us, 8.6 with two; within a block two sums are faster, 16128x2048 1.03 and 1.06 x a copy:
-// h200-tuning.json), and nothing is lost to cancellation. count(b): the elements of block b's part.
+// The row's mean and the sum of the squared deviations from it. A block brings the sum of its part and the squared
+// deviations from the part's mean; Chan's formula puts them together without cancellation. It takes one exchange, where
+// mean and deviations in turn would take two (H200, bf16, layernorm 1x262144 8.0 us, 8.6 with two). Within a block two
+// sums are faster (16128x2048 1.03 and 1.06 x a copy: h200-tuning.json). count(b): the elements of block b's part.
 template <typename Count>
 __device__ __forceinline__ float2 cluster_moments(float sum, float squares, float inverse_width, uint32_t blocks,
                                                   const Count& count, float2 (&parts)[16]) {

@@ -1,14 +1,16 @@
 // The row kernel of the norm family, and its launch: the row stays in registers and every access is a whole aligned
-// pack. What it does not take goes to norm_kernel_general (general.cuh), which shares the ownership of packs, the
-// order of the sums and the arithmetic, and so gives the same bits.
+// pack. Other calls go to norm_kernel_general (general.cuh). Both kernels share the ownership of packs, the order of
+// the sums and the arithmetic, and so give the same bits.
 //
 // A row belongs to the threads of a part of a warp, of a block, or (very long rows, compute capability 9.0 on) of the
-// blocks of a cluster. A thread owns `packs` 16-byte packs, those of a warp's lanes lying side by side (geometry.cuh).
+// blocks of a cluster. A thread owns `packs` 16-byte packs; the packs of a warp's lanes lie side by side
+// (geometry.cuh).
 //
-// The main line is short of instructions before it is short of bandwidth: on an H200 a row of 2048 bf16 leaves a
-// multiprocessor 1900 issue slots, and 800 taken cost 3 % over a copy, 1300 20 %. Hence everything that is added to or
-// multiplied with the normalised row is multiplied out first (one FMA an element), rows share the packs of their
-// vectors, offsets are known at compile time, and so are the vectors that a model's block passes.
+// Instructions limit it before bandwidth does. On an H200 a multiprocessor can issue 1900 instructions in the time that
+// memory takes for a row of 2048 bf16: 800 instructions cost 3 % over a copy, 1300 cost 20 %. Four things save
+// instructions. The vectors are multiplied out into one factor and one addend, so that an element costs one FMA. Two
+// rows share the packs of their vectors. Offsets are known at compile time. So are the vectors that models' blocks
+// pass.
 #pragma once
 
 #include <algorithm>
@@ -42,16 +44,15 @@ constexpr int rows_at_once(Statistic s, Fusion f, int packs, int threads, uint32
 
 // In place of a row's threads: any number of whole warps, with whole packs for all of them.
 constexpr int kWholeWarps = -1;
-// Whether a quantised LayerNorm's instance is for rows of whole packs for all threads.
+// Whether the row of a quantised LayerNorm has whole packs for all of its threads.
 constexpr bool has_whole_rows(Statistic s, Output o, int threads) {
   return s == Statistic::kLayer && o == Output::kQuantised && threads != 0;
 }
-
 // The vectors that are loaded before the first use of any, one register a 32-bit word: all where the registers allow,
 // else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy with
 // them, 1.07 without). The blocks of a cluster wait too long for anything late (layernorm 8x65536 7.2 us, 9.0 without).
-// fp32 vectors beside 16-bit rows take twice the registers. threads: those of a row where they are known.
-// Two outputs and the norm of a branch hold more, so that the tables come late.
+// fp32 vectors beside 16-bit rows take twice the registers. Two outputs and the norm of a branch hold more, so that the
+// tables come late. `threads`: as norm_kernel's kThreads.
 constexpr uint32_t loaded_ahead(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters, uint32_t known,
                                 bool wide) {
   if (wide) return 0;
@@ -70,11 +71,11 @@ constexpr uint32_t loaded_ahead(Statistic s, Fusion f, Output o, int packs, int 
 // Whether an instance for `threads` a row takes rows as one dimension.
 constexpr bool is_flat(Fusion f, int threads) { return threads != 0 && !traits(f).modulates; }
 
-// What lies between a row and that which its block asks the L2 cache for, for each multiprocessor: DRAM then reads
-// whole rows in order, and a block that starts finds its row near. H200, bf16, of a copy's time with none, 12, 24, 48
-// and 96 KiB: layernorm 8192x8192 1.05, 1.02, 1.02, 1.03, 1.2; rmsnorm_residual 8192x8192 1.04, 1.01, 1.00, 1.02, 1.2;
-// rmsnorm 16384x4096 1.01, 0.99, 0.99, 1.00, 1.2; gated_residual_adaln_layernorm
-// 2x8064x4096 1.05, 1.02, 1.01, 1.02, 1.2 (h200-tuning.json).
+// A block asks the L2 cache for a later row, so that DRAM reads whole rows in order and a block that starts finds its
+// row near. This many bytes lie between the two rows, for each multiprocessor. H200, bf16, of a copy's time with none,
+// 12, 24, 48 and 96 KiB: layernorm 8192x8192 1.05, 1.02, 1.02, 1.03, 1.2; rmsnorm_residual 8192x8192 1.04, 1.01, 1.00,
+// 1.02, 1.2; rmsnorm 16384x4096 1.01, 0.99, 0.99, 1.00, 1.2; gated_residual_adaln_layernorm 2x8064x4096 1.05, 1.02,
+// 1.01, 1.02, 1.2 (h200-tuning.json).
 constexpr int64_t kAheadBytes = 24 << 10;
 
 // Bounds the registers, as the threads that a multiprocessor shall hold: a few registers more are a row less at once.
@@ -386,8 +387,8 @@ void norm_branch(const NormParams& p, const Context& context);
 void norm_pair(const NormParams& p, const Context& context);
 
 // norm_general.cu: how many blocks of a cluster may share a row, and the launch of everything that norm_kernel does not
-// take. `packed`: the operands of which every access may be a whole pack. norm_general_more.cu has the kernels for a
-// branch with a norm of its own, two outputs, and quantised ones.
+// take. `packed`: the operands that can be read in whole packs. norm_general_more.cu has the kernels for a branch with
+// a norm of its own, two outputs, and quantised ones.
 int most_blocks(int device);
 void launch_general(const NormParams& p, const Geometry& g, dim3 block, uint32_t packed, const Context& context);
 void launch_general_more(const NormParams& p, const Geometry& g, dim3 block, uint32_t packed, const Context& context);
@@ -397,11 +398,12 @@ using Known = std::integral_constant<uint32_t, kVectors>;
 template <int kPacks>
 using Length = std::integral_constant<int, kPacks>;
 
-// Whether rows of `packs` packs have an instance of their own (H200, bf16, of a copy's time with and without): those of
-// heads of 64 and 128 elements (rmsnorm 4096x128 5.1 us, 5.4; rmsnorm_residual 262144x64 1.01, 1.02; a LayerNorm's code
-// then loads its vectors too late, 131072x128 1.05, 1.02), and 2048 to 5120 one row at once (adaln_rmsnorm 1x512x2048
-// 6.6 us, 6.7; layernorm 2048 two rows at once 1.04, 1.01; adaln_zero 1x8190x5120 1.03, 1.06; layernorm 8192x3072 1.02,
-// 1.03).
+// Whether rounded rows of `packs` packs have an instance for their length. H200, bf16, of a copy's time with and
+// without:
+//   heads of 64 and 128 elements: rmsnorm 4096x128 5.1 us, 5.4; rmsnorm_residual 262144x64 1.01, 1.02. Not for a
+//   LayerNorm, whose code then loads its vectors too late: 131072x128 1.05, 1.02
+//   2048 to 5120 columns where a thread has one row at once: adaln_rmsnorm 1x512x2048 6.6 us, 6.7; adaln_zero
+//   1x8190x5120 1.03, 1.06; layernorm 8192x3072 1.02, 1.03; but two rows at once, layernorm 2048 1.04, 1.01
 constexpr bool knows_length(Statistic s, Fusion f, Output o, int packs, uint32_t known) {
   if (known == 0 || s == Statistic::kNone || o == Output::kQuantised) return false;
   if (packs <= 32) return s == Statistic::kRms && !traits(f).modulates;
@@ -418,8 +420,8 @@ constexpr bool has_whole_warps(Statistic s, Fusion f, Output o, int packs, uint3
   return f == Fusion::kGated ? packs == 2 : (f == Fusion::kPlain || f == Fusion::kModulate) && packs > 2;
 }
 
-// Those with two vectors have instances for models' lengths, too: a known length saves instructions that a row has no
-// time for.
+// Those with two vectors have instances for models' lengths, too. The instructions that an unknown length takes would
+// make them slower (H200, adaln_layernorm_quant 2x8064x2048, of a copy's time, known and unknown: 1.07, 1.14).
 constexpr bool knows_whole_length(Fusion f, uint32_t known, bool wide) {
   if (wide) return false;
   return f == Fusion::kModulate ? known == (kScale | kShift) : f == Fusion::kPlain && known == (kWeight | kBias);
@@ -521,11 +523,11 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
     }
     const auto run_whole = [&](auto packs, auto threads) {
       constexpr int kPacks = decltype(packs)::value, kThreads = decltype(threads)::value;
-      constexpr bool kLengthKnown = knows_whole_length(F, kKnown, sizeof(M) > sizeof(T));
+      constexpr bool kWide = sizeof(M) > sizeof(T), kLengthKnown = knows_whole_length(F, kKnown, kWide);
       if constexpr (has_whole_warps(S, F, O, kPacks, kKnown) && sizeof(T) == 2 &&
                     (kThreads == kWholeWarps || kLengthKnown)) {
-        constexpr int kRows = sizeof(M) > sizeof(T) ? 2 : 1;  // which share their vectors
-        constexpr int kMost = register_threads(S, F, O, kPacks, kWholeWarps, false, kKnown, sizeof(M) > sizeof(T));
+        constexpr int kRows = kWide ? 2 : 1;  // which share their vectors
+        constexpr int kMost = register_threads(S, F, O, kPacks, kWholeWarps, false, kKnown, kWide);
         if (g.packs != kPacks || g.threads <= 32 || g.threads > kMost) return false;
         if (kThreads != kWholeWarps && g.threads != kThreads) return false;
         if (p.width != g.threads * kPacks * kPackWidth<T>) return false;

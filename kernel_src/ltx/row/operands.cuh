@@ -57,12 +57,12 @@ struct CompactParams {
   uint32_t rows;  // of the inner dimension
   int32_t width;
   float inverse_width, eps;
-  CompactView input, second;  // the residual or, without one, the first of the vectors that there are
+  CompactView input, second;  // the residual or, without one, the first vector
   CompactView out, residual_out;
   float weight_offset;
   uint32_t blocks;             // that share a row
   uint32_t present;            // Operand bits
-  uint32_t ahead;              // rows from one to that which its block asks the L2 cache for; 0: none
+  uint32_t ahead;              // how many rows ahead a block prefetches; 0: none
   CompactView more[kVectors];  // the other vectors, without gaps
   CompactView out2;
   float branch_eps;
@@ -97,8 +97,8 @@ void for_each_vector(const NormParams& p, const Op& op) {
   op(kShiftTable2, p.shift2.table);
 }
 
-// The operands of which every access may be a whole pack; `fast`: all of them, and nothing else stands against
-// norm_kernel. `wide`: the vectors and modulators are fp32 beside 16-bit rows.
+// The operands that can be read in whole packs. `fast`: all of them can, and nothing else stands against norm_kernel.
+// `wide`: the vectors and modulators are fp32 beside 16-bit rows.
 template <typename T>
 uint32_t whole_pack_operands(const NormParams& p, bool& fast, bool& wide) {
   uint32_t bits = 0;

@@ -46,7 +46,7 @@ __device__ __forceinline__ void get_gate(const Loader& load, float (&gate)[kWidt
   }
 }
 
-// h = residual + input * gate; h comes in as the input, whose dtype in an eager chain is `input_dtype`.
+// h = residual + input * gate; h comes in as the input. `input_dtype`: the input's dtype in an eager chain.
 template <typename T, typename Loader, int kWidth>
 __device__ __forceinline__ void add_residual(const Loader& load, const float (&residual)[kWidth], float (&h)[kWidth],
                                              DType input_dtype = DTypeOf<T>::value) {
@@ -214,8 +214,8 @@ __device__ __forceinline__ void apply_factors(const float (&factor)[kWidth], con
   for (int i = 0; i < kWidth; ++i) n[i] = kAdds ? fmaf(n[i], factor[i], addend[i]) : __fmul_rn(n[i], factor[i]);
 }
 
-// kPacks packs, a step apart, of the vectors of a row, all of dtype M; `k` is the pack at hand. kKnown: the vectors
-// that there are, where this is known at compile time: then they are those of every row. kAhead: see loaded_ahead.
+// kPacks packs, a step apart, of the vectors of a row, all of dtype M; `k` is the pack at hand. kKnown: which vectors
+// the call has, where this is known at compile time; they are then the same for all rows. kAhead: see loaded_ahead.
 template <typename T, typename M, Statistic S, Fusion F, uint32_t kKnown, int kPacks, uint32_t kAhead,
           bool kFlat = false>
 struct Vectors {
