@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-import diffusers
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
+from helpers.ltx_video import TINY, make_inputs, make_model
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-TINY = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "cross_attention_dim": 64}
+pytest.importorskip("diffusers")
 
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture
 def replay(ltx: ModuleType) -> ModuleType:
     return importlib.import_module(f"{ltx.__name__}.integrations._replay")
-
-
-def make_model(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    model = diffusers.LTXVideoTransformer3DModel(in_channels=8, out_channels=8, caption_channels=32, **TINY)
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-
-
-def make_inputs(device: str, frames: int = 2, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "hidden_states": torch.randn(1, frames * 6, 8, generator=generator).to(device, dtype),
-        "encoder_hidden_states": torch.randn(1, 5, 32, generator=generator).to(device, dtype),
-        "timestep": torch.tensor([500.0 - seed], device=device),
-        "encoder_attention_mask": torch.ones(1, 5, dtype=torch.int64, device=device),
-        "num_frames": frames,
-        "height": 2,
-        "width": 3,
-        "return_dict": False,
-    }
 
 
 def found(replay: ModuleType, model: nn.Module) -> list[Any]:
@@ -161,7 +137,6 @@ def test_changes_are_seen(
 
 def test_modes_of_the_process(ltx: ModuleType, replay: ModuleType, device: str) -> None:
     """Autocast, gradients, a function mode, and a graph of torch.compile run the forward."""
-    from torch.overrides import TorchFunctionMode
 
     class Count(TorchFunctionMode):
         calls = 0
@@ -193,6 +168,8 @@ def test_backends_of_attention(
     ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replay is of one backend, and one that torch does not know is not recorded."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
+
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
     model, inputs = make_model(device), make_inputs(device)
     ltx.optimize(model)
@@ -219,8 +196,6 @@ def test_backends_of_attention(
 
 
 def test_restore_and_copies(ltx: ModuleType, replay: ModuleType, device: str) -> None:
-    import copy
-
     model, inputs = make_model(device), make_inputs(device)
     stock = model(**inputs)[0]
     ltx.optimize(model)
