@@ -547,9 +547,8 @@ def _norm_and_rotate(
     out = (query, key) if fresh and plan.in_place else None
     one_op = _rotates_in_one_op(spec, site)
     if one_op and normed and rope is None and not spec.across_heads:
-        rope = as_one(
-            _identity, site, query
-        )  # one launch for both norms; the table is one row, which stays in the cache
+        # One launch for both norms; the table is one row, which stays in the cache.
+        rope = as_one(_identity, site, query)
     if rope is not None and one_op and normed:
         layer = spec.norm == TORCH_LAYERNORM
         query_bias, key_bias = plan.biases[places] if layer else (None, None)
