@@ -83,7 +83,7 @@ def modulation_by(norm: nn.Module, temb: Tensor, count: int) -> list[Mod]:
 
 
 def chosen(takes_first: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Rows [B, S, N]: that of `first` [B, N] where `takes_first` [B, S] is true, else that of `second` [B, N]."""
+    """Rows [B, S, N]: tokens read `first` [B, N] where `takes_first` [B, S] is true, and the others `second` [B, N]."""
     return torch.where(takes_first.unsqueeze(-1), first.unsqueeze(1), second.unsqueeze(1))
 
 

@@ -3,9 +3,9 @@
 The rotary tables are complex, one for each stream; their real and imaginary parts are put together once per forward, in
 the order of the joint rows.
 
-Edit 2511 (`zero_cond_t`) doubles the batch of the timestep's embedding: an image token takes its modulation from the
-first half or, if it belongs to an input image, from the second half, which is that of timestep 0. `modulate_index` says
-which. The text takes the first half.
+Edit 2511 (`zero_cond_t`) doubles the batch of the timestep's embedding. The first half is of the timestep, the second
+half is of timestep 0. Tokens of the image that is made, and the text, take their modulation from the first half. Tokens
+of input images take it from the second half. `modulate_index` tells the two kinds of image tokens apart.
 """
 
 from __future__ import annotations
