@@ -18,6 +18,14 @@ pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
+@pytest.fixture(autouse=True)
+def torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """set_attention_backend of another test's model is for all of the process."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
+
+
 @pytest.fixture
 def replay(ltx: ModuleType) -> ModuleType:
     return importlib.import_module(f"{ltx.__name__}.integrations._replay")
@@ -170,7 +178,6 @@ def test_backends_of_attention(
     """A replay is of one backend, and one that torch does not know is not recorded."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 
-    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
     model, inputs = make_model(device), make_inputs(device)
     ltx.optimize(model)
     expected = warm(model, inputs)
