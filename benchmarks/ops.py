@@ -280,6 +280,13 @@ def quantised(make: Make, *shape: int, build: Callable[..., Inputs]) -> Inputs:
     return Inputs(inputs.arguments, inputs.options, rounds=False)
 
 
+def behind_prefix(make: Make, rows: int, before: int, width: int, gated: bool) -> Inputs:
+    """As attention's output beside an MLP: its columns and the activated ones are quantised as one row."""
+    options = {"prefix": make(rows, before)}
+    x = make(rows, 2 * width if gated else width)
+    return Inputs((x,), options if gated else {"approximate": "tanh", **options}, rounds=False)
+
+
 Shape = tuple[int, ...]
 
 
@@ -443,6 +450,11 @@ OPS = [
             ("geglu", partial(glu, options={"approximate": "tanh"}, liger_name=None), FEED_FORWARD[-3:], (9, 64)),
             ("gelu", partial(gelu, approximate="tanh"), FEED_FORWARD[-3:], (9, 64)),
         )
+    ),
+    *(
+        Op(f"{function}_quant", partial(behind_prefix, gated=gated), [shape], (9, 16, 64),
+           f"quantised {function} behind a prefix")
+        for function, gated, shape in (("gelu", False, (4608, 3072, 12288)), ("swiglu", True, (4608, 6144, 18432)))
     ),
 ]  # fmt: skip
 HOST_CASE = ("rmsnorm", (8, 2048), "bf16")  # whose cost on the host is measured too

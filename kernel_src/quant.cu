@@ -143,8 +143,8 @@ struct Group<0> {
   static __device__ __forceinline__ int number() { return threadIdx.y; }
 };
 
-// For each of a thread's kRows rows: one partial result a warp, at most 16, and zeros up to the next multiple of four.
-// A block has at most eight groups of rows.
+// For each of a thread's kRows rows: one partial result a warp, and zeros up to the next multiple of four. A row has at
+// most 16 warps, or 32 where kMany says so. A block has at most eight groups of rows.
 constexpr int kPartials = 32;
 template <int kRows>
 struct alignas(16) PartialResults {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void store_partials(float (&x)[kRows], PartialResults
     if (threadIdx.x >= warps && threadIdx.x < fours * 4) partials.number[r][mine + threadIdx.x] = 0.f;
   }
 }
-template <typename Op>
+template <bool kMany, typename Op>
 __device__ __forceinline__ float combine_partials(const float4* all, int fours, const Op& op) {
   const auto both = [&](const float4& a, const float4& b) {
     return make_float4(op(a.x, b.x), op(a.y, b.y), op(a.z, b.z), op(a.w, b.w));
@@ -178,11 +178,14 @@ __device__ __forceinline__ float combine_partials(const float4* all, int fours, 
   if (fours > 2) {
     a = both(a, all[2]);
     if (fours > 3) b = both(b, all[3]);
+    if constexpr (kMany) {
+      for (int i = 4; i < fours; ++i) a = both(a, all[i]);
+    }
   }
   a = both(a, b);
   return op(op(a.x, a.z), op(a.y, a.w));
 }
-template <int kWarps = 0, int kRows, typename Op>
+template <int kWarps = 0, bool kMany = false, int kRows, typename Op>
 __device__ __forceinline__ void combine_partials(float (&x)[kRows], const PartialResults<kRows>& partials,
                                                  const Op& op) {
   using G = Group<kWarps>;
@@ -190,19 +193,19 @@ __device__ __forceinline__ void combine_partials(float (&x)[kRows], const Partia
   if (threads <= 32) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
-    x[r] = combine_partials(reinterpret_cast<const float4*>(&partials.number[r][mine]), fours, op);
+    x[r] = combine_partials<kMany>(reinterpret_cast<const float4*>(&partials.number[r][mine]), fours, op);
 }
-// Both steps. No other reduction may use `partials`.
-template <bool kWhole, int kWarps = 0, int kRows, typename Op>
+// Both steps. No other reduction may use `partials`. kMany: a row may have more than 16 warps.
+template <bool kWhole, int kWarps = 0, bool kMany = false, int kRows, typename Op>
 __device__ __forceinline__ void block_reduce(float (&x)[kRows], PartialResults<kRows>& partials, const Op& op) {
   store_partials<kWhole, kWarps>(x, partials, op);
   if (Group<kWarps>::threads() > 32) __syncthreads();
-  combine_partials<kWarps>(x, partials, op);
+  combine_partials<kWarps, kMany>(x, partials, op);
 }
-template <bool kWhole, int kWarps = 0, typename Op>
+template <bool kWhole, int kWarps = 0, bool kMany = false, typename Op>
 __device__ __forceinline__ float block_reduce(float x, PartialResults<1>& partials, const Op& op) {
   float one[1] = {x};
-  block_reduce<kWhole, kWarps>(one, partials, op);
+  block_reduce<kWhole, kWarps, kMany>(one, partials, op);
   return one[0];
 }
 
@@ -213,6 +216,9 @@ constexpr int kPackStep = 32;
 // gated_residual 2x2688x2048 1.04, 1.06; quantize_rows 2x8064x2048 1.05, 1.04; gated_residual_adaln_rmsnorm 2x8064x2048
 // 1.03, 1.04.
 constexpr int kBlock = 128, kMaxThreads = 512;
+// Rows with a prefix are long. glu_register_threads leaves registers for as many threads on every architecture, and the
+// largest of a row does not depend on the order in which it is found.
+constexpr int kMaxPrefixThreads = 896, kPrefixPacks = 4;
 
 __device__ __forceinline__ int first_pack(int packs) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -255,6 +261,18 @@ struct RowShare {
     values = output.values + number * width + first;
     scales = output.scales + number;
   }
+  // The thread's columns lie `shift` further on than its number says, and end before `end`.
+  __device__ __forceinline__ RowShare(uint32_t row_count, int width, const RowPointer (&operands)[kOperands],
+                                      const QuantOutput& output, int shift, int end)
+      : RowShare(row_count, width, operands, output) {
+    first += shift;
+    const int left = end - first;  // comparing column(k) with `end` takes one register more, and would spill
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) inside[k] = k * step() * kWidth < left;
+#pragma unroll
+    for (int i = 0; i < kOperands; ++i) source[i] += shift * static_cast<int>(sizeof(T));
+    values += shift;
+  }
   static __device__ __forceinline__ int step() { return kShort ? static_cast<int>(blockDim.x) : kPackStep; }
   __device__ __forceinline__ int column(int k) const { return first + k * step() * kWidth; }
   __device__ __forceinline__ bool active(int r = 0) const { return row + r < rows; }
@@ -288,12 +306,13 @@ struct RowShare {
     load<kPasses>(row, operands, packs);
   }
   // Brings the rows that lie `ahead` rows further on into the L2 cache.
-  __device__ __forceinline__ void prefetch_later(const RowPointer (&operands)[kOperands], uint32_t ahead,
+  template <int kCount>
+  __device__ __forceinline__ void prefetch_later(const RowPointer (&operands)[kCount], uint32_t ahead,
                                                  int width) const {
     const uint32_t later = row + threadIdx.x + ahead;
     if (ahead == 0 || threadIdx.x >= kRows || later >= rows) return;
 #pragma unroll
-    for (int i = 0; i < kOperands; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       prefetch(operands[i].at(later), static_cast<uint32_t>(width) * static_cast<uint32_t>(sizeof(T)));
     }
   }
@@ -692,7 +711,7 @@ struct RowReduction {
     if (kPacks == 1 && blockDim.x <= 32) return x;
     if (threadIdx.x % 32 == 0) own[turn * kPartials] = x;
     row_barrier();
-    return combine_partials(all + turn * (kPartials / 4), fours, op);
+    return combine_partials<false>(all + turn * (kPartials / 4), fours, op);
   }
 };
 
@@ -842,14 +861,16 @@ __global__ void __launch_bounds__(held_bound(F, kPacks), 1)
   }
 }
 
-// operands: the gate, and what it multiplies (not for gelu).
+// operands: the gate, and what it multiplies (not for gelu). width: of the whole row. The first prefix_threads threads
+// own the prefix, and the others the columns behind it, so that a warp has columns of one kind.
 template <int kOperands>
 struct GluRowParams {
   RowPointer operands[kOperands];
+  RowPointer prefix;
   RowModulator bias;
   QuantOutput output;
   uint32_t rows, ahead;
-  int32_t width;
+  int32_t width, prefix_width, prefix_threads;
   Activation activation;
 };
 
@@ -864,22 +885,37 @@ constexpr int glu_register_threads(bool gated) {
 }
 
 // kActivation: of gelu. Rows with an `up` choose at run time: without a branch behind the loads, ptxas puts the last of
-// them after the first one's use (H200, swiglu 5376x8192, of a copy's time: 1.09, with the branch 1.04).
-template <typename T, bool kGated, Activation kActivation, int kPacks>
+// them after the first one's use (H200, swiglu 5376x8192, of a copy's time: 1.09, with the branch 1.04). kPrefix: rows
+// begin with columns that stay as they are, and have no bias, whose code would take registers that they do not have.
+template <typename T, bool kGated, Activation kActivation, int kPacks, bool kPrefix = false>
 __global__ void __launch_bounds__(glu_register_threads(kGated), 1)
     glu_quant_kernel(const __grid_constant__ GluRowParams<kGated + 1> p) {
   constexpr int kWidth = kPackWidth<T>;
   __shared__ PartialResults<1> magnitudes;
-  const RowShare<T, kPacks, kGated + 1> share(p.rows, p.width, p.operands, p.output);
+  const int prefix_width = kPrefix ? p.prefix_width : 0, prefix_threads = kPrefix ? p.prefix_threads : 0;
+  const bool in_prefix = kPrefix && static_cast<int>(threadIdx.x) < prefix_threads;
+  RowPointer operands[kGated + 1];  // of the thread's columns, by their number in the whole row
+#pragma unroll
+  for (int i = 0; i <= kGated; ++i) {
+    operands[i] = in_prefix ? p.prefix : p.operands[i];
+    if (!in_prefix) operands[i].data -= prefix_width * static_cast<int>(sizeof(T));
+  }
+  const int shift = in_prefix ? 0 : prefix_width - prefix_threads * kPacks * kWidth;
+  using Share = RowShare<T, kPacks, kGated + 1>;
+  const Share share = kPrefix ? Share(p.rows, p.width, operands, p.output, shift, in_prefix ? prefix_width : p.width)
+                              : Share(p.rows, p.width, operands, p.output);
   Pack<T, kWidth> packs[1][kGated + 1][kPacks];
   // H200, of a copy's time, passing the first cache and not: gelu 5376x8192 1.05, 1.08; swiglu 16128x8192 1.03, 0.99.
-  share.template load<!kGated>(p.operands, packs);
+  share.template load<!kGated>(operands, packs);
   // H200, of a copy's time, without and with: gelu 4096x14336 1.15, 1.04; but swiglu 16128x8192 0.99, 1.03.
-  if constexpr (!kGated && kPacks > 1) share.prefetch_later(p.operands, p.ahead, p.width);
+  if constexpr (!kGated && kPacks > 1) {
+    share.prefetch_later(p.operands, p.ahead, p.width - prefix_width);
+    if constexpr (kPrefix) share.prefetch_later({p.prefix}, p.ahead, prefix_width);
+  }
   float y[kPacks][kWidth];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) unpack(packs[0][0][k], y[k]);
-  if (!kGated && p.bias.value.data) {
+  if (!kGated && !kPrefix && p.bias.value.data) {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       constexpr const Pack<T, kWidth>* kNone = nullptr;
@@ -891,6 +927,7 @@ __global__ void __launch_bounds__(glu_register_threads(kGated), 1)
   }
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
+    if (in_prefix) break;
     if constexpr (kGated) {
       float up[kWidth];
       activate<T>(p.activation, y[k]);
@@ -900,7 +937,7 @@ __global__ void __launch_bounds__(glu_register_threads(kGated), 1)
       activate<T, kActivation>(y[k]);
     }
   }
-  const float most = block_reduce<(kPacks > 1)>(magnitude(y), magnitudes, Magnitude());
+  const float most = block_reduce<(kPacks > 1), 0, kPrefix>(magnitude(y), magnitudes, Magnitude());
   const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
   if (share.active()) share.write(0, y, by, p.width);
 }
@@ -1029,35 +1066,54 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }
 
 constexpr int kGeneralThreads = 256;
-template <typename T>
+template <typename T, bool kPrefix>
 __global__ void __launch_bounds__(kGeneralThreads, 1)
     glu_quant_kernel_general(const __grid_constant__ GluParams p, const __grid_constant__ QuantOutput output,
                              int packs) {
   constexpr int kWidth = kPackWidth<T>;
   __shared__ PartialResults<1> magnitudes;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
+  const int64_t begin = kPrefix ? p.prefix_width : 0;
   const bool active = number < p.rows.count;
-  int64_t gate = 0, up = 0;
+  int64_t gate = 0, up = 0, prefix = 0;
   walk_row(p.rows, active ? number : 0, [&](int d, int64_t i) {
     gate += i * p.gate.stride[d];
     up += i * p.up.stride[d];
+    if constexpr (kPrefix) prefix += i * p.prefix.stride[d];
   });
+  // Zeros before the first column, as behind the last one.
   const auto get = [&](const RowView& view, int64_t row, int64_t column, float (&x)[kWidth]) {
-    load_floats<kWidth>(view.data, view.dtype, row, column, view.column_stride, width, false, x);
+    if constexpr (kPrefix) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        float one[1];
+        const int64_t at = max(column + i, int64_t{0});
+        load_floats<1>(view.data, view.dtype, row, at, view.column_stride, width, false, one);
+        x[i] = column + i >= 0 ? one[0] : 0.f;
+      }
+    } else {
+      load_floats<kWidth>(view.data, view.dtype, row, column, view.column_stride, width, false, x);
+    }
   };
-  quantise_general<T>(number, active, width, packs, output, 1.f, magnitudes, [&](int64_t column, float (&y)[kWidth]) {
+  const auto get_y = [&](int64_t column, float (&y)[kWidth]) {
     float other[kWidth];
-    get(p.gate, gate, column, y);
+    get(p.gate, gate, column - begin, y);
     if (p.bias.data) {
-      get(p.bias, 0, column, other);
+      get(p.bias, 0, column - begin, other);
       add(y, other);
     }
     activate<T>(p.activation, y);
     if (p.up.data) {
-      get(p.up, up, column, other);
+      get(p.up, up, column - begin, other);
       multiply(y, other);
     }
-  });
+    if (kPrefix && column < begin) {
+      load_floats<kWidth>(p.prefix.data, p.prefix.dtype, prefix, column, p.prefix.column_stride, begin, false, other);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) y[i] = column + i < begin ? other[i] : y[i];
+    }
+  };
+  quantise_general<T>(number, active, begin + width, packs, output, 1.f, magnitudes, get_y);
 }
 
 // ---- Launch
@@ -1077,18 +1133,26 @@ constexpr int kShortPacks = 2;
 // Of a norm with a weight, whose thread adds up its packs as threads of a pack each would, to the bit. H200, rmsnorm
 // 131072x128, of a copy's time, one, two and four: 1.42, 1.08, 1.13.
 constexpr int kShortNormPacks = 2;
-Geometry geometry(int64_t width, int pack_width, Fusion fusion) {
-  const int64_t packs = ceil_div(width, pack_width);
-  int a_thread = packs <= 32 ? 1 : packs <= 64 || (has_residual(fusion) && packs <= 2 * kMaxThreads) ? 2 : 4;
+// `most`: the threads that a row may have.
+Geometry geometry(int64_t packs, int a_thread, int most) {
   if (const int wanted = forced().quant_packs) {
-    if (packs > wanted * kMaxThreads) fail_forced("rows that fit", "quant_packs=" + std::to_string(wanted));
+    if (packs > wanted * most) fail_forced("rows that fit", "quant_packs=" + std::to_string(wanted));
     a_thread = wanted;
-  } else if (fusion == Fusion::kRows && packs <= 32) {
-    return {next_power_of_two(ceil_div(packs, kShortPacks)), kShortPacks};
   }
   const int64_t threads = ceil_div(packs, a_thread);
   if (a_thread == 1 && threads <= 32) return {next_power_of_two(threads), 1};  // several rows a warp
-  return {static_cast<int>(std::min<int64_t>(ceil_div(threads, 32) * 32, kMaxThreads)), a_thread};
+  return {static_cast<int>(std::min<int64_t>(ceil_div(threads, 32) * 32, most)), a_thread};
+}
+Geometry geometry_of_rows(int64_t packs, Fusion fusion) {
+  if (fusion == Fusion::kRows && packs <= 32 && !forced().quant_packs) {
+    return {next_power_of_two(ceil_div(packs, kShortPacks)), kShortPacks};
+  }
+  const bool two = packs <= 64 || (has_residual(fusion) && packs <= 2 * kMaxThreads);
+  return geometry(packs, packs <= 32 ? 1 : two ? 2 : 4, kMaxThreads);
+}
+Geometry geometry_of_glu(int64_t packs, bool prefix) {
+  if (prefix) return geometry(packs, kPrefixPacks, kMaxPrefixThreads);
+  return geometry(packs, packs <= 32 ? 1 : packs <= 64 ? 2 : 4, kMaxThreads);
 }
 
 // Shared memory of a multiprocessor, how much of it a block may have, and what it has without asking; kReserved of it
@@ -1110,8 +1174,8 @@ struct Launch {
   cudaStream_t stream;
   dim3 block, grid;
 
-  Launch(int64_t width, Fusion fusion, const Context& context)
-      : shape(geometry(width, kPackWidth<T>, fusion)),
+  Launch(int64_t width, const Geometry& shape, const Context& context)
+      : shape(shape),
         in_registers(width <= static_cast<int64_t>(shape.threads) * shape.packs * kPackWidth<T>),
         device(context.device),
         stream(static_cast<cudaStream_t>(context.stream)) {}
@@ -1176,8 +1240,9 @@ class RowOperands {
   int64_t inner() const { return inner_; }
   int64_t outer() const { return rows_.ndim == 2 ? rows_.size[0] : 1; }
 
-  RowPointer row(const RowView& view) {
-    fits_ = fits_ && (!view.data || is_packed(view.data, view.dtype, kPackWidth<T>, rows_.width, view.column_stride,
+  RowPointer row(const RowView& view) { return row(view, rows_.width); }
+  RowPointer row(const RowView& view, int64_t width) {
+    fits_ = fits_ && (!view.data || is_packed(view.data, view.dtype, kPackWidth<T>, width, view.column_stride,
                                               view.stride, rows_.ndim));
     const int64_t bytes = element_size(view.dtype);
     return {static_cast<char*>(view.data), rows_.ndim > 0 ? view.stride[rows_.ndim - 1] * bytes : 0,
@@ -1349,7 +1414,8 @@ void rows_quant(const NormParams& p, const Context& context) {
   const Fusion fusion = p.residual.data ? (normalises ? Fusion::kGated : Fusion::kResidual)
                         : normalises    ? Fusion::kModulate
                                         : Fusion::kRows;
-  Launch<T> launch(p.rows.width, fusion, context);
+  const int64_t packs = ceil_div(p.rows.width, kPackWidth<T>);
+  Launch<T> launch(p.rows.width, geometry_of_rows(packs, fusion), context);
   RowOperands<T> operands(p.rows);
   if (p.residual.data) {
     return normalises ? launch_norm<T, true, true>(p, operands, launch)
@@ -1358,57 +1424,69 @@ void rows_quant(const NormParams& p, const Context& context) {
   normalises ? launch_norm<T, false, true>(p, operands, launch) : launch_norm<T, false, false>(p, operands, launch);
 }
 
+// How many columns the threads of a prefix can own, which are whole warps.
+template <typename T>
+int64_t prefix_columns(int64_t prefix_width) {
+  constexpr int64_t kWarpColumns = 32 * kPrefixPacks * kPackWidth<T>;
+  return ceil_div(prefix_width, kWarpColumns) * kWarpColumns;
+}
+
 template <typename T, bool kGated>
 void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& operands, Launch<T>& launch) {
+  const bool prefix = p.prefix_width > 0;
+  const int64_t width = p.prefix_width + p.rows.width;
   GluRowParams<kGated + 1> q;
   q.operands[0] = operands.row(p.gate);
   if constexpr (kGated) q.operands[1] = operands.row(p.up);
+  q.prefix = operands.row(p.prefix, p.prefix_width);
   q.bias = operands.modulator(p.bias, RowView());
   q.activation = p.activation;
   q.output = output;
   q.rows = static_cast<uint32_t>(operands.inner());
-  q.ahead = launch.ahead(p.rows.width, kGated + 1);
-  q.width = static_cast<int32_t>(p.rows.width);
-  // No op asks for SiLU without a product, and fp32 models have no fp8 layers.
-  const bool known = sizeof(T) == 2 && (kGated || p.activation != Activation::kSilu);
+  q.ahead = launch.ahead(width, kGated + 1);
+  q.width = static_cast<int32_t>(width);
+  q.prefix_width = static_cast<int32_t>(p.prefix_width);
+  q.prefix_threads = static_cast<int32_t>(prefix_columns<T>(p.prefix_width) / (kPrefixPacks * kPackWidth<T>));
+  // No op asks for SiLU without a product, and fp32 models have no fp8 layers. Blocks with a prefix are in bfloat16.
+  constexpr bool kHasPrefix = std::is_same_v<T, __nv_bfloat16>;
+  const bool known = sizeof(T) == 2 && (kGated || p.activation != Activation::kSilu) &&
+                     (!prefix || (kHasPrefix && launch.shape.packs == kPrefixPacks && !p.bias.data));
   if (takes_packed("quant", forced().quant, known && launch.in_registers && operands.fits())) {
     if constexpr (sizeof(T) == 2) {
       launch.share(q.rows, operands.outer());
       with_packs(launch.shape.packs, [&](auto count) {
         constexpr int kPacks = decltype(count)::value;
+        const auto run = [&](auto activation) {
+          constexpr Activation kActivation = decltype(activation)::value;
+          if constexpr (kHasPrefix && kPacks == kPrefixPacks) {
+            if (prefix) return launch.run(glu_quant_kernel<T, kGated, kActivation, kPacks, true>, q);
+          }
+          launch.run(glu_quant_kernel<T, kGated, kActivation, kPacks>, q);
+        };
         if constexpr (!kGated) {
           if (p.activation == Activation::kGeluTanh) {
-            return launch.run(glu_quant_kernel<T, kGated, Activation::kGeluTanh, kPacks>, q);
+            return run(std::integral_constant<Activation, Activation::kGeluTanh>());
           }
         }
-        launch.run(glu_quant_kernel<T, kGated, Activation::kGelu, kPacks>, q);
+        run(std::integral_constant<Activation, Activation::kGelu>());
       });
     }
   } else {
     // No sum depends on the number of threads.
     launch.shape.threads = std::min(launch.shape.threads, kGeneralThreads);
     launch.share(p.rows.count, 1);
-    glu_quant_kernel_general<T><<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs);
+    const auto kernel = prefix ? glu_quant_kernel_general<T, true> : glu_quant_kernel_general<T, false>;
+    kernel<<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs);
   }
   check_launch("glu_quant");
 }
 
 template <typename T>
 void glu_quant(const GluParams& p, const QuantOutput& output, const Context& context) {
-  Launch<T> launch(p.rows.width, Fusion::kModulate, context);
+  const int64_t width = prefix_columns<T>(p.prefix_width) + p.rows.width;
+  Launch<T> launch(width, geometry_of_glu(ceil_div(width, kPackWidth<T>), p.prefix_width > 0), context);
   RowOperands<T> operands(p.rows);
   p.up.data ? launch_glu<T, true>(p, output, operands, launch) : launch_glu<T, false>(p, output, operands, launch);
-}
-
-// for_each_slice, with the part of the output that each slice writes.
-template <typename Params, typename Views, typename Op>
-void for_each_output_slice(const Params& params, const QuantOutput& output, const Views& views, const Op& op) {
-  QuantOutput slice = output;
-  for_each_slice(params, views, [&](const Params& q) {
-    op(q, slice);
-    slice.values += q.rows.count * q.rows.width;
-    slice.scales += q.rows.count;
-  });
 }
 
 }  // namespace
@@ -1419,9 +1497,13 @@ void rows_quant(const NormParams& p, const Context& context) {
 
 void glu_quant(const GluParams& p, const QuantOutput& output, const Context& context) {
   if (needs_split(p.rows)) {
-    const auto views = [](GluParams& q) { return std::array<RowView*, 2>{&q.gate, &q.up}; };
-    return for_each_output_slice(p, output, views,
-                                 [&](const GluParams& q, const QuantOutput& slice) { glu_quant(q, slice, context); });
+    const auto views = [](GluParams& q) { return std::array<RowView*, 3>{&q.gate, &q.up, &q.prefix}; };
+    QuantOutput slice = output;
+    return for_each_slice(p, views, [&](const GluParams& q) {
+      glu_quant(q, slice, context);
+      slice.values += q.rows.count * (q.prefix_width + q.rows.width);
+      slice.scales += q.rows.count;
+    });
   }
   dispatch(p.dtype, [&](auto zero) { glu_quant<decltype(zero)>(p, output, context); });
 }

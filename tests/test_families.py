@@ -19,6 +19,7 @@ from torch import Tensor, nn
 diffusers = pytest.importorskip("diffusers")
 from families import Family, families, random_  # noqa: E402
 from families.left import LEFT  # noqa: E402
+from helpers.dispatch import PackageOps  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
@@ -414,6 +415,49 @@ def test_fp8(ltx: ModuleType, device: str, family: Family) -> None:
     assert 1e-3 < distance(ours, stock) < 0.15
     report.restore()
     assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), stock))
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [("flux", "gelu_quant"), ("chroma", "gelu_quant"), ("hunyuan_video", "gelu_quant"), ("flux2", "glu_quant")],
+)
+def test_fp8_of_attention_beside_an_mlp(ltx: ModuleType, device: str, name: str, op: str) -> None:
+    """The activation quantises attention's columns with its own, in two single blocks; two double blocks have MLPs."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+    family = FAMILIES[name]
+    model, inputs = make(family, device, torch.bfloat16), cast(family.inputs(1), device, torch.bfloat16)
+    ltx.optimize(model, precision="fp8")
+    with PackageOps(ltx) as ops:
+        run(model, inputs)
+    assert ops.names.count(op) == 2 + 2
+
+
+@pytest.mark.parametrize("name", ["flux", "hunyuan_video", "qwenimage", "sd3"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_fp8_products_of_two_streams(
+    ltx: ModuleType, device: str, name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one sample they write to their rows of one tensor, with the bits of products that are concatenated."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 on this GPU")
+    family = FAMILIES[name]
+    model, inputs = make(family, device, torch.bfloat16), cast(family.inputs(batch), device, torch.bfloat16)
+    ltx.optimize(model, precision="fp8")
+    linears = ltx.integrations._linear.Linears
+    written, write = [], linears.write
+
+    def counted(self: Any, *arguments: Any) -> None:
+        written.append(self.scaled)
+        write(self, *arguments)
+
+    monkeypatch.setattr(linears, "write", counted)
+    outputs = run(model, inputs)
+    assert len(written) == 2 * sum(written)  # the text's layers stay in bf16
+    assert bool(written) == (batch == 1)
+    monkeypatch.setattr(linears, "writes", lambda self, input: False)
+    written.clear()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, run(model, inputs), strict=True)) and not written
 
 
 @every_family

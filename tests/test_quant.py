@@ -334,6 +334,79 @@ def test_activation_layouts(ltx, device, name, dtype, layout):
             assert_same_bits(output, plain, layout)
 
 
+def check_prefix(ltx: Any, case: Case, prefix: Tensor) -> tuple[Tensor, Tensor]:
+    """The larger scale of the two parts, and with it the bits of each part by itself."""
+    with unchanged(**case.tensors, prefix=prefix):
+        values, scales = run(ltx, case, prefix=prefix)
+    assert values.dtype == E4M3 and values.is_contiguous() and scales.is_contiguous()
+    parts = ltx.quantize_rows(prefix), run(ltx, case)
+    assert_same_bits(scales, torch.maximum(parts[0][1], parts[1][1]), "scales")
+
+    def codes_of(row: int, quantised: tuple[Tensor, ...]) -> Tensor:
+        return codes(quantised[0].reshape(-1, quantised[0].shape[-1])[row])
+
+    for row in range(min(scales.numel(), 3)):
+        scale = scales.flatten()[row]
+        first, second = ltx.quantize_rows(prefix, static_scale=scale), run(ltx, case, static_scale=scale)
+        expected = torch.cat((codes_of(row, first), codes_of(row, second)))
+        assert_same_bits(codes_of(row, (values,)), expected, f"row {row}")
+        static = run(ltx, case, prefix=prefix, static_scale=scale)
+        assert_same_bits(codes_of(row, static), expected, f"row {row}, static")
+    return values, scales
+
+
+# Columns before and behind: whole packs or not, for fewer and for all threads of a row, and more than a row holds.
+PREFIXES = [(8, 8), (1, 7), (40, 5), (24, 1000), (264, 33), (3072, 12288), (6144, 18432), (8, 27648), (1032, 27648)]
+
+
+@every_activation
+@every_dtype
+def test_prefix(ltx, device, name, dtype):
+    for before, width in PREFIXES:
+        make = Make(device, dtype, seed=width)
+        check_prefix(ltx, activation_case(name, make, (3, width)), make(3, before, std=3.0))
+
+
+@every_activation
+@every_dtype
+@every_layout
+def test_prefix_layouts(ltx, device, name, dtype, layout):
+    for shape, before in (((2, 3, 4, 40), 24), ((2, 5, 264), 8), ((3, 1, 17), 40)):
+        make = Make(device, dtype)
+        case, prefix = activation_case(name, make, shape), make(*shape[:-1], before)
+        expected = run(ltx, case, prefix=prefix)
+        assert expected[0].shape == (*shape[:-1], before + shape[-1])
+        for one, other in ((case, place(prefix, layout)), (case.in_layout(layout), prefix)):
+            for output, plain in zip(run(ltx, one, prefix=other), expected, strict=True):
+                assert_same_bits(output, plain, layout)
+        wide = make(*shape[:-1], before + 24)  # columns of more
+        for output, plain in zip(
+            run(ltx, case, prefix=wide[..., 16 : 16 + before]),
+            run(ltx, case, prefix=wide[..., 16 : 16 + before].contiguous()),
+            strict=True,
+        ):
+            assert_same_bits(output, plain, "columns of more")
+
+
+def test_prefix_without_columns(ltx, device):
+    make = Make(device, torch.bfloat16)
+    x, nothing = make(3, 40), make(3, 0)
+    for output, plain in zip(ltx.gelu_quant(x, prefix=nothing), ltx.gelu_quant(x), strict=True):
+        assert_same_bits(output, plain)
+    for output, plain in zip(ltx.swiglu_quant(nothing, prefix=x), ltx.quantize_rows(x), strict=True):
+        assert_same_bits(output, plain)
+    assert ltx.gelu_quant(x[:0], prefix=nothing[:0])[0].shape == (0, 40)
+
+
+def test_prefixes_of_models_stay_in_registers(ltx, cuda):
+    make = Make(cuda, torch.bfloat16)
+    for before, width in ((3072, 12288), (6144, 18432)):  # FLUX.1's and FLUX.2's single blocks
+        for name in ("gelu tanh", "swiglu"):
+            case, prefix = activation_case(name, make, (3, width)), make(3, before)
+            (kernel,) = kernels_of(functools.partial(run, ltx, case, prefix=prefix))
+            assert "::glu_quant_kernel<" in kernel
+
+
 @pytest.mark.parametrize("name", [name for name in ACTIVATIONS if "bias" in name])
 @every_dtype
 def test_bias_dtypes(ltx, device, name, dtype):
@@ -388,6 +461,7 @@ def test_every_kernel_in_small(ltx, device, dtype):
     for width in (1, 8, 250, 256, 512, 1024, 2048, 8192, 16392):
         make = Make("cpu", dtype, seed=width)
         cases = [activation_case(name, make, (2, 3, width)) for name in ACTIVATIONS]
+        cases += [case.replace(prefix=make(2, 3, min(width, 1032))) for case in cases]
         for op in QUANTISED_NORMS:
             tables = [name for name in MODULATORS if name in NORM_OPS[op]]
             cases.append(norm_case(op, make, (2, 3, width), tables=tables))
@@ -516,6 +590,16 @@ ERRORS: dict[str, list[Callable[[Any, Any], Any]]] = {
         lambda f, t: f.swiglu_quant(t(2, 8), t(2, 8, dtype=torch.float16)),
     ],
     "bias: expected shape [8], got [7]": [lambda f, t: f.gelu_quant(t(2, 8), bias=t(7))],
+    "prefix: expected the leading sizes of input [2, 8], got shape [3, 8]": [
+        lambda f, t: f.gelu_quant(t(2, 8), prefix=t(3, 8)),
+        lambda f, t: f.swiglu_quant(t(2, 8), prefix=t(3, 8)),
+    ],
+    "prefix: expected the leading sizes of input [2, 8], got shape [8]": [
+        lambda f, t: f.geglu_quant(t(2, 8), t(2, 8), prefix=t(8)),
+    ],
+    f"prefix: expected {FLOATS[:13]} (that of input), got float16": [
+        lambda f, t: f.gelu_quant(t(2, 8), prefix=t(2, 8, dtype=torch.float16)),
+    ],
     "weight: expected shape [8], got [7]": [
         lambda f, t: f.rmsnorm_quant(t(2, 8), t(7)),
         lambda f, t: f.rmsnorm_residual_quant(t(2, 8), t(2, 8), t(7)),
@@ -565,7 +649,7 @@ def test_error_of_a_code(ltx, device):
         with pytest.raises(RuntimeError, match=r"^statistic: expected a code from 0 to 2, got 3$"):
             ltx._ops.ops.norm_quant(t(2, 8), None, None, None, None, None, None, None, 1e-6, 0.0, 3)
         with pytest.raises(RuntimeError, match=r"^activation: expected a code from 0 to 2, got 3$"):
-            ltx._ops.ops.gelu_quant(t(2, 8), None, None, 3)
+            ltx._ops.ops.gelu_quant(t(2, 8), None, None, None, 3)
 
 
 def test_error_of_a_choice(ltx, device):
@@ -588,6 +672,7 @@ def test_error_where_a_gradient_is_needed(ltx, device):
         lambda a, b: ltx.geglu_quant(b),
         lambda a, b: ltx.swiglu_quant(a, b),
         lambda a, b: ltx.gelu_quant(a, bias=b[0]),
+        lambda a, b: ltx.gelu_quant(a, prefix=b),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=r"^input: expected no gradient to be needed, got a tensor that"):
@@ -629,8 +714,8 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
             (x, x, v, None, None, v, v, v, v, w, w, w, w, w, None, 1e-6, 1),
             (x, x, None, w, w, v, v, v, v, None, None, None, None, None, s, 1e-5, 2),
         ],
-        "glu_quant": [(x, None, None, 1, True), (x, x, s, 2, True)],
-        "gelu_quant": [(x, None, s, 0), (x, w, None, 1)],
+        "glu_quant": [(x, None, None, None, 1, True), (x, x, v.expand_as(x), s, 2, True)],
+        "gelu_quant": [(x, None, x[..., :8], s, 0), (x, w, None, None, 1)],
         "scaled_linear": [
             (*row, *weight, None, None, True),
             (*row, *weight, make(32).bfloat16(), make(*row[0].shape[:-1], 32).bfloat16(), False),
@@ -676,6 +761,7 @@ def block(ltx: Any, x: Tensor, r: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         *ltx.geglu_quant(r),
         *ltx.swiglu_quant(r, r),
         *ltx.gelu_quant(r),
+        *ltx.gelu_quant(r, prefix=y[..., :8]),
         *ltx.quantize_rows(r),
     )
 

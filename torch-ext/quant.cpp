@@ -95,16 +95,36 @@ void add_pair(NormArgs& a, const OptionalTensor& weight, const OptionalTensor& b
 // ---- Activations
 
 struct GluArgs : GluInputs {
-  Arg static_scale;
+  Arg prefix, static_scale;
 };
+
+// Columns that stand before the result's in each row.
+void add_prefix(RowSpace& space, GluParams& p, const Arg& prefix, const Arg& input) {
+  if (!prefix) return;
+  check_same_device(prefix, input);
+  check_same_dtype(prefix, input);
+  bool fits = prefix.dim == input.dim;
+  for (int64_t d = 0; fits && d + 1 < input.dim; ++d) fits = prefix.size[d] == input.size[d];
+  if (!fits) fail(prefix.name, "the leading sizes of input " + shape_text(input), "shape " + shape_text(prefix));
+  p.prefix_width = prefix.last();
+  if (p.prefix_width > 0) space.add(p.prefix, prefix);
+}
 
 Quantised run(const GluArgs& a) {
   const int64_t width = output_width(a);
   GluParams p;
   RowSpace space(a.input, width);
   add_inputs(space, p, a);
+  add_prefix(space, p, a.prefix, a.input);
   check_static_scale(a.static_scale, a.input);
-  Quantised result = empty_quantised(a.input, width);
+  if (width == 0 && p.prefix_width > 0) {  // rows of the prefix alone
+    NormArgs alone;
+    alone.input = a.prefix;
+    alone.static_scale = a.static_scale;
+    alone.statistic = Statistic::kNone;
+    return run(alone, nullptr);
+  }
+  Quantised result = empty_quantised(a.input, p.prefix_width + width);
   if (!space.finish(p.rows)) {
     finish_empty(result);
     return result;
@@ -221,11 +241,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_pair_quant(
   return {first.values, first.scales, second.values, second.scales, residual_out};
 }
 
-std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& static_scale,
-                                     int64_t activation, bool gate_first) {
+std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& prefix,
+                                     const OptionalTensor& static_scale, int64_t activation, bool gate_first) {
   GluArgs a;
   a.input = arg("input", input);
   a.up = arg("up", up);
+  a.prefix = arg("prefix", prefix);
   a.static_scale = arg("static_scale", static_scale);
   a.gated = true;
   a.gate_first = gate_first;
@@ -234,11 +255,12 @@ std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& 
   return {result.values, result.scales};
 }
 
-std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias,
+std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& prefix,
                                       const OptionalTensor& static_scale, int64_t activation) {
   GluArgs a;
   a.input = arg("input", input);
   a.bias = arg("bias", bias);
+  a.prefix = arg("prefix", prefix);
   a.static_scale = arg("static_scale", static_scale);
   a.activation = check_activation(activation);
   Quantised result = run(a);

@@ -101,8 +101,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? shift_table, Tensor? scale2_table, Tensor? shift2_table, Tensor? static_scale, float eps, "
       "int statistic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   ops.def(
-      "glu_quant(Tensor input, Tensor? up, Tensor? static_scale, int activation, bool gate_first) -> (Tensor, Tensor)");
-  ops.def("gelu_quant(Tensor input, Tensor? bias, Tensor? static_scale, int activation) -> (Tensor, Tensor)");
+      "glu_quant(Tensor input, Tensor? up, Tensor? prefix, Tensor? static_scale, int activation, bool gate_first) -> "
+      "(Tensor, Tensor)");
+  ops.def(
+      "gelu_quant(Tensor input, Tensor? bias, Tensor? prefix, Tensor? static_scale, int activation) -> "
+      "(Tensor, Tensor)");
 
   // Compiled for CUDA alone.
 #define LTX_SCALED_LINEAR_ARGS                                                                        \

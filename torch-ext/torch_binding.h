@@ -108,9 +108,9 @@ std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(
     const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
     const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
     const OptionalTensor& static_scale, double eps, double weight_offset, int64_t statistic);
-std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& static_scale,
-                                     int64_t activation, bool gate_first);
-std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias,
+std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& prefix,
+                                     const OptionalTensor& static_scale, int64_t activation, bool gate_first);
+std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& prefix,
                                       const OptionalTensor& static_scale, int64_t activation);
 void scaled_linear_out(const Tensor& out, const Tensor& values, const Tensor& scales, const Tensor& weight,
                        const Tensor& weight_scales, const OptionalTensor& bias, const OptionalTensor& addend,

@@ -113,12 +113,18 @@ class Block {
     RowView source = view(whole);
     if (source.data == nullptr || (source.dtype == DType::kFloat32 && source.column_stride == 1)) return source;
     const RowView target = scratch(data);
+    expand_into(target, whole, own_.width);
+    return target;
+  }
+
+  // The first `width` columns of the fp32 rows `target`; the columns up to the next multiple of kSumLanes become zero.
+  void expand_into(const RowView& target, const RowView& whole, int64_t width) const {
+    const char* source = index_.pointer(whole, 0);
     const int64_t step = index_.row_step(whole);
     for (int64_t r = 0; r < own_.count; ++r) {
-      expand(data + r * target.stride[0], static_cast<char*>(source.data) + r * step, source.dtype,
-             source.column_stride, own_.width);
+      expand(static_cast<float*>(target.data) + r * target.stride[0], source + r * step, whole.dtype,
+             whole.column_stride, width);
     }
-    return target;
   }
 
   // The fp32 rows `from` as row operand `whole`, whose columns are contiguous.
@@ -177,19 +183,24 @@ void norm_quant_rows(const NormParams& p, const QuantOutput& output, int64_t beg
 }
 
 void glu_quant_rows(const GluParams& p, const QuantOutput& output, int64_t begin, int64_t end) {
-  Scratch scratch(3, block_elements(p.rows));
+  Rows whole = p.rows;  // with the prefix
+  whole.width += p.prefix_width;
+  Scratch scratch(3, block_elements(whole));
   float *gate = scratch.take(), *up = scratch.take(), *out = scratch.take();
-  for_runs(p.rows, block_rows(p.rows), begin, end, [&](const RowIndex& index, int64_t first, int64_t count) {
-    const Block block(p.rows, index, count);
+  for_runs(p.rows, block_rows(whole), begin, end, [&](const RowIndex& index, int64_t first, int64_t count) {
+    const Block block(p.rows, index, count), whole_block(whole, index, count);
     GluParams q = p;
     q.rows = block.rows();
     q.dtype = DType::kFloat32;
     q.gate = block.expanded(p.gate, gate);
     q.up = block.expanded(p.up, up);
     q.bias = block.view(p.bias);
-    q.out = block.scratch(out);
+    const RowView y = whole_block.scratch(out);
+    if (p.prefix_width > 0) block.expand_into(y, p.prefix, p.prefix_width);
+    q.out = y;
+    q.out.data = out + p.prefix_width;
     glu(q, Context{});
-    block.quantise(q.out, output, first);
+    whole_block.quantise(y, output, first);
   });
 }
 
@@ -207,7 +218,8 @@ void norm_quant(const NormParams& params, const Context& context) {
 }
 
 void glu_quant(const GluParams& params, const QuantOutput& output, const Context& context) {
-  for_ranges(context, params.rows.count, params.rows.width, QuantJob<GluParams>{params, output, glu_quant_rows});
+  for_ranges(context, params.rows.count, params.prefix_width + params.rows.width,
+             QuantJob<GluParams>{params, output, glu_quant_rows});
 }
 
 }  // namespace

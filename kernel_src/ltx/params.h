@@ -59,7 +59,8 @@ struct Modulator {
 // Where an op that quantises writes, in place of `out`: y is what `out` would hold before its rounding.
 //   scale  = max(static_scale, or amax(|y|) / 448 of the row, kMinScale)
 //   values = e4m3(y * (1 / scale)), to nearest even, saturating at +-448
-// All contiguous: row r of the op has its values at r * width and its scale at r. A NaN in y makes the row's amax NaN.
+// All contiguous: a row has `width` values (and those of a prefix, see GluParams) and one scale, and rows follow one
+// another. A NaN in y makes the row's amax NaN.
 constexpr float kE4m3Max = 448.f;
 constexpr float kMinScale = 0x1p-120f;  // of rows of zeros; it and its reciprocal are normal numbers
 struct QuantOutput {
@@ -98,7 +99,8 @@ struct NormParams {
 // out = activation(gate) * up. Without up: out = activation(gate + bias), bias being one optional row.
 // kSigmoid:     out = scale * sigmoid(gate) * up, one column of gate for every gate_repeat columns of up
 // kClampedSilu: out = g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit)
-// gate, up and out have dtype `dtype`.
+// gate, up, prefix and out have dtype `dtype`. glu_quant alone takes a prefix: `prefix_width` columns that stand before
+// the columns of out, unchanged, and are quantised with them as one row.
 struct GluParams {
   Rows rows;
   DType dtype = DType::kFloat32;
@@ -107,6 +109,8 @@ struct GluParams {
   float scale = 1.f, alpha = 1.f, limit = 0.f;
   int64_t gate_repeat = 1;
   RowView gate, up, bias, out;
+  RowView prefix;
+  int64_t prefix_width = 0;
 };
 
 // Strides of a [batch, sequence, heads, head_dim] tensor, whatever the order of its dimensions in memory.

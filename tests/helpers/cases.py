@@ -766,6 +766,8 @@ def every_quantising_case(make: Make) -> dict[str, Case]:
     found["quantize_rows"] = Case("quantize_rows", {"input": make(2, 3, 64)})
     scale = torch.tensor([0.01], device=make.device)
     found["gelu, scale given"] = found["gelu tanh, bias, quantised"].replace(static_scale=scale)
+    for name in ("gelu tanh, bias", "swiglu of two"):
+        found[f"{name}, quantised behind a prefix"] = found[f"{name}, quantised"].replace(prefix=make(2, 3, 24))
     return found
 
 

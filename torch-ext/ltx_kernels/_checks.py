@@ -488,11 +488,20 @@ def check_norm_quant(input: Tensor, *, static_scale: Tensor | None, statistic: i
     _static_scale(static_scale, input)
 
 
-def check_glu_quant(input: Tensor, *, static_scale: Tensor | None, **arguments: Any) -> tuple[int, ...]:
-    """``check_glu``, and the scale."""
-    shape = check_glu(input, **arguments)
+def check_glu_quant(
+    input: Tensor, *, prefix: Tensor | None, static_scale: Tensor | None, **arguments: Any
+) -> tuple[int, ...]:
+    """``check_glu``, the prefix and the scale; returns the shape of the values."""
+    *leading, width = check_glu(input, **arguments)
+    if prefix is not None:
+        _same_device("prefix", prefix, "input", input)
+        _same_dtype("prefix", prefix, "input", input)
+        if prefix.dim() != input.dim() or prefix.shape[:-1] != input.shape[:-1]:
+            expected = f"the leading sizes of input {_shape_text(input.shape)}"
+            _fail("prefix", expected, "shape " + _shape_text(prefix.shape))
+        width = prefix.shape[-1] + width
     _static_scale(static_scale, input)
-    return shape
+    return (*leading, width)
 
 
 # ---- quant.py

@@ -715,6 +715,7 @@ def geglu_quant(
     *,
     approximate: str = "tanh",
     gate_first: bool = True,
+    prefix: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Quantised:
     """``geglu`` with a quantised result.
@@ -724,17 +725,19 @@ def geglu_quant(
     Equivalent to::
 
         y = geglu(input.float(), up.float(), approximate=approximate, gate_first=gate_first)
-        quantize_rows(y, static_scale=static_scale)
+        quantize_rows(torch.cat((prefix.float(), y), -1), static_scale=static_scale)
 
     Args:
         input: [..., 2N], gate and up side by side; with ``up``: the gate, [..., N]. float32, float16 or bfloat16.
         up: None, or the linear part, like input in shape, dtype and device.
         approximate: "tanh" or "none" (erf, diffusers' GEGLU).
         gate_first: The order in a packed input; diffusers packs (up, gate): False.
+        prefix: [..., P], of the input's dtype, device and leading sizes: columns that stand before the result's and are
+            quantised with them, as one row. None puts nothing there.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
-        (values, scales): [..., N] float8_e4m3fn and [..., 1] float32, contiguous.
+        (values, scales): [..., P + N] float8_e4m3fn and [..., 1] float32, contiguous.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
@@ -744,7 +747,7 @@ def geglu_quant(
     Source: as ``geglu`` and ``quantize_rows``.
     """
     activation = choice("approximate", APPROXIMATE, approximate)
-    return _glu_quant(None, input, up, static_scale, activation, gate_first)
+    return _glu_quant(None, input, up, prefix, static_scale, activation, gate_first)
 
 
 def swiglu_quant(
@@ -752,22 +755,26 @@ def swiglu_quant(
     up: Tensor | None = None,
     *,
     gate_first: bool = True,
+    prefix: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Quantised:
     """``swiglu`` with a quantised result.
 
     Equivalent to::
 
-        quantize_rows(swiglu(input.float(), up.float(), gate_first=gate_first), static_scale=static_scale)
+        y = swiglu(input.float(), up.float(), gate_first=gate_first)
+        quantize_rows(torch.cat((prefix.float(), y), -1), static_scale=static_scale)
 
     Args:
         input: [..., 2N], gate and up side by side; with ``up``: the gate, [..., N]. float32, float16 or bfloat16.
         up: None, or the linear part, like input in shape, dtype and device.
         gate_first: The order in a packed input; diffusers packs (up, gate): False.
+        prefix: [..., P], of the input's dtype, device and leading sizes: columns that stand before the result's and are
+            quantised with them, as one row. None puts nothing there.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
-        (values, scales): [..., N] float8_e4m3fn and [..., 1] float32, contiguous.
+        (values, scales): [..., P + N] float8_e4m3fn and [..., 1] float32, contiguous.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
@@ -775,7 +782,7 @@ def swiglu_quant(
 
     Source: as ``swiglu`` and ``quantize_rows``.
     """
-    return _glu_quant(None, input, up, static_scale, SILU, gate_first)
+    return _glu_quant(None, input, up, prefix, static_scale, SILU, gate_first)
 
 
 def gelu_quant(
@@ -783,6 +790,7 @@ def gelu_quant(
     *,
     bias: Tensor | None = None,
     approximate: str = "none",
+    prefix: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Quantised:
     """``gelu`` with a quantised result.
@@ -791,16 +799,19 @@ def gelu_quant(
 
     Equivalent to::
 
-        quantize_rows(gelu(input.float(), bias=bias, approximate=approximate), static_scale=static_scale)
+        y = gelu(input.float(), bias=bias, approximate=approximate)
+        quantize_rows(torch.cat((prefix.float(), y), -1), static_scale=static_scale)
 
     Args:
         input: [..., N], float32, float16 or bfloat16.
         bias: [N], any of these dtypes; None adds nothing.
         approximate: "none" (erf) or "tanh".
+        prefix: [..., P], of the input's dtype, device and leading sizes: columns that stand before the result's and are
+            quantised with them, as one row. None puts nothing there.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
-        (values, scales): [..., N] float8_e4m3fn and [..., 1] float32, contiguous.
+        (values, scales): [..., P + N] float8_e4m3fn and [..., 1] float32, contiguous.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
@@ -810,7 +821,7 @@ def gelu_quant(
     Source: as ``gelu`` and ``quantize_rows``.
     """
     activation = choice("approximate", APPROXIMATE, approximate)
-    return _gelu_quant(None, input, bias, static_scale, activation)
+    return _gelu_quant(None, input, bias, prefix, static_scale, activation)
 
 
 # ---- Linear layers

@@ -840,9 +840,10 @@ def norm_family_quant(
     return (*(part for y in rows for part in quantise(y, static_scale)), h)
 
 
-def gated_unit_quant(input: Tensor, *, static_scale: Tensor | None, **arguments: Any) -> Pair:
-    """(values, scales) of ``gated_unit`` before its rounding."""
-    return quantise(gated_unit(input, rounded=False, **arguments), static_scale)
+def gated_unit_quant(input: Tensor, *, prefix: Tensor | None, static_scale: Tensor | None, **arguments: Any) -> Pair:
+    """(values, scales) of the prefix and ``gated_unit`` before its rounding, as one row."""
+    y = gated_unit(input, rounded=False, **arguments)
+    return quantise(y if prefix is None else torch.cat((prefix.to(y.dtype), y), -1), static_scale)
 
 
 def _norm_quant(input: Tensor, *, statistic: int = RMS, **arguments: Any) -> Any:
@@ -1208,16 +1209,32 @@ def geglu_quant(
     *,
     approximate: str = "tanh",
     gate_first: bool = True,
+    prefix: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Pair:
     activation = choice("approximate", APPROXIMATE, approximate)
-    return _glu_quant(input, up=up, gated=True, gate_first=gate_first, activation=activation, static_scale=static_scale)
+    return _glu_quant(
+        input,
+        up=up,
+        gated=True,
+        gate_first=gate_first,
+        activation=activation,
+        prefix=prefix,
+        static_scale=static_scale,
+    )
 
 
 def swiglu_quant(
-    input: Tensor, up: Tensor | None = None, *, gate_first: bool = True, static_scale: Tensor | None = None
+    input: Tensor,
+    up: Tensor | None = None,
+    *,
+    gate_first: bool = True,
+    prefix: Tensor | None = None,
+    static_scale: Tensor | None = None,
 ) -> Pair:
-    return _glu_quant(input, up=up, gated=True, gate_first=gate_first, activation=SILU, static_scale=static_scale)
+    return _glu_quant(
+        input, up=up, gated=True, gate_first=gate_first, activation=SILU, prefix=prefix, static_scale=static_scale
+    )
 
 
 def gelu_quant(
@@ -1225,10 +1242,11 @@ def gelu_quant(
     *,
     bias: Tensor | None = None,
     approximate: str = "none",
+    prefix: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Pair:
     activation = choice("approximate", APPROXIMATE, approximate)
-    return _glu_quant(input, bias=bias, gated=False, activation=activation, static_scale=static_scale)
+    return _glu_quant(input, bias=bias, gated=False, activation=activation, prefix=prefix, static_scale=static_scale)
 
 
 def product(

@@ -21,6 +21,7 @@ from .._variant import constant_when_compiled
 from ..attention import attention, qk_norm_cross_attention, runs_kernel
 from ..glu import gate_heads, swiglu
 from ..norm import rmsnorm
+from ..quant import swiglu_quant
 from ..rope import apply_rotary, qk_norm_rope
 from . import _parallel
 from ._decoder import ACTIVATIONS, SILU
@@ -641,7 +642,8 @@ def _single(
         qkv, gate_up = outputs.split([3 * module.inner_dim, outputs.shape[-1] - 3 * module.inner_dim], -1)
         query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
         fresh = plan.all.direct or plan.all.scaled
-        if plan.in_place:
+        assert plan.out is not None
+        if plan.in_place and not plan.out.fp8:
             both = outputs.new_empty(*outputs.shape[:-1], module.inner_dim + gate_up.shape[-1] // 2)
             out = both[..., : module.inner_dim].unflatten(-1, (heads, -1))
     elif context is None:
@@ -669,6 +671,8 @@ def _single(
         return _output(plan, _gated(spec, site, plan, input, output))
     # The output layer reads heads and MLP side by side.
     assert plan.out is not None
+    if plan.out.fp8:
+        return plan.out(swiglu_quant(gate_up, prefix=output.flatten(2)))[0]
     if out is None:
         both = torch.cat((output.flatten(2), swiglu(gate_up, rounding=site.rounding)), -1)
     else:

@@ -17,7 +17,7 @@ from ..glu import gelu
 from ..quant import gelu_quant
 from ._fp8 import in_fp8
 from ._guards import ATTRIBUTE, class_of, hooked, remember
-from ._linear import Input, Linears, like_of, linear_gelu_of, may_overwrite
+from ._linear import Input, Linears, like_of, linear_gelu_of
 from ._replay import as_one
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
@@ -92,18 +92,12 @@ def up_gelu(up: Linears, input: Input, approximate: str) -> Tensor:
 
 
 def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, approximate: str) -> Tensor:
-    """``out(torch.cat((attended, gelu(up(input))), -1))``: the last layer of a block with its MLP beside its attention.
-
-    Layers in fp8 read rows that are quantised as a whole, so GELU writes its columns where attention's are copied to.
-    """
+    """``out(torch.cat((attended, gelu(up(input))), -1))``: the last layer of MLP and attention side by side."""
+    if out.fp8:
+        (hidden,) = up(input)
+        return out(gelu_quant(hidden, approximate=approximate, prefix=attended))[0]
+    activated = up_gelu(up, input, approximate)
     if out.direct:
-        parts = attended, up_gelu(up, input, approximate)
+        parts = attended, activated
         return cast(Tensor, as_one(linear_cat, parts, out.weights[0], out.biases[0]))
-    if not (up.scaled and may_overwrite()):
-        return out(torch.cat((attended, up_gelu(up, input, approximate)), -1))[0]
-    (hidden,) = up(input)
-    width = attended.shape[-1]
-    both = attended.new_empty(*attended.shape[:-1], width + hidden.shape[-1])
-    both[..., :width] = attended
-    gelu(hidden, approximate=approximate, out=both[..., width:])
-    return out(both)[0]
+    return out(torch.cat((attended, activated), -1))[0]

@@ -156,6 +156,30 @@ class Linears:
         whole, outputs = self._with_adapters(input)
         return torch.cat(outputs, -1) if whole is None else whole
 
+    def writes(self, input: Input) -> bool:
+        """Whether `write` has a product for this input, of layers that are `packed`.
+
+        cuBLASLt asks for fp8 scales at multiples of 16 bytes, where those of a batch's second sample need not begin.
+        """
+        if self.direct:
+            return isinstance(input, Tensor)
+        return self.fp8 and (input[0] if isinstance(input, tuple) else input).shape[0] == 1
+
+    def write(self, input: Input, stacked: Sequence[Tensor], output: Tensor) -> None:
+        """Writes what `together` returns into rows [B, S, N] of a tensor. `stacked`: the tensors of that method."""
+        if self.scaled:
+            weight, weight_scales, *bias = stacked
+            values, scales = self._rows(input)
+            multiply(values[0], scales[0], weight, weight_scales, bias[0] if bias else None, out=output[0])
+            return
+        weight, *bias = stacked
+        for sample in range(len(output)):
+            tokens, target = cast(Tensor, input)[sample], output[sample]
+            if bias:
+                torch.addmm(bias[0], tokens, weight.t(), out=target)
+            else:
+                torch.mm(tokens, weight.t(), out=target)
+
     def __call__(self, input: Input) -> tuple[Tensor, ...]:
         """The output of each layer."""
         if self._alone is not None:
@@ -253,17 +277,12 @@ def joined(
 
     Products write to their rows of it; where one cannot, both are made and concatenated.
     """
-    stacked = (first.stacked(), second.stacked()) if first.direct and second.direct else (None, None)
-    if None not in stacked and isinstance(input, Tensor):
-        output = input.new_empty(input.shape[0], length, sum(first.sizes))
-        for tensors, tokens, part in zip(stacked, (input, context), (rows, rows2)):
-            weight, *bias = cast("list[Tensor]", tensors)
-            for sample in range(len(output)):
-                target = output[sample, part]
-                if bias:
-                    torch.addmm(bias[0], tokens[sample], weight.t(), out=target)
-                else:
-                    torch.mm(tokens[sample], weight.t(), out=target)
+    groups = (first, input, rows), (second, context, rows2)
+    stacked = [linears.stacked() if linears.writes(tokens) else None for linears, tokens, _ in groups]
+    if None not in stacked:
+        output = context.new_empty(context.shape[0], length, sum(first.sizes))
+        for (linears, tokens, part), tensors in zip(groups, stacked):
+            linears.write(tokens, cast("list[Tensor]", tensors), output[:, part])
         return output
     parts = first.together(input), second.together(context)
     return torch.cat(parts if rows.start == 0 else parts[::-1], 1)
