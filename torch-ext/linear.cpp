@@ -330,6 +330,14 @@ LinearArgs linear_args(const Tensor& values, const Tensor& scales, const Tensor&
   return a;
 }
 
+// cuBLASLt reads scales at multiples of 16 bytes; those of a sample in the middle of a batch may lie elsewhere.
+Tensor at_16_bytes(const Tensor& scales, Arg& a) {
+  if (reinterpret_cast<uintptr_t>(a.data) % 16 == 0) return scales;
+  const Tensor copy = torch::stable::clone(scales);
+  a.data = copy.mutable_data_ptr();
+  return copy;
+}
+
 bool is_empty(const LinearArgs& a) { return a.rows == 0 || a.channels == 0 || a.width == 0; }
 
 }  // namespace
@@ -340,10 +348,12 @@ void scaled_linear_out(const Tensor& out, const Tensor& values, const Tensor& sc
   LinearArgs a = linear_args(values, scales, weight, weight_scales, bias, addend, use_fast_accum);
   a.out = mutable_arg("out", out);
   check_given_output(a);
+  const Tensor row_scales = at_16_bytes(scales, a.scales);
+  const Tensor channel_scales = at_16_bytes(weight_scales, a.weight_scales);
   Launch launch(a.values);
   if (!is_empty(a) && by_cublaslt(a, a.out.data, launch.context())) return;
   Tensor target = out;
-  torch::stable::copy_(target, by_torch(values, scales, weight, weight_scales, bias, addend, a));
+  torch::stable::copy_(target, by_torch(values, row_scales, weight, channel_scales, bias, addend, a));
 }
 
 Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
@@ -353,9 +363,11 @@ Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& w
   like.dtype = aoti_torch_dtype_bfloat16();
   Tensor out = empty_rows(like, a.channels);
   a.out_step = a.channels;
+  const Tensor row_scales = at_16_bytes(scales, a.scales);
+  const Tensor channel_scales = at_16_bytes(weight_scales, a.weight_scales);
   Launch launch(a.values);
   if (!is_empty(a) && by_cublaslt(a, out.mutable_data_ptr(), launch.context())) return out;
-  return by_torch(values, scales, weight, weight_scales, bias, addend, a);
+  return by_torch(values, row_scales, weight, channel_scales, bias, addend, a);
 }
 
 }  // namespace ltx::host

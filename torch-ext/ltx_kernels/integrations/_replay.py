@@ -326,6 +326,7 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
                 result = found(tensors)
             except RuntimeError as error:  # as of layers whose weights an offload has brought back apart
                 replays.calls[key] = f"a replay failed: {error}"
+                module.__dict__[ATTRIBUTE].remark(f"a recorded call failed, and ran ordinarily: {error}")
             else:
                 replays.changes = 0
                 return result
