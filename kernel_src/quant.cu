@@ -1447,10 +1447,12 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
   q.width = static_cast<int32_t>(width);
   q.prefix_width = static_cast<int32_t>(p.prefix_width);
   q.prefix_threads = static_cast<int32_t>(prefix_columns<T>(p.prefix_width) / (kPrefixPacks * kPackWidth<T>));
-  // No op asks for SiLU without a product, and fp32 models have no fp8 layers. Blocks with a prefix are in bfloat16.
+  // No op asks for SiLU without a product, and fp32 models have no fp8 layers. Blocks with a prefix are in bfloat16,
+  // and their GELU is the tanh form.
   constexpr bool kHasPrefix = std::is_same_v<T, __nv_bfloat16>;
   const bool known = sizeof(T) == 2 && (kGated || p.activation != Activation::kSilu) &&
-                     (!prefix || (kHasPrefix && launch.shape.packs == kPrefixPacks && !p.bias.data));
+                     (!prefix || (kHasPrefix && launch.shape.packs == kPrefixPacks && !p.bias.data &&
+                                  (kGated || p.activation == Activation::kGeluTanh)));
   if (takes_packed("quant", forced().quant, known && launch.in_registers && operands.fits())) {
     if constexpr (sizeof(T) == 2) {
       launch.share(q.rows, operands.outer());
@@ -1458,7 +1460,7 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
         constexpr int kPacks = decltype(count)::value;
         const auto run = [&](auto activation) {
           constexpr Activation kActivation = decltype(activation)::value;
-          if constexpr (kHasPrefix && kPacks == kPrefixPacks) {
+          if constexpr (kHasPrefix && kPacks == kPrefixPacks && (kGated || kActivation == Activation::kGeluTanh)) {
             if (prefix) return launch.run(glu_quant_kernel<T, kGated, kActivation, kPacks, true>, q);
           }
           launch.run(glu_quant_kernel<T, kGated, kActivation, kPacks>, q);

@@ -420,8 +420,9 @@ constexpr bool has_whole_warps(Statistic s, Fusion f, Output o, int packs, uint3
   return f == Fusion::kGated ? packs == 2 : (f == Fusion::kPlain || f == Fusion::kModulate) && packs > 2;
 }
 
-// Those with two vectors have instances for models' lengths, too. The instructions that an unknown length takes would
-// make them slower (H200, adaln_layernorm_quant 2x8064x2048, of a copy's time, known and unknown: 1.07, 1.14).
+// Those with two vectors have instances for models' lengths, too, in bfloat16: fp16 models have no fp8 layers. The
+// instructions that an unknown length takes would make them slower (H200, adaln_layernorm_quant 2x8064x2048, of a
+// copy's time, known and unknown: 1.07, 1.14).
 constexpr bool knows_whole_length(Fusion f, uint32_t known, bool wide) {
   if (wide) return false;
   return f == Fusion::kModulate ? known == (kScale | kShift) : f == Fusion::kPlain && known == (kWeight | kBias);
@@ -523,7 +524,8 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
     }
     const auto run_whole = [&](auto packs, auto threads) {
       constexpr int kPacks = decltype(packs)::value, kThreads = decltype(threads)::value;
-      constexpr bool kWide = sizeof(M) > sizeof(T), kLengthKnown = knows_whole_length(F, kKnown, kWide);
+      constexpr bool kWide = sizeof(M) > sizeof(T);
+      constexpr bool kLengthKnown = std::is_same_v<T, __nv_bfloat16> && knows_whole_length(F, kKnown, kWide);
       if constexpr (has_whole_warps(S, F, O, kPacks, kKnown) && sizeof(T) == 2 &&
                     (kThreads == kWholeWarps || kLengthKnown)) {
         constexpr int kRows = kWide ? 2 : 1;  // which share their vectors
