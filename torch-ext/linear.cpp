@@ -330,7 +330,7 @@ LinearArgs linear_args(const Tensor& values, const Tensor& scales, const Tensor&
   return a;
 }
 
-// cuBLASLt reads scales at multiples of 16 bytes; those of a sample in the middle of a batch may lie elsewhere.
+// cuBLASLt reads scales at multiples of 16 bytes. A sample in the middle of a batch may have its scales elsewhere.
 Tensor at_16_bytes(const Tensor& scales, Arg& a) {
   if (reinterpret_cast<uintptr_t>(a.data) % 16 == 0) return scales;
   const Tensor copy = torch::stable::clone(scales);

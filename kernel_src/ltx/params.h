@@ -59,8 +59,8 @@ struct Modulator {
 // Where an op that quantises writes, in place of `out`: y is what `out` would hold before its rounding.
 //   scale  = max(static_scale, or amax(|y|) / 448 of the row, kMinScale)
 //   values = e4m3(y * (1 / scale)), to nearest even, saturating at +-448
-// All contiguous: a row has `width` values (and those of a prefix, see GluParams) and one scale, and rows follow one
-// another. A NaN in y makes the row's amax NaN.
+// All are contiguous. A row has one scale and `width` values; a prefix (GluParams) adds its own before them. A NaN in y
+// makes the row's amax NaN.
 constexpr float kE4m3Max = 448.f;
 constexpr float kMinScale = 0x1p-120f;  // of rows of zeros; it and its reciprocal are normal numbers
 struct QuantOutput {

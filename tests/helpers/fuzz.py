@@ -560,7 +560,7 @@ class Quantised:
 
     @property
     def prefix(self) -> int:
-        """Columns before those of an activation."""
+        """How many columns of a prefix stand before the activated ones."""
         return (0, 0, 1, 8, 136, 1500)[self.of.memory.seed % 6] if isinstance(self.of, Activation) else 0
 
     def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:

@@ -159,7 +159,8 @@ class Linears:
     def writes(self, input: Input) -> bool:
         """Whether `write` has a product for this input, of layers that are `packed`.
 
-        cuBLASLt asks for fp8 scales at multiples of 16 bytes, where those of a batch's second sample need not begin.
+        In fp8 it has one for a single sample. cuBLASLt reads scales at multiples of 16 bytes, and a second sample may
+        have its scales elsewhere.
         """
         if self.direct:
             return isinstance(input, Tensor)
