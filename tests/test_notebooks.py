@@ -40,6 +40,19 @@ def test_notebooks_are_what_their_sources_say() -> None:
     assert make.main(["--check"]) == 0
 
 
+def test_stored_outputs_name_no_folder_of_a_machine() -> None:
+    folder = make.NOTEBOOKS.parent
+    outputs = [
+        nbformat.v4.new_output("stream", name="stderr", text="a warning of a library"),
+        nbformat.v4.new_output("stream", name="stdout", text="printed"),
+        nbformat.v4.new_output("execute_result", data={"text/plain": f"Path('{folder}/examples/kernel.cu')"}),
+    ]
+    cell = nbformat.v4.new_code_cell(outputs=outputs)
+    make.tidy(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("text"), cell]))
+    printed, result = cell.outputs
+    assert printed.text == "printed" and result.data["text/plain"] == "Path('examples/kernel.cu')"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the notebooks, which may change."""

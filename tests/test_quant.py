@@ -570,7 +570,8 @@ def ones(device: str) -> Callable[..., Tensor]:
     return lambda *shape, dtype=torch.float32: torch.ones(shape, dtype=dtype, device=device)
 
 
-FLOATS = "dtype float32, float16 or bfloat16"
+FLOAT32 = "dtype float32"
+FLOATS = f"{FLOAT32}, float16 or bfloat16"
 ERRORS: dict[str, list[Callable[[Any, Any], Any]]] = {
     "input: expected at least 1 dimension, got shape []": [
         lambda f, t: f.quantize_rows(t()),
@@ -586,7 +587,7 @@ ERRORS: dict[str, list[Callable[[Any, Any], Any]]] = {
         lambda f, t: f.geglu_quant(t(2, 7)),
     ],
     "up: expected shape [2, 8], got [2, 7]": [lambda f, t: f.swiglu_quant(t(2, 8), t(2, 7))],
-    f"up: expected {FLOATS[:13]} (that of input), got float16": [
+    f"up: expected {FLOAT32} (that of input), got float16": [
         lambda f, t: f.swiglu_quant(t(2, 8), t(2, 8, dtype=torch.float16)),
     ],
     "bias: expected shape [8], got [7]": [lambda f, t: f.gelu_quant(t(2, 8), bias=t(7))],
@@ -597,7 +598,7 @@ ERRORS: dict[str, list[Callable[[Any, Any], Any]]] = {
     "prefix: expected the leading sizes of input [2, 8], got shape [8]": [
         lambda f, t: f.geglu_quant(t(2, 8), t(2, 8), prefix=t(8)),
     ],
-    f"prefix: expected {FLOATS[:13]} (that of input), got float16": [
+    f"prefix: expected {FLOAT32} (that of input), got float16": [
         lambda f, t: f.gelu_quant(t(2, 8), prefix=t(2, 8, dtype=torch.float16)),
     ],
     "weight: expected shape [8], got [7]": [

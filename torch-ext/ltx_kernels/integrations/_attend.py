@@ -31,6 +31,7 @@ from ._guards import (
     children,
     class_of,
     hooked,
+    is_capturing,
     recall,
     remember,
     submodule,
@@ -798,10 +799,10 @@ def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
 
 
 def _kernel_pays(query: Tensor, keys: int, masked: bool) -> bool:
-    """Whether the kernel of `attention` is the faster way for a cross-attention, mostly (h200-tuning.json).
+    """Whether a cross-attention takes the kernel of `attention`: where it was faster than torch's (h200-tuning.json).
 
-    At most 192 queries, whose keys the kernel divides, leave torch's attention slow where samples and heads are few.
-    With more queries torch is faster with heads of 128 columns, unless it has to add a mask.
+    Where samples and heads are few, the kernel is faster for at most 192 queries, because it divides their keys. With
+    more queries torch is faster with heads of 128 columns, unless it has to add a mask.
     """
     batch, queries, heads, width = query.shape
     if queries <= 192 and not masked:
@@ -842,9 +843,7 @@ def _may_read(module: AttentionModule, mask: Tensor) -> bool:
     A compiled or captured graph serves other masks too. An inference tensor may change without a sign, so that every
     block would have to ask. Other functions or devices may rely on all the rows.
     """
-    if torch.compiler.is_compiling() or mask.is_inference() or others_take_functions():
-        return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or mask.is_inference() or others_take_functions() or is_capturing():
         return False
     return getattr(module.processor, "_parallel_config", None) is None
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._guards import Memory, class_of, hooked, is_ordinary
+from ._guards import Memory, class_of, hooked, is_capturing, is_ordinary
 from ._sites import Entry, site_of
 
 DEVICE = "cuda"
@@ -90,7 +90,7 @@ class Graphs:
 
     def run(self, module: nn.Module, function: Function, *args: Any, **kwargs: Any) -> Any:
         """What ``function(*args, **kwargs)`` returns; the module holds the parameters that it reads."""
-        if torch.compiler.is_compiling() or _is_capturing():
+        if torch.compiler.is_compiling() or is_capturing():
             return function(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         with self.lock:  # one call's inputs, launch and results at a time
@@ -186,10 +186,6 @@ def with_graphs(module: nn.Module, entry: Entry | None) -> Entry:
         return replace(entry, forward=forward, release=release)
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
     return Entry((class_of(module),), forward, (), parameters, release=release)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _why_not_call(leaves: Sequence[Any]) -> str:

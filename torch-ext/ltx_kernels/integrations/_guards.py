@@ -23,7 +23,7 @@ ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
 MEMORY = "_ltx_kernels_memory"
 REPLAYS = "_ltx_kernels_replays"
 RELEASE = "_ltx_kernels_release"  # a function of a whole model: what `restore` undoes there beside the forwards
-SIGNATURES = 64  # answers that a memory holds; a model is called with few shapes
+SIGNATURES = 64  # answers, or recorded calls, that are held for a module; a model is called with few shapes
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -75,6 +75,11 @@ def hooked(module: nn.Module) -> bool:
 def is_ordinary(parameter: Tensor) -> bool:
     """Whether a parameter is one of torch's own kind: not quantised, not distributed."""
     return type(parameter) is nn.Parameter
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:

@@ -159,8 +159,8 @@ class Linears:
     def writes(self, input: Input) -> bool:
         """Whether `write` has a product for this input, of layers that are `packed`.
 
-        In fp8 it has one for a single sample. cuBLASLt reads scales at multiples of 16 bytes, and a second sample may
-        have its scales elsewhere.
+        In fp8 it has one for a single sample, the same as `together`'s. A product for each of several samples could
+        give other bits than one product of them all.
         """
         if self.direct:
             return isinstance(input, Tensor)

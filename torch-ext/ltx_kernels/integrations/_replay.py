@@ -26,10 +26,9 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from .._variant import COMPILED_DEVICE
-from ._guards import ATTRIBUTE, REPLAYS, State, hooked
+from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, hooked, is_capturing
 from ._sites import Site
 
-SIGNATURES = 64  # calls that a block's record holds
 CHANGES = 8  # of a block's state without a replay between: its weights move at every call
 REFUSED = 100  # calls of a block that may not be recorded, until it is looked at again
 LIBRARIES = ("torch", "diffusers")
@@ -346,7 +345,7 @@ def _is_ordinary() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or nn_module._global_forward_hooks
         or nn_module._global_forward_pre_hooks
-        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        or is_capturing()
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
+from ._guards import is_capturing
 from ._replay import refuse
 from ._sites import Plan, Site, site_of
 
@@ -63,7 +64,7 @@ def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Ma
     tables = site.cache
     place = key, None if source is None else (id(source), source._version)
     found = tables.get(place)
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    capturing = is_capturing()
     if found is not None and (found[1] is None or found[1]() is source):
         if capturing:
             _captured.append(found[0])

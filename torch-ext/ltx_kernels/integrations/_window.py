@@ -14,6 +14,8 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from ._guards import is_capturing
+from ._replay import others_take_functions
 from ._rotary import kept
 from ._sites import Site
 
@@ -74,11 +76,7 @@ def _may_read() -> bool:
 
     Where somebody takes calls of torch's functions, scaled_dot_product_attention is called for them.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_function_stack() == 0
-        and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    )
+    return not (torch.compiler.is_compiling() or others_take_functions() or is_capturing())
 
 
 def _is_window(mask: Tensor, window: int, length: int) -> bool:
