@@ -130,6 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
         "configuration", "prompt ms", "token ms", "tokens/s", "peak GiB", "from float32", "from stock", "same"
     )
     for config in args.configs:
+        torch.compiler.reset()  # or the second compiled configuration meets torch's limit, and runs eagerly
         if config == "kernels" and args.kernelize:
             configured = Configured(config, view_of(model))
             replaced = put_layers_in(configured.model, ltx)

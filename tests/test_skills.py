@@ -138,18 +138,20 @@ def script_of(name: str) -> Path:
 
 
 def test_defaults_of_the_clip(monkeypatch: pytest.MonkeyPatch):
-    """generate_video.py's parser takes them, and the script's text lists them."""
+    """generate_video.py's parser takes them, and the script's text lists them. A CPU keeps the parser's small sizes."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "skills" / "cuda-kernels" / "scripts"))
     import generate_video
 
-    script = script_of("benchmark_example.py")
-    tree = ast.parse(script.read_text())
-    (defaults,) = [ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign)]
-    args = generate_video.make_parser().parse_args(defaults.split())
+    script = importlib.import_module("benchmark_example")
+    monkeypatch.setattr(sys, "argv", ["benchmark_example.py", "--no-optimized-kernels", "--device", "cpu"])
+    assert script.defaults() == script.DEFAULTS.split()
+    monkeypatch.setattr(sys, "argv", ["benchmark_example.py", "--no-optimized-kernels", "--device", "cuda"])
+    args = generate_video.make_parser().parse_args(script.defaults())
     assert (args.frames, args.height, args.width, args.steps, args.guidance_scale) == (161, 512, 768, 50, 4.5)
     assert (args.seed, args.warmup_iterations, args.batch_size) == (42, 2, 1)
-    text = " ".join(script.read_text().split('"""')[1].split())
-    assert defaults in text
+    text = " ".join(script.__doc__.split())
+    assert script.DEFAULTS in text and script.ON_A_GPU in text
 
 
 CASES: dict[str, tuple[list[str], list[str]]] = {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time RMSNorm beside a copy of the same bytes, torch's own op, torch.compile and other packages, and judge its error.
 
-    python benchmark_rmsnorm.py                              # on a GPU: all shapes
+    python benchmark_rmsnorm.py                              # on a GPU: all shapes; on a CPU: two
     python benchmark_rmsnorm.py --dtype fp16 --no-compile
     python benchmark_rmsnorm.py --shapes 2x1024x2048 8x64    # your own, each batch x tokens x hidden or rows x hidden
     python benchmark_rmsnorm.py --shapes 64x256 --no-compile # seconds on a CPU
@@ -28,6 +28,7 @@ from programs import add_programs
 # 161 frames of 512x768 with guidance, FLUX at 1024x1024, and Llama 8B.
 THEIR_SHAPES = "1x1024x2048 2x1024x2048 4x1024x2048 1x4096x2048 1x8192x2048 2x4096x3072 4x4096x3072"
 OUR_SHAPES = "2x2688x2048 2x8064x2048 1x4608x3072 4x4096x4096"
+ON_A_CPU = "64x2048 1x1024x2048"
 DTYPES = ("bf16", "fp16", "fp32")
 ULPS = {"bf16": 1, "fp16": 1, "fp32": 8}
 
@@ -41,8 +42,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shapes = [shape(text) for text in f"{THEIR_SHAPES} {OUR_SHAPES}".split()]
-    parser.add_argument("--shapes", nargs="+", type=shape, default=shapes, metavar="BxTxH")
+    parser.add_argument("--shapes", nargs="+", type=shape, metavar="BxTxH", help=f"(default on a CPU: {ON_A_CPU})")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes most of the time")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the records to this file")
@@ -70,7 +70,9 @@ def main() -> int:
         rows, width = math.prod(sizes[:-1]), sizes[-1]
         return ops.Case("RMSNorm", sizes, "rmsnorm", lambda make: ops.rmsnorm(make, rows, width), args.dtype)
 
-    return time_cases([case_of(sizes) for sizes in args.shapes], judge, not args.no_compile, args.json)
+    texts = f"{THEIR_SHAPES} {OUR_SHAPES}" if torch.cuda.is_available() else ON_A_CPU
+    shapes = args.shapes or [shape(text) for text in texts.split()]
+    return time_cases([case_of(sizes) for sizes in shapes], judge, not args.no_compile, args.json)
 
 
 if __name__ == "__main__":
