@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
-from helpers.language_models import LAYERS, distance, forget_kernelized, gradients, make_ids, make_model, random_  # noqa: E402
+from helpers.language_models import (  # noqa: E402
+    LAYERS,
+    distance,
+    forget_kernelized,
+    gradients,
+    make_ids,
+    make_model,
+    random_,
+    text_model,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 HALF = [torch.bfloat16, torch.float16]
@@ -51,6 +61,7 @@ CASES = {
     "mistral": Case("Mistral", layers("Mistral", 5), 14, {"sliding_window": None}),
     "mistral-window": Case("Mistral", layers("Mistral", 5), 14, {"sliding_window": 6}),
     "qwen2": Case("Qwen2", layers("Qwen2", 5), 14),
+    "qwen2.5-vl": Case("Qwen2_5_VL", layers("Qwen2_5_VL", 5, "Qwen2MLP"), 14),
     "phi3": Case("Phi3", layers("Phi3", 5), 8),
     "phi3-partial": Case(
         "Phi3",
@@ -180,8 +191,8 @@ def test_faults_would_show(ltx: ModuleType, device: str, case: Case) -> None:
     model, stock_model, ids = make(case, device), make(case, device), make_ids(device)
     ltx.optimize(model)
     before = model(ids).logits
-    for name, parameter in model.model.layers[0].named_parameters():
-        pair = parameter, stock_model.model.layers[0].get_parameter(name)
+    for name, parameter in text_model(model).layers[0].named_parameters():
+        pair = parameter, text_model(stock_model).layers[0].get_parameter(name)
         kept = parameter.clone()
         for changed in pair:
             changed.mul_(0.5).add_(0.1)
@@ -198,7 +209,9 @@ def test_hooks(ltx: ModuleType, device: str, case: Case) -> None:
     """A hook on any submodule of a layer does what it does in the stock model."""
     stock_model, model, ids = make(case, device), make(case, device), make_ids(device)
     ltx.optimize(model)
-    names = [name for name, _ in model.named_modules() if name.startswith("model.layers.0")]
+    first = text_model(model).layers[0]
+    (prefix,) = [name for name, module in model.named_modules() if module is first]
+    names = [name for name, _ in first.named_modules(prefix=prefix)]
     seen: dict[str, list[str]] = {"stock": [], "ours": []}
     handles = [
         m.get_submodule(name).register_forward_hook(lambda *_, where=where, name=name: seen[where].append(name))
@@ -233,7 +246,7 @@ class Quantised(nn.Linear):
 def test_quantised_layers_are_called(ltx: ModuleType, device: str, case: Case) -> None:
     model, stock_model, ids = make(case, device), make(case, device), make_ids(device)
     for m in (model, stock_model):
-        for module in m.model.layers.modules():
+        for module in text_model(m).layers.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Quantised
     report = ltx.optimize(model)
@@ -288,9 +301,13 @@ def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
 
 @every_case
 def test_compiled_generation(ltx: ModuleType, device: str, case: Case) -> None:
+    report = compiled_generation(ltx, make(case, device), make_ids(device))
+    assert all(site.traces for site in report.sites) and report.fallbacks == {}
+
+
+def compiled_generation(ltx: ModuleType, model: Any, ids: Tensor) -> Any:
     """`generate` compiles the decoding step by itself on a GPU; here wherever it runs, and once for all tokens."""
-    model, ids = make(case, device), make_ids(device)
-    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     stock = model.generate(ids, **options)
     report = ltx.optimize(model)
     config = transformers.CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
@@ -298,7 +315,7 @@ def test_compiled_generation(ltx: ModuleType, device: str, case: Case) -> None:
     torch._dynamo.utils.counters.clear()
     assert torch.equal(model.generate(ids, **options, cache_implementation="static", compile_config=config), stock)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # as many as stock has
-    assert all(site.traces for site in report.sites) and report.fallbacks == {}
+    return report
 
 
 @every_case
@@ -318,10 +335,14 @@ def test_fp8(ltx: ModuleType, device: str, case: Case) -> None:
 @every_case
 @pytest.mark.parametrize("first", ["optimize", "kernelize"])
 def test_optimize_and_kernelize(ltx: ModuleType, device: str, case: Case, first: str) -> None:
+    model, ids = make(case, device), make_ids(device)
+    both_ways(ltx, model, lambda: model(ids).logits, first)
+
+
+def both_ways(ltx: ModuleType, model: Any, call: Callable[[], Tensor], first: str) -> None:
     """Either way round the result holds, and what kernelize has replaced is reported."""
     kernels = pytest.importorskip("kernels")
-    model, ids = make(case, device), make_ids(device)
-    stock = model(ids).logits
+    stock = call()
     functions = [f for m in model.modules() for f in vars(m).get("_kernel_funcs", {}).values()]
     try:
         for step in (first, "kernelize" if first == "optimize" else "optimize"):
@@ -330,7 +351,7 @@ def test_optimize_and_kernelize(ltx: ModuleType, device: str, case: Case, first:
             else:
                 with kernels.use_kernel_mapping(ltx.kernel_mapping(), inherit_mapping=False):
                     kernels.kernelize(model, mode=kernels.Mode.INFERENCE)
-        assert distance(model(ids).logits, stock) < CLOSE
+        assert distance(call(), stock) < CLOSE
         if functions:  # this transformers takes this kernels
             assert report.fallbacks or (first == "kernelize" and "its forward is patched already" in str(report))
     finally:
@@ -376,6 +397,19 @@ def test_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
         assert distance(half(ids).logits, wide) <= 1.2 * distance(theirs, wide)
     report.restore()
     assert distance(model(ids).logits, stock) < CLOSE
+
+
+@pytest.mark.parametrize("config", FALCONS.values(), ids=FALCONS)
+def test_compiled_generation_of_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
+    report = compiled_generation(ltx, make_falcon(device, **config), make_ids(device))
+    (attention,) = [site for site in report.sites if site.name == "transformers.FalconAttention"]
+    assert attention.traces and set(report.fallbacks) == {"torch.LayerNorm"}  # which torch.compile fuses by itself
+
+
+@pytest.mark.parametrize("first", ["optimize", "kernelize"])
+def test_falcon_and_kernelize(ltx: ModuleType, device: str, first: str) -> None:
+    model, ids = make_falcon(device, **FALCONS["7b"]), make_ids(device)
+    both_ways(ltx, model, lambda: model(ids).logits, first)
 
 
 def test_falcon_that_stays_stock(ltx: ModuleType, device: str) -> None:
@@ -438,6 +472,28 @@ def test_encoders(ltx: ModuleType, device: str, prefix: str, dtype: torch.dtype)
     report.restore()
     # Packed weights may make torch's CPU product in float32 another one.
     assert distance(model(ids, attention_mask=mask).last_hidden_state, stock) < 2 * CLOSE
+
+
+@pytest.mark.parametrize("prefix", ["T5", "UMT5"])
+def test_compiled_encoders(ltx: ModuleType, device: str, prefix: str) -> None:
+    """One graph for prompts of all lengths after the second."""
+    model, ids = make_encoder(prefix, device, torch.float32), make_ids(device)
+    stock = model(ids).last_hidden_state
+    report = ltx.optimize(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert distance(compiled(ids).last_hidden_state, stock) < CLOSE
+    assert all(site.traces for site in report.sites) and report.fallbacks == {}
+    compiled(make_ids(device, 12))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        ids = make_ids(device, 15)
+        assert distance(compiled(ids).last_hidden_state, model(ids).last_hidden_state) < CLOSE
+
+
+@pytest.mark.parametrize("first", ["optimize", "kernelize"])
+@pytest.mark.parametrize("prefix", ["T5", "UMT5"])
+def test_encoders_and_kernelize(ltx: ModuleType, device: str, prefix: str, first: str) -> None:
+    model, ids = make_encoder(prefix, device, torch.float32), make_ids(device)
+    both_ways(ltx, model, lambda: model(ids).last_hidden_state, first)
 
 
 def test_decoder_of_t5_stays_stock(ltx: ModuleType, device: str) -> None:

@@ -92,6 +92,14 @@ def offloaded(model: Any) -> None:
     model.enable_group_offload(onload_device=torch.device("cpu"), offload_type="leaf_level")
 
 
+def with_lora(model: Any) -> None:
+    """An adapter that is not fused; the same on every rank."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    names = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=names))
+
+
 def one_head(model: Any) -> None:
     """Heads that two ranks cannot share."""
     for module in model.modules():
@@ -134,6 +142,9 @@ TWO = (
     Case("flux", RING, {"precision": "fp8"}, torch.bfloat16, kernel=True),
     Case("ltx", ULYSSES, {"graphs": True}, masked=True),
     Case("ltx", ULYSSES, {"rounding": "eager"}, masked=True),
+    Case("ltx", ULYSSES, masked=True, text=7, prepare=with_lora),
+    Case("ltx", RING, masked=True, later=True, kernel=True, prepare=with_lora),
+    Case("flux", ULYSSES, prepare=with_lora),
     # Families without context parallelism too.
     Case("ltx", {}, masked=True, text=7, batch=True, exchanges=(0, 1)),
     Case("ltx2", {}, masked=True, text=None, later=True, batch=True),
@@ -168,6 +179,12 @@ TWO = (
     Case("wan-t2v", ULYSSES, error="ulysses_degree: expected a divisor of the 1 heads", prepare=one_head, text=None),
     Case("ltx", ULYSSES, error="expected a LTXVideoTransformer3DModel that is not offloaded", prepare=offloaded),
     Case("ltx", ULYSSES, later=True, error="obj: with context parallelism, expected a LTXVideo", prepare=offloaded),
+)
+THREE = (
+    Case("ltx", {"ring_degree": 3}, masked=True, text=7),
+    Case("wan-t2v", {"ring_degree": 3}, text=None, kernel=True),
+    Case("ltx", {"ulysses_degree": 3, "ulysses_anything": True}, masked=True, text=7),
+    Case("ltx", {"ulysses_degree": 3}, masked=True, error="ulysses_degree: expected a divisor of the 2 heads, got 3"),
 )
 FOUR = (
     Case("ltx", BOTH, masked=True, text=7, exchanges=(3 * 2, 2)),
@@ -365,7 +382,7 @@ def _worker(rank: int, world: int, port: int, ltx_path: str) -> None:
     wrong = []
     if world == 4:
         run_docs(ltx)
-    for case in TWO if world == 2 else FOUR:
+    for case in {2: TWO, 3: THREE, 4: FOUR}[world]:
         try:
             problem = _run(case, ltx, rank, world)
             if case.error:
@@ -379,7 +396,7 @@ def _worker(rank: int, world: int, port: int, ltx_path: str) -> None:
         raise AssertionError("\n".join(wrong))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_equal_one_process(ltx: ModuleType, backend: str, world: int) -> None:
     """LTX-Video's stock model fails under Ulysses, and is wrong under ring; LTX-2's fails everywhere."""
     if backend != "cpu":

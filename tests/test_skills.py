@@ -5,7 +5,6 @@ The Python blocks of their pages run in tests/test_docs.py.
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import importlib
 import json

@@ -17,10 +17,29 @@ def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "L
     sizes = {"hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": 99}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     tokens = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
-    # Gemma 3's plain configuration is that of the model that also takes images.
-    config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
+    if family == "Qwen2_5_VL":
+        model = qwen2_5_vl({**sizes, **heads, **tokens}, {**tokens, **config})
+    else:
+        # Gemma 3's plain configuration is that of the model that also takes images.
+        config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+        model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
     return random_(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def qwen2_5_vl(text: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Qwen2.5-VL, which has no class of its text model with logits. It gets text alone here, and no vision tower."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": WIDTH}
+    config_class = transformers.Qwen2_5_VLConfig
+    made = config_class(text_config={**text, "rope_parameters": rope}, vision_config=vision, **config)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(made)
+    model.model.visual = nn.Identity()
+    return model
+
+
+def text_model(model: Any) -> Any:
+    """The part of a causal language model that holds the decoder layers."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def rotary_functions() -> list[nn.Module]:
