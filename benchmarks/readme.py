@@ -21,6 +21,7 @@ import importlib
 import math
 import pkgutil
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -499,9 +500,30 @@ def supported() -> str:
                 "; ".join(filter(None, gains.get(name, []))) or "not measured",
             ]
             lines.append(f"| {' | '.join(cells)} |")
+        if library == "diffusers":
+            left = left_at_norm_level()
+            known = ", ".join(f"`{name}`" for name in left["WELL_KNOWN"])
+            others = len(left["LEFT"]) - len(left["WELL_KNOWN"])
+            lines.append(
+                f"| {known} and {others} other [models of diffusers](docs/models.md#left-at-norm-level) "
+                "| only those of norms and activations | norms | no | not measured |"
+            )
     shallow = any(", first" in gain for of_family in gains.values() for gain in of_family)
     note = ['"First" blocks: the time of a shallow model, not of the whole one.', ""] if shallow else []
     return "\n".join([*lines, "", *note])
+
+
+def left_at_norm_level() -> dict[str, Any]:
+    """What tests/families/left.py lists."""
+    return runpy.run_path(str(REPOSITORY / "tests/families/left.py"))
+
+
+def left_models() -> str:
+    """The models of diffusers whose blocks stay stock, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_at_norm_level()["LEFT"].items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    return "\n".join(f"- {reason}: {', '.join(sorted(names))}." for reason, names in by_reason.items()) + "\n"
 
 
 def _depth(record: dict[str, Any], shallow: bool) -> str:
@@ -1347,6 +1369,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/layers.md", "language models", language_models),
     ("docs/models.md", "diffusers", lambda: known_families("diffusers")),
     ("docs/models.md", "transformers", lambda: known_families("transformers")),
+    ("docs/models.md", "left", left_models),
     ("docs/models.md", "models", models),
     ("docs/models.md", "kinds", model_kinds),
     ("docs/optimize.md", "clips", clips),

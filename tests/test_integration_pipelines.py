@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,5 +98,10 @@ def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
     assert both.left_alone == {}
     assert {"diffusers.LTXVideoTransformerBlock", "transformers.T5Block"} <= {site.name for site in both.sites}
     ltx.restore(pipe)
+    with_controlnet = types.SimpleNamespace(components={**components, "controlnet": copy.deepcopy(pipe.transformer)})
+    assert ltx.optimize(with_controlnet).replaced["diffusers.LTXVideoTransformerBlock"] == 2 * len(
+        pipe.transformer.transformer_blocks
+    )
+    ltx.restore(with_controlnet)
     with pytest.raises(ValueError, match=r"components: expected names among .*transformer.*, got 'decoder'"):
         ltx.optimize(pipe, components=["decoder"])

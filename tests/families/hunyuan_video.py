@@ -1,11 +1,16 @@
-"""HunyuanVideo, two double and two single blocks, and HunyuanVideo 1.5, two double blocks."""
+"""HunyuanVideo (also from an image), HunyuanImage: two double and two single blocks; HunyuanVideo 1.5: two double."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel, HunyuanVideoTransformer3DModel
+from diffusers import (
+    HunyuanImageTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoTransformer3DModel,
+)
 from torch import nn
 
 from . import Family, randn
@@ -25,8 +30,20 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make() -> nn.Module:
-    return HunyuanVideoTransformer3DModel(**SIZES, num_single_layers=2, pooled_projection_dim=16)
+def make(**config: Any) -> nn.Module:
+    return HunyuanVideoTransformer3DModel(**SIZES, num_single_layers=2, pooled_projection_dim=16, **config)
+
+
+def make_image() -> nn.Module:
+    sizes = {**SIZES, "patch_size": (1, 1), "rope_axes_dim": (8, 8)}
+    model = HunyuanImageTransformer2DModel(**sizes, num_single_layers=2)
+    model.register_forward_pre_hook(_with_time_in_dtype, with_kwargs=True)
+    return model
+
+
+def inputs_image(batch: int) -> dict[str, Any]:
+    names = "timestep", "encoder_hidden_states", "encoder_attention_mask"
+    return {"hidden_states": randn(batch, 4, 3, 4), **{name: inputs(batch)[name] for name in names}}
 
 
 def inputs(batch: int) -> dict[str, Any]:
@@ -98,6 +115,32 @@ FAMILIES = {
         BLOCKS,
         fp8=2 * 6 + 2 * 5,
         lora=LORA,
+    ),
+    "token_replace": Family(
+        partial(make, image_condition_type="token_replace"),
+        inputs,
+        {
+            "diffusers.HunyuanVideoTokenReplaceTransformerBlock": 2,
+            "diffusers.HunyuanVideoTokenReplaceSingleTransformerBlock": 2,
+            "diffusers.Attention": 4,
+        },
+        fp8=2 * 6 + 2 * 5,
+        masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
+        lora=(*LORA, "proj_mlp", "proj_out"),
+        first_block_cache=True,
+    ),
+    "image": Family(
+        make_image,
+        inputs_image,
+        {
+            "diffusers.HunyuanImageTransformerBlock": 2,
+            "diffusers.HunyuanImageSingleTransformerBlock": 2,
+            "diffusers.Attention": 4,
+        },
+        fp8=2 * 6 + 2 * 5,
+        masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
+        lora=(*LORA, "proj_mlp", "proj_out"),
+        first_block_cache=True,
     ),
     "15": Family(
         make_15,

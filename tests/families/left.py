@@ -1,4 +1,8 @@
-"""Transformer models of diffusers whose blocks stay stock, and why; their norms and activations run the ops."""
+"""What of diffusers' transformers and ControlNets stays stock, and why; its norms and activations run the ops.
+
+`LEFT` names models; benchmarks/readme.py writes them into docs/models.md. `LEFT_BLOCKS` names blocks that stand in a
+model beside blocks of a family.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ NOT_YET = "the block has no description yet"
 MANY_FORMS = "BasicTransformerBlock has many forms, by norm_type, and serves UNets"
 LINEAR = "linear attention and convolutions take most of its time"
 EXPERTS = "a mixture of experts takes most of its time"
+UNET = "a UNet, or a ControlNet of one"
 CACHE = "its attention keeps keys and values, or segments of its own"
 
 LEFT: dict[str, str] = {
@@ -17,18 +22,19 @@ LEFT: dict[str, str] = {
             "AnyFlowTransformer3DModel",
             "AuraFlowTransformer2DModel",
             "BriaFibo2Transformer2DModel",
-            "BriaTransformer2DModel",
             "CogView3PlusTransformer2DModel",
             "CogView4Transformer2DModel",
             "Cosmos3OmniTransformer",
+            "CosmosControlNetModel",
             "CosmosTransformer3DModel",
             "EasyAnimateTransformer3DModel",
             "ErnieImageTransformer2DModel",
             "Flux3Transformer2DModel",
             "GlmImageTransformer2DModel",
             "HeliosTransformer3DModel",
+            "HunyuanDiT2DControlNetModel",
             "HunyuanDiT2DModel",
-            "HunyuanImageTransformer2DModel",
+            "HunyuanDiT2DMultiControlNetModel",
             "Ideogram4Transformer2DModel",
             "JoyImageEditPlusTransformer3DModel",
             "JoyImageEditTransformer3DModel",
@@ -67,7 +73,50 @@ LEFT: dict[str, str] = {
         ),
         MANY_FORMS,
     ),
-    **dict.fromkeys(("SanaTransformer2DModel", "SanaVideoTransformer3DModel", "SanaWMTransformer3DModel"), LINEAR),
+    **dict.fromkeys(
+        (
+            "ControlNetModel",
+            "ControlNetUnionModel",
+            "ControlNetXSAdapter",
+            "MultiControlNetModel",
+            "MultiControlNetUnionModel",
+            "SparseControlNetModel",
+            "UNetControlNetXSModel",
+        ),
+        UNET,
+    ),
+    **dict.fromkeys(
+        (
+            "SanaControlNetModel",
+            "SanaTransformer2DModel",
+            "SanaVideoTransformer3DModel",
+            "SanaWMTransformer3DModel",
+        ),
+        LINEAR,
+    ),
     **dict.fromkeys(("HiDreamImageTransformer2DModel", "NucleusMoEImageTransformer2DModel"), EXPERTS),
     "QwenImage21Transformer2DModel": CACHE,
+}
+
+# Those that a reader of the README's table looks for.
+WELL_KNOWN = (
+    "PixArtTransformer2DModel",
+    "DiTTransformer2DModel",
+    "MochiTransformer3DModel",
+    "Kandinsky5Transformer3DModel",
+    "CosmosTransformer3DModel",
+)
+
+FEW_TOKENS = "it runs once per forward, on the tokens of the prompt"
+LEFT_BLOCKS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "HunyuanImageIndividualTokenRefinerBlock",
+            "HunyuanVideo15IndividualTokenRefinerBlock",
+            "HunyuanVideoIndividualTokenRefinerBlock",
+        ),
+        FEW_TOKENS,
+    ),
+    "MotionEncoderResBlock": "convolutions take its time",
+    "SD3SingleTransformerBlock": "no released model but a ControlNet without text has it",
 }

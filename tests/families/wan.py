@@ -1,4 +1,4 @@
-"""Wan: text, image and per-token image to video, VACE, ChronoEdit, SkyReels-V2."""
+"""Wan: text, image and per-token image to video, VACE, Animate, ChronoEdit, SkyReels-V2."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from diffusers import (
     ChronoEditTransformer3DModel,
     SkyReelsV2Transformer3DModel,
+    WanAnimateTransformer3DModel,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
 )
@@ -59,6 +60,33 @@ def make_vace() -> nn.Module:
     return make(WanVACETransformer3DModel, vace_layers=[0, 1], vace_in_channels=6)
 
 
+def make_animate() -> nn.Module:
+    return make(
+        WanAnimateTransformer3DModel,
+        in_channels=12,
+        latent_channels=4,
+        image_dim=32,
+        added_kv_proj_dim=32,
+        motion_encoder_channel_sizes={"4": 4, "8": 4, "16": 4},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=8,
+        face_encoder_hidden_dim=16,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+    )
+
+
+def animate(batch: int) -> dict[str, Any]:
+    return {
+        **of_image(batch),
+        "hidden_states": randn(batch, 12, *GRID),
+        "pose_hidden_states": randn(batch, 4, 1, *GRID[1:], seed=5),
+        "face_pixel_values": randn(batch, 3, 4, 16, 16, seed=6),
+    }
+
+
 FAMILIES = {
     "t2v": Family(make, inputs, BLOCKS, FP8, first_block_cache=True),
     "no_norm2": Family(lambda: make(cross_attn_norm=False), inputs, BLOCKS, FP8),
@@ -70,6 +98,7 @@ FAMILIES = {
         {**BLOCKS, "diffusers.WanVACETransformerBlock": 2, "diffusers.WanAttention": 8},
         2 * FP8,
     ),
+    "animate": Family(make_animate, animate, BLOCKS, FP8),
     "chronoedit": Family(lambda: make(ChronoEditTransformer3DModel), inputs, BLOCKS, FP8),
     "skyreels": Family(
         lambda: make(SkyReelsV2Transformer3DModel),

@@ -31,7 +31,7 @@ from .kernels import kernel_mapping as kernel_mapping
 LEVELS = ("norms", "block")
 PRECISIONS = ("native", "fp8")
 # What a pipeline's call spends its time in. Text encoders run once, and a VAE is taken when it is named.
-DENOISERS = ("transformer", "transformer_2", "unet")
+DENOISERS = ("transformer", "transformer_2", "unet", "controlnet")
 ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
 
 
@@ -72,7 +72,7 @@ def optimize(
         rounding: "fp32" rounds each result once. "eager" rounds where the stock modules do, and leaves out what
             cannot: packed GEMMs and the GELU epilogue.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
-            unet), as far as it has them. ["vae"]: the autoencoders of LTX-Video, LTX-2, Wan and Qwen-Image.
+            unet, controlnet), as far as it has them. ["vae"]: the autoencoders of LTX-Video, LTX-2, Wan and Qwen-Image.
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .._linear import linear_cat
-from ..glu import gelu
-from ..quant import gelu_quant
+from ..glu import gelu, swiglu
+from ..quant import gelu_quant, swiglu_quant
 from ._fp8 import in_fp8
 from ._guards import ATTRIBUTE, class_of, hooked, remember
 from ._linear import Input, Linears, like_of, linear_gelu_of
@@ -91,12 +91,18 @@ def up_gelu(up: Linears, input: Input, approximate: str) -> Tensor:
     return gelu(hidden, approximate=approximate)
 
 
-def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, approximate: str) -> Tensor:
-    """``out(torch.cat((attended, gelu(up(input))), -1))``: the last layer of MLP and attention side by side."""
+def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, activation: str) -> Tensor:
+    """``out(torch.cat((attended, activation(up(input))), -1))``: the last layer of MLP and attention side by side.
+
+    activation: "tanh", a GELU, or "swiglu" of a linear part with the gate behind it.
+    """
+    gated = activation == "swiglu"
     if out.fp8:
         (hidden,) = up(input)
-        return out(gelu_quant(hidden, approximate=approximate, prefix=attended))[0]
-    activated = up_gelu(up, input, approximate)
+        if gated:
+            return out(swiglu_quant(hidden, gate_first=False, prefix=attended))[0]
+        return out(gelu_quant(hidden, approximate=activation, prefix=attended))[0]
+    activated = swiglu(up(input)[0], gate_first=False) if gated else up_gelu(up, input, activation)
     if out.direct:
         parts = attended, activated
         return cast(Tensor, as_one(linear_cat, parts, out.weights[0], out.biases[0]))

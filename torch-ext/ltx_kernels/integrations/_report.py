@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable
@@ -52,12 +53,19 @@ class Report:
     @property
     def replaced(self) -> dict[str, int]:
         """How many modules of each class were replaced."""
-        return {site.name: site.modules for site in self.sites}
+        modules: Counter[str] = Counter()  # modules of one class may do different things, by their processors
+        for site in self.sites:
+            modules[site.name] += site.modules
+        return dict(modules)
 
     @property
     def fallbacks(self) -> dict[str, dict[str, int]]:
         """Calls that ran the stock forward instead, by class and reason."""
-        return {site.name: dict(site.fallbacks) for site in self.sites if site.fallbacks}
+        found: dict[str, Counter[str]] = {}
+        for site in self.sites:
+            if site.fallbacks:
+                found.setdefault(site.name, Counter()).update(site.fallbacks)
+        return {name: dict(reasons) for name, reasons in found.items()}
 
     def restore(self) -> None:
         """Gives every module of what was optimized its stock forward back."""

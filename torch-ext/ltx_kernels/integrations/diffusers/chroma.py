@@ -15,7 +15,7 @@ from torch import Tensor
 from .._rotary import Tables, kept
 from .._sites import site_of
 from .._stream import modulation_of
-from .flux import DOUBLE, SINGLE, double, single, why_not_call
+from .flux import DOUBLE, SINGLE, double, single
 
 CHROMA = "diffusers.models.transformers.transformer_chroma.Chroma"
 
@@ -59,7 +59,7 @@ def _why_not(rows: int, block: Any, arguments: Mapping[str, Any]) -> str:
     temb: Tensor = arguments["temb"]
     if temb.dim() != 3 or temb.shape[1] != rows:
         return f"a modulation of shape {list(temb.shape)}"
-    return why_not_call(block, arguments)
+    return "joint_attention_kwargs" if arguments.get("joint_attention_kwargs") else ""
 
 
 def _why_not_double(block: Any, arguments: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""FLUX.1, LongCat-Image, Ovis-Image, Bria FIBO: double blocks of image and text, and single blocks of both.
+"""FLUX.1 and LongCat-Image: double blocks of image and text, and single blocks of both.
 
 Double blocks keep text and image apart but for one joint attention; single blocks run both as one sequence, attention
 beside the feed-forward. The modulation comes from a linear layer inside each norm module.
@@ -7,6 +7,7 @@ beside the feed-forward. The modulation comes from a linear layer inside each no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -24,24 +25,20 @@ ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 ADA_SINGLE = "diffusers.models.normalization.AdaLayerNormZeroSingle"
 
 
-def _attention(module: str, name: str) -> Attention:
-    return Attention(
-        classes=(f"{MODELS}{module}.{name}Attention",),
-        processor=f"{MODELS}{module}.{name}AttnProcessor",
-        parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
-        added=("add_q_proj", "add_k_proj", "add_v_proj"),
-        added_norms=("norm_added_q", "norm_added_k"),
-        added_output="to_add_out",
-        mask=ScoresMask(),
-        tables=halves,
-    )
-
-
-ATTENTION = _attention("flux", "Flux")
-COPIES = (
-    _attention("longcat_image", "LongCatImage"),
-    _attention("ovis_image", "OvisImage"),
-    _attention("bria_fibo", "BriaFibo"),
+ATTENTION = Attention(
+    classes=(MODELS + "flux.FluxAttention",),
+    processor=MODELS + "flux.FluxAttnProcessor",
+    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
+    added=("add_q_proj", "add_k_proj", "add_v_proj"),
+    added_norms=("norm_added_q", "norm_added_k"),
+    added_output="to_add_out",
+    mask=ScoresMask(),
+    tables=halves,
+)
+LONGCAT = replace(
+    ATTENTION,
+    classes=(MODELS + "longcat_image.LongCatImageAttention",),
+    processor=MODELS + "longcat_image.LongCatImageAttnProcessor",
 )
 
 
@@ -64,14 +61,16 @@ def double(
     return clipped(c.value()), h.value()
 
 
-def single(block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, Any]) -> Tensor:
+def single(
+    block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, Any], activation: str = "tanh"
+) -> Tensor:
     """The body of a single block on the rows of text and image. `options` are the attention's."""
     norm, attn = children(block, "norm", "attn")
     shift, scale, gate = mods
     h = Stream(block, both)
     up, out = linears_of(block, ("proj_mlp",), both), linears_of(block, ("proj_out",), both)
     x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, ATTENTION.readers(attn, both)))
-    h.add(beside_mlp(out, attn(hidden_states=x, **options), up, x, "tanh"), gate)
+    h.add(beside_mlp(out, attn(hidden_states=x, **options), up, x, activation), gate)
     return clipped(h.value())
 
 
@@ -84,7 +83,7 @@ def double_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     mods, text_mods = (modulation_by(norm, temb, 6) for norm in children(self, "norm1", "norm1_context"))
-    options = {"image_rotary_emb": image_rotary_emb}
+    options = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     return double(self, hidden_states, encoder_hidden_states, mods, text_mods, options)
 
 
@@ -95,24 +94,25 @@ def single_forward(
     temb: Tensor,
     image_rotary_emb: Tables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
+    activation: str = "tanh",
 ) -> tuple[Tensor, Tensor]:
     mods = modulation_by(self._modules["norm"], temb, 3)
     both = joint(encoder_hidden_states, hidden_states)
-    result = single(self, both, mods, {"image_rotary_emb": image_rotary_emb})
+    options = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    result = single(self, both, mods, options, activation)
     text = encoder_hidden_states.shape[1]
     return result[:, :text], result[:, text:]
 
 
 def why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
-    return "joint_attention_kwargs" if arguments.get("joint_attention_kwargs") else ""
+    """The attention may have a mask. Other arguments are those of IP-Adapters, with which it has a third result."""
+    options = arguments.get("joint_attention_kwargs") or {}
+    return "joint_attention_kwargs" if options.keys() - {"attention_mask"} else ""
 
 
 PARAMETERS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 DOUBLE = Block(
-    classes=tuple(
-        f"{MODELS}{name}TransformerBlock"
-        for name in ("flux.Flux", "longcat_image.LongCatImage", "ovis_image.OvisImage", "bria_fibo.BriaFibo")
-    ),
+    classes=tuple(f"{MODELS}{name}TransformerBlock" for name in ("flux.Flux", "longcat_image.LongCatImage")),
     forward=double_forward,
     parameters=PARAMETERS,
     children=frozenset({"norm1", "norm1_context", "attn", "norm2", "ff", "norm2_context", "ff_context"}),
@@ -145,4 +145,4 @@ SINGLE = Block(
     roundings=("fp32",),
 )
 
-ENTRIES = (ATTENTION, *COPIES, DOUBLE, SINGLE)
+ENTRIES = (ATTENTION, LONGCAT, DOUBLE, SINGLE)

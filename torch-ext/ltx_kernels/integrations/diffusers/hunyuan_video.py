@@ -1,4 +1,4 @@
-"""HunyuanVideo, FramePack, HunyuanVideo 1.5: double blocks of video and text, and single blocks of both.
+"""HunyuanVideo, FramePack, HunyuanVideo 1.5, HunyuanImage 2.1: double blocks of video and text, single blocks of both.
 
 Double blocks keep video and text apart but for one joint attention. Single blocks, which 1.5 does not have, run both as
 one sequence. The joint order is video, then text. The text is not rotated, and its padding comes last and is masked.
@@ -44,6 +44,7 @@ ATTENTION_15 = replace(
     shared=False,
     mask=PaddingMask(of_text=True),
 )
+ATTENTION_IMAGE = replace(ATTENTION, processor=MODELS + "hunyuanimage.HunyuanImageAttnProcessor")
 
 
 def double_forward(
@@ -74,6 +75,19 @@ def double_forward(
     text = c.norm(norm2_context, c_shift2, c_scale2, into=ff_input(ff_context, encoder_hidden_states))
     c.add(feed_forward(ff_context, text), c_gate2)
     return h.value(), c.value()
+
+
+def image_double_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Tables | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    return double_forward(self, hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb)
 
 
 def single_forward(
@@ -122,10 +136,17 @@ DOUBLE_15 = replace(
     classes=(MODELS + "hunyuan_video15.HunyuanVideo15TransformerBlock",),
     attentions={"attn": ATTENTION_15},
 )
+DOUBLE_IMAGE = replace(
+    DOUBLE,
+    classes=(MODELS + "hunyuanimage.HunyuanImageTransformerBlock",),
+    forward=image_double_forward,
+    parameters=(*DOUBLE.parameters[:4], "image_rotary_emb", "args", "kwargs"),
+    attentions={"attn": ATTENTION_IMAGE},
+)
 SINGLE = Block(
     classes=(MODELS + "hunyuan_video.HunyuanVideoSingleTransformerBlock",),
     forward=single_forward,
-    parameters=(*DOUBLE.parameters[:4], "image_rotary_emb", "args", "kwargs"),
+    parameters=DOUBLE_IMAGE.parameters,
     children=frozenset({"norm", "proj_mlp", "act_mlp", "proj_out", "attn"}),
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
@@ -135,5 +156,10 @@ SINGLE = Block(
     linears=(("proj_mlp",), ("proj_out",)),
     roundings=("fp32",),
 )
+SINGLE_IMAGE = replace(
+    SINGLE,
+    classes=(MODELS + "hunyuanimage.HunyuanImageSingleTransformerBlock",),
+    attentions={"attn": ATTENTION_IMAGE},
+)
 
-ENTRIES = (ATTENTION, ATTENTION_15, DOUBLE, DOUBLE_15, SINGLE)
+ENTRIES = (ATTENTION, ATTENTION_15, ATTENTION_IMAGE, DOUBLE, DOUBLE_15, DOUBLE_IMAGE, SINGLE, SINGLE_IMAGE)

@@ -1,12 +1,15 @@
-"""Z-Image: one stream, a norm before and after each of attention and SwiGLU MLP, modulation by scale and tanh gate.
+"""Z-Image and its ControlNet: one stream, norms around attention and SwiGLU MLP, modulation by scale and tanh gate.
 
-The refiner of the caption has no modulation. In the omni mode each token takes one of two modulations.
+The refiner of the caption has no modulation. In the omni mode each token takes one of two modulations. A block of the
+ControlNet gives all streams so far, one for each block, and a projection of its own.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._attend import Attention, KeyMask
@@ -18,6 +21,7 @@ from .._sites import site_of
 from .._stream import RMSNORM, Mod, Stream, chosen, modulation
 
 Z_IMAGE = "diffusers.models.transformers.transformer_z_image."
+CONTROLNET = "diffusers.models.controlnets.controlnet_z_image."
 
 
 def _tables(attention: Any, rope: Tensor) -> Tables:
@@ -34,7 +38,10 @@ ATTENTION = Attention(
     mask=KeyMask(),
     tables=_tables,
 )
-MLP = GatedMLP((Z_IMAGE + "FeedForward",), projections=("w1", "w3"), activation="", down="w2")
+CONTROLNET_ATTENTION = replace(ATTENTION, processor=CONTROLNET + "ZSingleStreamAttnProcessor")
+MLP = GatedMLP(
+    (Z_IMAGE + "FeedForward", CONTROLNET + "FeedForward"), projections=("w1", "w3"), activation="", down="w2"
+)
 
 
 def _modulation(
@@ -70,6 +77,24 @@ def block_forward(
     return h.value()
 
 
+def control_forward(
+    self: Any,
+    c: Tensor,
+    x: Tensor,
+    attn_mask: Tensor | None,
+    freqs_cis: Tensor,
+    adaln_input: Tensor | None = None,
+) -> Tensor:
+    before: tuple[Tensor, ...] = ()
+    if self.block_id == 0:
+        c = self.before_proj(c) + x
+    else:
+        streams = c.unbind()
+        before, c = streams[:-1], streams[-1]
+    c = block_forward(self, c, attn_mask, freqs_cis, adaln_input)
+    return torch.stack((*before, self.after_proj(c), c))
+
+
 BLOCK = Block(
     classes=(Z_IMAGE + "ZImageTransformerBlock",),
     forward=block_forward,
@@ -82,5 +107,20 @@ BLOCK = Block(
     attentions={"attention": ATTENTION, "feed_forward": MLP},
     ops=("adaln_rmsnorm", "norm_gated_residual_norm", "norm_residual", "rmsnorm"),
 )
+CONTROLNET_BLOCK = replace(
+    BLOCK,
+    classes=(CONTROLNET + "ZImageTransformerBlock",),
+    attentions={**BLOCK.attentions, "attention": CONTROLNET_ATTENTION},
+)
+CONTROL_BLOCK = replace(
+    CONTROLNET_BLOCK,
+    classes=(CONTROLNET + "ZImageControlTransformerBlock",),
+    forward=control_forward,
+    parameters=("c", "x", "attn_mask", "freqs_cis", "adaln_input"),
+    children=BLOCK.children | {"after_proj"},
+    optional_children=BLOCK.optional_children | {"before_proj"},
+    streams=("c", "x"),
+    tensors=("adaln_input",),
+)
 
-ENTRIES = (ATTENTION, MLP, BLOCK)
+ENTRIES = (ATTENTION, CONTROLNET_ATTENTION, MLP, BLOCK, CONTROLNET_BLOCK, CONTROL_BLOCK)

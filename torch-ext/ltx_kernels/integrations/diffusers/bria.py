@@ -1,0 +1,102 @@
+"""Bria 3.2 and Bria FIBO: FLUX.1's blocks; FIBO's single blocks take text and image as one tensor.
+
+FIBO's pipeline masks the padding of prompts, and hands the mask to the attention by way of every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .._attend import Attention
+from .._rotary import Tables
+from .._stream import RMSNORM, modulation_by
+from .flux import ATTENTION as FLUX_ATTENTION
+from .flux import DOUBLE as FLUX_DOUBLE
+from .flux import SINGLE as FLUX_SINGLE
+from .flux import double_forward, single, single_forward, why_not_call
+
+BRIA = "diffusers.models.transformers.transformer_bria.Bria"
+FIBO = "diffusers.models.transformers.transformer_bria_fibo.BriaFibo"
+
+ATTENTION = replace(FLUX_ATTENTION, classes=(BRIA + "Attention",), processor=BRIA + "AttnProcessor")
+FIBO_ATTENTION = replace(FLUX_ATTENTION, classes=(FIBO + "Attention",), processor=FIBO + "AttnProcessor")
+FIBO_SINGLE_ATTENTION: Attention = replace(
+    ATTENTION,
+    classes=("diffusers.models.attention_processor.Attention",),
+    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
+    norm=RMSNORM,
+    added=(),
+    added_norms=(),
+    added_output="",
+)
+
+
+def bria_double_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Tables | None = None,
+    attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    return double_forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs)
+
+
+def bria_single_forward(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Tables | None = None,
+    attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    return single_forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs)
+
+
+def fibo_single_forward(
+    self: Any,
+    hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Tables | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> Tensor:
+    options = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    return single(self, hidden_states, modulation_by(self._modules["norm"], temb, 3), options)
+
+
+def _why_not_bria(block: Any, arguments: Mapping[str, Any]) -> str:
+    return why_not_call(block, {"joint_attention_kwargs": arguments.get("attention_kwargs")})
+
+
+PARAMETERS = (*FLUX_DOUBLE.parameters[:-1], "attention_kwargs")
+DOUBLE = replace(
+    FLUX_DOUBLE,
+    classes=(BRIA + "TransformerBlock",),
+    forward=bria_double_forward,
+    parameters=PARAMETERS,
+    attentions={"attn": ATTENTION},
+    check=_why_not_bria,
+)
+SINGLE = replace(
+    FLUX_SINGLE,
+    classes=(BRIA + "SingleTransformerBlock",),
+    forward=bria_single_forward,
+    parameters=PARAMETERS,
+    attentions={"attn": ATTENTION},
+    check=_why_not_bria,
+)
+FIBO_DOUBLE = replace(FLUX_DOUBLE, classes=(FIBO + "TransformerBlock",), attentions={"attn": FIBO_ATTENTION})
+FIBO_SINGLE = replace(
+    FLUX_SINGLE,
+    classes=(FIBO + "SingleTransformerBlock",),
+    forward=fibo_single_forward,
+    parameters=("hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs"),
+    streams=("hidden_states",),
+    attentions={"attn": FIBO_SINGLE_ATTENTION},
+)
+
+ENTRIES = (ATTENTION, FIBO_ATTENTION, FIBO_SINGLE_ATTENTION, DOUBLE, SINGLE, FIBO_DOUBLE, FIBO_SINGLE)
