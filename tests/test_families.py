@@ -436,11 +436,20 @@ def test_fp8(ltx: ModuleType, device: str, family: Family) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "op"),
-    [("flux", "gelu_quant"), ("chroma", "gelu_quant"), ("hunyuan_video", "gelu_quant"), ("flux2", "glu_quant")],
+    ("name", "op", "count"),
+    [
+        # The activation quantises attention's columns with its own, in two single blocks; two double blocks have MLPs.
+        ("flux", "gelu_quant", 2 + 2),
+        ("flux-ovis", "glu_quant", 2 + 2),
+        ("chroma", "gelu_quant", 2 + 2),
+        ("hunyuan_video", "gelu_quant", 2 + 2),
+        ("flux2", "glu_quant", 2 + 2),
+        # Norm, gate, residual, norm and quantisation between the attention and the MLP of four blocks.
+        ("z_image", "norm_residual_norm_quant", 4),
+    ],
 )
-def test_fp8_of_attention_beside_an_mlp(ltx: ModuleType, device: str, name: str, op: str) -> None:
-    """The activation quantises attention's columns with its own, in two single blocks; two double blocks have MLPs."""
+def test_fp8_in_the_op_before(ltx: ModuleType, device: str, name: str, op: str, count: int) -> None:
+    """What an fp8 layer reads is quantised where it is made."""
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8 on this GPU")
     family = FAMILIES[name]
@@ -448,7 +457,7 @@ def test_fp8_of_attention_beside_an_mlp(ltx: ModuleType, device: str, name: str,
     ltx.optimize(model, precision="fp8")
     with PackageOps(ltx) as ops:
         run(model, inputs)
-    assert ops.names.count(op) == 2 + 2
+    assert ops.names.count(op) == count
 
 
 @pytest.mark.parametrize("name", ["flux", "hunyuan_video", "qwenimage", "sd3"])

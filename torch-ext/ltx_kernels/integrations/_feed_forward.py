@@ -22,13 +22,15 @@ from ._replay import as_one
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
+SWIGLU = "diffusers.models.activations.SwiGLU"
+SILU = "torch.nn.modules.activation.SiLU"
 DROPOUT = "torch.nn.modules.dropout.Dropout"
 
 
 class _Layers(NamedTuple):
     up: Linears
     down: Linears
-    approximate: str
+    activation: str
     count_call: Callable[[], None]
 
 
@@ -40,13 +42,24 @@ def _layers(ff: nn.Module, input: Tensor) -> _Layers | None:
     if len(net) < 3 or any(map(hooked, net[:2])):
         return None
     activation, down = net[0], net[2]
-    if class_of(activation) != GELU or ATTRIBUTE not in activation.__dict__:
+    if class_of(activation) not in (GELU, SWIGLU) or ATTRIBUTE not in activation.__dict__:
+        return None
+    if class_of(activation) == SWIGLU and why_not_swiglu(activation):
         return None
     if any(class_of(dropout) != DROPOUT or dropout.training or hooked(dropout) for dropout in (net[1], *net[3:])):
         return None
     up = Linears((cast(nn.Linear, activation._modules["proj"]),), input)
     site = activation.__dict__[ATTRIBUTE]
-    return _Layers(up, Linears((cast(nn.Linear, down),), input), cast(str, activation.approximate), site.count_call)
+    name = "swiglu" if class_of(activation) == SWIGLU else cast(str, activation.approximate)
+    return _Layers(up, Linears((cast(nn.Linear, down),), input), name, site.count_call)
+
+
+def why_not_swiglu(module: nn.Module) -> str:
+    """Why the op cannot stand in for the activation of diffusers' SwiGLU."""
+    activation = cast(nn.Module, module._modules["activation"])
+    if class_of(activation) != SILU or activation.inplace:
+        return f"its activation is {activation}"
+    return "its activation has a hook" if hooked(activation) else ""
 
 
 def _known(ff: nn.Module, input: Tensor) -> _Layers | None:
@@ -74,35 +87,39 @@ def feed_forward(ff: nn.Module, input: Input) -> Tensor:
     if layers is None:
         return cast(Tensor, ff(input))
     layers.count_call()
-    up, down, approximate = layers.up, layers.down, layers.approximate
+    up, down, activation = layers.up, layers.down, layers.activation
     if down.fp8:
-        (hidden,) = up(input)
-        return down(gelu_quant(hidden, approximate=approximate))[0]
-    return down(up_gelu(up, input, approximate))[0]
+        return down(_activated_rows(up, input, activation))[0]
+    return down(_activated(up, input, activation))[0]
 
 
-def up_gelu(up: Linears, input: Input, approximate: str) -> Tensor:
-    """One linear layer, then GELU."""
+def _activated(up: Linears, input: Input, activation: str) -> Tensor:
+    """One linear layer, then its activation."""
+    if activation == "swiglu":
+        return swiglu(up(input)[0], gate_first=False)
     if not up.fp8:
-        output = linear_gelu_of(up, cast(Tensor, input), approximate)
+        output = linear_gelu_of(up, cast(Tensor, input), activation)
         if output is not None:
             return output
+    return gelu(up(input)[0], approximate=activation)
+
+
+def _activated_rows(up: Linears, input: Input, activation: str, prefix: Tensor | None = None) -> Input:
+    """The same behind the columns of a prefix, quantised as one row."""
     (hidden,) = up(input)
-    return gelu(hidden, approximate=approximate)
+    if activation == "swiglu":
+        return swiglu_quant(hidden, gate_first=False, prefix=prefix)
+    return gelu_quant(hidden, approximate=activation, prefix=prefix)
 
 
 def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, activation: str) -> Tensor:
     """``out(torch.cat((attended, activation(up(input))), -1))``: the last layer of MLP and attention side by side.
 
-    activation: "tanh", a GELU, or "swiglu" of a linear part with the gate behind it.
+    activation: "tanh" or "none", a GELU, or "swiglu" of a linear part with the gate behind it.
     """
-    gated = activation == "swiglu"
     if out.fp8:
-        (hidden,) = up(input)
-        if gated:
-            return out(swiglu_quant(hidden, gate_first=False, prefix=attended))[0]
-        return out(gelu_quant(hidden, approximate=activation, prefix=attended))[0]
-    activated = swiglu(up(input)[0], gate_first=False) if gated else up_gelu(up, input, activation)
+        return out(_activated_rows(up, input, activation, attended))[0]
+    activated = _activated(up, input, activation)
     if out.direct:
         parts = attended, activated
         return cast(Tensor, as_one(linear_cat, parts, out.weights[0], out.biases[0]))

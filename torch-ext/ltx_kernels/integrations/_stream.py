@@ -35,6 +35,7 @@ from ..quant import (
     gated_residual_adaln_rmsnorm_quant,
     gated_residual_quant,
     layernorm_quant,
+    norm_gated_residual_norm_quant,
     quantize_rows,
 )
 from ._guards import ATTRIBUTE, NormModule, children
@@ -200,8 +201,8 @@ class Stream:
         quantises = into is not None and into.fp8
         if self._branch is not None and self._branch_norm is not None:
             before = form_of(self._branch_norm)
-            if form == before and form.rounding(self.rounding) == self.rounding and not quantises:
-                return self._norm_of_normed_sum(form, self._branch_norm, norm, shift, scale)
+            if form == before and form.rounding(self.rounding) == self.rounding:
+                return self._norm_of_normed_sum(form, self._branch_norm, norm, shift, scale, quantises)
             self.value()
         if form.statistic == RMS and scale is None and (self._branch is None or self._gate is None):
             return self._rms(form, norm, quantises)
@@ -239,29 +240,21 @@ class Stream:
         return result
 
     def _norm_of_normed_sum(
-        self, form: Form, before: nn.Module, norm: nn.Module, shift: Mod | None, scale: Mod | None
-    ) -> Tensor:
+        self, form: Form, before: nn.Module, norm: nn.Module, shift: Mod | None, scale: Mod | None, quantises: bool
+    ) -> Input:
         """`norm` of the stream and a waiting branch that is normalised first, in one launch."""
         branch, self._branch = cast(Tensor, self._branch), None
         gate, gate_table = self._gate or _NOTHING
         scale_value, scale_table = scale or _NOTHING
         shift_value, shift_table = shift or _NOTHING
-        result, self._value = norm_gated_residual_norm(
-            branch,
-            self._value,
-            gate,
-            before._parameters.get("weight"),
-            form.eps_of(before),
-            norm._parameters.get("weight"),
-            scale_value,
-            shift_value,
-            form.eps_of(norm),
-            weight_offset=form.offset,
-            gate_table=gate_table,
-            scale_table=scale_table,
-            shift_table=shift_table,
-            rounding=self.rounding,
-        )
+        operands = branch, self._value, gate, before._parameters.get("weight"), form.eps_of(before)
+        more = norm._parameters.get("weight"), scale_value, shift_value, form.eps_of(norm)
+        options: dict[str, Any] = {"weight_offset": form.offset, "gate_table": gate_table}
+        options.update(scale_table=scale_table, shift_table=shift_table)
+        if quantises:
+            values, scales, self._value = norm_gated_residual_norm_quant(*operands, *more, **options)
+            return values, scales
+        result, self._value = norm_gated_residual_norm(*operands, *more, **options, rounding=self.rounding)
         return result
 
     def _norm_of_sum(

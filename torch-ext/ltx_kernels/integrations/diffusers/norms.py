@@ -7,9 +7,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ...glu import gelu
+from ...glu import gelu, swiglu
 from ...norm import layernorm, rmsnorm
-from .._feed_forward import GELU
+from .._feed_forward import GELU, SWIGLU, why_not_swiglu
 from .._guards import NormModule, children, why_not_input, why_not_norm_call
 from .._linear import Linears, linear_gelu_of
 from .._sites import Entry, site_of, stock_forward
@@ -75,6 +75,15 @@ def gelu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     return gelu(linear(hidden_states), approximate=approximate) if output is None else output
 
 
+def swiglu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    reason = why_not_input(hidden_states) or why_not_swiglu(self)
+    if reason:
+        return stock_forward(self, reason, hidden_states)
+    site_of(self).count_call()
+    (linear,) = children(self, "proj")
+    return swiglu(linear(hidden_states), gate_first=False)
+
+
 ENTRIES = (
     Entry(
         (RMSNORM,),
@@ -90,4 +99,13 @@ ENTRIES = (
     ),
     # The epilogue does not round before the GELU, so "eager" leaves it to torch.
     Entry((GELU,), gelu_forward, ("gelu",), ("hidden_states",), frozenset({"proj"}), roundings=("fp32",)),
+    Entry(
+        (SWIGLU,),
+        swiglu_forward,
+        ("swiglu",),
+        ("hidden_states",),
+        frozenset({"proj", "activation"}),
+        roundings=("fp32",),
+        why_not=why_not_swiglu,
+    ),
 )
