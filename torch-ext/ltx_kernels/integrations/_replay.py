@@ -242,12 +242,14 @@ class Replays:
         self.calls: dict[Hashable, _Replay | str] = {}
         parts = [module, *self.state.modules]
         self.sites = list(dict.fromkeys(part.__dict__[ATTRIBUTE] for part in parts if ATTRIBUTE in part.__dict__))
-        refused = (
-            changes > CHANGES
-            or any(map(_does_more, parts[1:]))
-            or any(type(tensor) not in (nn.Parameter, Tensor) for tensor in self.state.present)
-        )
-        self.refused = REFUSED if refused else 0
+        self.reason = ""  # why no call is recorded
+        if changes > CHANGES:
+            self.reason = "its modules or weights change between calls"
+        elif any(map(_does_more, parts[1:])):
+            self.reason = "it holds a module that may run other kernels"
+        elif any(type(tensor) not in (nn.Parameter, Tensor) for tensor in self.state.present):
+            self.reason = "it holds tensors of another kind"
+        self.refused = REFUSED if self.reason else 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -273,6 +275,26 @@ class Replays:
         function = recorder.function(result)
         self.calls[key] = function if isinstance(function, str) else _Replay(function, before, facts)
         return result
+
+
+def lines(root: nn.Module) -> list[str]:
+    """What the report says of recorded calls: how many blocks of a class have any, or why they have none."""
+    blocks: Counter[str] = Counter()
+    recorded: Counter[str] = Counter()
+    reasons: Counter[tuple[str, str]] = Counter()
+    for module in root.modules():
+        replays: Replays | None = module.__dict__.get(REPLAYS)
+        if replays is None:
+            continue
+        name = module.__dict__[ATTRIBUTE].name
+        blocks[name] += 1
+        recorded[name] += any(isinstance(call, _Replay) for call in replays.calls.values())
+        why = [replays.reason] if replays.reason else [call for call in replays.calls.values() if isinstance(call, str)]
+        reasons.update((name, reason) for reason in set(why) if reason)
+    return [
+        *(f"recorded calls: {count} of {blocks[name]} {name}" for name, count in recorded.items() if count),
+        *(f"not recorded, {name}, {count} x: {reason}" for (name, reason), count in reasons.items()),
+    ]
 
 
 def _does_more(part: nn.Module) -> bool:

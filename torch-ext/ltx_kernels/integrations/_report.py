@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from torch import nn
 
-from . import _batch, _parallel
+from . import _batch, _parallel, _replay
 from ._graphs import graphs_of
 from ._idle import advice, idle_share
 from ._sites import Site, uninstall_all
@@ -150,7 +150,7 @@ class Report:
         if self._idle is not None:
             lines.append(advice(self._idle, bool(graph_lines)))
         for root in (reference() for reference in self._roots):
-            lines += [] if root is None else [*_parallel.lines(root), *_batch.lines(root)]
+            lines += [] if root is None else [*_replay.lines(root), *_parallel.lines(root), *_batch.lines(root)]
         grouped: dict[str, list[str]] = {}
         for name, reason in self.left_alone.items():
             grouped.setdefault(reason, []).append(name or "the model")
