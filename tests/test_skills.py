@@ -173,6 +173,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "huggingface_kernels_example.py": ([], ["kernels-community/activation", "adaln_rmsnorm", "2 nn.RMSNorm replaced"]),
     "profile_example.py": (TINY, ["matrix product", "LTXAttention", "RMSNorm", "aten::addmm"]),
     "new_project.py": ([], ["kernel_src/common.cuh", "torch-ext/my_kernels/__init__.py", "build.toml"]),
+    "try_kernel.py": (["--no-compile"], ["bfloat16, views: error", "a copy of the same bytes", "PASS"]),
     "benchmark_h100.py": (["--tiny"], ["rmsnorm", "geglu", "PASS"]),
 }
 
@@ -241,6 +242,65 @@ def test_an_installed_copy_needs_a_build_and_no_checkout(installed: Path, ltx: M
         assert result.returncode == 1 and "cp -rL" in result.stderr
     finally:
         (tmp_path / "examples").rename(installed / "cuda-kernels" / "scripts" / "examples")
+
+
+TRIAL = """
+import torch
+import torch.nn.functional as F
+
+SIZES, SMALL, LABEL = (64,), (1, 7), "rows"
+
+
+def inputs(random, rows):
+    return random(rows, 64), random(64)
+
+
+def plain(x, weight):
+    return F.rms_norm(x, (64,), weight, 1e-6)
+
+
+def kernel(x, weight):
+    if not x.is_contiguous():
+        raise RuntimeError("x: expected a contiguous tensor")
+    return KERNEL
+"""
+
+
+@pytest.mark.usefixtures("ltx")
+@pytest.mark.parametrize(
+    "kernel, expected",
+    [
+        ("plain(x, weight)", "PASS"),
+        (
+            "F.rms_norm(x, (64,), weight, 1e-2)",
+            "FAIL: torch.float32, contiguous, size 1: this kernel: expected an error",
+        ),
+        ("plain(x, weight).nan_to_num(posinf=0)", "FAIL: torch.float32, one infinity, size 1: expected NaN and"),
+        ("plain(x, weight) + 0.1 * (x.abs().amax() == 0)", "FAIL: torch.float32, zeros"),
+        ("plain(x, weight)[:, :32]", "expected results of shapes [[1, 64]], got [[1, 32]]"),
+    ],
+    ids=["right", "eps", "infinity", "zeros", "shape"],
+)
+def test_a_kernel_of_ones_own(here: Here, tmp_path: Path, kernel: str, expected: str):
+    """Faults are told; a refused view is named; what passes is logged, a line for each size."""
+    trial, log = tmp_path / "my_trial.py", tmp_path / "trials.jsonl"
+    trial.write_text(TRIAL.replace("KERNEL", kernel))
+    status, output = here("try_kernel.py", str(trial), "--no-compile", "--log", str(log), "--question", "does it pay?")
+    assert (status == 0) == (expected == "PASS") and expected in output, output
+    assert log.exists() == (status == 0)
+    if status == 0:
+        assert "views: error" in output and "refused: x: expected a contiguous tensor" in output
+        for line in map(json.loads, log.read_text().splitlines()):
+            assert line["question"] == "does it pay?" and {"plain torch", "this kernel"} < set(line["us"])
+            assert isinstance(line["kept"], bool) and line["why"].startswith("the best of the others, plain torch")
+
+
+def test_a_trial_that_lacks_something(here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    trial = tmp_path / "my_trial.py"
+    trial.write_text("SIZES = SMALL = (1,)\nLABEL = 'rows'\n")
+    for arguments in ([str(trial)], [str(tmp_path / "none.py")], ["--log", "x"]):
+        status, _ = here("try_kernel.py", *arguments)
+        assert status == 2
 
 
 def test_publishing_steps_are_the_guides():
