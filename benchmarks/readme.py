@@ -744,15 +744,51 @@ SKILL_SHAPES = [
 ]
 
 
-def skill_ops(shown: list[tuple[str, list[int], str]]) -> str:
-    ops = load("h200-ops")
+def skill_ops(shown: list[tuple[str, list[int], str]], name: str = "h200-ops") -> str:
+    ops = load(name)
     measured = {(r["op"], tuple(r["shape"])) for r in ops["records"]}
     there = [(op, shape, name) for op, shape, name in shown if (op, tuple(shape)) in measured]
-    lines = [*of_ops(ops, there, ".1f"), "", f"All cases, {of_commits(ops)}: `benchmarks/results/h200-ops.json`.", ""]
+    lines = [*of_ops(ops, there, ".1f"), "", f"All cases, {of_commits(ops)}: `benchmarks/results/{name}.json`.", ""]
     missing = [name for op, shape, name in shown if (op, tuple(shape)) not in measured]
     if missing:
         lines += [f"Not in that file: {', '.join(missing)}.", ""]
     return "\n".join(lines)
+
+
+def on_h100() -> str:
+    """What was measured on an H100: rows, attention and a step of FLUX.1."""
+    slug = "h100-80gb-hbm3"
+    models, attention = load(f"{slug}-models"), load(f"{slug}-attention")
+    ops = {(r["op"], tuple(r["shape"])) for r in load(f"{slug}-ops")["records"]}
+    lines = [skill_ops([row for row in (*SKILL_ROWS, *SKILL_SHAPES) if (row[0], tuple(row[1])) in ops], f"{slug}-ops")]
+    columns = ["ours", "cudnn", "flash2"]
+    lines += [
+        f"Self-attention in ms (`benchmarks/results/{slug}-attention.json`):",
+        "",
+        "| | B, S, heads, D | " + " | ".join(ATTENTION[column] for column in columns) + " |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for r in attention["records"]:
+        if r["mask"] is None:
+            cells = " | ".join(f"{r['ms'][column]:.3f}" for column in columns)
+            lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {cells} |")
+    lines += [
+        "",
+        f"One forward in bf16 with random weights (`benchmarks/results/{slug}-models.json`):",
+        "",
+        "| model | | ms | x diffusers | x torch.compile | error |",
+        "|---" * 6 + "|",
+    ]
+    by_config = {(r["model"], r["config"]): r for r in models["records"]}
+    for (model, config), r in by_config.items():
+        gains = " | ".join(
+            f"{by_config[model, other]['step_ms'] / r['step_ms']:.2f}" for other in ("baseline", "compile")
+        )
+        error = f"{r['error_vs_fp32']:.2e}" if "error_vs_fp32" in r else ""
+        lines.append(
+            f"| {MODELS[model][0]}, {r['shape']} | {CONFIGS[config]} | {r['step_ms']:.1f} | {gains} | {error} |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def ops_table() -> str:
@@ -1402,6 +1438,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("skills/cuda-kernels/SKILL.md", "figures", figures),
     ("skills/cuda-kernels/references/h100-optimization-guide.md", "figures", figures),
     ("skills/cuda-kernels/references/h100-optimization-guide.md", "rows", lambda: skill_ops(SKILL_ROWS)),
+    ("skills/cuda-kernels/references/h100-optimization-guide.md", "h100", on_h100),
     ("skills/cuda-kernels/references/diffusers-h100.md", "shapes", lambda: skill_ops(SKILL_SHAPES)),
     ("skills/h100-diffusers-kernels/SKILL.md", "figures", figures),
     ("skills/h100-diffusers-kernels/SKILL.md", "shapes", lambda: skill_ops(SKILL_SHAPES)),
