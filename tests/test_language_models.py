@@ -496,6 +496,36 @@ def test_encoders_and_kernelize(ltx: ModuleType, device: str, prefix: str, first
     both_ways(ltx, model, lambda: model(ids).last_hidden_state, first)
 
 
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99, "pad_token_id": 0,
+}  # fmt: skip
+PICTURES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+def test_models_that_also_take_pictures(ltx: ModuleType, device: str, family: str) -> None:
+    """LTX-2's and FLUX.2's text encoders: pipelines read the hidden states of every layer."""
+    text = {**TEXT, "sliding_window": 6} if family == "Gemma3" else {**TEXT, "model_type": "mistral"}
+    vision = PICTURES if family == "Gemma3" else {**PICTURES, "head_dim": 16, "model_type": "pixtral"}
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = random_(getattr(transformers, f"{family}ForConditionalGeneration")(config))
+    model, ids = model.to(device).eval().requires_grad_(False), make_ids(device)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "output_hidden_states": True}
+    stock = model(ids, **options).hidden_states
+    report = ltx.optimize(model)
+    for got, want in zip(model(ids, **options).hidden_states, stock, strict=True):
+        assert distance(got[mask > 0], want[mask > 0]) < CLOSE
+    layer = {"Gemma3": "Gemma3DecoderLayer", "Mistral3": "MistralDecoderLayer"}[family]
+    assert report.replaced[f"transformers.{layer}"] == LAYERS and report.fallbacks == {}
+
+
 def test_decoder_of_t5_stays_stock(ltx: ModuleType, device: str) -> None:
     config = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 99}
     config = transformers.T5Config(**config, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
