@@ -495,7 +495,7 @@ def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:
     assert parallel.in_order(records) == [*records[::-1][:3], records[1], records[0]]
 
 
-@pytest.mark.parametrize("mode", ["ulysses", "guidance"])
+@pytest.mark.parametrize("mode", ["ulysses", "ring", "guidance"])
 def test_example(ltx: ModuleType, backend: str, tmp_path: Path, mode: str) -> None:
     """Two ranks of generate_video.py make the clip that one makes, and the first one alone writes it."""
     if backend != "cpu":
