@@ -17,6 +17,7 @@ from torch import nn
 from .._checks import ROUNDING, choice
 from ..quant import fp8_obstacle
 from . import _fp8, _linear, _parallel, diffusers, transformers
+from ._attend import SHARED
 from ._batch import split_batch as split_batch
 from ._graphs import with_graphs
 from ._guards import class_of
@@ -260,6 +261,8 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
                 reason = transformers.why_unknown(module)
                 if level == "block" and diffusers.is_block(root, module):
                     reason = f"{class_of(module)} is not known: its norms and attentions alone"
+                if name.rpartition(".")[0] in plan.modules and class_of(module) in SHARED:
+                    reason = f"its processor is {class_of(module.processor)}"
                 if reason:
                     plan.left_alone[name] = reason
                 continue

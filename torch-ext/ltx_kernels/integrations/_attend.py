@@ -277,6 +277,7 @@ class Attention:
                 (
                     *(self.output, *self.norms, *self.added, *self.added_norms, self.added_output),
                     *(*self.image, self.gate, self.mlp, *self.optional_children, *FUSED),
+                    "processor",  # one that is a module, as IP-Adapters'
                 )
             ),
             why_not=functools.partial(_why_not_module, self),

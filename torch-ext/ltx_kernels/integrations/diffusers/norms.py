@@ -11,7 +11,7 @@ from ...glu import gelu, swiglu
 from ...norm import layernorm, rmsnorm
 from .._feed_forward import GELU, SWIGLU, why_not_swiglu
 from .._guards import NormModule, children, why_not_input, why_not_norm_call
-from .._linear import Linears, linear_gelu_of
+from .._linear import Linears, linear_gelu_of, may_overwrite
 from .._sites import Entry, site_of, stock_forward
 from .._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM
 
@@ -23,7 +23,10 @@ def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     site = site_of(self)
     site.count_call()
     eps = cast(NormModule, self).eps
-    return rmsnorm(hidden_states, self._parameters.get("weight"), eps, rounding=site.rounding)
+    # The stock operations keep the order in memory, on which a view of what is computed from the result may rely.
+    kept = may_overwrite() and not hidden_states.is_contiguous()
+    out = torch.empty_like(hidden_states) if kept else None
+    return rmsnorm(hidden_states, self._parameters.get("weight"), eps, rounding=site.rounding, out=out)
 
 
 def torch_rms_norm_forward(self: nn.Module, x: Tensor) -> Tensor:

@@ -1,0 +1,126 @@
+"""Attention processors that are asked for: what the ops do not compute runs stock, and the report says so."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("diffusers")
+from diffusers.models import attention_processor
+from diffusers.models.transformers import transformer_flux, transformer_flux2
+from families import Family, families, randn
+from test_families import CLOSE, cast, distance, make, run
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+
+FAMILIES = families()
+
+
+def set_processors(model: nn.Module, maker: Any, blocks: int = 2) -> None:
+    torch.manual_seed(0)
+    for block in list(model.transformer_blocks)[:blocks]:
+        processor = maker()
+        block.attn.set_processor(processor.to(model.device) if isinstance(processor, nn.Module) else processor)
+
+
+def flux_ip_adapter(model: nn.Module) -> None:
+    set_processors(model, lambda: transformer_flux.FluxIPAdapterAttnProcessor(32, 32, num_tokens=(3,)))
+
+
+def sd3_ip_adapter(model: nn.Module) -> None:
+    # Of all blocks: the stock processors know none of the arguments, and warn.
+    set_processors(model, lambda: attention_processor.SD3IPAdapterJointAttnProcessor2_0(32, 32, 16, 32, 0.5), 3)
+
+
+def perturbed(model: nn.Module) -> None:
+    set_processors(model, attention_processor.PAGJointAttnProcessor2_0)
+
+
+IP_FLUX = {"joint_attention_kwargs": {"ip_hidden_states": [randn(2, 3, 32)]}}
+IP_SD3 = {"joint_attention_kwargs": {"ip_hidden_states": randn(2, 3, 32), "temb": randn(2, 32, seed=2)}}
+CASES = [
+    ("flux", flux_ip_adapter, IP_FLUX, "FluxIPAdapterAttnProcessor"),
+    ("sd3", sd3_ip_adapter, IP_SD3, "SD3IPAdapterJointAttnProcessor2_0"),
+    ("sd3", perturbed, {}, "PAGJointAttnProcessor2_0"),
+]
+
+
+@pytest.mark.parametrize("order", ["processor first", "optimize first"])
+@pytest.mark.parametrize(("name", "prepare", "more", "processor"), CASES, ids=[case[3] for case in CASES])
+def test_other_processors(
+    ltx: ModuleType, device: str, name: str, prepare: Any, more: dict[str, Any], processor: str, order: str
+) -> None:
+    model = make(FAMILIES[name], device)
+    inputs = cast({**FAMILIES[name].inputs(2), **nested(more, device)}, device, torch.float32)
+    if order == "processor first":
+        prepare(model)
+    report = ltx.optimize(model)
+    if order == "optimize first":
+        prepare(model)
+    ours = run(model, inputs)
+    told = [reason for reasons in report.fallbacks.values() for reason in reasons] + list(report.left_alone.values())
+    assert any(processor in reason or "arguments ip_hidden_states" in reason for reason in told)
+    ltx.restore(model)
+    assert distance(ours, run(model, inputs)) < CLOSE
+
+
+def nested(more: dict[str, Any], device: str) -> dict[str, Any]:
+    """Tensors of the arguments for processors on the device."""
+
+    def moved(value: Any) -> Any:
+        return [moved(part) for part in value] if isinstance(value, list) else value.to(device)
+
+    return {key: {name: moved(value) for name, value in given.items()} for key, given in more.items()}
+
+
+@pytest.mark.parametrize("order", ["fused first", "optimize first"])
+@pytest.mark.parametrize("name", ["flux", "flux2", "wan-t2v", "wan-i2v", "qwenimage", "sd3", "cogvideox-5b"])
+def test_fused_projections(ltx: ModuleType, device: str, name: str, order: str) -> None:
+    """Where the stock processor takes them, the attention runs stock; Qwen-Image's goes on with the single layers."""
+    model = make(FAMILIES[name], device)
+    inputs = cast(FAMILIES[name].inputs(1), device, torch.float32)
+    stock = run(model, inputs)
+    if order == "fused first":
+        model.fuse_qkv_projections()
+    report = ltx.optimize(model)
+    if order == "optimize first":
+        model.fuse_qkv_projections()
+    assert distance(run(model, inputs), stock) < CLOSE
+    told = [reason for reasons in report.fallbacks.values() for reason in reasons] + list(report.left_alone.values())
+    assert any("used" in reason for reason in told) == (name != "qwenimage")
+    ltx.restore(model)
+    assert distance(run(model, inputs), stock) < CLOSE
+
+
+def test_keys_and_values_of_reference_images(ltx: ModuleType, device: str) -> None:
+    """FLUX.2 klein keeps those of the first step; its attentions run stock then, and count it."""
+    family: Family = FAMILIES["flux2-klein"]
+    stock_model, model = make(family, device), make(family, device)
+    for one in (stock_model, model):
+        for blocks, processor in (
+            (one.transformer_blocks, transformer_flux2.Flux2KVAttnProcessor),
+            (one.single_transformer_blocks, transformer_flux2.Flux2KVParallelSelfAttnProcessor),
+        ):
+            for block in blocks:
+                block.attn.set_processor(processor())
+    inputs = cast(family.inputs(1), device, torch.float32)
+    report = ltx.optimize(model)
+    assert distance(run(model, inputs), run(stock_model, inputs)) < CLOSE
+    assert report.fallbacks == {}  # without a cache the processors compute the same
+    results = []
+    for one in (stock_model, model):
+        first, cache = one(**inputs, kv_cache_mode="extract", num_ref_tokens=2, return_dict=False)
+        less = {**inputs, "hidden_states": inputs["hidden_states"][:, 2:], "img_ids": inputs["img_ids"][2:]}
+        results.append((first, *run_cached(one, less, cache)))
+    assert distance(results[1], results[0]) < CLOSE
+    assert all("kv_cache" in reason for reasons in report.fallbacks.values() for reason in reasons)
+    assert set(report.fallbacks) == {"diffusers.Flux2Attention", "diffusers.Flux2ParallelSelfAttention"}
+
+
+def run_cached(model: nn.Module, inputs: dict[str, Any], cache: Any) -> tuple[torch.Tensor, ...]:
+    result: tuple[torch.Tensor, ...] = model(**inputs, kv_cache=cache, kv_cache_mode="cached", return_dict=False)
+    return result[:1]
