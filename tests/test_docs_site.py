@@ -25,6 +25,12 @@ import docs_site
         ("README.md", "docs/ops.md#numerics", "ops.md#numerics"),
         ("README.md", "LICENSE", "SOURCE/blob/main/LICENSE"),
         ("docs/ops.md", "guarantees.md", "guarantees.md"),
+        (
+            "docs/faq.md",
+            "../skills/cuda-kernels/references/t4-optimization-guide.md#dtypes",
+            "t4-optimization-guide.md#dtypes",
+        ),
+        ("skills/cuda-kernels/references/t4-optimization-guide.md", "diffusers-h100.md", "diffusers-h100.md"),
         ("docs/ops.md", "#numerics", "#numerics"),
         ("docs/ops.md", "../README.md", "index.md"),
         ("docs/ops.md", "../benchmarks/results", "SOURCE/tree/main/benchmarks/results"),

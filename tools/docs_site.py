@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for the site of docs/: the README as its front page, pictures of results, links to the sources.
+"""Hooks of mkdocs for the site of docs/: the README as its front page, the guides to GPUs, pictures, links to sources.
 
 The pages link to one another and to files of the repository, as they are read there. On the site a link that leaves
 docs/ leads to the repository, and a picture is copied.
@@ -14,6 +14,11 @@ from typing import Any
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+# Guides that a skill holds, so that its folder is whole by itself. On the site they are pages too.
+GUIDES = {
+    f"skills/cuda-kernels/references/{name}.md": f"{name}.md"
+    for name in ("h100-optimization-guide", "diffusers-h100", "a100-optimization-guide", "t4-optimization-guide")
+}
 LINK = re.compile(r"(\]\(|src=\")([^)\s\"]+)")
 
 
@@ -36,6 +41,8 @@ def site_target(page: str, target: str) -> str:
     found = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
     if found == "README.md":
         return "index.md" + hash_ + heading
+    if found in GUIDES:
+        return GUIDES[found] + hash_ + heading
     if found.startswith("docs/"):
         return found.removeprefix("docs/") + hash_ + heading
     if found.endswith((".png", ".svg")):
@@ -55,6 +62,8 @@ def on_files(files: Any, config: Any) -> Any:
 
     readme = (ROOT / "README.md").read_text()
     files.append(File.generated(config, "index.md", content=for_site("README.md", readme)))
+    for path, name in GUIDES.items():
+        files.append(File.generated(config, name, content=for_site(path, (ROOT / path).read_text())))
     pages = [file.content_string for file in files if file.src_uri.endswith(".md")]
     shown = {name for text in pages for name in re.findall(r"src=\"(?:\.\./)?([^\"]+\.(?:png|svg))\"", text)}
     for name in sorted(shown):
@@ -63,7 +72,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    return markdown if page.file.src_uri == "index.md" else for_site(f"docs/{page.file.src_uri}", markdown)
+    if page.file.src_uri in ("index.md", *GUIDES.values()):  # `on_files` made them for the site
+        return markdown
+    return for_site(f"docs/{page.file.src_uri}", markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
