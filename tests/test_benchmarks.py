@@ -455,3 +455,18 @@ def test_memory_by_offload(ltx: ModuleType, tmp_path: Path) -> None:
         assert plain["host_gb"] == 0 < quantised["host_gb"]
         halves = plain["moved_gb"] - quantised["host_gb"] / 2
         assert halves < quantised["moved_gb"] < 1.1 * halves  # and a scale for every output channel
+
+
+def test_errors_of_fp8_by_kind_of_layer(ltx: ModuleType, tmp_path: Path) -> None:
+    """Each kind alone is in fp8: between nothing and all; the layers that stay out by default are measured too."""
+    pytest.importorskip("diffusers")
+    import fp8_families
+
+    path = tmp_path / "fp8-families.json"
+    assert fp8_families.main(["--tiny", "--device", "cpu", "--models", "wan", "--output", str(path)]) == 0
+    errors = {record["layers"]: record["error"] for record in json.loads(path.read_text())["records"]}
+    assert list(errors)[:3] == ["none (bf16)", "the default", "all"]
+    kinds = list(errors)[3:]
+    assert "blocks: attn1.to_q, attn1.to_k, attn1.to_v" in kinds and "blocks: attn2.to_out.0" in kinds
+    assert errors["none (bf16)"] < errors["the default"] < errors["all"]
+    assert all(errors[kind] < errors["all"] for kind in kinds)

@@ -1,0 +1,119 @@
+"""Which layers of each family carry the error of fp8: one forward of the first blocks, with one kind of layers in fp8.
+
+    python tools/build.py
+    python benchmarks/fp8_families.py [--models zimage flux] [--blocks 2] [--tiny] [--output PATH]
+
+The models have released widths, inputs as their pipelines pass them, random weights, and the first `--blocks` blocks of
+each kind. `error` is the relative L2 distance of the result from the same blocks in float32. A record names the layers
+that are in fp8: "none (bf16)", "the default" of `optimize`, "all", or those that share an input in one kind of block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import diffusers
+import torch
+from cpu import meta as common_meta
+from cpu import result_file
+from models import MODELS, Inputs, Make, block_lists, first_blocks, floats, one_tensor
+from ops import load_package, write
+from steps import error, first_line
+from torch import nn
+
+# Constructor arguments that say how many blocks there are.
+DEPTHS = ("num_layers", "num_single_layers", "n_layers")
+
+
+def shallow_model(name: str, blocks: int, tiny: bool, device: str) -> tuple[nn.Module, Inputs]:
+    known = MODELS[name]
+    parameters = inspect.signature(getattr(diffusers, known.cls).__init__).parameters
+    # A list of one block is not taken for a list of repeated blocks.
+    depth = dict.fromkeys(set(DEPTHS) & set(parameters), max(blocks, 2))
+    model = replace(known, config={**known.config, **depth}).construct(tiny, torch.bfloat16, device)
+    torch.manual_seed(1)
+    inputs = known.inputs(model, Make(torch.bfloat16, device), **(known.tiny_shape if tiny else known.shape))
+    return first_blocks(model, blocks), inputs
+
+
+def groups_of(model: nn.Module, ltx: ModuleType) -> dict[str, set[str]]:
+    """The layers that "fp8" can take, by the kind of block and the names of those that share an input in it."""
+    entries = ltx.integrations.ENTRIES
+    found: dict[str, set[str]] = defaultdict(set)
+    for kind, blocks in block_lists(model).items():
+        for number, block in enumerate(blocks):
+            entry = entries.get(f"{type(block).__module__}.{type(block).__qualname__}")
+            for paths in entry.fp8(block) if entry else ():
+                found[f"{kind}: {', '.join(paths)}"] |= {f"{kind}.{number}.{path}" for path in paths}
+    return found
+
+
+def recipes(model: nn.Module, ltx: ModuleType) -> Iterator[tuple[str, list[str] | None]]:
+    """What is in fp8, and the layers that are left out for it."""
+    groups = groups_of(model, ltx)
+    every = set().union(*groups.values())
+    yield "the default", None
+    yield "all", []
+    for name, layers in groups.items():
+        yield name, sorted(every - layers)
+
+
+def measure(name: str, ltx: ModuleType, options: argparse.Namespace) -> list[dict[str, Any]]:
+    model, inputs = shallow_model(name, options.blocks, options.tiny, options.device)
+    exact = copy.deepcopy(model).float()
+    expected = one_tensor(exact(**{key: floats(value) for key, value in inputs.items()}, return_dict=False))
+    del exact
+
+    def record(layers: str) -> dict[str, Any]:
+        found = error(one_tensor(model(**inputs, return_dict=False)), expected)
+        print(f"{name:12}{found:.3e}  {layers}", flush=True)
+        return {"model": name, "blocks": options.blocks, "layers": layers, "error": float(f"{found:.4g}")}
+
+    with ltx.optimize(model):
+        records = [record("none (bf16)")]
+    for layers, skip in recipes(model, ltx):
+        with ltx.optimize(model, precision="fp8", skip=skip):
+            records.append(record(layers))
+    return records
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
+    parser.add_argument("--blocks", type=int, default=2, help="blocks of each kind (default: 2)")
+    parser.add_argument("--tiny", action="store_true", help="models of seconds on a CPU, to try the script")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8-families.json)")
+    options = parser.parse_args(arguments)
+    ltx, metadata = load_package()
+    torch.set_grad_enabled(False)
+    output = options.output or result_file("fp8-families", options.device)
+    meta = {**common_meta(metadata, options.device), "diffusers": diffusers.__version__, "weights": "random"}
+    records: list[dict[str, Any]] = []
+    failed = False
+    for name in options.models:
+        try:
+            records += measure(name, ltx, options)
+        except Exception as reason:  # the others are still measured; the exit status says that one was not
+            failed = True
+            print(f"{name} failed: {first_line(reason)}", flush=True)
+        write(output, meta, records)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    print(output)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
