@@ -353,6 +353,12 @@ def test_templates_are_a_project(templates: Path):
     assert set(kernel.src) == on_disk
 
 
+def test_templates_have_no_kernels_for_a_cpu(templates: Path, capsys: pytest.CaptureFixture[str]):
+    """The build says so in one line, and what compiles without a GPU."""
+    assert builder.main(["--project", str(templates), "--backend", "cpu"]) == 1
+    assert "expected the backend cpu, got cuda alone; --arch 9.0 compiles for CUDA" in capsys.readouterr().err
+
+
 def test_templates_compile(templates: Path, toolkit: Any):
     """All in one call, for one GPU; nothing spills, and rows move in accesses of 16 bytes."""
     command = [toolkit.nvcc, "-std=c++17", "-arch=sm_90", "-Xptxas=-v", "-I", "kernel_src", "-c", "all.cu"]

@@ -907,6 +907,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.suffix and not re.fullmatch(r"[A-Za-z0-9_]+", args.suffix):
             raise BuildError(f"--suffix {args.suffix!r}: expected letters, digits and _")
         backends = args.backend or (["cpu"] if options.sanitize else ["cuda"] if options.archs else project.backends)
+        unknown = [backend for backend in backends if backend not in project.backends]
+        if unknown:
+            known = ", ".join(project.backends)
+            hint = "; --arch 9.0 compiles for CUDA without a GPU" if "cuda" in known else ""
+            raise BuildError(
+                f"{project.root / 'build.toml'}: expected the backend {unknown[0]}, got {known} alone{hint}"
+            )
         if options.sanitize and list(backends) != ["cpu"]:
             raise BuildError("--sanitize builds the CPU variant alone: drop --backend cuda")
         if options.archs and "cpu" in backends:
@@ -930,6 +937,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
             results.append(build_variant(project, backend, torch, cuda, output, options, args.jobs, args.verbose))
         print_table(results)
+        if output != project.root / "build":
+            print(f"\nIt is in {output}, where LOCAL_KERNELS and get_local_kernel have to look.")
         if options.sanitize:
             # libstdc++ too: the runtime looks for the exceptions' functions when Python starts, which has none.
             cxx = find_tool("CXX", ["g++", "c++"], "install g++")
