@@ -25,6 +25,7 @@ class Family:
     fp8: Linear layers that precision="fp8" takes.
     one_graph: torch.compile takes the stock model as one graph.
     stock_calls: Reasons that are expected in the report: what the family cannot fuse.
+    not_recorded: Why the report says that calls of the blocks are not recorded; empty where they are.
     """
 
     make: Callable[[], nn.Module]
@@ -36,6 +37,7 @@ class Family:
     first_block_cache: bool = False
     one_graph: bool = True
     stock_calls: tuple[str, ...] = ()
+    not_recorded: str = ""
 
 
 def families() -> dict[str, Family]:

@@ -99,6 +99,7 @@ BLOCKS = {
 BLOCKS_15 = {"diffusers.HunyuanVideo15TransformerBlock": 2, "diffusers.Attention": 2}
 LORA = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "net.0.proj", "norm1.linear")
 
+MASK = "a table is kept for the tensor that it is made of"  # the lengths of prompts, for their mask
 FAMILIES = {
     "": Family(
         make,
@@ -108,6 +109,7 @@ FAMILIES = {
         masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
+        not_recorded=MASK,
     ),
     "padded": Family(
         make,
@@ -115,6 +117,7 @@ FAMILIES = {
         BLOCKS,
         fp8=2 * 6 + 2 * 5,
         lora=LORA,
+        not_recorded=MASK,
     ),
     "token_replace": Family(
         partial(make, image_condition_type="token_replace"),
@@ -128,6 +131,7 @@ FAMILIES = {
         masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
+        not_recorded=MASK,
     ),
     "image": Family(
         make_image,
@@ -141,6 +145,7 @@ FAMILIES = {
         masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
+        not_recorded=MASK,
     ),
     "15": Family(
         make_15,
@@ -150,6 +155,7 @@ FAMILIES = {
         masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
         lora=LORA,
         one_graph=False,
+        not_recorded=MASK,
     ),
-    "15_text": Family(make_15, of_text, BLOCKS_15, fp8=2 * 6, lora=LORA, one_graph=False),
+    "15_text": Family(make_15, of_text, BLOCKS_15, fp8=2 * 6, lora=LORA, one_graph=False, not_recorded=MASK),
 }

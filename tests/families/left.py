@@ -25,8 +25,6 @@ LEFT: dict[str, str] = {
             "CogView3PlusTransformer2DModel",
             "CogView4Transformer2DModel",
             "Cosmos3OmniTransformer",
-            "CosmosControlNetModel",
-            "CosmosTransformer3DModel",
             "EasyAnimateTransformer3DModel",
             "ErnieImageTransformer2DModel",
             "Flux3Transformer2DModel",
@@ -104,7 +102,6 @@ WELL_KNOWN = (
     "DiTTransformer2DModel",
     "MochiTransformer3DModel",
     "Kandinsky5Transformer3DModel",
-    "CosmosTransformer3DModel",
 )
 
 FEW_TOKENS = "it runs once per forward, on the tokens of the prompt"

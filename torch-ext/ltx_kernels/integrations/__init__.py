@@ -300,6 +300,9 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None, files: Mapping[str, File])
     for block_name, (block, entry) in list(plan.modules.items()):
         patterns = entry.fp8_skip if skip is None else skip
         for paths in entry.fp8(block):
+            part = block.get_submodule(paths[0].partition(".")[0])
+            if "processor" in part.__dict__ and entry_for(ENTRIES, part) is None:
+                continue  # the attention is not known, and stays as it is
             group = []
             for path in paths:
                 name = f"{block_name}.{path}" if block_name else path

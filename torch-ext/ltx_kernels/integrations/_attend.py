@@ -981,7 +981,7 @@ def _dispatched(
     if dispatch is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-    backend = module.processor._attention_backend
+    backend = getattr(module.processor, "_attention_backend", None)
     if not (_is_native(site.settings["backends"]) if backend is None else backend == "native"):
         refuse("a backend of attention may run kernels or set modes that no torch function tells of")
     output: Tensor = dispatch(
