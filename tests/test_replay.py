@@ -238,3 +238,38 @@ def test_a_block_that_was_refused_is_looked_at_again(ltx: ModuleType, replay: Mo
     for _ in range(replay.REFUSED + 3):
         torch.testing.assert_close(model(**inputs)[0], expected)
     assert replays(replay, model) == TINY["num_layers"]
+
+
+def test_views_in_a_recorded_call(replay: ModuleType, device: str) -> None:
+    """Views of arguments, weights and results are of the memory that the replay finds, wherever it begins."""
+    small = nn.Parameter(torch.randn(3, 4, 8, device=device), False)
+    large = nn.Parameter(torch.randn(replay.SMALL, device=device), False)
+    arguments = torch.randn(4, 2, 3, 8, device=device)
+
+    def compute(x: Tensor) -> tuple[Tensor, ...]:
+        half, other = x.unflatten(-1, (2, 4)).unbind(-2)
+        one, two, _ = small.unbind(0)
+        made = half + other.contiguous().to(x.dtype)
+        copied = made.transpose(0, 1).reshape(3, 8)
+        first, second = made.unflatten(-1, (2, 2)).unbind(-2)
+        second.mul_(3)  # seen by every view of the same memory
+        made.new_empty(0).view(-1)
+        many = large.view(4, -1)[:, :4].t()
+        return first @ one[:2], made[1:], copied, made.permute(2, 0, 1) + two[0, 0], many * second.sum(), second
+
+    given = arguments[0]
+    recorder = replay._Recorder([given], [small, large])
+    with recorder:
+        result = compute(given)
+    function = recorder.function(result)
+    assert callable(function), function
+    for i in (3, 1):
+        for weight in (small, large):
+            weight.mul_(0.5)
+        expected, found = compute(arguments[i]), function(arguments[i])
+        assert all(torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in zip(found, expected))
+    held = [value for value in function.__globals__.values() if isinstance(value, Tensor) and value is not large]
+    assert len(held) > 1 and all(tensor.untyped_storage().nbytes() <= replay.SMALL for tensor in held)
+    called = [function.__globals__[name] for name in function.__code__.co_names]
+    assert called.count(torch.as_strided) == 5  # made's transpose, first, second, made[1:] and the last permutation
+    assert Tensor.mul_ in called and Tensor.new_empty not in called

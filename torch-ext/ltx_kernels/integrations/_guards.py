@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Container, Hashable, Iterator
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Callable, Protocol, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
 MEMORY = "_ltx_kernels_memory"
 REPLAYS = "_ltx_kernels_replays"
 RELEASE = "_ltx_kernels_release"  # a function of a whole model: what `restore` undoes there beside the forwards
+_NOT_WATCHED = (REPLAYS, "_is_full_backward_hook")  # where a state is held, and what gradients alone ask for
 SIGNATURES = 64  # answers, or recorded calls, that are held for a module; a model is called with few shapes
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -187,8 +188,16 @@ class State:
             for tensors in (child._parameters, child._buffers)
             for name in tensors
         ]
-        # Where modules, attributes and tensors are held, by which names, and what is there.
-        places = [*((modules, name) for modules, name, _ in below), *watched, *tensors]
+        # Numbers, texts and flags: how to take them out of a dict, the dict, and what comes out.
+        plain: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for place, name in watched:
+            if name in place and _is_plain(place[name]):
+                plain.setdefault(id(place), (place, []))[1].append(name)
+        self.plain = [(itemgetter(*names), place) for place, names in plain.values()]
+        self.values = [get(place) for get, place in self.plain]
+        # Where modules, other attributes and tensors are held, by which names, and what is there.
+        others = [(place, name) for place, name in watched if not (name in place and _is_plain(place[name]))]
+        places = [*((modules, name) for modules, name, _ in below), *others, *tensors]
         self.places, self.names = [place for place, _ in places], [name for _, name in places]
         self.held = list(map(dict.get, self.places, self.names))
         present = [tensor for place, name in tensors if (tensor := place[name]) is not None]
@@ -207,12 +216,19 @@ class State:
             self.module is module
             and not any(self.hooks)
             and all(map(is_, map(dict.get, self.places, self.names), self.held))
+            and self._has_values()
             and list(map(type, self.modules)) == self.classes
             and list(map(len, self.sizes)) == self.counts
             and list(map(Tensor.data_ptr, self.present)) == self.addresses
             and list(map(attrgetter("dtype"), self.present)) == self.dtypes
             and list(map(attrgetter("_version"), self.quantised)) == self.versions
         )
+
+    def _has_values(self) -> bool:
+        try:
+            return [get(place) for get, place in self.plain] == self.values
+        except Exception:  # an attribute is gone, or is something now that cannot be compared
+            return False
 
     def _below(self, module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
         """What `_walk` gives of the modules that belong to the state."""
@@ -228,12 +244,13 @@ class State:
         watched = []
         for part in (self.module, *self.modules):
             own = part.__dict__
-            plain = [key for key, value in own.items() if _is_plain(value) and key != REPLAYS]
+            plain = [key for key, value in own.items() if _is_plain(value) and key not in _NOT_WATCHED]
             watched += [(own, key) for key in (*plain, "processor") if key in own]
             processor = getattr(own.get("processor"), "__dict__", {})
             watched += [(processor, key) for key in processor]
             if part is not self.module:
-                watched += [(own, key) for key in ("forward", "_compiled_call_impl")]
+                # One that is set later is one more attribute.
+                watched += [(own, key) for key in ("forward", "_compiled_call_impl") if key in own]
         return watched
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -16,8 +16,8 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Callable, TypeVar, cast
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Callable, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +46,46 @@ _FORM = frozenset(
     }
 )
 
+# Functions that look at memory in another way, or copy it where they cannot.
+_VIEWS = frozenset(
+    {
+        *("as_strided", "chunk", "contiguous", "expand", "flatten", "narrow", "permute", "reshape", "select", "split"),
+        *("split_with_sizes", "squeeze", "t", "to", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
+        "__getitem__",
+    }
+)
+_PURE = _VIEWS | {"new_empty"}  # functions that do nothing where nothing reads their result
+SMALL = 2**17  # bytes of a weight's memory that a recorded call may keep when an offload takes the weight away
+
 # What a function may be given beside tensors: nothing that holds any.
 _CONSTANTS = (
     *(float, str, slice, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     *(nn.Module, Site),  # as_one's
 )
 
+_PLAIN = (bool, int, float, str)
+
 _NO_MARKS = str.maketrans("(),", "   ")
 
 _local = threading.local()
 
 
+class _Line(NamedTuple):
+    """One line of a recorded call."""
+
+    text: str
+    reads: set[str]  # variables
+    makes: set[str]
+    pure: bool  # it may go where nothing reads what it makes
+
+
 class _Recorder(TorchFunctionMode):
-    """Writes down the torch functions that run while it is on, as lines of a Python function."""
+    """Writes down the torch functions that run while it is on, as lines of a Python function.
+
+    Views are written in fewer lines than calls made them. A view of a weight's small memory is held, as the weight is.
+    A view of what the call itself has made is one call of torch.as_strided, however many views lie between, before the
+    line that first reads it.
+    """
 
     def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         super().__init__()
@@ -66,11 +93,17 @@ class _Recorder(TorchFunctionMode):
         self.paused = False
         self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self.globals: dict[str, Any] = {}
-        self.lines: list[str] = []
-        self.reads: list[set[str]] = []  # the variables that a line reads or makes
+        self.lines: list[_Line] = []
+        self.roots: dict[str, str] = {}  # the tensor that a line made, of every tensor in its memory
+        self.small: set[str] = set()  # weights whose memory is small, and their views
+        self.views: dict[str, str] = {}  # how to make those that no line has read yet
+        self.others = {_storage(tensor) for tensor in (*given, *held)}
         self.given = [self._name(tensor, f"given{i}") for i, tensor in enumerate(given)]
         for i, tensor in enumerate(held):
-            self.globals[self._name(tensor, f"held{i}")] = tensor
+            name = self._name(tensor, f"held{i}")
+            self.globals[name] = tensor
+            if tensor.untyped_storage().nbytes() <= SMALL:
+                self.small.add(name)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -88,7 +121,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.paused = False
         if not self.reason:
-            self._record(function, args, {}, result)
+            self._record(function, args, {}, result, whole=True)
         return result
 
     def function(self, result: Any) -> Call | str:
@@ -97,11 +130,18 @@ class _Recorder(TorchFunctionMode):
         returned = self._text(result, read)
         if self.reason:
             return self.reason
-        last = {name: i for i, names in enumerate((*self.reads, read)) for name in names}
+        lines: list[_Line] = []
+        done: list[set[str]] = []  # the variables that no later line reads
+        for line in reversed(self.lines):
+            if line.pure and not line.makes & read:
+                continue
+            lines.append(line)
+            done.append((line.reads | line.makes) - read)
+            read |= line.reads
         body = []
-        for i, (line, names) in enumerate(zip(self.lines, self.reads)):
-            done = sorted(name for name in names if last[name] == i and name not in self.given)
-            body.append(f"    {line}" + (f"; del {', '.join(done)}" if done else ""))
+        for line, names in zip(reversed(lines), reversed(done)):
+            deleted = ", ".join(sorted(names.difference(self.given)))
+            body.append(f"    {line.text}; del {deleted}" if deleted else f"    {line.text}")
         source = "\n".join((f"def replay({', '.join(self.given)}):", *body, f"    return {returned}"))
         exec(_compiled(source), self.globals)  # names alone: every value is in the globals
         return cast(Call, self.globals.pop("replay"))
@@ -110,7 +150,9 @@ class _Recorder(TorchFunctionMode):
         self.names[id(tensor)] = weakref.ref(tensor), name
         return name
 
-    def _record(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _record(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, whole: bool = False
+    ) -> None:
         name = getattr(function, "__name__", "")
         if name == "__get__":  # of a property
             name = function.__self__.__name__
@@ -121,14 +163,56 @@ class _Recorder(TorchFunctionMode):
             return
         if name in _FORM:  # a shape or strides
             return
+        if not whole and name in _VIEWS and args and self._is_view(result, args[0]):
+            return
         read: set[str] = set()
         values = [self._text(value, read) for value in args]
         values += [f"{key}={self._text(value, read)}" for key, value in kwargs.items()]
         call = function._op if isinstance(function, OpOverload) else function
         line = f"{self._constant(call)}({', '.join(values)})"
         made = self._targets(result)
-        self.lines.append(f"{made} = {line}" if made else line)
-        self.reads.append(read | set(made.translate(_NO_MARKS).split()))
+        makes = set(made.translate(_NO_MARKS).split())
+        if not whole:
+            self._note_roots(result, (*args, *kwargs.values()))
+        self.lines.append(_Line(f"{made} = {line}" if made else line, read, makes, not whole and name in _PURE))
+
+    def _note_roots(self, result: Any, arguments: Sequence[Any]) -> None:
+        """Notes new tensors, of which `as_strided` makes views: where they begin in their memory is always the same."""
+        taken = {_storage(tensor): self._name_of(tensor) for tensor in arguments if type(tensor) is Tensor}
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if type(tensor) is Tensor and _storage(tensor) not in self.others:
+                name = self._name_of(tensor)
+                root = self.roots.get(taken[_storage(tensor)]) if _storage(tensor) in taken else name
+                if root is not None:
+                    self.roots[name] = root
+
+    def _is_view(self, result: Any, base: Any) -> bool:
+        """Whether views of a tensor need no line now: they are held, or the first line that reads one has it made."""
+        if result is base:
+            return True
+        views = result if isinstance(result, (tuple, list)) else (result,)
+        known = self._name_of(base)
+        if not all(type(view) is Tensor and _storage(view) == _storage(base) for view in views):
+            return False
+        if known in self.small:
+            for view in views:
+                name = self._name(view, f"held{len(self.globals)}_")
+                self.globals[name] = view
+                self.small.add(name)
+            return True
+        root = self.roots.get(known)
+        if root is None:
+            return False
+        for view in views:
+            name = self._name(view, f"view{len(self.roots)}")
+            self.roots[name] = root
+            self.views[name] = f"({root}, {tuple(view.shape)}, {view.stride()}, {view.storage_offset()})"
+        return True
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """The name of a tensor, empty where it is not known."""
+        known = self.names.get(id(tensor))
+        return "" if known is None or known[0]() is not tensor else known[1]
 
     def _targets(self, result: Any, place: str = "") -> str:
         """The variables that a line makes, in the form of its result."""
@@ -146,13 +230,16 @@ class _Recorder(TorchFunctionMode):
     def _text(self, value: Any, read: set[str]) -> str:
         """A value as an expression."""
         if isinstance(value, Tensor):
-            known = self.names.get(id(value))
-            if known is None or known[0]() is not value:
+            name = self._name_of(value)
+            if not name:
                 self.reason = self.reason or "a call reads a tensor that comes from elsewhere"
                 return "None"
-            if known[1] not in self.globals:
-                read.add(known[1])
-            return known[1]
+            if name in self.views:
+                call = f"{self._constant(torch.as_strided)}{self.views.pop(name)}"
+                self.lines.append(_Line(f"{name} = {call}", {self.roots[name]}, {name}, True))
+            if name not in self.globals:
+                read.add(name)
+            return name
         if type(value) in (tuple, list):
             inside = "".join(f"{self._text(part, read)}, " for part in value)
             return f"({inside})" if type(value) is tuple else f"[{inside}]"
@@ -166,6 +253,11 @@ class _Recorder(TorchFunctionMode):
         name = f"value{len(self.globals)}"
         self.globals[name] = value
         return name
+
+
+def _storage(tensor: Tensor) -> int:
+    """A number for the memory that a tensor and its views share, while one of them lives."""
+    return tensor.untyped_storage()._cdata
 
 
 @functools.lru_cache(maxsize=SIGNATURES)
@@ -200,11 +292,11 @@ def others_take_functions() -> bool:
 class _Replay:
     """A recorded call: its function, what it counts, and what it asked of the process."""
 
-    __slots__ = ("counts", "facts", "function", "remarks")
+    __slots__ = ("answers", "counts", "facts", "function", "remarks")
 
-    def __init__(self, function: Call, before: Mapping[Site, _Counts], facts: list[tuple[Call, Any]]) -> None:
+    def __init__(self, function: Call, before: Mapping[Site, _Counts], facts: list[Call], answers: list[Any]) -> None:
         after = {site: _Counts(site) for site in before}
-        self.function, self.facts = function, facts
+        self.function, self.facts, self.answers = function, facts, answers
         self.counts = [
             (site, after[site].calls - counts.calls, after[site].unpacked - counts.unpacked)
             for site, counts in before.items()
@@ -216,8 +308,14 @@ class _Replay:
             for text, number in (after[site].remarks - counts.remarks).items()
         ]
 
+    def holds(self) -> bool:
+        """Whether the process still answers as it did."""
+        return [fact() for fact in self.facts] == self.answers
+
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        result = self.function(*tensors)
+        # Gradients are off, so nobody asks which tensors are views. Where torch does not note it, views take less time.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            result = self.function(*tensors)
         for site, calls, unpacked in self.counts:
             site.calls += calls
             site.unpacked += unpacked
@@ -263,7 +361,8 @@ class Replays:
             self.calls[key] = "an argument is given twice"
             return compute()
         before = {site: _Counts(site) for site in self.sites}
-        facts = [(fact, fact()) for fact in _facts(self.sites)]
+        facts = _facts(self.sites)
+        answers = [fact() for fact in facts]
         recorder = _local.recorder = _Recorder(tensors, held)
         try:
             with recorder:
@@ -273,7 +372,7 @@ class Replays:
         if any(_Counts(site).others != counts.others for site, counts in before.items()):
             recorder.reason = recorder.reason or "a call ran a stock forward"
         function = recorder.function(result)
-        self.calls[key] = function if isinstance(function, str) else _Replay(function, before, facts)
+        self.calls[key] = function if isinstance(function, str) else _Replay(function, before, facts, answers)
         return result
 
 
@@ -319,7 +418,7 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
         return compute(module, *args, **kwargs)
     tensors: list[Tensor] = []
     try:
-        key = torch.is_inference_mode_enabled(), len(args), _form((*args, kwargs), tensors)
+        key = torch.is_inference_mode_enabled(), *kwargs, *_forms((*args, *kwargs.values()), tensors)
     except TypeError:  # an argument of another kind
         return compute(module, *args, **kwargs)
     replays: Replays | None = module.__dict__.get(REPLAYS)
@@ -342,7 +441,7 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
     elif found == "":  # the second one
         return replays.record(key, lambda: compute(module, *args, **kwargs), tensors)
     elif not isinstance(found, str):
-        if all(fact() == answer for fact, answer in found.facts):
+        if found.holds():
             try:
                 result = found(tensors)
             except RuntimeError as error:  # as of layers whose weights an offload has brought back apart
@@ -371,16 +470,23 @@ def _is_ordinary() -> bool:
     )
 
 
-def _form(value: Any, tensors: list[Tensor]) -> Hashable:
-    """What of an argument belongs to the signature; the tensors in it are appended to a list."""
-    kind = type(value)
-    if kind is Tensor:
-        tensors.append(value)
-        return value.shape, value.stride(), value.dtype, value.device, value.is_inference()
-    if value is None or kind in (bool, int, float, str):
-        return kind, value
-    if kind in (tuple, list):
-        return kind, *[_form(part, tensors) for part in value]
-    if kind is dict:
-        return tuple(value), *[_form(part, tensors) for part in value.values()]
-    raise TypeError
+def _forms(values: Iterable[Any], tensors: list[Tensor]) -> list[Hashable]:
+    """What of arguments belongs to the signature; the tensors in them are appended to a list.
+
+    It is written for speed, since every call of every block asks.
+    """
+    forms: list[Hashable] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor:
+            tensors.append(value)
+            forms.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference()))
+        elif value is None or kind in _PLAIN:
+            forms.append((kind, value))
+        elif kind in (tuple, list):
+            forms.append((kind, *_forms(value, tensors)))
+        elif kind is dict:
+            forms.append((kind, *value, *_forms(value.values(), tensors)))
+        else:
+            raise TypeError
+    return forms
