@@ -344,6 +344,7 @@ def profile() -> str:
     return "\n".join([*lines, ""])
 
 
+SHOWN_KINDS = 4  # of layers, in the table of what adds fp8's error
 FAMILIES = REPOSITORY / "torch-ext/ltx_kernels/integrations"
 # The models of benchmarks/models.py: their names for people, and the files of the families that know their blocks.
 MODELS = {
@@ -870,6 +871,29 @@ def layers() -> str:
     head = (
         f"One forward of the 2B model with {result['meta']['tokens']} tokens of a clip, against the model in float32 "
         "(`python benchmarks/fp8_layers.py`, on a CPU, [fp8-layers.json](../benchmarks/results/fp8-layers.json)):"
+    )
+    return "\n".join([head, "", *lines, ""])
+
+
+def family_layers() -> str:
+    """Which layers carry fp8's error in each family: h200-fp8-families.json."""
+    result = load("h200-fp8-families")
+    errors: dict[str, dict[str, float]] = {}
+    for record in result["records"]:
+        errors.setdefault(record["model"], {})[record["layers"]] = record["error"]
+    lines = ["| model | bf16 | the default | all | kinds of layers that add most |", "|---|---|---|---|---|"]
+    for model, of in errors.items():
+        bf16, default, every = (of.pop(name) for name in ("none (bf16)", "the default", "all"))
+        added = {name: math.sqrt(max(0.0, error**2 - bf16**2)) for name, error in of.items()}
+        most = sorted(added, key=lambda name: -added[name])[:SHOWN_KINDS]
+        kinds = "; ".join(f"`{name}` {added[name]:.1e}" for name in most)
+        lines.append(f"| {MODELS[model][0]} | {bf16:.2e} | {default:.2e} | {every:.2e} | {kinds} |")
+    head = (
+        f"One forward of the first {result['records'][0]['blocks']} blocks of each kind at released widths and shapes, "
+        f"with random weights, on one {result['meta']['device']}, against the same blocks in float32 "
+        "(`python benchmarks/fp8_families.py`, "
+        "[h200-fp8-families.json](../benchmarks/results/h200-fp8-families.json)). "
+        "The last column has the error that a kind of layers adds when it alone is in fp8:"
     )
     return "\n".join([head, "", *lines, ""])
 
@@ -1424,6 +1448,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/fp8.md", "products", products),
     ("docs/fp8.md", "left in bf16", left_in_bf16),
     ("docs/fp8.md", "layers", layers),
+    ("docs/fp8.md", "family layers", family_layers),
     ("docs/fp8.md", "models", fp8_models),
     ("docs/fp8.md", "loop", loop),
     ("docs/fp8.md", "ops", quantising),

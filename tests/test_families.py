@@ -41,6 +41,8 @@ def cast(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, A
     def convert(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(convert(name, item) for item in value)
+        if isinstance(value, dict):
+            return {key: convert(key, item) for key, item in value.items()}
         if not isinstance(value, Tensor):
             return value
         return value.to(device, dtype if value.is_floating_point() and name not in exact else None)

@@ -55,7 +55,7 @@ def test_other_processors(
     ltx: ModuleType, device: str, name: str, prepare: Any, more: dict[str, Any], processor: str, order: str
 ) -> None:
     model = make(FAMILIES[name], device)
-    inputs = cast({**FAMILIES[name].inputs(2), **nested(more, device)}, device, torch.float32)
+    inputs = cast({**FAMILIES[name].inputs(2), **more}, device, torch.float32)
     if order == "processor first":
         prepare(model)
     report = ltx.optimize(model)
@@ -66,15 +66,6 @@ def test_other_processors(
     assert any(processor in reason or "arguments ip_hidden_states" in reason for reason in told)
     ltx.restore(model)
     assert distance(ours, run(model, inputs)) < CLOSE
-
-
-def nested(more: dict[str, Any], device: str) -> dict[str, Any]:
-    """Tensors of the arguments for processors on the device."""
-
-    def moved(value: Any) -> Any:
-        return [moved(part) for part in value] if isinstance(value, list) else value.to(device)
-
-    return {key: {name: moved(value) for name, value in given.items()} for key, given in more.items()}
 
 
 @pytest.mark.parametrize("order", ["fused first", "optimize first"])
