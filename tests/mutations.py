@@ -43,7 +43,7 @@ CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/ro
 CPU_QUANT = "kernel_src/cpu/quant.cpp"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
 CUDA_HOPPER, CUDA_LINEAR = "kernel_src/attention_hopper.cu", "torch-ext/linear.cpp"
-CUDA_GLU, CUDA_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/quant.cu", "kernel_src/ltx/fp8.cuh"
+CUDA_GLU, CUDA_NORM_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/norm_quant.cu", "kernel_src/ltx/fp8.cuh"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
 MUTATIONS = [
@@ -345,27 +345,35 @@ MUTATIONS = [
         tests=("tensor_kinds",),
     ),
     Mutation(
+        "packs of a head's row a warp apart (CUDA)",
+        ROW_KERNEL,
+        "constexpr int kStep = (kShort ? kThreads : 32) * kWidth;",
+        "constexpr int kStep = 32 * kWidth;",
+        tests=("quant",),
+        backends=("cuda",),
+    ),
+    Mutation(
         "modulated rows of later batches written over the first's (CUDA)",
-        CUDA_QUANT,
-        "const int64_t number = static_cast<int64_t>(blockIdx.y) * p.rows + row;",
-        "const int64_t number = row;",
+        CUDA_NORM_QUANT,
+        "p.scales + static_cast<int64_t>(blockIdx.y) * p.rows + row);",
+        "p.scales + row);",
         tests=("quant",),
         backends=("cuda",),
     ),
     Mutation(
         "one pack of the scale for all of a thread's (CUDA)",
-        CUDA_QUANT,
-        "scale[k] = *pack(p.scale.value.at(0), k);",
-        "scale[k] = *pack(p.scale.value.at(0), 0);",
+        CUDA_NORM_QUANT,
+        "data[((k * 2 + vector) * kFours + i) * 32];",
+        "data[(vector * kFours + i) * 32];",
         tests=("quant",),
         backends=("cuda",),
     ),
     Mutation(
-        "no kernel of their own for modulated rows (CUDA)",
-        CUDA_QUANT,
-        "if (launch_modulate<T>(p, outer, launch)) return true;",
+        "no kernel of its own for a modulation with tables (CUDA)",
+        CUDA_NORM_QUANT,
+        "if (S == Statistic::kRms && modulated && launch_held<T>(p, context)) return;",
         "",
-        tests=("quant",),
+        tests=("quant::test_modulated_rows_of_known_lengths",),
         backends=("cuda",),
     ),
     Mutation(

@@ -109,8 +109,9 @@ def test_attention(cuda: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("packs", [0, 1, 2, 4])
 def test_quantised(cuda: str, packs: int, tmp_path: Path) -> None:
     """The largest of a row is the same in any order; what the norm's sums give is, in one geometry."""
-    shared = f",quant_packs={packs}" if packs else ""
-    general, packed = run_all("quant", [f"quant={kernel}{shared}" for kernel in ("general", "packed")], tmp_path)
+    shared = f",norm_packs={packs},quant_packs={packs}" if packs else ""
+    choices = [f"norm={kernel},quant={kernel}{shared}" for kernel in ("general", "packed")]
+    general, packed = run_all("quant", choices, tmp_path)
     assert assert_alike(packed, general, f"packed against general, {packs or 'any'} packs") > 20
     if not packs:
         free = run("quant", "", tmp_path)

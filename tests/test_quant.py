@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 E4M3 = torch.float8_e4m3fn
 MAX, MIN_SCALE = 448.0, 2.0**-120
 # One row length for each way that rows are shared out among threads, and lengths that are no whole packs.
-WIDTHS = [1, 2, 3, 7, 8, 33, 64, 250, 256, 264, 512, 520, 1024, 1985, 2048, 4096, 8192, 16384, 16392, 40000]
+WIDTHS = [1, 2, 3, 7, 8, 33, 64, 250, 256, 264, 512, 520, 1024, 1536, 1985, 2048, 4096, 8192, 16384, 16392, 40000]
 # The activations of 16-bit rows take the special function unit on CUDA.
 APPROXIMATION = {torch.float32: 2.0**-20, torch.float16: 5e-5, torch.bfloat16: 5e-5}
 
@@ -297,7 +297,8 @@ def test_norm_options(ltx, device, op):
         if "layernorm" not in op:
             check(ltx, norm_case(op, make, (2, 3, 64), **{eps: None}))
     if offers_offset(op):
-        check(ltx, norm_case(op, make, (2, 3, 64), weight_offset=1.0))
+        for width in (64, 2048):
+            check(ltx, norm_case(op, make, (2, 3, width), weight_offset=1.0))
     for without in [[name] for name in optional(op)] + [optional(op)]:
         for width in (64, 65, 2048):
             check(ltx, norm_case(op, make, (2, 3, width), without=without))
@@ -497,23 +498,25 @@ def test_rows_do_not_depend_on_their_batch(ltx, device, dtype):
                 assert_same_bits(one, all_rows[:, rows].contiguous(), f"rows {rows} of width {width}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_modulated_rows_of_known_lengths(ltx, cuda, dtype):
-    """They have kernels of their own; with tables, which change nothing, rows go through the one for any length."""
+def test_modulated_rows_of_known_lengths(ltx, cuda):
+    """Models' lengths, and whole warps, have instances of the row kernel; with tables, which change nothing, rows go
+    through another kernel."""
     many = 60 * torch.cuda.get_device_properties(cuda).multi_processor_count
     for width, rows in itertools.product((2048, 3072, 4096, 5120, 8192), (1, 7, many + 1)):
-        make = Make(cuda, dtype, seed=width)
+        make = Make(cuda, torch.bfloat16, seed=width)
         x, modulation = make(2, rows, width), make(2, 6, width)
         vectors = (None, modulation[:, 1], modulation[:, 4])
-        nothing = torch.zeros(width, device=cuda, dtype=dtype)
+        nothing = torch.zeros(width, device=cuda, dtype=torch.bfloat16)
         for static in (None, torch.tensor(0.01, device=cuda)):
             call = functools.partial(ltx.adaln_rmsnorm_quant, x, *vectors, static_scale=static)
             call_with_tables = functools.partial(call, scale_table=nothing, shift_table=nothing)
             known, other = call(), call_with_tables()
             if rows > 1:  # a single row of each batch is a row with vectors of its own
-                for run, kernel in ((call, "modulate_quant_kernel"), (call_with_tables, "norm_quant_kernel_held")):
-                    (name,) = kernels_of(run)
-                    assert f"::{kernel}<" in name
+                (name,) = kernels_of(call)
+                assert "::norm_kernel<" in name
+                assert f" {width // 32 if width <= 4096 else -1}>" in name
+                (name,) = kernels_of(call_with_tables)
+                assert "::modulate_held_kernel<" in name
             for output, expected in zip(known, other, strict=True):
                 assert_same_bits(output.view(torch.uint8), expected.view(torch.uint8), f"{rows} rows of {width}")
 

@@ -62,12 +62,14 @@ def cases(family: str, device: str) -> dict[str, Case]:
                     case = gate_heads_case(make, (2, 7, heads, width), per_head=per_head, scale=2.0)
                     found[f"gate_heads {per_head} {dtype} {heads}x{width}"] = case
         elif family == "quant":
-            for op in ("rmsnorm", "gated_residual_adaln_rmsnorm"):
+            for op in ("rmsnorm", "rmsnorm_residual", "gated_residual_adaln_rmsnorm"):
                 for width in NORM_WIDTHS:
                     found[f"{op} {dtype} {width}"] = norm_case(op, make, (2, 5, width))
-            for width in [*NORM_WIDTHS, 3072, 5120]:
+            for width in [*NORM_WIDTHS, 1536, 3072, 5120]:
                 modulated = norm_case("adaln_rmsnorm", make, (2, 5, width), without=["weight"])
                 found[f"adaln_rmsnorm {dtype} {width}"] = modulated
+                tables = norm_case("adaln_rmsnorm", make, (2, 5, width), without=["weight"], tables=["scale", "shift"])
+                found[f"adaln_rmsnorm {dtype} {width} tables"] = tables
             for name in ("swiglu", "geglu erf, gate last", "gelu tanh, bias"):
                 for width in GLU_WIDTHS:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))

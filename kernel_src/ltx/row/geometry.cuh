@@ -63,9 +63,10 @@ constexpr int kMaxBlocks = 16, kPortableBlocks = 8, kClusterPacks = 1024;
 // instructions a thread and let twice as many threads wait for memory, at the price of more sums.
 //
 // A quantised row writes half as much and so has time for fewer instructions: it takes fewer threads, each with more
-// packs between the sums. `quantised_two`, where it is not 0, stands in place of `two`; longer rows have three packs
-// where these make whole warps and four do not (H200, bf16, drafts of adaln_layernorm_quant, of a copy's time:
-// 1x32760x1536 1.16 with two packs, 1.02 with three; 4x4608x3072 1.05 with four, 1.15 with six: h200-tuning.json).
+// packs between the sums. `quantised_two`, where it is not 0, stands in place of `two`; longer rows without a residual
+// have three packs where these make whole warps and four do not (H200, bf16, drafts of adaln_layernorm_quant, of a
+// copy's time: 1x32760x1536 1.16 with two packs, 1.02 with three; 4x4608x3072 1.05 with four, 1.15 with six:
+// h200-tuning.json).
 struct Rung {
   Statistic statistic;
   Fusion fusion;
@@ -80,11 +81,12 @@ struct Rung {
 //   adaln_zero 1x8190x5120 1.02, 1.03; adaln_rmsnorm 1x8190x5120 1.00, 1.01
 //   gated_residual_adaln_layernorm 1x8190x5120 1.01, 1.02
 //   gated_residual 2x8064x4096 96.9 us with one pack, 97.6 with two: there is no sum to share
+// clang-format off: a row a line
 constexpr Rung kLadder[] = {
-    {Statistic::kRms, Fusion::kPlain, 32, 512},
-    {Statistic::kRms, Fusion::kModulate, 32, 640},
-    {Statistic::kRms, Fusion::kAdd, 32, 256},
-    {Statistic::kRms, Fusion::kGated, 32, 640},
+    {Statistic::kRms, Fusion::kPlain, 32, 512, 64},
+    {Statistic::kRms, Fusion::kModulate, 32, 640, 64},
+    {Statistic::kRms, Fusion::kAdd, 32, 256, 1024},
+    {Statistic::kRms, Fusion::kGated, 32, 640, 1024},
     {Statistic::kRms, Fusion::kBranch, 32, 640},
     {Statistic::kRms, Fusion::kPair, 32, 640},
     {Statistic::kRms, Fusion::kGatedPair, 32, 640},
@@ -97,6 +99,7 @@ constexpr Rung kLadder[] = {
     {Statistic::kNone, Fusion::kGated, kMaxThreads, 640},
     {Statistic::kNone, Fusion::kBranch, 32, 640},
 };
+// clang-format on
 
 constexpr int packs_a_thread(Statistic s, Fusion f, Output o, int64_t packs) {
   for (const Rung& rung : kLadder) {
@@ -104,7 +107,7 @@ constexpr int packs_a_thread(Statistic s, Fusion f, Output o, int64_t packs) {
     const bool quantised = o == Output::kQuantised && rung.quantised_two != 0;
     if (packs <= rung.one) return 1;
     if (packs <= (quantised ? rung.quantised_two : rung.two)) return 2;
-    return quantised && packs > 96 && packs % 96 == 0 && packs % 128 != 0 ? 3 : 4;
+    return quantised && !traits(f).reads_residual && packs > 96 && packs % 96 == 0 && packs % 128 != 0 ? 3 : 4;
   }
   return 4;
 }

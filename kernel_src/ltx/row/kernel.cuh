@@ -44,10 +44,21 @@ constexpr int rows_at_once(Statistic s, Fusion f, int packs, int threads, uint32
 
 // In place of a row's threads: any number of whole warps, with whole packs for all of them.
 constexpr int kWholeWarps = -1;
-// Whether the row of a quantised LayerNorm has whole packs for all of its threads.
-constexpr bool has_whole_rows(Statistic s, Output o, int threads) {
-  return s == Statistic::kLayer && o == Output::kQuantised && threads != 0;
+// Whether a quantised row has whole packs for all of its threads.
+constexpr bool has_whole_rows(Output o, int threads) { return o == Output::kQuantised && threads != 0; }
+// Whether a thread unpacks its row again after the sum. The row's packs and both vectors then take as many registers as
+// its numbers and one vector would.
+constexpr bool keeps_packs(Statistic s, Fusion f, Output o, int packs, int threads, uint32_t known, bool wide) {
+  return s == Statistic::kRms && f == Fusion::kModulate && has_whole_rows(o, threads) && packs > 2 &&
+         count_bits(known) == 2 && !wide;
 }
+// Whether rows pass the first cache by, which then has room for the vectors of other rows. An rms norm of a residual
+// stream is slower so (H200, rmsnorm_residual_quant 16384x4096, of a copy's time: 1.04, otherwise 1.00:
+// h200-quant-rows.json).
+constexpr bool passes_cache(Statistic s, Fusion f, Output o, int threads) {
+  return has_whole_rows(o, threads) && !(s == Statistic::kRms && traits(f).reads_residual);
+}
+
 // The vectors that are loaded before the first use of any, one register a 32-bit word: all where the registers allow,
 // else the gate, which is needed first, and for rms norms the four main ones (layernorm 8192x8192: 1.44 x a copy with
 // them, 1.07 without). The blocks of a cluster wait too long for anything late (layernorm 8x65536 7.2 us, 9.0 without).
@@ -56,7 +67,7 @@ constexpr bool has_whole_rows(Statistic s, Output o, int threads) {
 constexpr uint32_t loaded_ahead(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters, uint32_t known,
                                 bool wide) {
   if (wide) return 0;
-  if (has_whole_rows(s, o, threads) && packs > 2 && count_bits(known) > 2) return known & (kScale | kShift);
+  if (has_whole_rows(o, threads) && packs > 2 && count_bits(known) > 2) return known & (kScale | kShift);
   if (clusters || threads != 0) return known;
   constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
   if (traits(f).modulates_twice || traits(f).norms_branch) {
@@ -85,13 +96,16 @@ constexpr int register_threads(Statistic s, Fusion f, Output o, int packs, int t
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   return 512;
 #else
-  if (has_whole_rows(s, o, threads)) {
+  if (has_whole_rows(o, threads)) {
     const int vectors = count_bits(known);
     if (wide) return 384;
-    if (packs == 2) return vectors <= 3 ? 1024 : 768;
+    if (packs == 2) return vectors <= 3 ? 1024 : s == Statistic::kRms ? 512 : 768;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
     return 640;  // more would spill
 #else
+    // H200, adaln_rmsnorm_quant 2x8064x2048, of a copy's time with 640, 768, 896 and 960: 1.04, 1.02, 1.02, 1.23;
+    // 2x2688x2048 1.12, 1.08, 1.05, 1.21.
+    if (keeps_packs(s, f, o, packs, threads, known, wide)) return threads == kWholeWarps ? 768 : 896;
     return vectors <= 2 || packs == 3 ? 768 : 640;
 #endif
   }
@@ -105,6 +119,12 @@ constexpr int register_threads(Statistic s, Fusion f, Output o, int packs, int t
 // one barrier.
 constexpr bool multiplies_last(Statistic s, Fusion f, Output o) {
   return s == Statistic::kRms && f == Fusion::kPlain && o == Output::kQuantised;
+}
+
+// Whether instances for known vectors add an offset to the weight: of a branch, and of a quantised rms norm, which
+// saves Gemma the instance for any vectors.
+constexpr bool known_with_offset(Statistic s, Fusion f, Output o) {
+  return traits(f).norms_branch || (s == Statistic::kRms && o == Output::kQuantised && !traits(f).modulates);
 }
 
 // block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
@@ -123,7 +143,8 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   using P = Pack<T, kWidth>;
   __shared__ ReduceScratch<kRows> scratch[2];
   __shared__ float2 parts[kClusters ? 16 : 1];
-  constexpr bool kQuantised = O == Output::kQuantised, kWhole = kPacks > 1;
+  constexpr bool kShort = kThreads > 0 && kThreads < 32 && kPacks > 1;  // several rows share a warp
+  constexpr bool kQuantised = O == Output::kQuantised, kWhole = kPacks > 1 && !kShort;
   constexpr int kOutputs = kTraits.modulates_twice ? 2 : 1;
   constexpr bool kFlat = is_flat(F, kThreads);
   constexpr bool kOwnBlock = kThreads > 32 || kThreads == kWholeWarps;  // a row has the block to itself
@@ -144,9 +165,8 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   // Warp w owns the packs from 32 * kPacks * w on, its lanes those 32 apart: offsets that are known here.
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int part = static_cast<int>(blockIdx.x - block * blocks), block_width = threads * kPacks * kWidth;
-  const int first =
-      part * block_width + (kPacks == 1 ? static_cast<int>(threadIdx.x) : warp * 32 * kPacks + lane) * kWidth;
-  constexpr int kStep = 32 * kWidth;
+  const int first = part * block_width + (kWhole ? warp * 32 * kPacks + lane : static_cast<int>(threadIdx.x)) * kWidth;
+  constexpr int kStep = (kShort ? kThreads : 32) * kWidth;
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) inside[k] = kThreads || first + k * kStep < p.width;
 
@@ -159,10 +179,9 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       if constexpr (traits(F).reads_residual) prefetch(row_of<kFlat>(p.second, later), bytes);
     }
   };
-  constexpr bool kPasses = has_whole_rows(S, O, kThreads);
+  constexpr bool kLate = has_whole_rows(O, kThreads), kPasses = passes_cache(S, F, O, kThreads);
   // Before the row itself, and not for two rows, which have no register for it.
-  if constexpr (kPacks > 1 && kRows == 1 && !kClusters && !kPasses) prefetch_later();
-  // The first cache has room for the vectors of a row beside others' rows only if these pass it by.
+  if constexpr (kPacks > 1 && kRows == 1 && !kClusters && !kLate) prefetch_later();
   P input[kRows][kPacks], residual[kRows][kPacks];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -182,8 +201,8 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(p, row[0], first, kStep);
   vectors.load_ahead(inside);
   // All multiprocessors come to the vectors of a later batch at once, and would wait for them.
-  if constexpr (kPasses) prefetch_later();
-  if constexpr (kPasses && kTraits.modulates) {
+  if constexpr (kLate && kWhole) prefetch_later();
+  if constexpr (kLate && kTraits.modulates) {
     if (first_row < 8 && blockIdx.y == 0) vectors.prefetch_batches();
   }
 
@@ -262,8 +281,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
         rstd[r] += inside[k] ? sum : 0.f;
       }
     }
-    // What is known at compile time has no offset, but for the two weights of a branch.
-    const float weight_offset = kKnown && !kTraits.norms_branch ? 0.f : p.weight_offset;
+    const float weight_offset = kKnown && !known_with_offset(S, F, O) ? 0.f : p.weight_offset;
     if constexpr (multiplies_last(S, F, O)) {
       float most[kRows];
 #pragma unroll
@@ -299,6 +317,14 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       return;
     }
     block_reduce<kOwnBlock>(rstd, threads, scratch[1]);
+    if constexpr (keeps_packs(S, F, O, kPacks, kThreads, kKnown, sizeof(M) > sizeof(T))) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+        for (auto& word : input[0][k].word) asm volatile("" : "+r"(word));  // or the numbers would be kept
+        unpack(input[0][k], h[0][k]);
+      }
+    }
     if constexpr (kClusters && S == Statistic::kLayer) {
       const float2 moments = cluster_moments(part_sum, rstd[0], p.inverse_width, blocks, count, parts);
       mean[0] = moments.x;
@@ -413,16 +439,16 @@ constexpr bool knows_length(Statistic s, Fusion f, Output o, int packs, uint32_t
   return f == Fusion::kPlain && (s == Statistic::kLayer || packs == 256);
 }
 
-// Quantised LayerNorms have instances of their own for rows of whole warps that have whole packs alone: nothing there
-// asks for a row's end.
+// Quantised rows of whole warps that have whole packs alone have instances of their own: nothing there asks for a row's
+// end.
 constexpr bool has_whole_warps(Statistic s, Fusion f, Output o, int packs, uint32_t known) {
-  if (known == 0 || s != Statistic::kLayer || o != Output::kQuantised) return false;
-  return f == Fusion::kGated ? packs == 2 : (f == Fusion::kPlain || f == Fusion::kModulate) && packs > 2;
+  if (known == 0 || o != Output::kQuantised || traits(f).norms_branch || traits(f).modulates_twice) return false;
+  if (s == Statistic::kLayer && f == Fusion::kAdd) return false;
+  return traits(f).reads_residual ? packs == 2 : packs > 2;
 }
 
-// Those with two vectors have instances for models' lengths, too, in bfloat16: fp16 models have no fp8 layers. The
-// instructions that an unknown length takes would make them slower (H200, adaln_layernorm_quant 2x8064x2048, of a
-// copy's time, known and unknown: 1.07, 1.14).
+// Those with two vectors have instances for models' lengths, too. The instructions that an unknown length takes would
+// make them slower (H200, adaln_layernorm_quant 2x8064x2048, of a copy's time, known and unknown: 1.07, 1.14).
 constexpr bool knows_whole_length(Fusion f, uint32_t known, bool wide) {
   if (wide) return false;
   return f == Fusion::kModulate ? known == (kScale | kShift) : f == Fusion::kPlain && known == (kWeight | kBias);
@@ -436,12 +462,21 @@ constexpr bool only_whole_warps(Statistic s, Fusion f, Output o, uint32_t known,
 
 // Clusters share long rows of the plain norms alone.
 constexpr bool has_clusters(Fusion f, Output o) { return f == Fusion::kPlain && o == Output::kRounded; }
+// Only models in bfloat16 have fp8 layers: quantised rows of float16 have instances for any vectors alone.
+template <typename T>
+constexpr bool has_known_sets(Output o) {
+  return o == Output::kRounded || std::is_same_v<T, __nv_bfloat16>;
+}
 // fp32 rows, and fp32 vectors beside 16-bit rows: no model passes them to a branch's norm or to two modulations.
-constexpr bool takes_fp32(Fusion f) { return !traits(f).norms_branch && !traits(f).modulates_twice; }
-// What has no norm_kernel at all goes to the general kernel: such fp32 rows, those that are quantised (fp32 models have
-// no fp8 layers), and what no model with a LayerNorm has.
-constexpr bool has_norm_kernel(Statistic s, Fusion f, Output o, int row_bytes) {
-  if (row_bytes == 4 && (!takes_fp32(f) || o == Output::kQuantised)) return false;
+template <typename T>
+constexpr bool takes_fp32(Fusion f, Output o) {
+  return has_known_sets<T>(o) && !traits(f).norms_branch && !traits(f).modulates_twice;
+}
+// What has no norm_kernel at all goes to the general kernel: such fp32 rows, those that are quantised, and what no
+// model with a LayerNorm has.
+template <typename T>
+constexpr bool has_norm_kernel(Statistic s, Fusion f, Output o) {
+  if (sizeof(T) == 4 && !takes_fp32<T>(f, o)) return false;
   return !(s == Statistic::kLayer && f == Fusion::kGatedPair);
 }
 
@@ -463,6 +498,7 @@ constexpr std::array<uint32_t, 4> known_sets(Statistic s, Fusion f, Output o, in
       if (quantised_layer) return {kAffine, kNoVectors};
       return {s == Statistic::kLayer ? kAffine : kWeight};
     case Fusion::kModulate:
+      if (o == Output::kQuantised && s == Statistic::kRms) return {kModulation, kWeight | kScale};
       if (o == Output::kQuantised) return {kModulation, kModulation | kTables};
       return {kModulation, kModulation | kTables, kModulation | kOutGate};
     case Fusion::kGated:
@@ -498,7 +534,8 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
     constexpr bool kHasThree = kKnown == 0 && has_whole_warps(S, F, O, 3, kWeight);
     constexpr bool kHasFour = kKnown == 0 || ((F != Fusion::kModulate || S == Statistic::kLayer) && !kOnlyWhole);
     constexpr bool kHasClusters = has_clusters(F, O);
-    if (kKnown != 0 && (vectors != (kKnown & ~kElementOperands) || (p.weight_offset != 0.f && !traits(F).norms_branch)))
+    if (kKnown != 0 &&
+        (vectors != (kKnown & ~kElementOperands) || (p.weight_offset != 0.f && !known_with_offset(S, F, O))))
       return false;
     if (g.blocks > 1) {
       if constexpr (kHasClusters) {
@@ -522,14 +559,31 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
         run_length(Length<512>()) || run_length(Length<640>())) {
       return true;
     }
+    // Rows of 64, 128 and 1024 columns share a block. Where geometry() has one pack a thread, two give the same bits: a
+    // thread's two packs are those that two threads would add first.
+    const auto run_shared = [&](auto packs, auto own) {
+      constexpr int kRowPacks = decltype(packs)::value, kPacks = decltype(own)::value, kThreads = kRowPacks / kPacks;
+      if constexpr (multiplies_last(S, F, O) && kKnown != 0 && sizeof(T) == 2) {
+        if (p.width != kRowPacks * kPackWidth<T> || g.packs != (kThreads < 32 ? 1 : kPacks) || outer > 1) return false;
+        const dim3 rows(kThreads, kShortRowThreads / kThreads);
+        norm_kernel<T, M, S, F, O, kPacks, 1, kKnown, false, kThreads>
+            <<<grid_size(ceil_div(p.rows, static_cast<int64_t>(rows.y))), rows, 0, stream>>>(p);
+        return true;
+      }
+      return false;
+    };
+    if (run_shared(Length<8>(), Length<2>()) || run_shared(Length<16>(), Length<2>()) ||
+        run_shared(Length<128>(), Length<4>())) {
+      return true;
+    }
     const auto run_whole = [&](auto packs, auto threads) {
       constexpr int kPacks = decltype(packs)::value, kThreads = decltype(threads)::value;
-      constexpr bool kWide = sizeof(M) > sizeof(T);
-      constexpr bool kLengthKnown = std::is_same_v<T, __nv_bfloat16> && knows_whole_length(F, kKnown, kWide);
+      constexpr bool kWide = sizeof(M) > sizeof(T), kLengthKnown = knows_whole_length(F, kKnown, kWide);
       if constexpr (has_whole_warps(S, F, O, kPacks, kKnown) && sizeof(T) == 2 &&
                     (kThreads == kWholeWarps || kLengthKnown)) {
-        constexpr int kRows = kWide ? 2 : 1;  // which share their vectors
-        constexpr int kMost = register_threads(S, F, O, kPacks, kWholeWarps, false, kKnown, kWide);
+        // Two rows share fp32 vectors, and the vectors of a gated rms norm with tables.
+        constexpr int kRows = kWide || (S == Statistic::kRms && traits(F).gates && (kKnown & kGateTable)) ? 2 : 1;
+        constexpr int kMost = register_threads(S, F, O, kPacks, kThreads, false, kKnown, kWide);
         if (g.packs != kPacks || g.threads <= 32 || g.threads > kMost) return false;
         if (kThreads != kWholeWarps && g.threads != kThreads) return false;
         if (p.width != g.threads * kPacks * kPackWidth<T>) return false;
@@ -539,11 +593,13 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
       }
       return false;
     };
-    // The lengths of models: 1536, 2048, 3072, 4096, 5120 and 6144.
+    // The lengths of models: 1536, 2048, 3072, 4096, and of LayerNorms 5120 and 6144.
     if (run_whole(Length<3>(), Length<64>()) || run_whole(Length<4>(), Length<64>()) ||
-        run_whole(Length<4>(), Length<96>()) || run_whole(Length<4>(), Length<128>()) ||
-        run_whole(Length<4>(), Length<160>()) || run_whole(Length<4>(), Length<192>())) {
+        run_whole(Length<4>(), Length<96>()) || run_whole(Length<4>(), Length<128>())) {
       return true;
+    }
+    if constexpr (S == Statistic::kLayer) {
+      if (run_whole(Length<4>(), Length<160>()) || run_whole(Length<4>(), Length<192>())) return true;
     }
     using Any = Length<kWholeWarps>;
     if (run_whole(Length<2>(), Any()) || run_whole(Length<3>(), Any()) || run_whole(Length<4>(), Any())) return true;
@@ -570,7 +626,8 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
     if constexpr (kHasFour) norm_kernel<T, M, S, F, O, 4, 1, kKnown><<<grid(1), block, 0, stream>>>(p);
     return kHasFour;
   };
-  constexpr std::array<uint32_t, 4> kSets = known_sets(S, F, O, sizeof(T), sizeof(M));
+  constexpr std::array<uint32_t, 4> kNone = {};
+  constexpr std::array<uint32_t, 4> kSets = has_known_sets<T>(O) ? known_sets(S, F, O, sizeof(T), sizeof(M)) : kNone;
   run(Known<kSets[0]>()) || run(Known<kSets[1]>()) || run(Known<kSets[2]>()) || run(Known<kSets[3]>());
 }
 
@@ -585,8 +642,8 @@ void launch(const NormParams& p, const Context& context) {
   bool fast = false, wide = false;
   const uint32_t packed = whole_pack_operands<T>(p, fast, wide);
   CompactParams q{};
-  constexpr bool kHasKernel = has_norm_kernel(S, F, O, sizeof(T));
-  fast = fast && kHasKernel && (!wide || takes_fp32(F)) && g.fits && (g.blocks == 1 || has_clusters(F, O));
+  constexpr bool kHasKernel = has_norm_kernel<T>(S, F, O);
+  fast = fast && kHasKernel && (!wide || takes_fp32<T>(F, O)) && g.fits && (g.blocks == 1 || has_clusters(F, O));
   if (takes_packed("norm", forced().norm, fast && compact_params(p, q))) {
     q.blocks = static_cast<uint32_t>(g.blocks);
     const int64_t row_bytes = p.rows.width * static_cast<int64_t>(sizeof(T)) * (p.residual.data ? 2 : 1);
@@ -594,7 +651,7 @@ void launch(const NormParams& p, const Context& context) {
     const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
     if (!wide) {
       if constexpr (kHasKernel) launch_packed<T, T, S, F, O>(q, g, block, outer, stream);
-    } else if constexpr (kHasKernel && takes_fp32(F)) {
+    } else if constexpr (kHasKernel && takes_fp32<T>(F, O)) {
       launch_packed<T, float, S, F, O>(q, g, block, outer, stream);
     }
   } else {
