@@ -78,7 +78,7 @@ def test_layers_against_fp64(ltx: ModuleType, device: str, model: nn.Module, tar
     names = ["ff.net.2"] if "ff.net.2" in targets else [f"attn1.to_{x}" for x in "qkv"]
     layers = [block.get_submodule(name) for name in names]
     x = torch.randn(2, 5, layers[0].in_features, device=device).bfloat16()
-    linears = ltx.integrations._linear.Linears(layers, x)
+    linears = ltx.integrations._linear.Linears(layers, x, block.attn1._ltx_kernels)
     assert linears.scaled and not linears.fp8 and linears.packed == (len(layers) > 1)
     values, scales = ltx.quantize_rows(x)
     for name, layer, output in zip(names, layers, linears(x)):

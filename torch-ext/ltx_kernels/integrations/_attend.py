@@ -379,7 +379,7 @@ class _Plan:
         *("reason", "weights"),
     )
 
-    def __init__(self, spec: Attention, module: nn.Module, input: Tensor, rounding: str) -> None:
+    def __init__(self, spec: Attention, module: nn.Module, input: Tensor, site: Site) -> None:
         self.reason = _why_not_plan(spec, module, input)
         if self.reason:
             return
@@ -390,27 +390,28 @@ class _Plan:
         self.layout = spec.layout if spec.layout_of is None else spec.layout_of(module)
         if spec.mlp:
             self.all, self.out = (
-                Linears((cast(nn.Linear, module._modules[name]),), input) for name in (*spec.projections, spec.output)
+                Linears((cast(nn.Linear, module._modules[name]),), input, site)
+                for name in (*spec.projections, spec.output)
             )
             self.query = self.context = self.all
             return
-        pack = rounding == "fp32"
+        pack = site.rounding == "fp32"
         q, k, v = (cast(nn.Linear, module._modules[name]) for name in spec.projections)
-        self.all = Linears((q, k, v), input, pack and _in_features(q) == _in_features(k))
-        self.query = Linears((q,), input)
-        self.context = Linears((k, v), input, pack)
+        self.all = Linears((q, k, v), input, site, pack and _in_features(q) == _in_features(k))
+        self.query = Linears((q,), input, site)
+        self.context = Linears((k, v), input, site, pack)
         if spec.gate and module._modules.get(spec.gate) is not None:
-            self.gate = Linears((cast(nn.Linear, module._modules[spec.gate]),), input)
+            self.gate = Linears((cast(nn.Linear, module._modules[spec.gate]),), input, site)
         if spec.added and module._modules.get(spec.added[0]) is not None:
-            self.added = Linears([cast(nn.Linear, module._modules[name]) for name in spec.added], input, pack)
+            self.added = Linears([cast(nn.Linear, module._modules[name]) for name in spec.added], input, site, pack)
         if spec.added_output and module._modules.get(spec.added_output) is not None:
-            self.added_out = Linears((cast(nn.Linear, module._modules[spec.added_output]),), input)
+            self.added_out = Linears((cast(nn.Linear, module._modules[spec.added_output]),), input, site)
         if spec.image and module._modules.get(spec.image[0]) is not None:
-            self.image = Linears([cast(nn.Linear, module._modules[name]) for name in spec.image[:2]], input, pack)
+            self.image = Linears([cast(nn.Linear, module._modules[name]) for name in spec.image[:2]], input, site, pack)
         out = module._modules.get(spec.output) if spec.output else None
         if out is not None:
             projection, dropout = children(out, "0", "1")
-            self.out = Linears((projection,), input)
+            self.out = Linears((projection,), input, site)
             if class_of(dropout) != DROPOUT or dropout.training or hooked(dropout):
                 self.dropout = dropout
 
@@ -453,7 +454,7 @@ def _plan(spec: Attention, module: nn.Module, input: Tensor) -> _Plan:
 
 
 def _make_plan(module: nn.Module, spec: Attention, input: Tensor) -> _Plan:
-    return _Plan(spec, module, input, site_of(module).rounding)
+    return _Plan(spec, module, input, site_of(module))
 
 
 def _in_features(linear: nn.Module) -> object:
@@ -643,7 +644,7 @@ def _single(
         (outputs,) = plan.all(input)
         qkv, gate_up = outputs.split([3 * module.inner_dim, outputs.shape[-1] - 3 * module.inner_dim], -1)
         query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
-        fresh = plan.all.direct or plan.all.scaled
+        fresh = plan.all.plain or plan.all.scaled
         assert plan.out is not None
         if plan.in_place and not plan.out.fp8:
             both = outputs.new_empty(*outputs.shape[:-1], module.inner_dim + gate_up.shape[-1] // 2)

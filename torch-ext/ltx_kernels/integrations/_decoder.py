@@ -135,9 +135,10 @@ class _AttentionPlan:
         modules = module._modules
         self.norms = [cast(nn.Module, modules[name]) for name in spec.norms]
         self.reason = _why_not_norms(spec, self.norms, input)
-        pack = site_of(module).rounding == "fp32"
-        self.projections = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, pack)
-        self.output = Linears((cast(nn.Linear, modules["o_proj"]),), input)
+        site = site_of(module)
+        pack = site.rounding == "fp32"
+        self.projections = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, site, pack)
+        self.output = Linears((cast(nn.Linear, modules["o_proj"]),), input, site)
 
 
 def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor) -> str:
@@ -191,7 +192,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     assert rope is not None
     cache = arguments.get("past_key_values")
     # What the layers made is new, unless something else than this package called them.
-    fresh = plan.projections.packed or plan.projections.direct or plan.projections.scaled
+    fresh = plan.projections.packed or plan.projections.plain or plan.projections.scaled
     out, empty = None, None
     if fresh and may_overwrite():
         empty = None if cache is None else empty_layer(cache, module.layer_idx, site.remark)
@@ -357,12 +358,13 @@ class _MLPPlan:
         dropout = modules.get(spec.dropout)
         if dropout is not None and (dropout.training or hooked(dropout)):
             self.reason = f"{spec.dropout} is active or has a hook"
-        pack = site_of(module).rounding == "fp32"
-        self.up = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, pack)
+        site = site_of(module)
+        pack = site.rounding == "fp32"
+        self.up = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, site, pack)
         down = cast(nn.Linear, modules[spec.down])
         if getattr(getattr(down, "weight", None), "dtype", input.dtype) == torch.float32 != input.dtype:
             self.reason = f"{spec.down} is in float32"  # T5 keeps it so, and casts before it
-        self.down = Linears((down,), input)
+        self.down = Linears((down,), input, site)
 
 
 def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:

@@ -41,17 +41,18 @@ def _layers(ff: nn.Module, input: Tensor) -> _Layers | None:
     net = list(cast(nn.ModuleList, ff._modules["net"]))
     if len(net) < 3 or any(map(hooked, net[:2])):
         return None
-    activation, down = net[0], net[2]
+    activation = net[0]
     if class_of(activation) not in (GELU, SWIGLU) or ATTRIBUTE not in activation.__dict__:
         return None
     if class_of(activation) == SWIGLU and why_not_swiglu(activation):
         return None
     if any(class_of(dropout) != DROPOUT or dropout.training or hooked(dropout) for dropout in (net[1], *net[3:])):
         return None
-    up = Linears((cast(nn.Linear, activation._modules["proj"]),), input)
     site = activation.__dict__[ATTRIBUTE]
+    up = Linears((cast(nn.Linear, activation._modules["proj"]),), input, site)
+    down = Linears((cast(nn.Linear, net[2]),), input, site)
     name = "swiglu" if class_of(activation) == SWIGLU else cast(str, activation.approximate)
-    return _Layers(up, Linears((cast(nn.Linear, down),), input), name, site.count_call)
+    return _Layers(up, down, name, site.count_call)
 
 
 def why_not_swiglu(module: nn.Module) -> str:

@@ -15,8 +15,20 @@ from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows
 from ._fp8 import Rows, count_products, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
 from ._guards import hooked, is_ordinary, plain_linear, recall, remember
-from ._lora import LowRank, adapters_of, add_adapters, base_of, is_lora
-from ._sites import site_of
+from ._lora import (
+    LowRank,
+    adapters_of,
+    add_up,
+    base_of,
+    fit_in_place,
+    is_lora,
+    low_ranks,
+    one_by_one,
+    widened,
+    widening_pays,
+)
+from ._replay import refuse
+from ._sites import Site, site_of
 
 PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
 
@@ -46,39 +58,43 @@ class Linears:
     It is made for one state of the layers and of the input's dtype and device: `remember` keeps it for as long as that
     holds. Which adapters of peft are active is asked at every call.
 
+    site: The replaced module that they belong to, where what happens to adapters is counted.
     scaled: Their products are of fp8 weights, and one product where these are adjacent.
     fp8: They take quantised rows: they are `scaled`, and no adapter is active.
+    plain: nn.Linear and nothing else but adapters, so that their weights can be used without calling them.
+    direct: They are `plain`, and no adapter is active.
     packed: One product makes all their outputs, which are views of one new tensor.
-    direct: nn.Linear and nothing else, so that their weights can be used without calling them.
-    sizes: The number of columns of each output, of packed layers.
+    sizes: The number of columns of each output, of layers that are packed unless peft computes their adapters.
     even: They are packed, and all outputs have the same number of columns.
-    weights, scales, biases: The tensors of scaled or direct layers: one of each for every layer, but no scales of
-        direct layers. A layer without a bias has None.
+    weights, scales, biases: The tensors of scaled or plain layers: one of each for every layer, but no scales of
+        plain layers. A layer without a bias has None.
     """
 
     __slots__ = (
-        *("_alone", "_compiling", "_given", "_stacks", "biases", "direct", "even", "modules", "packed"),
-        *("scaled", "scales", "sizes", "weights"),
+        *("_alone", "_compiling", "_given", "_packed", "_stacks", "biases", "modules", "plain"),
+        *("scaled", "scales", "site", "sizes", "weights"),
     )
 
-    def __init__(self, modules: Sequence[nn.Linear], input: Tensor, pack: bool = True) -> None:
+    def __init__(self, modules: Sequence[nn.Linear], input: Tensor, site: Site, pack: bool = True) -> None:
         bases = cast("list[nn.Linear]", list(map(base_of, modules)))
-        self.scaled = not why_not_fp8_input(input) and all(
-            in_fp8(base) and not hooked(base) and not hooked(given) and not why_not_fp8_weight(base, input)
-            for base, given in zip(bases, modules)
+        hooks = any(map(hooked, modules))
+        self.site = site
+        self.scaled = not (hooks or why_not_fp8_input(input)) and all(
+            in_fp8(base) and not hooked(base) and not why_not_fp8_weight(base, input) for base in bases
         )
-        self.modules = tuple(bases if self.scaled else modules)
+        self.plain = not (hooks or self.scaled) and all(plain_linear(base, input.dtype) for base in bases)
+        known = self.scaled or self.plain
+        self.modules = tuple(bases if known else modules)
         # With adapters, the layers as they are called.
-        self._given = tuple(modules) if self.scaled and any(map(is_lora, modules)) else ()
-        self.direct = not self.scaled and all(plain_linear(linear, input.dtype) for linear in modules)
+        self._given = tuple(modules) if known and any(map(is_lora, modules)) else ()
         self._compiling = torch.compiler.is_compiling()
-        self.packed = self.even = False
+        self._packed = False
         self.sizes: list[int] = []
         self.weights: list[Tensor] = []
         self.scales: list[Tensor] = []
         self.biases: list[Tensor | None] = []
-        self._alone: tuple[Tensor, Tensor | None] | None = None  # weight and bias of a direct layer by itself
-        if not (self.scaled or self.direct):
+        self._alone: tuple[Tensor, Tensor | None] | None = None  # weight and bias of a plain layer by itself
+        if not known:
             return
         self.biases = [linear._parameters["bias"] for linear in self.modules]
         if self.scaled:
@@ -86,7 +102,7 @@ class Linears:
             self.weights, self.scales = map(list, zip(*quantised))
         else:
             self.weights = [cast(Tensor, linear._parameters["weight"]) for linear in self.modules]
-        if self.direct and len(self.modules) == 1:
+        if self.plain and len(self.modules) == 1 and not self._given:
             self._alone = self.weights[0], self.biases[0]
         biases = self._given_biases()
         if len(self.modules) == 1 or not pack or len(biases) not in (0, len(self.modules)):
@@ -94,15 +110,26 @@ class Linears:
         self.sizes = [linear.out_features for linear in self.modules]
         groups = [group for group in (self.weights, self.scales, biases) if group]
         if self._compiling:  # the ops ask for adjacency where they run
-            self.packed = True
+            self._packed = True
         elif all(map(adjacent, groups)):
-            self.packed = True
+            self._packed = True
             self._stacks = [_Stack.of(group) for group in groups]
-        self.even = self.packed and len(set(self.sizes)) == 1
 
     @property
     def fp8(self) -> bool:
-        return self.scaled and not (self._given and self._adapters())
+        return self.scaled and not self._adapters()
+
+    @property
+    def direct(self) -> bool:
+        return self.plain and not self._adapters()
+
+    @property
+    def packed(self) -> bool:
+        return self._packed and not isinstance(self._adapters(), str)
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.sizes)) == 1 and self.packed
 
     def _given_biases(self) -> list[Tensor]:
         return [bias for bias in self.biases if bias is not None]
@@ -120,12 +147,13 @@ class Linears:
     def _adapters(self) -> str | list[list[LowRank]]:
         """What the active adapters of each layer add, empty if none is active; or why peft has to compute them."""
         found: list[list[LowRank]] = []
-        for given, linear in zip(self._given, self.modules):
+        for given, linear, weight in zip(self._given, self.modules, self.weights):
             reason = ""
             adapters: list[LowRank] = []
             if given is not linear:
-                follow_layer(given)
-                reason, adapters = adapters_of(given, quantised_weight(linear)[1].device)
+                if self.scaled:
+                    follow_layer(given)
+                reason, adapters = adapters_of(given, weight.device)
             if reason:
                 return reason
             found.append(adapters)
@@ -133,21 +161,71 @@ class Linears:
 
     def _with_adapters(self, input: Input) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """(all outputs side by side where they are views of one tensor, the output of each layer)."""
-        adapters, site = self._adapters(), site_of(self.modules[0])
-        x = dequantised(input) if adapters and isinstance(input, tuple) else input
+        adapters = self._adapters()
         if isinstance(adapters, str):
-            site.remark(f"adapters called by themselves: {adapters}", len(self._given))
-            return None, tuple(linear(x) for linear in self._given)
-        whole = self._together(input) if self.packed else None
-        outputs = self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
+            refuse("peft computes adapters")
+            self._remark(f"adapters called by themselves: {adapters}", len(self._given))
+            tensor = dequantised(input) if isinstance(input, tuple) else input
+            return None, tuple(linear(tensor) for linear in self._given)
         if not adapters:
-            return whole, outputs
-        site.remark("adapters beside fp8", len([added for added in adapters if added]))
-        in_place = may_overwrite()
-        outputs = tuple(
-            add_adapters(output, cast(Tensor, x), added, in_place) for output, added in zip(outputs, adapters)
-        )
-        return whole if in_place else None, outputs
+            whole = self._together(input) if self._packed else None
+            return whole, self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
+        self._count_adapters(adapters)
+        tensor = dequantised(input) if isinstance(input, tuple) else input
+        if self._fit_in_place(adapters):
+            return self._in_place(input, tensor, adapters)
+        whole = self._together(input) if self._packed else None
+        outputs = self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
+        return None, tuple(one_by_one(output, tensor, added) for output, added in zip(outputs, adapters))
+
+    def _fit_in_place(self, adapters: list[list[LowRank]]) -> bool:
+        dtype = torch.bfloat16 if self.scaled else self.weights[0].dtype
+        return may_overwrite() and self.site.rounding == "fp32" and fit_in_place(adapters, dtype)
+
+    def _in_place(
+        self, input: Input, tensor: Tensor, adapters: list[list[LowRank]]
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """`_with_adapters` in few passes over the outputs."""
+        rows, leading = tensor.reshape(-1, tensor.shape[-1]), tensor.shape[:-1]
+        quantised: Rows | None = None
+        if self.scaled:
+            values, scales = self._rows(input)
+            quantised = values.view(rows.shape), scales.view(-1, 1)
+        ranks = low_ranks(rows, adapters)
+        stacked = self.stacked() if self._packed else None
+        if stacked is not None:
+            layers = _Layers(
+                stacked[0], stacked[1] if self.scaled else None, stacked[-1] if self._given_biases() else None
+            )
+            whole = _sum(rows, quantised, layers, self.sizes, adapters, ranks).view(*leading, sum(self.sizes))
+            return whole, whole.split_with_sizes(self.sizes, -1)
+        outputs = []
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases)):
+            layers = _Layers(weight, self.scales[i] if self.scaled else None, bias)
+            output = _sum(rows, quantised, layers, [len(weight)], adapters[i : i + 1], ranks[i : i + 1])
+            outputs.append(output.view(*leading, len(weight)))
+        return None, tuple(outputs)
+
+    def widened(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(input, weight) of one plain layer with its adapters beside them, for one product; None: call the layer."""
+        adapters = self._adapters()
+        if not adapters:
+            return input, self.weights[0]
+        if isinstance(adapters, str) or not self._fit_in_place(adapters):
+            return None
+        rows = input.reshape(-1, input.shape[-1])
+        if not widening_pays(rows, self.weights[0], adapters, 2):
+            return None
+        self._count_adapters(adapters)
+        wide, weight = widened(rows, self.weights[0], adapters, low_ranks(rows, adapters))
+        return wide.view(*input.shape[:-1], wide.shape[1]), weight
+
+    def _count_adapters(self, adapters: list[list[LowRank]]) -> None:
+        self._remark("adapters beside fp8" if self.scaled else "adapters beside", sum(map(bool, adapters)))
+
+    def _remark(self, text: str, count: int) -> None:
+        site = site_of(self.modules[0]) if self.scaled else self.site
+        site.remark(text, count)
 
     def together(self, input: Input) -> Tensor:
         """All outputs side by side, of layers that are `packed`."""
@@ -157,7 +235,7 @@ class Linears:
         return torch.cat(outputs, -1) if whole is None else whole
 
     def writes(self, input: Input) -> bool:
-        """Whether `write` has a product for this input, of layers that are `packed`.
+        """Whether `write` has a product for this input, of layers that are `packed`, without active adapters.
 
         In fp8 it has one for a single sample, the same as `together`'s. A product for each of several samples could
         give other bits than one product of them all.
@@ -187,16 +265,18 @@ class Linears:
             return (F.linear(input, *self._alone),)  # type: ignore[arg-type]
         if self._given:
             return self._with_adapters(input)[1]
-        return self._together(input).split_with_sizes(self.sizes, -1) if self.packed else self._apart(input)
+        return self._together(input).split_with_sizes(self.sizes, -1) if self._packed else self._apart(input)
 
     def add_to(self, total: Tensor, input: Input) -> Tensor:
         """A contiguous tensor plus one layer's output, in the tensor's place, by one product where it can."""
-        if self.scaled and not self._given:
+        if self._adapters():
+            return total.add_(self(input)[0])
+        if self.scaled:
             rows = self._rows(input)
             return multiply(*rows, self.weights[0], self.scales[0], self.biases[0], addend=total, out=total)
-        if self._alone is not None and self._alone[1] is None:
+        if self.plain and self.biases[0] is None:
             tokens = cast(Tensor, input)
-            total.view(-1, total.shape[-1]).addmm_(tokens.reshape(-1, tokens.shape[-1]), self._alone[0].t())
+            total.view(-1, total.shape[-1]).addmm_(tokens.reshape(-1, tokens.shape[-1]), self.weights[0].t())
             return total
         return total.add_(self(input)[0])
 
@@ -218,7 +298,7 @@ class Linears:
             values, scales = self._rows(input)
             groups = zip(self.weights, self.scales, self.biases)
             return tuple([multiply(values, scales, *tensors) for tensors in groups])
-        if self.direct:
+        if self.plain:
             return tuple([F.linear(input, *tensors) for tensors in zip(self.weights, self.biases)])  # type: ignore[arg-type]
         return tuple(linear(input) for linear in self.modules)
 
@@ -226,6 +306,53 @@ class Linears:
         rows = input if isinstance(input, tuple) else quantize_rows(input)
         count_products(self.modules, rows)
         return rows
+
+
+class _Layers(NamedTuple):
+    """Layers side by side, or one by itself."""
+
+    weight: Tensor  # [N, K]
+    scales: Tensor | None  # [N] in fp8
+    bias: Tensor | None
+
+
+def _sum(
+    rows: Tensor,
+    quantised: Rows | None,
+    layers: _Layers,
+    sizes: Sequence[int],
+    adapters: Sequence[Sequence[LowRank]],
+    ranks: Sequence[Sequence[Tensor]],
+) -> Tensor:
+    """The outputs [M, N] of linear layers, and what their adapters add.
+
+    A product reads what it is added to while it computes, where a product that is added later reads and writes all
+    outputs by itself. So the adapters come first, where they write every output, and a bias with them.
+
+    rows, quantised: The input [M, K], and the same quantised for layers in fp8.
+    sizes, adapters, ranks: Of each layer, its width, active adapters, and what `low_ranks` returns.
+    """
+    weight, scales, bias = layers
+    if scales is None and all(adapters) and widening_pays(rows, weight, adapters, 1):
+        return F.linear(*widened(rows, weight, adapters, ranks), bias)
+    first = all(adapters) and (scales is not None or bias is None or len(adapters) == 1)
+
+    def product(total: Tensor | None) -> Tensor:
+        if scales is not None and quantised is not None:
+            return multiply(*quantised, weight, scales, bias, addend=total, out=total)
+        return F.linear(rows, weight, bias) if total is None else total.addmm_(rows, weight.t())
+
+    beta, done = 1, 0
+    if not first:
+        total = product(None)
+    elif scales is None and bias is not None:
+        _, up, _, scale = adapters[0][0]
+        total, done = torch.addmm(bias, ranks[0][0], up.t(), alpha=scale), 1
+    else:
+        total, beta = rows.new_empty(len(rows), len(weight)), 0
+    for output, low, added in zip(total.split_with_sizes(sizes, -1), ranks, adapters):
+        add_up(output, low[done:], added[done:], beta)
+    return product(total) if first else total
 
 
 def may_overwrite() -> bool:
@@ -241,7 +368,7 @@ def linears_of(module: nn.Module, names: Sequence[str], input: Tensor) -> Linear
 
 
 def _linears(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
-    return Linears([cast(nn.Linear, module._modules[name]) for name in names], input)
+    return Linears([cast(nn.Linear, module._modules[name]) for name in names], input, site_of(module))
 
 
 def all_readers(*groups: Linears | None) -> Linears | None:
@@ -251,13 +378,16 @@ def all_readers(*groups: Linears | None) -> Linears | None:
 
 def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor | None:
     """One layer and GELU in one product; None where no product has it, or the layer has to be called."""
-    bias = linears.biases[0] if linears.direct else None
+    bias = linears.biases[0] if linears.plain else None
     if bias is None or approximate != "tanh":
         return None
     if torch.is_grad_enabled() and requires_grad(input, linears.weights[0], bias):  # the product has no gradient
         return None
+    operands = linears.widened(input)
+    if operands is None:
+        return None
     function = linear_gelu_op if torch.compiler.is_compiling() else linear_gelu
-    return function(input, linears.weights[0], bias)
+    return function(*operands, bias)
 
 
 def like_of(input: Input) -> Tensor:
@@ -292,8 +422,7 @@ def joined(
 def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
     """Moves the weights of each group of linear layers below a module into one storage, as views; or why not."""
     for names in groups:
-        linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
-        linears = [cast(nn.Linear, base_of(linear)) if in_fp8(linear) else linear for linear in linears]
+        linears = [cast(nn.Linear, base_of(module.get_submodule(name))) for name in names]
         described = f"{', '.join(names[:-1])} or {names[-1]}"
         if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
             return f"{described} is no plain nn.Linear"
@@ -322,7 +451,8 @@ def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
     if not module.__dict__.pop(PACKED, False):
         return
     for names in groups:
-        linears = [linear for linear in map(module._modules.get, names) if type(linear) is nn.Linear]
+        found = (base_of(linear) for linear in map(module._modules.get, names) if linear is not None)
+        linears = [linear for linear in found if type(linear) is nn.Linear]
         shared: dict[int, list[Tensor]] = {}
         for parameter in (p for linear in linears for p in (None if in_fp8(linear) else linear.weight, linear.bias)):
             if parameter is not None and is_ordinary(parameter) and parameter.device.type in ("cuda", "cpu"):

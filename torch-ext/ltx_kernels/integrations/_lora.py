@@ -1,13 +1,14 @@
-"""LoRA adapters of peft on linear layers in fp8: their low-rank products run in bfloat16 beside the fp8 product.
+"""LoRA adapters of peft on linear layers: their low-rank products, beside the product of the layer itself.
 
 peft puts a layer of its own in the place of a linear layer, which becomes its ``base_layer``. The fused forwards look
-through it: without an active adapter the linear layer is the one that it was before, with the same bits; with active
-adapters the input stays in bfloat16 for them, and is quantised once for the fp8 product.
+through it: without an active adapter the linear layer is the one that it was before, with the same bits. With active
+adapters, layers that read one input still take one product, and their adapters read the input together. In fp8 the
+input stays in bfloat16 for the adapters, and is quantised once for the fp8 product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -56,6 +57,20 @@ def merged(module: nn.Module) -> tuple[str, ...]:
     return tuple(cast(LoraLayer, module).merged_adapters)
 
 
+def adapters_state(module: nn.Module) -> Hashable:
+    """What `adapters_of` finds out about a layer beside its modules and their parameters."""
+    layer = cast(LoraLayer, module)
+    scaling = layer.scaling
+    return (
+        layer.disable_adapters,
+        tuple(layer.merged_adapters),
+        tuple(layer.active_adapters),
+        tuple(layer.lora_variant),
+        tuple(scaling),
+        tuple(scaling.values()),
+    )
+
+
 def adapters_of(module: nn.Module, device: torch.device) -> tuple[str, list[LowRank]]:
     """(why peft's layer has to be called as it is, what its active adapters add); both are empty if none is active."""
     layer, found = cast(LoraLayer, module), []
@@ -73,27 +88,69 @@ def adapters_of(module: nn.Module, device: torch.device) -> tuple[str, list[LowR
         idle = class_of(dropout) == IDENTITY or (class_of(dropout) == DROPOUT and not dropout.training)
         if not idle or hooked(dropout):
             return "a dropout of adapters that is active or has a hook", []
+        scale = layer.scaling[name]
+        if type(scale) not in (float, int):
+            return f"a scaling that is a {type(scale).__name__}", []
         dtype = cast(Tensor, down._parameters["weight"]).dtype
         if dtype not in _DTYPES or not (plain_linear(down, dtype) and plain_linear(up, dtype)):
             return "adapters that are trained, quantised, hooked or of two dtypes", []
-        low_rank = LowRank(down.weight, up.weight, up.bias, layer.scaling[name])  # type: ignore[arg-type]
+        low_rank = LowRank(down.weight, up.weight, up.bias, scale)  # type: ignore[arg-type]
         if low_rank.up.device != device:
             return f"adapters on {low_rank.up.device}", []
         found.append(low_rank)
     return "", found
 
 
-def add_adapters(output: Tensor, input: Tensor, adapters: Sequence[LowRank], in_place: bool) -> Tensor:
-    """A linear layer's output [..., out] and what adapters add to it, of the layer's input [..., in].
-
-    in_place: The output may be overwritten; it may be a part of wider rows.
-    """
+def one_by_one(output: Tensor, input: Tensor, adapters: Sequence[LowRank]) -> Tensor:
+    """A linear layer's output [..., out] and what adapters add to it, of its input [..., in], in peft's own order."""
+    dtype = output.dtype
     for down, up, bias, scale in adapters:
-        x = input.to(down.dtype)
-        if in_place and bias is None and down.dtype == output.dtype:
-            rows = output.view(-1, output.shape[-1])
-            rows.addmm_(F.linear(x, down).view(-1, down.shape[0]), up.t(), alpha=scale)
-        else:
-            result = (output + F.linear(F.linear(x, down), up, bias) * scale).to(output.dtype)
-            output = output.copy_(result) if in_place else result
-    return output
+        output = output + F.linear(F.linear(input.to(down.dtype), down), up, bias) * scale
+    return output.to(dtype)
+
+
+# ---- Fewer passes over the outputs. A layer's output is far larger than the low-rank products of its input, so that
+# peft's order costs reading and writing it three times.
+
+
+def fit_in_place(adapters: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> bool:
+    """Whether adapters of linear layers have no bias and the dtype of the layers' outputs."""
+    return all(up.dtype == dtype and bias is None for added in adapters for _, up, bias, _ in added)
+
+
+def low_ranks(rows: Tensor, adapters: Sequence[Sequence[LowRank]]) -> list[list[Tensor]]:
+    """``F.linear(rows, down)`` of each layer's adapters, [M, rank], by one product of rows [M, in]."""
+    downs = [adapter.down for added in adapters for adapter in added]
+    low = F.linear(rows, downs[0] if len(downs) == 1 else torch.cat(downs))
+    ranks = iter(low.split_with_sizes([down.shape[0] for down in downs], -1))
+    return [[next(ranks) for _ in added] for added in adapters]
+
+
+def add_up(output: Tensor, ranks: Sequence[Tensor], adapters: Sequence[LowRank], beta: int = 1) -> None:
+    """Adds what a layer's adapters make of their low ranks to ``beta`` times rows [M, out], in their place."""
+    for rank, (_, up, _, scale) in zip(ranks, adapters):
+        output.addmm_(rank, up.t(), beta=beta, alpha=scale)
+        beta = 1
+
+
+def widening_pays(rows: Tensor, weight: Tensor, adapters: Sequence[Sequence[LowRank]], passes: int) -> bool:
+    """Whether `widened` moves less than passes that each read and write the layer's output [M, out]."""
+    moved, saved = (len(rows) + len(weight)) * weight.shape[1], passes * len(rows) * len(weight)
+    aligned = (
+        sum(adapter.up.shape[1] for added in adapters for adapter in added) % 8 == 0
+    )  # or the product takes a slow kernel
+    return aligned and moved < saved
+
+
+def widened(
+    rows: Tensor, weight: Tensor, adapters: Sequence[Sequence[LowRank]], ranks: Sequence[Sequence[Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Rows [M, in] with the low ranks of all adapters beside them, and a weight [out, in] with what reads those.
+
+    A linear layer of the two has what the adapters add in its sum.
+
+    weight: Of all the layers, one below the other.
+    """
+    ups = [torch.cat([adapter.up * adapter.scale for adapter in added], 1) for added in adapters]
+    up = ups[0] if len(ups) == 1 else torch.block_diag(*ups)
+    return torch.cat([rows, *(rank for each in ranks for rank in each)], 1), torch.cat((weight, up), 1)

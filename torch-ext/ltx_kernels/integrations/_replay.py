@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._variant import COMPILED_DEVICE
 from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, hooked, is_capturing
+from ._lora import adapters_state, is_lora
 from ._sites import Site
 
 CHANGES = 8  # of a block's state without a replay between: its weights move at every call
@@ -335,6 +336,8 @@ class Replays:
 
     def __init__(self, module: nn.Module, changes: int) -> None:
         self.state = State(module)
+        self._adapted = [part for part in self.state.modules if is_lora(part)]
+        self._adapters = list(map(adapters_state, self._adapted))
         self.changes = changes
         # By signature: a replay, or why there is none; empty after the first call.
         self.calls: dict[Hashable, _Replay | str] = {}
@@ -351,6 +354,10 @@ class Replays:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the block, and which adapters are active in it, are as they were."""
+        return self.state.holds(module) and list(map(adapters_state, self._adapted)) == self._adapters
 
     def record(self, key: Hashable, compute: Call, tensors: Sequence[Tensor]) -> Any:
         """The call's result; it is recorded on the way."""
@@ -399,7 +406,7 @@ def lines(root: nn.Module) -> list[str]:
 def _does_more(part: nn.Module) -> bool:
     """Whether a module below a block may run what a function mode does not see, such as a kernel of Triton."""
     return (
-        type(part).__module__.split(".")[0] not in LIBRARIES
+        not (type(part).__module__.split(".")[0] in LIBRARIES or is_lora(part))
         or hooked(part)
         or part.__dict__.get("_compiled_call_impl") is not None
         or ("processor" in part.__dict__ and ATTRIBUTE not in part.__dict__)
@@ -427,7 +434,7 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
         if not replays.refused:
             module.__dict__[REPLAYS] = None
         return compute(module, *args, **kwargs)
-    if replays is None or not replays.state.holds(module):
+    if replays is None or not replays.holds(module):
         result = compute(module, *args, **kwargs)  # leaves answers with the modules, which their state holds
         module.__dict__[REPLAYS] = None
         module.__dict__[REPLAYS] = replays = Replays(module, 0 if replays is None else replays.changes + 1)

@@ -73,9 +73,9 @@ def gelu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     site_of(self).count_call()
     approximate = cast(Activation, self).approximate
     (linear,) = children(self, "proj")
-    linears = Linears((linear,), hidden_states)
+    linears = Linears((linear,), hidden_states, site_of(self))
     output = linear_gelu_of(linears, hidden_states, approximate)
-    return gelu(linear(hidden_states), approximate=approximate) if output is None else output
+    return gelu(linears(hidden_states)[0], approximate=approximate) if output is None else output
 
 
 def swiglu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
