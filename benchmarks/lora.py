@@ -3,11 +3,17 @@
     python tools/build.py
     python benchmarks/lora.py [--configs baseline kernels kernels_fp8] [--rank 32] [--tiny] [--output PATH]
 
-A change of adapters is what a user waits for: the call that makes it, and how much longer the next step takes than the
-step after it. `switch_ms` is from one adapter to another, `weight_ms` a new weight of the active one, `both_ms` a second one
-beside it, `load_ms` a new adapter (peft makes its random weights in that time), `unload_ms` back to none. Each is a
-median over --rounds. `step_ms` is a step without adapters, `lora_step_ms` with one active. `quantised` counts the weights
-that are quantised during all of this: none, where adapters stand beside the fp8 weights.
+A user waits for a change of adapters: for the call that makes it, and for what the next step takes longer than the step
+after it. The sum of the two is given for each change, as the median over --rounds:
+
+    switch_ms   from one adapter to another
+    weight_ms   a new weight of the active one
+    both_ms     a second one beside it
+    load_ms     a new adapter; peft makes its random weights in that time
+    unload_ms   back to none
+
+`step_ms` is a step without adapters, `lora_step_ms` with one active. `quantised` counts the weights that are quantised
+during all of this: none, where adapters stand beside the fp8 weights.
 """
 
 from __future__ import annotations

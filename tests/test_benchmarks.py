@@ -470,3 +470,21 @@ def test_errors_of_fp8_by_kind_of_layer(ltx: ModuleType, tmp_path: Path) -> None
     assert "blocks: attn1.to_q, attn1.to_k, attn1.to_v" in kinds and "blocks: attn2.to_out.0" in kinds
     assert errors["none (bf16)"] < errors["the default"] < errors["all"]
     assert all(errors[kind] < errors["all"] for kind in kinds)
+
+
+@pytest.mark.parametrize("config", ["baseline", "kernels_fp8"])
+def test_adapters_are_timed(ltx: ModuleType, tmp_path: Path, config: str) -> None:
+    """Every change of them, and that none quantises a weight."""
+    pytest.importorskip("peft")
+    pytest.importorskip("diffusers")
+    import lora
+
+    path = tmp_path / "lora.json"
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "2", "--steps", "1", "--rank", "8", "--output", str(path)]
+    assert lora.main([*arguments, "--configs", config]) == 0
+    result = json.loads(path.read_text())
+    assert result["meta"]["targets"] == lora.TARGETS
+    (record,) = result["records"]
+    assert (record["config"], record["rank"], record["quantised"]) == (config, 8, 0)
+    assert record["step_ms"] > 0 < record["lora_step_ms"]
+    assert {f"{name}_ms" for name in lora.CHANGES} <= record.keys()

@@ -273,3 +273,45 @@ def test_views_in_a_recorded_call(replay: ModuleType, device: str) -> None:
     called = [function.__globals__[name] for name in function.__code__.co_names]
     assert called.count(torch.as_strided) == 5  # made's transpose, first, second, made[1:] and the last permutation
     assert Tensor.mul_ in called and Tensor.new_empty not in called
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+def test_adapters(
+    ltx: ModuleType, replay: ModuleType, device: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks with active adapters are recorded; whatever changes these makes another recording, with its own bits."""
+    peft = pytest.importorskip("peft")
+    if precision == "fp8" and device != "cpu" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs a GPU of compute capability 8.9")
+    dtype = torch.bfloat16 if precision == "fp8" else torch.float32
+    model, inputs = make_model(device, dtype), make_inputs(device, dtype=dtype)
+    report = ltx.optimize(model, precision=precision)
+    for name in ("one", "two"):
+        config = peft.LoraConfig(r=4, target_modules=["to_q", "to_v", "ff.net.2"], init_lora_weights=False)
+        model.add_adapter(config, adapter_name=name)
+    model.requires_grad_(False)
+    blocks = len(model.transformer_blocks)
+    adapter = model.transformer_blocks[0].attn1.to_q.lora_B["one"]
+    seen: list[Tensor] = []
+    for change in (
+        lambda: model.set_adapters("one"),
+        lambda: model.set_adapters("two"),
+        lambda: model.set_adapters("two", 0.5),
+        lambda: model.set_adapters(["one", "two"], [0.5, 1.0]),
+        lambda: adapter.weight.data.mul_(2),
+        lambda: setattr(adapter, "weight", nn.Parameter(-adapter.weight, requires_grad=False)),
+        model.disable_lora,
+        model.enable_lora,
+        lambda: model.fuse_lora(),
+        lambda: model.unfuse_lora(),
+        lambda: model.delete_adapters(["one", "two"]),
+    ):
+        change()
+        result = warm(model, inputs)
+        assert torch.equal(result, ordinary(replay, model, inputs, monkeypatch))
+        assert replays(replay, model) == blocks, found(replay, model)
+        assert all(not torch.equal(result, other) for other in seen[-1:])
+        seen.append(result)
+    text = "adapters beside fp8" if precision == "fp8" else "adapters beside"
+    remarks = sum(site.remarks[text] for site in report.sites)
+    assert remarks > 0 and not any(site.fallbacks for site in report.sites)
