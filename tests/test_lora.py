@@ -217,3 +217,14 @@ def test_trained_adapters_get_their_gradients(ltx: ModuleType, device: str) -> N
             model(**inputs)[0].square().sum().backward()
         grads.append({name: parameter.grad for name, parameter in trained.items()})
     assert all(distance(grads[0][name], grads[1][name]) < 1e-4 for name in grads[1])
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compile(ltx: ModuleType, device: str, compiler: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    add(model)
+    want = model(**inputs)[0]
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    assert distance(compiled(**inputs)[0], want) < 1e-4
+    assert remarks(report)[f"{BESIDE} (compiled)"] == remarks(report)[BESIDE] > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Union, cast
 
 import torch
@@ -18,6 +18,7 @@ from ._guards import hooked, is_ordinary, plain_linear, recall, remember
 from ._lora import (
     LowRank,
     adapters_of,
+    adapters_state,
     add_up,
     base_of,
     fit_in_place,
@@ -56,7 +57,7 @@ class Linears:
     """Linear layers that read one input, in the form that their state allows.
 
     It is made for one state of the layers and of the input's dtype and device: `remember` keeps it for as long as that
-    holds. Which adapters of peft are active is asked at every call.
+    holds. Which adapters of peft are active is compared at every call.
 
     site: The replaced module that they belong to, where what happens to adapters is counted.
     scaled: Their products are of fp8 weights, and one product where these are adjacent.
@@ -71,7 +72,7 @@ class Linears:
     """
 
     __slots__ = (
-        *("_alone", "_compiling", "_given", "_packed", "_stacks", "biases", "modules", "plain"),
+        *("_alone", "_compiling", "_given", "_known", "_packed", "_stacks", "biases", "modules", "plain"),
         *("scaled", "scales", "site", "sizes", "weights"),
     )
 
@@ -87,6 +88,7 @@ class Linears:
         self.modules = tuple(bases if known else modules)
         # With adapters, the layers as they are called.
         self._given = tuple(modules) if known and any(map(is_lora, modules)) else ()
+        self._known: tuple[list[Hashable], str | list[list[LowRank]]] | None = None  # of a state of the adapters
         self._compiling = torch.compiler.is_compiling()
         self._packed = False
         self.sizes: list[int] = []
@@ -146,14 +148,24 @@ class Linears:
 
     def _adapters(self) -> str | list[list[LowRank]]:
         """What the active adapters of each layer add, empty if none is active; or why peft has to compute them."""
+        if not self._given:
+            return []
+        adapted = [given for given in self._given if is_lora(given)]
+        if self.scaled:
+            for given in adapted:
+                follow_layer(given)
+        if self._compiling:
+            return self._find_adapters()
+        state = list(map(adapters_state, adapted))
+        if self._known is None or self._known[0] != state:
+            with torch._C.DisableTorchFunction():  # a recording sees every question to a tensor
+                self._known = state, self._find_adapters()
+        return self._known[1]
+
+    def _find_adapters(self) -> str | list[list[LowRank]]:
         found: list[list[LowRank]] = []
-        for given, linear, weight in zip(self._given, self.modules, self.weights):
-            reason = ""
-            adapters: list[LowRank] = []
-            if given is not linear:
-                if self.scaled:
-                    follow_layer(given)
-                reason, adapters = adapters_of(given, weight.device)
+        for given, weight in zip(self._given, self.weights):
+            reason, adapters = adapters_of(given, weight.device) if is_lora(given) else ("", [])
             if reason:
                 return reason
             found.append(adapters)
