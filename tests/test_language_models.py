@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -252,6 +255,44 @@ def test_quantised_layers_are_called(ltx: ModuleType, device: str, case: Case) -
     report = ltx.optimize(model)
     assert distance(model(ids).logits, stock_model(ids).logits) < CLOSE
     assert "no plain nn.Linear" in str(report) or case.family == "Phi3"  # which has packed weights of its own
+
+
+def _tensor_parallel(rank: int, port: int, ltx_path: str, folder: str) -> None:
+    """One of two processes that share the weights of a model in `folder`."""
+    from kernels import get_local_kernel
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    ltx = get_local_kernel(Path(ltx_path), backend="cpu")
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, folder)
+    ids = make_ids("cpu")
+    with torch.no_grad():
+        whole = load()(ids).logits
+        model = load(tp_plan="auto")
+        assert type(model.model.layers[0].mlp.gate_proj.weight).__name__ == "DTensor"
+        stock = model(ids).logits
+        report = ltx.optimize(model)
+        ours = model(ids).logits
+        assert distance(ours, whole) < CLOSE and distance(stock, whole) < CLOSE
+        assert all(site.calls for site in report.sites) and report.fallbacks == {}
+        assert "not packed, 2 attentions: q_proj, k_proj or v_proj is no plain nn.Linear" in str(report)
+        report.restore()
+        assert torch.equal(model(ids).logits, stock)
+    torch.distributed.destroy_process_group()
+
+
+def test_tensor_parallel(ltx: ModuleType, backend: str, tmp_path: Path) -> None:
+    """Linear layers that are split over ranks are called as they are, and the report says so."""
+    if backend != "cpu":
+        pytest.skip("the processes load the CPU build")
+    make(CASES["llama"], "cpu", vocab_size=100).save_pretrained(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    build = Path(ltx.__file__).parent.parent
+    torch.multiprocessing.spawn(_tensor_parallel, (port, str(build), str(tmp_path)), nprocs=2)
 
 
 @every_case
