@@ -5,6 +5,7 @@
 
 The shapes are the self-attentions of ten released models, few queries of many keys, and cross-attentions of released
 models, bf16, random normal inputs. The backends take turns; times are of the device, in ms, the median of five rounds.
+`ours_8bit` is precision="int8" with its quantising, for self-attentions with heads of 128 columns.
 A record with "mask": "keys" leaves out the last 40 keys: `ours` by a bool mask, `ours_lengths` by key lengths,
 `ours_valid` attends to the other keys alone, and `default` is torch's attention with the same mask. "mask": "addends"
 adds zeros to the scores of the keys. `err` is the relative L2 error against float64 of 256 queries of two heads, by
@@ -77,13 +78,15 @@ def sdpa(heads: Heads, mask: Tensor | None = None, backend: SDPBackend | None = 
         return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
 
 
-def backends(ltx: ModuleType) -> dict[str, Callable[[Heads], Tensor]]:
-    """Attention without a mask, by column."""
+def backends(ltx: ModuleType, integers: bool = False) -> dict[str, Callable[[Heads], Tensor]]:
+    """Attention without a mask, by column of the tables. `integers`: also in 8 bits."""
     found: dict[str, Callable[[Heads], Tensor]] = {
         "ours": lambda heads: ltx.attention(*heads),
         "cudnn": lambda heads: sdpa(heads, backend=SDPBackend.CUDNN_ATTENTION),
         "flash2": lambda heads: sdpa(heads, backend=SDPBackend.FLASH_ATTENTION),
     }
+    if integers:
+        found["ours_8bit"] = lambda heads: ltx.attention(*heads, precision="int8")
     if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
         from flash_attn.cute import flash_attn_func
 
@@ -173,11 +176,11 @@ def cross(ltx: ModuleType, name: str, found: dict[str, Callable[[Heads], Tensor]
 
 
 def measure(ltx: ModuleType, name: str) -> list[dict[str, Any]]:
-    found = backends(ltx)
     if name in CROSS:
-        return cross(ltx, name, found)
+        return cross(ltx, name, backends(ltx))
     shape = SHAPES[name]
     batch, tokens, count, columns = shape
+    found = backends(ltx, integers=columns == 128)
     heads = inputs(shape, tokens)
     ms = milliseconds({column: lambda call=call: call(heads) for column, call in found.items()})  # type: ignore[misc]
     flop = 4 * batch * count * tokens * tokens * columns

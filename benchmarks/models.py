@@ -48,6 +48,7 @@ from steps import (
     COLUMNS,
     CONFIGS,
     FP8_CONFIGS,
+    INT8_CONFIGS,
     TORCHAO_INDUCTOR,
     Turns,
     draw,
@@ -67,7 +68,7 @@ KEPT_KERNELS = 12  # of a profile, from the one that takes longest
 GRAPH_S = 0.1
 # What the run says of every record, since another run may measure the other models.
 OF_THE_RUN = ("commit", "date", "note")
-ALL_CONFIGS = (*CONFIGS, *FP8_CONFIGS)
+ALL_CONFIGS = (*CONFIGS, *FP8_CONFIGS, *INT8_CONFIGS)
 
 
 @dataclass(frozen=True)
@@ -477,7 +478,8 @@ def first_blocks(model: nn.Module, count: int) -> nn.Module:
 def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     model = view_of(model)
     if config.startswith("kernels"):
-        ltx.optimize(model, precision="fp8" if "fp8" in config else "native")
+        precision, attention = "fp8" if "fp8" in config else "native", "int8" if "int8" in config else "native"
+        ltx.optimize(model, precision=precision, attention=attention)
     elif config.startswith("torchao"):
         quantise_with_torchao(model, list(block_lists(model).values()))
     if config.endswith("compile"):

@@ -156,6 +156,8 @@ CONFIGS = {
     "kernels_fp8": '`ltx.optimize(pipe, precision="fp8")`',
     "kernels_fp8_compile": '`ltx.optimize(pipe, precision="fp8")` and torch.compile',
     "torchao_fp8_compile": "torchao's fp8 and torch.compile",
+    "kernels_int8": '`ltx.optimize(pipe, attention="int8")`',
+    "kernels_fp8_int8": '`ltx.optimize(pipe, precision="fp8", attention="int8")`',
 }
 # What a row shows besides.
 RECORDED = {"graph_ms": ".1f", "first_step_s": ".1f", "error_vs_fp32": ".2e"}
@@ -1104,7 +1106,13 @@ def video_ops() -> str:
 
 
 # The columns of benchmarks/attention.py, and its shapes.
-ATTENTION = {"ours": "this package", "fa4": "FlashAttention-4", "cudnn": "cuDNN", "flash2": "torch's flash attention"}
+ATTENTION = {
+    "ours": "this package",
+    "ours_8bit": "this package, int8",
+    "fa4": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "flash2": "torch's flash attention",
+}
 ATTENTION_SHAPES = {
     **{model: title for model, (title, _) in MODELS.items()},
     "ltx49": "LTX-Video 2B, 49 frames",
@@ -1124,6 +1132,11 @@ ATTENTION_SHAPES = {
 }
 
 
+def attention_cells(numbers: dict[str, float], columns: list[str], form: str) -> str:
+    """A cell for each column; empty where it was not measured."""
+    return " | ".join(format(numbers[name], form) if name in numbers else "" for name in columns)
+
+
 def _between(values: Iterable[float]) -> str:
     """The range of some factors; one figure where they are alike."""
     ordered = sorted(values)
@@ -1138,7 +1151,7 @@ def _gains(records: list[dict[str, Any]]) -> str:
         others = [
             f"{_between(times[name] / times['ours'] for times in ms)} times as fast as {ATTENTION[name]}"
             for name in ATTENTION
-            if name != "ours" and all(name in times for times in ms)
+            if name not in ("ours", "ours_8bit") and all(name in times for times in ms)
         ]
         sentences.append(f"With heads of {width} columns the kernel is {' and '.join(others)}.")
     return " ".join(sentences)
@@ -1158,7 +1171,7 @@ def attention_speed() -> str:
         "|---" * (len(columns) + 4) + "|",
     ]
     for r in plain:
-        cells = " | ".join(f"{r['ms'][name]:.3f}" for name in columns)
+        cells = attention_cells(r["ms"], columns, ".3f")
         over = r["ms"]["cudnn"] / r["ms"]["ours"]
         lines.append(
             f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {cells} | {r['tflops']['ours']} | "
@@ -1216,7 +1229,7 @@ def attention_error() -> str:
     result = load("h200-attention")
     shown_names = ("ltx49", "flux")
     records = [r for r in result["records"] if "err" in r and r["name"] in shown_names]
-    columns = [name for name in ATTENTION if all(name in r["err"]["normal"] for r in records)]
+    columns = [name for name in ATTENTION if any(name in r["err"]["normal"] for r in records)]
     lines = [
         "Relative L2 error against float64. Peaked: queries and keys of standard deviation 2. Outliers: every 16th "
         "channel eight times as large. Copied keys: 40 times the queries as keys.",
@@ -1226,8 +1239,61 @@ def attention_error() -> str:
     ]
     for r in records:
         for kind, err in r["err"].items():
-            errors = " | ".join(f"{err[name]:.2e}" for name in columns)
+            errors = attention_cells(err, columns, ".2e")
             lines.append(f"| {ATTENTION_SHAPES[r['name']]}, heads of {r['shape'][3]} | {kind} | {errors} |")
+    return "\n".join([*lines, ""])
+
+
+def attention_int8() -> str:
+    """Time and error of attention in 8 bits beside bf16: the op's, and of whole models."""
+    result = load("h200-attention")
+    records = [r for r in result["records"] if "ours_8bit" in r.get("ms", {})]
+    kinds = list(records[0]["err"]) if records else []
+    lines = [
+        f"One {result['meta']['device']}, bf16, in ms "
+        "([h200-attention.json](../benchmarks/results/h200-attention.json)). "
+        "The time of int8 includes its quantising. Errors are relative L2 errors against float64, first of bf16 and "
+        "then of int8, on inputs as above.",
+        "",
+        f"| | B, S, heads, D | bf16 | int8 | gain | {' | '.join(kinds)} |",
+        "|---" * (5 + len(kinds)) + "|",
+    ]
+    for r in records:
+        ours, int8 = r["ms"]["ours"], r["ms"]["ours_8bit"]
+        errors = " | ".join(f"{r['err'][kind]['ours']:.1e}, {r['err'][kind]['ours_8bit']:.1e}" for kind in kinds)
+        lines.append(
+            f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {ours:.3f} | {int8:.3f} | "
+            f"{ours / int8:.2f} x | {errors} |"
+        )
+    models = load("h200-models")["records"]
+    pairs = [("kernels", "kernels_int8"), ("kernels_fp8", "kernels_fp8_int8")]
+    found = {(r["model"], r["config"]): r for r in models}
+    rows = []
+    for model, (title, _) in MODELS.items():
+        for config, int8 in pairs:
+            if (model, int8) not in found or (model, config) not in found:
+                continue
+            one, other = found[model, config], found[model, int8]
+            errors = [
+                f"{r[key]:.1e}" if key in r else ""
+                for key in ("error_vs_fp32", "loop_error_vs_fp32")
+                for r in (one, other)
+            ]
+            rows.append(
+                f"| {title} | {CONFIGS[config]} | {one['step_ms']:.1f} | {other['step_ms']:.1f} | "
+                f"{one['step_ms'] / other['step_ms']:.2f} x | {', '.join(errors[:2])} | {', '.join(errors[2:])} |"
+            )
+    if rows:
+        lines += [
+            "",
+            'Whole models, without and with `attention="int8"`, ms of a step '
+            "([h200-models.json](../benchmarks/results/h200-models.json)). The errors are relative L2 errors against "
+            "float32, of one forward and of the latents after 8 steps:",
+            "",
+            "| | | without | with | gain | forward | 8 steps |",
+            "|---" * 7 + "|",
+            *rows,
+        ]
     return "\n".join([*lines, ""])
 
 
@@ -1459,6 +1525,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/parallel.md", "exchanges", exchanges),
     ("docs/attention.md", "speed", attention_speed),
     ("docs/attention.md", "error", attention_error),
+    ("docs/attention.md", "int8", attention_int8),
     ("docs/attention.md", "8 bits", attention_in_8_bits),
     ("skills/cuda-kernels/SKILL.md", "figures", figures),
     ("skills/cuda-kernels/references/h100-optimization-guide.md", "figures", figures),

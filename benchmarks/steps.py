@@ -27,6 +27,7 @@ Step = Callable[[], Tensor]
 
 CONFIGS = ("baseline", "kernels", "compile", "kernels_compile")
 FP8_CONFIGS = ("kernels_fp8", "torchao_fp8_compile", "kernels_fp8_compile")
+INT8_CONFIGS = ("kernels_int8", "kernels_fp8_int8")  # attention in 8 bits
 PROFILED_STEPS = 5
 WARM_UP_S = 1.0  # of each turn on a GPU: until then its clock is what the configuration before has left
 STEPS_AHEAD = 3  # that the host launches before those that are timed
@@ -280,7 +281,7 @@ def first_line(reason: BaseException) -> str:
 
 
 def label(config: str) -> str:
-    return config.replace("_fp8", " fp8").replace("_", " + ")
+    return config.replace("_fp8", " fp8").replace("_int8", " int8").replace("_", " + ")
 
 
 def draw(groups: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:

@@ -28,6 +28,9 @@
 // in fp32, and combine_pieces adds them up in the order of the keys. The pieces depend on the numbers of queries and
 // keys and on the keys that count, and not on batch and heads: a row has the same bits in every batch.
 //
+// Heads of 128 columns may multiply queries and keys as integers of 8 bits (kIntegers, ltx/attention_integers.cuh).
+// Their product takes half the time, and the scores are exact integers times a scale.
+//
 // The mask has one addend a key. plan_keys lists the tiles of keys that count, so that the others cost nothing, and
 // marks those where addends have to be added.
 //
@@ -39,6 +42,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "ltx/attention_integers.cuh"
 #include "ltx/hopper.cuh"
 #include "ltx/launch.cuh"
 #include "ltx/params.h"
@@ -55,7 +59,7 @@ constexpr float kHeadroom = 60.f;  // log2: weights of the first tile's keys are
 // What fits: registers of a consumer hold the output (kHeadDim / 2), the scores (kKeys / 2) and the weights
 // (kKeys / 4); shared memory holds kStages tiles of keys and of values, and kQuerySlots of queries.
 template <typename T_, int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, int kQuerySlots_, int kPieceTiles_,
-          bool kTurns_, bool kFollows_, bool kSplits_ = false>
+          bool kTurns_, bool kFollows_, bool kIntegers_ = false, bool kSplits_ = false>
 struct Shape {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -67,11 +71,13 @@ struct Shape {
   static constexpr bool kTurns = kTurns_;           // the warpgroups issue their products in turns
   static constexpr bool kFollows = kFollows_;       // m is the largest logit so far
   static constexpr bool kSplits = kSplits_;         // a tile has one piece of the keys
-  using InPieces =
-      Shape<T_, kHeadDim_, kConsumers_, kKeys_, kStages_, kQuerySlots_, kPieceTiles_, kTurns_, kFollows_, true>;
+  static constexpr bool kIntegers = kIntegers_;     // queries and keys are multiplied as integers
+  using InPieces = Shape<T_, kHeadDim_, kConsumers_, kKeys_, kStages_, kQuerySlots_, kPieceTiles_, kTurns_, kFollows_,
+                         kIntegers_, true>;
   // Beyond these sums a row is computed once more.
   static constexpr float kSmallestSum = kFollows ? 0.25f : 0x1p-90f, kLargestSum = 0x1p126f;
-  static constexpr int kStacks = kHeadDim / 64;
+  using Score = std::conditional_t<kIntegers, uint32_t, float>;
+  static constexpr int kStacks = kHeadDim / 64, kScoreStacks = kIntegers ? 1 : kStacks;  // of values; queries and keys
   static constexpr int kScores = kKeys / 2, kOutputs = kHeadDim / 2, kWeights = kKeys / 4;  // registers of a thread
   static constexpr int kState = kOutputs + 6;  // and, between two parts of a tile, in memory
   static constexpr int kThreads = (1 + kConsumers) * 128;
@@ -83,6 +89,7 @@ struct Shape {
 struct Parameters {
   CUtensorMap query_map, key_map, value_map;
   HopperAttentionParams p;
+  Integers integers;
   float scale;                       // in units of log2
   int head_tiles, tiles, key_tiles;  // tiles of a head and of all heads, tiles of keys
   int waves, tail;                   // tiles that each block computes whole, and the last ones, which the blocks share
@@ -109,8 +116,9 @@ struct alignas(1024) Tile {
 
 template <typename S>
 struct Shared {
-  Tile<S::kKeys, S::kStacks> key[S::kStages], value[S::kStages];
-  Tile<kRows, S::kStacks> query[S::kQuerySlots][S::kConsumers];
+  Tile<S::kKeys, S::kScoreStacks> key[S::kStages];
+  Tile<S::kKeys, S::kStacks> value[S::kStages];
+  Tile<kRows, S::kScoreStacks> query[S::kQuerySlots][S::kConsumers];
   // `full`: the copy has arrived. `empty`: all warps that read it have done so.
   uint64_t key_full[S::kStages], key_empty[S::kStages], value_full[S::kStages], value_empty[S::kStages];
   uint64_t query_full[S::kQuerySlots][S::kConsumers], query_empty[S::kQuerySlots][S::kConsumers];
@@ -340,12 +348,14 @@ struct Address {
   using Members = Shared<S>;
   uint32_t shared;
 
-  __device__ __forceinline__ uint32_t key(int stage) const { return member(offsetof(Members, key), stage, kTileBytes); }
+  __device__ __forceinline__ uint32_t key(int stage) const {
+    return member(offsetof(Members, key), stage, sizeof(Tile<S::kKeys, S::kScoreStacks>));
+  }
   __device__ __forceinline__ uint32_t value(int stage) const {
-    return member(offsetof(Members, value), stage, kTileBytes);
+    return member(offsetof(Members, value), stage, sizeof(Tile<S::kKeys, S::kStacks>));
   }
   __device__ __forceinline__ uint32_t query(int slot, int consumer) const {
-    return member(offsetof(Members, query), slot * S::kConsumers + consumer, sizeof(Tile<kRows, S::kStacks>));
+    return member(offsetof(Members, query), slot * S::kConsumers + consumer, sizeof(Tile<kRows, S::kScoreStacks>));
   }
   __device__ __forceinline__ uint32_t key_full(int stage) const { return member(offsetof(Members, key_full), stage); }
   __device__ __forceinline__ uint32_t key_empty(int stage) const { return member(offsetof(Members, key_empty), stage); }
@@ -363,7 +373,6 @@ struct Address {
   }
 
  private:
-  static constexpr uint32_t kTileBytes = sizeof(Tile<S::kKeys, S::kStacks>);
   __device__ __forceinline__ uint32_t member(size_t offset, int index, uint32_t bytes = sizeof(uint64_t)) const {
     return shared + static_cast<uint32_t>(offset) + index * bytes;
   }
@@ -393,15 +402,15 @@ __device__ __forceinline__ void produce(const Parameters& a, const Address<S>& s
 #pragma unroll 1
     for (int c = 0; c < S::kConsumers; ++c) {
       wait(shared.query_empty(query.at, c), query.parity ^ 1);
-      copy_rows<kRows, S::kStacks>(shared.query(query.at, c), a.query_map, shared.query_full(query.at, c), at,
-                                   at.row + c * kRows);
+      copy_rows<kRows, S::kScoreStacks>(shared.query(query.at, c), a.query_map, shared.query_full(query.at, c), at,
+                                        at.row + c * kRows);
     }
     query.advance();
 #pragma unroll 1
     for (int j = begin; j < end; ++j) {
       const int first = keys.entry(j) / 2 * S::kKeys;
       wait(shared.key_empty(key.at), key.parity ^ 1);
-      copy_rows<S::kKeys, S::kStacks>(shared.key(key.at), a.key_map, shared.key_full(key.at), at, first);
+      copy_rows<S::kKeys, S::kScoreStacks>(shared.key(key.at), a.key_map, shared.key_full(key.at), at, first);
       wait(shared.value_empty(key.at), key.parity ^ 1);
       copy_rows<S::kKeys, S::kStacks>(shared.value(key.at), a.value_map, shared.value_full(key.at), at, first);
       key.advance();
@@ -413,14 +422,14 @@ __device__ __forceinline__ void produce(const Parameters& a, const Address<S>& s
 
 // scores = query key^T, 64 x kKeys.
 template <typename S>
-__device__ __forceinline__ void multiply_scores(float (&scores)[S::kScores], uint32_t query, uint32_t key) {
-  using Product = Products<typename S::T, S::kKeys>;
-  constexpr int kStep = 16 * sizeof(typename S::T) / 16, kSteps = 64 / 16;  // 16 columns, of which a stack has 64
+__device__ __forceinline__ void multiply_scores(typename S::Score (&scores)[S::kScores], uint32_t query, uint32_t key) {
+  using Product = std::conditional_t<S::kIntegers, IntegerProducts<S::kKeys>, Products<typename S::T, S::kKeys>>;
+  constexpr int kStep = 2, kSteps = kSwizzleBytes / 16 / kStep;  // 32 bytes, of which a row of a stack has 128
   constexpr int kQueryStack = kRows * kSwizzleBytes / 16, kKeyStack = S::kKeys * kSwizzleBytes / 16;
   const uint64_t a = tile_descriptor(query), b = tile_descriptor(key);
   Product::start(scores, a, b);
 #pragma unroll
-  for (int i = 1; i < S::kHeadDim / 16; ++i) {
+  for (int i = 1; i < S::kScoreStacks * kSteps; ++i) {
     const int stack = i / kSteps, step = i % kSteps * kStep;
     Product::add(scores, a + stack * kQueryStack + step, b + stack * kKeyStack + step);
   }
@@ -477,11 +486,39 @@ struct RowPair {
       }
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const float before = maximum[half];
-      maximum[half] = fmaxf(before, fmaf(largest, scale, headroom));
-      rescale[half] = exp2_fast(before - shift(half));
-      sum[half][0] *= rescale[half];
-      sum[half][1] *= rescale[half];
+      raise(half, fmaf(largest, scale, headroom), rescale);
+    }
+  }
+
+  // The same of integers with kShift added. Positive numbers, and -infinity, keep their order as integers.
+  template <int kScores>
+  __device__ __forceinline__ void raise(const uint32_t (&scores)[kScores], const float (&scale)[2], float headroom,
+                                        float (&rescale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto score = [&](int i) { return static_cast<int>(scores[i / 2 * 4 + 2 * half + i % 2]); };
+      int largest[2] = {score(0), score(1)};
+#pragma unroll
+      for (int i = 2; i < kScores / 2; i += 2) {
+        int& one = largest[i / 2 % 2];
+        one = __vimax3_s32(one, score(i), score(i + 1));
+      }
+      float logit = (__int_as_float(max(largest[0], largest[1])) - kShift) * scale[half];
+      logit = fmaxf(logit, __shfl_xor_sync(0xffffffffu, logit, 1));
+      logit = fmaxf(logit, __shfl_xor_sync(0xffffffffu, logit, 2));
+      raise(half, logit + headroom, rescale);
+    }
+  }
+
+  template <int kScores>
+  __device__ __forceinline__ void exponentiate(uint32_t (&scores)[kScores], const float (&scale)[2]) {
+    const float shifts[2] = {fmaf(kShift, scale[0], shift(0)), fmaf(kShift, scale[1], shift(1))};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int half = i / 2 % 2;
+      const float weight = exp2_fast(fmaf(__uint_as_float(scores[i]), scale[half], -shifts[half]));
+      scores[i] = __float_as_uint(weight);
+      sum[half][i % 2] += weight;
     }
   }
 
@@ -497,6 +534,14 @@ struct RowPair {
     }
   }
 
+  __device__ __forceinline__ void raise(int half, float logit, float (&rescale)[2]) {
+    const float before = maximum[half];
+    maximum[half] = fmaxf(before, logit);
+    rescale[half] = exp2_fast(before - shift(half));
+    sum[half][0] *= rescale[half];
+    sum[half][1] *= rescale[half];
+  }
+
   __device__ __forceinline__ float shift(int half) const { return maximum[half] == -INFINITY ? 0.f : maximum[half]; }
 
   __device__ __forceinline__ float total(int half) const {
@@ -506,12 +551,16 @@ struct RowPair {
   }
 };
 
-template <int kScores>
-__device__ __forceinline__ void leave_out_keys(float (&scores)[kScores], int from) {
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(uint32_t x) { return __uint_as_float(x); }
+
+// `none`: minus infinity, or its bits.
+template <typename Score, int kScores>
+__device__ __forceinline__ void leave_out_keys(Score (&scores)[kScores], int from, Score none) {
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
     const int key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-    scores[i] = key < from ? scores[i] : -INFINITY;
+    scores[i] = key < from ? scores[i] : none;
   }
 }
 
@@ -526,10 +575,10 @@ __device__ __forceinline__ void add_addends(float (&scores)[kScores], float scal
   }
 }
 
-template <typename T, int kScores>
-__device__ __forceinline__ void to_weights(const float (&scores)[kScores], uint32_t (&weights)[kScores / 2]) {
+template <typename T, typename Score, int kScores>
+__device__ __forceinline__ void to_weights(const Score (&scores)[kScores], uint32_t (&weights)[kScores / 2]) {
 #pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) weights[i] = to_word<T>(scores[2 * i], scores[2 * i + 1]);
+  for (int i = 0; i < kScores / 2; ++i) weights[i] = to_word<T>(as_float(scores[2 * i]), as_float(scores[2 * i + 1]));
 }
 
 template <int kOutputs>
@@ -666,6 +715,34 @@ __device__ __forceinline__ void pass(const Address<S>& shared, int consumer, int
   }
 }
 
+template <bool kIntegers>
+struct Scales {
+  __device__ __forceinline__ Scales(const Parameters&, const TileIndex&, int) {}
+  __device__ __forceinline__ void load(int) {}
+};
+
+// What integers of the rows g and g + 8, and of the keys of this thread, stand for.
+template <>
+struct Scales<true> {
+  float query[2];     // in units of log2
+  const float* keys;  // of each tile of keys
+  float key;          // of the tile at hand
+
+  __device__ __forceinline__ Scales(const Parameters& a, const TileIndex& at, int consumer) {
+    const int64_t sequence = at.batch * a.p.heads + at.head;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = at.row + consumer * kRows + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+      query[half] = a.integers.query_scale[sequence * a.p.queries + min(row, a.p.queries - 1)];
+    }
+    keys = a.integers.key_scale + sequence * a.key_tiles * kKeyScales + threadIdx.x % kKeyScales;
+  }
+  // Asked for before the product, there when it ends. The compiler would move an ordinary load behind the product.
+  __device__ __forceinline__ void load(int tile) {
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(key) : "l"(keys + tile * kKeyScales));
+  }
+};
+
 template <typename S>
 __device__ __forceinline__ void consume(const Parameters& a, const Address<S>& shared, int consumer) {
   using T = typename S::T;
@@ -685,7 +762,8 @@ __device__ __forceinline__ void consume(const Parameters& a, const Address<S>& s
     const KeyTiles<S::kKeys> keys = keys_of<S>(a, at);
     const int begin = part.begin(keys.count), end = part.end(keys.count);
     const bool is_end = part.to == gridDim.x;
-    float scores[S::kScores], output[S::kOutputs] = {}, rescale[2];
+    typename S::Score scores[S::kScores];
+    float output[S::kOutputs] = {}, rescale[2];
     uint32_t weights[S::kWeights];
     RowPair rows;
     if (begin == end) {
@@ -697,22 +775,35 @@ __device__ __forceinline__ void consume(const Parameters& a, const Address<S>& s
       value = key;
       continue;
     }
+    Scales<S::kIntegers> scales(a, at, consumer);
     // Scores become logits, and these weights.
     const auto exponentiate = [&](int j, bool first) {
-      float scale = a.scale;
       const int entry = keys.entry(j);
-      if (entry & kAddends) {
-        add_addends(scores, scale, a.addends + (static_cast<int64_t>(at.batch) * a.key_tiles + entry / 2) * S::kKeys);
-        scale = 1.f;
-      } else if (keys.length - entry / 2 * S::kKeys < S::kKeys) {
-        leave_out_keys(scores, keys.length - entry / 2 * S::kKeys);
+      if constexpr (S::kIntegers) {
+        const float scale[2] = {scales.query[0] * scales.key, scales.query[1] * scales.key};
+#pragma unroll
+        for (int i = 0; i < S::kScores; ++i) scores[i] += kShiftBits;
+        const int left = keys.length - entry / 2 * S::kKeys;
+        if (left < S::kKeys) leave_out_keys(scores, left, 0xff800000u);
+        if (S::kFollows || first) rows.raise(scores, scale, S::kFollows ? 0.f : kHeadroom, rescale);
+        rows.exponentiate(scores, scale);
+        return;
+      } else {
+        float scale = a.scale;
+        if (entry & kAddends) {
+          add_addends(scores, scale, a.addends + (static_cast<int64_t>(at.batch) * a.key_tiles + entry / 2) * S::kKeys);
+          scale = 1.f;
+        } else if (keys.length - entry / 2 * S::kKeys < S::kKeys) {
+          leave_out_keys(scores, keys.length - entry / 2 * S::kKeys, -INFINITY);
+        }
+        if (S::kFollows || first) rows.raise(scores, scale, S::kFollows ? 0.f : kHeadroom, rescale);
+        rows.exponentiate(scores, scale);
       }
-      if (S::kFollows || first) rows.raise(scores, scale, S::kFollows ? 0.f : kHeadroom, rescale);
-      rows.exponentiate(scores, scale);
     };
     if (begin != 0) State<S>::read(a, consumer, output, rows);
     const uint32_t queries = shared.query(query.at, consumer);
     wait(shared.query_full(query.at, consumer), query.parity);
+    scales.load(keys.entry(begin) / 2);
     wait(shared.key_full(key.at), key.parity);
     begin_products();
     multiply_scores<S>(scores, queries, shared.key(key.at));
@@ -726,6 +817,7 @@ __device__ __forceinline__ void consume(const Parameters& a, const Address<S>& s
     to_weights<T>(scores, weights);
 #pragma unroll 1
     for (int j = begin + 1; j < end; ++j) {
+      scales.load(keys.entry(j) / 2);
       wait(shared.key_full(key.at), key.parity);
       if (S::kTurns) named_wait(1 + consumer, 256);
       hold(output), hold(weights);
@@ -871,23 +963,29 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
   return function;
 }
 
-// How TMA finds `rows` rows of a head, as stacks of 64 columns. `name`: of the argument, for the error.
-template <typename S>
+template <typename T>
+constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+template <>
+constexpr CUtensorMapDataType kMapType<__half> = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+template <>
+constexpr CUtensorMapDataType kMapType<int8_t> = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+
+// How TMA finds `rows` rows of a head, as stacks of 128 bytes. `name`: of the argument, for the error.
+template <typename T, int kStacks>
 CUtensorMap tensor_map(const char* name, const void* data, const HeadStrides& stride, const HopperAttentionParams& p,
                        int64_t sequence, int rows) {
-  constexpr bool kBFloat16 = std::is_same_v<typename S::T, __nv_bfloat16>;
-  const auto bytes = [](int64_t elements) {  // zero, of a dimension of one, would be refused
-    return elements == 0 ? 16 : static_cast<cuuint64_t>(elements) * sizeof(typename S::T);
+  constexpr int kColumns = kSwizzleBytes / sizeof(T);  // of a stack
+  const auto bytes = [](int64_t elements) {            // zero, of a dimension of one, would be refused
+    return elements == 0 ? 16 : static_cast<cuuint64_t>(elements) * sizeof(T);
   };
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const cuuint64_t sizes[] = {64, size(sequence), S::kStacks, size(p.heads), size(p.batch)};
+  const cuuint64_t sizes[] = {kColumns, size(sequence), kStacks, size(p.heads), size(p.batch)};
   const cuuint64_t strides[] = {bytes(stride.sequence), kSwizzleBytes, bytes(stride.head), bytes(stride.batch)};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), S::kStacks, 1, 1}, steps[] = {1, 1, 1, 1, 1};
+  const cuuint32_t box[] = {kColumns, static_cast<cuuint32_t>(rows), kStacks, 1, 1}, steps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encoder()(&map, kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
-                const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder()(&map, kMapType<T>, 5, const_cast<void*>(data), sizes, strides, box, steps,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error(std::string(name) +
                              ": expected a layout that cuTensorMapEncodeTiled takes, got its error " +
@@ -900,7 +998,7 @@ CUtensorMap tensor_map(const char* name, const void* data, const HeadStrides& st
 template <typename S>
 struct Division {
   int64_t head_tiles, tiles, key_tiles, blocks, waves, tail;
-  int64_t flag_bytes, state_bytes, plan_bytes, addend_bytes, partial_bytes, lse_bytes;
+  int64_t flag_bytes, state_bytes, plan_bytes, addend_bytes, partial_bytes, lse_bytes, integer_bytes;
 
   Division(const HopperAttentionParams& p, int device) {
     key_tiles = ceil_div(p.keys, S::kKeys);
@@ -917,8 +1015,11 @@ struct Division {
     const int64_t partials = S::kSplits ? tiles * p.queries : 0;
     partial_bytes = partials * S::kHeadDim * sizeof(float);
     lse_bytes = partials * sizeof(float);
+    integer_bytes = S::kIntegers ? IntegerBytes(p, key_tiles).all() : 0;
   }
-  int64_t bytes() const { return flag_bytes + state_bytes + plan_bytes + addend_bytes + partial_bytes + lse_bytes; }
+  int64_t bytes() const {
+    return flag_bytes + state_bytes + plan_bytes + addend_bytes + partial_bytes + lse_bytes + integer_bytes;
+  }
 
  private:
   static int64_t round_up(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
@@ -953,11 +1054,10 @@ void launch(const HopperAttentionParams& p, const Context& context) {
                              std::to_string(S::kConsumers * kRows) + " tokens, got " + std::to_string(p.queries) +
                              ", " + std::to_string(p.keys) + " and " + std::to_string(division.tiles));
   }
+  using T = typename S::T;
   const auto stream = static_cast<cudaStream_t>(context.stream);
   Parameters a;
-  a.query_map = tensor_map<S>("query", p.query, p.query_stride, p, p.queries, kRows);
-  a.key_map = tensor_map<S>("key", p.key, p.key_stride, p, p.keys, S::kKeys);
-  a.value_map = tensor_map<S>("value", p.value, p.value_stride, p, p.keys, S::kKeys);
+  a.value_map = tensor_map<T, S::kStacks>("value", p.value, p.value_stride, p, p.keys, S::kKeys);
   a.p = p;
   a.scale = p.scale * kLog2E;
   a.head_tiles = static_cast<int>(division.head_tiles);
@@ -983,6 +1083,20 @@ void launch(const HopperAttentionParams& p, const Context& context) {
   if (p.mask) {
     plan_keys<S::kKeys><<<grid_size(p.batch), 256, 0, stream>>>(p, a.key_tiles, plan, addends);
   }
+  if constexpr (S::kIntegers) {
+    const IntegerBytes bytes(p, division.key_tiles);
+    a.integers.query = static_cast<int8_t*>(take(bytes.query));
+    a.integers.key = static_cast<int8_t*>(take(bytes.key));
+    a.integers.query_scale = static_cast<float*>(take(bytes.query_scale));
+    a.integers.key_scale = static_cast<float*>(take(bytes.key_scale));
+    a.integers.key_mean = static_cast<float*>(take(bytes.key_mean));
+    a.query_map = tensor_map<int8_t, 1>("query", a.integers.query, integer_strides(p, p.queries), p, p.queries, kRows);
+    a.key_map = tensor_map<int8_t, 1>("key", a.integers.key, integer_strides(p, p.keys), p, p.keys, S::kKeys);
+    make_integers<T, S::kKeys>(p, a.integers, a.scale, stream);
+  } else {
+    a.query_map = tensor_map<T, S::kStacks>("query", p.query, p.query_stride, p, p.queries, kRows);
+    a.key_map = tensor_map<T, S::kStacks>("key", p.key, p.key_stride, p, p.keys, S::kKeys);
+  }
   hopper_attention_kernel<S><<<static_cast<unsigned>(division.blocks), S::kThreads, sizeof(Shared<S>), stream>>>(a);
   if constexpr (S::kSplits) {
     constexpr int kWarps = 8;  // of a block, a row each
@@ -998,6 +1112,8 @@ void launch(const HopperAttentionParams& p, const Context& context) {
 template <typename T>
 using Heads128 = Shape<T, 128, 3, 80, 3, 1, 12, false, true>;
 template <typename T, bool kFollows>
+using Heads128Int8 = Shape<T, 128, 3, 80, 4, 2, 12, true, kFollows, true>;
+template <typename T, bool kFollows>
 using Heads64 = Shape<T, 64, 3, 128, 4, 1, 8, true, kFollows>;
 
 // Calls `body` with the shape for these heads. Weights in fp16 have no room for kHeadroom, and addends of a mask may be
@@ -1010,6 +1126,9 @@ auto with_shape(const HopperAttentionParams& p, const Body& body) {
     const bool splits = p.queries <= S::kConsumers * kRows && p.keys > S::kPieceTiles * S::kKeys;
     return splits ? body(typename S::InPieces()) : body(shape);
   };
+  if (p.int8) {
+    return p.dtype == DType::kFloat16 ? body(Heads128Int8<__half, true>()) : body(Heads128Int8<__nv_bfloat16, false>());
+  }
   if (p.dtype == DType::kFloat16) {
     return p.head_dim == 128 ? whole_or_in_pieces(Heads128<__half>()) : whole_or_in_pieces(Heads64<__half, true>());
   }

@@ -42,7 +42,8 @@ ROW_OPERANDS, CUDA_REDUCE = "kernel_src/ltx/row/operands.cuh", "kernel_src/ltx/r
 CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/rope.cpp", "kernel_src/cpu/parallel.h"
 CPU_QUANT = "kernel_src/cpu/quant.cpp"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
-CUDA_HOPPER, CUDA_LINEAR = "kernel_src/attention_hopper.cu", "torch-ext/linear.cpp"
+CUDA_HOPPER, CUDA_INTEGERS = "kernel_src/attention_hopper.cu", "kernel_src/ltx/attention_integers.cuh"
+CUDA_LINEAR = "torch-ext/linear.cpp"
 CUDA_GLU, CUDA_NORM_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/norm_quant.cu", "kernel_src/ltx/fp8.cuh"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
@@ -411,8 +412,8 @@ MUTATIONS = [
     Mutation(
         "keys past the last one attended to, on Hopper (CUDA)",
         CUDA_HOPPER,
-        "scores[i] = key < from ? scores[i] : -INFINITY;",
-        "scores[i] = key < from ? scores[i] : 0.f;",
+        "scores[i] = key < from ? scores[i] : none;",
+        "scores[i] = key < from ? scores[i] : Score(0);",
         tests=("plain_attention",),
         backends=("cuda",),
     ),
@@ -449,6 +450,46 @@ MUTATIONS = [
         backends=("cuda",),
     ),
     Mutation(
+        "every piece of split keys has the first ones (CUDA)",
+        CUDA_HOPPER,
+        "keys.keep(at.piece * S::kPieceTiles, S::kPieceTiles);",
+        "keys.keep(0, S::kPieceTiles);",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "the last piece of split keys left out (CUDA)",
+        CUDA_HOPPER,
+        "for (int i = 0; i < pieces; ++i) {",
+        "for (int i = 0; i + 1 < pieces; ++i) {",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "pieces of split keys added up as if their sums were equal (CUDA)",
+        CUDA_HOPPER,
+        "const float weight = exp2_fast(lse[i * p.queries] - maximum) * inverse;",
+        "const float weight = inverse;",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "a row of split keys that fails in one piece not computed once more (CUDA)",
+        CUDA_HOPPER,
+        "if (__any_sync(0xffffffffu, fails)) {",
+        "if (false) {",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "keys split where few heads attend alone (CUDA)",
+        CUDA_HOPPER,
+        "const bool splits = p.queries",
+        "const bool splits = p.batch * p.heads < 50 && p.queries",
+        tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
         "strides of zero in tensor maps (CUDA)",
         "torch-ext/attention.cpp",
         "Operand(arg, !lies_in_packs(arg, 1))",
@@ -462,6 +503,46 @@ MUTATIONS = [
         "and not (is_grad_enabled() and requires_grad(query, key, value))",
         "and not requires_grad()",
         tests=("plain_attention",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "the mean left in the keys of the attention in 8 bits (CUDA)",
+        CUDA_INTEGERS,
+        "x[i * 8 + j] -= mean[j];",
+        "x[i * 8 + j] -= 0.f * mean[j];",
+        tests=("attention_int8",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "a rotation of half of the columns in the attention in 8 bits (CUDA)",
+        CUDA_INTEGERS,
+        "for (int lanes = 1; lanes < kLanes; lanes *= 2) {",
+        "for (int lanes = 2; lanes < kLanes; lanes *= 2) {",
+        tests=("attention_int8",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "the scale of other keys of the tile in the attention in 8 bits (CUDA)",
+        CUDA_HOPPER,
+        "threadIdx.x % kKeyScales;",
+        "0;",
+        tests=("attention_int8",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "keys that do not count in the attention in 8 bits (CUDA)",
+        CUDA_HOPPER,
+        "if (left < S::kKeys) leave_out_keys(scores, left, 0xff800000u);",
+        "",
+        tests=("attention_int8",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "integers of what is not finite in the attention in 8 bits (CUDA)",
+        CUDA_INTEGERS,
+        "if (!(most < INFINITY)) return {NAN, 0.f};",
+        "",
+        tests=("attention_int8",),
         backends=("cuda",),
     ),
     # The Python functions: each is built in seconds.

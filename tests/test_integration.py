@@ -1157,6 +1157,46 @@ def test_attention_in_ops(
     assert distance(model(**padded)[0], ours[0]) > 1e-3  # the mask is heeded
 
 
+@pytest.mark.parametrize(("columns", "tokens"), [(128, 0), (64, 0), (128, 4096)])
+def test_attention_in_int8(
+    ltx: ModuleType,
+    device: str,
+    columns: int,
+    tokens: int,
+    attends: Attends,
+    has_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Self-attention of many tokens with heads of 128 columns takes it, and the report counts what does not."""
+    assert ltx.integrations._attend._INT8_TOKENS == 4096
+    monkeypatch.setattr(ltx.integrations._attend, "_INT8_TOKENS", tokens)
+    heads = {"num_attention_heads": 2, "attention_head_dim": columns, "cross_attention_dim": 2 * columns}
+    model, inputs = make_model(device, torch.bfloat16, **heads), make_inputs(device, torch.bfloat16)
+    ltx.optimize(model)
+    native = model(**inputs)[0]
+    report = ltx.optimize(model, attention="int8")
+    assert "attention int8" in report.target
+    ours: list[Tensor] = []
+    assert attends(lambda: ours.append(model(**inputs)[0])) == (LAYERS * has_kernel, LAYERS)
+    (site,) = (site for site in report.sites if site.name == ATTENTION)
+    reason = f"heads of {columns} columns" if columns != 128 else f"fewer than {tokens} tokens"
+    reason = reason if has_kernel else "not this package's kernel"
+    taken = has_kernel and (columns, tokens) == (128, 0)
+    assert site.remarks == ({} if taken else {f"attention not in int8: {reason}": LAYERS})
+    assert taken == (not torch.equal(ours[0], native))
+    assert distance(ours[0], native) <= 0.02
+    assert taken or f"{reason}, {ATTENTION}, {LAYERS} x" in str(report)
+
+
+def test_options_of_attention_in_int8(ltx: ModuleType) -> None:
+    model = make_model("cpu")
+    for other in ({"level": "norms"}, {"rounding": "eager"}):
+        with pytest.raises(ValueError, match='attention: "int8" goes with level "block" and rounding "fp32"'):
+            ltx.optimize(model, attention="int8", **other)
+    with pytest.raises(ValueError, match='attention: expected "native" or "int8", got \'fp8\''):
+        ltx.optimize(model, attention="fp8")
+
+
 def test_attention_follows_what_is_asked_of_diffusers(
     ltx: ModuleType, device: str, attends: Attends, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from build_checks import built_variant, dynamic_symbols, fatbin_archs, library_o
 
 ACCESS = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?(LDG|STG|LDL|STL)\b([.\w]*)")
 GUARDED_REDUCTION = re.compile(r"\*/\s+@!?U?P\w+\s+REDUX\b")
-PRODUCT = re.compile(r"\*/\s+(HGMMA|WARPGROUP)\b")
+PRODUCT = re.compile(r"\*/\s+(HGMMA|IGMMA|WARPGROUP)\b")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def library() -> Path:
 def accesses(library: Path) -> dict[str, collections.Counter[str]]:
     """For each kernel, how many instructions load and store global and local memory, by width: "LDG 128".
 
-    And "guarded REDUX": reductions of a warp under a predicate; "HGMMA": products of warpgroups, "WARPGROUP": what
-    begins them and waits for them.
+    And "guarded REDUX": reductions of a warp under a predicate; "HGMMA" and "IGMMA": products of warpgroups,
+    "WARPGROUP": what begins them and waits for them.
     """
     wheels = [f"{path}/nvidia/cu13/bin" for path in site.getsitepackages()]
     toolkit = [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
@@ -87,10 +87,11 @@ def test_products_of_warpgroups_run_beside_the_rest(accesses: dict[str, collecti
     """Of the attention on Hopper. After harmless-looking edits ptxas waits for each product by itself, three times as
     long in all: it then has a WARPGROUP instruction for each, and says so in a warning that nobody reads."""
     found = kernels(accesses, "hopper_attention_kernel")
-    # Two dtypes, two widths, and one more for masks of addends; each also for keys in pieces.
-    assert len(found) == 10
+    int8 = [kernel for kernel, counts in found.items() if counts["IGMMA"]]
+    # Two dtypes, two widths, and one more for masks of addends; each also for keys in pieces. In 8 bits two dtypes.
+    assert (len(found), len(int8)) == (12, 2)
     for kernel, counts in found.items():
-        assert counts["HGMMA"] >= 24, kernel
+        assert counts["HGMMA"] + 2 * counts["IGMMA"] >= 24, kernel
         assert counts["WARPGROUP"] <= 9, kernel
 
 

@@ -1,6 +1,7 @@
 // qk_norm_cross_attention: the norms of query and key, the scores, their softmax and its product with the values.
-// attention: the same without norms, for the heads and the GPU that ltx::hopper_attention is for; only the CUDA variant
-// has it. All check the tensors, fill their params (kernel_src/ltx/params.h has the formulas) and call the backend.
+// attention and attention_int8: the same without norms, for the heads and the GPU that ltx::hopper_attention is for;
+// only the CUDA variant has them. All check the tensors, fill their params (kernel_src/ltx/params.h has the formulas)
+// and call the backend.
 #include "op_inputs.h"
 #include "torch_binding.h"
 
@@ -213,9 +214,10 @@ PlainArgs plain_args(const Tensor& query, const Tensor& key, const Tensor& value
   return a;
 }
 
-// Everything but the outputs.
-HopperAttentionParams check_inputs(const PlainArgs& a, std::optional<double> scale) {
+// Everything but the outputs. `int8`: the scores are products of integers.
+HopperAttentionParams check_inputs(const PlainArgs& a, std::optional<double> scale, bool int8 = false) {
   HopperAttentionParams p;
+  p.int8 = int8;
   check_dim(a.query, 4);
   p.dtype = float_dtype(a.query);
   if (p.dtype == DType::kFloat32) fail("query", "dtype float16 or bfloat16", dtype_text(a.query.dtype));
@@ -224,8 +226,8 @@ HopperAttentionParams check_inputs(const PlainArgs& a, std::optional<double> sca
   p.heads = a.query.size[2];
   p.head_dim = a.query.size[3];
   p.scale = check_scale(scale, p.head_dim);
-  if (p.head_dim != 64 && p.head_dim != 128) {
-    fail("query", "a last dimension of 64 or 128", "shape " + shape_text(a.query));
+  if (p.head_dim != 128 && !(p.head_dim == 64 && !int8)) {
+    fail("query", int8 ? "a last dimension of 128" : "a last dimension of 64 or 128", "shape " + shape_text(a.query));
   }
   check_key_and_value(a.query, a.key, a.value);
   p.keys = a.key.size[1];
@@ -342,6 +344,25 @@ std::tuple<Tensor, Tensor> attention_lse(const Tensor& query, const Tensor& key,
   a.out = arg("out", out);
   run(p, a, query, key, value, out, &lse);
   return {out, lse};
+}
+
+void attention_int8_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const OptionalTensor& key_lengths, std::optional<double> scale) {
+  PlainArgs a = plain_args(query, key, value, std::nullopt, key_lengths);
+  HopperAttentionParams p = check_inputs(a, scale, true);
+  a.out = mutable_arg("out", out);
+  check_outputs(a, p);
+  run(p, a, query, key, value, out, nullptr);
+}
+
+Tensor attention_int8(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& key_lengths,
+                      std::optional<double> scale) {
+  PlainArgs a = plain_args(query, key, value, std::nullopt, key_lengths);
+  HopperAttentionParams p = check_inputs(a, scale, true);
+  Tensor out = empty_rows(a.query, p.head_dim);
+  a.out = arg("out", out);
+  run(p, a, query, key, value, out, nullptr);
+  return out;
 }
 
 #endif  // CUDA_KERNEL

@@ -145,6 +145,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("attention_out(Tensor(a!) out, " LTX_ATTENTION_ARGS ") -> ()");
   ops.def("attention_lse(" LTX_ATTENTION_ARGS ") -> (Tensor, Tensor)");
   ops.def("attention_lse_out(Tensor(a!) out, Tensor(b!) lse, " LTX_ATTENTION_ARGS ") -> ()");
+#define LTX_ATTENTION_INT8_ARGS "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, float? scale"
+  ops.def("attention_int8(" LTX_ATTENTION_INT8_ARGS ") -> Tensor");
+  ops.def("attention_int8_out(Tensor(a!) out, " LTX_ATTENTION_INT8_ARGS ") -> ()");
   ops.def("has_attention(int device) -> bool");
 
   // Video tensors in channels-last memory. norm: 0 none, 1 rms, 2 rms with each step rounded, 3 l2
@@ -208,6 +211,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(scaled_linear);
   LTX_IMPL(attention);
   LTX_IMPL(attention_lse);
+  LTX_IMPL(attention_int8);
 #endif
 }
 

@@ -80,6 +80,10 @@ void attention_lse_out(const Tensor& out, const Tensor& lse, const Tensor& query
 std::tuple<Tensor, Tensor> attention_lse(const Tensor& query, const Tensor& key, const Tensor& value,
                                          const OptionalTensor& mask, const OptionalTensor& key_lengths,
                                          std::optional<double> scale);
+void attention_int8_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const OptionalTensor& key_lengths, std::optional<double> scale);
+Tensor attention_int8(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& key_lengths,
+                      std::optional<double> scale);
 bool has_attention(int64_t device);
 void rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& query, const Tensor& key,
               const OptionalTensor& positions, std::vector<int64_t> grid, std::vector<int64_t> axis_dims,

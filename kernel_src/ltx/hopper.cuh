@@ -197,6 +197,24 @@ LTX_PRODUCTS_OF_BOTH(64, LTX_OPERANDS_32, LTX_SUMS_32, "%32", "%33", "%34", "%35
 LTX_PRODUCTS_OF_BOTH(80, LTX_OPERANDS_40, LTX_SUMS_40, "%40", "%41", "%42", "%43", "%44")
 LTX_PRODUCTS_OF_BOTH(128, LTX_OPERANDS_64, LTX_SUMS_64, "%64", "%65", "%66", "%67", "%68")
 
+// The same with integers of 8 bits, 32 columns at a time, and sums of 32 bits.
+template <int kColumns>
+struct IntegerProducts;
+template <>
+struct IntegerProducts<80> {
+  using Sum = uint32_t[40];
+  static __device__ __forceinline__ void start(Sum& sum, uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n80k32.s32.s8.s8 {" LTX_SUMS_40 "}, %40, %41, 0;"
+                 : LTX_OPERANDS_40("=r")
+                 : "l"(a), "l"(b));
+  }
+  static __device__ __forceinline__ void add(Sum& sum, uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n80k32.s32.s8.s8 {" LTX_SUMS_40 "}, %40, %41, 1;"
+                 : LTX_OPERANDS_40("+r")
+                 : "l"(a), "l"(b));
+  }
+};
+
 #undef LTX_PRODUCTS_OF_BOTH
 #undef LTX_PRODUCTS
 #undef LTX_SUMS_64

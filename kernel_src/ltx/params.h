@@ -217,6 +217,7 @@ struct HopperAttentionParams {
   DType mask_dtype = DType::kFloat32;
   int64_t mask_stride_batch = 0, mask_stride_key = 0;
   float* lse = nullptr;       // [batch, heads, queries], contiguous
+  bool int8 = false;          // multiplies query and key as integers of 8 bits: heads of 128, no mask, no lse
   void* workspace = nullptr;  // of hopper_attention_workspace() bytes
 };
 

@@ -37,6 +37,7 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 # The largest number of float8_e4m3fn, and the least scale (kernel_src/ltx/params.h).
 E4M3_MAX, MIN_SCALE = 448.0, 2.0**-120
+INT8_HEAD_DIM = 128  # kIntegerColumns of ltx/attention_integers.cuh
 
 Code = TypeVar("Code", int, bool)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -1041,6 +1042,40 @@ def check_attention(
         _shape("lse", lse, (query.shape[0], query.shape[2], query.shape[1]))
         if not lse.is_contiguous():
             _fail("lse", "a contiguous tensor", f"strides {_shape_text(lse.stride())}")
+
+
+ATTENTION_PRECISION = {"native": False, "int8": True}
+
+
+def is_int8(precision: str, mask: Tensor | None, return_lse: bool) -> bool:
+    """Whether an attention is to be computed in 8 bits."""
+    if not choice("precision", ATTENTION_PRECISION, precision):
+        return False
+    if mask is not None:
+        _fail("mask", 'None with precision "int8"; key_lengths leaves out keys', "a tensor")
+    if return_lse:
+        _fail("return_lse", 'False with precision "int8"', "True")
+    return True
+
+
+def check_attention_int8(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_lengths: Tensor | None = None,
+    *,
+    scale: float | None,
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> None:
+    _dim("query", query, 4)
+    _float_dtype("query", query, float64)
+    if query.dtype == torch.float32:
+        _fail("query", "dtype float16 or bfloat16", "float32")
+    _scale(scale)
+    if query.shape[-1] != INT8_HEAD_DIM:
+        _fail("query", f"a last dimension of {INT8_HEAD_DIM}", "shape " + _shape_text(query.shape))
+    check_attention(query, key, value, None, key_lengths, scale=scale, out=out, float64=float64)
 
 
 def check_qk_norm_cross_attention(

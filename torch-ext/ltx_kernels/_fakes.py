@@ -175,6 +175,12 @@ def _attention(outs: Outs, compute: bool, *, query: Tensor, **arguments: Any) ->
     return query.new_empty(query.shape), query.new_empty((batch, heads, queries), dtype=torch.float32)
 
 
+def _attention_int8(outs: Outs, compute: bool, **arguments: Any) -> Results:
+    _checks.check_attention_int8(**arguments, **outs)
+    query = arguments["query"]
+    return (reference.attention_int8(**arguments) if compute else query.new_empty(query.shape),)
+
+
 # ---- Channels-last video
 
 
@@ -227,6 +233,7 @@ BODIES: dict[str, Callable[..., Results]] = {
     "qk_norm_cross_attention": _qk_norm_cross_attention,
     "attention": _attention,
     "attention_lse": _attention,
+    "attention_int8": _attention_int8,
     "channel_norm": _channel_norm,
     "channel_norm_residual": _channel_norm,
     "pixel_shuffle": _pixel_shuffle,

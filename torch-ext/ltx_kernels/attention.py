@@ -12,13 +12,14 @@ from torch import Tensor, is_grad_enabled
 
 from . import reference
 from ._call import op
-from ._checks import FLOAT32_EPS, check_attention, check_type, check_types, requires_grad
+from ._checks import FLOAT32_EPS, check_attention, check_type, check_types, is_int8, requires_grad
 from ._ops import ops
 from ._variant import COMPILED_DEVICE, constant_when_compiled
 
 _qk_norm_cross_attention = op("qk_norm_cross_attention")
 _attention = op("attention")
 _attention_lse = op("attention_lse")
+_attention_int8 = op("attention_int8", gradient=False)
 
 _HEAD_DIMS = (64, 128)  # that the kernel is compiled for
 
@@ -84,6 +85,7 @@ def attention(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
+    precision: str = "native",
 ) -> Tensor: ...
 @overload
 def attention(
@@ -96,6 +98,7 @@ def attention(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: Literal[True],
+    precision: str = "native",
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -107,6 +110,7 @@ def attention(
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    precision: str = "native",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of every query to every key that counts.
 
@@ -138,6 +142,12 @@ def attention(
             overlap an input.
         return_lse: Also return the logarithm of each row's sum of exponentials. Without the kernel this computes all
             scores in memory.
+        precision: "native" computes with query's dtype. "int8" multiplies query and key as integers of 8 bits, which
+            is faster with many tokens and less exact (docs/attention.md has both). Both rows are multiplied by an
+            orthogonal matrix first, and the key is taken less the mean of up to 256 of its rows. Each row of the query
+            has a scale, and each 80 rows of the key have four. The product with the value stays in query's dtype. This
+            is for heads of 128 columns in bfloat16 or float16, without mask, return_lse and gradients. On a GPU it
+            needs Hopper; on the CPU plain torch computes the same recipe, to try it out.
 
     Returns:
         [B, S, heads, D] of query's dtype, contiguous; ``out`` where given. Zeros where no key counts. With
@@ -146,13 +156,17 @@ def attention(
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
-            came), or ``out`` is given where a gradient is needed.
+            came), or ``out`` is given where a gradient is needed; with "int8" also a GPU without the kernel, a mask,
+            ``return_lse``, or a gradient that is needed.
+        ValueError: ``precision`` is neither of the two.
 
     Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers); the order of the
     computation is that of FlashAttention-3 (Shah et al., 2024).
     """
     if return_lse is not False:
         check_type("return_lse", "bool", return_lse)
+    if precision != "native" and is_int8(precision, mask, return_lse):
+        return _attention_int8(out, query, key, value, key_lengths, scale)
     try:
         needs_gradient = is_grad_enabled() and requires_grad(query, key, value, mask)
         own = not needs_gradient and runs_kernel(query, key, value)

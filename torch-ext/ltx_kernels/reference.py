@@ -1576,6 +1576,60 @@ def attention_with_lse(
     return _attend(scores, value, query.dtype), scores.logsumexp(-1).float()
 
 
+# kKeys of attention_hopper.cu, and kSamples and kKeyScales of ltx/attention_integers.cuh.
+_INT8_TILE, _INT8_SAMPLES, _INT8_SCALES = 80, 256, 4
+
+
+def _hadamard(columns: int, like: Tensor) -> Tensor:
+    """The orthogonal matrix of 1 and -1, divided by the length of its columns."""
+    matrix = like.new_ones(1, 1)
+    while len(matrix) < columns:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix * columns**-0.5
+
+
+def _int8_scale(magnitude: Tensor) -> Tensor:
+    """Of integers up to 127, for numbers up to ``magnitude``; NaN where that is not finite."""
+    return (magnitude / 127).clamp(min=MIN_SCALE).where(magnitude < math.inf, math.nan)
+
+
+def attention_int8(
+    query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attention with scores of 8-bit integers, [B, S, heads, D]: the recipe of ltx/attention_integers.cuh."""
+    compute, keys = _compute_dtype(query), key.shape[1]
+    if keys == 0 or query.numel() == 0:
+        return query.new_zeros(query.shape)
+    lengths = torch.full((key.shape[0],), keys, device=key.device)
+    if key_lengths is not None:
+        lengths = key_lengths.clamp(0, keys).long()
+    position = torch.arange(keys, device=key.device)
+    counts = (position < lengths[:, None])[:, None, :, None]  # [B, 1, T, 1]
+    q, k = query.to(compute).transpose(1, 2), key.to(compute).transpose(1, 2).where(counts, 0.0)
+
+    samples = lengths.clamp(max=_INT8_SAMPLES)[:, None]
+    index = torch.arange(min(keys, _INT8_SAMPLES), device=key.device)
+    sampled = (index * lengths[:, None]).div(samples.clamp(min=1), rounding_mode="floor").clamp(max=keys - 1)
+    rows = k.gather(2, sampled[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3]))
+    rows = rows.where((index < samples)[:, None, :, None], 0.0)
+    mean = rows.sum(2, keepdim=True) / samples.clamp(min=1)[:, None, :, None]
+
+    rotation = _hadamard(query.shape[-1], q)
+    rotated_q, rotated_k = q @ rotation, (k - mean).where(counts, 0.0) @ rotation
+    query_scale = _int8_scale(rotated_q.abs().amax(-1, keepdim=True))
+    part = position // _INT8_TILE * _INT8_SCALES + position % _INT8_TILE // 2 % _INT8_SCALES
+    most = torch.stack([rotated_k[:, :, part == i].abs().amax((2, 3)) for i in part.unique()], -1)
+    key_scale = _int8_scale(most)[:, :, torch.unique(part, return_inverse=True)[1], None]
+    scores = (rotated_q / query_scale).round() @ (rotated_k / key_scale).round().transpose(2, 3)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = scores * (query_scale * key_scale.transpose(2, 3) * factor)
+    finite = scores.isfinite().all(-1, keepdim=True)
+    if not bool(finite.all()):
+        scores = scores.where(finite, q @ k.transpose(2, 3) * factor)
+    scores = scores.masked_fill(~counts.transpose(2, 3), -math.inf)
+    return _attend(scores, value.where(counts.transpose(1, 2), 0.0), query.dtype)
+
+
 def _attend(scores: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Softmax of scores [B, heads, S, T], times values; queries with nothing to attend to give zeros."""
     nothing = (scores == -math.inf).all(-1, keepdim=True)
@@ -1593,8 +1647,13 @@ def attention(
     key_lengths: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    precision: str = "native",
 ) -> Tensor | tuple[Tensor, Tensor]:
     _checks.check_type("return_lse", "bool", return_lse)
+    if _checks.is_int8(precision, mask, return_lse):
+        _checks.no_gradient(query, key, value)
+        _checks.check_attention_int8(query, key, value, key_lengths, scale=scale, float64=True)
+        return attention_int8(query, key, value, key_lengths, scale)
     _checks.check_attention(query, key, value, mask, key_lengths, scale=scale, float64=True)
     output, lse = attention_with_lse(query, key, value, mask, key_lengths, scale)
     return (output, lse) if return_lse else output

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._checks import INT8_HEAD_DIM
 from .._variant import constant_when_compiled
 from ..attention import attention, qk_norm_cross_attention, runs_kernel
 from ..glu import gate_heads, swiglu
@@ -915,10 +916,14 @@ def _scores(
     if parallel is None:
         pays = not cross or _kernel_pays(query, key.shape[1], mask is not None)
         if fits and pays and runs_kernel(query, key, value) and _may_attend(site, module):
-            return attention(query, key, value, mask=keys, out=out), True
+            return _own_attention(site, query, key, value, keys, cross, out), True
+        if not cross:
+            _remark_native(site, "not this package's kernel")
         return _dispatched(site, module, query, key, value, scores_mask, None), False
     context = _parallel.context_of(parallel)
     if context is None or (mask is not None and keys is None) or _needs_gradient(query, key, value):
+        if not cross:
+            _remark_native(site, "several ranks")
         _parallel.check_dispatch(context, mask)
         return _dispatched(site, module, query, key, value, scores_mask, parallel), False
 
@@ -930,7 +935,9 @@ def _scores(
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
         if overlaps(query, key, value):
-            return attention(query, key, value, mask=mask, out=out)
+            return _own_attention(site, query, key, value, mask, cross, out)
+        if not cross:
+            _remark_native(site, "not this package's kernel")
         scores_mask = None if mask is None else mask[:, None, None]
         output = _dispatched(site, module, query, key, value, scores_mask, None)
         return output if out is None else out.copy_(output)
@@ -958,6 +965,32 @@ def _values_ahead(
     if parallel is None or (mask is not None and keys is None):
         return None
     return _parallel.send_ahead(_parallel.context_of(parallel), value)
+
+
+# From so many tokens on int8 scores are faster than the model's dtype (h200-attention.json, whose shortest has 4608).
+_INT8_TOKENS = 4096
+
+
+def _own_attention(
+    site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cross: bool, out: Tensor | None
+) -> Tensor:
+    """This package's attention, in 8 bits where `optimize` was told so, the op takes the call and the call gains."""
+    if site.settings["attention"] == "int8" and not cross:
+        columns, tokens = query.shape[-1], key.shape[1]
+        if mask is not None:
+            _remark_native(site, "a mask")
+        elif columns != INT8_HEAD_DIM:
+            _remark_native(site, f"heads of {columns} columns")
+        elif tokens < _INT8_TOKENS:
+            _remark_native(site, f"fewer than {_INT8_TOKENS} tokens")
+        else:
+            return attention(query, key, value, out=out, precision="int8")
+    return attention(query, key, value, mask=mask, out=out)
+
+
+def _remark_native(site: Site, reason: str) -> None:
+    if site.settings["attention"] == "int8":
+        site.remark(f"attention not in int8: {reason}")
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
