@@ -249,7 +249,7 @@ def test_views_in_a_recorded_call(replay: ModuleType, device: str) -> None:
     def compute(x: Tensor) -> tuple[Tensor, ...]:
         half, other = x.unflatten(-1, (2, 4)).unbind(-2)
         one, two, _ = small.unbind(0)
-        made = half + other.contiguous().to(x.dtype)
+        made = half + other.contiguous().to(x.dtype) + x.view(-1, 4)[0]
         copied = made.transpose(0, 1).reshape(3, 8)
         first, second = made.unflatten(-1, (2, 2)).unbind(-2)
         second.mul_(3)  # seen by every view of the same memory

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Container, Hashable, Iterator
-from operator import attrgetter, is_, itemgetter
-from typing import Any, Callable, Protocol, TypeVar
+from operator import is_, itemgetter
+from typing import Any, Callable, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -203,12 +203,14 @@ class State:
         present = [tensor for place, name in tensors if (tensor := place[name]) is not None]
         self.present = present
         self.addresses = list(map(Tensor.data_ptr, present))
-        self.dtypes = list(map(attrgetter("dtype"), present))
+        self.dtypes = [tensor.dtype for tensor in present]
         # Writing into a weight leaves its address as it is, and what was quantised from it behind.
         self.quantised = [
-            child._parameters["weight"] for child in self.modules if ATTRIBUTE in child.__dict__ and child._buffers
+            cast(Tensor, child._parameters["weight"])
+            for child in self.modules
+            if ATTRIBUTE in child.__dict__ and child._buffers
         ]
-        self.versions = list(map(attrgetter("_version"), self.quantised))
+        self.versions = [tensor._version for tensor in self.quantised]
 
     def holds(self, module: nn.Module) -> bool:
         """Whether all is as it was; written for speed, since every call of every block asks."""
@@ -220,8 +222,8 @@ class State:
             and list(map(type, self.modules)) == self.classes
             and list(map(len, self.sizes)) == self.counts
             and list(map(Tensor.data_ptr, self.present)) == self.addresses
-            and list(map(attrgetter("dtype"), self.present)) == self.dtypes
-            and list(map(attrgetter("_version"), self.quantised)) == self.versions
+            and [tensor.dtype for tensor in self.present] == self.dtypes
+            and [tensor._version for tensor in self.quantised] == self.versions
         )
 
     def _has_values(self) -> bool:

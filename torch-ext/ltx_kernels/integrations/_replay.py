@@ -97,9 +97,13 @@ class _Recorder(TorchFunctionMode):
         self.lines: list[_Line] = []
         self.roots: dict[str, str] = {}  # the tensor that a line made, of every tensor in its memory
         self.small: set[str] = set()  # weights whose memory is small, and their views
-        self.views: dict[str, str] = {}  # how to make those that no line has read yet
+        self.whole: dict[str, tuple[Any, ...]] = {}  # elements and beginning of contiguous roots, given or made
+        self.views: dict[str, tuple[Call, str]] = {}  # how to make those that no line has read yet
         self.others = {_storage(tensor) for tensor in (*given, *held)}
         self.given = [self._name(tensor, f"given{i}") for i, tensor in enumerate(given)]
+        for name, tensor in zip(self.given, given):
+            self._note_whole(name, tensor)
+            self.roots[name] = name
         for i, tensor in enumerate(held):
             name = self._name(tensor, f"held{i}")
             self.globals[name] = tensor
@@ -186,6 +190,13 @@ class _Recorder(TorchFunctionMode):
                 root = self.roots.get(taken[_storage(tensor)]) if _storage(tensor) in taken else name
                 if root is not None:
                     self.roots[name] = root
+                if root == name:
+                    self._note_whole(name, tensor)
+
+    def _note_whole(self, name: str, tensor: Tensor) -> None:
+        """Notes a tensor whose views of all elements, in their order, need no strides."""
+        if _is_packed(tensor):
+            self.whole[name] = tensor.numel(), tensor.storage_offset()
 
     def _is_view(self, result: Any, base: Any) -> bool:
         """Whether views of a tensor need no line now: they are held, or the first line that reads one has it made."""
@@ -201,13 +212,18 @@ class _Recorder(TorchFunctionMode):
                 self.globals[name] = view
                 self.small.add(name)
             return True
-        root = self.roots.get(known)
-        if root is None:
+        root = self.roots.get(known, "")
+        whole = [self.whole.get(root) == (view.numel(), view.storage_offset()) and _is_packed(view) for view in views]
+        if not root or (root in self.given and not all(whole)):  # an argument may begin elsewhere in its memory
             return False
-        for view in views:
+        for view, is_whole in zip(views, whole):
             name = self._name(view, f"view{len(self.roots)}")
             self.roots[name] = root
-            self.views[name] = f"({root}, {tuple(view.shape)}, {view.stride()}, {view.storage_offset()})"
+            form = f"({root}, {tuple(view.shape)}"
+            if is_whole:
+                self.views[name] = Tensor.view, f"{form})"
+            else:
+                self.views[name] = torch.as_strided, f"{form}, {view.stride()}, {view.storage_offset()})"
         return True
 
     def _name_of(self, tensor: Tensor) -> str:
@@ -236,8 +252,9 @@ class _Recorder(TorchFunctionMode):
                 self.reason = self.reason or "a call reads a tensor that comes from elsewhere"
                 return "None"
             if name in self.views:
-                call = f"{self._constant(torch.as_strided)}{self.views.pop(name)}"
-                self.lines.append(_Line(f"{name} = {call}", {self.roots[name]}, {name}, True))
+                call, arguments = self.views.pop(name)
+                line = f"{name} = {self._constant(call)}{arguments}"
+                self.lines.append(_Line(line, {self.roots[name]}, {name}, True))
             if name not in self.globals:
                 read.add(name)
             return name
@@ -259,6 +276,11 @@ class _Recorder(TorchFunctionMode):
 def _storage(tensor: Tensor) -> int:
     """A number for the memory that a tensor and its views share, while one of them lives."""
     return tensor.untyped_storage()._cdata
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor has the strides of a new one, those of dimensions of one element too."""
+    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 @functools.lru_cache(maxsize=SIGNATURES)
@@ -293,16 +315,15 @@ def others_take_functions() -> bool:
 class _Replay:
     """A recorded call: its function, what it counts, and what it asked of the process."""
 
-    __slots__ = ("answers", "counts", "facts", "function", "remarks")
+    __slots__ = ("answers", "calls", "facts", "function", "remarks", "unpacked")
 
     def __init__(self, function: Call, before: Mapping[Site, _Counts], facts: list[Call], answers: list[Any]) -> None:
         after = {site: _Counts(site) for site in before}
         self.function, self.facts, self.answers = function, facts, answers
-        self.counts = [
-            (site, after[site].calls - counts.calls, after[site].unpacked - counts.unpacked)
-            for site, counts in before.items()
-            if (after[site].calls, after[site].unpacked) != (counts.calls, counts.unpacked)
-        ]
+        calls = [(site, after[site].calls - counts.calls) for site, counts in before.items()]
+        unpacked = [(site, after[site].unpacked - counts.unpacked) for site, counts in before.items()]
+        self.calls = [(site, number) for site, number in calls if number]
+        self.unpacked = [(site, number) for site, number in unpacked if number]
         self.remarks = [
             (site, text, number)
             for site, counts in before.items()
@@ -317,8 +338,9 @@ class _Replay:
         # Gradients are off, so nobody asks which tensors are views. Where torch does not note it, views take less time.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             result = self.function(*tensors)
-        for site, calls, unpacked in self.counts:
+        for site, calls in self.calls:
             site.calls += calls
+        for site, unpacked in self.unpacked:
             site.unpacked += unpacked
         for site, text, number in self.remarks:
             site.remark(text, number)
