@@ -1108,7 +1108,6 @@ def video_ops() -> str:
 # The columns of benchmarks/attention.py, and its shapes.
 ATTENTION = {
     "ours": "this package",
-    "ours_8bit": "this package, int8",
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN",
     "flash2": "torch's flash attention",
@@ -1132,11 +1131,6 @@ ATTENTION_SHAPES = {
 }
 
 
-def attention_cells(numbers: dict[str, float], columns: list[str], form: str) -> str:
-    """A cell for each column; empty where it was not measured."""
-    return " | ".join(format(numbers[name], form) if name in numbers else "" for name in columns)
-
-
 def _between(values: Iterable[float]) -> str:
     """The range of some factors; one figure where they are alike."""
     ordered = sorted(values)
@@ -1151,7 +1145,7 @@ def _gains(records: list[dict[str, Any]]) -> str:
         others = [
             f"{_between(times[name] / times['ours'] for times in ms)} times as fast as {ATTENTION[name]}"
             for name in ATTENTION
-            if name not in ("ours", "ours_8bit") and all(name in times for times in ms)
+            if name != "ours" and all(name in times for times in ms)
         ]
         sentences.append(f"With heads of {width} columns the kernel is {' and '.join(others)}.")
     return " ".join(sentences)
@@ -1171,7 +1165,7 @@ def attention_speed() -> str:
         "|---" * (len(columns) + 4) + "|",
     ]
     for r in plain:
-        cells = attention_cells(r["ms"], columns, ".3f")
+        cells = " | ".join(f"{r['ms'][name]:.3f}" for name in columns)
         over = r["ms"]["cudnn"] / r["ms"]["ours"]
         lines.append(
             f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {cells} | {r['tflops']['ours']} | "
@@ -1229,7 +1223,7 @@ def attention_error() -> str:
     result = load("h200-attention")
     shown_names = ("ltx49", "flux")
     records = [r for r in result["records"] if "err" in r and r["name"] in shown_names]
-    columns = [name for name in ATTENTION if any(name in r["err"]["normal"] for r in records)]
+    columns = [name for name in ATTENTION if all(name in r["err"]["normal"] for r in records)]
     lines = [
         "Relative L2 error against float64. Peaked: queries and keys of standard deviation 2. Outliers: every 16th "
         "channel eight times as large. Copied keys: 40 times the queries as keys.",
@@ -1239,7 +1233,7 @@ def attention_error() -> str:
     ]
     for r in records:
         for kind, err in r["err"].items():
-            errors = attention_cells(err, columns, ".2e")
+            errors = " | ".join(f"{err[name]:.2e}" for name in columns)
             lines.append(f"| {ATTENTION_SHAPES[r['name']]}, heads of {r['shape'][3]} | {kind} | {errors} |")
     return "\n".join([*lines, ""])
 
