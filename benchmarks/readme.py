@@ -1238,6 +1238,36 @@ def attention_error() -> str:
     return "\n".join([*lines, ""])
 
 
+HOST_MODELS = {"ltx": "LTX-Video 2B", "flux": "FLUX.1", "wan": "Wan 1.3B", "qwen": "Qwen-Image"}
+
+
+def host_times() -> str:
+    """What Python and torch take to launch a step, with recorded calls and before there were any."""
+    result, before = load("h200-host"), load("h200-host-start")
+    configs = ("baseline", "kernels", "kernels_fp8")
+    by_config = {(r["model"], r["config"]): r for r in result["records"] if "model" in r}
+    earlier = {r["config"]: r["ratio_to_baseline"] for r in before["records"]}
+    lines = [
+        "The host's time to launch one step, without waiting for the GPU: one "
+        f"{result['meta']['device']}, models of all their blocks and few columns, in ms "
+        "([h200-host.json](../benchmarks/results/h200-host.json)):",
+        "",
+        "| blocks of | " + " | ".join(CONFIGS[config] for config in configs) + " |",
+        "|---" * (len(configs) + 1) + "|",
+    ]
+    for model, title in HOST_MODELS.items():
+        records = [by_config[model, config] for config in configs]
+        cells = [f"{r['host_ms']:.1f} ({r['ratio_to_baseline']:.2f} x)" for r in records]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Before calls were recorded, LTX-Video's step took {earlier['kernels']:.2f} times diffusers' time in bf16 and "
+        f"{earlier['kernels_fp8']:.2f} times in fp8, in another run "
+        "([h200-host-start.json](../benchmarks/results/h200-host-start.json)).",
+    ]
+    return "\n".join([*lines, ""])
+
+
 def attention_int8() -> str:
     """Time and error of attention in 8 bits beside bf16: the op's, and of whole models."""
     result = load("h200-attention")
@@ -1519,6 +1549,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/parallel.md", "exchanges", exchanges),
     ("docs/attention.md", "speed", attention_speed),
     ("docs/attention.md", "error", attention_error),
+    ("docs/optimize.md", "host", host_times),
     ("docs/attention.md", "int8", attention_int8),
     ("docs/attention.md", "8 bits", attention_in_8_bits),
     ("skills/cuda-kernels/SKILL.md", "figures", figures),
