@@ -87,6 +87,7 @@ def measure(name: str, ltx: ModuleType, options: argparse.Namespace) -> list[dic
     return records
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
@@ -96,7 +97,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8-families.json)")
     options = parser.parse_args(arguments)
     ltx, metadata = load_package()
-    torch.set_grad_enabled(False)
     output = options.output or result_file("fp8-families", options.device)
     meta = {**common_meta(metadata, options.device), "diffusers": diffusers.__version__, "weights": "random"}
     records: list[dict[str, Any]] = []

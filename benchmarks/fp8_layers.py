@@ -49,6 +49,7 @@ def recipes(default: tuple[str, ...], count: int) -> dict[str, tuple[str, ...]]:
     }
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="random", help="random (the 2B shape), tiny, a folder, or a Hub id")
@@ -56,7 +57,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks/results/fp8-layers.json")
     options = parser.parse_args(arguments)
     ltx, metadata = load_package()
-    torch.set_grad_enabled(False)
     model = load_model(options.model, torch.bfloat16, options.device)
     torch.manual_seed(0)
     inputs = make_inputs(model, 2, FRAMES, HEIGHT, WIDTH)

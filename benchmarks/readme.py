@@ -512,7 +512,7 @@ def supported() -> str:
             others = len(left["LEFT"]) - len(left["WELL_KNOWN"])
             lines.append(
                 f"| {known} and {others} other [models of diffusers](docs/models.md#left-at-norm-level) "
-                "| only those of norms and activations | norms | no | not measured |"
+                "| norms and activations alone | norms | no | not measured |"
             )
     shallow = any(", first" in gain for of_family in gains.values() for gain in of_family)
     note = ['"First" blocks: the time of a shallow model, not of the whole one.', ""] if shallow else []

@@ -8,7 +8,7 @@ MODEL is tiny (the default), random, a folder, or a Hub id such as Lightricks/LT
 It prints the report of what was replaced, with the calls that ran the ops (norms of a block have none of their own: the
 block's launches do their work), what was left alone, and what `restore` leaves. For the tiny model:
 
-    ltx-kernels: LTXPipeline, level block, precision native, rounding fp32
+    ltx-kernels: LTXPipeline, level block, precision native, attention native, rounding fp32
     modules  class                               calls  traced  stock calls  ops
           1  diffusers.LTXVideoRotaryPosEmbed        4       0            0
           3  diffusers.LTXVideoTransformerBlock     12       0            0  adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
@@ -17,6 +17,7 @@ block's launches do their work), what was left alone, and what `restore` leaves.
          12  torch.RMSNorm                           0       0            0  rmsnorm
           3  diffusers.GELU                         12       0            0  gelu
           1  torch.LayerNorm                         4       0            0  layernorm
+    recorded calls: 3 of 3 diffusers.LTXVideoTransformerBlock
     25 frames of 128x192; modules still replaced after restore: 0
 """  # noqa: E501
 

@@ -424,7 +424,7 @@ __device__ __forceinline__ void produce(const Parameters& a, const Address<S>& s
 template <typename S>
 __device__ __forceinline__ void multiply_scores(typename S::Score (&scores)[S::kScores], uint32_t query, uint32_t key) {
   using Product = std::conditional_t<S::kIntegers, IntegerProducts<S::kKeys>, Products<typename S::T, S::kKeys>>;
-  constexpr int kStep = 2, kSteps = kSwizzleBytes / 16 / kStep;  // 32 bytes, of which a row of a stack has 128
+  constexpr int kStep = 2, kSteps = kSwizzleBytes / 16 / kStep;  // 32 bytes a step, 128 bytes a row
   constexpr int kQueryStack = kRows * kSwizzleBytes / 16, kKeyStack = S::kKeys * kSwizzleBytes / 16;
   const uint64_t a = tile_descriptor(query), b = tile_descriptor(key);
   Product::start(scores, a, b);

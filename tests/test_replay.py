@@ -275,6 +275,36 @@ def test_views_in_a_recorded_call(replay: ModuleType, device: str) -> None:
     assert Tensor.mul_ in called and Tensor.new_empty not in called
 
 
+def test_adapters_that_come_back(
+    ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A switch back finds the calls that were recorded before, and they read the weights as these are now."""
+    peft = pytest.importorskip("peft")
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    for name in ("one", "two"):
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), adapter_name=name)
+    model.requires_grad_(False)
+    for name in ("one", "two"):
+        model.set_adapters(name)
+        warm(model, inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "_Recorder", None)
+        patch.setattr(replay, "State", None)
+        for name in ("one", "two", "one"):
+            model.set_adapters(name)
+            model.transformer_blocks[0].attn1.to_q.lora_B[name].weight.data.mul_(2)
+            result = model(**inputs)[0]
+            assert replays(replay, model) == len(model.transformer_blocks)
+            assert torch.equal(result, ordinary(replay, model, inputs, monkeypatch))
+    for i in range(2 * replay.SIGNATURES):
+        model.set_adapters("one", 0.1 * i)
+        model(**inputs)
+    assert all(
+        len(block.__dict__[replay.REPLAYS]._of_adapters) <= replay.SIGNATURES for block in model.transformer_blocks
+    )
+
+
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_adapters(
     ltx: ModuleType, replay: ModuleType, device: str, precision: str, monkeypatch: pytest.MonkeyPatch

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kKeys* kLanes)
     }
   }
   rotate(x);
-  // A warp has 8 rows: 8 neighbouring lanes have those of one scale.
+  // A warp has 8 rows: 8 neighbouring lanes have the rows of one scale.
   constexpr int kWarps = kKeys * kLanes / 32, kScaleLanes = 32 / kKeyScales;
   __shared__ float magnitudes[kWarps][kKeyScales];
   const int lane = threadIdx.x % 32, part = lane / kScaleLanes;

@@ -8,7 +8,7 @@
 With neither of the first two options the kernels run where a build can be loaded; elsewhere the stock modules run, and
 the reason is printed. --compile goes with both.
 
-Defaults that differ from those of generate_video.py: --guidance-scale 4.5 --seed 42 --warmup-iterations 2
+Three defaults are not generate_video.py's: --guidance-scale 4.5 --seed 42 --warmup-iterations 2
 --output demo/benchmark_example.mp4, and on a GPU --num-frames 161 --height 512 --width 768 --steps 50. The model is
 random weights of the 2B shape on a GPU and a tiny model on a CPU; --model Lightricks/LTX-Video loads the released one.
 """

@@ -359,10 +359,11 @@ class Replays:
     def __init__(self, module: nn.Module, changes: int) -> None:
         self.state = State(module)
         self._adapted = [part for part in self.state.modules if is_lora(part)]
-        self._adapters = list(map(adapters_state, self._adapted))
+        self._adapters = self._active()
         self.changes = changes
         # By signature: a replay, or why there is none; empty after the first call.
         self.calls: dict[Hashable, _Replay | str] = {}
+        self._of_adapters = {self._adapters: self.calls}  # those of each choice of adapters: a switch back finds them
         parts = [module, *self.state.modules]
         self.sites = list(dict.fromkeys(part.__dict__[ATTRIBUTE] for part in parts if ATTRIBUTE in part.__dict__))
         self.reason = ""  # why no call is recorded
@@ -377,9 +378,19 @@ class Replays:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
+    def _active(self) -> tuple[Hashable, ...]:
+        return tuple(map(adapters_state, self._adapted))
+
     def holds(self, module: nn.Module) -> bool:
-        """Whether the block, and which adapters are active in it, are as they were."""
-        return self.state.holds(module) and list(map(adapters_state, self._adapted)) == self._adapters
+        """Whether the block is as it was; `calls` are then those of the adapters that are active in it."""
+        if not self.state.holds(module):
+            return False
+        active = self._active()
+        if active != self._adapters:
+            if len(self._of_adapters) >= SIGNATURES:
+                self._of_adapters.clear()
+            self._adapters, self.calls = active, self._of_adapters.setdefault(active, {})
+        return True
 
     def record(self, key: Hashable, compute: Call, tensors: Sequence[Tensor]) -> Any:
         """The call's result; it is recorded on the way."""

@@ -105,7 +105,7 @@ def single_forward(
 
 
 def why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
-    """The attention may have a mask. Other arguments are those of IP-Adapters, with which it has a third result."""
+    """The attention may have a mask. IP-Adapters give other arguments, and have a third result."""
     options = arguments.get("joint_attention_kwargs") or {}
     return "joint_attention_kwargs" if options.keys() - {"attention_mask"} else ""
 
