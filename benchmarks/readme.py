@@ -1299,13 +1299,12 @@ def attention_int8() -> str:
                 continue
             one, other = found[model, config], found[model, int8]
             errors = [
-                f"{r[key]:.1e}" if key in r else ""
+                ", ".join(f"{r[key]:.1e}" for r in (one, other) if key in r)
                 for key in ("error_vs_fp32", "loop_error_vs_fp32")
-                for r in (one, other)
             ]
             rows.append(
                 f"| {title} | {CONFIGS[config]} | {one['step_ms']:.1f} | {other['step_ms']:.1f} | "
-                f"{one['step_ms'] / other['step_ms']:.2f} x | {', '.join(errors[:2])} | {', '.join(errors[2:])} |"
+                f"{one['step_ms'] / other['step_ms']:.2f} x | {' | '.join(errors)} |"
             )
     if rows:
         lines += [
