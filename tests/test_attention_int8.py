@@ -159,7 +159,7 @@ def test_large_and_small_numbers(ltx, place, power):
 
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite(ltx, place, special):
-    """Rows that meet it are those of the native precision; the others keep their bits."""
+    """Rows that meet it have the bits of the native precision; the others keep theirs."""
     case = int8_case(Make(place, torch.bfloat16))
     (expected,) = case.run(ltx)
     for name in ("query", "key", "value"):

@@ -102,7 +102,7 @@ def test_every_transformer_of_diffusers(ltx: ModuleType) -> None:
     assert sorted(set(models) - in_families - set(LEFT)) == [], "in no family, and not in tests/families/left.py"
     assert sorted(in_families & set(LEFT)) == [], "in a family: take it out of tests/families/left.py"
     unknown = {block.rpartition(".")[2] for name in in_families for block in models[name] - blocks}
-    assert sorted(unknown ^ set(LEFT_BLOCKS)) == [], "blocks beside known ones, and those of tests/families/left.py"
+    assert sorted(unknown ^ set(LEFT_BLOCKS)) == [], "blocks that are neither known nor in tests/families/left.py"
     assert all(LEFT.values()) and all(LEFT_BLOCKS.values())
 
 

@@ -88,7 +88,7 @@ def test_fused_projections(ltx: ModuleType, device: str, name: str, order: str) 
 
 
 def test_keys_and_values_of_reference_images(ltx: ModuleType, device: str) -> None:
-    """FLUX.2 klein keeps those of the first step; its attentions run stock then, and count it."""
+    """FLUX.2 klein keeps keys and values of the first step; its attentions run stock then, and count it."""
     family: Family = FAMILIES["flux2-klein"]
     stock_model, model = make(family, device), make(family, device)
     for one in (stock_model, model):

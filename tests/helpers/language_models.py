@@ -20,7 +20,7 @@ def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "L
     if family == "Qwen2_5_VL":
         model = qwen2_5_vl({**sizes, **heads, **tokens}, {**tokens, **config})
     else:
-        # Gemma 3's plain configuration is that of the model that also takes images.
+        # Gemma 3's plain configuration belongs to the model that also takes images.
         config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
         model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
     return random_(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
