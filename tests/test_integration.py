@@ -1157,7 +1157,7 @@ def test_attention_in_ops(
     assert distance(model(**padded)[0], ours[0]) > 1e-3  # the mask is heeded
 
 
-@pytest.mark.parametrize(("columns", "tokens"), [(128, 0), (64, 0), (128, 4096)])
+@pytest.mark.parametrize(("columns", "tokens"), [(128, 0), (64, 0), (128, 4608)])
 def test_attention_in_int8(
     ltx: ModuleType,
     device: str,
@@ -1168,7 +1168,7 @@ def test_attention_in_int8(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Self-attention of many tokens with heads of 128 columns takes it, and the report counts what does not."""
-    assert ltx.integrations._attend._INT8_TOKENS == 4096
+    assert ltx.integrations._attend._INT8_TOKENS == 4608
     monkeypatch.setattr(ltx.integrations._attend, "_INT8_TOKENS", tokens)
     heads = {"num_attention_heads": 2, "attention_head_dim": columns, "cross_attention_dim": 2 * columns}
     model, inputs = make_model(device, torch.bfloat16, **heads), make_inputs(device, torch.bfloat16)

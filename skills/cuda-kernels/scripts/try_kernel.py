@@ -10,7 +10,7 @@ the dtype and on the device of the moment; `plain(*tensors)`, the result in plai
 `SIZES`, which are timed on a GPU; `SMALL`, which are compared everywhere and timed on a CPU; `LABEL`, what a size
 counts. `PEERS`, where it is there, maps names to other functions of the same tensors.
 
-The kernel is right where its relative error against float64 is at most 1.5 times that of plain torch, in every dtype
+The kernel is right where its relative error against float64 is at most 1.5 times plain torch's error, in every dtype
 and size of SMALL, for contiguous tensors and for views, and where zeros and infinities give what plain torch gives. A
 kernel may refuse a dtype or a view with an error, which is printed. The script ends with status 1 where the kernel is
 wrong. --log appends a line of JSON for each size that was timed. It says to keep the kernel where no other way is as

@@ -72,8 +72,9 @@ def optimize(
             GPU of compute capability 8.9 or newer. Adapters (LoRA) of peft run in bfloat16 beside the fp8 weights,
             whether they are loaded before or after; a weight that one is fused into is quantised again.
         attention: "native" attends in the model's dtype. "int8" attends in 8 bits (`attention`, precision="int8") where
-            that op takes the call: self-attention and joint attention without a mask, of heads of 128 columns, on a
-            Hopper GPU. The report counts the other calls of these attentions, which attend as with "native".
+            that op takes the call and gains: self-attention and joint attention without a mask, of heads of 128 columns
+            and 4608 keys or more, on a Hopper GPU. The report counts the other calls of these attentions, which attend
+            as with "native".
         rounding: "fp32" rounds each result once. "eager" rounds where the stock modules do, and leaves out what
             cannot: packed GEMMs and the GELU epilogue.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,

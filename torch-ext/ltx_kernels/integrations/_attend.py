@@ -278,7 +278,7 @@ class Attention:
                 (
                     *(self.output, *self.norms, *self.added, *self.added_norms, self.added_output),
                     *(*self.image, self.gate, self.mlp, *self.optional_children, *FUSED),
-                    "processor",  # one that is a module, as IP-Adapters'
+                    "processor",  # a module, as an IP-Adapter's processor is
                 )
             ),
             why_not=functools.partial(_why_not_module, self),
@@ -967,8 +967,8 @@ def _values_ahead(
     return _parallel.send_ahead(_parallel.context_of(parallel), value)
 
 
-# From so many tokens on int8 scores are faster than the model's dtype (h200-attention.json, whose shortest has 4608).
-_INT8_TOKENS = 4096
+# From so many tokens on int8 scores are faster than the model's dtype; fewer have not been timed (h200-attention.json).
+_INT8_TOKENS = 4608
 
 
 def _own_attention(

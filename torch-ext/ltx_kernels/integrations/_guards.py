@@ -251,7 +251,7 @@ class State:
             processor = getattr(own.get("processor"), "__dict__", {})
             watched += [(processor, key) for key in processor]
             if part is not self.module:
-                # One that is set later is one more attribute.
+                # An attribute that is set later changes the number of attributes.
                 watched += [(own, key) for key in ("forward", "_compiled_call_impl") if key in own]
         return watched
 

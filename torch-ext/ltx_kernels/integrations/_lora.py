@@ -136,10 +136,8 @@ def add_up(output: Tensor, ranks: Sequence[Tensor], adapters: Sequence[LowRank],
 def widening_pays(rows: Tensor, weight: Tensor, adapters: Sequence[Sequence[LowRank]], passes: int) -> bool:
     """Whether `widened` moves less than passes that each read and write the layer's output [M, out]."""
     moved, saved = (len(rows) + len(weight)) * weight.shape[1], passes * len(rows) * len(weight)
-    aligned = (
-        sum(adapter.up.shape[1] for added in adapters for adapter in added) % 8 == 0
-    )  # or the product takes a slow kernel
-    return aligned and moved < saved
+    rank = sum(adapter.up.shape[1] for added in adapters for adapter in added)
+    return rank % 8 == 0 and moved < saved  # with other ranks the product takes a slow kernel
 
 
 def widened(

@@ -182,7 +182,7 @@ class _Recorder(TorchFunctionMode):
         self.lines.append(_Line(f"{made} = {line}" if made else line, read, makes, not whole and name in _PURE))
 
     def _note_roots(self, result: Any, arguments: Sequence[Any]) -> None:
-        """Notes new tensors, of which `as_strided` makes views: where they begin in their memory is always the same."""
+        """Notes new tensors. `as_strided` may make their views: they always begin at the same place in their memory."""
         taken = {_storage(tensor): self._name_of(tensor) for tensor in arguments if type(tensor) is Tensor}
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if type(tensor) is Tensor and _storage(tensor) not in self.others:
@@ -279,7 +279,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether a tensor has the strides of a new one, those of dimensions of one element too."""
+    """Whether all strides of a tensor are a new tensor's strides, also in dimensions of one element."""
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
@@ -363,7 +363,9 @@ class Replays:
         self.changes = changes
         # By signature: a replay, or why there is none; empty after the first call.
         self.calls: dict[Hashable, _Replay | str] = {}
-        self._of_adapters = {self._adapters: self.calls}  # those of each choice of adapters: a switch back finds them
+        self._of_adapters = {
+            self._adapters: self.calls
+        }  # `calls` for each choice of adapters; a switch back finds its own
         parts = [module, *self.state.modules]
         self.sites = list(dict.fromkeys(part.__dict__[ATTRIBUTE] for part in parts if ATTRIBUTE in part.__dict__))
         self.reason = ""  # why no call is recorded
