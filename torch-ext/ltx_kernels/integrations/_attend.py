@@ -47,6 +47,10 @@ from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
 
 # Recognised together with their processor: the class says nothing about what is computed.
 SHARED = ("diffusers.models.attention_processor.Attention",)
+# The layers of a joint attention's second stream.
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
+ADDED_NORMS = ("norm_added_q", "norm_added_k")
+ADDED_OUTPUT = "to_add_out"
 # Children that fuse_qkv_projections adds.
 FUSED = ("to_qkv", "to_kv", "to_added_qkv", "to_added_kv")
 # The arguments that every description means by them.
@@ -163,8 +167,8 @@ def _same_tables(module: AttentionModule, rope: Any) -> Any:
 class Attention:
     """One class of attention modules with one processor class, as this module computes it.
 
-    classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
     processor: Name of the processor's class.
+    classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
     parameters: Those of the stock forward, without self.
     other_processors: Names of processor classes that compute the same unless they are given more arguments.
     rope: The argument that holds the rotary tables; empty for an attention without any.
@@ -175,9 +179,10 @@ class Attention:
     norm: Class of the norms of query and key, where a module has any; None: it may have none.
     across_heads: A norm's mean is taken over all heads of a token.
     projections, norms, output: Names of submodules; an output that a module does not have is left out.
-    added, added_norms, added_output: The same for the second stream (the text) of a joint attention.
+    added: Modules may have the layers of diffusers' names in `ADDED`, `ADDED_NORMS` and `ADDED_OUTPUT`, for the second
+        stream (the text) of a joint attention.
     text_first: The rows of the second stream come before those of the first in the joint order.
-    shared: In a module without `added` projections, the second stream of a joint attention goes through the layers of
+    shared: In a module without such projections, the second stream of a joint attention goes through the layers of
         the first. A context is otherwise the keys and values of a cross-attention.
     rotates_text: The rotation covers the second stream of a joint attention. Otherwise the tables hold the rows of the
         first stream alone.
@@ -197,9 +202,9 @@ class Attention:
         reason, or "".
     """
 
-    classes: tuple[str, ...]
     processor: str
-    parameters: tuple[str, ...]
+    classes: tuple[str, ...] = SHARED
+    parameters: tuple[str, ...] = (*INPUTS, "cross_attention_kwargs")
     other_processors: tuple[str, ...] = ()
     rope: str = "image_rotary_emb"
     key_rope: str = ""
@@ -212,9 +217,7 @@ class Attention:
     projections: tuple[str, ...] = ("to_q", "to_k", "to_v")
     norms: tuple[str, str] = ("norm_q", "norm_k")
     output: str = "to_out"
-    added: tuple[str, ...] = ()
-    added_norms: tuple[str, ...] = ()
-    added_output: str = ""
+    added: bool = False
     text_first: bool = True
     shared: bool = False
     rotates_text: bool = True
@@ -240,7 +243,8 @@ class Attention:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         q, *kv = self.projections
         groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
-        groups += [self.added, self.image[:2], (self.output if self.mlp else f"{self.output}.0",), (self.added_output,)]
+        groups += [self.image[:2], (self.output if self.mlp else f"{self.output}.0",)]
+        groups += [ADDED, (ADDED_OUTPUT,)] if self.added else []
         return [
             tuple(f"{prefix}.{name}" for name in group)
             for group in groups
@@ -276,7 +280,7 @@ class Attention:
             self.children,
             frozenset(
                 (
-                    *(self.output, *self.norms, *self.added, *self.added_norms, self.added_output),
+                    *(self.output, *self.norms, *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if self.added else ())),
                     *(*self.image, self.gate, self.mlp, *self.optional_children, *FUSED),
                     "processor",  # a module, as an IP-Adapter's processor is
                 )
@@ -302,7 +306,7 @@ class Attention:
         to_q, to_k, _ = (cast(nn.Linear, module._modules[name]) for name in self.projections)
         # A cross-attention finds the last two adjacent as well.
         main = self.projections if _in_features(to_q) == _in_features(to_k) else self.projections[1:]
-        others = (self.added, self.image[:2])
+        others = (ADDED if self.added else (), self.image[:2])
         return (main, *(names for names in others if names and all(module._modules.get(name) for name in names)))
 
 
@@ -323,8 +327,8 @@ def _why_not_mlp(spec: Attention, module: nn.Module) -> str:
 def _norm_pairs(spec: Attention, module: nn.Module) -> list[tuple[str, str]]:
     """The names of the norms of query and key, of each stream that has any."""
     pairs = [spec.norms]
-    if spec.added_norms:
-        pairs.append(cast("tuple[str, str]", spec.added_norms))
+    if spec.added:
+        pairs.append(ADDED_NORMS)
     if spec.image:
         pairs.append((spec.image[2], spec.image[2]))
     return [pair for pair in pairs if any(module._modules.get(name) is not None for name in pair)]
@@ -403,10 +407,10 @@ class _Plan:
         self.context = Linears((k, v), input, site, pack)
         if spec.gate and module._modules.get(spec.gate) is not None:
             self.gate = Linears((cast(nn.Linear, module._modules[spec.gate]),), input, site)
-        if spec.added and module._modules.get(spec.added[0]) is not None:
-            self.added = Linears([cast(nn.Linear, module._modules[name]) for name in spec.added], input, site, pack)
-        if spec.added_output and module._modules.get(spec.added_output) is not None:
-            self.added_out = Linears((cast(nn.Linear, module._modules[spec.added_output]),), input, site)
+        if spec.added and module._modules.get(ADDED[0]) is not None:
+            self.added = Linears([cast(nn.Linear, module._modules[name]) for name in ADDED], input, site, pack)
+        if spec.added and module._modules.get(ADDED_OUTPUT) is not None:
+            self.added_out = Linears((cast(nn.Linear, module._modules[ADDED_OUTPUT]),), input, site)
         if spec.image and module._modules.get(spec.image[0]) is not None:
             self.image = Linears([cast(nn.Linear, module._modules[name]) for name in spec.image[:2]], input, site, pack)
         out = module._modules.get(spec.output) if spec.output else None

@@ -13,7 +13,7 @@ from ._feed_forward import FEED_FORWARD
 from ._guards import class_of, hooked, remember, submodule, why_not_input, why_not_norm_weight, why_not_tensor
 from ._norms import FORMS, LAYER, RMS, statistic
 from ._replay import replayed
-from ._sites import Entry, site_of, stock_forward
+from ._sites import Entry, parameters_of, site_of, stock_forward
 
 
 class Part(Protocol):
@@ -29,8 +29,10 @@ class Block:
     classes: Names of the classes, with their modules. Several where the bodies of their forwards are the same.
     forward: The whole block on a `Stream`, with the stock signature. It calls submodules by the stock keyword names,
         since hooks look for them.
-    parameters: Names of the stock forward's, without self.
-    children: Names of the submodules that every block has; optional_children: of those that some have.
+    parameters: Names of the stock forward's, without self, where `forward` does not spell them out.
+    renames: Parameters of `forward` to the stock forward's names for them, where these differ.
+    children: Names of submodules that every block has, beside those that the fields below name.
+    optional_children: Names of submodules that some blocks have.
     streams: Arguments that are residual streams.
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
     norms: Classes that may stand at each norm that the forward reads past its call, by its path.
@@ -44,12 +46,14 @@ class Block:
     check: Why a call has to run stock, beside the above: (block, arguments by name) to a reason or "".
     ops: The ops of the forward itself; empty for those of modulated norms.
     roundings: As in `Entry`.
+    names: `parameters`, or what `forward` spells out.
     """
 
     classes: tuple[str, ...]
     forward: Callable[..., Any]
-    parameters: tuple[str, ...]
-    children: frozenset[str]
+    parameters: tuple[str, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
+    children: frozenset[str] = frozenset()
     optional_children: frozenset[str] = frozenset()
     streams: tuple[str, ...] = ("hidden_states",)
     tensors: tuple[str, ...] = ()
@@ -63,13 +67,19 @@ class Block:
     check: Callable[[Any, Mapping[str, Any]], str] = lambda block, arguments: ""
     ops: tuple[str, ...] = ()
     roundings: tuple[str, ...] = ("fp32", "eager")
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", self.parameters or parameters_of(self.forward))
 
     def entry(self) -> Entry:
         """What `optimize` installs."""
-        compute, parameters = self.forward, self.parameters
+        compute, parameters = self.forward, self.names
+        own_names = {stock: name for name, stock in self.renames.items()}
 
         def ordinary(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            arguments = {**dict(zip(parameters, args)), **kwargs} if args else kwargs
+            named = {own_names.get(name, name): x for name, x in kwargs.items()} if own_names else kwargs
+            arguments = {**dict(zip(parameters, args)), **named} if args else named
             reason = self._why_not_call(module, arguments)
             if reason:
                 return stock_forward(module, reason, *args, **kwargs)
@@ -77,7 +87,7 @@ class Block:
             site.count_call()
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
                 site.count_gradients()
-            return compute(module, *args, **kwargs)
+            return compute(module, *args, **named)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return replayed(module, ordinary, args, kwargs)
@@ -86,8 +96,8 @@ class Block:
             self.classes,
             forward,
             self.ops or self._ops(),
-            parameters,
-            self.children,
+            tuple(self.renames.get(name, name) for name in parameters),
+            self._children(),
             self.optional_children,
             roundings=self.roundings,
             why_not=self._why_not_module,
@@ -101,6 +111,12 @@ class Block:
         norms = [name for kind, name in ((RMS, "rmsnorm"), (LAYER, "layernorm")) if kind in kinds]
         forms = ("adaln", "gated_residual_adaln")
         return tuple(sorted(["gated_residual", *(f"{form}_{norm}" for form in forms for norm in norms)]))
+
+    def _children(self) -> frozenset[str]:
+        """Names of the submodules that every block has."""
+        linears = (name for group in self.linears for name in group)
+        paths = (*self.norms, *self.modules, *self.attentions, *self.feed_forwards, *linears)
+        return self.children | {path.partition(".")[0] for path in paths} - self.optional_children
 
     def _fp8_groups(self, module: nn.Module) -> list[tuple[str, ...]]:
         """The linear layers that fp8 takes, those that share an input together."""
@@ -135,7 +151,7 @@ class Block:
 
     def _why_not_tables(self, module: nn.Module) -> str:
         for name in self.tensors:
-            if name not in self.parameters and name not in module._parameters:
+            if name not in self.names and name not in module._parameters:
                 return f"it has no parameter {name}"
         return ""
 

@@ -113,11 +113,12 @@ def _activated_rows(up: Linears, input: Input, activation: str, prefix: Tensor |
     return gelu_quant(hidden, approximate=activation, prefix=prefix)
 
 
-def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, activation: str) -> Tensor:
+def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, module: nn.Module) -> Tensor:
     """``out(torch.cat((attended, activation(up(input))), -1))``: the last layer of MLP and attention side by side.
 
-    activation: "tanh" or "none", a GELU, or "swiglu" of a linear part with the gate behind it.
+    module: torch.nn.GELU, or the torch.nn.SiLU of a SwiGLU, whose linear part comes before the gate.
     """
+    activation = "swiglu" if type(module) is nn.SiLU else cast(str, module.approximate)
     if out.fp8:
         return out(_activated_rows(up, input, activation, attended))[0]
     activated = _activated(up, input, activation)

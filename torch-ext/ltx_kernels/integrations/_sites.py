@@ -88,6 +88,11 @@ class Entry:
         object.__setattr__(self, "forward", _or_stock(self.forward))
 
 
+def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's parameters, without self."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
 @dataclass
 class Plan:
     """What an `optimize` would do, by the modules' names."""
@@ -229,7 +234,7 @@ def _is_bound(forward: Any, module: nn.Module, function: Any) -> bool:
 def why_not(module: nn.Module, entry: Entry) -> str:
     """Why a module of a known class has to stay as it is; empty if it need not."""
     stock = type(module).forward
-    found = tuple(inspect.signature(stock).parameters)[1:]
+    found = parameters_of(stock)
     if found != entry.parameters:
         return f"its forward takes ({', '.join(found)}), expected ({', '.join(entry.parameters)})"
     children = frozenset(name for name, _ in module.named_children())

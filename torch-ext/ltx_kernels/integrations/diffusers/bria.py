@@ -5,7 +5,6 @@ FIBO's pipeline masks the padding of prompts, and hands the mask to the attentio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,44 +16,16 @@ from .._stream import RMSNORM, modulation_by
 from .flux import ATTENTION as FLUX_ATTENTION
 from .flux import DOUBLE as FLUX_DOUBLE
 from .flux import SINGLE as FLUX_SINGLE
-from .flux import double_forward, single, single_forward, why_not_call
+from .flux import single
 
 BRIA = "diffusers.models.transformers.transformer_bria.Bria"
 FIBO = "diffusers.models.transformers.transformer_bria_fibo.BriaFibo"
 
 ATTENTION = replace(FLUX_ATTENTION, classes=(BRIA + "Attention",), processor=BRIA + "AttnProcessor")
 FIBO_ATTENTION = replace(FLUX_ATTENTION, classes=(FIBO + "Attention",), processor=FIBO + "AttnProcessor")
-FIBO_SINGLE_ATTENTION: Attention = replace(
-    ATTENTION,
-    classes=("diffusers.models.attention_processor.Attention",),
-    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
-    norm=RMSNORM,
-    added=(),
-    added_norms=(),
-    added_output="",
+FIBO_SINGLE_ATTENTION = Attention(
+    processor=BRIA + "AttnProcessor", norm=RMSNORM, mask=FLUX_ATTENTION.mask, tables=FLUX_ATTENTION.tables
 )
-
-
-def bria_double_forward(
-    self: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: Tables | None = None,
-    attention_kwargs: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor]:
-    return double_forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs)
-
-
-def bria_single_forward(
-    self: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: Tables | None = None,
-    attention_kwargs: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor]:
-    return single_forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs)
 
 
 def fibo_single_forward(
@@ -68,33 +39,14 @@ def fibo_single_forward(
     return single(self, hidden_states, modulation_by(self._modules["norm"], temb, 3), options)
 
 
-def _why_not_bria(block: Any, arguments: Mapping[str, Any]) -> str:
-    return why_not_call(block, {"joint_attention_kwargs": arguments.get("attention_kwargs")})
-
-
-PARAMETERS = (*FLUX_DOUBLE.parameters[:-1], "attention_kwargs")
-DOUBLE = replace(
-    FLUX_DOUBLE,
-    classes=(BRIA + "TransformerBlock",),
-    forward=bria_double_forward,
-    parameters=PARAMETERS,
-    attentions={"attn": ATTENTION},
-    check=_why_not_bria,
-)
-SINGLE = replace(
-    FLUX_SINGLE,
-    classes=(BRIA + "SingleTransformerBlock",),
-    forward=bria_single_forward,
-    parameters=PARAMETERS,
-    attentions={"attn": ATTENTION},
-    check=_why_not_bria,
-)
+NAMES = {"joint_attention_kwargs": "attention_kwargs"}
+DOUBLE = replace(FLUX_DOUBLE, classes=(BRIA + "TransformerBlock",), renames=NAMES, attentions={"attn": ATTENTION})
+SINGLE = replace(FLUX_SINGLE, classes=(BRIA + "SingleTransformerBlock",), renames=NAMES, attentions={"attn": ATTENTION})
 FIBO_DOUBLE = replace(FLUX_DOUBLE, classes=(FIBO + "TransformerBlock",), attentions={"attn": FIBO_ATTENTION})
 FIBO_SINGLE = replace(
     FLUX_SINGLE,
     classes=(FIBO + "SingleTransformerBlock",),
     forward=fibo_single_forward,
-    parameters=("hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs"),
     streams=("hidden_states",),
     attentions={"attn": FIBO_SINGLE_ATTENTION},
 )

@@ -70,7 +70,6 @@ def _why_not_single(block: Any, arguments: Mapping[str, Any]) -> str:
     return _why_not(3, block, arguments)
 
 
-OPTIONS = ("temb", "image_rotary_emb", "attention_mask", "joint_attention_kwargs")
 ZERO, ZERO_SINGLE = (f"{CHROMA}AdaLayerNormZero{kind}Pruned" for kind in ("", "Single"))
 
 ENTRIES = (
@@ -78,7 +77,6 @@ ENTRIES = (
         DOUBLE,
         classes=(CHROMA + "TransformerBlock",),
         forward=double_forward,
-        parameters=("hidden_states", "encoder_hidden_states", *OPTIONS),
         modules={"norm1": (ZERO,), "norm1_context": (ZERO,)},
         check=_why_not_double,
     ),
@@ -86,7 +84,6 @@ ENTRIES = (
         SINGLE,
         classes=(CHROMA + "SingleTransformerBlock",),
         forward=single_forward,
-        parameters=("hidden_states", *OPTIONS),
         streams=("hidden_states",),
         modules={**SINGLE.modules, "norm": (ZERO_SINGLE,)},
         check=_why_not_single,

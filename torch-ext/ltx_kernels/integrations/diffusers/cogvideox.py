@@ -24,9 +24,7 @@ NORM_ZERO = "diffusers.models.normalization.CogVideoXLayerNormZero"
 
 
 ATTENTION = Attention(
-    classes=("diffusers.models.attention_processor.Attention",),
     processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
-    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
     norm=TORCH_LAYERNORM,
     shared=True,
     rotates_text=False,
@@ -68,8 +66,6 @@ def block_forward(
 BLOCK = Block(
     classes=(MODELS + "cogvideox_transformer_3d.CogVideoXBlock",),
     forward=block_forward,
-    parameters=("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "attention_kwargs"),
-    children=frozenset({"norm1", "attn1", "norm2", "ff"}),
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
     norms=dict.fromkeys(("norm1.norm", "norm2.norm"), (TORCH_LAYERNORM,)),
@@ -77,6 +73,10 @@ BLOCK = Block(
     attentions={"attn1": ATTENTION},
     feed_forwards=("ff",),
 )
-CONSISID = replace(BLOCK, classes=(MODELS + "consisid_transformer_3d.ConsisIDBlock",), parameters=BLOCK.parameters[:-1])
+CONSISID = replace(
+    BLOCK,
+    classes=(MODELS + "consisid_transformer_3d.ConsisIDBlock",),
+    parameters=("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb"),
+)
 
 ENTRIES = (BLOCK, CONSISID, ATTENTION)

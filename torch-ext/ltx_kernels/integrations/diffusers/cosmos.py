@@ -22,9 +22,7 @@ from .._stream import RMSNORM, TORCH_LAYERNORM, Mod, Stream, modulation
 COSMOS = "diffusers.models.transformers.transformer_cosmos.Cosmos"
 
 SELF = Attention(
-    classes=("diffusers.models.attention_processor.Attention",),
     processor=COSMOS + "AttnProcessor2_0",
-    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
     norm=RMSNORM,
     layout="half",
     mask=ScoresMask(),
@@ -81,11 +79,6 @@ NORMS = ("norm1", "norm2", "norm3")
 BLOCK = Block(
     classes=(COSMOS + "TransformerBlock",),
     forward=block_forward,
-    parameters=(
-        *("hidden_states", "encoder_hidden_states", "embedded_timestep", "temb", "image_rotary_emb", "extra_pos_emb"),
-        *("attention_mask", "controlnet_residual", "latents", "block_idx"),
-    ),
-    children=frozenset({*NORMS, "attn1", "attn2", "ff"}),
     optional_children=frozenset({"before_proj", "after_proj"}),
     tensors=("embedded_timestep", "temb", "extra_pos_emb", "controlnet_residual", "latents"),
     norms={f"{name}.norm": (TORCH_LAYERNORM,) for name in NORMS},

@@ -29,9 +29,7 @@ ATTENTION = Attention(
     classes=(MODELS + "flux.FluxAttention",),
     processor=MODELS + "flux.FluxAttnProcessor",
     parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
-    added=("add_q_proj", "add_k_proj", "add_v_proj"),
-    added_norms=("norm_added_q", "norm_added_k"),
-    added_output="to_add_out",
+    added=True,
     mask=ScoresMask(),
     tables=halves,
 )
@@ -61,16 +59,14 @@ def double(
     return clipped(c.value()), h.value()
 
 
-def single(
-    block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, Any], activation: str = "tanh"
-) -> Tensor:
+def single(block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, Any]) -> Tensor:
     """The body of a single block on the rows of text and image. `options` are the attention's."""
-    norm, attn = children(block, "norm", "attn")
+    norm, attn, act_mlp = children(block, "norm", "attn", "act_mlp")
     shift, scale, gate = mods
     h = Stream(block, both)
     up, out = linears_of(block, ("proj_mlp",), both), linears_of(block, ("proj_out",), both)
     x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, ATTENTION.readers(attn, both)))
-    h.add(beside_mlp(out, attn(hidden_states=x, **options), up, x, activation), gate)
+    h.add(beside_mlp(out, attn(hidden_states=x, **options), up, x, act_mlp), gate)
     return clipped(h.value())
 
 
@@ -94,12 +90,11 @@ def single_forward(
     temb: Tensor,
     image_rotary_emb: Tables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
-    activation: str = "tanh",
 ) -> tuple[Tensor, Tensor]:
     mods = modulation_by(self._modules["norm"], temb, 3)
     both = joint(encoder_hidden_states, hidden_states)
     options = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    result = single(self, both, mods, options, activation)
+    result = single(self, both, mods, options)
     text = encoder_hidden_states.shape[1]
     return result[:, :text], result[:, text:]
 
@@ -110,20 +105,12 @@ def why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
     return "joint_attention_kwargs" if options.keys() - {"attention_mask"} else ""
 
 
-PARAMETERS = ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "joint_attention_kwargs")
 DOUBLE = Block(
     classes=tuple(f"{MODELS}{name}TransformerBlock" for name in ("flux.Flux", "longcat_image.LongCatImage")),
     forward=double_forward,
-    parameters=PARAMETERS,
-    children=frozenset({"norm1", "norm1_context", "attn", "norm2", "ff", "norm2_context", "ff_context"}),
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
-    norms={
-        "norm1.norm": (TORCH_LAYERNORM,),
-        "norm1_context.norm": (TORCH_LAYERNORM,),
-        "norm2": (TORCH_LAYERNORM,),
-        "norm2_context": (TORCH_LAYERNORM,),
-    },
+    norms=dict.fromkeys(("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"), (TORCH_LAYERNORM,)),
     modules={"norm1": (ADA_ZERO,), "norm1_context": (ADA_ZERO,)},
     attentions={"attn": ATTENTION},
     feed_forwards=("ff", "ff_context"),
@@ -133,8 +120,6 @@ DOUBLE = Block(
 SINGLE = Block(
     classes=tuple(f"{MODELS}{name}SingleTransformerBlock" for name in ("flux.Flux", "longcat_image.LongCatImage")),
     forward=single_forward,
-    parameters=PARAMETERS,
-    children=frozenset({"norm", "proj_mlp", "act_mlp", "proj_out", "attn"}),
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
     norms={"norm.norm": (TORCH_LAYERNORM,)},

@@ -35,9 +35,7 @@ PARALLEL = replace(
     parameters=("hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
     projections=("to_qkv_mlp_proj",),
     mlp="mlp_act_fn",
-    added=(),
-    added_norms=(),
-    added_output="",
+    added=False,
 )
 MLP = GatedMLP((FLUX2 + "Flux2FeedForward",), projections=("linear_in",), down="linear_out")
 
@@ -95,11 +93,6 @@ def single_forward(
 DOUBLE = Block(
     classes=(FLUX2 + "Flux2TransformerBlock",),
     forward=double_forward,
-    parameters=(
-        *("hidden_states", "encoder_hidden_states", "temb_mod_img", "temb_mod_txt"),
-        *("image_rotary_emb", "joint_attention_kwargs"),
-    ),
-    children=frozenset({"norm1", "norm1_context", "attn", "norm2", "ff", "norm2_context", "ff_context"}),
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb_mod_img", "temb_mod_txt"),
     norms=dict.fromkeys(("norm1", "norm1_context", "norm2", "norm2_context"), (TORCH_LAYERNORM,)),
@@ -109,11 +102,6 @@ DOUBLE = Block(
 SINGLE = Block(
     classes=(FLUX2 + "Flux2SingleTransformerBlock",),
     forward=single_forward,
-    parameters=(
-        *("hidden_states", "encoder_hidden_states", "temb_mod", "image_rotary_emb", "joint_attention_kwargs"),
-        *("split_hidden_states", "text_seq_len"),
-    ),
-    children=frozenset({"norm", "attn"}),
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb_mod",),
     norms={"norm": (TORCH_LAYERNORM,)},

@@ -25,13 +25,9 @@ NORMS = "diffusers.models.normalization."
 
 # In single blocks, modules of this class have no added projections.
 ATTENTION = Attention(
-    classes=("diffusers.models.attention_processor.Attention",),
     processor=MODELS + "hunyuan_video.HunyuanVideoAttnProcessor2_0",
-    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
     norm=RMSNORM,
-    added=("add_q_proj", "add_k_proj", "add_v_proj"),
-    added_norms=("norm_added_q", "norm_added_k"),
-    added_output="to_add_out",
+    added=True,
     text_first=False,
     shared=True,
     rotates_text=False,
@@ -77,19 +73,6 @@ def double_forward(
     return h.value(), c.value()
 
 
-def image_double_forward(
-    self: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Tables | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    return double_forward(self, hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb)
-
-
 def single_forward(
     self: Any,
     hidden_states: Tensor,
@@ -100,7 +83,7 @@ def single_forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    norm, attn = children(self, "norm", "attn")
+    norm, attn, act_mlp = children(self, "norm", "attn", "act_mlp")
     shift, scale, gate = modulation_by(norm, temb, 3)
     both, video = joint(hidden_states, encoder_hidden_states), hidden_states.shape[1]
     h = Stream(self, both)
@@ -113,7 +96,7 @@ def single_forward(
         attention_mask=attention_mask,
         image_rotary_emb=image_rotary_emb,
     )
-    h.add(beside_mlp(out, joint(*attended), up, x, "tanh"), gate)
+    h.add(beside_mlp(out, joint(*attended), up, x, act_mlp), gate)
     result = h.value()
     return result[:, :video], result[:, video:]
 
@@ -121,8 +104,6 @@ def single_forward(
 DOUBLE = Block(
     classes=(MODELS + "hunyuan_video.HunyuanVideoTransformerBlock",),
     forward=double_forward,
-    parameters=("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "freqs_cis", "args", "kwargs"),
-    children=frozenset({"norm1", "norm1_context", "attn", "norm2", "ff", "norm2_context", "ff_context"}),
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
     norms=dict.fromkeys(("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"), (TORCH_LAYERNORM,)),
@@ -139,15 +120,12 @@ DOUBLE_15 = replace(
 DOUBLE_IMAGE = replace(
     DOUBLE,
     classes=(MODELS + "hunyuanimage.HunyuanImageTransformerBlock",),
-    forward=image_double_forward,
-    parameters=(*DOUBLE.parameters[:4], "image_rotary_emb", "args", "kwargs"),
+    renames={"freqs_cis": "image_rotary_emb"},
     attentions={"attn": ATTENTION_IMAGE},
 )
 SINGLE = Block(
     classes=(MODELS + "hunyuan_video.HunyuanVideoSingleTransformerBlock",),
     forward=single_forward,
-    parameters=DOUBLE_IMAGE.parameters,
-    children=frozenset({"norm", "proj_mlp", "act_mlp", "proj_out", "attn"}),
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
     norms={"norm.norm": (TORCH_LAYERNORM,)},

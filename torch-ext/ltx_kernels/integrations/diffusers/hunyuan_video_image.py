@@ -85,7 +85,7 @@ def single_forward(
     token_replace_emb: Any = None,
     num_tokens: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    norm, attn = children(self, "norm", "attn")
+    norm, attn, act_mlp = children(self, "norm", "attn", "act_mlp")
     shift, scale, gate = zip(*(modulation_by(norm, embedding, 3) for embedding in (token_replace_emb, temb)))
     both, video = joint(hidden_states, encoder_hidden_states), hidden_states.shape[1]
     h = _Frames(self, both, num_tokens)
@@ -97,7 +97,7 @@ def single_forward(
         attention_mask=attention_mask,
         image_rotary_emb=image_rotary_emb,
     )
-    h.add(beside_mlp(out, joint(*attended), up, x, "tanh"), gate)
+    h.add(beside_mlp(out, joint(*attended), up, x, act_mlp), gate)
     result = h.value()
     return result[:, :video], result[:, video:]
 
@@ -107,7 +107,6 @@ def _why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
     return "token_replace_emb or num_tokens is missing" if any(value is None for value in given) else ""
 
 
-MORE = "token_replace_emb", "num_tokens"
 ZERO = REPLACE + "AdaLayerNormZero"
 
 ENTRIES = (
@@ -115,7 +114,6 @@ ENTRIES = (
         VIDEO_DOUBLE,
         classes=(REPLACE + "TransformerBlock",),
         forward=double_forward,
-        parameters=(*VIDEO_DOUBLE.parameters[:5], *MORE),
         tensors=("temb", "token_replace_emb"),
         modules={"norm1": (ZERO,), "norm1_context": (NORMS + "AdaLayerNormZero",)},
         check=_why_not_call,
@@ -124,7 +122,6 @@ ENTRIES = (
         VIDEO_SINGLE,
         classes=(REPLACE + "SingleTransformerBlock",),
         forward=single_forward,
-        parameters=(*VIDEO_SINGLE.parameters[:5], *MORE),
         tensors=("temb", "token_replace_emb"),
         modules={**VIDEO_SINGLE.modules, "norm": (ZERO + "Single",)},
         check=_why_not_call,

@@ -89,8 +89,6 @@ def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
 BLOCK = Block(
     classes=(LTX + "LTXVideoTransformerBlock",),
     forward=block_forward,
-    parameters=("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
-    children=frozenset({"norm1", "attn1", "norm2", "attn2", "ff"}),
     tensors=("temb", "scale_shift_table"),
     norms={"norm1": (RMSNORM,), "norm2": (RMSNORM,)},
     attentions={"attn1": SELF, "attn2": CROSS},

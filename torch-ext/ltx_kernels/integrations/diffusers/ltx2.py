@@ -178,13 +178,6 @@ BLOCK = Block(
     classes=(LTX2 + "LTX2VideoTransformerBlock",),
     forward=block_forward,
     parameters=PARAMETERS,
-    children=frozenset(
-        {
-            *NORMS,
-            *("attn1", "audio_attn1", "attn2", "audio_attn2", "ff", "audio_ff"),
-            *("audio_to_video_norm", "audio_to_video_attn", "video_to_audio_norm", "video_to_audio_attn"),
-        }
-    ),
     streams=("hidden_states", "audio_hidden_states"),
     tensors=(
         *("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift"),

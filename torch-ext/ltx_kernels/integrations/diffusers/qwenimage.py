@@ -44,13 +44,9 @@ def _tables(attention: Any, rope: Tables) -> Tables:
 
 
 ATTENTION = Attention(
-    classes=("diffusers.models.attention_processor.Attention",),
     processor=QWEN + "QwenDoubleStreamAttnProcessor2_0",
-    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
     norm=RMSNORM,
-    added=("add_q_proj", "add_k_proj", "add_v_proj"),
-    added_norms=("norm_added_q", "norm_added_k"),
-    added_output="to_add_out",
+    added=True,
     tables=_tables,
 )
 
@@ -98,18 +94,7 @@ def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
 BLOCK = Block(
     classes=(QWEN + "QwenImageTransformerBlock",),
     forward=block_forward,
-    parameters=(
-        "hidden_states",
-        "encoder_hidden_states",
-        "encoder_hidden_states_mask",
-        "temb",
-        "image_rotary_emb",
-        "joint_attention_kwargs",
-        "modulate_index",
-    ),
-    children=frozenset(
-        {"img_mod", "img_norm1", "attn", "img_norm2", "img_mlp", "txt_mod", "txt_norm1", "txt_norm2", "txt_mlp"}
-    ),
+    children=frozenset({"img_mod", "txt_mod"}),
     streams=("hidden_states", "encoder_hidden_states"),
     norms=dict.fromkeys(("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"), (TORCH_LAYERNORM,)),
     attentions={"attn": ATTENTION},

@@ -7,7 +7,6 @@ a modulation of the same norm.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,18 +19,13 @@ from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, modulation_by
 
 NORMS = "diffusers.models.normalization."
 
-JOINT = Attention(
-    classes=("diffusers.models.attention_processor.Attention",),
+ATTENTION = Attention(
     processor="diffusers.models.attention_processor.JointAttnProcessor2_0",
-    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
     rope="",
     norm=RMSNORM,
-    added=("add_q_proj", "add_k_proj", "add_v_proj"),
-    added_norms=("norm_added_q", "norm_added_k"),
-    added_output="to_add_out",
+    added=True,
     text_first=False,
 )
-SELF = replace(JOINT, added=(), added_norms=(), added_output="")
 
 
 def block_forward(
@@ -52,11 +46,11 @@ def block_forward(
         text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation_by(
             norm1_context, temb, 6
         )
-    into = JOINT.readers(attn, hidden_states)
+    into = ATTENTION.readers(attn, hidden_states)
     if second:
         attn2 = self.attn2
         shift, scale, gate = second
-        into2 = SELF.readers(attn2, hidden_states)
+        into2 = ATTENTION.readers(attn2, hidden_states)
         x, x2 = image.norm_pair(norm1.norm, (shift1, scale1), (shift, scale), into, into2)
     else:
         x = image.norm(norm1.norm, shift1, scale1, into=into)
@@ -86,8 +80,6 @@ def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
 BLOCK = Block(
     classes=("diffusers.models.attention.JointTransformerBlock",),
     forward=block_forward,
-    parameters=("hidden_states", "encoder_hidden_states", "temb", "joint_attention_kwargs"),
-    children=frozenset({"norm1", "norm1_context", "attn", "norm2", "ff"}),
     optional_children=frozenset({"attn2", "norm2_context", "ff_context"}),
     streams=("hidden_states", "encoder_hidden_states"),
     norms=dict.fromkeys(("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"), (TORCH_LAYERNORM,)),
@@ -96,10 +88,10 @@ BLOCK = Block(
         "norm1_context": (NORMS + "AdaLayerNormZero", NORMS + "AdaLayerNormContinuous"),
     },
     tensors=("temb",),
-    attentions={"attn": JOINT, "attn2": SELF},
+    attentions={"attn": ATTENTION, "attn2": ATTENTION},
     feed_forwards=("ff", "ff_context"),
     fp8_skip=("*.attn.add_*_proj", "*.attn.to_add_out", "*.ff_context.*"),
     check=_why_not_block,
 )
 
-ENTRIES = (BLOCK, JOINT)
+ENTRIES = (BLOCK, ATTENTION)

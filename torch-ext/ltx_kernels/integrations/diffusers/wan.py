@@ -126,8 +126,6 @@ def _why_not_skyreels(block: Any, arguments: Mapping[str, Any]) -> str:
 BLOCK = Block(
     classes=tuple(f"{MODELS}{module}.WanTransformerBlock" for module in ("wan", "wan_animate", "chronoedit")),
     forward=block_forward,
-    parameters=("hidden_states", "encoder_hidden_states", "temb", "rotary_emb"),
-    children=frozenset({"norm1", "attn1", "norm2", "attn2", "norm3", "ffn"}),
     tensors=("temb", "scale_shift_table"),
     norms={"norm1": (FP32_LAYERNORM,), "norm2": (FP32_LAYERNORM, IDENTITY), "norm3": (FP32_LAYERNORM,)},
     attentions={"attn1": SELF, "attn2": CROSS},
@@ -140,7 +138,6 @@ VACE = replace(
     BLOCK,
     classes=(MODELS + "wan_vace.WanVACETransformerBlock",),
     forward=vace_forward,
-    parameters=("hidden_states", "encoder_hidden_states", "control_hidden_states", "temb", "rotary_emb"),
     optional_children=frozenset({"proj_in", "proj_out"}),
     streams=("control_hidden_states", "hidden_states"),
 )
@@ -148,7 +145,6 @@ SKYREELS_BLOCK = replace(
     BLOCK,
     classes=(MODELS + "skyreels_v2.SkyReelsV2TransformerBlock",),
     forward=skyreels_forward,
-    parameters=("hidden_states", "encoder_hidden_states", "temb", "rotary_emb", "attention_mask"),
     check=_why_not_skyreels,
 )
 

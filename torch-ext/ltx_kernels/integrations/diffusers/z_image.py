@@ -30,9 +30,7 @@ def _tables(attention: Any, rope: Tensor) -> Tables:
 
 
 ATTENTION = Attention(
-    classes=("diffusers.models.attention_processor.Attention",),
     processor=Z_IMAGE + "ZSingleStreamAttnProcessor",
-    parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
     rope="freqs_cis",
     norm=RMSNORM,
     mask=KeyMask(),
@@ -98,8 +96,6 @@ def control_forward(
 BLOCK = Block(
     classes=(Z_IMAGE + "ZImageTransformerBlock",),
     forward=block_forward,
-    parameters=("x", "attn_mask", "freqs_cis", "adaln_input", "noise_mask", "adaln_noisy", "adaln_clean"),
-    children=frozenset({"attention", "feed_forward", "attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"}),
     optional_children=frozenset({"adaLN_modulation"}),
     streams=("x",),
     tensors=("adaln_input", "adaln_noisy", "adaln_clean"),
@@ -116,8 +112,7 @@ CONTROL_BLOCK = replace(
     CONTROLNET_BLOCK,
     classes=(CONTROLNET + "ZImageControlTransformerBlock",),
     forward=control_forward,
-    parameters=("c", "x", "attn_mask", "freqs_cis", "adaln_input"),
-    children=BLOCK.children | {"after_proj"},
+    children=frozenset({"after_proj"}),
     optional_children=BLOCK.optional_children | {"before_proj"},
     streams=("c", "x"),
     tensors=("adaln_input",),

@@ -61,15 +61,6 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
     return Block(
         classes,
         forward,
-        (
-            "hidden_states",
-            "position_embeddings",
-            "attention_mask",
-            "position_ids",
-            "past_key_values",
-            "kwargs",
-        ),
-        frozenset({*NORMS, "self_attn", "mlp"}),
         norms=dict.fromkeys(NORMS, OFFSET_NORMS),
         attentions={"self_attn": attention, "mlp": mlp},
         ops=("norm_gated_residual_norm", "norm_residual", "rmsnorm"),

@@ -21,16 +21,6 @@ from .._stream import Stream
 
 Options = dict[str, Any]
 
-LAYER_PARAMETERS = (
-    "hidden_states",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "position_embeddings",
-    "kwargs",
-)
-
 
 def model_window(attention: Any, arguments: Mapping[str, Any]) -> Options:
     return {"sliding_window": getattr(attention.config, "sliding_window", None)}
@@ -97,9 +87,8 @@ def pre_norm_layer(
     return Block(
         classes,
         forward,
-        LAYER_PARAMETERS,
-        frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}),
-        frozenset({"resid_attn_dropout", "resid_mlp_dropout"}),
+        children=frozenset({"mlp"}),  # also where it has no description
+        optional_children=frozenset({"resid_attn_dropout", "resid_mlp_dropout"}),
         norms={"input_layernorm": NORMS, "post_attention_layernorm": NORMS},
         attentions={"self_attn": attention, **({} if mlp is None else {"mlp": mlp})},
         casts=casts,

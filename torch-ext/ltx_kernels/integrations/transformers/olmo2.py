@@ -13,7 +13,6 @@ from .._norms import NORMS
 from .._norms import transformers_class as _class
 from .._rotary import Tables
 from .._stream import Stream
-from .llama import LAYER_PARAMETERS
 
 ATTENTION = CausalAttention(
     (_class("olmo2", "Olmo2Attention"),), norms=("q_norm", "k_norm"), across_heads=True, casts=True
@@ -55,8 +54,6 @@ ENTRIES = (
     Block(
         (_class("olmo2", "Olmo2DecoderLayer"),),
         layer_forward,
-        LAYER_PARAMETERS,
-        frozenset({"self_attn", "post_attention_layernorm", "mlp", "post_feedforward_layernorm"}),
         norms={"post_attention_layernorm": NORMS, "post_feedforward_layernorm": NORMS},
         attentions={"self_attn": ATTENTION, "mlp": MLP},
         ops=("norm_residual",),

@@ -92,12 +92,10 @@ def umt5_block_forward(
     return h.value()
 
 
-def _block(model: str, prefix: str, forward: Any, parameters: tuple[str, ...]) -> Block:
+def _block(model: str, prefix: str, forward: Any) -> Block:
     return Block(
         (_class(model, f"{prefix}Block"),),
         forward,
-        parameters,
-        frozenset({"layer"}),
         norms={"layer.0.layer_norm": NORMS, "layer.1.layer_norm": NORMS},
         # A decoder's second layer is a cross-attention.
         modules={
@@ -112,32 +110,6 @@ def _block(model: str, prefix: str, forward: Any, parameters: tuple[str, ...]) -
 ENTRIES = (
     _mlp("t5", "T5"),
     _mlp("umt5", "UMT5"),
-    _block(
-        "t5",
-        "T5",
-        t5_block_forward,
-        (
-            "hidden_states",
-            "attention_mask",
-            "position_bias",
-            "encoder_hidden_states",
-            "encoder_attention_mask",
-            "encoder_decoder_position_bias",
-            "past_key_values",
-            "kwargs",
-        ),
-    ),
-    _block(
-        "umt5",
-        "UMT5",
-        umt5_block_forward,
-        (
-            "hidden_states",
-            "attention_mask",
-            "encoder_hidden_states",
-            "encoder_attention_mask",
-            "past_key_values",
-            "kwargs",
-        ),
-    ),
+    _block("t5", "T5", t5_block_forward),
+    _block("umt5", "UMT5", umt5_block_forward),
 )
