@@ -233,7 +233,7 @@ class Linears:
         return wide.view(*input.shape[:-1], wide.shape[1]), weight
 
     def _count_adapters(self, adapters: list[list[LowRank]]) -> None:
-        self._remark("adapters beside fp8" if self.scaled else "adapters beside", sum(map(bool, adapters)))
+        self._remark("adapters beside fp8" if self.scaled else "adapters beside", sum(1 for found in adapters if found))
 
     def _remark(self, text: str, count: int) -> None:
         site = site_of(self.modules[0]) if self.scaled else self.site
