@@ -346,6 +346,39 @@ def profile() -> str:
     return "\n".join([*lines, ""])
 
 
+COUNTERS = {  # how a counter is written, and what it is
+    "us": ("{:.1f} µs", "time"),
+    "dram_percent": ("{:.0f} %", "DRAM throughput, of its peak"),
+    "sm_percent": ("{:.0f} %", "multiprocessors' throughput, of its peak"),
+    "read_bytes": ("{:,.0f}", "bytes read from DRAM"),
+    "written_bytes": ("{:,.0f}", "bytes written to DRAM"),
+    "registers": ("{:.0f}", "registers of a thread"),
+    "blocks": ("{:,.0f}", "blocks"),
+    "waves": ("{:.1f}", "waves"),
+    "warps_percent": ("{:.0f} %", "warps on a multiprocessor, of those it holds"),
+    "warps_possible_percent": ("{:.0f} %", "the same, as registers and blocks allow"),
+    "issue_percent": ("{:.0f} %", "issue slots in use"),
+    "memory_stall": ("{:.1f}", "warps that wait for memory, for each instruction issued"),
+    "barrier_stall": ("{:.1f}", "warps that wait at a barrier, likewise"),
+    "sectors_per_request": ("{:.1f}", "sectors of 32 bytes a load"),
+}
+
+
+def counters() -> str:
+    """What ncu reads while one launch runs."""
+    result = load("h200-counters")
+    lines = [
+        f"{result['meta']['device']} ([h200-counters.json](../benchmarks/results/h200-counters.json), "
+        "`python benchmarks/counters.py`):",
+        "",
+        "| counter | " + " | ".join(f"`{r['case'].removesuffix(' bf16')}`" for r in result["records"]) + " |",
+        "|---" * (len(result["records"]) + 1) + "|",
+    ]
+    for name, (form, meaning) in COUNTERS.items():
+        lines.append(f"| {meaning} | " + " | ".join(form.format(r[name]) for r in result["records"]) + " |")
+    return "\n".join([*lines, ""])
+
+
 SHOWN_KINDS = 4  # of layers, in the table of what adds fp8's error
 FAMILIES = REPOSITORY / "torch-ext/ltx_kernels/integrations"
 # The models of benchmarks/models.py: their names for people, and the files of the families that know their blocks.
@@ -1036,7 +1069,8 @@ def language_models() -> str:
         found = by_key.get((record["model"], record["tokens"], record["batch"], other))
         return "" if found is None else f"{found[key] / record[key]:.2f}"
 
-    for r in result["records"]:
+    models = list(dict.fromkeys(r["model"] for r in result["records"]))
+    for r in sorted(result["records"], key=lambda r: (models.index(r["model"]), -r["tokens"], r["batch"])):
         times = [
             cell
             for key in ("prefill_ms", "decode_ms")
@@ -1262,7 +1296,7 @@ def host_times() -> str:
     lines += [
         "",
         f"Before calls were recorded, LTX-Video's step took {earlier['kernels']:.2f} times diffusers' time in bf16 and "
-        f"{earlier['kernels_fp8']:.2f} times in fp8, in another run "
+        f"{earlier['kernels_fp8']:.2f} times in fp8 "
         "([h200-host-start.json](../benchmarks/results/h200-host-start.json)).",
     ]
     return "\n".join([*lines, ""])
@@ -1525,6 +1559,7 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/benchmarks.md", "ops", ops_table),
     ("docs/benchmarks.md", "files", files),
     ("docs/profiling.md", "profile", profile),
+    ("docs/profiling.md", "counters", counters),
     ("docs/optimize.md", "kinds", kinds),
     ("docs/layers.md", "language models", language_models),
     ("docs/models.md", "diffusers", lambda: known_families("diffusers")),
