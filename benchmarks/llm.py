@@ -12,7 +12,8 @@ compiles it; the others decode with the dynamic cache of `generate`.
 "liger" is Liger's norms, MLP and rotary embedding. The configurations share one set of weights and take turns.
 
 `error_vs_fp32` is the relative L2 error of the last 64 tokens' logits against the same model in float32, for one
-prompt. `peak_gb` is what is allocated while a prompt runs, with the weights of that configuration.
+prompt. `peak_gb` is what is allocated while a prompt runs, with the weights of that configuration. `--profile` adds
+`ms_by_kind`, the milliseconds of a prompt by kind of kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from cpu import meta as common_meta
 from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.table import Table
-from steps import STEPS_AHEAD, error, synchronize, time_steps, weight_bytes
+from steps import STEPS_AHEAD, error, kernel_times, synchronize, time_steps, weight_bytes
 from torch import Tensor
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -48,7 +49,7 @@ KEPT_LOGITS = 64
 WARM_TOKENS = 4  # before those that are timed
 MODELS = [name for name in SHAPES if name != "tiny"]
 SIZES = ["8192x1", "512x1", "512x8"]  # tokens x batch
-IDENTITY = ("model", "tokens", "batch", "config")  # what a record measures
+IDENTITY = ("model", "layers", "tokens", "batch", "config")  # what a record measures
 
 
 def size(text: str) -> tuple[int, int]:
@@ -111,6 +112,8 @@ def measure(model: Any, ltx: ModuleType, tokens: int, batch: int, options: argpa
         record["first_decode_ms"] = round(statistics.median(first_decode[config]), 3)
         if config in found:
             record["error_vs_fp32"] = found[config]
+        if options.profile and device == "cuda":
+            record["ms_by_kind"], _ = kernel_times(lambda made=all_made[config]: made.prefill(ids))
         report = all_made[config].report
         if report is not None:
             record["replaced"] = report.replaced
@@ -156,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=4, help="timed prompts of a turn (default: 4)")
     parser.add_argument("--decoded", type=int, default=24, help="tokens of a turn (default: 24)")
     parser.add_argument("--warm-up", type=float, default=0.3, help="seconds of prompts before each turn (default: 0.3)")
+    parser.add_argument("--profile", action="store_true", help="add the milliseconds of a prompt by kind of kernel")
     parser.add_argument("--no-errors", action="store_true", help="leave out the model in float32")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-llm.json)")
     options = parser.parse_args(arguments)

@@ -1054,33 +1054,42 @@ TOKEN_AIM, FP8_AIM = 1.25, 1.5
 def language_models() -> str:
     """Prompts and tokens of language models by configuration: h200-llm.json."""
     result = load("h200-llm")
+    meta = result["meta"]
     head = (
-        f"Whole models at their released depth with random weights, on one {result['meta']['device'].split()[-1]}, "
-        f"{result['meta']['dtype']}, transformers {result['meta']['transformers']}, Liger {result['meta']['liger']} "
+        "Whole models with random weights, at their released depth unless the row says else, on one "
+        f"{meta['device'].split()[-1]}, {meta['dtype']}, transformers {meta['transformers']}, Liger {meta['liger']} "
         "(`python benchmarks/llm.py`, [h200-llm.json](../benchmarks/results/h200-llm.json)):"
     )
     lines = [
         "| model | tokens | configuration | prompt, ms | x stock | x Liger | token, ms | x stock | x Liger | error |"
     ]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
-    by_key = {(r["model"], r["tokens"], r["batch"], r["config"]): r for r in result["records"]}
+    by_key = {(r["model"], r["layers"], r["tokens"], r["batch"], r["config"]): r for r in result["records"]}
+    depth = {
+        r["model"]: max(o["layers"] for o in result["records"] if o["model"] == r["model"]) for r in result["records"]
+    }
 
     def ratio(record: dict[str, Any], other: str, key: str) -> str:
-        found = by_key.get((record["model"], record["tokens"], record["batch"], other))
+        found = by_key.get((record["model"], record["layers"], record["tokens"], record["batch"], other))
         return "" if found is None else f"{found[key] / record[key]:.2f}"
 
-    models = list(dict.fromkeys(r["model"] for r in result["records"]))
-    for r in sorted(result["records"], key=lambda r: (models.index(r["model"]), -r["tokens"], r["batch"])):
+    order = list(depth)
+    rows = sorted(
+        result["records"],
+        key=lambda r: (-(r["layers"] // depth[r["model"]]), order.index(r["model"]), -r["tokens"], r["batch"]),
+    )
+    for r in rows:
         times = [
             cell
             for key in ("prefill_ms", "decode_ms")
             for cell in (f"{r[key]:.2f}", ratio(r, "eager", key), ratio(r, "liger", key))
         ]
         error = f"{r['error_vs_fp32']:.1e}" if "error_vs_fp32" in r else ""
-        cells = [r["model"], f"{r['batch']} x {r['tokens']}", label_of(r["config"]), *times, error]
+        name = r["model"] if r["layers"] == depth[r["model"]] else f"{r['model']}, {r['layers']} layers"
+        cells = [name, f"{r['batch']} x {r['tokens']}", label_of(r["config"]), *times, error]
         lines.append(f"| {' | '.join(cells)} |")
     missed = []
-    for r in result["records"]:
+    for r in (r for r in rows if r["layers"] == depth[r["model"]]):
         stock, liger = PROMPT_AIMS.get(r["model"], (None, None))
         aims: list[tuple[str, str, str, float | None]] = []
         if r["tokens"] == 8192 and r["config"] == "kernels":
@@ -1094,7 +1103,18 @@ def language_models() -> str:
             if aimed is not None and gain and float(gain) < aimed:
                 missed.append(f"{r['model']}, {r['tokens']} tokens, {what}: {gain} x {label_of(other)}, aim {aimed}")
     behind_aims = [f"Behind the aims: {'; '.join(missed)}.", ""] if missed else []
-    return "\n".join([head, "", *lines, "", *behind_aims])
+    kinds = ["GEMM", "attention", "this package", "elementwise"]
+    profiled = [r for r in rows if "ms_by_kind" in r]
+    by_kind = [
+        "Milliseconds of one prompt by kind of kernel (`--profile`):",
+        "",
+        "| model | tokens | configuration | " + " | ".join(kinds) + " |",
+        "|---" * (3 + len(kinds)) + "|",
+    ]
+    for r in profiled:
+        cells = " | ".join(f"{r['ms_by_kind'].get(kind, 0.0):.1f}" for kind in kinds)
+        by_kind.append(f"| {r['model']} | {r['batch']} x {r['tokens']} | {label_of(r['config'])} | {cells} |")
+    return "\n".join([head, "", *lines, "", *behind_aims, *([*by_kind, ""] if profiled else [])])
 
 
 def label_of(config: str) -> str:
