@@ -1122,7 +1122,16 @@ def label_of(config: str) -> str:
 
 
 # Of vae.py, which imports diffusers.
-AUTOENCODERS = {"ltx": "LTX-Video 0.9.5", "ltx2": "LTX-2.0", "wan": "Wan 2.1", "wan22": "Wan 2.2"}
+AUTOENCODERS = {  # of benchmarks/vae.py
+    "ltx090": "LTX-Video 0.9.0",
+    "ltx091": "LTX-Video 0.9.1",
+    "ltx": "LTX-Video 0.9.5",
+    "ltx2": "LTX-2.0",
+    "ltx23": "LTX-2.3",
+    "wan": "Wan 2.1",
+    "wan22": "Wan 2.2",
+    "qwen": "Qwen-Image",
+}
 
 
 def _coded(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -1136,7 +1145,9 @@ def decoders() -> str:
         "| autoencoder, video | configuration | ms | x stock | peak GiB | rms error |",
         "|---|---|---|---|---|---|",
     ]
-    records = [record for record in load("h200-vae")["records"] if "model" in record]
+    found = [record for record in load("h200-vae")["records"] if "model" in record]
+    order = list(AUTOENCODERS)
+    records = sorted(found, key=lambda r: (order.index(r["model"]), r["half"], r["frames"], r["height"]))
     stock = {_coded(r): r for r in records if r["config"] == "stock"}
     for r in records:
         half, *_, dtype = _coded(r)

@@ -9,8 +9,8 @@ is torch.compile of the decoder and the encoder, "kernels" is `optimize` of the 
 are the medians of whole calls of `vae.decode` and `vae.encode`, `peak_gb` the most memory that a call takes, weights
 included. At the smallest size `error_vs_fp32` is the largest error against the stock modules in float32 as a part of
 their largest value, `rms_vs_fp32` the root mean square error as a part of their root mean square, and `equal` the part
-of the elements that are the stock modules' own. An image-to-video pipeline encodes one frame: `--halves encode --sizes
-1x512x768`.
+of the elements that are the stock modules' own. LTX-Video 0.9.1's decoder adds noise, and its error is not measured. An
+image-to-video pipeline encodes one frame: `--halves encode --sizes 1x512x768`.
 
 Ops are timed at the shapes of LTX-Video's last three stages, beside a copy that moves the same bytes, plain torch and
 torch.compile of it: microseconds on the device.
@@ -31,8 +31,9 @@ from typing import Any
 import torch
 from cpu import DTYPES, result_file
 from cpu import meta as common_meta
-from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLWan
+from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLQwenImage, AutoencoderKLWan
 from ops import kept_records, load_package, write
+from readme import AUTOENCODERS
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -75,20 +76,50 @@ WAN22 = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
+LTX091 = {
+    **LTX,
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("LTXVideoDownBlock3D",) * 4,
+    "layers_per_block": (4, 3, 3, 3, 4),
+    "spatio_temporal_scaling": (True, True, True, False),
+    "downsample_type": ("conv",) * 4,
+    "decoder_layers_per_block": (5, 6, 7, 8),
+    "decoder_inject_noise": (True, True, True, False),
+}
+LTX23 = {
+    "decoder_block_out_channels": (256, 512, 512, 1024),
+    "decoder_layers_per_block": (4, 6, 4, 2, 2),
+    "decoder_spatio_temporal_scaling": (True,) * 4,
+    "decoder_inject_noise": (False,) * 5,
+    "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+    "upsample_factor": (2, 2, 1, 2),
+    "upsample_residual": (False,) * 4,
+    "decoder_spatial_padding_mode": "zeros",
+    "decoder_causal": False,
+    **COMPRESSION,
+}
 TINY = {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4, "layers_per_block": (1,) * 5}
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "ltx090": (AutoencoderKLLTXVideo, COMPRESSION),
+    "ltx091": (AutoencoderKLLTXVideo, LTX091),
     "ltx": (AutoencoderKLLTXVideo, LTX),
     "ltx2": (AutoencoderKLLTX2Video, {"decoder_causal": False, **COMPRESSION}),
+    "ltx23": (AutoencoderKLLTX2Video, LTX23),
     "wan": (AutoencoderKLWan, {}),
     "wan22": (AutoencoderKLWan, WAN22),
+    "qwen": (AutoencoderKLQwenImage, {}),
 }
+SMALL_BLOCKS = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
 SMALL: dict[str, dict[str, Any]] = {
+    "ltx090": {**SMALL_BLOCKS, "decoder_block_out_channels": (8,) * 4, "decoder_layers_per_block": (1,) * 5},
+    "ltx091": {**TINY, **SMALL_BLOCKS},
     "ltx": {**TINY, "block_out_channels": (8,) * 5},
     "ltx2": {**TINY, "block_out_channels": (8,) * 4, "latent_channels": 8},
+    "ltx23": {**SMALL_BLOCKS, "decoder_block_out_channels": (8, 16, 16, 32), "decoder_layers_per_block": (1,) * 5},
     "wan": {"base_dim": 8},
     "wan22": {"base_dim": 8, "decoder_base_dim": 8},
+    "qwen": {"base_dim": 8},
 }
-NAMES = {"ltx": "LTX-Video 0.9.5", "ltx2": "LTX-2.0", "wan": "Wan 2.1", "wan22": "Wan 2.2"}
 
 # Channels, frames, rows and columns of the stages, at 49 frames of 512x768.
 STAGES = [(512, 13, 32, 48), (256, 25, 64, 96), (128, 49, 128, 192)]
@@ -115,7 +146,7 @@ def request(vae: Any, half: str, size: tuple[int, int, int]) -> list[Tensor]:
     shape: tuple[int, ...] = (1, 3, frames, height, width)
     timestep = []
     if half == "decode":
-        wan = isinstance(vae, AutoencoderKLWan)
+        wan = isinstance(vae, (AutoencoderKLWan, AutoencoderKLQwenImage))
         channels, seconds = (vae.config.z_dim, 4) if wan else (vae.config.latent_channels, 8)
         space = vae.spatial_compression_ratio
         shape = (1, channels, (frames - 1) // seconds + 1, height // space, width // space)
@@ -158,7 +189,8 @@ def measure(
     configs = [config for config in options.configs if config != "compile" or model in options.compiled]
     made = {config: configured(config, vae, ltx) for config in configs}
     truth = stock = None
-    if smallest and dtype != torch.float32:
+    noisy = any(vae.config.get("decoder_inject_noise") or ()) and half == "decode"  # in bf16 and float32 another one
+    if smallest and dtype != torch.float32 and not noisy:
         exact = random_vae(model, options.tiny, device, torch.float32)
         exact.load_state_dict(vae.state_dict())
         truth = run(exact, half, [tensor.float() for tensor in given])
@@ -310,7 +342,7 @@ def print_tables(records: list[dict[str, Any]], console: Console) -> None:
     for r in whole:
         ms, baseline = r[f"{half_of(r)}_ms"], stock.get(scene(r))
         table.add_row(
-            f"{NAMES[r['model']]}, {r['frames']}x{r['height']}x{r['width']} {r.get('dtype', 'bf16')}",
+            f"{AUTOENCODERS[r['model']]}, {r['frames']}x{r['height']}x{r['width']} {r.get('dtype', 'bf16')}",
             half_of(r),
             r["config"],
             f"{ms:.2f}",
