@@ -334,6 +334,7 @@ class GatedMLP:
             frozenset(filter(None, (*self.projections, self.down, self.activation, self.dropout))),
             why_not=self._why_not_activation,
             packs=lambda module: (self.projections,) if len(self.projections) > 1 else (),
+            description=self,
         )
 
     def _why_not_activation(self, module: nn.Module) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._linear import linear_cat
 from ..glu import gelu, swiglu
 from ..quant import gelu_quant, swiglu_quant
+from ._decoder import GatedMLP
 from ._fp8 import in_fp8
 from ._guards import ATTRIBUTE, class_of, hooked, remember
 from ._linear import Input, Linears, like_of, linear_gelu_of
@@ -68,7 +69,10 @@ def _known(ff: nn.Module, input: Tensor) -> _Layers | None:
 
 
 def ff_input(ff: nn.Module, hidden_states: Tensor) -> Linears | None:
-    """The linear layer that reads the input of a feed-forward, if it may be handed quantised rows instead."""
+    """The linear layers that read the input of a feed-forward, if they may be handed quantised rows instead."""
+    site = ff.__dict__.get(ATTRIBUTE)
+    if site is not None and isinstance(site.entry.description, GatedMLP):
+        return site.entry.description.readers(ff, hidden_states)
     if not any(map(in_fp8, _first(ff))):
         return None
     layers = _known(ff, hidden_states)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._attend import Attention, ScoresMask
 from .._block import Block
-from .._feed_forward import beside_mlp, feed_forward, ff_input
+from .._double import IMAGE, TEXT, Tokens, double_block
+from .._feed_forward import beside_mlp
 from .._guards import children
 from .._linear import all_readers, linears_of
 from .._rotary import Tables, halves
@@ -44,19 +45,9 @@ def double(
     block: Any, image: Tensor, text: Tensor, mods: Sequence[Mod], text_mods: Sequence[Mod], options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """The body of a double block: (text, image). `options` are the attention's."""
-    norm1, norm1_context, attn = children(block, "norm1", "norm1_context", "attn")
-    norm2, ff, norm2_context, ff_context = children(block, "norm2", "ff", "norm2_context", "ff_context")
-    shift1, scale1, gate1, shift2, scale2, gate2 = mods
-    c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = text_mods
-    h, c = Stream(block, image), Stream(block, text)
-    x = h.norm(norm1._modules["norm"], shift1, scale1, into=ATTENTION.readers(attn, image))
-    y = c.norm(norm1_context._modules["norm"], c_shift1, c_scale1)
-    attended, c_attended = attn(hidden_states=x, encoder_hidden_states=y, **options)
-    h.add(attended, gate1)
-    h.add(feed_forward(ff, h.norm(norm2, shift2, scale2, into=ff_input(ff, image))), gate2)
-    c.add(c_attended, c_gate1)
-    c.add(feed_forward(ff_context, c.norm(norm2_context, c_shift2, c_scale2, into=ff_input(ff_context, text))), c_gate2)
-    return clipped(c.value()), h.value()
+    sides = Tokens(block, image, IMAGE, mods), Tokens(block, text, TEXT, text_mods)
+    image, text = double_block(ATTENTION, block._modules["attn"], *sides, options)
+    return clipped(text), image
 
 
 def single(block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, Any]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._block import Block
 from .._decoder import GatedMLP
+from .._double import IMAGE, TEXT, Tokens, double_block
 from .._guards import children
 from .._rotary import Tables
 from .._stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation
@@ -49,23 +50,11 @@ def double_forward(
     image_rotary_emb: Tables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    norm1, norm1_context, attn = children(self, "norm1", "norm1_context", "attn")
-    norm2, ff, norm2_context, ff_context = children(self, "norm2", "ff", "norm2_context", "ff_context")
-    shift1, scale1, gate1, shift2, scale2, gate2 = modulation(temb_mod_img, 6)
-    c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = modulation(temb_mod_txt, 6)
-    h, c = Stream(self, hidden_states), Stream(self, encoder_hidden_states)
-    attended, c_attended = attn(
-        hidden_states=h.norm(norm1, shift1, scale1, into=ATTENTION.readers(attn, hidden_states)),
-        encoder_hidden_states=c.norm(norm1_context, c_shift1, c_scale1),
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    h.add(attended, gate1)
-    h.add(ff(h.norm(norm2, shift2, scale2, into=MLP.readers(ff, hidden_states))), gate2)
-    c.add(c_attended, c_gate1)
-    into = MLP.readers(ff_context, encoder_hidden_states)
-    c.add(ff_context(c.norm(norm2_context, c_shift2, c_scale2, into=into)), c_gate2)
-    return clipped(c.value()), h.value()
+    image = Tokens(self, hidden_states, IMAGE, modulation(temb_mod_img, 6))
+    text = Tokens(self, encoder_hidden_states, TEXT, modulation(temb_mod_txt, 6))
+    options = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    hidden_states, encoder_hidden_states = double_block(ATTENTION, self._modules["attn"], image, text, options)
+    return clipped(encoder_hidden_states), hidden_states
 
 
 def single_forward(

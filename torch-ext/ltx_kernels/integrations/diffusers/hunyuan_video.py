@@ -6,6 +6,7 @@ one sequence. The joint order is video, then text. The text is not rotated, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from .._attend import Attention, PaddingMask
 from .._block import Block
-from .._feed_forward import beside_mlp, feed_forward, ff_input
+from .._double import IMAGE, TEXT, Residual, Tokens, double_block
+from .._feed_forward import beside_mlp
 from .._guards import children
 from .._linear import linears_of
 from .._rotary import Tables, halves
@@ -53,24 +55,26 @@ def double_forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    norm1, norm1_context, attn = children(self, "norm1", "norm1_context", "attn")
-    norm2, ff, norm2_context, ff_context = children(self, "norm2", "ff", "norm2_context", "ff_context")
-    shift1, scale1, gate1, shift2, scale2, gate2 = modulation_by(norm1, temb, 6)
-    c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = modulation_by(norm1_context, temb, 6)
-    h, c = Stream(self, hidden_states), Stream(self, encoder_hidden_states)
-    # The two classes of attention differ in their masks alone.
-    attended, c_attended = attn(
-        hidden_states=h.norm(norm1._modules["norm"], shift1, scale1, into=ATTENTION.readers(attn, hidden_states)),
-        encoder_hidden_states=c.norm(norm1_context._modules["norm"], c_shift1, c_scale1),
-        attention_mask=attention_mask,
-        image_rotary_emb=freqs_cis,
-    )
-    h.add(attended, gate1)
-    c.add(c_attended, c_gate1)
-    h.add(feed_forward(ff, h.norm(norm2, shift2, scale2, into=ff_input(ff, hidden_states))), gate2)
-    text = c.norm(norm2_context, c_shift2, c_scale2, into=ff_input(ff_context, encoder_hidden_states))
-    c.add(feed_forward(ff_context, text), c_gate2)
-    return h.value(), c.value()
+    mods, text_mods = (modulation_by(norm, temb, 6) for norm in children(self, "norm1", "norm1_context"))
+    video, text = Tokens(self, hidden_states, IMAGE, mods), Tokens(self, encoder_hidden_states, TEXT, text_mods)
+    options = {"attention_mask": attention_mask, "image_rotary_emb": freqs_cis}
+    # The classes of attention differ in their masks alone.
+    return double_block(ATTENTION, self._modules["attn"], video, text, options)
+
+
+def single(
+    block: Any, both: Tensor, rows: int, stream: Residual, mods: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The body of a single block: (video, text). The first `rows` of `both` are the video's."""
+    norm, attn, act_mlp = children(block, "norm", "attn", "act_mlp")
+    shift, scale, gate = mods
+    up, out = linears_of(block, ("proj_mlp",), both), linears_of(block, ("proj_out",), both)
+    x = stream.norm(norm._modules["norm"], shift, scale)
+    assert isinstance(x, Tensor)
+    attended = attn(hidden_states=x[:, :rows], encoder_hidden_states=x[:, rows:], **options)
+    stream.add(beside_mlp(out, joint(*attended), up, x, act_mlp), gate)
+    result = stream.value()
+    return result[:, :rows], result[:, rows:]
 
 
 def single_forward(
@@ -83,22 +87,10 @@ def single_forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    norm, attn, act_mlp = children(self, "norm", "attn", "act_mlp")
-    shift, scale, gate = modulation_by(norm, temb, 3)
-    both, video = joint(hidden_states, encoder_hidden_states), hidden_states.shape[1]
-    h = Stream(self, both)
-    up, out = linears_of(self, ("proj_mlp",), both), linears_of(self, ("proj_out",), both)
-    x = h.norm(norm._modules["norm"], shift, scale)
-    assert isinstance(x, Tensor)
-    attended = attn(
-        hidden_states=x[:, :video],
-        encoder_hidden_states=x[:, video:],
-        attention_mask=attention_mask,
-        image_rotary_emb=image_rotary_emb,
-    )
-    h.add(beside_mlp(out, joint(*attended), up, x, act_mlp), gate)
-    result = h.value()
-    return result[:, :video], result[:, video:]
+    both, rows = joint(hidden_states, encoder_hidden_states), hidden_states.shape[1]
+    options = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
+    mods = modulation_by(self._modules["norm"], temb, 3)
+    return single(self, both, rows, Stream(self, both), mods, options)
 
 
 DOUBLE = Block(

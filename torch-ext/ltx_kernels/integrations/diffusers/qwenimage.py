@@ -18,12 +18,15 @@ from torch import Tensor
 
 from .._attend import Attention
 from .._block import Block
-from .._feed_forward import feed_forward, ff_input
+from .._double import Tokens, double_block
 from .._guards import children
 from .._rotary import Tables, kept
 from .._sites import site_of
-from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, chosen, clipped, modulation
+from .._stream import RMSNORM, TORCH_LAYERNORM, chosen, clipped, modulation
 
+# Names of a stream's first norm, second norm and feed-forward.
+IMAGE = ("img_norm1", "img_norm2", "img_mlp")
+TEXT = ("txt_norm1", "txt_norm2", "txt_mlp")
 QWEN = "diffusers.models.transformers.transformer_qwenimage."
 
 
@@ -61,29 +64,17 @@ def block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    names = "img_mod", "txt_mod", "img_norm1", "txt_norm1", "attn", "img_norm2", "txt_norm2", "img_mlp", "txt_mlp"
-    img_mod, txt_mod, img_norm1, txt_norm1, attn, img_norm2, txt_norm2, img_mlp, txt_mlp = children(self, *names)
+    img_mod, txt_mod, attn = children(self, "img_mod", "txt_mod", "attn")
     values = img_mod(temb)
     if modulate_index is not None:
         values = chosen(modulate_index == 0, *values.chunk(2))
         temb = temb.chunk(2)[0]
-    shift1, scale1, gate1, shift2, scale2, gate2 = modulation(values, 6)
-    text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation(txt_mod(temb), 6)
-    image, text = Stream(self, hidden_states), Stream(self, encoder_hidden_states)
-    image_branch, text_branch = attn(
-        hidden_states=image.norm(img_norm1, shift1, scale1, into=ATTENTION.readers(attn, hidden_states)),
-        encoder_hidden_states=text.norm(txt_norm1, text_shift1, text_scale1),
-        encoder_hidden_states_mask=encoder_hidden_states_mask,
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    image.add(image_branch, gate1)
-    text.add(text_branch, text_gate1)
-    x = image.norm(img_norm2, shift2, scale2, into=ff_input(img_mlp, hidden_states))
-    image.add(feed_forward(img_mlp, x), gate2)
-    x = text.norm(txt_norm2, text_shift2, text_scale2, into=ff_input(txt_mlp, encoder_hidden_states))
-    text.add(feed_forward(txt_mlp, x), text_gate2)
-    return clipped(text.value()), clipped(image.value())
+    image = Tokens(self, hidden_states, IMAGE, modulation(values, 6))
+    text = Tokens(self, encoder_hidden_states, TEXT, modulation(txt_mod(temb), 6))
+    options = {"encoder_hidden_states_mask": encoder_hidden_states_mask, "image_rotary_emb": image_rotary_emb}
+    options.update(joint_attention_kwargs or {})
+    hidden_states, encoder_hidden_states = double_block(ATTENTION, attn, image, text, options)
+    return clipped(encoder_hidden_states), clipped(hidden_states)
 
 
 def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
