@@ -393,7 +393,7 @@ MODELS = {
     "wan_ti2v": ("Wan 2.2 TI2V 5B", "wan"),
     "qwen": ("Qwen-Image", "qwenimage"),
     "sd35": ("Stable Diffusion 3.5 large", "sd3"),
-    "hyvideo15": ("HunyuanVideo 1.5", "hunyuan_video"),
+    "hyvideo15": ("HunyuanVideo 1.5", "hunyuan_video15"),
     "cogvideox": ("CogVideoX-5B", "cogvideox"),
     "zimage": ("Z-Image", "z_image"),
 }

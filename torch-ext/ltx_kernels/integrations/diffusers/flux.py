@@ -1,4 +1,4 @@
-"""FLUX.1 and LongCat-Image: double blocks of image and text, and single blocks of both.
+"""FLUX.1: double blocks of image and text, and single blocks of both.
 
 Double blocks keep text and image apart but for one joint attention; single blocks run both as one sequence, attention
 beside the feed-forward. The modulation comes from a linear layer inside each norm module.
@@ -7,7 +7,6 @@ beside the feed-forward. The modulation comes from a linear layer inside each no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -21,23 +20,18 @@ from .._linear import all_readers, linears_of
 from .._rotary import Tables, halves
 from .._stream import TORCH_LAYERNORM, Mod, Stream, clipped, joint, modulation_by
 
-MODELS = "diffusers.models.transformers.transformer_"
+FLUX = "diffusers.models.transformers.transformer_flux.Flux"
 ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 ADA_SINGLE = "diffusers.models.normalization.AdaLayerNormZeroSingle"
 
 
 ATTENTION = Attention(
-    classes=(MODELS + "flux.FluxAttention",),
-    processor=MODELS + "flux.FluxAttnProcessor",
+    classes=(FLUX + "Attention",),
+    processor=FLUX + "AttnProcessor",
     parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
     added=True,
     mask=ScoresMask(),
     tables=halves,
-)
-LONGCAT = replace(
-    ATTENTION,
-    classes=(MODELS + "longcat_image.LongCatImageAttention",),
-    processor=MODELS + "longcat_image.LongCatImageAttnProcessor",
 )
 
 
@@ -97,7 +91,7 @@ def why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
 
 
 DOUBLE = Block(
-    classes=tuple(f"{MODELS}{name}TransformerBlock" for name in ("flux.Flux", "longcat_image.LongCatImage")),
+    classes=(FLUX + "TransformerBlock",),
     forward=double_forward,
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
@@ -109,7 +103,7 @@ DOUBLE = Block(
     check=why_not_call,
 )
 SINGLE = Block(
-    classes=tuple(f"{MODELS}{name}SingleTransformerBlock" for name in ("flux.Flux", "longcat_image.LongCatImage")),
+    classes=(FLUX + "SingleTransformerBlock",),
     forward=single_forward,
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
@@ -121,4 +115,4 @@ SINGLE = Block(
     roundings=("fp32",),
 )
 
-ENTRIES = (ATTENTION, LONGCAT, DOUBLE, SINGLE)
+ENTRIES = (ATTENTION, DOUBLE, SINGLE)

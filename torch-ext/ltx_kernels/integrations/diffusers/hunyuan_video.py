@@ -1,13 +1,12 @@
-"""HunyuanVideo, FramePack, HunyuanVideo 1.5, HunyuanImage 2.1: double blocks of video and text, single blocks of both.
+"""HunyuanVideo and FramePack: double blocks of video and text, single blocks of both.
 
-Double blocks keep video and text apart but for one joint attention. Single blocks, which 1.5 does not have, run both as
-one sequence. The joint order is video, then text. The text is not rotated, and its padding comes last and is masked.
+Double blocks keep video and text apart but for one joint attention. Single blocks run both as one sequence. The joint
+order is video, then text. The text is not rotated, and its padding comes last and is masked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -36,13 +35,6 @@ ATTENTION = Attention(
     mask=PaddingMask(),
     tables=halves,
 )
-ATTENTION_15 = replace(
-    ATTENTION,
-    processor=MODELS + "hunyuan_video15.HunyuanVideo15AttnProcessor2_0",
-    shared=False,
-    mask=PaddingMask(of_text=True),
-)
-ATTENTION_IMAGE = replace(ATTENTION, processor=MODELS + "hunyuanimage.HunyuanImageAttnProcessor")
 
 
 def double_forward(
@@ -104,17 +96,6 @@ DOUBLE = Block(
     feed_forwards=("ff", "ff_context"),
     fp8_skip=("*.attn.add_*_proj", "*.attn.to_add_out", "*.ff_context.*"),
 )
-DOUBLE_15 = replace(
-    DOUBLE,
-    classes=(MODELS + "hunyuan_video15.HunyuanVideo15TransformerBlock",),
-    attentions={"attn": ATTENTION_15},
-)
-DOUBLE_IMAGE = replace(
-    DOUBLE,
-    classes=(MODELS + "hunyuanimage.HunyuanImageTransformerBlock",),
-    renames={"freqs_cis": "image_rotary_emb"},
-    attentions={"attn": ATTENTION_IMAGE},
-)
 SINGLE = Block(
     classes=(MODELS + "hunyuan_video.HunyuanVideoSingleTransformerBlock",),
     forward=single_forward,
@@ -126,10 +107,5 @@ SINGLE = Block(
     linears=(("proj_mlp",), ("proj_out",)),
     roundings=("fp32",),
 )
-SINGLE_IMAGE = replace(
-    SINGLE,
-    classes=(MODELS + "hunyuanimage.HunyuanImageSingleTransformerBlock",),
-    attentions={"attn": ATTENTION_IMAGE},
-)
 
-ENTRIES = (ATTENTION, ATTENTION_15, ATTENTION_IMAGE, DOUBLE, DOUBLE_15, DOUBLE_IMAGE, SINGLE, SINGLE_IMAGE)
+ENTRIES = (ATTENTION, DOUBLE, SINGLE)

@@ -1,7 +1,6 @@
 """LTX-Video: blocks of self-attention, cross-attention and feed-forward, modulated by a table and the timestep.
 
-The rotary table is computed once per shape and kept at half its width. The stock modules add table and timestep up in
-memory; the ops read both.
+The stock modules add table and timestep up in memory; the ops read both.
 """
 
 from __future__ import annotations
@@ -17,20 +16,9 @@ from .._block import Block
 from .._feed_forward import feed_forward, ff_input
 from .._guards import children
 from .._parallel import Parallel, Splits
-from .._rotary import Tables, compact, full_width, kept
-from .._sites import Entry, site_of
+from .._rotary import Tables
 from .._stream import RMSNORM, Stream, modulation
-
-LTX = "diffusers.models.transformers.transformer_ltx."
-
-
-def _tables(attention: Any, rope: Tables) -> Tables:
-    # With two heads, half of both heads' width would be taken for the whole width of one.
-    return _stock_tables(attention, rope) if attention.heads == 2 else rope
-
-
-def _stock_tables(attention: Any, rope: Tables) -> Tables:
-    return full_width(rope[0], attention.inner_dim), full_width(rope[1], attention.inner_dim)
+from ._ltx_rope import LTX, ROPE, stock_tables, tables
 
 
 def _why_not_attention(attention: nn.Module, hidden_states: Tensor, text: Tensor | None, rope: Any) -> str:
@@ -45,8 +33,8 @@ SELF = Attention(
     parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
     across_heads=True,
     mask=KeyBias(),
-    tables=_tables,
-    stock_rope=_stock_tables,
+    tables=tables,
+    stock_rope=stock_tables,
     check=_why_not_attention,
     together_with=LTX + "LTXVideoRotaryPosEmbed",
 )
@@ -98,33 +86,6 @@ BLOCK = Block(
 )
 
 
-def rope_forward(
-    self: Any,
-    hidden_states: Tensor,
-    num_frames: int | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    rope_interpolation_scale: Any = None,
-    video_coords: Tensor | None = None,
-) -> Tables:
-    """The stock tables, each angle once: [B, S, D / 2], with B = 1 where the samples of a batch share them."""
-    site = site_of(self)
-    site.count_call()
-
-    def make() -> Tables:
-        one = hidden_states[:1] if video_coords is None else hidden_states
-        cos, sin = site.stock(self, one, num_frames, height, width, rope_interpolation_scale, video_coords)
-        return compact(cos), compact(sin)
-
-    scales = tuple(rope_interpolation_scale or ())
-    if any(isinstance(scale, Tensor) for scale in scales):
-        return make()  # its value may change without a sign
-    model = self.dim, self.theta, self.patch_size, self.patch_size_t
-    base = self.base_num_frames, self.base_height, self.base_width
-    key = model, base, num_frames, height, width, scales, hidden_states.device
-    return kept(site, key, video_coords, make)
-
-
 def _splits(model: Any) -> Splits:
     # A timestep of each token, of image-to-video, has two dimensions; one of each sample stays whole.
     return {
@@ -136,14 +97,4 @@ def _splits(model: Any) -> Splits:
 # The stock plan splits the prompt: keys, values and mask of the cross-attentions would be exchanged.
 PLANS = (Parallel(LTX + "LTXVideoTransformer3DModel", _splits, gather={"proj_out": [(1, 3)]}, local=("*.attn2",)),)
 
-ENTRIES = (
-    BLOCK,
-    SELF,
-    Entry(
-        (LTX + "LTXVideoRotaryPosEmbed",),
-        rope_forward,
-        (),
-        ("hidden_states", "num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
-        table_readers="attn1",
-    ),
-)
+ENTRIES = (BLOCK, SELF, ROPE)

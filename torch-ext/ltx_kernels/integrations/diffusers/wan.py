@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2, VACE, Animate, ChronoEdit, SkyReels-V2: self-attention, cross-attention to text and image, MLP.
+"""Wan 2.1 and 2.2, Animate, ChronoEdit: self-attention, cross-attention to text and image, MLP.
 
 The stock blocks compute norm, modulation and gated residual in float32 and cast each result, which is what the ops do.
 Modulation is a table plus the timestep's, per sample or, in TI2V, per token.
@@ -46,15 +46,9 @@ COPIES = tuple(
     replace(SELF, classes=(f"{MODELS}{module}.WanAttention",), processor=f"{MODELS}{module}.WanAttnProcessor")
     for module in ("wan_animate", "chronoedit")
 )
-SKYREELS = replace(
-    SELF,
-    classes=(MODELS + "skyreels_v2.SkyReelsV2Attention",),
-    processor=MODELS + "skyreels_v2.SkyReelsV2AttnProcessor",
-    parallel_cross=True,
-)
 
 
-def _modulation(temb: Tensor, dim: int, table: Tensor) -> list[Mod]:
+def modulation(temb: Tensor, dim: int, table: Tensor) -> list[Mod]:
     """Shift, scale and gate of the self-attention and of the MLP, which lie side by side in dimension `dim`.
 
     `from_pretrained` keeps the table in float32 beside a 16-bit embedding. The row kernel takes vectors of one dtype,
@@ -65,7 +59,7 @@ def _modulation(temb: Tensor, dim: int, table: Tensor) -> list[Mod]:
     return modulation_of(temb.unbind(dim), table)
 
 
-def _forward(block: Any, value: Tensor, text: Tensor, mods: list[Any], rotary_emb: Tables, mask: Any = None) -> Tensor:
+def forward(block: Any, value: Tensor, text: Tensor, mods: list[Any], rotary_emb: Tables, mask: Any = None) -> Tensor:
     """The body that all these blocks share."""
     norm1, attn1, norm2, attn2, norm3, ffn = children(block, "norm1", "attn1", "norm2", "attn2", "norm3", "ffn")
     shift1, scale1, gate1, shift2, scale2, gate2 = mods
@@ -79,47 +73,13 @@ def _forward(block: Any, value: Tensor, text: Tensor, mods: list[Any], rotary_em
 def block_forward(
     self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Tables
 ) -> Tensor:
-    mods = _modulation(temb, -2, self.scale_shift_table[0])
-    return _forward(self, hidden_states, encoder_hidden_states, mods, rotary_emb)
-
-
-def vace_forward(
-    self: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    control_hidden_states: Tensor,
-    temb: Tensor,
-    rotary_emb: Tables,
-) -> tuple[Tensor | None, Tensor]:
-    proj_in, proj_out = (self._modules.get(name) for name in ("proj_in", "proj_out"))
-    if proj_in is not None:
-        control_hidden_states = proj_in(control_hidden_states) + hidden_states
-    mods = _modulation(temb, -2, self.scale_shift_table[0])
-    result = _forward(self, control_hidden_states, encoder_hidden_states, mods, rotary_emb)
-    return None if proj_out is None else proj_out(result), result
-
-
-def skyreels_forward(
-    self: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    rotary_emb: Tables,
-    attention_mask: Tensor | None,
-) -> Tensor:
-    mods = _modulation(temb, 1, self.scale_shift_table[0])
-    return _forward(self, hidden_states, encoder_hidden_states, mods, rotary_emb, attention_mask)
+    mods = modulation(temb, -2, self.scale_shift_table[0])
+    return forward(self, hidden_states, encoder_hidden_states, mods, rotary_emb)
 
 
 def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
     temb: Tensor = arguments["temb"]
     fits = temb.dim() in (3, 4) and temb.shape[-2] == 6
-    return "" if fits else f"a timestep embedding of shape {list(temb.shape)}"
-
-
-def _why_not_skyreels(block: Any, arguments: Mapping[str, Any]) -> str:
-    temb: Tensor = arguments["temb"]
-    fits = temb.dim() in (3, 4) and temb.shape[1] == 6
     return "" if fits else f"a timestep embedding of shape {list(temb.shape)}"
 
 
@@ -134,18 +94,5 @@ BLOCK = Block(
     casts=True,
     check=_why_not_block,
 )
-VACE = replace(
-    BLOCK,
-    classes=(MODELS + "wan_vace.WanVACETransformerBlock",),
-    forward=vace_forward,
-    optional_children=frozenset({"proj_in", "proj_out"}),
-    streams=("control_hidden_states", "hidden_states"),
-)
-SKYREELS_BLOCK = replace(
-    BLOCK,
-    classes=(MODELS + "skyreels_v2.SkyReelsV2TransformerBlock",),
-    forward=skyreels_forward,
-    check=_why_not_skyreels,
-)
 
-ENTRIES = (SELF, *COPIES, SKYREELS, BLOCK, VACE, SKYREELS_BLOCK)
+ENTRIES = (SELF, *COPIES, BLOCK)

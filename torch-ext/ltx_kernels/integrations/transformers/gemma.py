@@ -17,7 +17,7 @@ from .._norms import OFFSET_NORMS
 from .._norms import transformers_class as _class
 from .._rotary import Tables
 from .._stream import Stream
-from .llama import Options, layer_window
+from ._pre_norm import Options, layer_window
 
 NORMS = (
     "input_layernorm",

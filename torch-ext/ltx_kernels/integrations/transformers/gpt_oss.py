@@ -17,7 +17,7 @@ from .._decoder import CausalAttention
 from .._guards import why_not_input
 from .._norms import transformers_class as _class
 from .._sites import Entry, site_of
-from .llama import Options, pre_norm_layer
+from ._pre_norm import Options, pre_norm_layer
 
 GATE = "_apply_gate"
 

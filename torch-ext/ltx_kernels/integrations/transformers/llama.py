@@ -1,7 +1,6 @@
 """Llama, Mistral, Qwen2, the text model of Qwen2.5-VL, Phi-3: norm, attention, norm, gated MLP, two residual additions.
 
-The addition after the attention and the norm behind it are one launch. The layer returns the stream itself, which
-transformers records as a hidden state.
+The classes differ in their windows, in the parameters of the attention, and in which layers are one.
 """
 
 from __future__ import annotations
@@ -9,91 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
-from .._block import Block
 from .._decoder import CausalAttention, GatedMLP
-from .._guards import children, hooked
-from .._norms import NORMS
 from .._norms import transformers_class as _class
-from .._rotary import Tables
-from .._stream import Stream
-
-Options = dict[str, Any]
+from ._pre_norm import Options, layer_window, pre_norm_layer
 
 
 def model_window(attention: Any, arguments: Mapping[str, Any]) -> Options:
     return {"sliding_window": getattr(attention.config, "sliding_window", None)}
 
 
-def layer_window(attention: Any, arguments: Mapping[str, Any]) -> Options:
-    return {"sliding_window": attention.sliding_window}
-
-
 def _window_and_positions(attention: Any, arguments: Mapping[str, Any]) -> Options:
     return {"sliding_window": attention.sliding_window, "position_ids": arguments.get("position_ids")}
-
-
-def drops(layer: Any, name: str) -> bool:
-    """Whether a layer has a dropout that only some classes have, and it is active or has a hook."""
-    dropout = layer._modules.get(name)
-    return dropout is not None and (dropout.training or hooked(dropout))
-
-
-def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
-    """A branch after such a dropout."""
-    return layer._modules[name](branch) if drops(layer, name) else branch
-
-
-def pre_norm_layer(
-    classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP | None, casts: bool = False
-) -> Block:
-    """Decoder layers of these classes, whose attention is of the given class, and the MLP of that or of another.
-
-    casts: As in `Block`: the norms' weights may have a dtype of their own.
-    """
-
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: Tables | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        norm1, attn, norm2, ff = children(self, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-        h = Stream(self, hidden_states)
-        attended = attn(
-            hidden_states=h.norm(norm1, into=attention.readers(attn, hidden_states)),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-        h.add(dropped(self, "resid_attn_dropout", attended[0]))
-        rows = h.norm(norm2, into=None if mlp is None else mlp.readers(ff, hidden_states))
-        own = h.own()
-        if own is not None and mlp is not None and mlp.adds(ff) and not drops(self, "resid_mlp_dropout"):
-            return ff(rows, addend=own)
-        output = ff(rows)
-        # Mixtures of experts may return their scores as well.
-        h.add(dropped(self, "resid_mlp_dropout", output[0] if isinstance(output, tuple) else output))
-        return h.value()
-
-    return Block(
-        classes,
-        forward,
-        children=frozenset({"mlp"}),  # also where it has no description
-        optional_children=frozenset({"resid_attn_dropout", "resid_mlp_dropout"}),
-        norms={"input_layernorm": NORMS, "post_attention_layernorm": NORMS},
-        attentions={"self_attn": attention, **({} if mlp is None else {"mlp": mlp})},
-        casts=casts,
-        ops=("rmsnorm", "rmsnorm_residual"),
-    )
 
 
 LLAMA = CausalAttention((_class("llama", "LlamaAttention"),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._decoder import CausalAttention, GatedMLP
 from .._norms import transformers_class as _class
-from .llama import layer_window, pre_norm_layer
+from ._pre_norm import layer_window, pre_norm_layer
 
 QWEN3 = CausalAttention((_class("qwen3", "Qwen3Attention"),), norms=("q_norm", "k_norm"), options=layer_window)
 QWEN3_MOE = CausalAttention(
