@@ -11,8 +11,9 @@ every rank computes by itself at the same time.
 
 A rank's time is the median of its steps, and `step_ms` the median over the ranks. `error_vs_one_gpu` is the relative L2
 distance between the results on several GPUs and on one. `exchanges` and `exchange_mb` are this package's
-collectives in a step and what they send from a rank to others. Records with `exchange` time bare collectives by the
-bytes that leave a rank. Records with `modelled_ms` are no measurements: they say what 4 and 8 GPUs would take if
+exchanges in a step and what they send from a rank to others. Records with `exchange` time bare exchanges by the bytes
+that leave a rank: collectives, and "peer_copies" of one tensor between the memories of GPUs. Records with `modelled_ms`
+are no measurements: they say what 4 and 8 GPUs would take if
 
     step(W) = step(1) / W + exchange(W) + rest,    rest = step(2) - step(1) / 2 - exchange(2)
 
@@ -57,6 +58,7 @@ from torch import Tensor, nn
 CONFIGS = ("stock", "kernels", "kernels_fp8")
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 EXCHANGES = ("all_to_all_single", GATHER)
+PEER_COPIES = "peer_copies"  # of this package, where GPUs reach each other's memory
 MODES = ("ulysses", "ring", "guidance")
 MODELLED = (4, 8)
 WARM_UP, ROUNDS, STEPS, SECONDS = 3, 2, 10, 2.0
@@ -128,9 +130,21 @@ def split(model: Any, mesh: dist.DeviceMesh, ltx: ModuleType) -> None:
 
 
 @contextlib.contextmanager
-def exchanges_of(calls: list[tuple[str, int]]) -> Iterator[None]:
-    """Notes the collectives of this package: (name, bytes that leave a rank)."""
+def exchanges_of(calls: list[tuple[str, int]], peers: ModuleType) -> Iterator[None]:
+    """Notes the exchanges of this package: (name, bytes that leave a rank).
+
+    peers: The package's module of exchanges by copies.
+    """
     world = dist.get_world_size()
+    stock = {name: getattr(peers.Transfer, name) for name in ("put", "take")}
+
+    def put(transfer: Any, part: int, x: Tensor) -> None:
+        calls.append((PEER_COPIES, x.nbytes * (transfer.peers.size - 1) // transfer.peers.size))
+        stock["put"](transfer, part, x)
+
+    def take(transfer: Any, out: Tensor) -> Tensor:
+        calls.append((PEER_COPIES, out.nbytes * (transfer.peers.size - 1) // transfer.peers.size))
+        return stock["take"](transfer, out)
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(output: Tensor, input: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -143,6 +157,8 @@ def exchanges_of(calls: list[tuple[str, int]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in EXCHANGES:
             stack.enter_context(mock.patch.object(dist, name, noted(name, getattr(dist, name))))
+        stack.enter_context(mock.patch.object(peers.Transfer, "put", put))
+        stack.enter_context(mock.patch.object(peers.Transfer, "take", take))
         yield
 
 
@@ -153,6 +169,7 @@ class Run:
         self.options, self.rank, self.world = options, rank, world
         self.device = options.device
         self.ltx, self.metadata = load_package()
+        self.peers = sys.modules[f"{self.ltx.__name__}.integrations._peers"]
         # Each mesh has communicators of its own, which are made once.
         self.meshes = {mode: make_mesh(mode, world, options.device) for mode in options.modes}
         self.records: list[dict[str, Any]] = []
@@ -212,7 +229,7 @@ class Run:
                 try:
                     made = self.make(way, model)
                     step = self.step(way, made, inputs)
-                    with exchanges_of(calls):
+                    with exchanges_of(calls, self.peers):
                         result = step()
                     if way.gpus == 1:
                         results[config] = result
@@ -259,22 +276,37 @@ class Run:
                 times[way] += time_steps(steps[way], counts[way], self.device, 0.0)
         return times
 
+    def bare(self, call: Callable[[], Any], name: str, sent: int) -> None:
+        """Adds the time of a bare exchange, that sends so many bytes from a rank."""
+        time_steps(call, WARM_UP, self.device, 0.0)
+        dist.barrier()
+        ms = statistics.median(time_steps(call, EXCHANGE_CALLS, self.device, 0.0))
+        us = round(statistics.median(self.of_all(ms)) * 1e3, 2)
+        self.records.append({"exchange": name, "gpus": self.world, "bytes": sent, "us": us})
+
     def exchange(self) -> None:
-        """Adds the times of bare collectives, by what leaves a rank."""
+        """Adds the times of bare exchanges, by what leaves a rank."""
         for mb in TINY_MB if self.options.tiny else EXCHANGE_MB:
             # What stays on the rank is not counted: one part of `world` in an all-to-all, the rank's own in a gather.
-            rows = max(1, int(mb * 1e6) // 2 // (self.world - 1))
+            rows = max(1, int(mb * 1e6) // 16 // (self.world - 1)) * 8
             whole = torch.zeros(rows * self.world, dtype=torch.bfloat16, device=self.device)
             output, part = torch.empty_like(whole), whole[:rows]
             for name, input in zip(EXCHANGES, (whole, part)):
-                collective = getattr(dist, name)
-                call = functools.partial(collective, output, input)
-                time_steps(call, WARM_UP, self.device, 0.0)
-                dist.barrier()
-                ms = statistics.median(time_steps(call, EXCHANGE_CALLS, self.device, 0.0))
-                us = round(statistics.median(self.of_all(ms)) * 1e3, 2)
-                sent = part.nbytes * (self.world - 1)
-                self.records.append({"exchange": name, "gpus": self.world, "bytes": sent, "us": us})
+                self.bare(functools.partial(getattr(dist, name), output, input), name, part.nbytes * (self.world - 1))
+            x = whole.view(1, -1, self.world, 8)
+            peers = self.peers.peers_of(dist.group.WORLD, x)
+            if peers is not None:
+                self.bare(
+                    functools.partial(put_once, self.peers.Transfer(peers, x), x),
+                    PEER_COPIES,
+                    part.nbytes * (self.world - 1),
+                )
+
+
+def put_once(transfer: Any, x: Tensor) -> None:
+    """One tensor [B, S, heads, D] exchanged by copies, as a part of an attention's."""
+    transfer.put(0, x)
+    transfer.wait()
 
 
 def exchange_us(records: list[dict[str, Any]], name: str, size: float) -> float:

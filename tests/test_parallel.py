@@ -17,6 +17,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class Case:
     own_plan: The caller gives diffusers' plan, which splits LTX-Video's prompt, so that its mask is gathered.
     compiled: By torch.compile, as one graph.
     ahead: Values are sent before query and key, however few they are.
+    peers: The ranks share memory, as GPUs that reach each other's do; copies take the place of collectives.
     elsewhere: Options of the other ranks, where they differ.
     error: What the error says, where there has to be one.
     prepare: Something that is done to the model before all.
@@ -83,6 +85,7 @@ class Case:
     own_plan: bool = False
     compiled: bool = False
     ahead: bool = False
+    peers: bool = False
     elsewhere: dict[str, Any] | None = None
     error: str = ""
     prepare: Callable[[nn.Module], Any] = lambda model: None
@@ -163,6 +166,15 @@ TWO = (
     Case("ltx", ULYSSES_ANYTHING, ahead=True, exchanges=(2 * 2, 2)),
     Case("ltx", RING, masked=True, ahead=True, exchanges=(0, 2)),
     Case("ltx", ULYSSES, text=7, ahead=True, compiled=True),
+    Case("ltx", ULYSSES, masked=True, peers=True, exchanges=(0, 0)),
+    Case("ltx", ULYSSES, {"precision": "fp8"}, torch.bfloat16, masked=True, peers=True, exchanges=(0, 0)),
+    Case("ltx", ULYSSES, masked=True, own_plan=True, peers=True),
+    Case("ltx2", ULYSSES, text=None, peers=True, kernel=True),
+    Case("wan-t2v", ULYSSES, text=None, peers=True, later=True, kernel=True, exchanges=(0, 0)),
+    Case("flux", ULYSSES, peers=True, exchanges=(0, 0)),
+    Case("flux", ULYSSES, {"precision": "fp8"}, torch.bfloat16, peers=True, exchanges=(0, 0)),
+    Case("flux2", ULYSSES, peers=True, kernel=True, exchanges=(0, 0)),
+    Case("qwenimage", ULYSSES, peers=True),
     Case("wan-t2v", ULYSSES, text=None, gradients=True),
     Case("ltx", ULYSSES, masked=True, gradients=True),
     # What cannot be right raises on every rank.
@@ -187,6 +199,7 @@ THREE = (
     Case("ltx", {"ulysses_degree": 3}, masked=True, error="ulysses_degree: expected a divisor of the 2 heads, got 3"),
 )
 FOUR = (
+    Case("ltx2", {"ulysses_degree": 4}, text=None, peers=True),
     Case("ltx", BOTH, masked=True, text=7, exchanges=(3 * 2, 2)),
     Case("ltx2", BOTH, text=None, later=True),
     Case("wan-t2v", BOTH, text=None, kernel=True),
@@ -233,6 +246,29 @@ def _watched(strided: list[str]) -> Iterator[collections.Counter[str]]:
             setattr(dist, name, function)
 
 
+@contextlib.contextmanager
+def in_shared_memory(peers: ModuleType) -> Iterator[None]:
+    """Ranks on the CPU have windows: files that all of them map."""
+
+    def make_window(group: Any, device: torch.device, nbytes: int) -> Any:
+        rank, names = dist.get_rank(group), [""] * dist.get_world_size(group)
+        with tempfile.NamedTemporaryFile() as file:
+            file.truncate(nbytes)
+            dist.all_gather_object(names, file.name, group=group)
+            parts = [torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8) for name in names]
+            dist.barrier(group)
+        assert parts[rank].is_contiguous()
+        return peers.Window(parts, functools.partial(dist.barrier, group))
+
+    known = peers._known
+    with (
+        mock.patch.object(peers, "why_not", lambda device: ""),
+        mock.patch.object(peers, "make_window", make_window),
+        mock.patch.object(peers, "_known", type(known)()),
+    ):
+        yield
+
+
 def _tensors(output: Any) -> torch.Tensor:
     return torch.cat([x.float().flatten() for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)])
 
@@ -275,7 +311,8 @@ def _in_float32(case: Case) -> torch.Tensor:
 
 def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
     """What went wrong in one case; empty if nothing did."""
-    attend, parallel = (sys.modules[f"{ltx.__name__}.integrations.{name}"] for name in ("_attend", "_parallel"))
+    home = f"{ltx.__name__}.integrations"
+    attend, parallel, peers = (sys.modules[f"{home}.{name}"] for name in ("_attend", "_parallel", "_peers"))
     family = families()[case.family]
     model: Any = random_(family.make()).to(case.dtype)
     case.prepare(model)
@@ -297,10 +334,15 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
                 stack.enter_context(mock.patch.object(attend, "runs_kernel", lambda *_: True))
             if case.ahead:
                 stack.enter_context(mock.patch.object(parallel, "LEAST_AHEAD", 0))
+            if case.peers:
+                stack.enter_context(in_shared_memory(peers))
             call = torch.compile(model, backend="aot_eager", fullgraph=True) if case.compiled else model
             result = _result(case, call, inputs)
-        with mock.patch.object(parallel, "_wide", lambda *tensors: tensors):  # copied element by element
-            at_once = _result(case, model, inputs) if case.ahead and not case.compiled else result
+            counted = tuple(calls[name] for name in EXCHANGES)
+            stack.enter_context(mock.patch.object(peers, "wide", lambda *tensors: tensors))
+            stack.enter_context(mock.patch.object(parallel, "LEAST_AHEAD", 1 << 60))
+            by_element = _result(case, model, inputs) if (case.ahead or case.peers) and not case.compiled else result
+            said = str(report)
         if case.gradients:
             dist.all_reduce(result[1:])
     far, allowed = _distance(result, expected), 2e-6
@@ -309,11 +351,10 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
         far, allowed = _distance(result, truth), 1.2 * _distance(expected, truth)
     if not far <= allowed:
         return f"its error is {far:.2e}, which may be {allowed:.2e}"
-    if not torch.equal(result, at_once):
-        return "it has other bits where values travel with query and key"
+    if not torch.equal(result, by_element):
+        return "it has other bits where elements are copied one by one, and values travel with query and key"
     if strided:
         return strided[0]
-    counted = tuple(calls[name] for name in EXCHANGES)
     if case.exchanges is not None and counted != case.exchanges:
         return f"{EXCHANGES} called {counted} times, not {case.exchanges}"
     stock_calls = {reason for reasons in report.fallbacks.values() for reason in reasons}
@@ -322,6 +363,8 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
     stock_calls -= {"torch.compile fuses it with what follows (compiled)"} if case.compiled else set()
     if stock_calls:
         return f"stock calls: {report.fallbacks}"
+    if ("; exchange by copies between" in said) != case.peers:
+        return f"the report says of the exchange: {said}"
     if f"; rank {rank % 2 if case.batch else rank} of {2 if case.batch else world}" not in str(report):
         return f"the report does not name the rank: {report}"
     return "" if case.batch else _restored(model, report, stock_splits)

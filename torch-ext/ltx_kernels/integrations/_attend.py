@@ -906,12 +906,12 @@ def _scores(
     keys: Tensor | None,
     cross: bool,
     out: Tensor | None = None,
-    ahead: _parallel.Sent | None = None,
+    ahead: _parallel.Ahead | None = None,
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
 
     keys: The mask as one of keys, where it can be written so.
-    out: Where this package's op writes the result on one GPU; the others return a tensor of their own.
+    out: Where this package's op, or an exchange by copies, may write the result. Others return a tensor of their own.
     ahead: The values, where `_values_ahead` has sent them.
     """
     scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
@@ -953,6 +953,7 @@ def _scores(
         value,
         keys,
         ahead=ahead,
+        out=out,
         cross=cross,
         compute=compute,
         overlaps=overlaps,
@@ -963,7 +964,7 @@ def _scores(
 
 def _values_ahead(
     spec: Attention, module: AttentionModule, value: Tensor, mask: Tensor | None, keys: Tensor | None
-) -> _parallel.Sent | None:
+) -> _parallel.Ahead | None:
     """The values of a self-attention, sent ahead of query and key, or None where they travel together."""
     parallel = _parallel_config(spec, module, False)
     if parallel is None or (mask is not None and keys is None):

@@ -1,9 +1,9 @@
 """Context parallelism of diffusers: every rank holds some of the tokens, and attention exchanges what it needs.
 
 `attend` computes attention over the tokens of all ranks. Ulysses gives every rank all tokens of some heads: one
-all-to-all carries query, key and value, and one brings the output back. Ring gathers the keys and values of all ranks:
-one all-gather, under the attention to the rank's own keys where this package's kernel runs. With both, the ring is
-among the ranks that hold the same heads.
+all-to-all carries query, key and value, and one brings the output back. Where GPUs reach each other's memory, copies
+take the place of both (`_peers`). Ring gathers the keys and values of all ranks: one all-gather, under the attention to
+the rank's own keys where this package's kernel runs. With both, the ring is among the ranks that hold the same heads.
 
 `follow` prepares a model: a family may bring a `Parallel` plan, which `enable_parallelism` then applies instead of
 diffusers' own, and calls that cannot give a right result raise before anything is changed.
@@ -20,7 +20,7 @@ import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, Protocol, Union
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import attention
+from . import _peers
 from ._guards import ATTRIBUTE, RELEASE, class_of
 
 ENABLE = "enable_parallelism"
@@ -35,7 +36,6 @@ ENABLE = "enable_parallelism"
 # Bytes of a rank's values that are sent before query and key. An exchange more costs time: the 33 MB of LTX-Video 2B on
 # two H200 are worth it, and fewer have not been timed.
 LEAST_AHEAD = 24 << 20
-WIDE = torch.complex128  # 16 bytes, the most that a thread of torch's copies moves at once
 
 # (query, key, value, mask [B, T] of the keys or None, where to write or None) -> [B, S, heads, D]
 Compute = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
@@ -126,6 +126,9 @@ class Sent:
         return self.rows.transpose(0, 1).unbind(2)
 
 
+Ahead = Union[Sent, _peers.Transfer]
+
+
 def _ranks(config: Config, name: str) -> Ranks | None:
     size = getattr(config, f"{name}_degree")
     if size == 1:
@@ -134,17 +137,36 @@ def _ranks(config: Config, name: str) -> Ranks | None:
     return Ranks(group, size, dist.get_rank(group), not getattr(config, f"{name}_anything"))
 
 
-def send_ahead(config: Config | None, value: Tensor) -> Sent | None:
+def send_ahead(config: Config | None, value: Tensor) -> Ahead | None:
     """Begins to exchange the values [B, S, heads, D] of a self-attention, while query and key are not ready yet.
 
     None where query, key and value had better travel together. All ranks decide alike, since their shapes are the same.
     """
-    if config is None or config.ring_degree > 1 or config.ulysses_anything or torch.compiler.is_compiling():
-        return None
-    ulysses = _ranks(config, "ulysses")
-    if ulysses is None or value.shape[2] % ulysses.size or value.nbytes < LEAST_AHEAD or torch.is_grad_enabled():
+    transfer = _transfer(config, value)
+    if transfer is not None:
+        transfer.put(2, value)
+        return transfer
+    ulysses = _even_ulysses(config, value)
+    if ulysses is None or value.nbytes < LEAST_AHEAD:
         return None
     return _to_heads(ulysses, [value.shape[1]] * ulysses.size, value, later=True)
+
+
+def _even_ulysses(config: Config | None, x: Tensor) -> Ranks | None:
+    """The ranks of Ulysses where x [B, S, heads, D] divides evenly, and its exchange may be in parts and in place."""
+    if config is None or config.ring_degree > 1 or config.ulysses_anything:
+        return None
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    ulysses = _ranks(config, "ulysses")
+    return None if ulysses is None or x.shape[2] % ulysses.size else ulysses
+
+
+def _transfer(config: Config | None, like: Tensor) -> _peers.Transfer | None:
+    """A self-attention's exchange by copies, of tensors [B, S, heads, D]; None where collectives are used."""
+    ulysses = _even_ulysses(config, like)
+    peers = None if ulysses is None else _peers.peers_of(ulysses.group, like)
+    return None if peers is None else _peers.Transfer(peers, like)
 
 
 def attend(
@@ -154,7 +176,8 @@ def attend(
     value: Tensor,
     mask: Tensor | None,
     *,
-    ahead: Sent | None = None,
+    ahead: Ahead | None = None,
+    out: Tensor | None = None,
     cross: bool,
     compute: Compute,
     overlaps: Callable[[Tensor, Tensor, Tensor], bool],
@@ -166,6 +189,7 @@ def attend(
 
     mask: [B, T] of this rank's keys, or [B, sum of all T] of those of all ranks, in the order of the ranks.
     ahead: The values, where `send_ahead` sends them already.
+    out: Where the result may be written; the result is another tensor otherwise.
     cross: The keys are not those of the queries' tokens, so that their number may differ.
     compute: Attention on this rank.
     overlaps: Whether this package's kernel takes such tensors and can attend before all keys have come.
@@ -178,6 +202,17 @@ def attend(
     if ulysses is None:
         assert ring is not None
         return _ring(ring, query, _side_by_side(key, value), mask, compute, overlaps)
+    transfer = ahead if isinstance(ahead, _peers.Transfer) else None
+    if transfer is None and ahead is None and not cross:
+        transfer = _transfer(config, value)
+        if transfer is not None:
+            transfer.put(2, value)
+    if transfer is not None:
+        transfer.put(0, query)
+        transfer.put(1, key)
+        compute(*transfer.wait(), mask, transfer.output)
+        return transfer.take(torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out)
+    assert not isinstance(ahead, _peers.Transfer)
     heads, tokens = query.shape[2], query.shape[1]
     padding = -heads % ulysses.size
     if padding and not config.ulysses_anything:
@@ -206,7 +241,7 @@ def attend(
         else:
             send = compute(query, key, value, mask, None).transpose(0, 1).contiguous()
     received, _ = ulysses.exchange(send, lengths, [tokens] * ulysses.size)
-    (output,) = _wide(received)
+    (output,) = _peers.wide(received)
     output = output.unflatten(0, (ulysses.size, tokens)).permute(2, 1, 0, 3, 4).flatten(2, 3)
     return output.view(query.dtype)[:, :, :heads]
 
@@ -229,23 +264,8 @@ def _to_heads(ranks: Ranks, lengths: Sequence[int], *tensors: Tensor, later: boo
     batch, tokens, heads, width = tensors[0].shape
     send = tensors[0].new_empty(ranks.size, tokens, batch, len(tensors), heads // ranks.size, width)
     for i, x in enumerate(tensors):
-        part, x = _wide(send[:, :, :, i], x)
-        part.copy_(x.unflatten(2, (ranks.size, -1)).permute(2, 1, 0, 3, 4))
+        _peers.copy(send[:, :, :, i], x.unflatten(2, (ranks.size, -1)).permute(2, 1, 0, 3, 4))
     return Sent(*ranks.exchange(send.flatten(0, 1), [tokens] * ranks.size, lengths, later))
-
-
-def _wide(*tensors: Tensor) -> Sequence[Tensor]:
-    """The same memory in elements of 16 bytes, where all of the tensors divide into them.
-
-    torch copies between different strides element by element and computes where each lies.
-    """
-    if torch.compiler.is_compiling():  # its copies are kernels of its own
-        return tensors
-    for x in tensors:
-        steps = (x.data_ptr(), *(x.element_size() * step for step in (x.shape[-1], *x.stride()[:-1])))
-        if x.stride(-1) != 1 or any(step % WIDE.itemsize for step in steps):
-            return tensors
-    return [x.view(WIDE) for x in tensors]
 
 
 def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
@@ -529,7 +549,9 @@ def lines(root: nn.Module) -> list[str]:
     group = config._flattened_mesh.get_group()
     followed = root.__dict__.get(RELEASE)
     plan = "this package's plan" if followed is not None and followed.applied else "diffusers' plan"
+    ulysses = _ranks(config, "ulysses")
+    exchange = "" if ulysses is None else _peers.line(ulysses.group)
     return [
         f"context parallelism of {type(root).__name__}: {mode}; rank {dist.get_rank(group)} of "
-        f"{dist.get_world_size(group)}; {plan}"
+        f"{dist.get_world_size(group)}; {plan}{exchange and f'; exchange by {exchange}'}"
     ]
