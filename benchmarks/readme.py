@@ -1519,7 +1519,7 @@ def two_gpus() -> str:
         f"One forward on {meta['device']} in one host, torch {meta['torch']}, NCCL {meta['nccl']}, diffusers "
         f"{meta['diffusers']}, {meta['dtype']}, random weights, in ms (`python benchmarks/parallel.py`, "
         "[h200x2-parallel.json](../benchmarks/results/h200x2-parallel.json)). LTX-Video has a batch of two, the halves "
-        "of guidance. Exchanges: what the exchanges of a step take as bare collectives of the same bytes. Rest: what "
+        "of guidance. Exchanges: what the exchanges of a step take as bare exchanges of the same bytes. Rest: what "
         "the step takes beyond that and half of one GPU's step. Error: relative distance from the result of one GPU."
     )
     failed = [f"Failed: {what}: `{reason}`" for what, reason in meta["failed"].items()]
@@ -1547,7 +1547,7 @@ def more_gpus() -> str:
 
 
 def exchanges() -> str:
-    """Bare collectives between two GPUs: docs/parallel.md."""
+    """Bare exchanges between two GPUs: docs/parallel.md."""
     of_bytes: dict[int, dict[str, float]] = {}
     for r in load("h200x2-parallel")["records"]:
         if "exchange" in r:

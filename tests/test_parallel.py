@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -246,6 +247,25 @@ def _watched(strided: list[str]) -> Iterator[collections.Counter[str]]:
             setattr(dist, name, function)
 
 
+HERE = platform.node(), ""
+
+
+def failing_window(*_: Any) -> Any:
+    raise RuntimeError("no memory\nand more")
+
+
+def lonely_window() -> Any:
+    """A window of two ranks that share no memory: this one, with the number 1, does not see the other's."""
+    parts = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    return parts, lambda: [part[0].fill_(2) for part in parts]
+
+
+def joined_window() -> Any:
+    """The same with the other rank's number where it belongs."""
+    parts = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    return parts, lambda: [part[1].fill_(2) for part in parts]
+
+
 @contextlib.contextmanager
 def in_shared_memory(peers: ModuleType) -> Iterator[None]:
     """Ranks on the CPU have windows: files that all of them map."""
@@ -449,6 +469,51 @@ def test_ranks_equal_one_process(ltx: ModuleType, backend: str, world: int) -> N
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     torch.multiprocessing.spawn(_worker, (world, port, str(build)), nprocs=world)
+
+
+@pytest.mark.parametrize(
+    ("patches", "others", "reason"),
+    [
+        ({}, [("", HERE)], "the device is cpu"),
+        ({"why_not": lambda device: ""}, [("a reason", HERE)], "a reason"),
+        ({"why_not": lambda device: ""}, [("", ("another", ""))], "the ranks are on several hosts"),
+        (
+            {"why_not": lambda device: "", "make_window": failing_window},
+            [("", HERE)],
+            "symmetric memory failed: no memory",
+        ),
+        (
+            {"why_not": lambda device: "", "make_window": lonely_window},
+            [("", HERE)],
+            "symmetric memory held [[2, 0], [2, 0]]",
+        ),
+        ({"why_not": lambda device: "", "make_window": joined_window}, [("", HERE), "it failed"], "it failed"),
+        ({"why_not": lambda device: "", "make_window": joined_window}, [("", HERE), ""], None),
+    ],
+)
+def test_why_ranks_use_collectives(
+    ltx: ModuleType, patches: dict[str, Any], others: list[Any], reason: str | None
+) -> None:
+    """One of two ranks, and what the other one says."""
+    peers = sys.modules[f"{ltx.__name__}.integrations._peers"]
+    if patches.get("make_window") in (lonely_window, joined_window):
+        made = patches["make_window"]
+        patches = {**patches, "make_window": lambda *arguments: peers.Window(*made())}
+    answers = iter([*others, ""])
+    with contextlib.ExitStack() as stack:
+        for name, value in patches.items():
+            stack.enter_context(mock.patch.object(peers, name, value))
+        stack.enter_context(mock.patch.object(peers, "BOOT", Path("/none")))
+        stack.enter_context(mock.patch.object(peers, "_of_all", lambda group, mine: [mine, next(answers)]))
+        stack.enter_context(mock.patch.object(dist, "get_rank", lambda group: 0))
+        found = peers._join(object(), torch.device("cpu"), 64)
+    assert found == reason if reason else isinstance(found, peers.Peers)
+
+
+def test_peer_memory_can_be_turned_off(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = sys.modules[f"{ltx.__name__}.integrations._peers"]
+    monkeypatch.setenv("LTX_KERNELS_PEER_MEMORY", "0")
+    assert peers.why_not(torch.device("cuda", 0)) == "LTX_KERNELS_PEER_MEMORY is 0"
 
 
 def test_benchmark(ltx: ModuleType, backend: str, tmp_path: Path) -> None:

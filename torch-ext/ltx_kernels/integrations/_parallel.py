@@ -144,7 +144,6 @@ def send_ahead(config: Config | None, value: Tensor) -> Ahead | None:
     """
     transfer = _transfer(config, value)
     if transfer is not None:
-        transfer.put(2, value)
         return transfer
     ulysses = _even_ulysses(config, value)
     if ulysses is None or value.nbytes < LEAST_AHEAD:
@@ -162,11 +161,15 @@ def _even_ulysses(config: Config | None, x: Tensor) -> Ranks | None:
     return None if ulysses is None or x.shape[2] % ulysses.size else ulysses
 
 
-def _transfer(config: Config | None, like: Tensor) -> _peers.Transfer | None:
-    """A self-attention's exchange by copies, of tensors [B, S, heads, D]; None where collectives are used."""
-    ulysses = _even_ulysses(config, like)
-    peers = None if ulysses is None else _peers.peers_of(ulysses.group, like)
-    return None if peers is None else _peers.Transfer(peers, like)
+def _transfer(config: Config | None, value: Tensor) -> _peers.Transfer | None:
+    """A self-attention's exchange by copies, with the values [B, S, heads, D] on their way; None for collectives."""
+    ulysses = _even_ulysses(config, value)
+    peers = None if ulysses is None else _peers.peers_of(ulysses.group, value)
+    if peers is None:
+        return None
+    transfer = _peers.Transfer(peers, value)
+    transfer.put(2, value)
+    return transfer
 
 
 def attend(
@@ -203,15 +206,15 @@ def attend(
         assert ring is not None
         return _ring(ring, query, _side_by_side(key, value), mask, compute, overlaps)
     transfer = ahead if isinstance(ahead, _peers.Transfer) else None
-    if transfer is None and ahead is None and not cross:
+    if ahead is None and not cross:
         transfer = _transfer(config, value)
-        if transfer is not None:
-            transfer.put(2, value)
     if transfer is not None:
+        out = query.new_empty(query.shape) if out is None else out
         transfer.put(0, query)
         transfer.put(1, key)
-        compute(*transfer.wait(), mask, transfer.output)
-        return transfer.take(torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out)
+        query, key, value = transfer.wait()
+        compute(query, key, value, mask, transfer.output)
+        return transfer.take(out)
     assert not isinstance(ahead, _peers.Transfer)
     heads, tokens = query.shape[2], query.shape[1]
     padding = -heads % ulysses.size
