@@ -65,6 +65,7 @@ WARM_UP, ROUNDS, STEPS, SECONDS = 3, 2, 10, 2.0
 EXCHANGE_MB = (1, 4, 16, 64, 256)
 TINY_MB = (0.01, 0.1)
 EXCHANGE_CALLS = 20
+SLEEP_CYCLES = 2_000_000
 IDENTITY = ("exchange", "bytes", "model", "shape", "batch", "config", "gpus", "mode")  # what a record measures
 
 
@@ -279,10 +280,23 @@ class Run:
     def bare(self, call: Callable[[], Any], name: str, sent: int) -> None:
         """Adds the time of a bare exchange, that sends so many bytes from a rank."""
         time_steps(call, WARM_UP, self.device, 0.0)
-        dist.barrier()
-        ms = statistics.median(time_steps(call, EXCHANGE_CALLS, self.device, 0.0))
+        ms = statistics.median([self.time_together(call) for _ in range(EXCHANGE_CALLS)])
         us = round(statistics.median(self.of_all(ms)) * 1e3, 2)
         self.records.append({"exchange": name, "gpus": self.world, "bytes": sent, "us": us})
+
+    def time_together(self, call: Callable[[], Any]) -> float:
+        """Milliseconds of a call that all ranks begin together, launched while the GPU is busy, as in a step."""
+        if self.device != "cuda":
+            dist.barrier()
+            return time_steps(call, 1, self.device, 0.0)[0]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)  # meanwhile the host launches all that follows
+        dist.all_reduce(torch.zeros(1, device=self.device))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
 
     def exchange(self) -> None:
         """Adds the times of bare exchanges, by what leaves a rank."""
@@ -294,17 +308,13 @@ class Run:
             for name, input in zip(EXCHANGES, (whole, part)):
                 self.bare(functools.partial(getattr(dist, name), output, input), name, part.nbytes * (self.world - 1))
             x = whole.view(1, -1, self.world, 8)
-            peers = self.peers.peers_of(dist.group.WORLD, x)
-            if peers is not None:
-                self.bare(
-                    functools.partial(put_once, self.peers.Transfer(peers, x), x),
-                    PEER_COPIES,
-                    part.nbytes * (self.world - 1),
-                )
+            if self.peers.peers_of(dist.group.WORLD, x) is not None:
+                self.bare(functools.partial(copy_once, self.peers, x), PEER_COPIES, part.nbytes * (self.world - 1))
 
 
-def put_once(transfer: Any, x: Tensor) -> None:
+def copy_once(peers: ModuleType, x: Tensor) -> None:
     """One tensor [B, S, heads, D] exchanged by copies, as a part of an attention's."""
+    transfer = peers.Transfer(peers.peers_of(dist.group.WORLD, x), x)
     transfer.put(0, x)
     transfer.wait()
 

@@ -56,7 +56,8 @@ class Peers:
     def __init__(self, window: Window, rank: int, device: torch.device) -> None:
         self.window, self.rank, self.size, self.device = window, rank, len(window.parts), device
         self.stream: Any = None  # of the last exchange
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # With a high priority, copies to others begin while the norm of query and key still has blocks to start.
+        self.side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """A stream beside the current one, for work that follows all that this one has been given."""
@@ -89,6 +90,7 @@ class Transfer:
         shape = (batch, peers.size, tokens, heads // peers.size, width)
         peers.follow_stream()
         self.peers = peers
+        self.own: list[tuple[int, Tensor]] = []  # heads of this rank, which are copied when all others are on their way
         # Outputs lie at the end. With tensors of any size, they lie behind the query, key and value of another call.
         parts = peers.window.parts
         self.inputs = [part[: 3 * like.nbytes].view(like.dtype).view(3, *shape) for part in parts]
@@ -100,10 +102,12 @@ class Transfer:
         with peers.beside():
             for other in self._others():
                 copy(self.inputs[other][part, :, peers.rank], heads[:, :, other])
-        copy(self.inputs[peers.rank][part, :, peers.rank], heads[:, :, peers.rank])
+        self.own.append((part, heads[:, :, peers.rank]))
 
     def wait(self) -> tuple[Tensor, ...]:
         """Query, key and value of all ranks' tokens, [B, all S, heads / ranks, D], once all ranks have put them."""
+        for part, heads in self.own:
+            copy(self.inputs[self.peers.rank][part, :, self.peers.rank], heads)
         self.peers.join()
         self.peers.window.barrier()
         return self.inputs[self.peers.rank].flatten(2, 3).unbind()
