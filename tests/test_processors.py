@@ -68,10 +68,13 @@ def test_other_processors(
     assert distance(ours, run(model, inputs)) < CLOSE
 
 
+PROCESSORS_CHANGE = ("sd3", "cogvideox-5b")
+
+
 @pytest.mark.parametrize("order", ["fused first", "optimize first"])
 @pytest.mark.parametrize("name", ["flux", "flux2", "wan-t2v", "wan-i2v", "qwenimage", "sd3", "cogvideox-5b"])
 def test_fused_projections(ltx: ModuleType, device: str, name: str, order: str) -> None:
-    """Where the stock processor takes them, the attention runs stock; Qwen-Image's goes on with the single layers."""
+    """FLUX, FLUX.2 and Wan call them; the others' processors change (SD3, CogVideoX) or know none (Qwen-Image)."""
     model = make(FAMILIES[name], device)
     inputs = cast(FAMILIES[name].inputs(1), device, torch.float32)
     stock = run(model, inputs)
@@ -82,9 +85,66 @@ def test_fused_projections(ltx: ModuleType, device: str, name: str, order: str) 
         model.fuse_qkv_projections()
     assert distance(run(model, inputs), stock) < CLOSE
     told = [reason for reasons in report.fallbacks.values() for reason in reasons] + list(report.left_alone.values())
-    assert any("used" in reason for reason in told) == (name != "qwenimage")
+    assert any("FusedJoint" in reason or "FusedCogVideoX" in reason for reason in told) == (name in PROCESSORS_CHANGE)
+    if name in ("flux", "flux2", "wan-t2v", "wan-i2v"):
+        assert report.fallbacks == report.left_alone == {} and "not packed" not in str(report)
+        single = [m.to_v.weight for m in model.modules() if vars(m).get("fused_projections")]
+        kept = [weight.clone() for weight in single]
+        for weight in single:
+            weight.zero_()
+        assert single and distance(run(model, inputs), stock) < CLOSE  # they are not read
+        for weight, values in zip(single, kept):
+            weight.copy_(values)
     ltx.restore(model)
     assert distance(run(model, inputs), stock) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "wan-t2v", "wan-i2v"])
+def test_fused_projections_are_unfused(ltx: ModuleType, device: str, name: str) -> None:
+    """Calls go on with the single layers, and stock gets its bits back."""
+    model = make(FAMILIES[name], device, torch.bfloat16)
+    inputs = cast(FAMILIES[name].inputs(1), device, torch.bfloat16)
+    stock = run(model, inputs)
+    report = ltx.optimize(model)
+    ours = run(model, inputs)
+    model.fuse_qkv_projections()
+    assert distance(run(model, inputs), ours) < 1e-2
+    model.unfuse_qkv_projections()
+    assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), ours))
+    assert report.fallbacks == {}
+    ltx.restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), stock))
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "wan-t2v", "wan-i2v"])
+def test_fused_projections_under_compile(ltx: ModuleType, device: str, name: str) -> None:
+    model = make(FAMILIES[name], device)
+    inputs = cast(FAMILIES[name].inputs(1), device, torch.float32)
+    stock = run(model, inputs)
+    model.fuse_qkv_projections()
+    report = ltx.optimize(model)
+    assert distance(run(torch.compile(model, fullgraph=True, backend="eager"), inputs), stock) < CLOSE
+    assert not any("Attention" in name or "Block" in name for name in report.fallbacks)
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "wan-t2v", "wan-i2v"])
+def test_fused_projections_in_fp8(ltx: ModuleType, device: str, name: str, request: pytest.FixtureRequest) -> None:
+    """One fp8 weight for the fused layer, with the bits of the single ones; fused later, it stays in bf16."""
+    request.getfixturevalue("fp8_device")
+    inputs = cast(FAMILIES[name].inputs(1), device, torch.bfloat16)
+    model = make(FAMILIES[name], device, torch.bfloat16)
+    report = ltx.optimize(model, precision="fp8")
+    apart = run(model, inputs)
+    model.fuse_qkv_projections()
+    assert distance(run(model, inputs), apart) < 0.1
+    assert "to_qkv in its own precision: it was fused after optimize" in str(report)
+    model = make(FAMILIES[name], device, torch.bfloat16)
+    model.fuse_qkv_projections()
+    report = ltx.optimize(model, precision="fp8")
+    fused = [m for n, m in model.named_modules() if n.endswith(("attn.to_qkv", "attn1.to_qkv"))]
+    assert fused and all("ltx_fp8_values" in m._buffers for m in fused)
+    assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), apart))
+    assert report.fallbacks == {}
 
 
 def test_keys_and_values_of_reference_images(ltx: ModuleType, device: str) -> None:

@@ -51,8 +51,13 @@ SHARED = ("diffusers.models.attention_processor.Attention",)
 ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
 ADDED_NORMS = ("norm_added_q", "norm_added_k")
 ADDED_OUTPUT = "to_add_out"
-# Children that fuse_qkv_projections adds.
-FUSED = ("to_qkv", "to_kv", "to_added_qkv", "to_added_kv")
+# The layers that diffusers' fuse_qkv_projections adds, each for some with the same input.
+FUSED = {
+    ("to_q", "to_k", "to_v"): "to_qkv",
+    ("to_k", "to_v"): "to_kv",
+    ADDED: "to_added_qkv",
+    ("add_k_proj", "add_v_proj"): "to_added_kv",
+}
 # The arguments that every description means by them.
 INPUTS = ("hidden_states", "encoder_hidden_states", "attention_mask")
 DROPOUT = "torch.nn.modules.dropout.Dropout"
@@ -182,6 +187,7 @@ class Attention:
     added: Modules may have the layers of diffusers' names in `ADDED`, `ADDED_NORMS` and `ADDED_OUTPUT`, for the second
         stream (the text) of a joint attention.
     text_first: The rows of the second stream come before those of the first in the joint order.
+    fuses: The stock processor calls the layers that `fuse_qkv_projections` adds instead of those that they are made of.
     shared: In a module without such projections, the second stream of a joint attention goes through the layers of
         the first. A context is otherwise the keys and values of a cross-attention.
     rotates_text: The rotation covers the second stream of a joint attention. Otherwise the tables hold the rows of the
@@ -219,6 +225,7 @@ class Attention:
     output: str = "to_out"
     added: bool = False
     text_first: bool = True
+    fuses: bool = False
     shared: bool = False
     rotates_text: bool = True
     image: tuple[str, ...] = ()
@@ -246,15 +253,20 @@ class Attention:
         groups += [self.image[:2], (self.output if self.mlp else f"{self.output}.0",)]
         groups += [ADDED, (ADDED_OUTPUT,)] if self.added else []
         return [
-            tuple(f"{prefix}.{name}" for name in group)
+            tuple(f"{prefix}.{name}" for name in self.called(module, group))
             for group in groups
             if group and all(name and submodule(module, name) is not None for name in group)
         ]
 
+    def called(self, module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The layers that stand for some with the same input: the one that was fused from them, or themselves."""
+        fused = FUSED.get(names, "") if self.fuses and module.__dict__.get("fused_projections") else ""
+        return (fused,) if module._modules.get(fused) is not None else names
+
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's first input, if they may be handed quantised rows instead of it."""
         site = module.__dict__.get(ATTRIBUTE)
-        first = module._modules[self.projections[0]]
+        first = module._modules[self.called(module, self.projections[:1] if self.cross else self.projections)[0]]
         if site is None or first is None or not in_fp8(first) or hooked(module):
             return None
         plan = _plan(site.entry.description, module, hidden_states)
@@ -281,7 +293,7 @@ class Attention:
             frozenset(
                 (
                     *(self.output, *self.norms, *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if self.added else ())),
-                    *(*self.image, self.gate, self.mlp, *self.optional_children, *FUSED),
+                    *(*self.image, self.gate, self.mlp, *self.optional_children, *FUSED.values()),
                     "processor",  # a module, as an IP-Adapter's processor is
                 )
             ),
@@ -401,18 +413,30 @@ class _Plan:
             self.query = self.context = self.all
             return
         pack = site.rounding == "fp32"
-        q, k, v = (cast(nn.Linear, module._modules[name]) for name in spec.projections)
-        self.all = Linears((q, k, v), input, site, pack and _in_features(q) == _in_features(k))
-        self.query = Linears((q,), input, site)
-        self.context = Linears((k, v), input, site, pack)
+
+        def linears(names: tuple[str, ...], pack: bool = pack) -> Linears:
+            called = spec.called(module, names)
+            parts = len(names) if called != names else 1
+            layers = [cast(nn.Linear, module._modules[name]) for name in called]
+            made = Linears(layers, input, site, pack, parts)
+            if parts > 1 and not (type(layers[0]) is nn.Linear and (made.plain or made.scaled)):
+                self.reason = f"{called[0]}, which fuse_qkv_projections made, cannot be taken as one product"
+            if parts > 1 and made.plain and in_fp8(cast(nn.Module, module._modules[names[0]])):
+                site.remark(f"{called[0]} in its own precision: it was fused after optimize")
+            return made
+
+        q, k, _ = (module._modules[name] for name in spec.projections)
+        self.all = linears(spec.projections, pack and _in_features(q) == _in_features(k))
+        self.query = linears(spec.projections[:1])
+        self.context = linears(spec.projections[1:])
         if spec.gate and module._modules.get(spec.gate) is not None:
             self.gate = Linears((cast(nn.Linear, module._modules[spec.gate]),), input, site)
         if spec.added and module._modules.get(ADDED[0]) is not None:
-            self.added = Linears([cast(nn.Linear, module._modules[name]) for name in ADDED], input, site, pack)
+            self.added = linears(ADDED)
         if spec.added and module._modules.get(ADDED_OUTPUT) is not None:
             self.added_out = Linears((cast(nn.Linear, module._modules[ADDED_OUTPUT]),), input, site)
         if spec.image and module._modules.get(spec.image[0]) is not None:
-            self.image = Linears([cast(nn.Linear, module._modules[name]) for name in spec.image[:2]], input, site, pack)
+            self.image = linears(spec.image[:2])
         out = module._modules.get(spec.output) if spec.output else None
         if out is not None:
             projection, dropout = children(out, "0", "1")
@@ -435,8 +459,6 @@ def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
     processor = cast(AttentionModule, module).processor
     if class_of(processor) not in (spec.processor, *spec.other_processors):
         return f"the processor is {class_of(processor)}"
-    if module.__dict__.get("fused_projections"):
-        return "its projections were fused by fuse_qkv_projections"
     reason = _why_not_norms(spec, module)
     for pair in [] if reason else _norm_pairs(spec, module):
         for name in pair:
@@ -462,7 +484,7 @@ def _make_plan(module: nn.Module, spec: Attention, input: Tensor) -> _Plan:
     return _Plan(spec, module, input, site_of(module))
 
 
-def _in_features(linear: nn.Module) -> object:
+def _in_features(linear: nn.Module | None) -> object:
     return getattr(linear, "in_features", None)
 
 

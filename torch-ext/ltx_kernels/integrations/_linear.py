@@ -76,7 +76,10 @@ class Linears:
         *("scaled", "scales", "site", "sizes", "weights"),
     )
 
-    def __init__(self, modules: Sequence[nn.Linear], input: Tensor, site: Site, pack: bool = True) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Linear], input: Tensor, site: Site, pack: bool = True, parts: int = 1
+    ) -> None:
+        """parts: The number of outputs of equal width that one layer makes side by side."""
         bases = cast("list[nn.Linear]", list(map(base_of, modules)))
         hooks = any(map(hooked, modules))
         self.site = site
@@ -104,12 +107,12 @@ class Linears:
             self.weights, self.scales = map(list, zip(*quantised))
         else:
             self.weights = [cast(Tensor, linear._parameters["weight"]) for linear in self.modules]
-        if self.plain and len(self.modules) == 1 and not self._given:
+        if self.plain and len(self.modules) == parts == 1 and not self._given:
             self._alone = self.weights[0], self.biases[0]
         biases = self._given_biases()
-        if len(self.modules) == 1 or not pack or len(biases) not in (0, len(self.modules)):
+        if parts == 1 and (len(self.modules) == 1 or not pack or len(biases) not in (0, len(self.modules))):
             return
-        self.sizes = [linear.out_features for linear in self.modules]
+        self.sizes = [linear.out_features // parts for linear in self.modules for _ in range(parts)]
         groups = [group for group in (self.weights, self.scales, biases) if group]
         if self._compiling:  # the ops ask for adjacency where they run
             self._packed = True

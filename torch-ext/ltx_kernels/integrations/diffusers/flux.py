@@ -30,6 +30,7 @@ ATTENTION = Attention(
     processor=FLUX + "AttnProcessor",
     parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
     added=True,
+    fuses=True,
     mask=ScoresMask(),
     tables=halves,
 )
@@ -99,7 +100,7 @@ DOUBLE = Block(
     modules={"norm1": (ADA_ZERO,), "norm1_context": (ADA_ZERO,)},
     attentions={"attn": ATTENTION},
     feed_forwards=("ff", "ff_context"),
-    fp8_skip=("*.add_*_proj", "*.to_add_out", "*.ff_context.*"),
+    fp8_skip=("*.add_*_proj", "*.to_added_qkv", "*.to_add_out", "*.ff_context.*"),
     check=why_not_call,
 )
 SINGLE = Block(

@@ -37,6 +37,7 @@ SELF = Attention(
     across_heads=True,
     image=("add_k_proj", "add_v_proj", "norm_added_k"),
     text=512,
+    fuses=True,
     mask=ScoresMask(),
     tables=_tables,
     parallel_cross=False,
@@ -90,7 +91,10 @@ BLOCK = Block(
     norms={"norm1": (FP32_LAYERNORM,), "norm2": (FP32_LAYERNORM, IDENTITY), "norm3": (FP32_LAYERNORM,)},
     attentions={"attn1": SELF, "attn2": CROSS},
     feed_forwards=("ffn",),
-    fp8_skip=("*.attn2.to_k", "*.attn2.to_v", "*.attn2.add_*_proj", "*.attn2.to_out.0"),
+    fp8_skip=(
+        *("*.attn2.to_k", "*.attn2.to_v", "*.attn2.add_*_proj", "*.attn2.to_kv", "*.attn2.to_added_kv"),
+        "*.attn2.to_out.0",
+    ),
     casts=True,
     check=_why_not_block,
 )
