@@ -484,6 +484,8 @@ def test_fp8(ltx: ModuleType, device: str, family: Family) -> None:
         ("flux2", "glu_quant", 2 + 2),
         # Norm, gate, residual, norm and quantisation between the attention and the MLP of four blocks.
         ("z_image", "norm_residual_norm_quant", 4),
+        # The norms of video and text before the MLP that both share.
+        ("cogvideox-5b", "residual_norm_quant", 2 * 2),
     ],
 )
 def test_fp8_in_the_op_before(ltx: ModuleType, device: str, name: str, op: str, count: int) -> None:

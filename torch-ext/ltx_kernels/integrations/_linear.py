@@ -416,6 +416,15 @@ def dequantised(rows: Rows) -> Tensor:
     return (values.float() * scales).to(torch.bfloat16)
 
 
+def concatenated(first: Input, second: Input) -> Input:
+    """The rows [B, S + T, K] of two streams [B, S, K] and [B, T, K], quantised where both are."""
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        values, scales = (torch.cat(parts, 1) for parts in zip(first, second))
+        return values, scales
+    parts = [dequantised(rows) if isinstance(rows, tuple) else rows for rows in (first, second)]
+    return torch.cat(parts, 1)
+
+
 def joined(
     first: Linears, input: Input, rows: slice, second: Linears, context: Tensor, rows2: slice, length: int
 ) -> Tensor:

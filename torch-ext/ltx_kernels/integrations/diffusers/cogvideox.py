@@ -7,15 +7,15 @@ queries, keys and values of both; the heads have LayerNorms, and the rows of the
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._attend import Attention
 from .._block import Block
-from .._feed_forward import feed_forward
+from .._feed_forward import feed_forward, ff_input
 from .._guards import children
+from .._linear import concatenated
 from .._rotary import Tables, halves
 from .._stream import TORCH_LAYERNORM, Stream, modulation_by
 
@@ -52,11 +52,10 @@ def block_forward(
     video.add(video_branch, gate)
     text.add(text_branch, text_gate)
     shift, scale, gate, text_shift, text_scale, text_gate = modulation_by(norm2, temb, 6)
-    rows = (
-        text.norm(norm2._modules["norm"], text_shift, text_scale),
-        video.norm(norm2._modules["norm"], shift, scale),
-    )
-    branch = feed_forward(ff, torch.cat(cast("tuple[Tensor, Tensor]", rows), 1))
+    into = ff_input(ff, hidden_states)
+    text_rows = text.norm(norm2._modules["norm"], text_shift, text_scale, into=into)
+    video_rows = video.norm(norm2._modules["norm"], shift, scale, into=into)
+    branch = feed_forward(ff, concatenated(text_rows, video_rows))
     length = encoder_hidden_states.shape[1]
     video.add(branch[:, length:], gate)
     text.add(branch[:, :length], text_gate)
