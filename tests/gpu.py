@@ -202,7 +202,8 @@ def main() -> int:
             built = ["--backend", "cuda", "--built", str(options.mutations.resolve())]
             return [script(part, "tests/mutations.py", "mutations-cuda.json", share(0.2), *built)]
         if part == "devices" and torch.cuda.device_count() > 1:
-            return [tests(part, file, "-k", "second_device") for file in ("processes", "linear")]
+            second = [tests(part, file, "-k", "second_device") for file in ("processes", "linear")]
+            return [*second, tests(part, "parallel", "-k", "test_benchmark")]
         if part == "forced":  # each of its tests begins several processes, and waits for them
             return [tests(part, "forced", processes=share(0.12))]
         if part == "large":

@@ -516,19 +516,28 @@ def test_peer_memory_can_be_turned_off(ltx: ModuleType, monkeypatch: pytest.Monk
     assert peers.why_not(torch.device("cuda", 0)) == "LTX_KERNELS_PEER_MEMORY is 0"
 
 
-def test_benchmark(ltx: ModuleType, backend: str, tmp_path: Path) -> None:
-    """Two ranks of benchmarks/parallel.py, in small: its records, and what it makes of them."""
-    if backend != "cpu":
-        pytest.skip("the processes load the CPU build")
+@pytest.mark.parametrize("memory", ["0", "1"])
+def test_benchmark(ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    """Two ranks of benchmarks/parallel.py, in small: its records, and what it makes of them.
+
+    On two GPUs with NCCL, and with copies between their memories.
+    """
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    if device == "cpu" and memory == "1":
+        pytest.skip("needs two GPUs, whose memory the ranks share")
+    monkeypatch.setenv("LTX_KERNELS_PEER_MEMORY", memory)
     path = tmp_path / "parallel.json"
     arguments = [
         "--tiny",
         "--device",
-        "cpu",
+        device,
+        "--gpus",
+        "2",
         "--models",
         "ltx",
         "--configs",
-        "stock",
+        *(["stock"] if device == "cpu" else []),
         "kernels",
         "--rounds",
         "1",
@@ -542,12 +551,13 @@ def test_benchmark(ltx: ModuleType, backend: str, tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     timed = {(r["config"], r["gpus"], r.get("mode")): r for r in result["records"] if "step_ms" in r}
     assert all(record["step_ms"] > 0 and len(record["step_ms_by_rank"]) == 2 for record in timed.values())
-    for mode, exchanges in (("ulysses", 4), ("ring", 2), ("guidance", 1)):
+    for mode, exchanges in (("ulysses", 8 if memory == "1" else 4), ("ring", 2), ("guidance", 1)):
         record = timed["kernels", 2, mode]
         assert record["error_vs_one_gpu"] < 1e-2 and record["exchanges"] == exchanges, record
     # Query, key, value and output of two layers: 2 samples of 8 tokens of 128 in bfloat16, of which half stays.
     assert timed["kernels", 2, "ulysses"]["exchange_mb"] == pytest.approx(2 * 4 * 2 * 4 * 128 * 2 / 2 / 1e6, abs=1e-3)
-    assert set(result["meta"]["failed"]) == {"ltx, stock, 2 GPUs, ulysses", "ltx, stock, 2 GPUs, ring"}
+    failed = {"ltx, stock, 2 GPUs, ulysses", "ltx, stock, 2 GPUs, ring"} if device == "cpu" else set()
+    assert set(result["meta"]["failed"]) == failed
     modelled = {(r["config"], r["mode"], r["gpus"]) for r in result["records"] if "modelled_ms" in r}
     assert modelled == {("kernels", mode, gpus) for mode in ("ulysses", "ring") for gpus in (4, 8)}
 
