@@ -1,11 +1,13 @@
-"""Times attention on an NVIDIA GPU beside torch's backends and FlashAttention-4, and measures the error of each.
+"""Times attention on an NVIDIA GPU beside torch's backends and others, and measures the error of each.
 
     python tools/build.py --backend cuda
     python benchmarks/attention.py [--only NAME] [--output PATH]
 
 The shapes are the self-attentions of ten released models, few queries of many keys, and cross-attentions of released
 models, bf16, random normal inputs. The backends take turns; times are of the device, in ms, the median of five rounds.
-`ours_8bit` is precision="int8" with its quantising, for self-attentions with heads of 128 columns.
+`ours_8bit` is precision="int8" with its quantising, for self-attentions with heads of 128 columns. `fa4` is
+FlashAttention-4 (pip install flash-attn-4), and `cudnn_fp8` cuDNN with e4m3 inputs and scales of one (pip install
+nvidia-cudnn-frontend); the time leaves out its cast of the inputs. Without the package there is no such column.
 A record with "mask": "keys" leaves out the last 40 keys: `ours` by a bool mask, `ours_lengths` by key lengths,
 `ours_valid` attends to the other keys alone, and `default` is torch's attention with the same mask. "mask": "addends"
 adds zeros to the scores of the keys. `err` is the relative L2 error against float64 of 256 queries of two heads, by
@@ -78,19 +80,69 @@ def sdpa(heads: Heads, mask: Tensor | None = None, backend: SDPBackend | None = 
         return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
 
 
-def backends(ltx: ModuleType, integers: bool = False) -> dict[str, Callable[[Heads], Tensor]]:
-    """Attention without a mask, by column of the tables. `integers`: also in 8 bits."""
+class CudnnFp8:
+    """cuDNN's attention in e4m3 with scales of one. It casts the inputs once, and keeps them for the next calls."""
+
+    def __init__(self) -> None:
+        import cudnn
+
+        self.cudnn = cudnn
+        self.heads: Heads | None = None
+
+    def __call__(self, heads: Heads) -> Tensor:
+        if self.heads is None or any(x is not y for x, y in zip(heads, self.heads)):
+            self.heads = heads
+            limit = torch.finfo(torch.float8_e4m3fn).max
+            self.prepare(*(x.transpose(1, 2).clamp(-limit, limit).to(torch.float8_e4m3fn) for x in heads))
+        self.graph.execute(self.tensors, self.workspace, handle=self.handle)
+        return self.out.transpose(1, 2)
+
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """query, key, value: [B, heads, S, D]."""
+        e4m3, fp32 = self.cudnn.data_type.FP8_E4M3, self.cudnn.data_type.FLOAT
+        self.handle = self.cudnn.create_handle()
+        self.cudnn.set_stream(handle=self.handle, stream=torch.cuda.current_stream().cuda_stream)
+        self.graph = graph = self.cudnn.pygraph(
+            io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=self.handle
+        )
+        one = torch.ones(1, 1, 1, 1, device="cuda")
+        given = dict(zip("qkv", (query, key, value)))
+        given |= dict.fromkeys(("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"), one)
+        inputs = {
+            name: graph.tensor(name=name, dim=x.shape, stride=x.stride(), data_type=e4m3 if name in "qkv" else fp32)
+            for name, x in given.items()
+        }
+        out, _, *largest = graph.sdpa_fp8(**inputs, attn_scale=query.shape[-1] ** -0.5, generate_stats=False)
+        self.out = torch.empty_like(query)
+        self.tensors = {inputs[name]: x for name, x in given.items()} | {out: self.out}
+        out.set_output(True).set_dim(self.out.shape).set_stride(self.out.stride()).set_data_type(e4m3)
+        for x in largest:  # of the weights and of the output
+            x.set_output(True).set_dim(one.shape).set_stride(one.stride()).set_data_type(fp32)
+            self.tensors[x] = torch.empty_like(one)
+        graph.build([self.cudnn.heur_mode.A])
+        self.workspace = torch.empty(graph.get_workspace_size(), device="cuda", dtype=torch.uint8)
+
+
+def backends(ltx: ModuleType) -> dict[str, Callable[[Heads], Tensor]]:
+    """Attention without a mask, by column of the tables."""
     found: dict[str, Callable[[Heads], Tensor]] = {
         "ours": lambda heads: ltx.attention(*heads),
         "cudnn": lambda heads: sdpa(heads, backend=SDPBackend.CUDNN_ATTENTION),
         "flash2": lambda heads: sdpa(heads, backend=SDPBackend.FLASH_ATTENTION),
     }
-    if integers:
-        found["ours_8bit"] = lambda heads: ltx.attention(*heads, precision="int8")
     if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
         from flash_attn.cute import flash_attn_func
 
         found["fa4"] = lambda heads: flash_attn_func(*heads)[0]
+    return found
+
+
+def backends_in_8_bits(ltx: ModuleType, columns: int) -> dict[str, Callable[[Heads], Tensor]]:
+    found: dict[str, Callable[[Heads], Tensor]] = {}
+    if columns == 128:
+        found["ours_8bit"] = lambda heads: ltx.attention(*heads, precision="int8")
+    if importlib.util.find_spec("cudnn"):
+        found["cudnn_fp8"] = CudnnFp8()
     return found
 
 
@@ -137,10 +189,9 @@ def errors(found: dict[str, Callable[[Heads], Tensor]], tokens: int, columns: in
         rows = query[:, :CHECKED_QUERIES].double().transpose(1, 2)
         weights = (rows @ key.double().permute(0, 2, 3, 1) * columns**-0.5).softmax(-1)
         exact = (weights @ value.double().transpose(1, 2)).transpose(1, 2)
-        result[kind] = {
-            name: float(f"{((call((query, key, value))[:, :CHECKED_QUERIES] - exact).norm() / exact.norm()):.4g}")
-            for name, call in found.items()
-        }
+        heads = (query, key, value)
+        differences = {name: call(heads)[:, :CHECKED_QUERIES].double() - exact for name, call in found.items()}
+        result[kind] = {name: float(f"{x.norm() / exact.norm():.4g}") for name, x in differences.items()}
     return result
 
 
@@ -180,7 +231,7 @@ def measure(ltx: ModuleType, name: str) -> list[dict[str, Any]]:
         return cross(ltx, name, backends(ltx))
     shape = SHAPES[name]
     batch, tokens, count, columns = shape
-    found = backends(ltx, integers=columns == 128)
+    found = backends(ltx) | backends_in_8_bits(ltx, columns)
     heads = inputs(shape, tokens)
     ms = milliseconds({column: lambda call=call: call(heads) for column, call in found.items()})  # type: ignore[misc]
     flop = 4 * batch * count * tokens * tokens * columns
