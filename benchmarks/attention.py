@@ -4,10 +4,10 @@
     python benchmarks/attention.py [--only NAME] [--output PATH]
 
 The shapes are the self-attentions of ten released models, few queries of many keys, and cross-attentions of released
-models, bf16, random normal inputs. The backends take turns; times are of the device, in ms, the median of five rounds.
-`ours_8bit` is precision="int8" with its quantising, for self-attentions with heads of 128 columns. `fa4` is
-FlashAttention-4 (pip install flash-attn-4), and `cudnn_fp8` cuDNN with e4m3 inputs and scales of one (pip install
-nvidia-cudnn-frontend); the time leaves out its cast of the inputs. Without the package there is no such column.
+models, random normal inputs, bf16 but for the records with "dtype": "float16". The backends take turns; times are of
+the device, in ms, the median of five rounds. `ours_8bit` is precision="int8" with its quantising, for self-attentions
+with heads of 128 columns. `fa4` is FlashAttention-4 (pip install flash-attn-4), and `cudnn_fp8` cuDNN with e4m3 inputs
+and scales of one (pip install nvidia-cudnn-frontend); its time leaves out the cast of the inputs.
 A record with "mask": "keys" leaves out the last 40 keys: `ours` by a bool mask, `ours_lengths` by key lengths,
 `ours_valid` attends to the other keys alone, and `default` is torch's attention with the same mask. "mask": "addends"
 adds zeros to the scores of the keys. `err` is the relative L2 error against float64 of 256 queries of two heads, by
@@ -64,6 +64,7 @@ PROMPTS = (
     "ltx2_text",
     "ltx13b_text",
 )  # models that add zeros to the scores of a prompt without padding
+FLOAT16 = ("ltx49", "flux")  # timed in float16 as well
 MASKED_KEYS = 40
 MASKED = ("ltx2", "qwen", "hyvideo15")  # models with padded prompts among the keys
 ROUNDS, SECONDS_PER_ROUND = 5, 0.03
@@ -164,13 +165,15 @@ def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     return {name: round(statistics.median(samples[1:]), 4) for name, samples in times.items()}
 
 
-def inputs(shape: tuple[int, int, int, int], keys: int, kind: str = "normal") -> Heads:
+def inputs(
+    shape: tuple[int, int, int, int], keys: int, kind: str = "normal", dtype: torch.dtype = torch.bfloat16
+) -> Heads:
     batch, tokens, heads, columns = shape
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(length: int, scale: float = 1.0) -> Tensor:
         x = torch.randn(batch, length, heads, columns, device="cuda", generator=generator)
-        return (scale * x).bfloat16()
+        return (scale * x).to(dtype)
 
     spread = 2.0 if kind == "peaked" else 1.0
     query, key, value = normal(tokens, spread), normal(keys, spread), normal(keys)
@@ -239,6 +242,10 @@ def measure(ltx: ModuleType, name: str) -> list[dict[str, Any]]:
     record["tflops"] = {column: round(flop / x / 1e9) for column, x in ms.items()}
     record["err"] = errors(found, tokens, columns)
     records = [record]
+    if name in FLOAT16:
+        half = inputs(shape, tokens, dtype=torch.float16)
+        ms = milliseconds({column: lambda call=call: call(half) for column, call in backends(ltx).items()})  # type: ignore[misc]
+        records.append({"name": name, "shape": list(shape), "mask": None, "dtype": "float16", "ms": ms})
     if name in MASKED:
         records.append({"name": name, "shape": list(shape), "mask": "keys", "ms": milliseconds(masked(ltx, heads))})
     return records
