@@ -1280,6 +1280,18 @@ def attention_speed() -> str:
     for r in cross:
         if r["mask"] == "addends":
             lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {r['ms']['ours']:.3f} | {r['ms']['default']:.3f} |")
+    halves = [r for r in result["records"] if r.get("dtype") == "float16"]
+    if halves:
+        lines += [
+            "",
+            "In float16:",
+            "",
+            f"| | B, S, heads, D | {' | '.join(ATTENTION[c] for c in columns)} |",
+            "|---" * (len(columns) + 2) + "|",
+        ]
+    for r in halves:
+        cells = " | ".join(f"{r['ms'][name]:.3f}" for name in columns)
+        lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {cells} |")
     return "\n".join([*lines, ""])
 
 
@@ -1353,6 +1365,24 @@ def attention_int8() -> str:
         lines.append(
             f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {ours:.3f} | {int8:.3f} | "
             f"{ours / int8:.2f} x | {errors} |"
+        )
+    others = [r for r in result["records"] if "cudnn_fp8" in r["ms"]]
+    if others:
+        lines += [
+            "",
+            "cuDNN with e4m3 inputs and scales of one, in ms without the time of its cast, and its errors on the same "
+            "inputs:",
+            "",
+            f"| | B, S, heads, D | cuDNN fp8 | this package, bf16 | this package, int8 | {' | '.join(kinds)} |",
+            "|---" * (5 + len(kinds)) + "|",
+        ]
+    for r in others:
+        ms = r["ms"]
+        int8 = f"{ms['ours_8bit']:.3f}" if "ours_8bit" in ms else ""
+        errors = " | ".join(f"{r['err'][kind]['cudnn_fp8']:.1e}" for kind in kinds)
+        lines.append(
+            f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {ms['cudnn_fp8']:.3f} | "
+            f"{ms['ours']:.3f} | {int8} | {errors} |"
         )
     models = load("h200-models")["records"]
     pairs = [("kernels", "kernels_int8"), ("kernels_fp8", "kernels_fp8_int8")]
