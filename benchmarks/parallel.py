@@ -349,7 +349,7 @@ def modelled(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         rest = record["step_ms"] - alone[0]["step_ms"] / 2 - exchange_ms(2)
         for world in MODELLED:
             ms = alone[0]["step_ms"] / world + exchange_ms(world) + rest
-            named = {key: record[key] for key in (*same, "mode")}
+            named = {key: record[key] for key in ("commit", *same, "mode") if key in record}
             result.append({**named, "gpus": world, "modelled_ms": round(ms, 3), "exchange_ms": exchange_ms(world)})
     return result
 
@@ -357,12 +357,20 @@ def modelled(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Bare exchanges, then models and configurations as this file lists them, and what is modelled at the end."""
 
-    def place(record: dict[str, Any]) -> tuple[bool, int, int]:
+    def place(record: dict[str, Any]) -> tuple[int, ...]:
         if "exchange" in record:
-            return False, -1, 0
-        return "modelled_ms" in record, list(CASES).index(record["model"]), CONFIGS.index(record["config"])
+            return 0, -1
+        mode = MODES.index(record["mode"]) if "mode" in record else -1
+        model, config = list(CASES).index(record["model"]), CONFIGS.index(record["config"])
+        return int("modelled_ms" in record), model, config, record.get("gpus", 1), mode
 
     return sorted(records, key=place)
+
+
+def with_modelled(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The measured ones of the records, and what follows from them, in order."""
+    measured = [record for record in records if "modelled_ms" not in record]
+    return in_order([*measured, *modelled(measured)])
 
 
 def failures_kept(output: Path, options: argparse.Namespace) -> dict[str, str]:
@@ -430,9 +438,8 @@ def worker(rank: int, world: int, port: int, options: argparse.Namespace) -> Non
 
     def save() -> None:
         if rank == 0:
-            records = [*run.records, *modelled(run.records)]
-            shown = kept_records(output, meta, records, IDENTITY) if options.update else records
-            write(output, {**meta, "failed": {**earlier_failures, **run.failed}}, in_order(shown))
+            shown = kept_records(output, meta, run.records, IDENTITY) if options.update else run.records
+            write(output, {**meta, "failed": {**earlier_failures, **run.failed}}, with_modelled(shown))
 
     with torch.no_grad():
         run.exchange()

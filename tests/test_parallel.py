@@ -586,6 +586,12 @@ def test_modelled_times() -> None:
     assert four["exchange_ms"] == pytest.approx(3.0) and four["modelled_ms"] == pytest.approx(25 + 3 + 3)
     assert eight["exchange_ms"] == pytest.approx(1.75) and eight["modelled_ms"] == pytest.approx(12.5 + 1.75 + 3)
 
+    stale = {**four, "modelled_ms": 1.0}
+    measured = [{**record, "model": "ltx"} if "model" in record else record for record in records]
+    kept = parallel.with_modelled([{**stale, "model": "ltx"}, *measured])
+    assert [record["modelled_ms"] for record in kept[-2:]] == [four["modelled_ms"], eight["modelled_ms"]]
+    assert len(kept) == len(records) + 2
+
     import readme
 
     split = readme._split([*records, four, eight], records[-1])
