@@ -526,17 +526,19 @@ def supported() -> str:
     for measurement in measurements():
         gains.setdefault(measurement.family, []).append(measurement.gain())
     for library in ("diffusers", "transformers"):
+        rows: dict[str, dict[str, ModuleType]] = {}  # files whose names begin with the same word share a row
         for name, module in families_of(library).items():
-            if name == NORMS:  # of any model: the README says so below the table
-                continue
-            blocks = _blocks(module)
+            if name != NORMS:  # of any model: the README says so below the table
+                rows.setdefault(name.split("_")[0], {})[name] = module
+        for row in rows.values():
+            blocks = [block for module in row.values() for block in _blocks(module)]
             classes = dict.fromkeys(known.split(".")[-1] for block in blocks for known in block.classes)
             cells = [
-                first_sentence(module).rstrip(".").partition(":")[0],
+                "; ".join(first_sentence(module).rstrip(".").partition(":")[0] for module in row.values()),
                 ", ".join(f"`{known}`" for known in classes),
                 ", ".join(sorted({_level(block) for block in blocks})),
                 "yes" if any(map(_has_fp8, blocks)) else "no",
-                "; ".join(filter(None, gains.get(name, []))) or "not measured",
+                "; ".join(gain for name in row for gain in gains.get(name, []) if gain) or "not measured",
             ]
             lines.append(f"| {' | '.join(cells)} |")
         if library == "diffusers":
