@@ -149,6 +149,25 @@ def modulated(make: Make, batch: int, tokens: int, width: int, function: str) ->
     return Inputs(arguments[function])
 
 
+def by_index(make: Make, batch: int, tokens: int, width: int, function: str, per_token: bool = False) -> Inputs:
+    """As Qwen-Image-Edit: half of the tokens take the first of two rows of modulation, the others the second.
+
+    per_token: The same modulation as a row for each token, which somebody wrote before.
+    """
+    x, residual = make(batch, tokens, width), make(batch, tokens, width)
+    shift, scale, gate = make(batch, 2, 6 * width).unflatten(-1, (6, width)).unbind(-2)[:3]
+    index = (torch.arange(tokens, device=make.device) >= tokens // 2).int().expand(batch, tokens)
+    if per_token:
+        rows = torch.stack((shift, scale, gate), -2)[:, index[0].long()]  # [B, S, 3, H]: views of it have gaps
+        shift, scale, gate = rows.unbind(-2)
+    arguments: dict[str, tuple[Tensor | None, ...]] = {
+        "adaln_layernorm": (x, None, scale, shift),
+        "gated_residual": (x, residual, gate),
+        "gated_residual_adaln_layernorm": (x, residual, gate, None, scale, shift),
+    }
+    return Inputs(arguments[function], {} if per_token else {"index": index})
+
+
 def norm_residual(make: Make, rows: int, width: int) -> Inputs:
     return Inputs((make(rows, width), make(rows, width), make(width)))
 
@@ -351,6 +370,14 @@ OPS = [
     ),
     *(
         Op(function, partial(modulated, function=function), shapes, (2, 5, 64)) for function, shapes in PAIRS.items()
+    ),
+    *(
+        Op(
+            function, partial(by_index, function=function, per_token=per_token), [(1, 13778, 3072)], (2, 6, 64),
+            f"{function} {'per token' if per_token else 'by index'}",
+        )
+        for function in ("adaln_layernorm", "gated_residual", "gated_residual_adaln_layernorm")
+        for per_token in (False, True)
     ),
     Op("norm_residual", norm_residual, [(16384, 3840), (16384, 4096)], (3, 128)),
     Op("norm_gated_residual_norm", norm_residual_norm, [(4, 4352, 3840), (2, 8064, 3072)], (2, 5, 64)),

@@ -245,6 +245,9 @@ struct RowsParams {
   uint32_t rows;   // of the inner dimension
   uint32_t ahead;  // rows that prefetch_later looks ahead
   int32_t width;
+  RowPointer index;  // names the gate's row; no data: it is the row's own number
+  IndexType index_type;
+  uint32_t index_rows;
 };
 
 // The gate of a residual. kAny: it may be absent, vary, or have another dtype than the rows. kKnown and kTables: a
@@ -276,7 +279,11 @@ __global__ void __launch_bounds__(register_threads(G), 1)
   // H200, of a copy's time, passing the first cache and not: short rows 131072x128 1.15, 1.18.
   share.template load<kShort>(packs);
   if constexpr (kWhole && kPrefetches) share.prefetch_later(p.operands, p.ahead, p.width);
-  const uint32_t row = share.active() ? share.row : 0;
+  uint32_t row = share.active() ? share.row : 0;  // of the gate
+  bool named = true;
+  if constexpr (kResidual && G == Gate::kAny) {
+    if (p.index.data) row = read_index(p.index.at(row), p.index_type, p.index_rows, named);
+  }
   P gate[kPacks], table[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
@@ -317,6 +324,7 @@ __global__ void __launch_bounds__(register_threads(G), 1)
   const float most = row_magnitude<kWhole>(magnitude(y), magnitudes);
   const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
   if (share.active()) share.write(y, by);
+  stop_unless_named(named);
 }
 
 // operands: the gate, and what it multiplies (not for gelu). width: of the whole row. The first prefix_threads threads
@@ -457,13 +465,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   constexpr int kWidth = kPackWidth<T>;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
   const bool active = number < p.rows.count;
-  int64_t input = 0, residual = 0, residual_out = 0, gate = 0;
+  int64_t input = 0, residual = 0, residual_out = 0, gate = 0, index = 0;
   walk_row(p.rows, active ? number : 0, [&](int d, int64_t i) {
     input += i * p.input.stride[d];
     residual += i * p.residual.stride[d];
     residual_out += i * p.residual_out.stride[d];
     gate += i * p.gate.value.stride[d];
+    index += i * p.index.stride[d];
   });
+  bool named = true;
+  if (p.index.data) {
+    const char* const data = static_cast<const char*>(p.index.data) + index * index_size(p.index.type);
+    gate += read_index(data, p.index.type, p.index.rows, named) * p.gate.value.index_stride;
+  }
   const auto get = [&](const RowView& view, int64_t row, int64_t column, float (&x)[kWidth]) {
     load_floats<kWidth>(view.data, view.dtype, row, column, view.column_stride, width, false, x);
   };
@@ -487,6 +501,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     store_pack(static_cast<T*>(p.residual_out.data) + residual_out, column, p.residual_out.column_stride, width, false,
                to_pack<T, kWidth>(h));
   });
+  stop_unless_named(named);
 }
 
 constexpr int kGeneralThreads = 256;
@@ -644,6 +659,17 @@ class RowOperands {
   RowModulator modulator(const RowView& value, const RowView& table) {
     return {row(value), row(table).data, value.dtype, table.dtype};
   }
+  // Where the numbers of rows lie. The gate's inner stride then leads from one row that they name to the next.
+  RowPointer index(const IndexView& view, const RowView& gate, RowPointer& gate_pointer) {
+    if (!view.data) return {};
+    fits_ = fits_ && gate_pointer.inner == 0 &&
+            (!gate.data ||
+             is_packed(gate.data, gate.dtype, kPackWidth<T>, rows_.width, gate.column_stride, &gate.index_stride, 1));
+    gate_pointer.inner = gate.index_stride * element_size(gate.dtype);
+    const int64_t bytes = index_size(view.type);
+    return {static_cast<char*>(const_cast<void*>(view.data)), rows_.ndim > 0 ? view.stride[rows_.ndim - 1] * bytes : 0,
+            rows_.ndim == 2 ? view.stride[0] * bytes : 0};
+  }
 
  private:
   const Rows& rows_;
@@ -668,6 +694,9 @@ void launch_rows(const NormParams& p, const Context& context) {
   if constexpr (kResidual) q.operands[1] = operands.row(p.residual);
   q.residual_out = operands.row(p.residual_out);
   q.gate = operands.modulator(p.gate.value, p.gate.table);
+  q.index = operands.index(p.index, p.gate.value, q.gate.value);
+  q.index_type = p.index.type;
+  q.index_rows = p.index.rows;
   q.output = p.quantised;
   q.rows = static_cast<uint32_t>(operands.inner());
   q.ahead = launch.ahead(p.rows.width, kResidual + 1);

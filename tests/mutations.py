@@ -611,6 +611,20 @@ MUTATIONS = [
         tests=("inputs",),
     ),
     Mutation(
+        "the first row of modulation for every number of an index",
+        "torch-ext/tensor_checks.h",
+        "view.index_stride = a.stride[a.dim - 2];",
+        "view.index_stride = 0;",
+        tests=("adaln",),
+    ),
+    Mutation(
+        "overlap of an output with the index not checked",
+        "torch-ext/norm.cpp",
+        ", &a.index}",
+        "}",
+        tests=("inputs",),
+    ),
+    Mutation(
         "overlap of an output with the residual not checked",
         "torch-ext/norm.cpp",
         "check_overlap(*out, a.residual, true);",

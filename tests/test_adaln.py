@@ -22,10 +22,12 @@ from helpers import (
     check,
     check_eager,
     eps_names,
+    index_case,
     modulator_shape,
     norm_case,
     optional,
     place,
+    without_index,
 )
 
 MODULATED = [op for op, tensors in NORM_OPS.items() if set(tensors) & set(MODULATORS)]
@@ -218,6 +220,76 @@ def test_table_layouts(ltx, device, op, layout):
     outputs = case.replace(**{name: place(table, layout) for name, table in tables.items()}).run(ltx)
     for output, want in zip(outputs, expected, strict=True):
         assert_same_bits(output, want)
+
+
+# ---- Rows of modulation that an index names
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 6, 40), {}),
+        ((2, 6, 40), {"per_batch": True, "index_dtype": torch.int32}),
+        ((2, 6, 40), {"index_shape": (6,), "index_dtype": torch.bool, "rows": 2}),
+        ((2, 6, 40), {"index_shape": (2, 1), "per_batch": True}),
+        ((2, 1, 40), {"per_batch": True}),
+        ((3, 3, 40), {"per_batch": True, "index_shape": (3,)}),
+        ((2, 3, 4, 264), {"per_batch": True, "index_shape": (4,)}),
+        ((2, 3, 4, 264), {"index_dtype": torch.int32}),
+        ((6, 40), {}),
+        ((6, 40), {"per_batch": True}),
+        ((40,), {}),
+    ],
+    ids=str,
+)
+def test_rows_by_index(ltx, device, op, dtype, shape, options):
+    """The bits of the call with a modulation for each row, written out."""
+    make = Make(device, dtype)
+    case = index_case(op, make, shape, **options)
+    for name in [None, *modulators(op)]:
+        with_table = case if name is None else case.replace(**{f"{name}_table": make(shape[-1])})
+        for output, want in zip(check(ltx, with_table), without_index(with_table).run(ltx), strict=True):
+            assert_same_bits(output, want, op)
+    check_eager(ltx, case)
+
+
+@every_op
+@pytest.mark.parametrize("width", [2048, 3072, 5120, 2050])
+@pytest.mark.parametrize("modulation_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_by_index_of_wide_rows(ltx, device, op, width, modulation_dtype):
+    """The lengths of models: the whole packs of a thread, and a row that has none."""
+    make = Make(device, torch.bfloat16)
+    options = {"per_batch": True, "index_dtype": torch.int32, "modulation_dtype": modulation_dtype}
+    case = index_case(op, make, (2, 9, width), **options)
+    for output, want in zip(check(ltx, case), without_index(case).run(ltx), strict=True):
+        assert_same_bits(output, want, op)
+
+
+@every_op
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_an_index(ltx, device, op, layout):
+    case = index_case(op, Make(device, torch.bfloat16), (2, 7, 264), per_batch=True)
+    expected = case.run(ltx)
+    for name in ["index", *modulators(op)]:
+        outputs = case.replace(**{name: place(case.kwargs[name], layout)}).run(ltx)
+        for output, want in zip(outputs, expected, strict=True):
+            assert_same_bits(output, want, name)
+
+
+@every_op
+@pytest.mark.parametrize("number", [3, -1, 2**32])
+def test_a_number_that_names_no_row(ltx, backend, device, op, number):
+    """It raises on the CPU, and leaves outputs alone. On a GPU the kernel stops, and no call can follow."""
+    if backend != "cpu":
+        pytest.skip("the process could not go on")
+    case = index_case(op, Make(device, torch.float32), (2, 3, 40))
+    case.kwargs["index"][1, 2] = number
+    with pytest.raises(RuntimeError, match=f"index: expected numbers from 0 to 2, got {number}"):
+        case.run(ltx)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        case.run(ltx.reference)
 
 
 # ---- What may be absent

@@ -115,6 +115,11 @@ def channel_norm_formula(x: Tensor, w: Tensor, c: Tensor, scale: Tensor, shift: 
     return torch.cat([y[:, :, :1], y, y[:, :, -1:], y[:, :, -1:]], 2)
 
 
+def every_third(x: Tensor) -> Tensor:
+    """[S], the numbers 0, 1, 2, 0, 1, ..."""
+    return torch.arange(x.shape[1], device=x.device) % 3
+
+
 class Case:
     """A function of the package (or of its reference) applied to seeded tensors, and what it should compute."""
 
@@ -147,6 +152,11 @@ CASES = {
         lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN), m(b, HIDDEN), m(b, 1, 6, HIDDEN)[:, :, 2], m(HIDDEN), m(HIDDEN)),
         lambda f, x, w, scale, shift, t, u: f.adaln_rmsnorm(x, w, scale, shift, scale_table=t, shift_table=u),
         lambda x, w, scale, shift, t, u: rms(x) * w * (1 + t + scale[:, None]) + u + shift,
+    ),
+    "adaln_rmsnorm by index": Case(
+        lambda m, b, s: (m(b, s, HIDDEN), m(3, HIDDEN), m(3, HIDDEN)),
+        lambda f, x, scale, shift: f.adaln_rmsnorm(x, None, scale, shift, index=every_third(x)),
+        lambda x, scale, shift: rms(x) * (1 + scale[every_third(x)]) + shift[every_third(x)],
     ),
     "adaln_layernorm": Case(
         lambda m, b, s: (m(b, s, HIDDEN), m(HIDDEN), m(b, 1, HIDDEN), m(b, s, HIDDEN), m(HIDDEN)),

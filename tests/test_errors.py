@@ -158,6 +158,38 @@ def norm_errors() -> list[Error]:
             one(*ROWS),
         ),
         Error(
+            "index: expected dtype int64, int32 or bool, got float32",
+            lambda f, t, **out: f.adaln_rmsnorm(t(*ROWS), None, t(2, 8), index=t(2, 3), **out),
+            one(*ROWS),
+        ),
+        Error(
+            "index: expected a shape that broadcasts to [2, 3], got [2]",
+            lambda f, t, **out: f.gated_residual(t(*ROWS), t(*ROWS), t(2, 8), index=t(2, dtype=I64), **out),
+            one(*ROWS),
+        ),
+        Error(
+            "scale: expected shape [rows, 8] or [2, rows, 8] with index, got [8]",
+            lambda f, t, **out: f.adaln_layernorm(t(*ROWS), None, t(8), index=t(3, dtype=I64), **out),
+            one(*ROWS),
+        ),
+        Error(
+            "gate: expected shape [rows, 8] or [2, rows, 8] with index, got [3, 2, 8]",
+            lambda f, t, **out: f.adaln_zero(
+                t(*ROWS), None, t(2, 8), t(2, 8), t(3, 2, 8), index=t(3, dtype=I64), **out
+            ),
+            one(*ROWS),
+        ),
+        Error(
+            "scale: expected shape [rows, 8] with index, got [1, 2, 8]",
+            lambda f, t, **out: f.adaln_rmsnorm(t(8), None, t(1, 2, 8), index=t(dtype=I64), **out),
+            one(8),
+        ),
+        Error(
+            "shift: expected 2 rows (those of scale), got shape [3, 8]",
+            lambda f, t, **out: f.adaln_rmsnorm(t(*ROWS), None, t(2, 8), t(3, 8), index=t(3, dtype=I64), **out),
+            one(*ROWS),
+        ),
+        Error(
             "scale_table: expected shape [8], got [1, 8]",
             lambda f, t, **out: f.adaln_rmsnorm(t(*ROWS), None, t(8), t(8), scale_table=t(1, 8), **out),
             one(*ROWS),

@@ -23,6 +23,7 @@ from helpers import (
     assert_same_bits,
     eps_names,
     gate_and_up,
+    index_case,
     kernels_of,
     norm_case,
     offers_offset,
@@ -30,6 +31,7 @@ from helpers import (
     place,
     torch_threads,
     unchanged,
+    without_index,
 )
 from helpers.numeric import SUM_ERROR, report
 from torch import Tensor
@@ -482,6 +484,25 @@ def test_many_rows(ltx, device, dtype):
         assert_like_the_reference(ltx, device, case, "contiguous")
 
 
+MODULATED = [op for op in QUANTISED_NORMS if set(NORM_OPS[op]) & set(MODULATORS)]
+
+
+@pytest.mark.parametrize("op", MODULATED)
+@every_dtype
+@pytest.mark.parametrize("width", [40, 264, 2048, 3072, 2050])
+def test_rows_by_index(ltx, device, op, dtype, width):
+    """The bits of the call with a modulation for each row, written out."""
+    make = Make(device, dtype, seed=width)
+    tables = [name for name in MODULATORS if name in NORM_OPS[op]]
+    for per_batch, index_dtype in ((False, torch.int64), (True, torch.int32)):
+        case = index_case(op, make, (2, 9, width), per_batch=per_batch, index_dtype=index_dtype)
+        for output, want in zip(check(ltx, case), run(ltx, without_index(case)), strict=True):
+            assert_same_bits(output, want, op)
+    case = index_case(op, make, (2, 9, width), rows=2, index_shape=(9,), index_dtype=torch.bool, tables=tables)
+    for output, want in zip(check(ltx, case), run(ltx, without_index(case)), strict=True):
+        assert_same_bits(output, want, op)
+
+
 # ---- The same row, the same bits
 
 
@@ -695,28 +716,31 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
     x, w, v, s = make(2, 6, 24), make(24), make(2, 1, 24), torch.tensor(0.1, device=device)
     row = make(2, 3, 16).to(E4M3), torch.ones(2, 3, 1, device=device)
     weight = make(32, 16).to(E4M3), torch.ones(32, device=device)
+    rows, i = make(3, 24), torch.arange(6, device=device) % 3
     return {
         "norm_quant": [
-            (x, None, None, None, None, None, None, None, 0.0, 0.0, 0),
-            (x.transpose(0, 1), w, None, w, v[:1], w, w, s, 1e-6, 0.0, 1),
-            (x, w, w, None, None, None, None, None, 1e-5, 0.0, 2),
+            (x, None, None, None, None, None, None, None, None, 0.0, 0.0, 0),
+            (x.transpose(0, 1), w, None, w, v[:1], w, w, s, None, 1e-6, 0.0, 1),
+            (x, None, None, rows, rows, w, w, s, i, 1e-6, 0.0, 1),
+            (x, w, w, None, None, None, None, None, None, 1e-5, 0.0, 2),
         ],
         "residual_norm_quant": [
-            (x, x, v, None, None, None, None, w, None, None, s, 0.0, 0.0, 0),
-            (x, x, None, w, None, v, v, None, None, w, None, 1e-6, 0.0, 1),
-            (x, x, v, w, w, None, None, None, None, None, None, 1e-6, 0.0, 2),
+            (x, x, v, None, None, None, None, w, None, None, s, None, 0.0, 0.0, 0),
+            (x, x, None, w, None, v, v, None, None, w, None, None, 1e-6, 0.0, 1),
+            (x, x, rows, None, None, rows, rows, None, None, None, None, i, 1e-6, 0.0, 2),
+            (x, x, v, w, w, None, None, None, None, None, None, None, 1e-6, 0.0, 2),
         ],
         "norm_residual_norm_quant": [
-            (x, x, v, w, w, v, None, None, None, None, None, 1e-6, 1e-5, 0.0),
-            (x, x, None, w, w, None, None, None, None, None, s, 1e-6, 1e-5, 1.0),
+            (x, x, v, w, w, v, None, None, None, None, None, None, 1e-6, 1e-5, 0.0),
+            (x, x, None, w, w, None, None, None, None, None, s, None, 1e-6, 1e-5, 1.0),
         ],
         "adaln_norm_pair_quant": [
-            (x, None, None, v, v, v, None, None, None, None, None, None, 1e-6, 1),
-            (x, w, w, v, v, v, v, w, w, w, w, s, 1e-5, 2),
+            (x, None, None, v, v, v, None, None, None, None, None, None, None, 1e-6, 1),
+            (x, w, w, v, v, v, v, w, w, w, w, s, None, 1e-5, 2),
         ],
         "residual_norm_pair_quant": [
-            (x, x, v, None, None, v, v, v, v, w, w, w, w, w, None, 1e-6, 1),
-            (x, x, None, w, w, v, v, v, v, None, None, None, None, None, s, 1e-5, 2),
+            (x, x, v, None, None, v, v, v, v, w, w, w, w, w, None, None, 1e-6, 1),
+            (x, x, None, w, w, v, v, v, v, None, None, None, None, None, s, None, 1e-5, 2),
         ],
         "glu_quant": [(x, None, None, None, 1, True), (x, x, v.expand_as(x), s, 2, True)],
         "gelu_quant": [(x, None, x[..., :8], s, 0), (x, w, None, None, 1)],

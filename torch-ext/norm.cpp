@@ -25,7 +25,7 @@ void run(NormArgs& a) {
     check_overlap(*out, a.residual, true);
     for (const Arg* other :
          {&a.weight, &a.bias, &a.gate, &a.gate_table, &a.scale, &a.scale_table, &a.shift, &a.shift_table, &a.out_gate,
-          &a.out_gate_table, &a.branch_weight, &a.scale2, &a.scale2_table, &a.shift2, &a.shift2_table}) {
+          &a.out_gate_table, &a.branch_weight, &a.scale2, &a.scale2_table, &a.shift2, &a.shift2_table, &a.index}) {
       check_overlap(*out, *other, false);
     }
     for (const Arg* const* other = outputs; *other != out; ++other) {
@@ -66,8 +66,8 @@ NormArgs norm_args(const Tensor& input, const OptionalTensor& weight, const Opti
 
 NormArgs adaln_args(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
                     const OptionalTensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
-                    const OptionalTensor& shift_table, const OptionalTensor& gate_table, double eps, int64_t statistic,
-                    int64_t rounding) {
+                    const OptionalTensor& shift_table, const OptionalTensor& gate_table, const OptionalTensor& index,
+                    double eps, int64_t statistic, int64_t rounding) {
   NormArgs a = norm_args(input, weight, bias, eps, 0.0, statistic, rounding);
   a.scale = arg("scale", scale);
   a.shift = arg("shift", shift);
@@ -75,14 +75,15 @@ NormArgs adaln_args(const Tensor& input, const OptionalTensor& weight, const Opt
   a.scale_table = arg("scale_table", scale_table);
   a.shift_table = arg("shift_table", shift_table);
   a.out_gate_table = arg("gate_table", gate_table);
+  a.index = arg("index", index);
   return a;
 }
 
 NormArgs residual_args(const Tensor& input, const Tensor& residual, const OptionalTensor& gate,
                        const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& scale,
                        const OptionalTensor& shift, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
-                       const OptionalTensor& shift_table, double eps, double weight_offset, int64_t statistic,
-                       int64_t rounding) {
+                       const OptionalTensor& shift_table, const OptionalTensor& index, double eps, double weight_offset,
+                       int64_t statistic, int64_t rounding) {
   NormArgs a = norm_args(input, weight, bias, eps, weight_offset, statistic, rounding);
   a.residual = arg("residual", residual);
   a.gate = arg("gate", gate);
@@ -91,23 +92,25 @@ NormArgs residual_args(const Tensor& input, const Tensor& residual, const Option
   a.gate_table = arg("gate_table", gate_table);
   a.scale_table = arg("scale_table", scale_table);
   a.shift_table = arg("shift_table", shift_table);
+  a.index = arg("index", index);
   return a;
 }
 
 NormArgs gated_residual_args(const Tensor& input, const Tensor& residual, const Tensor& gate,
-                             const OptionalTensor& gate_table, int64_t rounding) {
+                             const OptionalTensor& gate_table, const OptionalTensor& index, int64_t rounding) {
   NormArgs a;
   a.input = arg("input", input);
   a.residual = arg("residual", residual);
   a.gate = arg("gate", gate);
   a.gate_table = arg("gate_table", gate_table);
   a.rounding = check_norm_rounding(rounding);
+  a.index = arg("index", index);
   return a;
 }
 
 NormArgs norm_residual_args(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-                            const OptionalTensor& gate, const OptionalTensor& gate_table, double eps,
-                            double weight_offset, int64_t rounding) {
+                            const OptionalTensor& gate, const OptionalTensor& gate_table, const OptionalTensor& index,
+                            double eps, double weight_offset, int64_t rounding) {
   NormArgs a;
   a.input = arg("input", input);
   a.residual = arg("residual", residual);
@@ -118,6 +121,7 @@ NormArgs norm_residual_args(const Tensor& input, const Tensor& residual, const O
   a.branch_eps = eps;
   a.weight_offset = weight_offset;
   a.rounding = check_norm_rounding(rounding);
+  a.index = arg("index", index);
   return a;
 }
 
@@ -125,10 +129,10 @@ NormArgs norm_residual_norm_args(const Tensor& input, const Tensor& residual, co
                                  const OptionalTensor& weight1, const OptionalTensor& weight2,
                                  const OptionalTensor& scale, const OptionalTensor& shift,
                                  const OptionalTensor& gate_table, const OptionalTensor& scale_table,
-                                 const OptionalTensor& shift_table, double eps1, double eps2, double weight_offset,
-                                 int64_t rounding) {
+                                 const OptionalTensor& shift_table, const OptionalTensor& index, double eps1,
+                                 double eps2, double weight_offset, int64_t rounding) {
   NormArgs a = residual_args(input, residual, gate, std::nullopt, std::nullopt, scale, shift, gate_table, scale_table,
-                             shift_table, eps2, weight_offset, static_cast<int64_t>(Statistic::kRms), rounding);
+                             shift_table, index, eps2, weight_offset, static_cast<int64_t>(Statistic::kRms), rounding);
   a.weight = arg("weight2", weight2);
   a.branch_weight = arg("weight1", weight1);
   a.norms_branch = true;
@@ -167,19 +171,20 @@ Tensor norm(const Tensor& input, const OptionalTensor& weight, const OptionalTen
 void adaln_norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                     const Tensor& scale, const OptionalTensor& shift, const OptionalTensor& gate,
                     const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-                    const OptionalTensor& gate_table, double eps, int64_t statistic, int64_t rounding) {
-  NormArgs a = adaln_args(input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, eps, statistic,
-                          rounding);
+                    const OptionalTensor& gate_table, const OptionalTensor& index, double eps, int64_t statistic,
+                    int64_t rounding) {
+  NormArgs a = adaln_args(input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, index, eps,
+                          statistic, rounding);
   a.out = mutable_arg("out", out);
   run(a);
 }
 
 Tensor adaln_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
                   const OptionalTensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
-                  const OptionalTensor& shift_table, const OptionalTensor& gate_table, double eps, int64_t statistic,
-                  int64_t rounding) {
-  NormArgs a = adaln_args(input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, eps, statistic,
-                          rounding);
+                  const OptionalTensor& shift_table, const OptionalTensor& gate_table, const OptionalTensor& index,
+                  double eps, int64_t statistic, int64_t rounding) {
+  NormArgs a = adaln_args(input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, index, eps,
+                          statistic, rounding);
   Tensor out = empty_like_rows(a.input);
   a.out = arg("out", out);
   a.fresh_outputs = true;
@@ -190,10 +195,11 @@ Tensor adaln_norm(const Tensor& input, const OptionalTensor& weight, const Optio
 void residual_norm_out(const Tensor& out, const Tensor& residual_out, const Tensor& input, const Tensor& residual,
                        const OptionalTensor& gate, const OptionalTensor& weight, const OptionalTensor& bias,
                        const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
-                       const OptionalTensor& scale_table, const OptionalTensor& shift_table, double eps,
-                       double weight_offset, int64_t statistic, int64_t rounding) {
+                       const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                       const OptionalTensor& index, double eps, double weight_offset, int64_t statistic,
+                       int64_t rounding) {
   NormArgs a = residual_args(input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table,
-                             eps, weight_offset, statistic, rounding);
+                             index, eps, weight_offset, statistic, rounding);
   a.out = mutable_arg("out", out);
   a.residual_out = mutable_arg("residual_out", residual_out);
   run(a);
@@ -203,10 +209,10 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& input, const Tensor& resi
                                          const OptionalTensor& weight, const OptionalTensor& bias,
                                          const OptionalTensor& scale, const OptionalTensor& shift,
                                          const OptionalTensor& gate_table, const OptionalTensor& scale_table,
-                                         const OptionalTensor& shift_table, double eps, double weight_offset,
-                                         int64_t statistic, int64_t rounding) {
+                                         const OptionalTensor& shift_table, const OptionalTensor& index, double eps,
+                                         double weight_offset, int64_t statistic, int64_t rounding) {
   NormArgs a = residual_args(input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table,
-                             eps, weight_offset, statistic, rounding);
+                             index, eps, weight_offset, statistic, rounding);
   Tensor out = empty_like_rows(a.input), residual_out = empty_like_rows(a.input);
   a.out = arg("out", out);
   a.residual_out = arg("residual_out", residual_out);
@@ -216,15 +222,15 @@ std::tuple<Tensor, Tensor> residual_norm(const Tensor& input, const Tensor& resi
 }
 
 void gated_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const Tensor& gate,
-                        const OptionalTensor& gate_table, int64_t rounding) {
-  NormArgs a = gated_residual_args(input, residual, gate, gate_table, rounding);
+                        const OptionalTensor& gate_table, const OptionalTensor& index, int64_t rounding) {
+  NormArgs a = gated_residual_args(input, residual, gate, gate_table, index, rounding);
   a.residual_out = mutable_arg("out", out);
   run(a);
 }
 
 Tensor gated_residual(const Tensor& input, const Tensor& residual, const Tensor& gate, const OptionalTensor& gate_table,
-                      int64_t rounding) {
-  NormArgs a = gated_residual_args(input, residual, gate, gate_table, rounding);
+                      const OptionalTensor& index, int64_t rounding) {
+  NormArgs a = gated_residual_args(input, residual, gate, gate_table, index, rounding);
   Tensor out = empty_like_rows(a.input);
   a.residual_out = arg("out", out);
   a.fresh_outputs = true;
@@ -233,17 +239,17 @@ Tensor gated_residual(const Tensor& input, const Tensor& residual, const Tensor&
 }
 
 void norm_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-                       const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,
-                       int64_t rounding) {
-  NormArgs a = norm_residual_args(input, residual, weight, gate, gate_table, eps, weight_offset, rounding);
+                       const OptionalTensor& gate, const OptionalTensor& gate_table, const OptionalTensor& index,
+                       double eps, double weight_offset, int64_t rounding) {
+  NormArgs a = norm_residual_args(input, residual, weight, gate, gate_table, index, eps, weight_offset, rounding);
   a.residual_out = mutable_arg("out", out);
   run(a);
 }
 
 Tensor norm_residual(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-                     const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,
-                     int64_t rounding) {
-  NormArgs a = norm_residual_args(input, residual, weight, gate, gate_table, eps, weight_offset, rounding);
+                     const OptionalTensor& gate, const OptionalTensor& gate_table, const OptionalTensor& index,
+                     double eps, double weight_offset, int64_t rounding) {
+  NormArgs a = norm_residual_args(input, residual, weight, gate, gate_table, index, eps, weight_offset, rounding);
   Tensor out = empty_like_rows(a.input);
   a.residual_out = arg("out", out);
   a.fresh_outputs = true;
@@ -254,10 +260,11 @@ Tensor norm_residual(const Tensor& input, const Tensor& residual, const Optional
 void norm_residual_norm_out(const Tensor& out, const Tensor& residual_out, const Tensor& input, const Tensor& residual,
                             const OptionalTensor& gate, const OptionalTensor& weight1, const OptionalTensor& weight2,
                             const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
-                            const OptionalTensor& scale_table, const OptionalTensor& shift_table, double eps1,
-                            double eps2, double weight_offset, int64_t rounding) {
+                            const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                            const OptionalTensor& index, double eps1, double eps2, double weight_offset,
+                            int64_t rounding) {
   NormArgs a = norm_residual_norm_args(input, residual, gate, weight1, weight2, scale, shift, gate_table, scale_table,
-                                       shift_table, eps1, eps2, weight_offset, rounding);
+                                       shift_table, index, eps1, eps2, weight_offset, rounding);
   a.out = mutable_arg("out", out);
   a.residual_out = mutable_arg("residual_out", residual_out);
   run(a);
@@ -267,10 +274,10 @@ std::tuple<Tensor, Tensor> norm_residual_norm(const Tensor& input, const Tensor&
                                               const OptionalTensor& weight1, const OptionalTensor& weight2,
                                               const OptionalTensor& scale, const OptionalTensor& shift,
                                               const OptionalTensor& gate_table, const OptionalTensor& scale_table,
-                                              const OptionalTensor& shift_table, double eps1, double eps2,
-                                              double weight_offset, int64_t rounding) {
+                                              const OptionalTensor& shift_table, const OptionalTensor& index,
+                                              double eps1, double eps2, double weight_offset, int64_t rounding) {
   NormArgs a = norm_residual_norm_args(input, residual, gate, weight1, weight2, scale, shift, gate_table, scale_table,
-                                       shift_table, eps1, eps2, weight_offset, rounding);
+                                       shift_table, index, eps1, eps2, weight_offset, rounding);
   Tensor out = empty_like_rows(a.input), residual_out = empty_like_rows(a.input);
   a.out = arg("out", out);
   a.residual_out = arg("residual_out", residual_out);
@@ -283,9 +290,10 @@ void adaln_norm_pair_out(const Tensor& out, const Tensor& out2, const Tensor& in
                          const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
                          const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale_table,
                          const OptionalTensor& shift_table, const OptionalTensor& scale2_table,
-                         const OptionalTensor& shift2_table, double eps, int64_t statistic, int64_t rounding) {
-  NormArgs a = adaln_args(input, weight, bias, scale, shift, std::nullopt, scale_table, shift_table, std::nullopt, eps,
-                          statistic, rounding);
+                         const OptionalTensor& shift2_table, const OptionalTensor& index, double eps, int64_t statistic,
+                         int64_t rounding) {
+  NormArgs a = adaln_args(input, weight, bias, scale, shift, std::nullopt, scale_table, shift_table, std::nullopt,
+                          index, eps, statistic, rounding);
   add_second(a, scale2, shift2, scale2_table, shift2_table);
   a.out = mutable_arg("out", out);
   a.out2 = mutable_arg("out2", out2);
@@ -297,9 +305,10 @@ std::tuple<Tensor, Tensor> adaln_norm_pair(const Tensor& input, const OptionalTe
                                            const Tensor& scale2, const OptionalTensor& shift2,
                                            const OptionalTensor& scale_table, const OptionalTensor& shift_table,
                                            const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
-                                           double eps, int64_t statistic, int64_t rounding) {
-  NormArgs a = adaln_args(input, weight, bias, scale, shift, std::nullopt, scale_table, shift_table, std::nullopt, eps,
-                          statistic, rounding);
+                                           const OptionalTensor& index, double eps, int64_t statistic,
+                                           int64_t rounding) {
+  NormArgs a = adaln_args(input, weight, bias, scale, shift, std::nullopt, scale_table, shift_table, std::nullopt,
+                          index, eps, statistic, rounding);
   add_second(a, scale2, shift2, scale2_table, shift2_table);
   Tensor out = empty_like_rows(a.input), out2 = empty_like_rows(a.input);
   a.out = arg("out", out);
@@ -314,10 +323,10 @@ void residual_norm_pair_out(const Tensor& out, const Tensor& out2, const Tensor&
                             const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
                             const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& gate_table,
                             const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-                            const OptionalTensor& scale2_table, const OptionalTensor& shift2_table, double eps,
-                            int64_t statistic, int64_t rounding) {
+                            const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+                            const OptionalTensor& index, double eps, int64_t statistic, int64_t rounding) {
   NormArgs a = residual_args(input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table,
-                             eps, 0.0, statistic, rounding);
+                             index, eps, 0.0, statistic, rounding);
   add_second(a, scale2, shift2, scale2_table, shift2_table);
   a.out = mutable_arg("out", out);
   a.out2 = mutable_arg("out2", out2);
@@ -330,9 +339,9 @@ std::tuple<Tensor, Tensor, Tensor> residual_norm_pair(
     const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift, const Tensor& scale2,
     const OptionalTensor& shift2, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
     const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
-    double eps, int64_t statistic, int64_t rounding) {
+    const OptionalTensor& index, double eps, int64_t statistic, int64_t rounding) {
   NormArgs a = residual_args(input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table,
-                             eps, 0.0, statistic, rounding);
+                             index, eps, 0.0, statistic, rounding);
   add_second(a, scale2, shift2, scale2_table, shift2_table);
   Tensor out = empty_like_rows(a.input), out2 = empty_like_rows(a.input), residual_out = empty_like_rows(a.input);
   a.out = arg("out", out);

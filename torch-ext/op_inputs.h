@@ -29,18 +29,54 @@ struct NormInputs {
   Arg input, residual, weight, bias;
   Arg gate, gate_table, scale, scale_table, shift, shift_table, out_gate, out_gate_table;
   Arg branch_weight, scale2, scale2_table, shift2, shift2_table;
+  Arg index;  // names a row of each of gate, scale, shift, out_gate, scale2 and shift2
   double eps = 0.0, weight_offset = 0.0, branch_eps = 0.0;
   bool norms_branch = false;
   Statistic statistic = Statistic::kNone;
 };
 
-inline void add_modulator(RowSpace& space, Modulator& modulator, const Arg& value, const Arg& table) {
+inline void add_modulator(RowSpace& space, Modulator& modulator, const Arg& value, const Arg& table, const Arg& index) {
   if (table && !value) {
     const std::string name = table.name;
     fail(table.name, name.substr(0, name.rfind("_table")) + " to be given too", "a table alone");
   }
-  space.add_broadcast(modulator.value, value);
+  index ? space.add_rows(modulator.value, value) : space.add_broadcast(modulator.value, value);
   space.add_vector(modulator.table, table);
+}
+
+#ifndef CUDA_KERNEL
+inline void check_numbers(const Arg& index, int64_t rows) {
+  if (index.numel() == 0) return;
+  std::vector<int64_t> at(index.dim);
+  for (;;) {
+    int64_t offset = 0;
+    for (int64_t d = 0; d < index.dim; ++d) offset += at[d] * index.stride[d];
+    const int64_t row = number_at(index.data, index_type(index), offset);
+    if (row < 0 || row >= rows) fail(index.name, text("numbers from 0 to ", rows - 1), text(row));
+    int64_t d = index.dim - 1;
+    for (; d >= 0 && ++at[d] == index.size[d]; --d) at[d] = 0;
+    if (d < 0) return;
+  }
+}
+#endif
+
+// All modulators have as many rows, and the index names no others. A GPU finds out where it reads the numbers.
+inline void check_index(IndexView& index, const NormInputs& a) {
+  const Arg* first = nullptr;
+  for (const Arg* value : {&a.gate, &a.scale, &a.shift, &a.out_gate, &a.scale2, &a.shift2}) {
+    if (!*value) continue;
+    const int64_t rows = value->size[value->dim - 2];
+    if (first && rows != first->size[first->dim - 2]) {
+      fail(value->name, text(first->size[first->dim - 2], " rows (those of ", first->name, ")"),
+           "shape " + shape_text(*value));
+    }
+    if (!first) first = value;
+    index.rows = static_cast<uint32_t>(std::min<int64_t>(rows, 0x7fffffff));  // no index names others
+  }
+  if (!first) index.data = nullptr;
+#ifndef CUDA_KERNEL
+  if (first) check_numbers(a.index, index.rows);
+#endif
 }
 
 inline void add_inputs(RowSpace& space, NormParams& p, const NormInputs& a) {
@@ -51,16 +87,18 @@ inline void add_inputs(RowSpace& space, NormParams& p, const NormInputs& a) {
   p.norms_branch = a.norms_branch;
   p.weight_offset = static_cast<float>(a.weight_offset);
   space.add(p.input, a.input);
+  if (a.index) space.add_index(p.index, a.index);
   add_like(space, p.residual, a.residual, a.input);
-  add_modulator(space, p.gate, a.gate, a.gate_table);
+  add_modulator(space, p.gate, a.gate, a.gate_table, a.index);
   space.add_vector(p.branch_weight, a.branch_weight);
   space.add_vector(p.weight, a.weight);
   space.add_vector(p.bias, a.bias);
-  add_modulator(space, p.scale, a.scale, a.scale_table);
-  add_modulator(space, p.shift, a.shift, a.shift_table);
-  add_modulator(space, p.out_gate, a.out_gate, a.out_gate_table);
-  add_modulator(space, p.scale2, a.scale2, a.scale2_table);
-  add_modulator(space, p.shift2, a.shift2, a.shift2_table);
+  add_modulator(space, p.scale, a.scale, a.scale_table, a.index);
+  add_modulator(space, p.shift, a.shift, a.shift_table, a.index);
+  add_modulator(space, p.out_gate, a.out_gate, a.out_gate_table, a.index);
+  add_modulator(space, p.scale2, a.scale2, a.scale2_table, a.index);
+  add_modulator(space, p.shift2, a.shift2, a.shift2_table, a.index);
+  if (a.index) check_index(p.index, a);
 }
 
 // ---- Activations

@@ -140,10 +140,11 @@ Quantised run(const GluArgs& a) {
 std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                                       const OptionalTensor& scale, const OptionalTensor& shift,
                                       const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-                                      const OptionalTensor& static_scale, double eps, double weight_offset,
-                                      int64_t statistic) {
+                                      const OptionalTensor& static_scale, const OptionalTensor& index, double eps,
+                                      double weight_offset, int64_t statistic) {
   NormArgs a;
   a.input = arg("input", input);
+  a.index = arg("index", index);
   a.weight = arg("weight", weight);
   a.bias = arg("bias", bias);
   a.scale = arg("scale", scale);
@@ -158,13 +159,17 @@ std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor&
   return {result.values, result.scales};
 }
 
-std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(
-    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
-    const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
-    const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-    const OptionalTensor& static_scale, double eps, double weight_offset, int64_t statistic) {
+std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(const Tensor& input, const Tensor& residual,
+                                                       const OptionalTensor& gate, const OptionalTensor& weight,
+                                                       const OptionalTensor& bias, const OptionalTensor& scale,
+                                                       const OptionalTensor& shift, const OptionalTensor& gate_table,
+                                                       const OptionalTensor& scale_table,
+                                                       const OptionalTensor& shift_table,
+                                                       const OptionalTensor& static_scale, const OptionalTensor& index,
+                                                       double eps, double weight_offset, int64_t statistic) {
   NormArgs a;
   a.input = arg("input", input);
+  a.index = arg("index", index);
   a.residual = arg("residual", residual);
   a.gate = arg("gate", gate);
   a.weight = arg("weight", weight);
@@ -187,9 +192,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_residual_norm_quant(
     const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight1,
     const OptionalTensor& weight2, const OptionalTensor& scale, const OptionalTensor& shift,
     const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-    const OptionalTensor& static_scale, double eps1, double eps2, double weight_offset) {
+    const OptionalTensor& static_scale, const OptionalTensor& index, double eps1, double eps2, double weight_offset) {
   NormArgs a;
   a.input = arg("input", input);
+  a.index = arg("index", index);
   a.residual = arg("residual", residual);
   a.gate = arg("gate", gate);
   a.branch_weight = arg("weight1", weight1);
@@ -214,9 +220,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> adaln_norm_pair_quant(
     const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
     const OptionalTensor& shift, const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale_table,
     const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
-    const OptionalTensor& static_scale, double eps, int64_t statistic) {
+    const OptionalTensor& static_scale, const OptionalTensor& index, double eps, int64_t statistic) {
   NormArgs a;
   a.input = arg("input", input);
+  a.index = arg("index", index);
   add_pair(a, weight, bias, scale, shift, scale2, shift2, scale_table, shift_table, scale2_table, shift2_table,
            static_scale, eps, statistic);
   Quantised second, first = run(a, nullptr, &second);
@@ -228,9 +235,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_pair_quant(
     const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift, const Tensor& scale2,
     const OptionalTensor& shift2, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
     const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
-    const OptionalTensor& static_scale, double eps, int64_t statistic) {
+    const OptionalTensor& static_scale, const OptionalTensor& index, double eps, int64_t statistic) {
   NormArgs a;
   a.input = arg("input", input);
+  a.index = arg("index", index);
   a.residual = arg("residual", residual);
   a.gate = arg("gate", gate);
   a.gate_table = arg("gate_table", gate_table);

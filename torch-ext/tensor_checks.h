@@ -131,6 +131,13 @@ inline DType float_dtype(const Arg& a, const char* expected = "dtype float32, fl
   fail(a.name, expected, dtype_text(a.dtype));
 }
 
+inline IndexType index_type(const Arg& a) {
+  if (a.dtype == aoti_torch_dtype_int64()) return IndexType::kInt64;
+  if (a.dtype == aoti_torch_dtype_int32()) return IndexType::kInt32;
+  if (a.dtype == aoti_torch_dtype_bool()) return IndexType::kBool;
+  fail(a.name, "dtype int64, int32 or bool", dtype_text(a.dtype));
+}
+
 inline void check_same_dtype(const Arg& a, const Arg& as) {
   if (a.dtype != as.dtype) {
     fail(a.name, text("dtype ", dtype_text(as.dtype), " (that of ", as.name, ")"), dtype_text(a.dtype));
@@ -382,6 +389,35 @@ class RowSpace {
     push(view, a, a.dim, per_batch);
   }
 
+  // Row numbers: anything that broadcasts to the input's leading shape.
+  void add_index(IndexView& view, const Arg& a) {
+    check_same_device(a, input_);
+    view.type = index_type(a);
+    const int64_t leading = input_.dim - 1;
+    bool fits = a.dim <= leading;
+    for (int64_t d = 1; fits && d <= a.dim; ++d) fits = fits_dim(a.size[a.dim - d], input_.size[leading - d]);
+    if (!fits) fail(a.name, "a shape that broadcasts to " + shape_text(input_.size, leading), shape_text(a));
+    view.data = a.data;
+    entries_[count_++] = Entry{view.stride, &a, a.dim + 1, false};
+  }
+
+  // The rows that an index names: [rows, width], or [batch, rows, width].
+  void add_rows(RowView& view, const Arg& a) {
+    if (!a) return;
+    check_same_device(a, input_);
+    float_dtype(a);
+    const bool per_batch = a.dim == 3 && input_.dim >= 2;
+    const bool fits =
+        (per_batch || a.dim == 2) && fits_dim(a.last(), width_) && (!per_batch || fits_dim(a.size[0], input_.size[0]));
+    if (!fits) {
+      std::string expected = text("shape [rows, ", width_, "]");
+      if (input_.dim >= 2) expected += text(" or [", input_.size[0], ", rows, ", width_, "]");
+      fail(a.name, expected + " with index", shape_text(a));
+    }
+    push(view, a, per_batch ? 3 : 1, per_batch);
+    view.index_stride = a.stride[a.dim - 2];
+  }
+
   // Fills rows and the strides of every added view. False when there is nothing to compute.
   bool finish(Rows& rows) {
     rows = Rows{};
@@ -395,7 +431,7 @@ class RowSpace {
       const int n = rows.ndim;
       bool merge = n > 0;
       for (int i = 0; merge && i < count_; ++i) {
-        merge = stride(i, d) == entries_[i].view->stride[n - 1] * rows.size[n - 1];
+        merge = stride(i, d) == entries_[i].strides[n - 1] * rows.size[n - 1];
       }
       if (merge) {
         rows.size[n - 1] *= input_.size[d];
@@ -406,13 +442,13 @@ class RowSpace {
              "shape " + shape_text(input_) + " with strides " + shape_text(input_.stride, input_.dim));
       }
       rows.size[n] = input_.size[d];
-      for (int i = 0; i < count_; ++i) entries_[i].view->stride[n] = stride(i, d);
+      for (int i = 0; i < count_; ++i) entries_[i].strides[n] = stride(i, d);
       rows.ndim = n + 1;
     }
     for (int i = 0; i < rows.ndim / 2; ++i) {
       std::swap(rows.size[i], rows.size[rows.ndim - 1 - i]);
       for (int j = 0; j < count_; ++j) {
-        int64_t* s = entries_[j].view->stride;
+        int64_t* s = entries_[j].strides;
         std::swap(s[i], s[rows.ndim - 1 - i]);
       }
     }
@@ -421,8 +457,8 @@ class RowSpace {
 
  private:
   struct Entry {
-    RowView* view;
-    const Arg* a;  // the caller's, which lives as long as the row space
+    int64_t* strides;  // of the view
+    const Arg* a;      // the caller's, which lives as long as the row space
     int64_t dim;
     bool per_batch;
   };
@@ -434,7 +470,7 @@ class RowSpace {
     view.dtype = float_dtype(a);
     // A broadcast column has stride 0; a single column may be read with any stride, and 1 takes the fast path.
     view.column_stride = a.dim == 0 ? 0 : a.last() == 1 ? (width_ == 1 ? 1 : 0) : a.stride[a.dim - 1];
-    entries_[count_++] = Entry{&view, &a, dim, per_batch};
+    entries_[count_++] = Entry{view.stride, &a, dim, per_batch};
   }
   int64_t stride(int i, int64_t d) const {
     const Entry& e = entries_[i];

@@ -18,45 +18,46 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 
 #define LTX_ADALN_ARGS                                                                                           \
   "Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor? shift, Tensor? gate, Tensor? scale_table, " \
-  "Tensor? shift_table, Tensor? gate_table, float eps, int statistic, int rounding"
+  "Tensor? shift_table, Tensor? gate_table, Tensor? index, float eps, int statistic, int rounding"
   ops.def("adaln_norm(" LTX_ADALN_ARGS ") -> Tensor");
   ops.def("adaln_norm_out(Tensor(a!) out, " LTX_ADALN_ARGS ") -> ()");
 
 #define LTX_RESIDUAL_ARGS                                                                                         \
   "Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, "     \
-  "Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, float eps, float weight_offset, int statistic, " \
-  "int rounding"
+  "Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? index, float eps, float weight_offset, " \
+  "int statistic, int rounding"
   ops.def("residual_norm(" LTX_RESIDUAL_ARGS ") -> (Tensor, Tensor)");
   ops.def("residual_norm_out(Tensor(a!) out, Tensor(b!) residual_out, " LTX_RESIDUAL_ARGS ") -> ()");
 
-#define LTX_GATED_RESIDUAL_ARGS "Tensor input, Tensor residual, Tensor gate, Tensor? gate_table, int rounding"
+#define LTX_GATED_RESIDUAL_ARGS \
+  "Tensor input, Tensor residual, Tensor gate, Tensor? gate_table, Tensor? index, int rounding"
   ops.def("gated_residual(" LTX_GATED_RESIDUAL_ARGS ") -> Tensor");
   ops.def("gated_residual_out(Tensor(a!) out, " LTX_GATED_RESIDUAL_ARGS ") -> ()");
 
-#define LTX_NORM_RESIDUAL_ARGS                                                                         \
-  "Tensor input, Tensor residual, Tensor? weight, Tensor? gate, Tensor? gate_table, float eps, float " \
+#define LTX_NORM_RESIDUAL_ARGS                                                                                        \
+  "Tensor input, Tensor residual, Tensor? weight, Tensor? gate, Tensor? gate_table, Tensor? index, float eps, float " \
   "weight_offset, int rounding"
   ops.def("norm_residual(" LTX_NORM_RESIDUAL_ARGS ") -> Tensor");
   ops.def("norm_residual_out(Tensor(a!) out, " LTX_NORM_RESIDUAL_ARGS ") -> ()");
 
-#define LTX_NORM_RESIDUAL_NORM_ARGS                                                                       \
-  "Tensor input, Tensor residual, Tensor? gate, Tensor? weight1, Tensor? weight2, Tensor? scale, "        \
-  "Tensor? shift, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, float eps1, float eps2, " \
-  "float weight_offset, int rounding"
+#define LTX_NORM_RESIDUAL_NORM_ARGS                                                                          \
+  "Tensor input, Tensor residual, Tensor? gate, Tensor? weight1, Tensor? weight2, Tensor? scale, "           \
+  "Tensor? shift, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? index, float eps1, " \
+  "float eps2, float weight_offset, int rounding"
   ops.def("norm_residual_norm(" LTX_NORM_RESIDUAL_NORM_ARGS ") -> (Tensor, Tensor)");
   ops.def("norm_residual_norm_out(Tensor(a!) out, Tensor(b!) residual_out, " LTX_NORM_RESIDUAL_NORM_ARGS ") -> ()");
 
-#define LTX_PAIR_ARGS                                                                                    \
-  "Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor? shift, Tensor scale2, Tensor? "     \
-  "shift2, Tensor? scale_table, Tensor? shift_table, Tensor? scale2_table, Tensor? shift2_table, float " \
-  "eps, int statistic, int rounding"
+#define LTX_PAIR_ARGS                                                                                             \
+  "Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor? shift, Tensor scale2, Tensor? "              \
+  "shift2, Tensor? scale_table, Tensor? shift_table, Tensor? scale2_table, Tensor? shift2_table, Tensor? index, " \
+  "float eps, int statistic, int rounding"
   ops.def("adaln_norm_pair(" LTX_PAIR_ARGS ") -> (Tensor, Tensor)");
   ops.def("adaln_norm_pair_out(Tensor(a!) out, Tensor(b!) out2, " LTX_PAIR_ARGS ") -> ()");
 
 #define LTX_RESIDUAL_PAIR_ARGS                                                                           \
   "Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? bias, Tensor scale, Tensor? "    \
   "shift, Tensor scale2, Tensor? shift2, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, " \
-  "Tensor? scale2_table, Tensor? shift2_table, float eps, int statistic, int rounding"
+  "Tensor? scale2_table, Tensor? shift2_table, Tensor? index, float eps, int statistic, int rounding"
   ops.def("residual_norm_pair(" LTX_RESIDUAL_PAIR_ARGS ") -> (Tensor, Tensor, Tensor)");
   ops.def("residual_norm_pair_out(Tensor(a!) out, Tensor(b!) out2, Tensor(c!) residual_out, " LTX_RESIDUAL_PAIR_ARGS
           ") -> ()");
@@ -81,25 +82,26 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   // always new. Statistic 0 quantises the row itself.
   ops.def(
       "norm_quant(Tensor input, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, Tensor? scale_table, "
-      "Tensor? shift_table, Tensor? static_scale, float eps, float weight_offset, int statistic) -> (Tensor, Tensor)");
+      "Tensor? shift_table, Tensor? static_scale, Tensor? index, float eps, float weight_offset, int statistic) -> "
+      "(Tensor, Tensor)");
   ops.def(
       "residual_norm_quant(Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? scale, "
-      "Tensor? shift, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? static_scale, float eps, "
-      "float weight_offset, int statistic) -> (Tensor, Tensor, Tensor)");
+      "Tensor? shift, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, Tensor? static_scale, "
+      "Tensor? index, float eps, float weight_offset, int statistic) -> (Tensor, Tensor, Tensor)");
   ops.def(
       "norm_residual_norm_quant(Tensor input, Tensor residual, Tensor? gate, Tensor? weight1, Tensor? "
       "weight2, Tensor? scale, Tensor? shift, Tensor? gate_table, Tensor? scale_table, Tensor? shift_table, "
-      "Tensor? static_scale, float eps1, float eps2, float weight_offset) -> (Tensor, Tensor, Tensor)");
+      "Tensor? static_scale, Tensor? index, float eps1, float eps2, float weight_offset) -> (Tensor, Tensor, Tensor)");
   ops.def(
       "adaln_norm_pair_quant(Tensor input, Tensor? weight, Tensor? bias, Tensor scale, Tensor? shift, "
       "Tensor scale2, Tensor? shift2, Tensor? scale_table, Tensor? shift_table, Tensor? scale2_table, "
-      "Tensor? shift2_table, Tensor? static_scale, float eps, int statistic) -> (Tensor, Tensor, Tensor, "
-      "Tensor)");
+      "Tensor? shift2_table, Tensor? static_scale, Tensor? index, float eps, int statistic) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
   ops.def(
       "residual_norm_pair_quant(Tensor input, Tensor residual, Tensor? gate, Tensor? weight, Tensor? bias, "
       "Tensor scale, Tensor? shift, Tensor scale2, Tensor? shift2, Tensor? gate_table, Tensor? scale_table, "
-      "Tensor? shift_table, Tensor? scale2_table, Tensor? shift2_table, Tensor? static_scale, float eps, "
-      "int statistic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor? shift_table, Tensor? scale2_table, Tensor? shift2_table, Tensor? static_scale, Tensor? index, "
+      "float eps, int statistic) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   ops.def(
       "glu_quant(Tensor input, Tensor? up, Tensor? prefix, Tensor? static_scale, int activation, bool gate_first) -> "
       "(Tensor, Tensor)");

@@ -21,26 +21,28 @@ Tensor norm(const Tensor& input, const OptionalTensor& weight, const OptionalTen
 void adaln_norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                     const Tensor& scale, const OptionalTensor& shift, const OptionalTensor& gate,
                     const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-                    const OptionalTensor& gate_table, double eps, int64_t statistic, int64_t rounding);
+                    const OptionalTensor& gate_table, const OptionalTensor& index, double eps, int64_t statistic,
+                    int64_t rounding);
 Tensor adaln_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
                   const OptionalTensor& shift, const OptionalTensor& gate, const OptionalTensor& scale_table,
-                  const OptionalTensor& shift_table, const OptionalTensor& gate_table, double eps, int64_t statistic,
-                  int64_t rounding);
+                  const OptionalTensor& shift_table, const OptionalTensor& gate_table, const OptionalTensor& index,
+                  double eps, int64_t statistic, int64_t rounding);
 void residual_norm_out(const Tensor& out, const Tensor& residual_out, const Tensor& input, const Tensor& residual,
                        const OptionalTensor& gate, const OptionalTensor& weight, const OptionalTensor& bias,
                        const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
-                       const OptionalTensor& scale_table, const OptionalTensor& shift_table, double eps,
-                       double weight_offset, int64_t statistic, int64_t rounding);
+                       const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                       const OptionalTensor& index, double eps, double weight_offset, int64_t statistic,
+                       int64_t rounding);
 std::tuple<Tensor, Tensor> residual_norm(const Tensor& input, const Tensor& residual, const OptionalTensor& gate,
                                          const OptionalTensor& weight, const OptionalTensor& bias,
                                          const OptionalTensor& scale, const OptionalTensor& shift,
                                          const OptionalTensor& gate_table, const OptionalTensor& scale_table,
-                                         const OptionalTensor& shift_table, double eps, double weight_offset,
-                                         int64_t statistic, int64_t rounding);
+                                         const OptionalTensor& shift_table, const OptionalTensor& index, double eps,
+                                         double weight_offset, int64_t statistic, int64_t rounding);
 void gated_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const Tensor& gate,
-                        const OptionalTensor& gate_table, int64_t rounding);
+                        const OptionalTensor& gate_table, const OptionalTensor& index, int64_t rounding);
 Tensor gated_residual(const Tensor& input, const Tensor& residual, const Tensor& gate, const OptionalTensor& gate_table,
-                      int64_t rounding);
+                      const OptionalTensor& index, int64_t rounding);
 void apply_rotary_out(const Tensor& out, const Tensor& input, const Tensor& cos, const Tensor& sin,
                       int64_t sequence_dim, int64_t rotary_dim, bool interleaved, int64_t rounding);
 Tensor apply_rotary(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t sequence_dim, int64_t rotary_dim,
@@ -105,13 +107,16 @@ Tensor gelu(const Tensor& input, const OptionalTensor& bias, int64_t activation,
 std::tuple<Tensor, Tensor> norm_quant(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                                       const OptionalTensor& scale, const OptionalTensor& shift,
                                       const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-                                      const OptionalTensor& static_scale, double eps, double weight_offset,
-                                      int64_t statistic);
-std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(
-    const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
-    const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
-    const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-    const OptionalTensor& static_scale, double eps, double weight_offset, int64_t statistic);
+                                      const OptionalTensor& static_scale, const OptionalTensor& index, double eps,
+                                      double weight_offset, int64_t statistic);
+std::tuple<Tensor, Tensor, Tensor> residual_norm_quant(const Tensor& input, const Tensor& residual,
+                                                       const OptionalTensor& gate, const OptionalTensor& weight,
+                                                       const OptionalTensor& bias, const OptionalTensor& scale,
+                                                       const OptionalTensor& shift, const OptionalTensor& gate_table,
+                                                       const OptionalTensor& scale_table,
+                                                       const OptionalTensor& shift_table,
+                                                       const OptionalTensor& static_scale, const OptionalTensor& index,
+                                                       double eps, double weight_offset, int64_t statistic);
 std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& up, const OptionalTensor& prefix,
                                      const OptionalTensor& static_scale, int64_t activation, bool gate_first);
 std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& prefix,
@@ -151,61 +156,64 @@ Tensor unpatchify(const Tensor& input, const OptionalTensor& bias, int64_t patch
 void unpatchify_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, int64_t patch_size, bool clamp);
 
 void norm_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-                       const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,
-                       int64_t rounding);
+                       const OptionalTensor& gate, const OptionalTensor& gate_table, const OptionalTensor& index,
+                       double eps, double weight_offset, int64_t rounding);
 Tensor norm_residual(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-                     const OptionalTensor& gate, const OptionalTensor& gate_table, double eps, double weight_offset,
-                     int64_t rounding);
+                     const OptionalTensor& gate, const OptionalTensor& gate_table, const OptionalTensor& index,
+                     double eps, double weight_offset, int64_t rounding);
 void norm_residual_norm_out(const Tensor& out, const Tensor& residual_out, const Tensor& input, const Tensor& residual,
                             const OptionalTensor& gate, const OptionalTensor& weight1, const OptionalTensor& weight2,
                             const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& gate_table,
-                            const OptionalTensor& scale_table, const OptionalTensor& shift_table, double eps1,
-                            double eps2, double weight_offset, int64_t rounding);
+                            const OptionalTensor& scale_table, const OptionalTensor& shift_table,
+                            const OptionalTensor& index, double eps1, double eps2, double weight_offset,
+                            int64_t rounding);
 std::tuple<Tensor, Tensor> norm_residual_norm(const Tensor& input, const Tensor& residual, const OptionalTensor& gate,
                                               const OptionalTensor& weight1, const OptionalTensor& weight2,
                                               const OptionalTensor& scale, const OptionalTensor& shift,
                                               const OptionalTensor& gate_table, const OptionalTensor& scale_table,
-                                              const OptionalTensor& shift_table, double eps1, double eps2,
-                                              double weight_offset, int64_t rounding);
+                                              const OptionalTensor& shift_table, const OptionalTensor& index,
+                                              double eps1, double eps2, double weight_offset, int64_t rounding);
 void adaln_norm_pair_out(const Tensor& out, const Tensor& out2, const Tensor& input, const OptionalTensor& weight,
                          const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
                          const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale_table,
                          const OptionalTensor& shift_table, const OptionalTensor& scale2_table,
-                         const OptionalTensor& shift2_table, double eps, int64_t statistic, int64_t rounding);
+                         const OptionalTensor& shift2_table, const OptionalTensor& index, double eps, int64_t statistic,
+                         int64_t rounding);
 std::tuple<Tensor, Tensor> adaln_norm_pair(const Tensor& input, const OptionalTensor& weight,
                                            const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
                                            const Tensor& scale2, const OptionalTensor& shift2,
                                            const OptionalTensor& scale_table, const OptionalTensor& shift_table,
                                            const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
-                                           double eps, int64_t statistic, int64_t rounding);
+                                           const OptionalTensor& index, double eps, int64_t statistic,
+                                           int64_t rounding);
 void residual_norm_pair_out(const Tensor& out, const Tensor& out2, const Tensor& residual_out, const Tensor& input,
                             const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
                             const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift,
                             const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& gate_table,
                             const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-                            const OptionalTensor& scale2_table, const OptionalTensor& shift2_table, double eps,
-                            int64_t statistic, int64_t rounding);
+                            const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
+                            const OptionalTensor& index, double eps, int64_t statistic, int64_t rounding);
 std::tuple<Tensor, Tensor, Tensor> residual_norm_pair(
     const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
     const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift, const Tensor& scale2,
     const OptionalTensor& shift2, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
     const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
-    double eps, int64_t statistic, int64_t rounding);
+    const OptionalTensor& index, double eps, int64_t statistic, int64_t rounding);
 std::tuple<Tensor, Tensor, Tensor> norm_residual_norm_quant(
     const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight1,
     const OptionalTensor& weight2, const OptionalTensor& scale, const OptionalTensor& shift,
     const OptionalTensor& gate_table, const OptionalTensor& scale_table, const OptionalTensor& shift_table,
-    const OptionalTensor& static_scale, double eps1, double eps2, double weight_offset);
+    const OptionalTensor& static_scale, const OptionalTensor& index, double eps1, double eps2, double weight_offset);
 std::tuple<Tensor, Tensor, Tensor, Tensor> adaln_norm_pair_quant(
     const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& scale,
     const OptionalTensor& shift, const Tensor& scale2, const OptionalTensor& shift2, const OptionalTensor& scale_table,
     const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
-    const OptionalTensor& static_scale, double eps, int64_t statistic);
+    const OptionalTensor& static_scale, const OptionalTensor& index, double eps, int64_t statistic);
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_pair_quant(
     const Tensor& input, const Tensor& residual, const OptionalTensor& gate, const OptionalTensor& weight,
     const OptionalTensor& bias, const Tensor& scale, const OptionalTensor& shift, const Tensor& scale2,
     const OptionalTensor& shift2, const OptionalTensor& gate_table, const OptionalTensor& scale_table,
     const OptionalTensor& shift_table, const OptionalTensor& scale2_table, const OptionalTensor& shift2_table,
-    const OptionalTensor& static_scale, double eps, int64_t statistic);
+    const OptionalTensor& static_scale, const OptionalTensor& index, double eps, int64_t statistic);
 
 }  // namespace ltx::host

@@ -353,7 +353,8 @@ class OperandRow {
 
   // Whether the rows of a run share it.
   bool shared(const RowIndex& index) const {
-    return row_ == nullptr || (index.row_step(value_) == 0 && (table_row_ == nullptr || index.row_step(*table_) == 0));
+    return row_ == nullptr || (index.row_step(value_) == 0 && value_.index_stride == 0 &&
+                               (table_row_ == nullptr || index.row_step(*table_) == 0));
   }
 
   // Goes to columns [column, column + width) of a row. True if row() holds something else now.
@@ -486,6 +487,7 @@ void norm_units(const NormParams& p, int64_t blocks, int64_t begin, int64_t end)
     const int64_t column = block * unit_width;
     const int64_t width = std::min(unit_width, p.rows.width - column);
     const int64_t count = together ? std::min(index.run(), end - unit) : 1;
+    index.choose(p.index);
     for (RowStorage* storage : storages) storage->move(index, column);
     bool moved = unit == begin;
     for (OperandRow* operand : operands) moved = operand->move(index, column, width) || moved;

@@ -60,17 +60,32 @@ class RowIndex {
     }
   }
 
+  // Reads which row of the operands that an index chooses from belongs to this row.
+  void choose(const IndexView& index) {
+    if (index.data != nullptr) chosen_ = number_at(pointer(index), index.type, 0);
+  }
+
+  // This row's number in an index.
+  const void* pointer(const IndexView& index) const {
+    if (index.data == nullptr) return nullptr;
+    int64_t offset = 0;
+    for (int d = 0; d < rows_.ndim; ++d) offset += index_[d] * index.stride[d];
+    return static_cast<const char*>(index.data) + offset * index_size(index.type);
+  }
+
   // Element `column` of this row in a view; null where the operand is absent.
   char* pointer(const RowView& view, int64_t column) const {
     if (view.data == nullptr) return nullptr;
     int64_t offset = column * view.column_stride;
     for (int d = 0; d < rows_.ndim; ++d) offset += index_[d] * view.stride[d];
+    offset += chosen_ * view.index_stride;
     return static_cast<char*>(view.data) + offset * static_cast<int64_t>(size_of(view.dtype));
   }
 
  private:
   const Rows& rows_;
   int64_t index_[kMaxDims] = {};
+  int64_t chosen_ = 0;
 };
 
 // Uninitialised fp32 rows of `width` floats, each on a cache line of its own: a vector never straddles two.

@@ -99,6 +99,13 @@ class Block {
     return view;
   }
 
+  IndexView view(const IndexView& whole) const {
+    IndexView view = whole;
+    view.data = index_.pointer(whole);
+    view.stride[0] = rows_.ndim == 0 ? 0 : whole.stride[rows_.ndim - 1];
+    return view;
+  }
+
   // Rows of the block in scratch memory.
   RowView scratch(float* data) const {
     RowView view;
@@ -171,6 +178,7 @@ void norm_quant_rows(const NormParams& p, const QuantOutput& output, int64_t beg
       modulator->table = block.view(modulator->table);
     }
     for (RowView* vector : {&q.weight, &q.bias, &q.branch_weight}) *vector = block.view(*vector);
+    q.index = block.view(p.index);
     if (p.residual.data != nullptr) q.residual_out = block.scratch(hidden);
     const bool normalises = p.statistic != Statistic::kNone;
     if (normalises) q.out = block.scratch(normalised);

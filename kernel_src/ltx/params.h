@@ -19,6 +19,7 @@ enum class Rounding : int32_t { kFp32 = 0, kEager = 1, kEagerWeight = 2 };
 enum class Activation : int32_t { kGelu = 0, kGeluTanh = 1, kSilu = 2, kSigmoid = 3, kClampedSilu = 4 };
 enum class QkNorm : int32_t { kNone = 0, kPerHead = 1, kAcrossHeads = 2 };
 enum class PositionType : int32_t { kInt64 = 0, kInt32 = 1, kFloat32 = 2 };
+enum class IndexType : int32_t { kInt64 = 0, kInt32 = 1, kBool = 2 };
 
 // Leading dimensions left after the bindings have merged those that every operand walks with one stride.
 constexpr int kMaxDims = 8;
@@ -41,13 +42,34 @@ struct Rows {
 };
 
 // One tensor seen through a Rows space: element (i, c) lies at data + sum_d i[d] * stride[d] + c * column_stride.
-// data == nullptr: the operand is absent.
+// data == nullptr: the operand is absent. Where the op has an index (NormParams), index[i] * index_stride is added: the
+// operand is a set of rows, and each row of the op reads the one that the index names.
 struct RowView {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   int64_t column_stride = 0;
   int64_t stride[kMaxDims] = {};
+  int64_t index_stride = 0;
 };
+
+// One number for each row of the op, from 0 to rows - 1. data == nullptr: the op has none.
+struct IndexView {
+  const void* data = nullptr;
+  IndexType type = IndexType::kInt64;
+  uint32_t rows = 0;
+  int64_t stride[kMaxDims] = {};
+};
+
+constexpr int64_t index_size(IndexType type) {
+  return type == IndexType::kInt64 ? 8 : type == IndexType::kInt32 ? 4 : 1;
+}
+
+// The number that lies `offset` elements from an index's data, in memory of the host.
+inline int64_t number_at(const void* data, IndexType type, int64_t offset) {
+  if (type == IndexType::kInt64) return static_cast<const int64_t*>(data)[offset];
+  if (type == IndexType::kInt32) return static_cast<const int32_t*>(data)[offset];
+  return static_cast<const uint8_t*>(data)[offset];
+}
 
 // A modulation input. The value used is value + table, the table being one optional row of `width` elements
 // (AdaLN-single: a learned table plus a timestep embedding), so that the sum never exists in memory.
@@ -79,7 +101,7 @@ struct QuantOutput {
 // residual_out = h                                     when present; kNone computes only this
 // input, residual, out, out2 and residual_out have dtype `dtype`; every other operand has its own. norm_quant writes
 // `quantised` and `quantised2` in place of out and out2; with kNone it quantises h. The norm of a branch is kRms, and
-// needs a residual.
+// needs a residual. With an index, a row reads the row that the index names of every modulator's value.
 struct NormParams {
   Rows rows;
   DType dtype = DType::kFloat32;
@@ -93,6 +115,7 @@ struct NormParams {
   float branch_eps = 0.f;
   RowView branch_weight, out2;
   Modulator scale2, shift2;
+  IndexView index;
   QuantOutput quantised, quantised2;
 };
 

@@ -21,6 +21,26 @@ __device__ __forceinline__ void walk_row(const Rows& rows, int64_t row, const Ad
   if (rows.ndim > 0) add(0, row);
 }
 
+// The number at `address` of an index. Where it names none of `rows` rows, it is 0 and `named` is false: then the kernel
+// calls stop_unless_named, as torch's kernels stop. It does so after its last barrier. Threads that may stop earlier cost
+// a tenth more code, because the compiler cannot know that all threads reach the barrier.
+__device__ __forceinline__ uint32_t read_index(const void* address, IndexType type, uint32_t rows, bool& named) {
+  const uint32_t* const words = static_cast<const uint32_t*>(address);
+  uint32_t row, high = 0;
+  if (type == IndexType::kBool) {
+    row = *static_cast<const uint8_t*>(address);
+  } else {
+    row = words[0];
+    if (type == IndexType::kInt64) high = words[1];
+  }
+  named = row < rows && high == 0;
+  return named ? row : 0;
+}
+
+__device__ __forceinline__ void stop_unless_named(bool named) {
+  if (!named) __trap();
+}
+
 // Row numbers that have to be divided must fit 32 bits; a larger space is launched slice by slice of its first
 // dimension.
 inline bool needs_split(const Rows& rows) { return rows.ndim > 1 && rows.count > 0xffffffffll; }
@@ -51,14 +71,20 @@ void for_each_norm_slice(const NormParams& params, const Op& op) {
                                     &q.residual_out, &q.gate.value,   &q.scale.value,   &q.shift.value,
                                     &q.scale2.value, &q.shift2.value, &q.out_gate.value};
   };
-  int64_t rows = 0;  // in the slices before
+  int64_t rows = 0, slices = 0;  // before this one
   for_each_slice(params, views, [&](NormParams& q) {
     for (QuantOutput* output : {&q.quantised, &q.quantised2}) {
       if (output->values == nullptr) continue;
       output->values += rows * q.rows.width;
       output->scales += rows;
     }
+    if (q.index.data) {
+      const int64_t offset = slices * q.index.stride[0] * index_size(q.index.type);
+      q.index.data = static_cast<const char*>(q.index.data) + offset;
+      for (int d = 0; d < q.rows.ndim; ++d) q.index.stride[d] = q.index.stride[d + 1];
+    }
     rows += q.rows.count;
+    ++slices;
     op(q);
   });
 }

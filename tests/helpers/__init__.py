@@ -22,6 +22,7 @@ from .cases import (
     every_quantising_case,
     gate_and_up,
     gate_heads_case,
+    index_case,
     modulator_shape,
     norm_case,
     offers_offset,
@@ -30,6 +31,7 @@ from .cases import (
     qk_norm_rope_case,
     rope_case,
     rotary_case,
+    without_index,
 )
 from .check import check, check_eager, check_everywhere, check_out, check_streams, kernels_of
 from .memory import LAYOUTS, Guarded, Layout, copied, guarded_output, place, torch_threads, unchanged
@@ -70,6 +72,7 @@ __all__ = [
     "gate_and_up",
     "gate_heads_case",
     "guarded_output",
+    "index_case",
     "kernels_of",
     "modulator_shape",
     "norm_case",
@@ -83,4 +86,5 @@ __all__ = [
     "torch_threads",
     "ulp",
     "unchanged",
+    "without_index",
 ]

@@ -212,6 +212,8 @@ class Case:
                 return value
             if self.is_rotary:
                 has_batch = name in ("input", "query", "key") or value.dim() > 2 or name == "positions"
+            elif "index" in self.kwargs and name in MODULATORS:  # [rows, H] or [B, rows, H]
+                has_batch = value.dim() == 3
             else:  # two dimensions are per batch, all others broadcast
                 has_batch = self.op == "gate_heads" or value.dim() == 2 or value.dim() == first.dim()
             return value[index : index + 1] if has_batch else value
@@ -321,7 +323,50 @@ def norm_case(
     return Case(op, {**kwargs, **options})
 
 
-def _broadcast(value: Tensor, input: Tensor) -> Tensor:
+def index_case(
+    op: str,
+    make: Make,
+    shape: Sequence[int],
+    *,
+    rows: int = 3,
+    per_batch: bool = False,
+    index_shape: Sequence[int] | None = None,
+    index_dtype: torch.dtype = torch.int64,
+    modulation_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Case:
+    """A call of `op` whose modulations are `rows` rows, [rows, H] or [B, rows, H], and whose index names one for each
+    row of the input: [B, S], or `index_shape`."""
+    case = norm_case(op, make, shape, modulation_dtype=modulation_dtype, **options)
+    size = (shape[0], rows, shape[-1]) if per_batch else (rows, shape[-1])
+    for name in MODULATORS:
+        if case.kwargs.get(name) is not None:
+            case.kwargs[name] = make(*size, dtype=modulation_dtype)
+    high = min(rows, 2) if index_dtype == torch.bool else rows
+    index = make.integers(*(shape[:-1] if index_shape is None else index_shape), low=0, high=high, dtype=index_dtype)
+    return case.replace(index=index)
+
+
+def without_index(case: Case) -> Case:
+    """The same call with a modulation for each row, written out."""
+    kwargs = {name: value for name, value in case.kwargs.items() if name != "index"}
+    return dataclasses.replace(case, kwargs=kwargs).replace(
+        **{
+            name: _broadcast(kwargs[name], case.kwargs).contiguous()
+            for name in MODULATORS
+            if kwargs.get(name) is not None
+        }
+    )
+
+
+def _broadcast(value: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    input, index = kwargs["input"], kwargs.get("index")
+    if index is not None:
+        rows = index.long().expand(input.shape[:-1])
+        if value.dim() == 2:
+            return value[rows]
+        batch = torch.arange(input.shape[0], device=value.device).view(-1, *(1,) * (input.dim() - 2))
+        return value.expand(input.shape[0], -1, -1)[batch, rows]
     if value.dim() == 2 and input.dim() >= 3:
         return value.view(value.shape[0], *(1,) * (input.dim() - 2), value.shape[1])
     return value
@@ -339,7 +384,7 @@ def _norm_terms(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     def modulator(name: str, signed: bool = False) -> Tensor | float:
         value, table = wide(name), wide(f"{name}_table")
         assert value is not None
-        value = _broadcast(value, kwargs["input"])
+        value = _broadcast(value, kwargs)
         if signed:
             return value if table is None else value + table
         return value.abs() if table is None else value.abs() + table.abs()
@@ -394,7 +439,7 @@ def _norm_eager(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         value, table = kwargs.get(name), kwargs.get(f"{name}_table")
         if value is None:
             return None
-        value = _broadcast(value, kwargs["input"])
+        value = _broadcast(value, kwargs)
         return value if table is None else table + value
 
     x, residual = kwargs["input"], kwargs.get("residual")
@@ -733,6 +778,8 @@ def every_case(make: Make) -> dict[str, Case]:
     for op, tensors in NORM_OPS.items():
         tables = [name for name in MODULATORS if name in tensors]
         found[op] = norm_case(op, make, (2, 3, 64), tables=tables)
+    for op, per_batch in (("adaln_layernorm", False), ("gated_residual_adaln_rmsnorm", True)):
+        found[f"{op} by index"] = index_case(op, make, (2, 3, 64), per_batch=per_batch, tables=["scale"])
     for name in ("geglu of two", "swiglu of two", "geglu erf", "gelu tanh, bias"):
         found[name] = activation_case(name, make, (2, 3, 64))
     found["swiglu_clamped"] = activation_case("swiglu_clamped", make, (2, 3, 64))
@@ -929,10 +976,12 @@ __all__ = [
     "every_quantising_case",
     "gate_and_up",
     "gate_heads_case",
+    "index_case",
     "modulator_shape",
     "norm_case",
     "plain_attention_case",
     "qk_norm_rope_case",
     "rope_case",
     "rotary_case",
+    "without_index",
 ]

@@ -13,6 +13,7 @@
 #include <barrier>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -110,6 +111,7 @@ inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
 inline uint32_t __float_as_uint(float x) { return host::same_bits<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return host::same_bits<float>(x); }
+inline void __trap() { std::abort(); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 using std::max;
 using std::min;

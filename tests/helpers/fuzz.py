@@ -33,6 +33,7 @@ from .cases import (
     attention_mask,
     eps_names,
     gate_heads_case,
+    index_case,
     modulator_shape,
     norm_case,
     offers_offset,
@@ -180,6 +181,7 @@ class Norm:
     modulation_dtype: torch.dtype
     modulations: tuple[str, ...]  # of the first MODULATORS
     packed: bool  # modulators that are views of one [B, n, H], as LTX-Video's are
+    index: tuple[torch.dtype, int, bool, bool] | None  # dtype, rows, [B, rows, H], one number for each row of the input
     without: tuple[str, ...]
     tables: tuple[str, ...]
     same_residual: bool
@@ -201,12 +203,27 @@ class Norm:
             without=[name for name in self.without if name in optional(self.op)],
         )
         hidden = self.shape[-1]
+        if self.index is not None and any(case.kwargs.get(name) is not None for name in MODULATORS):
+            index_dtype, rows, per_batch, whole = self.index
+            indexed = index_case(
+                self.op,
+                make,
+                self.shape,
+                rows=rows,
+                per_batch=per_batch,
+                index_shape=None if whole else self.shape[-2:-1],
+                index_dtype=index_dtype,
+                modulation_dtype=self.modulation_dtype,
+            ).kwargs
+            given = [name for name in MODULATORS if case.kwargs.get(name) is not None]
+            case = case.replace(index=indexed["index"], **{name: indexed[name] for name in given})
         count = len(self.modulations)
         packed = make(self.shape[0], count, hidden, dtype=self.modulation_dtype) if self.packed else None
         for i, (name, kind) in enumerate(zip(MODULATORS, self.modulations, strict=False)):
             if case.kwargs.get(name) is not None:
-                shape = modulator_shape(kind, self.shape)
-                case.kwargs[name] = make(*shape, dtype=self.modulation_dtype) if packed is None else packed[:, i]
+                if "index" not in case.kwargs:
+                    shape = modulator_shape(kind, self.shape)
+                    case.kwargs[name] = make(*shape, dtype=self.modulation_dtype) if packed is None else packed[:, i]
                 if name in self.tables:
                     case.kwargs[f"{name}_table"] = make(hidden)
         for name in eps_names(self.op):
@@ -216,6 +233,11 @@ class Norm:
         if self.same_residual and "residual" in case.kwargs:
             case.kwargs["residual"] = case.kwargs["input"]
         return case
+
+
+indices = st.tuples(
+    st.sampled_from([torch.int64, torch.int32, torch.bool]), st.integers(2, 5), st.booleans(), st.booleans()
+)
 
 
 @st.composite
@@ -234,6 +256,7 @@ def norms(draw: Any) -> Norm:
         modulation_dtype=draw(dtypes),
         modulations=tuple(draw(st.sampled_from(kinds)) for _ in MODULATORS),
         packed=len(shape) > 2 and draw(st.booleans()),
+        index=draw(st.none() | indices) if len(shape) > 1 else None,
         without=tuple(sorted(draw(st.sets(st.sampled_from([*WEIGHTS, "bias", *MODULATORS]), max_size=2)))),
         tables=tuple(sorted(draw(st.sets(st.sampled_from(MODULATORS))))),
         same_residual=draw(st.sampled_from([False, False, False, True])),

@@ -313,26 +313,72 @@ def _modulation(
     table: Tensor | None,
     input: Tensor,
     float64: bool,
+    index: Tensor | None,
 ) -> None:
-    """Anything that broadcasts to the input, and the vector added to it."""
+    """Anything that broadcasts to the input, or the rows that the index names, and the vector added to it."""
     if value is None:
         if table is not None:
             _fail(f"{name}_table", f"{name} to be given too", "a table alone")
         return
     _same_device(name, value, "input", input)
     _float_dtype(name, value, float64)
+    if index is not None:
+        _rows(name, value, input)
+    else:
+        _broadcasts(name, value, input)
+    _vector(f"{name}_table", table, input, input.shape[-1], float64)
+
+
+def _broadcast_fits(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a shape broadcasts to another."""
+    fits = len(shape) <= len(full)
+    for back in range(1, len(shape) + 1):
+        fits = fits and (shape[-back] == 1 or shape[-back] == full[-back])
+    return fits
+
+
+def _broadcasts(name: str, value: Tensor, input: Tensor) -> None:
+    """Anything that broadcasts to the input."""
     shape = input.shape
-    fits = value.dim() <= input.dim()
     if is_per_batch(value, input):
         shape = torch.Size((input.shape[0], input.shape[-1]))
-    for back in range(1, value.dim() + 1):
-        fits = fits and (value.shape[-back] == 1 or value.shape[-back] == shape[-back])
-    if not fits:
+    if not _broadcast_fits(value.shape, shape):
         expected = "a shape that broadcasts to " + _shape_text(input.shape)
         if input.dim() >= 3:
             expected += f" (or {_shape_text((input.shape[0], input.shape[-1]))}, per batch)"
         _fail(name, expected, _shape_text(value.shape))
-    _vector(f"{name}_table", table, input, input.shape[-1], float64)
+
+
+def _rows(name: str, value: Tensor, input: Tensor) -> None:
+    """The rows that an index names."""
+    width = input.shape[-1]
+    per_batch = value.dim() == 3 and input.dim() >= 2
+    fits = (per_batch or value.dim() == 2) and _broadcast_fits(value.shape[-1:], (width,))
+    if not fits or (per_batch and not _broadcast_fits(value.shape[:1], input.shape[:1])):
+        expected = f"shape [rows, {width}]"
+        if input.dim() >= 2:
+            expected += f" or [{input.shape[0]}, rows, {width}]"
+        _fail(name, expected + " with index", _shape_text(value.shape))
+
+
+def _index(index: Tensor | None, input: Tensor) -> None:
+    if index is not None:
+        _same_device("index", index, "input", input)
+        if index.dtype not in (torch.int64, torch.int32, torch.bool):
+            _fail("index", "dtype int64, int32 or bool", _dtype_text(index.dtype))
+        if not _broadcast_fits(index.shape, input.shape[:-1]):
+            expected = "a shape that broadcasts to " + _shape_text(input.shape[:-1])
+            _fail("index", expected, _shape_text(index.shape))
+
+
+def _same_rows(**values: Tensor | None) -> None:
+    """All have as many rows for an index to name."""
+    first, rows = "", 0
+    for name, value in values.items():
+        if value is not None:
+            if first and value.shape[-2] != rows:
+                _fail(name, f"{rows} rows (those of {first})", "shape " + _shape_text(value.shape))
+            first, rows = first or name, value.shape[-2]
 
 
 # ---- norm.cpp
@@ -357,6 +403,7 @@ def check_norm(
     shift2: Tensor | None = None,
     shift2_table: Tensor | None = None,
     branch_weight: Tensor | None = None,
+    index: Tensor | None = None,
     branch_eps: float | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
@@ -380,19 +427,22 @@ def check_norm(
         _eps(branch_eps, "eps1" if two else "eps")
     _eps(eps, "eps2" if two else "eps")
     width = input.shape[-1]
+    _index(index, input)
     if residual is not None:
         _same_device("residual", residual, "input", input)
         _same_dtype("residual", residual, "input", input)
         _shape("residual", residual, input.shape)
-    _modulation("gate", gate, gate_table, input, float64)
+    _modulation("gate", gate, gate_table, input, float64, index)
     _vector("weight1" if two else "weight", branch_weight, input, width, float64)
     _vector("weight2" if two else "weight", weight, input, width, float64)
     _vector("bias", bias, input, width, float64)
-    _modulation("scale", scale, scale_table, input, float64)
-    _modulation("shift", shift, shift_table, input, float64)
-    _modulation("gate", out_gate, out_gate_table, input, float64)
-    _modulation("scale2", scale2, scale2_table, input, float64)
-    _modulation("shift2", shift2, shift2_table, input, float64)
+    _modulation("scale", scale, scale_table, input, float64, index)
+    _modulation("shift", shift, shift_table, input, float64, index)
+    _modulation("gate", out_gate, out_gate_table, input, float64, index)
+    _modulation("scale2", scale2, scale2_table, input, float64, index)
+    _modulation("shift2", shift2, shift2_table, input, float64, index)
+    if index is not None:
+        _same_rows(gate=out_gate if gate is None else gate, scale=scale, shift=shift, scale2=scale2, shift2=shift2)
     _output("out", out, "input", input, input.shape)
     _output("out2", out2, "input", input, input.shape)
     _output("residual_out", residual_out, "input", input, input.shape)

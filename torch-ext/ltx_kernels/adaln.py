@@ -3,6 +3,10 @@
 Throughout, a modulation input (scale, shift, gate) is a float tensor of any strides. With two dimensions beside an
 input of three or more it is [B or 1, H], one vector per batch; otherwise it broadcasts to the input as in torch. Its
 table is an optional [H] that is added to it on the way, as AdaLN-single does (PixArt, LTX-Video).
+
+With ``index`` all modulation inputs of a call are sets of rows, and each token reads the rows that its number names.
+This is for tokens of a few kinds, such as those of an input image and of the image that is made (Qwen-Image-Edit): no
+tensor with a modulation for each token is made.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ def adaln_rmsnorm(
     *,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
 ) -> Tensor:
@@ -47,6 +52,10 @@ def adaln_rmsnorm(
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of scale and shift, which are [rows, H] for all samples or
+            [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch. None:
+            no rows to choose from.
         rounding: "fp32" rounds once, at the end. "eager" rounds where diffusers' blocks do: the normalised value, the
             product with the weight, the sums with the tables, 1 + scale, the product and the sum.
         out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
@@ -63,7 +72,9 @@ def adaln_rmsnorm(
     """
     mode = choice("rounding", ROUNDING, rounding)
     eps = FLOAT32_EPS if eps is None else eps
-    return _adaln_norm(out, input, weight, None, scale, shift, None, scale_table, shift_table, None, eps, RMS, mode)
+    return _adaln_norm(
+        out, input, weight, None, scale, shift, None, scale_table, shift_table, None, index, eps, RMS, mode
+    )
 
 
 def adaln_layernorm(
@@ -76,6 +87,7 @@ def adaln_layernorm(
     *,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
 ) -> Tensor:
@@ -95,6 +107,10 @@ def adaln_layernorm(
         eps: Added to the variance.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of scale and shift, which are [rows, H] for all samples or
+            [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch. None:
+            no rows to choose from.
         rounding: "fp32" rounds once, at the end. "eager" rounds where diffusers' blocks do: the normalised value, the
             sums with the tables, 1 + scale, the product and the sum.
         out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
@@ -110,7 +126,9 @@ def adaln_layernorm(
     Source: DiT, Peebles and Xie (arXiv:2212.09748); diffusers' AdaLayerNormZero and AdaLayerNormContinuous.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    return _adaln_norm(out, input, weight, bias, scale, shift, None, scale_table, shift_table, None, eps, LAYER, mode)
+    return _adaln_norm(
+        out, input, weight, bias, scale, shift, None, scale_table, shift_table, None, index, eps, LAYER, mode
+    )
 
 
 def adaln_zero(
@@ -124,6 +142,7 @@ def adaln_zero(
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
     gate_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
 ) -> Tensor:
@@ -145,6 +164,10 @@ def adaln_zero(
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
         gate_table: [H], added to gate; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale and shift, which are [rows, H] for all samples
+            or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch.
+            None: no rows to choose from.
         rounding: "fp32" rounds once, at the end; "eager" rounds every step, as in ``adaln_rmsnorm``.
         out: Where to write, [..., H] like input, of its dtype and device; may be input itself.
 
@@ -161,7 +184,7 @@ def adaln_zero(
     mode = choice("rounding", ROUNDING, rounding)
     eps = FLOAT32_EPS if eps is None else eps
     return _adaln_norm(
-        out, input, weight, None, scale, shift, gate, scale_table, shift_table, gate_table, eps, RMS, mode
+        out, input, weight, None, scale, shift, gate, scale_table, shift_table, gate_table, index, eps, RMS, mode
     )
 
 
@@ -171,6 +194,7 @@ def gated_residual(
     gate: Tensor,
     *,
     gate_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
 ) -> Tensor:
@@ -185,6 +209,10 @@ def gated_residual(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         gate_table: [H], added to gate; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, which is [rows, H] for all samples or [B, rows, H].
+            A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch. None: no rows to
+            choose from.
         rounding: "fp32" rounds once, at the end; "eager" rounds the sum with the table and the product as well.
         out: Where to write, [..., H] like input, of its dtype and device; may be input or residual itself.
 
@@ -199,7 +227,7 @@ def gated_residual(
     Source: LTXVideoTransformerBlock (diffusers), ``hidden_states + attn_hidden_states * gate_msa``.
     """
     mode = choice("rounding", ROUNDING, rounding)
-    return _gated_residual(out, input, residual, gate, gate_table, mode)
+    return _gated_residual(out, input, residual, gate, gate_table, index, mode)
 
 
 def gated_residual_adaln_rmsnorm(
@@ -214,6 +242,7 @@ def gated_residual_adaln_rmsnorm(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -238,6 +267,10 @@ def gated_residual_adaln_rmsnorm(
         gate_table: [H], added to gate; None adds nothing.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale and shift, which are [rows, H] for all samples
+            or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch.
+            None: no rows to choose from.
         rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds the gated branch and
             the sum as well, normalises the rounded sum, and then rounds as ``adaln_rmsnorm`` does.
         out: Where to write the modulated norm, like input; may be input or residual itself.
@@ -257,7 +290,7 @@ def gated_residual_adaln_rmsnorm(
     eps = FLOAT32_EPS if eps is None else eps
     outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     tables = gate_table, scale_table, shift_table
-    return _residual_norm(outs, input, residual, gate, weight, None, scale, shift, *tables, eps, 0.0, RMS, mode)
+    return _residual_norm(outs, input, residual, gate, weight, None, scale, shift, *tables, index, eps, 0.0, RMS, mode)
 
 
 def gated_residual_adaln_layernorm(
@@ -273,6 +306,7 @@ def gated_residual_adaln_layernorm(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -298,6 +332,10 @@ def gated_residual_adaln_layernorm(
         gate_table: [H], added to gate; None adds nothing.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale and shift, which are [rows, H] for all samples
+            or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch.
+            None: no rows to choose from.
         rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds the gated branch and
             the sum as well, normalises the rounded sum, and then rounds as ``adaln_layernorm`` does.
         out: Where to write the modulated norm, like input; may be input or residual itself.
@@ -316,7 +354,9 @@ def gated_residual_adaln_layernorm(
     mode = choice("rounding", ROUNDING, rounding)
     outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     tables = gate_table, scale_table, shift_table
-    return _residual_norm(outs, input, residual, gate, weight, bias, scale, shift, *tables, eps, 0.0, LAYER, mode)
+    return _residual_norm(
+        outs, input, residual, gate, weight, bias, scale, shift, *tables, index, eps, 0.0, LAYER, mode
+    )
 
 
 def adaln_rmsnorm_pair(
@@ -332,6 +372,7 @@ def adaln_rmsnorm_pair(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
     out2: Tensor | None = None,
@@ -358,6 +399,10 @@ def adaln_rmsnorm_pair(
         shift_table: [H], added to shift; None adds nothing.
         scale2_table: [H], added to scale2; None adds nothing.
         shift2_table: [H], added to shift2; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of scale, shift, scale2 and shift2, which are [rows, H] for
+            all samples or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as
+            in torch. None: no rows to choose from.
         rounding: "fp32" rounds each result once, at the end; "eager" rounds as ``adaln_rmsnorm`` does.
         out: Where to write the first result, like input; may be input itself.
         out2: Where to write the second result, like input; may be input itself.
@@ -377,7 +422,7 @@ def adaln_rmsnorm_pair(
     eps = FLOAT32_EPS if eps is None else eps
     tables = scale_table, shift_table, scale2_table, shift2_table
     tensors = weight, None, scale, shift, scale2, shift2
-    return _adaln_norm_pair(outs, input, *tensors, *tables, eps, RMS, mode)
+    return _adaln_norm_pair(outs, input, *tensors, *tables, index, eps, RMS, mode)
 
 
 def adaln_layernorm_pair(
@@ -394,6 +439,7 @@ def adaln_layernorm_pair(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
     out2: Tensor | None = None,
@@ -420,6 +466,10 @@ def adaln_layernorm_pair(
         shift_table: [H], added to shift; None adds nothing.
         scale2_table: [H], added to scale2; None adds nothing.
         shift2_table: [H], added to shift2; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of scale, shift, scale2 and shift2, which are [rows, H] for
+            all samples or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as
+            in torch. None: no rows to choose from.
         rounding: "fp32" rounds each result once, at the end; "eager" rounds as ``adaln_layernorm`` does.
         out: Where to write the first result, like input; may be input itself.
         out2: Where to write the second result, like input; may be input itself.
@@ -438,7 +488,7 @@ def adaln_layernorm_pair(
     outs = None if out is None and out2 is None else given_or_new(input, out, out2)
     tables = scale_table, shift_table, scale2_table, shift2_table
     tensors = weight, bias, scale, shift, scale2, shift2
-    return _adaln_norm_pair(outs, input, *tensors, *tables, eps, LAYER, mode)
+    return _adaln_norm_pair(outs, input, *tensors, *tables, index, eps, LAYER, mode)
 
 
 def gated_residual_adaln_rmsnorm_pair(
@@ -457,6 +507,7 @@ def gated_residual_adaln_rmsnorm_pair(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
     out2: Tensor | None = None,
@@ -488,6 +539,10 @@ def gated_residual_adaln_rmsnorm_pair(
         shift_table: [H], added to shift; None adds nothing.
         scale2_table: [H], added to scale2; None adds nothing.
         shift2_table: [H], added to shift2; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale, shift, scale2 and shift2, which are [rows, H]
+            for all samples or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel,
+            as in torch. None: no rows to choose from.
         rounding: "fp32" rounds each result once, at the end; "eager" rounds as ``gated_residual_adaln_rmsnorm`` does.
         out: Where to write the first result, like input; may be input or residual itself.
         out2: Where to write the second result, like input; may be input or residual itself.
@@ -510,7 +565,7 @@ def gated_residual_adaln_rmsnorm_pair(
     eps = FLOAT32_EPS if eps is None else eps
     tables = gate_table, scale_table, shift_table, scale2_table, shift2_table
     tensors = gate, weight, None, scale, shift, scale2, shift2
-    return _residual_norm_pair(outs, input, residual, *tensors, *tables, eps, RMS, mode)
+    return _residual_norm_pair(outs, input, residual, *tensors, *tables, index, eps, RMS, mode)
 
 
 def gated_residual_adaln_layernorm_pair(
@@ -530,6 +585,7 @@ def gated_residual_adaln_layernorm_pair(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     out: Tensor | None = None,
     out2: Tensor | None = None,
@@ -562,6 +618,10 @@ def gated_residual_adaln_layernorm_pair(
         shift_table: [H], added to shift; None adds nothing.
         scale2_table: [H], added to scale2; None adds nothing.
         shift2_table: [H], added to shift2; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale, shift, scale2 and shift2, which are [rows, H]
+            for all samples or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel,
+            as in torch. None: no rows to choose from.
         rounding: "fp32" rounds each result once, at the end; "eager" rounds as ``gated_residual_adaln_layernorm`` does.
         out: Where to write the first result, like input; may be input or residual itself.
         out2: Where to write the second result, like input; may be input or residual itself.
@@ -583,4 +643,4 @@ def gated_residual_adaln_layernorm_pair(
     )
     tables = gate_table, scale_table, shift_table, scale2_table, shift2_table
     tensors = gate, weight, bias, scale, shift, scale2, shift2
-    return _residual_norm_pair(outs, input, residual, *tensors, *tables, eps, LAYER, mode)
+    return _residual_norm_pair(outs, input, residual, *tensors, *tables, index, eps, LAYER, mode)

@@ -106,7 +106,7 @@ def rmsnorm_residual(
     outs = None if out is None and residual_out is None else given_or_new(input, out, residual_out)
     eps = FLOAT32_EPS if eps is None else eps
     return _residual_norm(
-        outs, input, residual, None, weight, None, None, None, None, None, None, eps, weight_offset, RMS, mode
+        outs, input, residual, None, weight, None, None, None, None, None, None, None, eps, weight_offset, RMS, mode
     )
 
 
@@ -158,6 +158,7 @@ def norm_residual(
     *,
     gate: Tensor | None = None,
     gate_table: Tensor | None = None,
+    index: Tensor | None = None,
     weight_offset: float = 0.0,
     rounding: str = "fp32",
     cast_before_weight: bool = True,
@@ -179,6 +180,10 @@ def norm_residual(
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the normalised branch as it is.
         gate_table: [H], added to gate; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, which is [rows, H] for all samples or [B, rows, H].
+            A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch. None: no rows to
+            choose from.
         weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
         rounding: "fp32" rounds once, at the end. "eager" rounds the norm as ``rmsnorm`` does, and the gated branch.
         cast_before_weight: Where rounding="eager" rounds the norm: True rounds before the weight and after it, as
@@ -198,7 +203,7 @@ def norm_residual(
     """
     mode = norm_rounding(rounding, cast_before_weight)
     eps = FLOAT32_EPS if eps is None else eps
-    return _norm_residual(out, input, residual, weight, gate, gate_table, eps, weight_offset, mode)
+    return _norm_residual(out, input, residual, weight, gate, gate_table, index, eps, weight_offset, mode)
 
 
 def norm_gated_residual_norm(
@@ -216,6 +221,7 @@ def norm_gated_residual_norm(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     cast_before_weight: bool = True,
     out: Tensor | None = None,
@@ -245,6 +251,10 @@ def norm_gated_residual_norm(
         gate_table: [H], added to gate; None adds nothing.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale and shift, which are [rows, H] for all samples
+            or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch.
+            None: no rows to choose from.
         rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds each norm as
             ``rmsnorm`` does, the gated branch, the sum, and then as ``adaln_rmsnorm`` does.
         cast_before_weight: Where rounding="eager" rounds the norm: True rounds before the weight and after it, as
@@ -269,4 +279,4 @@ def norm_gated_residual_norm(
     eps2 = FLOAT32_EPS if eps2 is None else eps2
     tables = gate_table, scale_table, shift_table
     tensors = gate, weight1, weight2, scale, shift
-    return _norm_residual_norm(outs, input, residual, *tensors, *tables, eps1, eps2, weight_offset, mode)
+    return _norm_residual_norm(outs, input, residual, *tensors, *tables, index, eps1, eps2, weight_offset, mode)

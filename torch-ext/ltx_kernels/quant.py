@@ -78,7 +78,7 @@ def quantize_rows(input: Tensor, *, static_scale: Tensor | None = None) -> Quant
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433).
     """
-    return _norm_quant(None, input, None, None, None, None, None, None, static_scale, 0.0, 0.0, NONE)
+    return _norm_quant(None, input, None, None, None, None, None, None, static_scale, None, 0.0, 0.0, NONE)
 
 
 def rmsnorm_quant(
@@ -112,7 +112,7 @@ def rmsnorm_quant(
     Source: as ``rmsnorm`` and ``quantize_rows``.
     """
     eps = FLOAT32_EPS if eps is None else eps
-    return _norm_quant(None, input, weight, None, None, None, None, None, static_scale, eps, weight_offset, RMS)
+    return _norm_quant(None, input, weight, None, None, None, None, None, static_scale, None, eps, weight_offset, RMS)
 
 
 def rmsnorm_residual_quant(
@@ -151,7 +151,22 @@ def rmsnorm_residual_quant(
     """
     eps = FLOAT32_EPS if eps is None else eps
     return _residual_norm_quant(
-        None, input, residual, None, weight, None, None, None, None, None, None, static_scale, eps, weight_offset, RMS
+        None,
+        input,
+        residual,
+        None,
+        weight,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        static_scale,
+        None,
+        eps,
+        weight_offset,
+        RMS,
     )
 
 
@@ -164,6 +179,7 @@ def adaln_rmsnorm_quant(
     *,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Quantised:
     """``adaln_rmsnorm`` with a quantised result.
@@ -182,6 +198,10 @@ def adaln_rmsnorm_quant(
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of scale and shift, which are [rows, H] for all samples or
+            [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch. None:
+            no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -194,7 +214,9 @@ def adaln_rmsnorm_quant(
     Source: as ``adaln_rmsnorm`` and ``quantize_rows``.
     """
     eps = FLOAT32_EPS if eps is None else eps
-    return _norm_quant(None, input, weight, None, scale, shift, scale_table, shift_table, static_scale, eps, 0.0, RMS)
+    return _norm_quant(
+        None, input, weight, None, scale, shift, scale_table, shift_table, static_scale, index, eps, 0.0, RMS
+    )
 
 
 def gated_residual_quant(
@@ -203,6 +225,7 @@ def gated_residual_quant(
     gate: Tensor,
     *,
     gate_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> QuantisedAndResidual:
     """``gated_residual`` with its result both quantised and as the residual stream goes on.
@@ -217,6 +240,10 @@ def gated_residual_quant(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         gate_table: [H], added to gate; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, which is [rows, H] for all samples or [B, rows, H].
+            A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch. None: no rows to
+            choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -229,7 +256,7 @@ def gated_residual_quant(
     Source: as ``gated_residual`` and ``quantize_rows``.
     """
     return _residual_norm_quant(
-        None, input, residual, gate, None, None, None, None, gate_table, None, None, static_scale, 0.0, 0.0, NONE
+        None, input, residual, gate, None, None, None, None, gate_table, None, None, static_scale, index, 0.0, 0.0, NONE
     )
 
 
@@ -245,6 +272,7 @@ def gated_residual_adaln_rmsnorm_quant(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> QuantisedAndResidual:
     """``gated_residual_adaln_rmsnorm`` with a quantised first result.
@@ -268,6 +296,10 @@ def gated_residual_adaln_rmsnorm_quant(
         gate_table: [H], added to gate; None adds nothing.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale and shift, which are [rows, H] for all samples
+            or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch.
+            None: no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -282,7 +314,7 @@ def gated_residual_adaln_rmsnorm_quant(
     eps = FLOAT32_EPS if eps is None else eps
     tables = gate_table, scale_table, shift_table
     tensors = gate, weight, None, scale, shift
-    return _residual_norm_quant(None, input, residual, *tensors, *tables, static_scale, eps, 0.0, RMS)
+    return _residual_norm_quant(None, input, residual, *tensors, *tables, static_scale, index, eps, 0.0, RMS)
 
 
 def layernorm_quant(
@@ -315,7 +347,7 @@ def layernorm_quant(
 
     Source: as ``layernorm`` and ``quantize_rows``.
     """
-    return _norm_quant(None, input, weight, bias, None, None, None, None, static_scale, eps, 0.0, LAYER)
+    return _norm_quant(None, input, weight, bias, None, None, None, None, static_scale, None, eps, 0.0, LAYER)
 
 
 def adaln_layernorm_quant(
@@ -328,6 +360,7 @@ def adaln_layernorm_quant(
     *,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Quantised:
     """``adaln_layernorm`` with a quantised result.
@@ -349,6 +382,10 @@ def adaln_layernorm_quant(
         eps: Added to the variance.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of scale and shift, which are [rows, H] for all samples or
+            [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch. None:
+            no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -360,7 +397,9 @@ def adaln_layernorm_quant(
 
     Source: as ``adaln_layernorm`` and ``quantize_rows``.
     """
-    return _norm_quant(None, input, weight, bias, scale, shift, scale_table, shift_table, static_scale, eps, 0.0, LAYER)
+    return _norm_quant(
+        None, input, weight, bias, scale, shift, scale_table, shift_table, static_scale, index, eps, 0.0, LAYER
+    )
 
 
 def gated_residual_adaln_layernorm_quant(
@@ -376,6 +415,7 @@ def gated_residual_adaln_layernorm_quant(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> QuantisedAndResidual:
     """``gated_residual_adaln_layernorm`` with a quantised first result.
@@ -399,6 +439,10 @@ def gated_residual_adaln_layernorm_quant(
         gate_table: [H], added to gate; None adds nothing.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale and shift, which are [rows, H] for all samples
+            or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch.
+            None: no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -412,7 +456,7 @@ def gated_residual_adaln_layernorm_quant(
     """
     tables = gate_table, scale_table, shift_table
     tensors = gate, weight, bias, scale, shift
-    return _residual_norm_quant(None, input, residual, *tensors, *tables, static_scale, eps, 0.0, LAYER)
+    return _residual_norm_quant(None, input, residual, *tensors, *tables, static_scale, index, eps, 0.0, LAYER)
 
 
 def norm_gated_residual_norm_quant(
@@ -430,6 +474,7 @@ def norm_gated_residual_norm_quant(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> QuantisedAndResidual:
     """``norm_gated_residual_norm`` with a quantised first result.
@@ -457,6 +502,10 @@ def norm_gated_residual_norm_quant(
         gate_table: [H], added to gate; None adds nothing.
         scale_table: [H], added to scale; None adds nothing.
         shift_table: [H], added to shift; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale and shift, which are [rows, H] for all samples
+            or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as in torch.
+            None: no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -472,7 +521,9 @@ def norm_gated_residual_norm_quant(
     eps2 = FLOAT32_EPS if eps2 is None else eps2
     tables = gate_table, scale_table, shift_table
     tensors = gate, weight1, weight2, scale, shift
-    return _norm_residual_norm_quant(None, input, residual, *tensors, *tables, static_scale, eps1, eps2, weight_offset)
+    return _norm_residual_norm_quant(
+        None, input, residual, *tensors, *tables, static_scale, index, eps1, eps2, weight_offset
+    )
 
 
 def adaln_rmsnorm_pair_quant(
@@ -488,6 +539,7 @@ def adaln_rmsnorm_pair_quant(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> TwoQuantised:
     """``adaln_rmsnorm_pair`` with both modulated results quantised.
@@ -511,6 +563,10 @@ def adaln_rmsnorm_pair_quant(
         shift_table: [H], added to shift; None adds nothing.
         scale2_table: [H], added to scale2; None adds nothing.
         shift2_table: [H], added to shift2; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of scale, shift, scale2 and shift2, which are [rows, H] for
+            all samples or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as
+            in torch. None: no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -526,7 +582,7 @@ def adaln_rmsnorm_pair_quant(
     eps = FLOAT32_EPS if eps is None else eps
     tables = scale_table, shift_table, scale2_table, shift2_table
     tensors = weight, None, scale, shift, scale2, shift2
-    return _adaln_norm_pair_quant(None, input, *tensors, *tables, static_scale, eps, RMS)
+    return _adaln_norm_pair_quant(None, input, *tensors, *tables, static_scale, index, eps, RMS)
 
 
 def adaln_layernorm_pair_quant(
@@ -543,6 +599,7 @@ def adaln_layernorm_pair_quant(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> TwoQuantised:
     """``adaln_layernorm_pair`` with both modulated results quantised.
@@ -567,6 +624,10 @@ def adaln_layernorm_pair_quant(
         shift_table: [H], added to shift; None adds nothing.
         scale2_table: [H], added to scale2; None adds nothing.
         shift2_table: [H], added to shift2; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of scale, shift, scale2 and shift2, which are [rows, H] for
+            all samples or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel, as
+            in torch. None: no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -581,7 +642,7 @@ def adaln_layernorm_pair_quant(
     """
     tables = scale_table, shift_table, scale2_table, shift2_table
     tensors = weight, bias, scale, shift, scale2, shift2
-    return _adaln_norm_pair_quant(None, input, *tensors, *tables, static_scale, eps, LAYER)
+    return _adaln_norm_pair_quant(None, input, *tensors, *tables, static_scale, index, eps, LAYER)
 
 
 def gated_residual_adaln_rmsnorm_pair_quant(
@@ -600,6 +661,7 @@ def gated_residual_adaln_rmsnorm_pair_quant(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> TwoQuantisedAndResidual:
     """``gated_residual_adaln_rmsnorm_pair`` with both modulated results quantised.
@@ -628,6 +690,10 @@ def gated_residual_adaln_rmsnorm_pair_quant(
         shift_table: [H], added to shift; None adds nothing.
         scale2_table: [H], added to scale2; None adds nothing.
         shift2_table: [H], added to shift2; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale, shift, scale2 and shift2, which are [rows, H]
+            for all samples or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel,
+            as in torch. None: no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -643,7 +709,7 @@ def gated_residual_adaln_rmsnorm_pair_quant(
     eps = FLOAT32_EPS if eps is None else eps
     tables = gate_table, scale_table, shift_table, scale2_table, shift2_table
     tensors = gate, weight, None, scale, shift, scale2, shift2
-    return _residual_norm_pair_quant(None, input, residual, *tensors, *tables, static_scale, eps, RMS)
+    return _residual_norm_pair_quant(None, input, residual, *tensors, *tables, static_scale, index, eps, RMS)
 
 
 def gated_residual_adaln_layernorm_pair_quant(
@@ -663,6 +729,7 @@ def gated_residual_adaln_layernorm_pair_quant(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> TwoQuantisedAndResidual:
     """``gated_residual_adaln_layernorm_pair`` with both modulated results quantised.
@@ -692,6 +759,10 @@ def gated_residual_adaln_layernorm_pair_quant(
         shift_table: [H], added to shift; None adds nothing.
         scale2_table: [H], added to scale2; None adds nothing.
         shift2_table: [H], added to shift2; None adds nothing.
+        index: Row numbers, [B, S] for an input [B, S, H] or any shape that broadcasts to it; int64, int32 or bool. Each
+            token then reads the row that its number names of gate, scale, shift, scale2 and shift2, which are [rows, H]
+            for all samples or [B, rows, H]. A number that names no row raises on the CPU; on a GPU it stops the kernel,
+            as in torch. None: no rows to choose from.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
 
     Returns:
@@ -706,7 +777,7 @@ def gated_residual_adaln_layernorm_pair_quant(
     """
     tables = gate_table, scale_table, shift_table, scale2_table, shift2_table
     tensors = gate, weight, bias, scale, shift, scale2, shift2
-    return _residual_norm_pair_quant(None, input, residual, *tensors, *tables, static_scale, eps, LAYER)
+    return _residual_norm_pair_quant(None, input, residual, *tensors, *tables, static_scale, index, eps, LAYER)
 
 
 def geglu_quant(

@@ -130,16 +130,30 @@ def _subtract(a: Tensor, b: Tensor) -> Tensor:
 # ---- Norms
 
 
-def _modulator(value: Tensor | None, table: Tensor | None, input: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+def _modulator(
+    value: Tensor | None, table: Tensor | None, input: Tensor, index: Tensor | None, dtype: torch.dtype | None
+) -> Tensor | None:
     """value + table, converted to ``dtype`` first where given, in a shape that broadcasts to the input."""
     if value is None:
         return None
-    if _checks.is_per_batch(value, input):
+    if index is not None:
+        value = _named_rows(value, index, input)
+    elif _checks.is_per_batch(value, input):
         for _ in range(input.dim() - 2):
             value = value.unsqueeze(1)
     if dtype is not None:
         value = value.to(dtype)
     return value if table is None else _add(value, table)
+
+
+def _named_rows(value: Tensor, index: Tensor, input: Tensor) -> Tensor:
+    """The row of value, [rows, H] or [B, rows, H], that the index names, for each row of the input."""
+    leading = input.shape[:-1]
+    if value.dim() == 2:
+        value = value.unsqueeze(0)
+    rows = index.long().expand(leading).reshape(leading[0] if leading else 1, -1, 1)
+    value = value.expand(rows.shape[0], -1, -1)
+    return value.gather(1, rows.expand(-1, -1, value.shape[-1])).reshape(*leading, value.shape[-1])
 
 
 def norm_family(
@@ -161,6 +175,7 @@ def norm_family(
     shift2: Tensor | None = None,
     shift2_table: Tensor | None = None,
     branch_weight: Tensor | None = None,
+    index: Tensor | None = None,
     branch_eps: float | None = None,
     eps: float = 0.0,
     weight_offset: float = 0.0,
@@ -170,7 +185,8 @@ def norm_family(
 ) -> tuple[Tensor, ...]:
     """(normalised, h) of every op of the norm family: kernel_src/ltx/params.h has the formula.
 
-    With ``scale2`` it is (normalised, normalised with the second scale and shift, h). ``branch_eps`` asks for the norm
+    With ``scale2`` it is (normalised, normalised with the second scale and shift, h). With ``index`` each row reads the
+    row of gate, scale, shift, out_gate, scale2 and shift2 that it names. ``branch_eps`` asks for the norm
     of the input before the residual is added. Without residual and gate, h is the input. ``statistic=None`` stops at h
     and returns it twice. ``rounded=False`` leaves all results but h in the dtype of the math.
     """
@@ -191,7 +207,7 @@ def norm_family(
     x = input if eager else input.to(compute)
     if branch_eps is not None:
         x = rms(x.to(compute), branch_eps, branch_weight)
-    gate = _modulator(gate, gate_table, input, wide)
+    gate = _modulator(gate, gate_table, input, index, wide)
     if gate is not None:
         x = _multiply(x, gate)
     if residual is not None:
@@ -223,14 +239,14 @@ def norm_family(
         return out.to(dtype).contiguous() if rounded else out
 
     first = modulated(
-        _modulator(scale, scale_table, input, wide),
-        _modulator(shift, shift_table, input, wide),
-        _modulator(out_gate, out_gate_table, input, wide),
+        _modulator(scale, scale_table, input, index, wide),
+        _modulator(shift, shift_table, input, index, wide),
+        _modulator(out_gate, out_gate_table, input, index, wide),
     )
     if scale2 is None:
         return first, h
     second = modulated(
-        _modulator(scale2, scale2_table, input, wide), _modulator(shift2, shift2_table, input, wide), None
+        _modulator(scale2, scale2_table, input, index, wide), _modulator(shift2, shift2_table, input, index, wide), None
     )
     return first, second, h
 
@@ -305,6 +321,7 @@ def adaln_rmsnorm(
     *,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Tensor:
     return _norm(
@@ -314,6 +331,7 @@ def adaln_rmsnorm(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=rms_eps(eps, input),
         rounding=choice("rounding", ROUNDING, rounding),
     )[0]
@@ -329,6 +347,7 @@ def adaln_layernorm(
     *,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Tensor:
     return _norm(
@@ -339,6 +358,7 @@ def adaln_layernorm(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=eps,
         statistic=LAYER,
         rounding=choice("rounding", ROUNDING, rounding),
@@ -356,6 +376,7 @@ def adaln_zero(
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
     gate_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Tensor:
     return _norm(
@@ -367,6 +388,7 @@ def adaln_zero(
         shift_table=shift_table,
         out_gate=gate,
         out_gate_table=gate_table,
+        index=index,
         eps=rms_eps(eps, input),
         rounding=choice("rounding", ROUNDING, rounding),
     )[0]
@@ -378,6 +400,7 @@ def gated_residual(
     gate: Tensor,
     *,
     gate_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Tensor:
     return _norm(
@@ -385,6 +408,7 @@ def gated_residual(
         residual=residual,
         gate=gate,
         gate_table=gate_table,
+        index=index,
         statistic=None,
         rounding=choice("rounding", ROUNDING, rounding),
     )[1]
@@ -402,6 +426,7 @@ def gated_residual_adaln_rmsnorm(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Pair:
     return _norm(
@@ -414,6 +439,7 @@ def gated_residual_adaln_rmsnorm(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=rms_eps(eps, input),
         rounding=choice("rounding", ROUNDING, rounding),
     )
@@ -432,6 +458,7 @@ def gated_residual_adaln_layernorm(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Pair:
     return _norm(
@@ -445,6 +472,7 @@ def gated_residual_adaln_layernorm(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=eps,
         statistic=LAYER,
         rounding=choice("rounding", ROUNDING, rounding),
@@ -459,6 +487,7 @@ def norm_residual(
     *,
     gate: Tensor | None = None,
     gate_table: Tensor | None = None,
+    index: Tensor | None = None,
     weight_offset: float = 0.0,
     rounding: str = "fp32",
     cast_before_weight: bool = True,
@@ -470,6 +499,7 @@ def norm_residual(
         branch_eps=rms_eps(eps, input),
         gate=gate,
         gate_table=gate_table,
+        index=index,
         weight_offset=weight_offset,
         statistic=None,
         rounding=norm_rounding(rounding, cast_before_weight),
@@ -491,6 +521,7 @@ def norm_gated_residual_norm(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
     cast_before_weight: bool = True,
 ) -> Pair:
@@ -506,6 +537,7 @@ def norm_gated_residual_norm(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=rms_eps(eps2, input),
         weight_offset=weight_offset,
         rounding=norm_rounding(rounding, cast_before_weight),
@@ -525,6 +557,7 @@ def adaln_rmsnorm_pair(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Pair:
     return _norm(
@@ -538,6 +571,7 @@ def adaln_rmsnorm_pair(
         shift_table=shift_table,
         scale2_table=scale2_table,
         shift2_table=shift2_table,
+        index=index,
         eps=rms_eps(eps, input),
         rounding=choice("rounding", ROUNDING, rounding),
     )[:2]
@@ -557,6 +591,7 @@ def adaln_layernorm_pair(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Pair:
     return _norm(
@@ -571,6 +606,7 @@ def adaln_layernorm_pair(
         shift_table=shift_table,
         scale2_table=scale2_table,
         shift2_table=shift2_table,
+        index=index,
         eps=eps,
         statistic=LAYER,
         rounding=choice("rounding", ROUNDING, rounding),
@@ -593,6 +629,7 @@ def gated_residual_adaln_rmsnorm_pair(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Triple:
     return _norm(
@@ -609,6 +646,7 @@ def gated_residual_adaln_rmsnorm_pair(
         shift_table=shift_table,
         scale2_table=scale2_table,
         shift2_table=shift2_table,
+        index=index,
         eps=rms_eps(eps, input),
         rounding=choice("rounding", ROUNDING, rounding),
     )
@@ -631,6 +669,7 @@ def gated_residual_adaln_layernorm_pair(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     rounding: str = "fp32",
 ) -> Triple:
     return _norm(
@@ -648,6 +687,7 @@ def gated_residual_adaln_layernorm_pair(
         shift_table=shift_table,
         scale2_table=scale2_table,
         shift2_table=shift2_table,
+        index=index,
         eps=eps,
         statistic=LAYER,
         rounding=choice("rounding", ROUNDING, rounding),
@@ -901,6 +941,7 @@ def adaln_rmsnorm_quant(
     *,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Pair:
     return _norm_quant(
@@ -910,6 +951,7 @@ def adaln_rmsnorm_quant(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=rms_eps(eps, input),
         static_scale=static_scale,
     )[:2]
@@ -921,10 +963,17 @@ def gated_residual_quant(
     gate: Tensor,
     *,
     gate_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Triple:
     return _norm_quant(
-        input, residual=residual, gate=gate, gate_table=gate_table, statistic=NONE, static_scale=static_scale
+        input,
+        residual=residual,
+        gate=gate,
+        gate_table=gate_table,
+        index=index,
+        statistic=NONE,
+        static_scale=static_scale,
     )
 
 
@@ -940,6 +989,7 @@ def gated_residual_adaln_rmsnorm_quant(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Triple:
     return _norm_quant(
@@ -952,6 +1002,7 @@ def gated_residual_adaln_rmsnorm_quant(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=rms_eps(eps, input),
         static_scale=static_scale,
     )
@@ -978,6 +1029,7 @@ def adaln_layernorm_quant(
     *,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Pair:
     return _norm_quant(
@@ -988,6 +1040,7 @@ def adaln_layernorm_quant(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=eps,
         statistic=LAYER,
         static_scale=static_scale,
@@ -1007,6 +1060,7 @@ def gated_residual_adaln_layernorm_quant(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Triple:
     return _norm_quant(
@@ -1020,6 +1074,7 @@ def gated_residual_adaln_layernorm_quant(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=eps,
         statistic=LAYER,
         static_scale=static_scale,
@@ -1041,6 +1096,7 @@ def norm_gated_residual_norm_quant(
     gate_table: Tensor | None = None,
     scale_table: Tensor | None = None,
     shift_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> Triple:
     return _norm_quant(
@@ -1055,6 +1111,7 @@ def norm_gated_residual_norm_quant(
         scale_table=scale_table,
         shift=shift,
         shift_table=shift_table,
+        index=index,
         eps=rms_eps(eps2, input),
         weight_offset=weight_offset,
         static_scale=static_scale,
@@ -1074,6 +1131,7 @@ def adaln_rmsnorm_pair_quant(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     return _norm_quant(
@@ -1087,6 +1145,7 @@ def adaln_rmsnorm_pair_quant(
         shift_table=shift_table,
         scale2_table=scale2_table,
         shift2_table=shift2_table,
+        index=index,
         eps=rms_eps(eps, input),
         static_scale=static_scale,
     )[:4]
@@ -1106,6 +1165,7 @@ def adaln_layernorm_pair_quant(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     return _norm_quant(
@@ -1120,6 +1180,7 @@ def adaln_layernorm_pair_quant(
         shift_table=shift_table,
         scale2_table=scale2_table,
         shift2_table=shift2_table,
+        index=index,
         eps=eps,
         statistic=LAYER,
         static_scale=static_scale,
@@ -1142,6 +1203,7 @@ def gated_residual_adaln_rmsnorm_pair_quant(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     return _norm_quant(
@@ -1158,6 +1220,7 @@ def gated_residual_adaln_rmsnorm_pair_quant(
         shift_table=shift_table,
         scale2_table=scale2_table,
         shift2_table=shift2_table,
+        index=index,
         eps=rms_eps(eps, input),
         static_scale=static_scale,
     )
@@ -1180,6 +1243,7 @@ def gated_residual_adaln_layernorm_pair_quant(
     shift_table: Tensor | None = None,
     scale2_table: Tensor | None = None,
     shift2_table: Tensor | None = None,
+    index: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     return _norm_quant(
@@ -1197,6 +1261,7 @@ def gated_residual_adaln_layernorm_pair_quant(
         shift_table=shift_table,
         scale2_table=scale2_table,
         shift2_table=shift2_table,
+        index=index,
         eps=eps,
         statistic=LAYER,
         static_scale=static_scale,

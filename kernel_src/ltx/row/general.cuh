@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const bool active = row < p.rows.count;
   RowStarts start;
   walk_row(p.rows, active ? row : 0, [&](int d, int64_t index) { start.add(p, d, index); });
+  start.choose(p);
   GeneralLoader<T, kMore> load{p, start, packed};
   const bool quantised = kMore && p.quantised.values != nullptr;
   const bool normalises = p.out.data != nullptr || quantised;
@@ -110,6 +111,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll 1
   for (int turn = quantised ? 0 : 1; turn < 2; ++turn) {
     const bool writes = turn == 1;
+    if (writes) stop_unless_named(start.named);
     if (writes && !active) return;
     each_pack([&](int64_t column) {
       load.column = column;

@@ -7,6 +7,7 @@
 #include "ltx/reduce.cuh"
 #include "ltx/row/geometry.cuh"
 #include "ltx/row/operands.cuh"
+#include "ltx/rows.cuh"
 #include "ltx/vec.cuh"
 
 namespace ltx {
@@ -214,6 +215,15 @@ __device__ __forceinline__ void apply_factors(const float (&factor)[kWidth], con
   for (int i = 0; i < kWidth; ++i) n[i] = kAdds ? fmaf(n[i], factor[i], addend[i]) : __fmul_rn(n[i], factor[i]);
 }
 
+// The row of the vectors that row number `row` reads. kIndexed: the call may have an index.
+template <bool kIndexed>
+__device__ __forceinline__ uint32_t vector_row(const CompactParams& p, uint32_t row, bool& named) {
+  if constexpr (kIndexed) {
+    if (p.index.data) row = read_index(row_of<false>(p.index, row), p.index_type, p.index_rows, named);
+  }
+  return row;
+}
+
 // kPacks packs, a step apart, of the vectors of a row, all of dtype M; `k` is the pack at hand. kKnown: which vectors
 // the call has, where this is known at compile time; they are then the same for all rows. kAhead: see loaded_ahead.
 template <typename T, typename M, Statistic S, Fusion F, uint32_t kKnown, int kPacks, uint32_t kAhead,
@@ -249,7 +259,7 @@ struct Vectors {
   }
   template <Operand kBit>
   __device__ __forceinline__ const M* start() const {
-    return reinterpret_cast<const M*>(row_of<kFlat>(view<kBit>(), kKnown ? 0 : row)) + column;
+    return reinterpret_cast<const M*>(row_of<kFlat>(view<kBit>(), row)) + column;
   }
   // Brings the modulation of every batch (blockIdx.y) into the L2 cache, a batch a thread.
   template <Operand kBit>
@@ -317,6 +327,8 @@ struct Vectors {
 struct RowStarts {
   int64_t input = 0, residual = 0, gate = 0, scale = 0, shift = 0, out_gate = 0, out = 0, residual_out = 0;
   int64_t scale2 = 0, shift2 = 0, out2 = 0;
+  int64_t index = 0;
+  bool named = true;  // by the index
 
   __device__ __forceinline__ void add(const NormParams& p, int d, int64_t index) {
     input += index * p.input.stride[d];
@@ -330,6 +342,19 @@ struct RowStarts {
     scale2 += index * p.scale2.value.stride[d];
     shift2 += index * p.shift2.value.stride[d];
     out2 += index * p.out2.stride[d];
+    this->index += index * p.index.stride[d];
+  }
+  // Goes to the rows of modulation that the index names.
+  __device__ __forceinline__ void choose(const NormParams& p) {
+    if (!p.index.data) return;
+    const char* const data = static_cast<const char*>(p.index.data) + index * index_size(p.index.type);
+    const int64_t row = read_index(data, p.index.type, p.index.rows, named);
+    gate += row * p.gate.value.index_stride;
+    scale += row * p.scale.value.index_stride;
+    shift += row * p.shift.value.index_stride;
+    out_gate += row * p.out_gate.value.index_stride;
+    scale2 += row * p.scale2.value.index_stride;
+    shift2 += row * p.shift2.value.index_stride;
   }
 };
 

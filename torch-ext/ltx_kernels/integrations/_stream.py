@@ -51,7 +51,7 @@ from ._replay import as_one
 class Mod(NamedTuple):
     """One modulation input, a shift, scale or gate: a tensor and a row of a table, added up inside the ops.
 
-    value: [B, H] per sample, [B, 1, H], or [B, S, H] per token; any strides.
+    value: [B, H] per sample, [B, 1, H], or [B, S, H] per token; any strides. In a stream with an index: [B, rows, H].
     table: [H], or None.
     """
 
@@ -81,11 +81,6 @@ def modulation_by(norm: nn.Module, temb: Tensor, count: int) -> list[Mod]:
     """The `count` modulation inputs that the linear layer in a norm such as AdaLayerNormZero makes of SiLU(temb)."""
     silu, linear = children(norm, "silu", "linear")
     return modulation(linear(silu(temb)), count)
-
-
-def chosen(takes_first: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Rows [B, S, N]: tokens read `first` [B, N] where `takes_first` [B, S] is true, and the others `second` [B, N]."""
-    return torch.where(takes_first.unsqueeze(-1), first.unsqueeze(1), second.unsqueeze(1))
 
 
 def clipped(value: Tensor) -> Tensor:
@@ -123,10 +118,15 @@ class Stream:
     Linear layers take both.
     """
 
-    __slots__ = ("_branch", "_branch_norm", "_first", "_gate", "_value", "rounding")
+    __slots__ = ("_branch", "_branch_norm", "_first", "_gate", "_index", "_value", "rounding")
 
-    def __init__(self, module: nn.Module, value: Tensor) -> None:
-        """module: The block, a module that `optimize` replaced."""
+    def __init__(self, module: nn.Module, value: Tensor, index: Tensor | None = None) -> None:
+        """module: The block, a module that `optimize` replaced.
+
+        index: [B, S] or [S], which row of every modulation a token takes; the modulations are then [B, rows, H]. None:
+            the modulations have no rows to choose from.
+        """
+        self._index = index
         self.rounding: str = module.__dict__[ATTRIBUTE].rounding
         self._first = self._value = value
         self._branch: Tensor | None = None
@@ -166,15 +166,15 @@ class Stream:
                     form.eps_of(norm),
                     gate=gate_value,
                     gate_table=gate_table,
+                    index=self._index,
                     weight_offset=form.offset,
                     rounding=self.rounding,
                 )
             elif gate is None:
                 self._value = self._value + branch
             else:
-                self._value = gated_residual(
-                    branch, self._value, gate.value, gate_table=gate.table, rounding=self.rounding
-                )
+                tables = {"gate_table": gate.table, "index": self._index}
+                self._value = gated_residual(branch, self._value, gate.value, **tables, rounding=self.rounding)
         return self._value
 
     def rows(self, into: Linears | None = None) -> Input:
@@ -185,7 +185,8 @@ class Stream:
         if self._branch is None or gate is None or self._branch_norm is not None:
             return quantize_rows(self.value())
         branch, self._branch = self._branch, None
-        values, scales, self._value = gated_residual_quant(branch, self._value, gate.value, gate_table=gate.table)
+        tables = {"gate_table": gate.table, "index": self._index}
+        values, scales, self._value = gated_residual_quant(branch, self._value, gate.value, **tables)
         return values, scales
 
     def norm(
@@ -215,7 +216,7 @@ class Stream:
             affine = x, weight, bias, cast(float, eps)
             return layernorm_quant(*affine) if quantises else layernorm(*affine, rounding=rounding)
         shift_value, shift_table = shift or _NOTHING
-        tables: dict[str, Any] = {"scale_table": scale.table, "shift_table": shift_table}
+        tables: dict[str, Any] = {"scale_table": scale.table, "shift_table": shift_table, "index": self._index}
         if kind == LAYER:
             operands = x, weight, scale.value, shift_value, bias, cast(float, eps)
             if quantises:
@@ -250,7 +251,7 @@ class Stream:
         operands = branch, self._value, gate, before._parameters.get("weight"), form.eps_of(before)
         more = norm._parameters.get("weight"), scale_value, shift_value, form.eps_of(norm)
         options: dict[str, Any] = {"weight_offset": form.offset, "gate_table": gate_table}
-        options.update(scale_table=scale_table, shift_table=shift_table)
+        options.update(scale_table=scale_table, shift_table=shift_table, index=self._index)
         if quantises:
             values, scales, self._value = norm_gated_residual_norm_quant(*operands, *more, **options)
             return values, scales
@@ -267,6 +268,7 @@ class Stream:
         scale_value, scale_table = scale or _NOTHING
         shift_value, shift_table = shift or _NOTHING
         tables: dict[str, Any] = {"gate_table": gate_table, "scale_table": scale_table, "shift_table": shift_table}
+        tables["index"] = self._index
         operands = branch, self._value, gate, weight, scale_value, shift_value
         if kind == LAYER:
             affine = bias, cast(float, eps)
@@ -303,7 +305,7 @@ class Stream:
         (shift, scale), (shift2, scale2) = first, second
         mods = scale.value, shift.value, scale2.value, shift2.value
         after: tuple[Any, ...] = (module._parameters.get("bias"), module.eps) if layer else (module.eps,)
-        options: dict[str, Any] = {"scale_table": scale.table, "shift_table": shift.table}
+        options: dict[str, Any] = {"scale_table": scale.table, "shift_table": shift.table, "index": self._index}
         options.update(scale2_table=scale2.table, shift2_table=shift2.table)
         if not quantises:
             options["rounding"] = self.rounding

@@ -5,7 +5,8 @@ the order of the joint rows.
 
 Edit 2511 (`zero_cond_t`) doubles the batch of the timestep's embedding. The first half is of the timestep, the second
 half is of timestep 0. Tokens of the image that is made, and the text, take their modulation from the first half. Tokens
-of input images take it from the second half. `modulate_index` tells the two kinds of image tokens apart.
+of input images take it from the second half. `modulate_index` is 0 or 1 for each image token:
+the row of its modulation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .._double import Tokens, double_block
 from .._guards import children
 from .._rotary import Tables, kept
 from .._sites import site_of
-from .._stream import RMSNORM, TORCH_LAYERNORM, chosen, clipped, modulation
+from .._stream import RMSNORM, TORCH_LAYERNORM, clipped, modulation
 
 # Names of a stream's first norm, second norm and feed-forward.
 IMAGE = ("img_norm1", "img_norm2", "img_mlp")
@@ -67,9 +68,9 @@ def block_forward(
     img_mod, txt_mod, attn = children(self, "img_mod", "txt_mod", "attn")
     values = img_mod(temb)
     if modulate_index is not None:
-        values = chosen(modulate_index == 0, *values.chunk(2))
+        values = values.unflatten(0, (2, -1)).transpose(0, 1)  # [B, 2, 6 H]
         temb = temb.chunk(2)[0]
-    image = Tokens(self, hidden_states, IMAGE, modulation(values, 6))
+    image = Tokens(self, hidden_states, IMAGE, modulation(values, 6), modulate_index)
     text = Tokens(self, encoder_hidden_states, TEXT, modulation(txt_mod(temb), 6))
     options = {"encoder_hidden_states_mask": encoder_hidden_states_mask, "image_rotary_emb": image_rotary_emb}
     options.update(joint_attention_kwargs or {})

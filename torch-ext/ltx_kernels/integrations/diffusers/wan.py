@@ -54,6 +54,8 @@ def modulation(temb: Tensor, dim: int, table: Tensor) -> list[Mod]:
 
     `from_pretrained` keeps the table in float32 beside a 16-bit embedding. The row kernel takes vectors of one dtype,
     so they are added here. A modulation for each token (4 dimensions) is not: it would take the memory of six streams.
+    The model makes that tensor. Its tokens have one or two different times, but how many they are is known on the GPU
+    alone, so that an index of a few rows would make the host wait in every step.
     """
     if temb.dim() == 3 and temb.dtype != table.dtype:
         return modulation_of((table + temb).unbind(dim))
