@@ -208,6 +208,8 @@ class Case:
         def narrowed(name: str, value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(narrowed(name, item) for item in value)
+            if name == "index":
+                return value[index : index + 1] if value.dim() == first.dim() - 1 and value.shape[0] == count else value
             if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != count:
                 return value
             if self.is_rotary:

@@ -151,7 +151,7 @@ def _named_rows(value: Tensor, index: Tensor, input: Tensor) -> Tensor:
     leading = input.shape[:-1]
     if value.dim() == 2:
         value = value.unsqueeze(0)
-    rows = index.long().expand(leading).reshape(leading[0] if leading else 1, -1, 1)
+    rows = index.long().expand(leading).reshape(leading[0] if leading else 1, math.prod(leading[1:]), 1)
     value = value.expand(rows.shape[0], -1, -1)
     return value.gather(1, rows.expand(-1, -1, value.shape[-1])).reshape(*leading, value.shape[-1])
 
