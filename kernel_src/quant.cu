@@ -245,9 +245,6 @@ struct RowsParams {
   uint32_t rows;   // of the inner dimension
   uint32_t ahead;  // rows that prefetch_later looks ahead
   int32_t width;
-  RowPointer index;  // names the gate's row; no data: it is the row's own number
-  IndexType index_type;
-  uint32_t index_rows;
 };
 
 // The gate of a residual. kAny: it may be absent, vary, or have another dtype than the rows. kKnown and kTables: a
@@ -279,11 +276,7 @@ __global__ void __launch_bounds__(register_threads(G), 1)
   // H200, of a copy's time, passing the first cache and not: short rows 131072x128 1.15, 1.18.
   share.template load<kShort>(packs);
   if constexpr (kWhole && kPrefetches) share.prefetch_later(p.operands, p.ahead, p.width);
-  uint32_t row = share.active() ? share.row : 0;  // of the gate
-  bool named = true;
-  if constexpr (kResidual && G == Gate::kAny) {
-    if (p.index.data) row = read_index(p.index.at(row), p.index_type, p.index_rows, named);
-  }
+  const uint32_t row = share.active() ? share.row : 0;
   P gate[kPacks], table[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
@@ -324,7 +317,6 @@ __global__ void __launch_bounds__(register_threads(G), 1)
   const float most = row_magnitude<kWhole>(magnitude(y), magnitudes);
   const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
   if (share.active()) share.write(y, by);
-  stop_unless_named(named);
 }
 
 // operands: the gate, and what it multiplies (not for gelu). width: of the whole row. The first prefix_threads threads
@@ -659,17 +651,6 @@ class RowOperands {
   RowModulator modulator(const RowView& value, const RowView& table) {
     return {row(value), row(table).data, value.dtype, table.dtype};
   }
-  // Where the numbers of rows lie. The gate's inner stride then leads from one row that they name to the next.
-  RowPointer index(const IndexView& view, const RowView& gate, RowPointer& gate_pointer) {
-    if (!view.data) return {};
-    fits_ = fits_ && gate_pointer.inner == 0 &&
-            (!gate.data ||
-             is_packed(gate.data, gate.dtype, kPackWidth<T>, rows_.width, gate.column_stride, &gate.index_stride, 1));
-    gate_pointer.inner = gate.index_stride * element_size(gate.dtype);
-    const int64_t bytes = index_size(view.type);
-    return {static_cast<char*>(const_cast<void*>(view.data)), rows_.ndim > 0 ? view.stride[rows_.ndim - 1] * bytes : 0,
-            rows_.ndim == 2 ? view.stride[0] * bytes : 0};
-  }
 
  private:
   const Rows& rows_;
@@ -694,16 +675,13 @@ void launch_rows(const NormParams& p, const Context& context) {
   if constexpr (kResidual) q.operands[1] = operands.row(p.residual);
   q.residual_out = operands.row(p.residual_out);
   q.gate = operands.modulator(p.gate.value, p.gate.table);
-  q.index = operands.index(p.index, p.gate.value, q.gate.value);
-  q.index_type = p.index.type;
-  q.index_rows = p.index.rows;
   q.output = p.quantised;
   q.rows = static_cast<uint32_t>(operands.inner());
   q.ahead = launch.ahead(p.rows.width, kResidual + 1);
   q.width = static_cast<int32_t>(p.rows.width);
   // fp32 models have no fp8 layers, but fp32 weights are quantised: their rows alone.
   constexpr bool kPacked = sizeof(T) == 2 || !kResidual;
-  if (!takes_packed("quant", forced().quant, kPacked && launch.in_registers && operands.fits())) {
+  if (!takes_packed("quant", forced().quant, kPacked && launch.in_registers && operands.fits() && !p.index.data)) {
     if (launch.is_short()) launch.shape = {launch.shape.threads * launch.shape.packs, 1};
     launch.share(p.rows.count, 1);
     rows_quant_kernel_general<T><<<launch.grid, launch.block, 0, launch.stream>>>(p, launch.shape.packs);

@@ -618,13 +618,6 @@ MUTATIONS = [
         tests=("adaln",),
     ),
     Mutation(
-        "overlap of an output with the index not checked",
-        "torch-ext/norm.cpp",
-        ", &a.index}",
-        "}",
-        tests=("inputs",),
-    ),
-    Mutation(
         "overlap of an output with the residual not checked",
         "torch-ext/norm.cpp",
         "check_overlap(*out, a.residual, true);",

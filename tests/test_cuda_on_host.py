@@ -17,7 +17,18 @@ import pytest
 import test_quant
 import torch
 from build_checks import ROOT, builder
-from helpers import DTYPES, MODULATORS, NORM_OPS, QUANTISED_NORMS, Make, check_everywhere, norm_case
+from helpers import (
+    DTYPES,
+    MODULATORS,
+    NORM_OPS,
+    QUANTISED_NORMS,
+    Make,
+    assert_same_bits,
+    check_everywhere,
+    index_case,
+    norm_case,
+    without_index,
+)
 from mutations import copy_sources
 
 pytestmark = pytest.mark.slow
@@ -85,6 +96,28 @@ def test_eager(on_host: ModuleType, op: str, width: int, dtype: torch.dtype) -> 
         else:
             assert (got != expected).float().mean() < 0.03
             torch.testing.assert_close(got.float(), expected.float(), rtol=0.02, atol=0.02)
+
+
+@every_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("op", [op for op in NORM_OPS if set(NORM_OPS[op]) & set(MODULATORS)])
+def test_rows_by_index(on_host: ModuleType, op: str, width: int, dtype: torch.dtype) -> None:
+    """The bits of the call with a modulation for each row, written out."""
+    make, tables = Make("cpu", dtype, seed=width), [name for name in MODULATORS if name in NORM_OPS[op]]
+    for case in (
+        index_case(op, make, (2, 5, width), tables=tables),
+        index_case(op, make, (2, 5, width), per_batch=True, index_dtype=torch.int32),
+        index_case(op, make, (2, 5, width), rows=2, index_shape=(5,), index_dtype=torch.bool),
+        index_case(op, make, (2, 5, width), modulation_dtype=torch.float32).in_layout("columns strided"),
+    ):
+        check_everywhere(on_host, case, "cpu", repeat=False)
+        calls = case, without_index(case)
+        results = [call.run(on_host) for call in calls]
+        if op in QUANTISED_NORMS and op != "gated_residual":  # which quant.cu has
+            test_quant.check(on_host, case)
+            results = [(*result, *test_quant.run(on_host, call)) for result, call in zip(results, calls, strict=True)]
+        for output, want in zip(*results, strict=True):
+            assert_same_bits(output, want, op)
 
 
 @every_dtype

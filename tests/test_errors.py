@@ -961,7 +961,7 @@ def test_none_for_a_tensor_of_an_op(ltx: Any, backend: str, device: str) -> None
         pytest.skip("the compiled op's text")
     x = maker(device)(*ROWS)
     text = "scale: expected a tensor, got None"
-    assert raised(lambda: ltx._ops.ops.adaln_norm(x, None, None, None, x, *[None] * 4, 1e-6, 1, 0)) == text
+    assert raised(lambda: ltx._ops.ops.adaln_norm(x, None, None, None, x, *[None] * 5, 1e-6, 1, 0)) == text
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -127,20 +127,6 @@ constexpr bool known_with_offset(Statistic s, Fusion f, Output o) {
   return traits(f).norms_branch || (s == Statistic::kRms && o == Output::kQuantised && !traits(f).modulates);
 }
 
-// Only models in bfloat16 have fp8 layers: quantised rows of float16 have instances for any vectors alone.
-template <typename T>
-constexpr bool has_known_sets(Output o) {
-  return o == Output::kRounded || std::is_same_v<T, __nv_bfloat16>;
-}
-
-// Whether norm_kernel takes an index. Models that pass one have modulations in the rows' 16 bits; beside others an
-// index goes to the general kernel.
-template <typename T, typename M>
-constexpr bool takes_index(Fusion f, Output o) {
-  return (traits(f).gates || traits(f).modulates) && !traits(f).modulates_twice && sizeof(M) == 2 &&
-         has_known_sets<T>(o);
-}
-
 // block: x = the threads of a row, y = groups of kRows rows. grid: x = groups of the inner dimension, y = the outer
 // dimension. kClusters: the row belongs to p.blocks blocks. kThreads: how many threads own a row, where each owns
 // kPacks whole packs; kWholeWarps: any number of warps do; 0: any number of threads do, and packs may lie past the
@@ -212,9 +198,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       }
     }
   }
-  bool named = true;
-  Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(
-      p, kKnown ? 0 : vector_row<takes_index<T, M>(F, O)>(p, row[0], named), first, kStep);
+  Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(p, row[0], first, kStep);
   vectors.load_ahead(inside);
   // All multiprocessors come to the vectors of a later batch at once, and would wait for them.
   if constexpr (kLate && kWhole) prefetch_later();
@@ -421,7 +405,6 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       }
     }
   }
-  stop_unless_named(named);
 }
 
 // Files of their own for fewer instances each, rounded and quantised: a branch that is normalised before it is added,
@@ -479,6 +462,11 @@ constexpr bool only_whole_warps(Statistic s, Fusion f, Output o, uint32_t known,
 
 // Clusters share long rows of the plain norms alone.
 constexpr bool has_clusters(Fusion f, Output o) { return f == Fusion::kPlain && o == Output::kRounded; }
+// Only models in bfloat16 have fp8 layers: quantised rows of float16 have instances for any vectors alone.
+template <typename T>
+constexpr bool has_known_sets(Output o) {
+  return o == Output::kRounded || std::is_same_v<T, __nv_bfloat16>;
+}
 // fp32 rows, and fp32 vectors beside 16-bit rows: no model passes them to a branch's norm or to two modulations.
 template <typename T>
 constexpr bool takes_fp32(Fusion f, Output o) {
@@ -655,7 +643,6 @@ void launch(const NormParams& p, const Context& context) {
   const uint32_t packed = whole_pack_operands<T>(p, fast, wide);
   CompactParams q{};
   constexpr bool kHasKernel = has_norm_kernel<T>(S, F, O);
-  fast = fast && (!p.index.data || (!wide && takes_index<T, T>(F, O)));
   fast = fast && kHasKernel && (!wide || takes_fp32<T>(F, O)) && g.fits && (g.blocks == 1 || has_clusters(F, O));
   if (takes_packed("norm", forced().norm, fast && compact_params(p, q))) {
     q.blocks = static_cast<uint32_t>(g.blocks);

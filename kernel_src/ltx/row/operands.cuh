@@ -68,9 +68,6 @@ struct CompactParams {
   float branch_eps;
   float *scales, *scales2;  // of quantised results; `out` and `out2` are then their values
   const float* static_scale;
-  CompactView index;  // names the row of each modulation that a row reads; no data: rows are read by their own number
-  IndexType index_type;
-  uint32_t index_rows;
 };
 
 // kFlat: the rows are one dimension.
@@ -107,12 +104,11 @@ uint32_t whole_pack_operands(const NormParams& p, bool& fast, bool& wide) {
   uint32_t bits = 0;
   bool narrow = false;
   wide = false;
-  fast = p.rounding == Rounding::kFp32;
+  fast = p.rounding == Rounding::kFp32 && !p.index.data;
   const auto set = [&](Operand bit, const RowView& view) {
     if (view.data == nullptr) return;
     const bool packed =
-        is_packed(view.data, view.dtype, kPackWidth<T>, p.rows.width, view.column_stride, view.stride, p.rows.ndim) &&
-        is_packed(view.data, view.dtype, kPackWidth<T>, p.rows.width, view.column_stride, &view.index_stride, 1);
+        is_packed(view.data, view.dtype, kPackWidth<T>, p.rows.width, view.column_stride, view.stride, p.rows.ndim);
     if (packed) bits |= bit;
     fast = fast && packed;
   };
@@ -173,18 +169,8 @@ inline bool compact_params(const NormParams& p, CompactParams& q) {
     CompactView& compact = views == 0 ? q.second : q.more[views - 1];
     ++views;
     set(compact, view, bit);
-    if (p.index.data) {
-      // The inner stride leads from one row that the index names to the next.
-      fits = fits && compact.inner == 0;
-      place(compact, view.data, view.index_stride * element_size(view.dtype), compact.outer, bit);
-    }
-    if (compact.inner != 0 || p.index.data) q.present |= kVarying;
+    if (compact.inner != 0) q.present |= kVarying;
   });
-  const int64_t index_bytes = index_size(p.index.type);
-  place(q.index, const_cast<void*>(p.index.data), rows.ndim > 0 ? p.index.stride[rows.ndim - 1] * index_bytes : 0,
-        rows.ndim == 2 ? p.index.stride[0] * index_bytes : 0, Operand{});
-  q.index_type = p.index.type;
-  q.index_rows = p.index.rows;
   q.width = static_cast<int32_t>(rows.width);
   q.inverse_width = 1.f / static_cast<float>(rows.width);
   q.eps = p.eps;

@@ -215,15 +215,6 @@ __device__ __forceinline__ void apply_factors(const float (&factor)[kWidth], con
   for (int i = 0; i < kWidth; ++i) n[i] = kAdds ? fmaf(n[i], factor[i], addend[i]) : __fmul_rn(n[i], factor[i]);
 }
 
-// The row of the vectors that row number `row` reads. kIndexed: the call may have an index.
-template <bool kIndexed>
-__device__ __forceinline__ uint32_t vector_row(const CompactParams& p, uint32_t row, bool& named) {
-  if constexpr (kIndexed) {
-    if (p.index.data) row = read_index(row_of<false>(p.index, row), p.index_type, p.index_rows, named);
-  }
-  return row;
-}
-
 // kPacks packs, a step apart, of the vectors of a row, all of dtype M; `k` is the pack at hand. kKnown: which vectors
 // the call has, where this is known at compile time; they are then the same for all rows. kAhead: see loaded_ahead.
 template <typename T, typename M, Statistic S, Fusion F, uint32_t kKnown, int kPacks, uint32_t kAhead,
@@ -259,7 +250,7 @@ struct Vectors {
   }
   template <Operand kBit>
   __device__ __forceinline__ const M* start() const {
-    return reinterpret_cast<const M*>(row_of<kFlat>(view<kBit>(), row)) + column;
+    return reinterpret_cast<const M*>(row_of<kFlat>(view<kBit>(), kKnown ? 0 : row)) + column;
   }
   // Brings the modulation of every batch (blockIdx.y) into the L2 cache, a batch a thread.
   template <Operand kBit>

@@ -7,7 +7,7 @@ the modulation comes from, in the names of the modules, and in the arguments of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -15,11 +15,21 @@ from ._attend import Attention
 from ._feed_forward import feed_forward, ff_input
 from ._guards import children
 from ._linear import Input, Linears
-from ._stream import Mod, Stream
+from ._stream import Stream
 
 # Names of a stream's first norm, second norm and feed-forward, in most families.
 IMAGE = ("norm1", "norm2", "ff")
 TEXT = ("norm1_context", "norm2_context", "ff_context")
+
+
+class Residual(Protocol):
+    """A residual stream: a `Stream`, or several of them for parts of the rows."""
+
+    def norm(self, norm: nn.Module, shift: Any, scale: Any, into: Linears | None = None, /) -> Input: ...
+
+    def add(self, branch: Tensor, gate: Any, /) -> None: ...
+
+    def value(self) -> Tensor: ...
 
 
 class Tokens:
@@ -30,21 +40,21 @@ class Tokens:
         block: nn.Module,
         value: Tensor,
         names: tuple[str, str, str],
-        mods: Sequence[Mod],
-        index: Tensor | None = None,
+        mods: Sequence[Any],
+        stream: Residual | None = None,
     ) -> None:
         """The stream as a block gets it.
 
         value: [B, S, H].
         names: Of the block's modules, as `IMAGE` and `TEXT`. The first norm may lie in a module that makes modulation.
-        mods: Shift, scale and gate of the attention, then of the feed-forward.
-        index: Which row of the modulation a token takes, as in `Stream`.
+        mods: Shift, scale and gate of the attention, then of the feed-forward, as the stream takes them.
+        stream: What holds the rows, where it is no `Stream`.
         """
         norm1, self.norm2, self.ff = children(block, *names)
         self.norm1 = norm1._modules.get("norm", norm1)
         self.like = value
         self.shift1, self.scale1, self.gate1, self.shift2, self.scale2, self.gate2 = mods
-        self.stream = Stream(block, value, index)
+        self.stream: Residual = Stream(block, value) if stream is None else stream
 
     def attention_input(self, into: Linears | None = None) -> Input:
         return self.stream.norm(self.norm1, self.shift1, self.scale1, into)

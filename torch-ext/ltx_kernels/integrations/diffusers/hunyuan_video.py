@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .._attend import Attention, PaddingMask
 from .._block import Block
-from .._double import IMAGE, TEXT, Tokens, double_block
+from .._double import IMAGE, TEXT, Residual, Tokens, double_block
 from .._feed_forward import beside_mlp
 from .._guards import children
 from .._linear import linears_of
 from .._rotary import Tables, halves
-from .._stream import RMSNORM, TORCH_LAYERNORM, Mod, Stream, joint, modulation_by
+from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, joint, modulation_by
 
 MODELS = "diffusers.models.transformers.transformer_"
 NORMS = "diffusers.models.normalization."
@@ -55,7 +55,7 @@ def double_forward(
 
 
 def single(
-    block: Any, both: Tensor, rows: int, stream: Stream, mods: Sequence[Mod], options: Mapping[str, Any]
+    block: Any, both: Tensor, rows: int, stream: Residual, mods: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """The body of a single block: (video, text). The first `rows` of `both` are the video's."""
     norm, attn, act_mlp = children(block, "norm", "attn", "act_mlp")

@@ -1,37 +1,50 @@
 """HunyuanVideo from an image: HunyuanVideo's blocks, in which the first frame's tokens have a modulation of their own.
 
-The first frame is the image. The ops choose between the two modulations by an index of the tokens.
+The first frame is the image. Its rows and the others are two streams here, which meet in the linear layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .._double import IMAGE, TEXT, Tokens, double_block
 from .._guards import children
+from .._linear import Linears
 from .._rotary import Tables
-from .._stream import Mod, Stream, joint, modulation, modulation_by
+from .._stream import Mod, Stream, joint, modulation_by
 from .hunyuan_video import ATTENTION, MODELS, NORMS, single
 from .hunyuan_video import DOUBLE as VIDEO_DOUBLE
 from .hunyuan_video import SINGLE as VIDEO_SINGLE
 
+Pair = tuple[Mod, Mod]  # of the first frame, and of the rest
 REPLACE = MODELS + "hunyuan_video.HunyuanVideoTokenReplace"
 
 
-def _modulation(norm: Any, first: Tensor, rest: Tensor, count: int) -> list[Mod]:
-    """[B, 2, H] each: of the first frame, then of the other tokens."""
-    silu, linear = children(norm, "silu", "linear")
-    return modulation(torch.stack((linear(silu(first)), linear(silu(rest))), 1), count)
+class _Frames:
+    """The residual stream of a block whose first rows have other modulations than the rest."""
 
+    def __init__(self, block: Any, value: Tensor, first: int) -> None:
+        self.first = first
+        self.streams = Stream(block, value[:, :first]), Stream(block, value[:, first:])
 
-def _index(rows: Tensor, first: int) -> Tensor:
-    """[S]: 0 for the first frame's tokens, 1 for the others."""
-    return torch.arange(rows.shape[1], device=rows.device) >= first
+    def norm(self, norm: Any, shifts: Pair, scales: Pair, into: Linears | None = None) -> Tensor:
+        """The rows as a tensor, whatever reads them: two launches write them."""
+        rows = map(Stream.norm, self.streams, (norm, norm), shifts, scales)
+        return torch.cat(cast("list[Tensor]", list(rows)), 1)
+
+    def add(self, branch: Tensor, gates: Pair) -> None:
+        parts = branch[:, : self.first], branch[:, self.first :]
+        for stream, part, gate in zip(self.streams, parts, gates):
+            stream.add(part, gate)
+
+    def value(self) -> Tensor:
+        first, rest = self.streams
+        return torch.cat((first.value(), rest.value()), 1)
 
 
 def double_forward(
@@ -45,8 +58,8 @@ def double_forward(
     num_tokens: Any = None,
 ) -> tuple[Tensor, Tensor]:
     norm1, norm1_context = children(self, "norm1", "norm1_context")
-    mods = _modulation(norm1, token_replace_emb, temb, 6)
-    video = Tokens(self, hidden_states, IMAGE, mods, _index(hidden_states, num_tokens))
+    mods = list(zip(*(modulation_by(norm1, embedding, 6) for embedding in (token_replace_emb, temb))))
+    video = Tokens(self, hidden_states, IMAGE, mods, _Frames(self, hidden_states, num_tokens))
     text = Tokens(self, encoder_hidden_states, TEXT, modulation_by(norm1_context, temb, 6))
     options = {"attention_mask": attention_mask, "image_rotary_emb": freqs_cis}
     return double_block(ATTENTION, self._modules["attn"], video, text, options)
@@ -62,10 +75,11 @@ def single_forward(
     token_replace_emb: Any = None,
     num_tokens: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    mods = _modulation(self._modules["norm"], token_replace_emb, temb, 3)
+    norm = self._modules["norm"]
+    mods = list(zip(*(modulation_by(norm, embedding, 3) for embedding in (token_replace_emb, temb))))
     both, rows = joint(hidden_states, encoder_hidden_states), hidden_states.shape[1]
     options = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
-    return single(self, both, rows, Stream(self, both, _index(both, num_tokens)), mods, options)
+    return single(self, both, rows, _Frames(self, both, num_tokens), mods, options)
 
 
 def _why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:

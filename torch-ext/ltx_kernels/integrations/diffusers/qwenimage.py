@@ -23,7 +23,7 @@ from .._double import Tokens, double_block
 from .._guards import children
 from .._rotary import Tables, kept
 from .._sites import site_of
-from .._stream import RMSNORM, TORCH_LAYERNORM, clipped, modulation
+from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, clipped, modulation
 
 # Names of a stream's first norm, second norm and feed-forward.
 IMAGE = ("img_norm1", "img_norm2", "img_mlp")
@@ -70,7 +70,8 @@ def block_forward(
     if modulate_index is not None:
         values = values.unflatten(0, (2, -1)).transpose(0, 1)  # [B, 2, 6 H]
         temb = temb.chunk(2)[0]
-    image = Tokens(self, hidden_states, IMAGE, modulation(values, 6), modulate_index)
+    stream = Stream(self, hidden_states, modulate_index)
+    image = Tokens(self, hidden_states, IMAGE, modulation(values, 6), stream)
     text = Tokens(self, encoder_hidden_states, TEXT, modulation(txt_mod(temb), 6))
     options = {"encoder_hidden_states_mask": encoder_hidden_states_mask, "image_rotary_emb": image_rotary_emb}
     options.update(joint_attention_kwargs or {})
