@@ -181,13 +181,14 @@ class Norm:
     modulation_dtype: torch.dtype
     modulations: tuple[str, ...]  # of the first MODULATORS
     packed: bool  # modulators that are views of one [B, n, H], as LTX-Video's are
-    index: tuple[torch.dtype, int, bool, bool] | None  # dtype, rows, [B, rows, H], one number for each row of the input
     without: tuple[str, ...]
     tables: tuple[str, ...]
     same_residual: bool
     eps: float | None
     weight_offset: float
     memory: Memory
+    # dtype, rows, whether they are [B, rows, H], and whether each row of the input has a number of its own
+    index: tuple[torch.dtype, int, bool, bool] | None = None
 
     def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
         self.memory.check(ltx, device, self.case(), tally)
