@@ -1554,8 +1554,15 @@ def two_gpus() -> str:
         "of guidance. Exchanges: what the exchanges of a step take as bare exchanges of the same bytes. Rest: what "
         "the step takes beyond that and half of one GPU's step. Error: relative distance from the result of one GPU."
     )
-    failed = [f"Failed: {what}: `{reason}`" for what, reason in meta["failed"].items()]
-    return "\n".join([head, "", *lines, "", *behind_aims, *failed, *([""] if failed else [])])
+    notes = [f"Failed: {what}: `{reason}`" for what, reason in meta["failed"].items()]
+    collectives = [
+        f"{PARALLEL[r['model']]} with {CLIP_CONFIGS[r['config']]}"
+        for r in timed
+        if any(one["exchange"] == "all_to_all_single" for one in r["exchanges_by_size"])
+    ]
+    if collectives:
+        notes = [f"Measured with collectives under Ulysses: {', '.join(collectives)}.", "", *notes]
+    return "\n".join([head, "", *lines, "", *behind_aims, *notes, *([""] if notes else [])])
 
 
 def more_gpus() -> str:
