@@ -672,7 +672,7 @@ def test_errors(ltx, device, text):
 def test_error_of_a_code(ltx, device):
     for t in (ones(device), ones("meta")):
         with pytest.raises(RuntimeError, match=r"^statistic: expected a code from 0 to 2, got 3$"):
-            ltx._ops.ops.norm_quant(t(2, 8), None, None, None, None, None, None, None, 1e-6, 0.0, 3)
+            ltx._ops.ops.norm_quant(t(2, 8), None, None, None, None, None, None, None, None, 1e-6, 0.0, 3)
         with pytest.raises(RuntimeError, match=r"^activation: expected a code from 0 to 2, got 3$"):
             ltx._ops.ops.gelu_quant(t(2, 8), None, None, None, 3)
 
