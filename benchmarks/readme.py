@@ -1417,6 +1417,39 @@ def attention_int8() -> str:
     return "\n".join([*lines, ""])
 
 
+def attention_of_few_queries() -> str:
+    """Few queries of many keys: the kernel, and what was tried in its place."""
+    records = load("h200-attention-few-tuning")["records"]
+    columns = list(records[0]["ms"])
+    titles = {"ours": "this package", "cudnn": "cuDNN", "copy": "a copy of key and value"}
+    lines = [
+        "In ms ([h200-attention-few-tuning.json](../benchmarks/results/h200-attention-few-tuning.json)):",
+        "",
+        f"| B, queries, heads, D | keys | {' | '.join(titles.get(column, column) for column in columns)} |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for r in records:
+        cells = " | ".join(f"{r['ms'][column]:.3f}" for column in columns)
+        lines.append(f"| {', '.join(map(str, r['shape']))} | {r['keys']} | {cells} |")
+    return "\n".join([*lines, ""])
+
+
+def attention_int8_parts() -> str:
+    """What attention in 8 bits spends on its quantising."""
+    lines = [
+        "In µs ([h200-attention-parts-tuning.json](../benchmarks/results/h200-attention-parts-tuning.json)):",
+        "",
+        "| | B, S, heads, D | mean of the keys | query and key as integers | attention | quantising of the whole |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in load("h200-attention-parts-tuning")["records"]:
+        us = r["us"]
+        cells = " | ".join(f"{us[name]:.1f}" for name in ("sample_keys", "quantise_rows", "hopper_attention"))
+        share = 1 - us["hopper_attention"] / us["all"]
+        lines.append(f"| {ATTENTION_SHAPES[r['name']]} | {', '.join(map(str, r['shape']))} | {cells} | {share:.1%} |")
+    return "\n".join([*lines, ""])
+
+
 def attention_in_8_bits() -> str:
     """Time and error of trials with 8-bit integers, beside the attention that the package has."""
     result = load("h200-attention-8bit-tuning")
@@ -1655,6 +1688,8 @@ BLOCKS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/attention.md", "error", attention_error),
     ("docs/optimize.md", "host", host_times),
     ("docs/attention.md", "int8", attention_int8),
+    ("docs/attention.md", "few queries", attention_of_few_queries),
+    ("docs/attention.md", "int8 parts", attention_int8_parts),
     ("docs/attention.md", "8 bits", attention_in_8_bits),
     ("skills/cuda-kernels/SKILL.md", "figures", figures),
     ("skills/cuda-kernels/references/h100-optimization-guide.md", "figures", figures),
