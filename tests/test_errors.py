@@ -185,7 +185,7 @@ def norm_errors() -> list[Error]:
             one(8),
         ),
         Error(
-            "shift: expected 2 rows (those of scale), got shape [3, 8]",
+            "shift: expected 2 rows, as scale has, got shape [3, 8]",
             lambda f, t, **out: f.adaln_rmsnorm(t(*ROWS), None, t(2, 8), t(3, 8), index=t(3, dtype=I64), **out),
             one(*ROWS),
         ),

@@ -67,7 +67,7 @@ inline void check_index(IndexView& index, const NormInputs& a) {
     if (!*value) continue;
     const int64_t rows = value->size[value->dim - 2];
     if (first && rows != first->size[first->dim - 2]) {
-      fail(value->name, text(first->size[first->dim - 2], " rows (those of ", first->name, ")"),
+      fail(value->name, text(first->size[first->dim - 2], " rows, as ", first->name, " has"),
            "shape " + shape_text(*value));
     }
     if (!first) first = value;

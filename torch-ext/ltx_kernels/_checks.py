@@ -377,7 +377,7 @@ def _same_rows(**values: Tensor | None) -> None:
     for name, value in values.items():
         if value is not None:
             if first and value.shape[-2] != rows:
-                _fail(name, f"{rows} rows (those of {first})", "shape " + _shape_text(value.shape))
+                _fail(name, f"{rows} rows, as {first} has", "shape " + _shape_text(value.shape))
             first, rows = first or name, value.shape[-2]
 
 

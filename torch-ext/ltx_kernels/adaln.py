@@ -5,8 +5,8 @@ input of three or more it is [B or 1, H], one vector per batch; otherwise it bro
 table is an optional [H] that is added to it on the way, as AdaLN-single does (PixArt, LTX-Video).
 
 With ``index`` all modulation inputs of a call are sets of rows, and each token reads the rows that its number names.
-This is for tokens of a few kinds, such as those of an input image and of the image that is made (Qwen-Image-Edit): no
-tensor with a modulation for each token is made.
+This is for tokens of a few kinds. Qwen-Image-Edit, for example, modulates the tokens of its input image and the tokens
+of the new image differently. No tensor with a modulation for each token is made.
 """
 
 from __future__ import annotations

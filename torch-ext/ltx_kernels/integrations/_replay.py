@@ -384,7 +384,7 @@ class Replays:
         return tuple(map(adapters_state, self._adapted))
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether the block is as it was; `calls` are then those of the adapters that are active in it."""
+        """Whether the block is as it was. `calls` then belongs to the adapters that are active in it."""
         if not self.state.holds(module):
             return False
         active = self._active()
