@@ -61,9 +61,13 @@ class Configured:
     config: str
     model: Any
     report: Any = None
-    compiled: bool = False
+    ordinary: Callable[..., Any] | None = None  # the forward before it was compiled
     # (module, name, function): what Liger replaces for the whole process. It is in place during our calls alone.
     functions: list[tuple[ModuleType, str, Any]] = field(default_factory=list)
+
+    @property
+    def compiled(self) -> bool:
+        return self.ordinary is not None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -83,10 +87,11 @@ class Configured:
 
     def decoder(self, ids: Tensor, tokens: int) -> Callable[[], Tensor]:
         """A function that decodes the next of at most `tokens` tokens after a prompt."""
-        config = self.model.config
+        config, forward = self.model.config, self.ordinary or self.model
         cache = StaticCache(config=config, max_cache_len=ids.shape[1] + tokens) if self.compiled else None
+        # A compiled model's prompt runs ordinarily here: with this cache it would be compiled once more.
         with self.in_place():
-            cache = self.model(input_ids=ids, use_cache=True, past_key_values=cache, logits_to_keep=1).past_key_values
+            cache = forward(input_ids=ids, use_cache=True, past_key_values=cache, logits_to_keep=1).past_key_values
         token = ids[:, -1:].clone()
 
         def step() -> Tensor:
@@ -105,8 +110,8 @@ def configure(config: str, model: Any, ltx: ModuleType, **options: Any) -> Confi
     elif config == "liger":
         made.functions = apply_liger(made.model)
     if config.endswith("compile"):
-        made.compiled = True
-        made.model.forward = torch.compile(made.model.forward)
+        made.ordinary = made.model.forward
+        made.model.forward = torch.compile(made.ordinary)
     return made
 
 
