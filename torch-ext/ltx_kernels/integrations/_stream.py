@@ -83,6 +83,17 @@ def modulation_by(norm: nn.Module, temb: Tensor, count: int) -> list[Mod]:
     return modulation(linear(silu(temb)), count)
 
 
+def chosen(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Modulation [B, 2, N] of which each token takes the row that `index` [B, S] names: (values, index) for a `Stream`.
+
+    On a GPU the ops read an index in their general kernels. These take several times as long as the others with a row
+    for each token, so that one launch writes such rows, [B, S, N], and the index is None.
+    """
+    if values.is_cuda:
+        return torch.where(index.unsqueeze(-1) == 1, values[:, 1:], values[:, :1]), None
+    return values, index
+
+
 def clipped(value: Tensor) -> Tensor:
     """The stream as the stock blocks return it: float16 without infinities."""
     return value.clip(-65504, 65504) if value.dtype == torch.float16 else value

@@ -23,7 +23,7 @@ from .._double import Tokens, double_block
 from .._guards import children
 from .._rotary import Tables, kept
 from .._sites import site_of
-from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, clipped, modulation
+from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, chosen, clipped, modulation
 
 # Names of a stream's first norm, second norm and feed-forward.
 IMAGE = ("img_norm1", "img_norm2", "img_mlp")
@@ -68,7 +68,7 @@ def block_forward(
     img_mod, txt_mod, attn = children(self, "img_mod", "txt_mod", "attn")
     values = img_mod(temb)
     if modulate_index is not None:
-        values = values.unflatten(0, (2, -1)).transpose(0, 1)  # [B, 2, 6 H]
+        values, modulate_index = chosen(values.unflatten(0, (2, -1)).transpose(0, 1), modulate_index)  # of [B, 2, 6 H]
         temb = temb.chunk(2)[0]
     stream = Stream(self, hidden_states, modulate_index)
     image = Tokens(self, hidden_states, IMAGE, modulation(values, 6), stream)

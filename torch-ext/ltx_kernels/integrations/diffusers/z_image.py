@@ -18,7 +18,7 @@ from .._decoder import GatedMLP
 from .._guards import children
 from .._rotary import Tables, kept
 from .._sites import site_of
-from .._stream import RMSNORM, Mod, Stream, modulation
+from .._stream import RMSNORM, Mod, Stream, chosen, modulation
 
 Z_IMAGE = "diffusers.models.transformers.transformer_z_image."
 CONTROLNET = "diffusers.models.controlnets.controlnet_z_image."
@@ -44,14 +44,17 @@ MLP = GatedMLP(
 
 def _modulation(
     block: Any, temb: Tensor | None, noise_mask: Tensor | None, noisy: Tensor | None, clean: Tensor | None
-) -> list[Mod | None]:
-    """Scale and gate of the attention and of the MLP; in the omni mode [B, 2, H], of clean tokens and of noisy ones."""
+) -> tuple[list[Mod | None], Tensor | None]:
+    """Scale and gate of the attention and of the MLP, and the index of the omni mode: clean tokens and noisy ones."""
     if not block.modulation:
-        return [None] * 4
-    linear = block.adaLN_modulation
-    values = linear(temb) if noise_mask is None else torch.stack((linear(clean), linear(noisy)), 1)
+        return [None] * 4, None
+    linear, index = block.adaLN_modulation, None
+    if noise_mask is None:
+        values = linear(temb)
+    else:
+        values, index = chosen(torch.stack((linear(clean), linear(noisy)), 1), noise_mask == 1)
     scale1, gate1, scale2, gate2 = modulation(values, 4)
-    return [scale1, Mod(gate1.value.tanh()), scale2, Mod(gate2.value.tanh())]
+    return [scale1, Mod(gate1.value.tanh()), scale2, Mod(gate2.value.tanh())], index
 
 
 def block_forward(
@@ -66,8 +69,9 @@ def block_forward(
 ) -> Tensor:
     attention, feed_forward = children(self, "attention", "feed_forward")
     norm1, norm2, ffn_norm1, ffn_norm2 = children(self, "attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
-    scale1, gate1, scale2, gate2 = _modulation(self, adaln_input, noise_mask, adaln_noisy, adaln_clean)
-    h = Stream(self, x, None if noise_mask is None else noise_mask == 1)
+    mods, index = _modulation(self, adaln_input, noise_mask, adaln_noisy, adaln_clean)
+    scale1, gate1, scale2, gate2 = mods
+    h = Stream(self, x, index)
     rows = h.norm(norm1, None, scale1, into=ATTENTION.readers(attention, x))
     h.add(attention(rows, attention_mask=attn_mask, freqs_cis=freqs_cis), gate1, norm2)
     rows = h.norm(ffn_norm1, None, scale2, into=MLP.readers(feed_forward, x))
