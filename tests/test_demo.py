@@ -302,8 +302,8 @@ FAULTS: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
     "scale for shift": (
         "adaln_rmsnorm",
         lambda op: (
-            lambda x, w, scale, shift, eps, *, scale_table, shift_table, rounding: op(
-                x, w, shift, scale, eps, scale_table=shift_table, shift_table=scale_table, rounding=rounding
+            lambda x, w, scale, shift, eps, *, scale_table, shift_table, **o: op(
+                x, w, shift, scale, eps, scale_table=shift_table, shift_table=scale_table, **o
             )
         ),
     ),
