@@ -84,7 +84,10 @@ def modulation_by(norm: nn.Module, temb: Tensor, count: int) -> list[Mod]:
 
 
 def chosen(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Modulation [B, 2, N] of which each token takes the row that `index` [B, S] names: (values, index) for a `Stream`.
+    """(values, index) for a `Stream`, where each token takes one of two rows of modulation.
+
+    values: [B, 2, N].
+    index: [B, S], 0 or 1, also as bool.
 
     On a GPU the ops read an index in their general kernels. These take several times as long as the others with a row
     for each token, so that one launch writes such rows, [B, S, N], and the index is None.
