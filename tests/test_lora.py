@@ -70,11 +70,10 @@ def test_no_further_from_fp64_than_peft(
     if len(names) > 1:
         assert torch.equal(linears.together(x), torch.cat(results, -1))
     exact = [layer(x.double()) for layer in module.double().values()]
-    # The errors of 8 rows scatter by some per cent. float32's sums differ by their order as well.
-    limit = 1.5 if dtype == torch.float32 else 1.15 if rows == 4 else 1.05
     for name, ours, theirs, want in zip(names, results, peft_results, exact):
         assert ours.dtype == dtype and ours.shape == want.shape
-        assert distance(ours, want) <= limit * distance(theirs, want) < 0.01, name
+        # float32's sums differ by their order as well.
+        assert distance(ours, want) <= (1.05 if dtype == torch.bfloat16 else 1.3) * distance(theirs, want) < 0.01, name
 
 
 @pytest.mark.parametrize("rows", [4, 400])
