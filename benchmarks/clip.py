@@ -17,8 +17,9 @@ parts of LTX-2, which are the connectors behind the text encoder and the decoder
 
 `clip_ms` is the whole call, `text_ms` the prompt, `step_ms` one step (median), `decode_ms` the decoders with what
 follows them. `idle_ms`, with --idle, is what the kernels of one clip leave of `clip_ms`: the GPU waits for the host
-then. `first_s` counts from the call that makes a configuration to the end of its first clip. `peak_gb` is the most
-memory that a clip takes, weights included; the other configurations' own weights are not counted.
+then. `first_s` counts from the call that makes a configuration to the end of its first clip. `capture_s` is what the
+slowest capture of a CUDA graph took, which a new shape pays once for each component. `peak_gb` is the most memory that a
+clip takes, weights included; the other configurations' own weights are not counted.
 """
 
 from __future__ import annotations
@@ -176,6 +177,12 @@ def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
     return made
 
 
+def capture_seconds(pipe: Any, ltx: ModuleType) -> list[float]:
+    """How long each CUDA graph of a pipeline took to capture."""
+    graphs = [ltx.integrations._graphs.graphs_of(module) for part in modules_of(pipe) for module in part.modules()]
+    return [one.seconds for of in graphs if of is not None for one in of.captured.values() if one is not None]
+
+
 def make_clip(pipe: Any, recipe: Recipe, size: tuple[int, int, int], device: str) -> dict[str, Any]:
     """One call; its milliseconds by part."""
     frames, height, width = size
@@ -226,6 +233,8 @@ def measure(
         make_clip(made[config], RECIPES[recipe], size, device)
         records[config] = {"first_s": round(time.perf_counter() - start, 3)}
         make_clip(made[config], RECIPES[recipe], size, device)  # may capture graphs; the third is like all that follow
+        if captures := capture_seconds(made[config], ltx):
+            records[config]["capture_s"] = round(max(captures), 3)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

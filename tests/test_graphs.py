@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 class Again:
     """What a captured graph does, without a GPU: the same launches on the inputs of the capture."""
 
-    pool, bytes = None, 0
+    pool, bytes, seconds = None, 0, 0.0
 
     def __init__(self, function: Callable[..., Any], leaves: Sequence[Any], spec: Any, pool: Any) -> None:
         from torch.utils import _pytree as pytree

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +43,9 @@ class Captured:
     def __init__(self, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec, pool: Any) -> None:
         self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(self.inputs, spec)
-        torch.cuda.empty_cache()  # as the capture does at first, or its bytes would be fewer than they are
+        torch.cuda.synchronize()  # as the capture does at first: what ran before it is not part of its time
+        start = time.perf_counter()
+        torch.cuda.empty_cache()  # as the capture does, or its bytes would be fewer than they are
         before = torch.cuda.memory_reserved()
         self.graph, self.pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
@@ -57,6 +60,7 @@ class Captured:
                 torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that has failed
             raise
         self.bytes = torch.cuda.memory_reserved() - before
+        self.seconds = time.perf_counter() - start
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         for mine, given in zip(self.inputs, leaves):
@@ -153,7 +157,8 @@ class Graphs:
         """What the report says of a module's graphs."""
         held = [captured for captured in self.captured.values() if captured is not None]
         size = sum(captured.bytes for captured in held) / 2**20
-        lines = [f"graphs of {name}: {len(held)}, {size:.0f} MiB; {self.replayed} calls replayed"]
+        slowest = f" captured in {max(one.seconds for one in held):.2f} s or less;" if held else ""
+        lines = [f"graphs of {name}: {len(held)}, {size:.0f} MiB;{slowest} {self.replayed} calls replayed"]
         return lines + [f"not replayed, {count} x: {reason}" for reason, count in self.ordinary.items()]
 
 
