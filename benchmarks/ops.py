@@ -150,7 +150,8 @@ def modulated(make: Make, batch: int, tokens: int, width: int, function: str) ->
 
 
 def by_index(make: Make, batch: int, tokens: int, width: int, function: str, per_token: bool = False) -> Inputs:
-    """As Qwen-Image-Edit: half of the tokens take the first of two rows of modulation, the others the second.
+    """As Qwen-Image-Edit's blocks, or Z-Image's: half of the tokens take the first of two rows of modulation, the
+    others the second.
 
     per_token: The same modulation as a row for each token, which somebody wrote before.
     """
@@ -160,12 +161,19 @@ def by_index(make: Make, batch: int, tokens: int, width: int, function: str, per
     if per_token:
         rows = torch.stack((shift, scale, gate), -2)[:, index[0].long()]  # [B, S, 3, H]: views of it have gaps
         shift, scale, gate = rows.unbind(-2)
-    arguments: dict[str, tuple[Tensor | None, ...]] = {
+    options: dict[str, Any] = {} if per_token else {"index": index}
+    if function == "norm_residual":
+        options["gate"] = gate
+    weight = make(width)
+    arguments: dict[str, tuple[Any, ...]] = {
         "adaln_layernorm": (x, None, scale, shift),
         "gated_residual": (x, residual, gate),
         "gated_residual_adaln_layernorm": (x, residual, gate, None, scale, shift),
+        "adaln_rmsnorm": (x, weight, scale),
+        "norm_residual": (x, residual, weight),
+        "norm_gated_residual_norm": (x, residual, gate, weight, 1e-6, make(width), scale),
     }
-    return Inputs(arguments[function], {} if per_token else {"index": index})
+    return Inputs(arguments[function], options)
 
 
 def norm_residual(make: Make, rows: int, width: int) -> Inputs:
@@ -352,6 +360,15 @@ PAIRS = {  # LTX-2, Stable Diffusion 3.5 medium
     "gated_residual_adaln_layernorm_pair": [(8, 4096, 1536)],
 }
 
+BY_INDEX = {  # Qwen-Image-Edit with one input of 1328x1328, Z-Image's omni mode with one of 1024x1024
+    "adaln_layernorm": (1, 13778, 3072),
+    "gated_residual": (1, 13778, 3072),
+    "gated_residual_adaln_layernorm": (1, 13778, 3072),
+    "adaln_rmsnorm": (1, 8704, 3840),
+    "norm_residual": (1, 8704, 3840),
+    "norm_gated_residual_norm": (1, 8704, 3840),
+}
+
 OPS = [
     Op("rmsnorm", rmsnorm, [*FEW_ROWS, QUOTED_ROWS, *ROWS, *LONG], (3, 128), dtypes=[(16128, 2048)]),
     Op("rmsnorm", rmsnorm_slice, [(16128, 2048), (16384, 4096)], (3, 64), "rmsnorm of a slice"),
@@ -373,10 +390,10 @@ OPS = [
     ),
     *(
         Op(
-            function, partial(by_index, function=function, per_token=per_token), [(1, 13778, 3072)], (2, 6, 64),
+            function, partial(by_index, function=function, per_token=per_token), [shape], (2, 6, 64),
             f"{function} {'per token' if per_token else 'by index'}",
         )
-        for function in ("adaln_layernorm", "gated_residual", "gated_residual_adaln_layernorm")
+        for function, shape in BY_INDEX.items()
         for per_token in (False, True)
     ),
     Op("norm_residual", norm_residual, [(16384, 3840), (16384, 4096)], (3, 128)),
@@ -477,6 +494,15 @@ OPS = [
             ("swiglu", partial(glu, options={}, liger_name=None), FEED_FORWARD[-3:], (9, 64)),
             ("geglu", partial(glu, options={"approximate": "tanh"}, liger_name=None), FEED_FORWARD[-3:], (9, 64)),
             ("gelu", partial(gelu, approximate="tanh"), FEED_FORWARD[-3:], (9, 64)),
+        )
+    ),
+    *(
+        Op(
+            f"{function}_quant", partial(quantised, build=partial(by_index, function=function)), [BY_INDEX[function]],
+            (2, 6, 64), f"quantised {function} by index",
+        )
+        for function in (
+            "adaln_layernorm", "gated_residual_adaln_layernorm", "adaln_rmsnorm", "norm_gated_residual_norm"
         )
     ),
     *(

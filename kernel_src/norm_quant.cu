@@ -168,7 +168,7 @@ bool launch_held(const NormParams& p, const Context& context) {
     bool fast = false, wide = false;
     CompactParams q{};
     whole_pack_operands<T>(p, fast, wide);
-    if (!fast || wide || !compact_params(p, q)) return false;
+    if (!fast || wide || p.index.data || !compact_params(p, q)) return false;
     const uint32_t vectors = q.present & ~kElementOperands;
     if (vectors == (kScale | kShift) || vectors == (kWeight | kScale) || (vectors & kVarying)) return false;
     const int64_t held = p.rows.width * 2 * static_cast<int64_t>(sizeof(float));

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers import (
     DTYPES,
     LAYOUTS,
+    MODEL_INDEX,
     MODULATORS,
     NORM_OPS,
     Case,
@@ -23,6 +24,7 @@ from helpers import (
     check_eager,
     eps_names,
     index_case,
+    model_index_case,
     modulator_shape,
     norm_case,
     optional,
@@ -263,6 +265,17 @@ def test_rows_by_index_of_wide_rows(ltx, device, op, width, modulation_dtype):
     make = Make(device, torch.bfloat16)
     options = {"per_batch": True, "index_dtype": torch.int32, "modulation_dtype": modulation_dtype}
     case = index_case(op, make, (2, 9, width), **options)
+    for output, want in zip(check(ltx, case), without_index(case).run(ltx), strict=True):
+        assert_same_bits(output, want, op)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("op", MODEL_INDEX)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32, torch.bool], ids=str)
+def test_rows_by_index_as_models_pass_them(ltx, device, op, dtype, index_dtype):
+    """The row kernel reads these on a GPU, where they are bfloat16."""
+    case = model_index_case(op, Make(device, dtype), index_dtype=index_dtype)
     for output, want in zip(check(ltx, case), without_index(case).run(ltx), strict=True):
         assert_same_bits(output, want, op)
 

@@ -54,6 +54,12 @@ def errors(results: Results) -> set[str]:
     return {outputs for outputs in results.values() if isinstance(outputs, str)}
 
 
+def by_index_runs(results: Results) -> bool:
+    """Whether the calls with an index that models make ran, all of them."""
+    found = [outputs for key, outputs in results.items() if key.endswith("by index")]
+    return len(found) > 3 and not any(isinstance(outputs, str) for outputs in found)
+
+
 def refused(choice: str) -> str:
     return f"LTX_KERNELS_FORCE: expected a kernel that takes this call's shapes, strides and dtypes, got {choice}"
 
@@ -70,6 +76,8 @@ def test_norm(cuda: str, packs: int, tmp_path: Path) -> None:
         if kernel == "packed":  # rows longer than the registers hold
             allowed.add(refused("norm=packed"))
         assert errors(results) <= allowed
+        if not packs:
+            assert by_index_runs(results)
     if not packs:
         assert assert_alike(run("norm", "", tmp_path), general, "free against general") == sum(
             map(len, general.values())
@@ -114,6 +122,7 @@ def test_quantised(cuda: str, packs: int, tmp_path: Path) -> None:
     general, packed = run_all("quant", choices, tmp_path)
     assert assert_alike(packed, general, f"packed against general, {packs or 'any'} packs") > 20
     if not packs:
+        assert by_index_runs(packed)
         free = run("quant", "", tmp_path)
         assert assert_alike(free, general, "free against general") == sum(map(len, general.values()))
 

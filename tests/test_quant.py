@@ -14,6 +14,7 @@ from helpers import (
     ACTIVATIONS,
     DTYPES,
     LAYOUTS,
+    MODEL_INDEX,
     MODULATORS,
     NORM_OPS,
     QUANTISED_NORMS,
@@ -25,6 +26,7 @@ from helpers import (
     gate_and_up,
     index_case,
     kernels_of,
+    model_index_case,
     norm_case,
     offers_offset,
     optional,
@@ -485,6 +487,16 @@ def test_many_rows(ltx, device, dtype):
 
 
 MODULATED = [op for op in QUANTISED_NORMS if set(NORM_OPS[op]) & set(MODULATORS)]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("op", [op for op in MODULATED if op in MODEL_INDEX])
+@every_dtype
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32, torch.bool], ids=str)
+def test_rows_by_index_as_models_pass_them(ltx, device, op, dtype, index_dtype):
+    case = model_index_case(op, Make(device, dtype), index_dtype=index_dtype)
+    for output, want in zip(check(ltx, case), run(ltx, without_index(case)), strict=True):
+        assert_same_bits(output, want, op)
 
 
 @pytest.mark.parametrize("op", MODULATED)

@@ -205,6 +205,13 @@ __device__ __forceinline__ void prefetch(const void* data, uint32_t bytes) {
 #endif
 }
 
+// The same for one number, at any address.
+__device__ __forceinline__ void prefetch_number(const void* data) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(data));
+#endif
+}
+
 // kWidth elements as fp32 from an operand whose dtype is known at run time (uniform over the grid). At most 16 bytes an
 // access: an fp32 operand beside a 16-bit row takes two.
 template <typename T, int kWidth>

@@ -349,6 +349,24 @@ def index_case(
     return case.replace(index=index)
 
 
+# Calls with an index that models make: columns, and what they leave out. Qwen-Image-Edit has 3072 columns, Z-Image
+# 3840.
+MODEL_INDEX: dict[str, tuple[int, tuple[str, ...]]] = {
+    "adaln_layernorm": (3072, ("weight", "bias")),
+    "gated_residual": (3072, ()),
+    "gated_residual_adaln_layernorm": (3072, ("weight", "bias")),
+    "adaln_rmsnorm": (3840, ("shift",)),
+    "norm_residual": (3840, ()),
+    "norm_gated_residual_norm": (3840, ("shift",)),
+}
+
+
+def model_index_case(op: str, make: Make, **options: Any) -> Case:
+    """A call of MODEL_INDEX, with two samples of nine tokens."""
+    width, without = MODEL_INDEX[op]
+    return index_case(op, make, (2, 9, width), per_batch=True, without=without, **options)
+
+
 def without_index(case: Case) -> Case:
     """The same call with a modulation for each row, written out."""
     kwargs = {name: value for name, value in case.kwargs.items() if name != "index"}
@@ -965,6 +983,7 @@ __all__ = [
     "DTYPES",
     "LAYOUTS",
     "MASKS",
+    "MODEL_INDEX",
     "MODULATORS",
     "NORM_OPS",
     "TABLES",
@@ -979,6 +998,7 @@ __all__ = [
     "gate_and_up",
     "gate_heads_case",
     "index_case",
+    "model_index_case",
     "modulator_shape",
     "norm_case",
     "plain_attention_case",

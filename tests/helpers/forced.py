@@ -18,14 +18,17 @@ from helpers import (
     CLAMPED,
     DTYPES,
     MASKS,
+    MODEL_INDEX,
     MODULATORS,
     NORM_OPS,
+    QUANTISED_NORMS,
     Case,
     Make,
     activation_case,
     attention_case,
     check,
     gate_heads_case,
+    model_index_case,
     norm_case,
     qk_norm_rope_case,
     rope_case,
@@ -53,6 +56,8 @@ def cases(family: str, device: str) -> dict[str, Case]:
                     found[f"{op} {dtype} {width}"] = norm_case(op, make, (2, 5, width), tables=tables)
                     wide = norm_case(op, make, (2, 5, width), param_dtype=torch.float32, modulation_dtype=torch.float32)
                     found[f"{op} {dtype} {width} fp32"] = wide
+            if dtype == torch.bfloat16:
+                found |= {f"{op} by index": model_index_case(op, make) for op in MODEL_INDEX}
         elif family == "glu":
             for name in (*ACTIVATIONS, *CLAMPED):
                 for width in GLU_WIDTHS:
@@ -70,6 +75,9 @@ def cases(family: str, device: str) -> dict[str, Case]:
                 found[f"adaln_rmsnorm {dtype} {width}"] = modulated
                 tables = norm_case("adaln_rmsnorm", make, (2, 5, width), without=["weight"], tables=["scale", "shift"])
                 found[f"adaln_rmsnorm {dtype} {width} tables"] = tables
+            if dtype == torch.bfloat16:
+                ops = [op for op in MODEL_INDEX if op in QUANTISED_NORMS and op != "gated_residual"]
+                found |= {f"{op} by index": model_index_case(op, make) for op in ops}
             for name in ("swiglu", "geglu erf, gate last", "gelu tanh, bias"):
                 for width in GLU_WIDTHS:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))

@@ -39,7 +39,7 @@ constexpr int kTwoRowsThreads = 128;
 constexpr int rows_at_once(Statistic s, Fusion f, int packs, int threads, uint32_t known) {
   if (known == 0 || traits(f).reads_residual || traits(f).modulates_twice) return 1;
   if (packs > 2 || threads > kTwoRowsThreads) return 1;
-  return s == Statistic::kLayer || count_bits(known) > 2 ? 2 : 1;
+  return s == Statistic::kLayer || count_vectors(known) > 2 ? 2 : 1;
 }
 
 // In place of a row's threads: any number of whole warps, with whole packs for all of them.
@@ -50,7 +50,7 @@ constexpr bool has_whole_rows(Output o, int threads) { return o == Output::kQuan
 // its numbers and one vector would.
 constexpr bool keeps_packs(Statistic s, Fusion f, Output o, int packs, int threads, uint32_t known, bool wide) {
   return s == Statistic::kRms && f == Fusion::kModulate && has_whole_rows(o, threads) && packs > 2 &&
-         count_bits(known) == 2 && !wide;
+         count_vectors(known) == 2 && !wide;
 }
 // Whether rows pass the first cache by, which then has room for the vectors of other rows. An rms norm of a residual
 // stream is slower so (H200, rmsnorm_residual_quant 16384x4096, of a copy's time: 1.04, otherwise 1.00:
@@ -67,7 +67,7 @@ constexpr bool passes_cache(Statistic s, Fusion f, Output o, int threads) {
 constexpr uint32_t loaded_ahead(Statistic s, Fusion f, Output o, int packs, int threads, bool clusters, uint32_t known,
                                 bool wide) {
   if (wide) return 0;
-  if (has_whole_rows(o, threads) && packs > 2 && count_bits(known) > 2) return known & (kScale | kShift);
+  if (has_whole_rows(o, threads) && packs > 2 && count_vectors(known) > 2) return known & (kScale | kShift);
   if (clusters || threads != 0) return known;
   constexpr uint32_t kMain = kWeight | kBias | kScale | kShift;
   if (traits(f).modulates_twice || traits(f).norms_branch) {
@@ -97,7 +97,7 @@ constexpr int register_threads(Statistic s, Fusion f, Output o, int packs, int t
   return 512;
 #else
   if (has_whole_rows(o, threads)) {
-    const int vectors = count_bits(known);
+    const int vectors = count_vectors(known);
     if (wide) return 384;
     if (packs == 2) return vectors <= 3 ? 1024 : s == Statistic::kRms ? 512 : 768;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   constexpr bool kShort = kThreads > 0 && kThreads < 32 && kPacks > 1;  // several rows share a warp
   constexpr bool kQuantised = O == Output::kQuantised, kWhole = kPacks > 1 && !kShort;
   constexpr int kOutputs = kTraits.modulates_twice ? 2 : 1;
-  constexpr bool kFlat = is_flat(F, kThreads);
+  constexpr bool kFlat = is_flat(F, kThreads), kByIndex = (kKnown & kIndexed) != 0;
   constexpr bool kOwnBlock = kThreads > 32 || kThreads == kWholeWarps;  // a row has the block to itself
   const int threads = kThreads > 0 ? kThreads : static_cast<int>(blockDim.x);
   const uint32_t block_rows = kOwnBlock ? 1 : kThreads ? kShortRowThreads / kThreads : blockDim.y;
@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       const uint32_t bytes = p.width * static_cast<uint32_t>(sizeof(T));
       prefetch(row_of<kFlat>(p.input, later), bytes);
       if constexpr (traits(F).reads_residual) prefetch(row_of<kFlat>(p.second, later), bytes);
+      if constexpr (kByIndex) prefetch_number(row_of<kFlat>(p.index, later));
     }
   };
   constexpr bool kLate = has_whole_rows(O, kThreads), kPasses = passes_cache(S, F, O, kThreads);
@@ -198,7 +199,13 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       }
     }
   }
-  Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(p, row[0], first, kStep);
+  uint32_t vector_row = row[0];
+  bool named = true;
+  if constexpr (kByIndex) {  // after the row's loads, which would wait for the index
+    static_assert(kRows == 1);
+    vector_row = read_index(row_of<kFlat>(p.index, row[0]), p.index_type, p.index_rows, named);
+  }
+  Vectors<T, M, S, F, kKnown, kPacks, kAhead, kFlat> vectors(p, vector_row, first, kStep);
   vectors.load_ahead(inside);
   // All multiprocessors come to the vectors of a later batch at once, and would wait for them.
   if constexpr (kLate && kWhole) prefetch_later();
@@ -405,6 +412,7 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
       }
     }
   }
+  if constexpr (kByIndex) stop_unless_named(named);
 }
 
 // Files of their own for fewer instances each, rounded and quantised: a branch that is normalised before it is added,
@@ -435,7 +443,7 @@ constexpr bool knows_length(Statistic s, Fusion f, Output o, int packs, uint32_t
   if (packs <= 32) return s == Statistic::kRms && !traits(f).modulates;
   const int a_thread = packs_a_thread(s, f, o, packs);
   if (rows_at_once(s, f, a_thread, packs / a_thread, known) > 1) return false;
-  if (f == Fusion::kModulate) return count_bits(known) <= (s == Statistic::kRms ? 3 : 2);
+  if (f == Fusion::kModulate) return count_vectors(known) <= (s == Statistic::kRms ? 3 : 2);
   return f == Fusion::kPlain && (s == Statistic::kLayer || packs == 256);
 }
 
@@ -516,6 +524,50 @@ constexpr std::array<uint32_t, 4> known_sets(Statistic s, Fusion f, Output o, in
       return {kBoth | kBothTables, kGate | kBoth};
   }
   return {};
+}
+
+// The instance that reads its modulation by index: the vectors, a thread's packs, and kThreads. Only models in bfloat16
+// have one: Qwen-Image-Edit, with LayerNorms of 3072 columns, and Z-Image, with RMS norms of 3840. Other calls with an
+// index go to the general kernel.
+struct Indexed {
+  uint32_t known = 0;
+  int packs = 1, threads = 0;
+};
+template <typename T>
+constexpr Indexed indexed(Statistic s, Fusion f, Output o) {
+  if (!std::is_same_v<T, __nv_bfloat16>) return {};
+  const bool layer = s == Statistic::kLayer, quantised = o == Output::kQuantised;
+  const int row_packs = layer || f == Fusion::kGated ? 384 : 480, packs = packs_a_thread(s, f, o, row_packs);
+  const int threads = row_packs / packs;
+  switch (f) {
+    case Fusion::kModulate:
+      return {layer ? kScale | kShift : kWeight | kScale, packs, layer || quantised ? threads : 0};
+    case Fusion::kGated:
+      if (s == Statistic::kRms) return {};
+      return {layer ? kGate | kScale | kShift : uint32_t{kGate}, packs, quantised ? threads : 0};
+    case Fusion::kBranch:
+      return {s == Statistic::kRms ? kBranchWeight | kWeight | kGate | kScale : kBranchWeight | kGate, packs, 0};
+    default:
+      return {};
+  }
+}
+
+template <typename T, Statistic S, Fusion F, Output O>
+bool takes_index(const CompactParams& p, const Geometry& g) {
+  constexpr Indexed kOne = indexed<T>(S, F, O);
+  const bool adds_offset = p.weight_offset == 0.f || known_with_offset(S, F, O);
+  return kOne.known != 0 && (p.present & ~kElementOperands) == (kOne.known | kIndexed) && g.packs == kOne.packs &&
+         adds_offset && (kOne.threads == 0 || p.width == kOne.threads * kOne.packs * kPackWidth<T>);
+}
+
+template <typename T, Statistic S, Fusion F, Output O>
+void launch_by_index(const CompactParams& p, const Geometry& g, dim3 block, unsigned outer, cudaStream_t stream) {
+  constexpr Indexed kOne = indexed<T>(S, F, O);
+  if constexpr (kOne.known != 0) {
+    const dim3 grid(grid_size(ceil_div(static_cast<int64_t>(p.rows), block.y)), outer);
+    norm_kernel<T, T, S, F, O, kOne.packs, 1, kOne.known | kIndexed, false, kOne.threads>
+        <<<grid, block, 0, stream>>>(p);
+  }
 }
 
 template <typename T, typename M, Statistic S, Fusion F, Output O>
@@ -644,12 +696,15 @@ void launch(const NormParams& p, const Context& context) {
   CompactParams q{};
   constexpr bool kHasKernel = has_norm_kernel<T>(S, F, O);
   fast = fast && kHasKernel && (!wide || takes_fp32<T>(F, O)) && g.fits && (g.blocks == 1 || has_clusters(F, O));
-  if (takes_packed("norm", forced().norm, fast && compact_params(p, q))) {
+  fast = fast && compact_params(p, q) && (!p.index.data || (!wide && takes_index<T, S, F, O>(q, g)));
+  if (takes_packed("norm", forced().norm, fast)) {
     q.blocks = static_cast<uint32_t>(g.blocks);
     const int64_t row_bytes = p.rows.width * static_cast<int64_t>(sizeof(T)) * (p.residual.data ? 2 : 1);
     q.ahead = rows_ahead(kAheadBytes, row_bytes, context.device);
     const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
-    if (!wide) {
+    if (p.index.data) {
+      launch_by_index<T, S, F, O>(q, g, block, outer, stream);
+    } else if (!wide) {
       if constexpr (kHasKernel) launch_packed<T, T, S, F, O>(q, g, block, outer, stream);
     } else if constexpr (kHasKernel && takes_fp32<T>(F, O)) {
       launch_packed<T, float, S, F, O>(q, g, block, outer, stream);

@@ -30,6 +30,7 @@ enum Operand : uint32_t {
   kShift2 = 1u << 17,
   kShiftTable2 = 1u << 18,
   kOut2 = 1u << 19,
+  kIndexed = 1u << 30,  // no operand: the modulators are sets of rows, and an index names the row that a row reads
   kVarying = 1u << 31,  // no operand: some vector changes from row to row of the inner dimension
 };
 
@@ -40,6 +41,8 @@ constexpr int kVectors = 12;  // at most, in one call
 // Those of the vectors in `present` that come before `bit`.
 constexpr uint32_t vectors_before(uint32_t present, Operand bit) { return present & (bit - kWeight); }
 constexpr int count_bits(uint32_t bits) { return bits ? 1 + count_bits(bits & (bits - 1)) : 0; }
+// How many vectors a set has.
+constexpr int count_vectors(uint32_t known) { return count_bits(known & ~kIndexed); }
 
 struct CompactView {
   char* data;
@@ -68,6 +71,9 @@ struct CompactParams {
   float branch_eps;
   float *scales, *scales2;  // of quantised results; `out` and `out2` are then their values
   const float* static_scale;
+  CompactView index;  // of kIndexed; the inner stride of a modulator then leads from one row of its set to the next
+  IndexType index_type;
+  uint32_t index_rows;
 };
 
 // kFlat: the rows are one dimension.
@@ -104,11 +110,13 @@ uint32_t whole_pack_operands(const NormParams& p, bool& fast, bool& wide) {
   uint32_t bits = 0;
   bool narrow = false;
   wide = false;
-  fast = p.rounding == Rounding::kFp32 && !p.index.data;
+  fast = p.rounding == Rounding::kFp32;
   const auto set = [&](Operand bit, const RowView& view) {
     if (view.data == nullptr) return;
-    const bool packed =
-        is_packed(view.data, view.dtype, kPackWidth<T>, p.rows.width, view.column_stride, view.stride, p.rows.ndim);
+    const auto moves_whole_packs = [&](const int64_t* strides, int count) {
+      return is_packed(view.data, view.dtype, kPackWidth<T>, p.rows.width, view.column_stride, strides, count);
+    };
+    const bool packed = moves_whole_packs(view.stride, p.rows.ndim) && moves_whole_packs(&view.index_stride, 1);
     if (packed) bits |= bit;
     fast = fast && packed;
   };
@@ -147,11 +155,11 @@ inline bool compact_params(const NormParams& p, CompactParams& q) {
     fits = fits && view.inner == inner_bytes && view.outer == outer_bytes;
     q.present |= bit;
   };
+  const auto place_strided = [&](CompactView& view, void* data, const int64_t* strides, int64_t bytes, Operand bit) {
+    place(view, data, rows.ndim > 0 ? strides[rows.ndim - 1] * bytes : 0, rows.ndim == 2 ? strides[0] * bytes : 0, bit);
+  };
   const auto set = [&](CompactView& compact, const RowView& view, Operand bit) {
-    if (!view.data) return;
-    const int64_t bytes = element_size(view.dtype);
-    place(compact, view.data, rows.ndim > 0 ? view.stride[rows.ndim - 1] * bytes : 0,
-          rows.ndim == 2 ? view.stride[0] * bytes : 0, bit);
+    if (view.data) place_strided(compact, view.data, view.stride, element_size(view.dtype), bit);
   };
   set(q.input, p.input, kInput);
   set(q.second, p.residual, kResidualIn);
@@ -170,7 +178,14 @@ inline bool compact_params(const NormParams& p, CompactParams& q) {
     ++views;
     set(compact, view, bit);
     if (compact.inner != 0) q.present |= kVarying;
+    if (view.index_stride != 0)
+      place(compact, view.data, view.index_stride * element_size(view.dtype), compact.outer, bit);
   });
+  if (p.index.data) {
+    place_strided(q.index, const_cast<void*>(p.index.data), p.index.stride, index_size(p.index.type), kIndexed);
+    q.index_type = p.index.type;
+    q.index_rows = p.index.rows;
+  }
   q.width = static_cast<int32_t>(rows.width);
   q.inverse_width = 1.f / static_cast<float>(rows.width);
   q.eps = p.eps;

@@ -216,7 +216,8 @@ __device__ __forceinline__ void apply_factors(const float (&factor)[kWidth], con
 }
 
 // kPacks packs, a step apart, of the vectors of a row, all of dtype M; `k` is the pack at hand. kKnown: which vectors
-// the call has, where this is known at compile time; they are then the same for all rows. kAhead: see loaded_ahead.
+// the call has, where this is known at compile time; they are then the same for all rows, or with kIndexed the row
+// number `row` of their sets. kAhead: see loaded_ahead.
 template <typename T, typename M, Statistic S, Fusion F, uint32_t kKnown, int kPacks, uint32_t kAhead,
           bool kFlat = false>
 struct Vectors {
@@ -250,7 +251,7 @@ struct Vectors {
   }
   template <Operand kBit>
   __device__ __forceinline__ const M* start() const {
-    return reinterpret_cast<const M*>(row_of<kFlat>(view<kBit>(), kKnown ? 0 : row)) + column;
+    return reinterpret_cast<const M*>(row_of<kFlat>(view<kBit>(), kKnown && !(kKnown & kIndexed) ? 0 : row)) + column;
   }
   // Brings the modulation of every batch (blockIdx.y) into the L2 cache, a batch a thread.
   template <Operand kBit>

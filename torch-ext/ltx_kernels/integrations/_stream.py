@@ -89,10 +89,11 @@ def chosen(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
     values: [B, 2, N].
     index: [B, S], 0 or 1, also as bool.
 
-    On a GPU the ops read an index in their general kernels. These take several times as long as the others with a row
-    for each token, so that one launch writes such rows, [B, S, N], and the index is None.
+    On a GPU the row kernel reads an index of bfloat16 rows alone. The general kernel reads the others, and takes
+    several times as long as the row kernel with a modulation for each token. One launch therefore writes such a
+    modulation, [B, S, N], and the index is None.
     """
-    if values.is_cuda:
+    if values.is_cuda and values.dtype != torch.bfloat16:
         return torch.where(index.unsqueeze(-1) == 1, values[:, 1:], values[:, :1]), None
     return values, index
 
