@@ -18,8 +18,8 @@ parts of LTX-2, which are the connectors behind the text encoder and the decoder
 `clip_ms` is the whole call, `text_ms` the prompt, `step_ms` one step (median), `decode_ms` the decoders with what
 follows them. `idle_ms`, with --idle, is what the kernels of one clip leave of `clip_ms`: the GPU waits for the host
 then. `first_s` counts from the call that makes a configuration to the end of its first clip. `capture_s` is what the
-slowest capture of a CUDA graph took, which a new shape pays once for each component. `peak_gb` is the most memory that a
-clip takes, weights included; the other configurations' own weights are not counted.
+slowest capture of a CUDA graph took, which a new shape pays once for each component. `peak_gb` is the most memory that
+a clip takes, weights included; the other configurations' own weights are not counted.
 """
 
 from __future__ import annotations
