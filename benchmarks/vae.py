@@ -33,7 +33,7 @@ from cpu import DTYPES, result_file
 from cpu import meta as common_meta
 from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLQwenImage, AutoencoderKLWan
 from ops import kept_records, load_package, write
-from readme import AUTOENCODERS
+from pages.names import AUTOENCODERS
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table

@@ -20,8 +20,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import ops  # noqa: E402
 import plots  # noqa: E402
-import readme  # noqa: E402
 import timing  # noqa: E402
+from pages.ops import of_commits  # noqa: E402
 
 SMALL = [op.case(op.small) for op in ops.OPS]
 
@@ -213,7 +213,7 @@ def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
     updated = ops.in_order([*kept, {**records[1], "commit": now["commit"]}])
     assert [plots.case_name(record) for record in updated] == [first.name, second.name, third.name]
     updated.append({"op": plots.ATTENTION, "shape": [1], "dtype": "bf16", "commit": "c" * 40})  # a whole family
-    text = readme.of_commits({"meta": meta, "records": updated})
+    text = of_commits({"meta": meta, "records": updated})
     assert text == f"of commit aaaaaaa ({second.op} of bbbbbbb; {plots.ATTENTION} of ccccccc)"
     with pytest.raises(SystemExit, match=r"--update: .* is of device GPU, this machine has other"):
         ops.earlier(path, {**now, "device": "other"}, [second])

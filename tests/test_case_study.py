@@ -16,12 +16,15 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import case_study  # noqa: E402
+from pages import case_study as page  # noqa: E402
+from pages import writing  # noqa: E402
+from pages.names import CONFIGS  # noqa: E402
 from plots import load  # noqa: E402
 
 
 def test_the_norms_share_explains_both_figures() -> None:
-    part = int(re.search(r"took (\d+) %", case_study.claim())[1]) / 100
-    kernel, clip = case_study.REPORTED["kernel"], case_study.REPORTED["clip"]
+    part = int(re.search(r"took (\d+) %", page.claim())[1]) / 100
+    kernel, clip = page.REPORTED["kernel"], page.REPORTED["clip"]
     assert 1 / (1 - part + part / kernel) == pytest.approx(clip, abs=0.005)
 
 
@@ -31,13 +34,13 @@ def test_every_kernel_is_in_one_row(config: str) -> None:
     step: dict[str, Any] = next(r for r in load("h200-ltx")["records"] if (r["config"], r["frames"]) == (config, 49))
     if config != "baseline":
         step = {**step, "kernels": [k for k in step["kernels"] if k["kind"] in ("GEMM", "attention")]}
-    parts = case_study.work(step)
+    parts = page.work(step)
     assert sum(ms for ms, _ in parts.values()) == pytest.approx(sum(k["ms"] for k in step["kernels"]))
     assert sum(n for _, n in parts.values()) == sum(k["launches"] for k in step["kernels"])
     if config == "baseline":
         assert parts["matrix products"][0] == pytest.approx(step["ms_by_kind"]["GEMM"], abs=0.01)
         assert parts["attention"][0] == pytest.approx(step["ms_by_kind"]["attention"], abs=0.01)
-        assert parts[case_study.REST][0] < 0.03 * step["step_ms"]
+        assert parts[page.REST][0] < 0.03 * step["step_ms"]
 
 
 def cells(table: str, label: str) -> list[str]:
@@ -47,10 +50,10 @@ def cells(table: str, label: str) -> list[str]:
 
 def test_what_a_row_could_gain() -> None:
     """The last column is the speed-up of a step without the row."""
-    step = case_study._steps()["baseline"]
-    table, parts = case_study.budget(), case_study.work(step)
-    parts["**all norms by these names**"] = tuple(map(sum, zip(*(parts[name] for name in case_study.NORMS))))
-    assert len(case_study.NORMS) == 2
+    step = page.steps()["baseline"]
+    table, parts = page.budget(), page.work(step)
+    parts["**all norms by these names**"] = tuple(map(sum, zip(*(parts[name] for name in page.NORMS))))
+    assert len(page.NORMS) == 2
     for name, (part_ms, launches) in parts.items():
         ms, share, shown_launches, gain = (float(c.rstrip(" %").replace(",", "")) for c in cells(table, name))
         assert ms == pytest.approx(part_ms, abs=0.051) and shown_launches == launches
@@ -59,17 +62,17 @@ def test_what_a_row_could_gain() -> None:
 
 
 def test_ratios_of_configurations() -> None:
-    records = case_study._steps()
-    table = case_study.configurations({"baseline": "diffusers", "compile": "compiled", "kernels": "kernels"})
-    for config, label in (("baseline", "diffusers"), ("compile", "compiled"), ("kernels", "kernels")):
-        ms, over_stock, over_compile, launches, _ = cells(table, label)
+    records = page.steps()
+    table = page.configurations()
+    for config in ("baseline", "compile", "kernels"):
+        ms, over_stock, over_compile, launches, _ = cells(table, CONFIGS[config])
         assert float(over_stock) == pytest.approx(records["baseline"]["step_ms"] / float(ms), abs=0.01)
         assert float(over_compile) == pytest.approx(records["compile"]["step_ms"] / float(ms), abs=0.01)
         assert int(launches.replace(",", "")) == sum(k["launches"] for k in records[config]["kernels"])
 
 
 def test_the_copy_is_the_whole_bandwidth() -> None:
-    table = case_study.norm()
+    table = page.norm()
     assert cells(table, "a copy of the same bytes")[1::2] == ["100 %", "100 %"]
     us, share, *_ = cells(table, "torch's own op")
     copy = float(cells(table, "a copy of the same bytes")[0])
@@ -77,11 +80,11 @@ def test_the_copy_is_the_whole_bandwidth() -> None:
 
 
 def test_sources_are_the_files_that_the_page_quotes() -> None:
-    page = (ROOT / "docs" / "case-study.md").read_text()
-    quoted = set(re.findall(r"<!-- (h200-[\w-]+) ", page)) | {"h200-clip", "h200-ltx", "h200-ops"}
-    assert quoted == set(case_study.SOURCES)
-    for name in case_study.SOURCES:
-        assert load(name)["meta"]["commit"][:7] in case_study.sources()
+    text = (ROOT / "docs" / "case-study.md").read_text()
+    quoted = set(re.findall(r"<!-- (h200-[\w-]+) ", text)) | {"h200-clip", "h200-ltx", "h200-ops"}
+    assert quoted == set(page.SOURCES)
+    for name in page.SOURCES:
+        assert load(name)["meta"]["commit"][:7] in page.sources()
 
 
 def test_gaps_close_with_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +92,8 @@ def test_gaps_close_with_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
         {"model": "ltx", "recipe": "guided", "config": "compile", "frames": 49},
         {"model": "ltx2", "recipe": "guided", "config": "compile", "frames": 121},
     ]
-    monkeypatch.setattr(case_study, "load", lambda name: {"records": records if name == "h200-clip" else []})
-    assert case_study.gaps() == (
+    monkeypatch.setattr(writing, "load", lambda name: {"records": records if name == "h200-clip" else []})
+    assert page.gaps() == (
         "Not measured in these files: the decoder under torch.compile, longer and larger clips as a whole, "
         "any GPU but an H200.\n"
     )

@@ -592,9 +592,9 @@ def test_modelled_times() -> None:
     assert [record["modelled_ms"] for record in kept[-2:]] == [four["modelled_ms"], eight["modelled_ms"]]
     assert len(kept) == len(records) + 2
 
-    import readme
+    from pages.parallel import split_of
 
-    split = readme._split([*records, four, eight], records[-1])
+    split = split_of([*records, four, eight], records[-1])
     assert (split.exchanges, split.rest) == pytest.approx((4.0, 3.0))
 
 

@@ -1,0 +1,165 @@
+"""The tables of docs/case-study.md; `benchmarks/case_study.py` runs the programs that they quote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from case_study import FRAMES, PARTS
+from plots import PEERS
+
+from pages.names import by_config, config_of
+from pages.writing import Cell, Record, block, grid, link, load, number, records_of, sizes, table, text
+
+PAGE = "docs/case-study.md"
+# What an example of kernels for LTX-Video reports, on an H100; it is not measured here.
+REPORTED = {"kernel": 2.67, "clip": 1.06, "compile": 1.34}
+
+
+@block(PAGE, "claim")
+def claim() -> str:
+    """The reported figures, and the part of the time that they imply."""
+    part = (1 - 1 / REPORTED["clip"]) / (1 - 1 / REPORTED["kernel"])
+    kernel, clip, compiled = REPORTED["kernel"], REPORTED["clip"], REPORTED["compile"]
+    return text(
+        f"An example of kernels for LTX-Video reports, for an H100, an RMSNorm kernel {kernel} times as fast as "
+        f"its baseline, a clip {clip} times as fast with it, and {compiled} times as fast with torch.compile. These "
+        "figures are quoted, not measured here. A part p of the time that becomes k times as fast makes the whole "
+        "1 / (1 - p + p / k) times as fast. The two figures fit together if the norms took "
+        f"{part * 100:.0f} % of that clip."
+    )
+
+
+def steps() -> dict[str, Record]:
+    """The denoising step by configuration."""
+    return by_config(records_of("h200-ltx", frames=FRAMES))
+
+
+@block(PAGE, "configurations")
+def configurations() -> str:
+    """One denoising step in every configuration."""
+    meta, measured = load("h200-ltx")["meta"], steps()
+
+    def over(other: str) -> Cell:
+        return lambda step: f"{measured[other]['step_ms'] / step['step_ms']:.2f}"
+
+    columns = [
+        ("", config_of),
+        ("ms a step", number("step_ms", ".1f")),
+        ("x diffusers", over("baseline")),
+        ("x torch.compile", over("compile")),
+        ("kernels launched", lambda step: f"{sum(kernel['launches'] for kernel in step['kernels']):,}"),
+        ("error", number("error_vs_fp32", ".2e")),
+    ]
+    return text(
+        f"A denoising step with guidance (batch 2) at {FRAMES} frames of 512x768, {meta['device']}, torch "
+        f"{meta['torch']}, {meta['dtype']}, random weights, commit {meta['commit'][:7]}. The error is measured over "
+        "one forward against the model in float32:",
+        table(columns, measured.values()),
+    )
+
+
+@block(PAGE, "norm")
+def norm() -> str:
+    """RMSNorm alone, in every way."""
+    records = records_of("h200-ops", op="rmsnorm", dtype="bf16")
+    shown = [record for record in records if record["shape"] in ([1024, 2048], [5376, 2048])]  # the second: the model's
+    ways = {"eager": "as model code writes it", **PEERS, "ours": "this package", "copy": "a copy of the same bytes"}
+
+    def cells(us: Mapping[str, float], way: str) -> list[str]:
+        return [f"{us[way]:.1f}", f"{us['copy'] / us[way] * 100:.0f} %"]
+
+    rows = [
+        [name, *(cell for record in shown for cell in cells(record["us"], way))]
+        for way, name in ways.items()
+        if all(record["us"].get(way) for record in shown)
+    ]
+    heads = [head for record in shown for head in (sizes(record["shape"]), "of the copy's bandwidth")]
+    return text(grid(["RMSNorm, bf16, µs", *heads], rows))
+
+
+# What a step's kernels do, by their names; the first that fits.
+WORK = {
+    "matrix products": r"nvjet|gemm|cutlass",
+    "attention": r"sdpa|fmha|flash",
+    "norms of query and key (torch's own op)": r"layer_norm_kernel",
+    "power, mean and square root of the blocks' norms": r"pow_tensor|MeanOps|rsqrt",
+    "GELU": r"GeluCUDA",
+    "copies between dtypes and memory orders, concatenations": r"copy_kernel|CatArray|bfloat16_copy",
+    "multiplications (norms, modulation, gates, rotation)": r"MulFunctor",
+    "additions (residuals, modulation, rotation)": r"add<|Functor_add|OnSelf_add",
+}
+NORMS = [name for name in WORK if "norms of" in name or "blocks' norms" in name]
+REST = "the rest"
+
+
+def work(step: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """Milliseconds and launches of a step by what its kernels do."""
+    found = dict.fromkeys((*WORK, REST), (0.0, 0))
+    for kernel in step["kernels"]:
+        name = next((name for name, pattern in WORK.items() if re.search(pattern, kernel["kernel"])), REST)
+        ms, launches = found[name]
+        found[name] = ms + kernel["ms"], launches + kernel["launches"]
+    return found
+
+
+@block(PAGE, "budget")
+def budget() -> str:
+    """Where the time of a stock step is, and what a kernel that took no time would gain."""
+    step = steps()["baseline"]
+    whole, parts = step["step_ms"], work(step)
+    sums = {
+        "all norms by these names": NORMS,
+        "everything but matrix products and attention": [n for n in parts if n not in ("matrix products", "attention")],
+    }
+    rows = [{"name": name, "ms": ms, "launches": launches} for name, (ms, launches) in parts.items()]
+    for name, members in sums.items():
+        ms, launches = (sum(parts[member][i] for member in members) for i in range(2))
+        rows.append({"name": f"**{name}**", "ms": ms, "launches": launches})
+    columns = [
+        ("a stock step", number("name", "")),
+        ("ms", number("ms", ".1f")),
+        ("of the step", lambda row: f"{row['ms'] / whole * 100:.1f} %"),
+        ("launches", number("launches", ",")),
+        ("the step's speed-up if it took no time", lambda row: f"{whole / (whole - row['ms']):.2f}"),
+    ]
+    return text(table(columns, rows))
+
+
+# Result files, what the page takes from them, and the program that writes them.
+SOURCES = {
+    "h200-ops": ("kernels alone", "ops"),
+    "h200-ltx": ("a guided step", "ltx"),
+    "h200-fp8": ("errors over 30 steps", "fp8"),
+    "h200-vae": ("decoding alone", "vae"),
+    "h200-clip": ("whole clips", "clip"),
+}
+
+
+@block(PAGE, "sources")
+def sources() -> str:
+    """The result files with their machine, commit and date."""
+    rows = []
+    for file, (what, part) in SOURCES.items():
+        meta = load(file)["meta"]
+        machine = f"{meta['device'].removeprefix('NVIDIA ')}, torch {meta['torch']}"
+        program = f"`benchmarks/{PARTS[part][0]}`"
+        rows.append([what, link(file), program, machine, meta["commit"][:7], meta["date"][:10]])
+    return text(grid(["what", "file", "program", "machine", "commit", "date"], rows))
+
+
+# What the command measures and a file may lack, because it was made in a shorter run.
+WHOLE: list[tuple[str, str, dict[str, Any]]] = [
+    ("the guided clip of 30 steps as a whole", "h200-clip", {"model": "ltx", "recipe": "guided"}),
+    ("torch.compile of a whole clip", "h200-clip", {"model": "ltx", "config": "compile"}),
+    ("the decoder under torch.compile", "h200-vae", {"config": "compile"}),
+    ("longer and larger clips as a whole", "h200-clip", {"model": "ltx", "frames": 121}),
+]
+
+
+@block(PAGE, "gaps")
+def gaps() -> str:
+    """What the page's question would take and its files do not have."""
+    missing = [what for what, file, wanted in WHOLE if not records_of(file, **wanted)]
+    return text(f"Not measured in these files: {', '.join([*missing, 'any GPU but an H200'])}.")

@@ -1,0 +1,179 @@
+"""The model families that the built package knows, with what was measured of them in several files."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import runpy
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ops import load_package
+
+from pages.names import AUTOENCODERS, LANGUAGE_MODELS, MODELS, first_blocks
+from pages.writing import REPOSITORY, block, grid, records_of, text
+
+LIBRARIES = ("diffusers", "transformers")
+
+
+@functools.cache
+def families_of(library: str) -> dict[str, ModuleType]:
+    """The modules of the built package that each know one family of a library's models, by name.
+
+    `norms.py` is not among them: it knows norms and activations of any model.
+    """
+    ltx, _ = load_package()
+    package = importlib.import_module(f"{ltx.__name__}.integrations.{library}")
+    names = sorted(info.name for info in pkgutil.iter_modules(package.__path__) if not info.name.startswith("_"))
+    return {name: importlib.import_module(f"{package.__name__}.{name}") for name in names if name != "norms"}
+
+
+def first_sentence(module: ModuleType) -> str:
+    return " ".join((module.__doc__ or "").split("\n\n")[0].split())
+
+
+def path_of(library: str, family: str) -> str:
+    return f"torch-ext/ltx_kernels/integrations/{library}/{family}.py"
+
+
+@block("docs/models.md", "diffusers", library="diffusers")
+@block("docs/models.md", "transformers", library="transformers")
+def known_families(library: str) -> str:
+    """The model families that `optimize` knows whole, from the first sentence of each family's file."""
+    families = families_of(library).items()
+    lines = [f"- {first_sentence(module)} ([{name}.py](../{path_of(library, name)}))" for name, module in families]
+    return text("\n".join(lines))
+
+
+def _blocks(module: ModuleType) -> list[Any]:
+    """What a family says about transformer blocks; of a family without any, all that it replaces."""
+    blocks = [known for known in module.ENTRIES if type(known).__name__ == "Block"]
+    return blocks or list(module.ENTRIES)
+
+
+def _level(known: Any) -> str:
+    """The level of `optimize` from which on a description counts."""
+    return (known.entry() if hasattr(known, "entry") else known).level
+
+
+def _has_fp8(known: Any) -> bool:
+    return any(getattr(known, name, None) for name in ("attentions", "feed_forwards", "linears"))
+
+
+@block("docs/fp8.md", "left in bf16")
+def left_in_bf16() -> str:
+    """The linear layers of each family's blocks that precision="fp8" leaves in bf16 by itself."""
+    rows = []
+    for library in LIBRARIES:
+        for name, module in families_of(library).items():
+            known = [one for one in _blocks(module) if _has_fp8(one)]
+            if known:
+                patterns = dict.fromkeys(f"`{p}`" for one in known for p in getattr(one, "fp8_skip", ()))
+                rows.append([f"[{name}](../{path_of(library, name)})", ", ".join(patterns) or "none"])
+    return text(grid(["family", "layers of its blocks that stay in bf16"], rows))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Where a result file has the times of a family's model: `key` in the records with the values of `where`.
+
+    stock: The configuration to compare with; "kernels" and "kernels_fp8" are this package's.
+    """
+
+    family: str
+    model: str
+    file: str
+    stock: str
+    key: str
+    where: dict[str, Any]
+
+    def gain(self) -> str:
+        """How many times as fast as stock, by precision; empty where the file has no such records."""
+        found = {record["config"]: record for record in records_of(self.file, **self.where)}
+        if self.stock not in found:
+            return ""
+        configs = {"bf16": "kernels", "fp8": "kernels_fp8"}
+        gains = [
+            f"{name} {found[self.stock][self.key] / found[config][self.key]:.2f} x"
+            for name, config in configs.items()
+            if config in found
+        ]
+        return f"{self.model}{first_blocks(found[self.stock])}: {', '.join(gains)}" if gains else ""
+
+
+def measurements() -> list[Measurement]:
+    """What the last column of the table of models is made of."""
+    found = [Measurement("ltx", "2B, a step of 49 frames", "h200-ltx", "baseline", "step_ms", {"frames": 49})]
+    found += [
+        Measurement(family, title, "h200-models", "baseline", "step_ms", {"model": model})
+        for model, (title, family) in MODELS.items()
+    ]
+    found += [
+        Measurement(
+            f"vae_{'wan' if 'wan' in model else 'ltx'}{'_encoder' if half == 'encode' else ''}",
+            f"{title}, 49 frames",
+            "h200-vae",
+            "stock",
+            f"{half}_ms",
+            {"model": model, "half": half, "frames": 49, "dtype": "bf16"},
+        )
+        for model, title in AUTOENCODERS.items()
+        for half in ("decode", "encode")
+    ]
+    found += [
+        Measurement(family, f"{title}, {what}", "h200-llm", "eager", key, {"model": model, "tokens": 8192, "batch": 1})
+        for model, (title, family) in LANGUAGE_MODELS.items()
+        for key, what in (("prefill_ms", "prompt of 8192 tokens"), ("decode_ms", "token"))
+    ]
+    return found
+
+
+@block("README.md", "supported")
+def supported() -> str:
+    """The families by what is replaced in them, whether fp8 knows them, and what was measured."""
+    gains: dict[str, list[str]] = {}
+    for measurement in measurements():
+        gains.setdefault(measurement.family, []).extend(filter(None, [measurement.gain()]))
+    rows = []
+    for library in LIBRARIES:
+        sharing: dict[str, dict[str, ModuleType]] = {}  # files whose names begin with the same word share a row
+        for name, module in families_of(library).items():
+            sharing.setdefault(name.split("_")[0], {})[name] = module
+        for modules in sharing.values():
+            blocks = [known for module in modules.values() for known in _blocks(module)]
+            classes = dict.fromkeys(f"`{known.split('.')[-1]}`" for one in blocks for known in one.classes)
+            rows.append(
+                [
+                    "; ".join(first_sentence(module).rstrip(".").partition(":")[0] for module in modules.values()),
+                    ", ".join(classes),
+                    ", ".join(sorted({_level(known) for known in blocks})),
+                    "yes" if any(map(_has_fp8, blocks)) else "no",
+                    "; ".join(gain for name in modules for gain in gains.get(name, [])) or "not measured",
+                ]
+            )
+        if library == "diffusers":
+            left = left_at_norm_level()
+            known = ", ".join(f"`{name}`" for name in left["WELL_KNOWN"])
+            others = len(left["LEFT"]) - len(left["WELL_KNOWN"])
+            names = f"{known} and {others} other [models of diffusers](docs/models.md#left-at-norm-level)"
+            rows.append([names, "norms and activations alone", "norms", "no", "not measured"])
+    heads = ["models", "classes that get another forward", "level", "fp8", "times as fast as stock, on one H200"]
+    shallow = any(", first" in gain for of_family in gains.values() for gain in of_family)
+    note = '"First" blocks: the time of a shallow model, not of the whole one.' if shallow else ""
+    return text(grid(heads, rows), note)
+
+
+def left_at_norm_level() -> dict[str, Any]:
+    """What tests/families/left.py lists."""
+    return runpy.run_path(str(REPOSITORY / "tests/families/left.py"))
+
+
+@block("docs/models.md", "left")
+def left_models() -> str:
+    """The models of diffusers whose blocks stay stock, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_at_norm_level()["LEFT"].items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    return text("\n".join(f"- {reason}: {', '.join(sorted(names))}." for reason, names in by_reason.items()))

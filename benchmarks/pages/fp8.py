@@ -1,0 +1,122 @@
+"""The errors and times of fp8: the files that benchmarks/fp8.py, fp8_*.py write."""
+
+from __future__ import annotations
+
+import math
+
+from pages.names import MODELS
+from pages.writing import block, grid, link, load, number, optional, records_of, sizes, table, text
+
+SHOWN_KINDS = 4  # of layers, in the table of what adds fp8's error
+# The inputs of benchmarks/fp8_numerics.py, by how their names begin, as the table calls them.
+INPUTS = {"normal": "normal", "GELU of normal": "GELU of normal", "normal, 1 %": "1 % loud channels"}
+# The forms of benchmarks/fp8_gemm.py, as the table calls them.
+PRODUCTS = {
+    "bf16": "bf16",
+    "fp8 per row": "fp8 per row",
+    "fp8 per row, slow accumulation": "slow accumulation",
+    "torch._scaled_mm": "torch._scaled_mm",
+    "torch._scaled_mm per tensor": "per tensor",
+}
+
+
+@block("docs/fp8.md", "numerics")
+def numerics() -> str:
+    """The error of one product by recipe."""
+    records = records_of("fp8-numerics")
+    rows: dict[str, list[str]] = {}
+    for start in INPUTS:
+        for r in records:
+            if r["input"] == start or ("%" in start and r["input"].startswith(start)):
+                rows.setdefault(r["recipe"], [r["recipe"]]).append(f"{100 * r['relative_error']:.2f} %")
+    return text(
+        "Relative error of one product of a 1024x2048 input and a normal 2048x2048 weight, row by row "
+        f"(`python benchmarks/fp8_numerics.py`, {link('fp8-numerics')}):",
+        grid(["recipe", *INPUTS.values()], rows.values()),
+    )
+
+
+@block("docs/fp8.md", "products")
+def products() -> str:
+    """Linear layers by form."""
+    meta = load("h200-fp8-gemm")["meta"]
+    records = [record for record in records_of("h200-fp8-gemm") if "us" in record]
+    rows: dict[str, dict[str, str]] = {}
+    for r in records:
+        us = f"{r['us']:.0f}"
+        rows.setdefault(sizes(r["shape"]), {})[r["form"]] = f"**{us}**" if r["form"] == "fp8 per row" else us
+
+    def between(key: str, form: str) -> str:
+        found = [record[key] for record in records if record["form"] == form]
+        return f"{min(found):.1e} to {max(found):.1e}"
+
+    return text(
+        f"Linear layers with bias on one {meta['device']}, torch {meta['torch']}, in µs "
+        f"(`python benchmarks/fp8_gemm.py`, {link('h200-fp8-gemm')}):",
+        grid(
+            ["tokens x in x out", *PRODUCTS.values()],
+            [[shape, *(cells[form] for form in PRODUCTS)] for shape, cells in rows.items()],
+        ),
+        "Relative error against the exact product of the same quantised matrices, with the rounding to bf16: "
+        f"{between('rounding', 'fp8 per row')}, with slow accumulation "
+        f"{between('rounding', 'fp8 per row, slow accumulation')}. Against the product of the matrices before "
+        f"quantisation: {between('error', 'fp8 per row')}, without a bias "
+        f"{between('error', 'torch._scaled_mm, no bias')}.",
+    )
+
+
+@block("docs/fp8.md", "layers")
+def layers() -> str:
+    """Which layers carry fp8's error."""
+    result = load("fp8-layers")
+    return text(
+        f"One forward of the 2B model with {result['meta']['tokens']} tokens of a clip, against the model in float32 "
+        f"(`python benchmarks/fp8_layers.py`, on a CPU, {link('fp8-layers')}):",
+        table([("in fp8", number("recipe", "")), ("error", number("error", ".2e"))], result["records"]),
+    )
+
+
+@block("docs/fp8.md", "family layers")
+def family_layers() -> str:
+    """Which layers carry fp8's error in each family."""
+    result = load("h200-fp8-families")
+    errors: dict[str, dict[str, float]] = {}
+    for record in result["records"]:
+        errors.setdefault(record["model"], {})[record["layers"]] = record["error"]
+    rows = []
+    for model, of in errors.items():
+        bf16, default, every = (of.pop(name) for name in ("none (bf16)", "the default", "all"))
+        added = {name: math.sqrt(max(0.0, error**2 - bf16**2)) for name, error in of.items()}
+        most = sorted(added, key=lambda name: -added[name])[:SHOWN_KINDS]
+        kinds = "; ".join(f"`{name}` {added[name]:.1e}" for name in most)
+        rows.append([MODELS[model].title, *(f"{error:.2e}" for error in (bf16, default, every)), kinds])
+    return text(
+        f"One forward of the first {result['records'][0]['blocks']} blocks of each kind at released widths and shapes, "
+        f"with random weights, on one {result['meta']['device']}, against the same blocks in float32 "
+        f"(`python benchmarks/fp8_families.py`, {link('h200-fp8-families')}). "
+        "The last column has the error that a kind of layers adds when it alone is in fp8:",
+        grid(["model", "bf16", "the default", "all", "kinds of layers that add most"], rows),
+    )
+
+
+@block("docs/fp8.md", "loop")
+def loop() -> str:
+    """What fp8 costs over a whole denoising loop."""
+    result = load("h200-fp8")
+    meta = result["meta"]
+    columns = [
+        ("recipe", number("recipe", "")),
+        ("error of the latents", number("latents_error", ".2e")),
+        ("PSNR of the frames", number("psnr_db", ".1f", " dB")),
+        ("SSIM", number("ssim", ".4f")),
+        ("ms a step", optional("graph_ms", ".1f")),
+        ("GiB of weights", number("weights_gb", ".2f")),
+        ("stock ones freed", optional("freed_gb", ".2f")),
+    ]
+    return text(
+        f"{meta['steps']} steps at {meta['frames']} frames of {meta['height']}x{meta['width']}, random weights, "
+        f"{meta['seeds']} seeds, against the stock model in float32:",
+        table(columns, result["records"]),
+        '<img src="../benchmarks/results/h200-fp8.png" width="100%" alt="Error by step, error against time, memory">',
+        "" if meta["torchao"] else "torchao was not part of this run.",
+    )

@@ -1,0 +1,143 @@
+"""A denoising step of LTX-Video: h200-ltx.json, and beside it the whole clip of the first screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pages.names import CONFIGS, by_config, config_of
+from pages.writing import Record, block, grid, kinds_of_kernels, link, load, number, records_of, table, text
+
+# The first screen's rows: configurations of benchmarks/ltx.py, and of benchmarks/clip.py as launched and as graphs.
+HEADLINE = {
+    "baseline": ("stock", ""),
+    "compile": ("compile", ""),
+    "kernels": ("kernels", "kernels_graphs"),
+    "kernels_fp8": ("kernels_fp8", "kernels_fp8_graphs"),
+}
+HEADLINE_CLIP = {"model": "ltx", "recipe": "distilled", "frames": 49}
+PROFILED = ("baseline", "kernels")  # configurations of a step whose kernels docs/profiling.md shows
+PROFILED_FRAMES, PROFILED_KERNELS = 49, 10
+
+
+def by_frames() -> dict[int, dict[str, Record]]:
+    """For each number of frames, its records by configuration."""
+    frames = sorted({record["frames"] for record in records_of("h200-ltx")})
+    return {count: by_config(records_of("h200-ltx", frames=count)) for count in frames}
+
+
+@block("docs/benchmarks.md", "step")
+def step() -> str:
+    """A denoising step, whole."""
+    meta, steps = load("h200-ltx")["meta"], by_frames()
+
+    def marked(record: Record, figure: float, form: str) -> str:
+        if record["ms_by_kind"]["idle"] > record["step_ms"] / 4:  # the host's time, not the device's
+            return f"({figure:{form}})"
+        return f"**{figure:{form}}**" if record["config"].startswith("kernels") else f"{figure:{form}}"
+
+    def speed_up(record: Record) -> str:
+        return marked(record, steps[record["frames"]]["baseline"]["step_ms"] / record["step_ms"], ".2f")
+
+    columns = [
+        ("frames", number("frames", "")),
+        ("", config_of),
+        ("ms", lambda record: marked(record, record["step_ms"], ".1f")),
+        ("speed-up", speed_up),
+        ("ms as a CUDA graph", number("graph_ms", ".1f")),
+        ("first step", number("first_step_s", ".1f", " s")),
+        ("error", number("error_vs_fp32", ".2e")),
+    ]
+    cold = ""
+    if "cold" in meta:  # another run had filled the caches
+        cold = f"Compilation found its caches warm here; with cold ones the first step took {meta['cold']}. "
+    note = f"{meta['note']} " if "note" in meta else ""
+    return text(
+        "A denoising step of LTX-Video 2B (batch 2, 512x768, bf16, prompts of "
+        f"{' and '.join(map(str, meta['prompts']))} tokens) on one {meta['device']}, torch {meta['torch']}, commit "
+        f"{meta['commit'][:7]}; the error is the distance of one forward from the model in fp32, with random weights:",
+        table(columns, [record for of_config in steps.values() for record in of_config.values()]),
+        '<img src="../benchmarks/results/h200-ltx.png" width="100%" alt="Where the time of a step goes">',
+        f"{cold}{note}A CUDA graph does not wait for the host, whose speed differs from machine to machine.",
+    )
+
+
+@block("README.md", "figures")
+@block("skills/cuda-kernels/SKILL.md", "figures")
+@block("skills/cuda-kernels/references/h100-optimization-guide.md", "figures")
+@block("skills/h100-diffusers-kernels/SKILL.md", "figures")
+def figures() -> str:
+    """The first screen's table: a step of LTX-Video 2B and a whole clip, of four configurations."""
+    steps = by_frames()
+    clip = {record["config"]: record for record in records_of("h200-clip", **HEADLINE_CLIP)}
+
+    def beside(ms: float, stock: float, digits: int) -> str:
+        return f"{ms:.{digits}f} ms ({stock / ms:.2f} x)"
+
+    rows = []
+    for config, names in HEADLINE.items():
+        of_step = [(of_config[config], of_config["baseline"]) for of_config in steps.values()]
+        cells = [beside(record["step_ms"], stock["step_ms"], 1) for record, stock in of_step]
+        cells += [beside(clip[n]["clip_ms"], clip["stock"]["clip_ms"], 0) if n in clip else "" for n in names]
+        rows.append([CONFIGS[config], *cells, f"{max(record['error_vs_fp32'] for record, _ in of_step):.2e}"])
+    heads = [
+        "",
+        *(f"guided step, {frames} frames" for frames in steps),
+        f"distilled clip, {HEADLINE_CLIP['frames']} frames",
+        "the clip, `graphs=True`",
+        "error of a step",
+    ]
+    launched, graphs = zip(*HEADLINE.values())
+    return text(
+        f"LTX-Video 2B (512x768, bf16) on one {load('h200-ltx')['meta']['device']}: a denoising step with guidance "
+        f"(batch 2), and a whole clip of {clip['stock']['steps']} steps without guidance, from the prompt to the "
+        "decoded video. The error is the relative distance from the model in float32, with random weights:",
+        grid(heads, rows),
+        "In the clip the text encoder and the video's decoder are compiled too, or optimized with "
+        '`components=["text_encoder", "transformer", "vae"]`. The GPU waits for the host during '
+        f"{_idle(clip[name] for name in launched)} of a clip, and during "
+        f"{_idle(clip[name] for name in graphs if name)} with `graphs=True`. How long it waits depends on the host.",
+    )
+
+
+def _idle(records: Iterable[Record]) -> str:
+    """The share of clips in which the GPU waits for the host: from the least to the most."""
+    shares = sorted(round(record["idle_ms"] / record["clip_ms"] * 100) for record in records)
+    return f"{shares[0]} to {shares[-1]} %"
+
+
+@block("docs/optimize.md", "kinds")
+def kinds() -> str:
+    """Where the time of a step goes on the device."""
+    kinds = kinds_of_kernels("GEMM", "attention", "this package", "elementwise", "idle")
+    records = [record for of_config in by_frames().values() for record in of_config.values()]
+    return text(
+        "Milliseconds of a step, by kind of kernel:",
+        table([("frames", number("frames", "")), ("", config_of), *kinds], records),
+    )
+
+
+@block("docs/profiling.md", "profile")
+def profile() -> str:
+    """The kernels that take most of a step, before and after `optimize`."""
+
+    def name(kernel: Record) -> str:
+        name = kernel["kernel"].replace("|", "/").removeprefix("void ")
+        return f"`{name}`" if len(name) <= 90 else f"`{name[:89]}…`"
+
+    columns = [
+        ("ms", number("ms", ".2f")),
+        ("launches", number("launches", "")),
+        ("kind", number("kind", "")),
+        ("kernel", name),
+    ]
+    parts = []
+    for config in PROFILED:
+        record = by_frames()[PROFILED_FRAMES][config]
+        kinds_ms = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in record["ms_by_kind"].items())
+        parts.append(f"{CONFIGS[config]}: {record['step_ms']:.1f} ms, of these {kinds_ms}")
+        parts.append(table(columns, record["kernels"][:PROFILED_KERNELS]))
+    return text(
+        f"The {PROFILED_KERNELS} kernels that take most of a step of LTX-Video 2B at {PROFILED_FRAMES} frames "
+        f"({link('h200-ltx')}, `python benchmarks/ltx.py`):",
+        *parts,
+    )

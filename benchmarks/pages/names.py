@@ -1,0 +1,93 @@
+"""The names of models and configurations for people, in the order of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pages.writing import Record
+
+# The configurations of benchmarks/ltx.py and models.py.
+CONFIGS = {
+    "baseline": "diffusers",
+    "compile": "torch.compile",
+    "kernels": "`ltx.optimize(pipe)`",
+    "kernels_compile": "`ltx.optimize(pipe)` and torch.compile",
+    "kernels_fp8": '`ltx.optimize(pipe, precision="fp8")`',
+    "kernels_fp8_compile": '`ltx.optimize(pipe, precision="fp8")` and torch.compile',
+    "torchao_fp8_compile": "torchao's fp8 and torch.compile",
+    "kernels_int8": '`ltx.optimize(pipe, attention="int8")`',
+    "kernels_fp8_int8": '`ltx.optimize(pipe, precision="fp8", attention="int8")`',
+}
+# Those of benchmarks/clip.py and parallel.py.
+CLIP_CONFIGS = {
+    "stock": "diffusers",
+    "compile": "torch.compile of these three",
+    "kernels": "`optimize`",
+    "kernels_graphs": "`optimize(graphs=True)`",
+    "kernels_fp8": '`optimize(precision="fp8")`',
+    "kernels_fp8_graphs": '`optimize(precision="fp8", graphs=True)`',
+}
+
+
+class Model(NamedTuple):
+    """A model's name, and the file of the family that knows its blocks."""
+
+    title: str
+    family: str
+
+
+# Of benchmarks/models.py.
+MODELS = {
+    "ltx13b": Model("LTX-Video 13B", "ltx"),
+    "ltx2": Model("LTX-2 19B", "ltx2"),
+    "ltx23": Model("LTX-2.3", "ltx2"),
+    "flux": Model("FLUX.1 dev", "flux"),
+    "chroma": Model("Chroma", "chroma"),
+    "flux2": Model("FLUX.2 dev", "flux2"),
+    "wan": Model("Wan 2.1 14B", "wan"),
+    "wan_ti2v": Model("Wan 2.2 TI2V 5B", "wan"),
+    "qwen": Model("Qwen-Image", "qwenimage"),
+    "sd35": Model("Stable Diffusion 3.5 large", "sd3"),
+    "hyvideo15": Model("HunyuanVideo 1.5", "hunyuan_video15"),
+    "cogvideox": Model("CogVideoX-5B", "cogvideox"),
+    "zimage": Model("Z-Image", "z_image"),
+}
+# Of benchmarks/llm.py.
+LANGUAGE_MODELS = {
+    "llama-8b": Model("Llama 8B", "llama"),
+    "mistral-7b": Model("Mistral 7B", "llama"),
+    "qwen3-8b": Model("Qwen3 8B", "qwen3"),
+    "gemma3-12b": Model("Gemma 3 12B", "gemma"),
+    "falcon-7b": Model("Falcon 7B", "falcon"),
+}
+# Of benchmarks/vae.py.
+AUTOENCODERS = {
+    "ltx090": "LTX-Video 0.9.0",
+    "ltx091": "LTX-Video 0.9.1",
+    "ltx": "LTX-Video 0.9.5",
+    "ltx2": "LTX-2.0",
+    "ltx23": "LTX-2.3",
+    "wan": "Wan 2.1",
+    "wan22": "Wan 2.2",
+    "qwen": "Qwen-Image",
+}
+
+
+def config_of(record: Record) -> str:
+    return CONFIGS[record["config"]]
+
+
+def model_of(record: Record) -> str:
+    return MODELS[record["model"]].title
+
+
+def first_blocks(record: Record) -> str:
+    """What stands behind the name of a model that has its first blocks alone."""
+    return f", first {max(record['blocks'].values())} blocks" if record.get("shallow", False) else ""
+
+
+def by_config(records: Iterable[Record]) -> dict[str, Record]:
+    """Records of one model and shape by their configuration, in the order of the tables."""
+    found = {record["config"]: record for record in records}
+    return {config: found[config] for config in CONFIGS if config in found}

@@ -1,0 +1,71 @@
+"""What concerns every result file: the list of them, and the tests in short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from plots import RESULTS
+
+from pages.writing import REPOSITORY, Record, block, load, table, text
+
+# Result files that are not named after their program.
+PROGRAMS = {"suites": "tests/gpu.py", "gates": "benchmarks/ops.py"}
+
+
+def program_of(name: str) -> str:
+    """The program that writes a result file, by the file's name; empty for trials that have none."""
+    words = [word for word in name.split("-") if not re.fullmatch(r"h\d00(x\d)?|cpu|cuda|tools", word)]
+    if "tuning" in words:
+        return ""
+    for count in range(len(words), 0, -1):
+        found = "_".join(words[:count])
+        paths = [PROGRAMS.get(found, ""), f"benchmarks/{found}.py", f"tests/{found}.py"]
+        for path in filter(None, paths):
+            if (REPOSITORY / path).exists():
+                return path
+    return ""
+
+
+@block("docs/benchmarks.md", "files")
+def files() -> str:
+    """Every result file, with its program, machine and date."""
+
+    def row(path: Path) -> Record:
+        return {"name": path.name, "program": program_of(path.stem), **load(path.stem)["meta"]}
+
+    def machine(row: Record) -> str:
+        return f"{row['devices']} {row['device']}" if row.get("devices", 1) > 1 else row["device"]
+
+    def program(row: Record) -> str:
+        return f"[{row['program']}](../{row['program']})" if row["program"] else "trials by hand"
+
+    columns = [
+        ("file", lambda row: f"[{row['name']}](../benchmarks/results/{row['name']})"),
+        ("written by", program),
+        ("on", machine),
+        ("torch", lambda row: row.get("torch", "")),
+        ("commit", lambda row: str(row.get("commit") or "")[:7]),
+        ("date", lambda row: row.get("date", "")[:10]),
+    ]
+    return text(table(columns, map(row, sorted(RESULTS.glob("*.json")))))
+
+
+@block("README.md", "trust")
+def trust() -> str:
+    """What tests found: docs/guarantees.md in short."""
+    runs = [load("fuzz-h200"), load("fuzz-cpu")]
+    calls = ", ".join(f"{len(run['failures'])} of {run['cases']:,} on {run['meta']['device']}" for run in runs)
+    tools = load("sanitize-h200")["tools"]
+    faults = [process["faults"] for tool in tools.values() for process in tool.values()]
+    found = "not all of them ended" if None in faults else sum(faults)
+    places = {"cuda": "the CUDA build", "cpu": "the CPU build", "tools": "tools, workflows, docs and examples"}
+    planted = {place: load(f"mutations-{name}")["records"] for name, place in places.items()}
+    caught = ", ".join(
+        f"{sum(bool(record['caught_by']) for record in records)} of {len(records)} in {place}"
+        for place, records in planted.items()
+    )
+    return text(
+        f"Random calls that failed: {calls}. Faults that the {len(tools)} tools of compute-sanitizer found, over every "
+        f"kernel: {found}. Planted defects that the tests noticed: {caught}."
+    )
