@@ -147,13 +147,17 @@ def _modulator(
 
 
 def _named_rows(value: Tensor, index: Tensor, input: Tensor) -> Tensor:
-    """The row of value, [rows, H] or [B, rows, H], that the index names, for each row of the input."""
+    """The row of value, [rows, H] or [B, rows, H], that the index names, for each row of the input.
+
+    The rows are looked up as an embedding's. The gradient of an embedding has the same bits in every run, which that of
+    `gather` has not on a GPU.
+    """
     leading = input.shape[:-1]
-    if value.dim() == 2:
-        value = value.unsqueeze(0)
-    rows = index.long().expand(leading).reshape(leading[0] if leading else 1, math.prod(leading[1:]), 1)
-    value = value.expand(rows.shape[0], -1, -1)
-    return value.gather(1, rows.expand(-1, -1, value.shape[-1])).reshape(*leading, value.shape[-1])
+    rows = index.long().expand(leading)
+    if value.dim() == 3:
+        first = torch.arange(value.shape[0], device=value.device) * value.shape[1]  # of each sample
+        rows = rows + first.reshape(-1, *[1] * (len(leading) - 1))
+    return F.embedding(rows, value.flatten(0, -2)).reshape(*leading, value.shape[-1])
 
 
 def norm_family(
