@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,48 +34,38 @@ CASES = {
 }
 LAUNCH = 20  # the first ones load the kernel
 LIMIT = 120  # seconds
-
-
-@dataclass(frozen=True)
-class Counter:
-    """A counter: its name in ncu, and how docs/profiling.md shows it; without a meaning it is in the file alone."""
-
-    metric: str
-    form: str = ""
-    meaning: str = ""
-
-
-STALLED = "smsp__average_warps_issue_stalled_"
+ELAPSED, ACTIVE = "pct_of_peak_sustained_elapsed", "pct_of_peak_sustained_active"
+STALLED, PER_ISSUE = "smsp__average_warps_issue_stalled", "per_issue_active.ratio"
+# For each counter its name in ncu, and how docs/profiling.md writes it and what it means; one without a meaning is not
+# shown there.
 COUNTERS = {
-    "us": Counter("gpu__time_duration.sum", "{:.1f} µs", "time"),
-    "dram_percent": Counter(
-        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "{:.0f} %", "DRAM throughput, of its peak"
+    "us": ("gpu__time_duration.sum", "{:.1f} µs", "time"),
+    "dram_percent": (f"gpu__dram_throughput.avg.{ELAPSED}", "{:.0f} %", "DRAM throughput, of its peak"),
+    "sm_percent": (f"sm__throughput.avg.{ELAPSED}", "{:.0f} %", "multiprocessors' throughput, of its peak"),
+    "read_bytes": ("dram__bytes_read.sum", "{:,.0f}", "bytes read from DRAM"),
+    "written_bytes": ("dram__bytes_write.sum", "{:,.0f}", "bytes written to DRAM"),
+    "registers": ("launch__registers_per_thread", "{:.0f}", "registers of a thread"),
+    "threads": ("launch__block_size", "", ""),
+    "blocks": ("launch__grid_size", "{:,.0f}", "blocks"),
+    "waves": ("launch__waves_per_multiprocessor", "{:.1f}", "waves"),
+    "warps_percent": (
+        f"sm__warps_active.avg.{ACTIVE}",
+        "{:.0f} %",
+        "warps on a multiprocessor, of those it holds",
     ),
-    "sm_percent": Counter(
-        "sm__throughput.avg.pct_of_peak_sustained_elapsed", "{:.0f} %", "multiprocessors' throughput, of its peak"
+    "warps_possible_percent": (
+        "sm__maximum_warps_per_active_cycle_pct",
+        "{:.0f} %",
+        "the same, as registers and blocks allow",
     ),
-    "read_bytes": Counter("dram__bytes_read.sum", "{:,.0f}", "bytes read from DRAM"),
-    "written_bytes": Counter("dram__bytes_write.sum", "{:,.0f}", "bytes written to DRAM"),
-    "registers": Counter("launch__registers_per_thread", "{:.0f}", "registers of a thread"),
-    "threads": Counter("launch__block_size"),
-    "blocks": Counter("launch__grid_size", "{:,.0f}", "blocks"),
-    "waves": Counter("launch__waves_per_multiprocessor", "{:.1f}", "waves"),
-    "warps_percent": Counter(
-        "sm__warps_active.avg.pct_of_peak_sustained_active", "{:.0f} %", "warps on a multiprocessor, of those it holds"
-    ),
-    "warps_possible_percent": Counter(
-        "sm__maximum_warps_per_active_cycle_pct", "{:.0f} %", "the same, as registers and blocks allow"
-    ),
-    "issue_percent": Counter("smsp__issue_active.avg.pct_of_peak_sustained_active", "{:.0f} %", "issue slots in use"),
-    "memory_stall": Counter(
-        f"{STALLED}long_scoreboard_per_issue_active.ratio",
+    "issue_percent": (f"smsp__issue_active.avg.{ACTIVE}", "{:.0f} %", "issue slots in use"),
+    "memory_stall": (
+        f"{STALLED}_long_scoreboard_{PER_ISSUE}",
         "{:.1f}",
         "warps that wait for memory, for each instruction issued",
     ),
-    "barrier_stall": Counter(
-        f"{STALLED}barrier_per_issue_active.ratio", "{:.1f}", "warps that wait at a barrier, likewise"
-    ),
-    "sectors_per_request": Counter(
+    "barrier_stall": (f"{STALLED}_barrier_{PER_ISSUE}", "{:.1f}", "warps that wait at a barrier, likewise"),
+    "sectors_per_request": (
         "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",
         "{:.1f}",
         "sectors of 32 bytes a load",
@@ -91,8 +80,8 @@ def counted(lines: Iterable[str]) -> dict[str, Any]:
         raise ValueError("ncu measured no launch")
     launch = rows[1]  # row 0 has the units
     record: dict[str, Any] = {"kernel": launch["Kernel Name"]}
-    for name, counter in COUNTERS.items():
-        record[name] = float(launch[counter.metric].replace(",", ""))
+    for name, (metric, *_) in COUNTERS.items():
+        record[name] = float(launch[metric].replace(",", ""))
     record["us"] /= 1000  # ncu's base unit of time is the nanosecond
     return record
 
@@ -100,7 +89,7 @@ def counted(lines: Iterable[str]) -> dict[str, Any]:
 def measure(case: str, kernel: str, folder: Path) -> dict[str, Any]:
     log = folder / "ncu.csv"
     ncu = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--log-file", str(log)]
-    ncu += ["--metrics", ",".join(counter.metric for counter in COUNTERS.values()), "--kernel-name", f"regex:^{kernel}"]
+    ncu += ["--metrics", ",".join(metric for metric, *_ in COUNTERS.values()), "--kernel-name", f"regex:^{kernel}"]
     ncu += ["--launch-skip", str(LAUNCH), "--launch-count", "1"]
     ops = [sys.executable, str(REPOSITORY / "benchmarks/ops.py"), "--only", case, "--no-compile"]
     command = [*ncu, *ops, "--output", str(folder / "ops.json")]

@@ -595,7 +595,7 @@ def test_modelled_times() -> None:
     from pages.parallel import split_of
 
     split = split_of([*records, four, eight], records[-1])
-    assert (split.exchanges, split.rest) == pytest.approx((4.0, 3.0))
+    assert (split["exchanges"], split["rest"]) == pytest.approx((4.0, 3.0))
 
 
 def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:

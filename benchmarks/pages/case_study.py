@@ -1,7 +1,5 @@
 """The tables of docs/case-study.md; `benchmarks/case_study.py` runs the programs that they quote."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +8,7 @@ from case_study import FRAMES, PARTS
 from plots import PEERS
 
 from pages.names import by_config, config_of
-from pages.writing import Cell, Record, block, grid, link, load, number, records_of, sizes, table, text
+from pages.writing import Record, across, block, grid, link, load, records_of, sizes, table, text
 
 PAGE = "docs/case-study.md"
 # What an example of kernels for LTX-Video reports, on an H100; it is not measured here.
@@ -41,22 +39,16 @@ def configurations() -> str:
     """One denoising step in every configuration."""
     meta, measured = load("h200-ltx")["meta"], steps()
 
-    def over(other: str) -> Cell:
-        return lambda step: f"{measured[other]['step_ms'] / step['step_ms']:.2f}"
+    def launches(step: Record) -> int:
+        return sum(kernel["launches"] for kernel in step["kernels"])
 
-    columns = [
-        ("", config_of),
-        ("ms a step", number("step_ms", ".1f")),
-        ("x diffusers", over("baseline")),
-        ("x torch.compile", over("compile")),
-        ("kernels launched", lambda step: f"{sum(kernel['launches'] for kernel in step['kernels']):,}"),
-        ("error", number("error_vs_fp32", ".2e")),
-    ]
+    head = "| | ms a step | x diffusers | x torch.compile | kernels launched | error |"
+    row = "| {config} | {step_ms:.1f} | {gain.baseline:.2f} | {gain.compile:.2f} | {launches:,} | {error_vs_fp32:.2e} |"
     return text(
         f"A denoising step with guidance (batch 2) at {FRAMES} frames of 512x768, {meta['device']}, torch "
         f"{meta['torch']}, {meta['dtype']}, random weights, commit {meta['commit'][:7]}. The error is measured over "
         "one forward against the model in float32:",
-        table(columns, measured.values()),
+        table(head, row, measured.values(), config=config_of, launches=launches),
     )
 
 
@@ -75,8 +67,8 @@ def norm() -> str:
         for way, name in ways.items()
         if all(record["us"].get(way) for record in shown)
     ]
-    heads = [head for record in shown for head in (sizes(record["shape"]), "of the copy's bandwidth")]
-    return text(grid(["RMSNorm, bf16, µs", *heads], rows))
+    head = across("@ | of the copy's bandwidth", map(sizes, shown))
+    return text(grid(f"| RMSNorm, bf16, µs | {head} |", rows))
 
 
 # What a step's kernels do, by their names; the first that fits.
@@ -113,18 +105,14 @@ def budget() -> str:
         "all norms by these names": NORMS,
         "everything but matrix products and attention": [n for n in parts if n not in ("matrix products", "attention")],
     }
-    rows = [{"name": name, "ms": ms, "launches": launches} for name, (ms, launches) in parts.items()]
+    found = dict(parts)
     for name, members in sums.items():
-        ms, launches = (sum(parts[member][i] for member in members) for i in range(2))
-        rows.append({"name": f"**{name}**", "ms": ms, "launches": launches})
-    columns = [
-        ("a stock step", number("name", "")),
-        ("ms", number("ms", ".1f")),
-        ("of the step", lambda row: f"{row['ms'] / whole * 100:.1f} %"),
-        ("launches", number("launches", ",")),
-        ("the step's speed-up if it took no time", lambda row: f"{whole / (whole - row['ms']):.2f}"),
+        found[f"**{name}**"] = sum(parts[name][0] for name in members), sum(parts[name][1] for name in members)
+    rows = [
+        f"| {name} | {ms:.1f} | {ms / whole * 100:.1f} % | {launches:,} | {whole / (whole - ms):.2f} |"
+        for name, (ms, launches) in found.items()
     ]
-    return text(table(columns, rows))
+    return text(grid("| a stock step | ms | of the step | launches | the step's speed-up if it took no time |", rows))
 
 
 # Result files, what the page takes from them, and the program that writes them.
@@ -146,7 +134,7 @@ def sources() -> str:
         machine = f"{meta['device'].removeprefix('NVIDIA ')}, torch {meta['torch']}"
         program = f"`benchmarks/{PARTS[part][0]}`"
         rows.append([what, link(file), program, machine, meta["commit"][:7], meta["date"][:10]])
-    return text(grid(["what", "file", "program", "machine", "commit", "date"], rows))
+    return text(grid("| what | file | program | machine | commit | date |", rows))
 
 
 # What the command measures and a file may lack, because it was made in a shorter run.

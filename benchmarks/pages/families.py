@@ -1,12 +1,9 @@
 """The model families that the built package knows, with what was measured of them in several files."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil
 import runpy
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -72,70 +69,38 @@ def left_in_bf16() -> str:
             if known:
                 patterns = dict.fromkeys(f"`{p}`" for one in known for p in getattr(one, "fp8_skip", ()))
                 rows.append([f"[{name}](../{path_of(library, name)})", ", ".join(patterns) or "none"])
-    return text(grid(["family", "layers of its blocks that stay in bf16"], rows))
+    return text(grid("| family | layers of its blocks that stay in bf16 |", rows))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Where a result file has the times of a family's model: `key` in the records with the values of `where`.
+def measured_gains() -> dict[str, list[str]]:
+    """How many times as fast as stock the models of each family are, by precision, as far as they were measured."""
+    gains: dict[str, list[str]] = {}
 
-    stock: The configuration to compare with; "kernels" and "kernels_fp8" are this package's.
-    """
-
-    family: str
-    model: str
-    file: str
-    stock: str
-    key: str
-    where: dict[str, Any]
-
-    def gain(self) -> str:
-        """How many times as fast as stock, by precision; empty where the file has no such records."""
-        found = {record["config"]: record for record in records_of(self.file, **self.where)}
-        if self.stock not in found:
-            return ""
+    def add(family: str, title: str, file: str, stock: str, key: str, **where: Any) -> None:
+        found = {record["config"]: record for record in records_of(file, **where)}
         configs = {"bf16": "kernels", "fp8": "kernels_fp8"}
-        gains = [
-            f"{name} {found[self.stock][self.key] / found[config][self.key]:.2f} x"
-            for name, config in configs.items()
-            if config in found
-        ]
-        return f"{self.model}{first_blocks(found[self.stock])}: {', '.join(gains)}" if gains else ""
+        if stock in found and not found.keys().isdisjoint(configs.values()):
+            ms = {name: found[config][key] for name, config in configs.items() if config in found}
+            cell = ", ".join(f"{name} {found[stock][key] / ms[name]:.2f} x" for name in ms)
+            gains.setdefault(family, []).append(f"{title}{first_blocks(found[stock])}: {cell}")
 
-
-def measurements() -> list[Measurement]:
-    """What the last column of the table of models is made of."""
-    found = [Measurement("ltx", "2B, a step of 49 frames", "h200-ltx", "baseline", "step_ms", {"frames": 49})]
-    found += [
-        Measurement(family, title, "h200-models", "baseline", "step_ms", {"model": model})
-        for model, (title, family) in MODELS.items()
-    ]
-    found += [
-        Measurement(
-            f"vae_{'wan' if 'wan' in model else 'ltx'}{'_encoder' if half == 'encode' else ''}",
-            f"{title}, 49 frames",
-            "h200-vae",
-            "stock",
-            f"{half}_ms",
-            {"model": model, "half": half, "frames": 49, "dtype": "bf16"},
-        )
-        for model, title in AUTOENCODERS.items()
-        for half in ("decode", "encode")
-    ]
-    found += [
-        Measurement(family, f"{title}, {what}", "h200-llm", "eager", key, {"model": model, "tokens": 8192, "batch": 1})
-        for model, (title, family) in LANGUAGE_MODELS.items()
-        for key, what in (("prefill_ms", "prompt of 8192 tokens"), ("decode_ms", "token"))
-    ]
-    return found
+    add("ltx", "2B, a step of 49 frames", "h200-ltx", "baseline", "step_ms", frames=49)
+    for model, (title, family) in MODELS.items():
+        add(family, title, "h200-models", "baseline", "step_ms", model=model)
+    for model, title in AUTOENCODERS.items():
+        family, of_bf16 = f"vae_{'wan' if 'wan' in model else 'ltx'}", {"model": model, "frames": 49, "dtype": "bf16"}
+        add(family, f"{title}, 49 frames", "h200-vae", "stock", "decode_ms", half="decode", **of_bf16)
+        add(f"{family}_encoder", f"{title}, 49 frames", "h200-vae", "stock", "encode_ms", half="encode", **of_bf16)
+    for model, (title, family) in LANGUAGE_MODELS.items():
+        for key, what in (("prefill_ms", "prompt of 8192 tokens"), ("decode_ms", "token")):
+            add(family, f"{title}, {what}", "h200-llm", "eager", key, model=model, tokens=8192, batch=1)
+    return gains
 
 
 @block("README.md", "supported")
 def supported() -> str:
     """The families by what is replaced in them, whether fp8 knows them, and what was measured."""
-    gains: dict[str, list[str]] = {}
-    for measurement in measurements():
-        gains.setdefault(measurement.family, []).extend(filter(None, [measurement.gain()]))
+    gains = measured_gains()
     rows = []
     for library in LIBRARIES:
         sharing: dict[str, dict[str, ModuleType]] = {}  # files whose names begin with the same word share a row
@@ -159,10 +124,10 @@ def supported() -> str:
             others = len(left["LEFT"]) - len(left["WELL_KNOWN"])
             names = f"{known} and {others} other [models of diffusers](docs/models.md#left-at-norm-level)"
             rows.append([names, "norms and activations alone", "norms", "no", "not measured"])
-    heads = ["models", "classes that get another forward", "level", "fp8", "times as fast as stock, on one H200"]
+    head = "| models | classes that get another forward | level | fp8 | times as fast as stock, on one H200 |"
     shallow = any(", first" in gain for of_family in gains.values() for gain in of_family)
     note = '"First" blocks: the time of a shallow model, not of the whole one.' if shallow else ""
-    return text(grid(heads, rows), note)
+    return text(grid(head, rows), note)
 
 
 def left_at_norm_level() -> dict[str, Any]:

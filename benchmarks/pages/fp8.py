@@ -1,11 +1,9 @@
 """The errors and times of fp8: the files that benchmarks/fp8.py, fp8_*.py write."""
 
-from __future__ import annotations
-
 import math
 
 from pages.names import MODELS
-from pages.writing import block, grid, link, load, number, optional, records_of, sizes, table, text
+from pages.writing import across, block, grid, link, load, records_of, sizes, table, text
 
 SHOWN_KINDS = 4  # of layers, in the table of what adds fp8's error
 # The inputs of benchmarks/fp8_numerics.py, by how their names begin, as the table calls them.
@@ -32,7 +30,7 @@ def numerics() -> str:
     return text(
         "Relative error of one product of a 1024x2048 input and a normal 2048x2048 weight, row by row "
         f"(`python benchmarks/fp8_numerics.py`, {link('fp8-numerics')}):",
-        grid(["recipe", *INPUTS.values()], rows.values()),
+        grid(f"| recipe | {across('@', INPUTS.values())} |", rows.values()),
     )
 
 
@@ -42,9 +40,10 @@ def products() -> str:
     meta = load("h200-fp8-gemm")["meta"]
     records = [record for record in records_of("h200-fp8-gemm") if "us" in record]
     rows: dict[str, dict[str, str]] = {}
-    for r in records:
-        us = f"{r['us']:.0f}"
-        rows.setdefault(sizes(r["shape"]), {})[r["form"]] = f"**{us}**" if r["form"] == "fp8 per row" else us
+    for record in records:
+        form = "**{:.0f}**" if record["form"] == "fp8 per row" else "{:.0f}"
+        rows.setdefault(sizes(record), {})[record["form"]] = form.format(record["us"])
+    cells = [[shape, *(us[form] for form in PRODUCTS)] for shape, us in rows.items()]
 
     def between(key: str, form: str) -> str:
         found = [record[key] for record in records if record["form"] == form]
@@ -53,10 +52,7 @@ def products() -> str:
     return text(
         f"Linear layers with bias on one {meta['device']}, torch {meta['torch']}, in µs "
         f"(`python benchmarks/fp8_gemm.py`, {link('h200-fp8-gemm')}):",
-        grid(
-            ["tokens x in x out", *PRODUCTS.values()],
-            [[shape, *(cells[form] for form in PRODUCTS)] for shape, cells in rows.items()],
-        ),
+        grid(f"| tokens x in x out | {across('@', PRODUCTS.values())} |", cells),
         "Relative error against the exact product of the same quantised matrices, with the rounding to bf16: "
         f"{between('rounding', 'fp8 per row')}, with slow accumulation "
         f"{between('rounding', 'fp8 per row, slow accumulation')}. Against the product of the matrices before "
@@ -72,7 +68,7 @@ def layers() -> str:
     return text(
         f"One forward of the 2B model with {result['meta']['tokens']} tokens of a clip, against the model in float32 "
         f"(`python benchmarks/fp8_layers.py`, on a CPU, {link('fp8-layers')}):",
-        table([("in fp8", number("recipe", "")), ("error", number("error", ".2e"))], result["records"]),
+        table("| in fp8 | error |", "| {recipe} | {error:.2e} |", result["records"]),
     )
 
 
@@ -95,7 +91,7 @@ def family_layers() -> str:
         f"with random weights, on one {result['meta']['device']}, against the same blocks in float32 "
         f"(`python benchmarks/fp8_families.py`, {link('h200-fp8-families')}). "
         "The last column has the error that a kind of layers adds when it alone is in fp8:",
-        grid(["model", "bf16", "the default", "all", "kinds of layers that add most"], rows),
+        grid("| model | bf16 | the default | all | kinds of layers that add most |", rows),
     )
 
 
@@ -104,19 +100,17 @@ def loop() -> str:
     """What fp8 costs over a whole denoising loop."""
     result = load("h200-fp8")
     meta = result["meta"]
-    columns = [
-        ("recipe", number("recipe", "")),
-        ("error of the latents", number("latents_error", ".2e")),
-        ("PSNR of the frames", number("psnr_db", ".1f", " dB")),
-        ("SSIM", number("ssim", ".4f")),
-        ("ms a step", optional("graph_ms", ".1f")),
-        ("GiB of weights", number("weights_gb", ".2f")),
-        ("stock ones freed", optional("freed_gb", ".2f")),
-    ]
+    head = (
+        "| recipe | error of the latents | PSNR of the frames | SSIM | ms a step | GiB of weights | stock ones freed |"
+    )
+    row = (
+        "| {recipe} | {latents_error:.2e} | {psnr_db:.1f} dB | {ssim:.4f} | {graph_ms?:.1f} | {weights_gb:.2f} | "
+        "{freed_gb?:.2f} |"
+    )
     return text(
         f"{meta['steps']} steps at {meta['frames']} frames of {meta['height']}x{meta['width']}, random weights, "
         f"{meta['seeds']} seeds, against the stock model in float32:",
-        table(columns, result["records"]),
+        table(head, row, result["records"]),
         '<img src="../benchmarks/results/h200-fp8.png" width="100%" alt="Error by step, error against time, memory">',
         "" if meta["torchao"] else "torchao was not part of this run.",
     )

@@ -1,9 +1,7 @@
 """What Python and torch take to launch a step: h200-host.json."""
 
-from __future__ import annotations
-
 from pages.names import CONFIGS
-from pages.writing import block, grid, link, load, records_of, text
+from pages.writing import across, block, grid, link, load, records_of, text
 
 HOST_MODELS = {"ltx": "LTX-Video 2B", "flux": "FLUX.1", "wan": "Wan 1.3B", "qwen": "Qwen-Image"}
 HOST_CONFIGS = ("baseline", "kernels", "kernels_fp8")
@@ -22,7 +20,7 @@ def host_times() -> str:
     return text(
         "The host's time to launch one step, without waiting for the GPU: one "
         f"{result['meta']['device']}, models of all their blocks and few columns, in ms ({link('h200-host')}):",
-        grid(["blocks of", *(CONFIGS[config] for config in HOST_CONFIGS)], rows),
+        grid(f"| blocks of | {across('@', (CONFIGS[config] for config in HOST_CONFIGS))} |", rows),
         f"Before calls were recorded, LTX-Video's step took {earlier['kernels']:.2f} times diffusers' time in bf16 and "
         f"{earlier['kernels_fp8']:.2f} times in fp8 ({link('h200-host-start')}).",
     )

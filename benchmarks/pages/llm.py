@@ -1,12 +1,10 @@
 """Prompts and tokens of language models: h200-llm.json."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 from pages.names import LANGUAGE_MODELS
-from pages.writing import Cell, Record, block, kinds_of_kernels, link, load, number, optional, table, text
+from pages.writing import Record, block, link, load, table, table_of_kinds, text, titled
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Aim:
         return fits and self.tokens in (None, record["tokens"])
 
 
-GATED = [model for model in LANGUAGE_MODELS if model != "falcon-7b"]  # models with a gated MLP, which Liger knows
+GATED = [model for model in LANGUAGE_MODELS if model != "falcon-7b"]  # the models with a gated MLP
 STOCK_GAINS = {"llama-8b": 1.23, "mistral-7b": 1.23, "qwen3-8b": 1.31, "gemma3-12b": 1.36, "falcon-7b": 1.0}
 AIMS = [
     Aim("prompt", "kernels", "eager", "prefill_ms", STOCK_GAINS, 8192),
@@ -57,45 +55,38 @@ def language_models() -> str:
 
     by_run = {run(r, r["config"]): r for r in records}
 
-    def gain(record: Record, other: str, key: str) -> str:
+    def gain(record: Record, other: str, key: str) -> float | None:
         beside = by_run.get(run(record, other))
-        return f"{beside[key] / record[key]:.2f}" if beside else ""
+        return beside[key] / record[key] if beside else None
 
-    def over(other: str, key: str) -> Cell:
-        return lambda record: gain(record, other, key)
-
-    tokens = ("tokens", lambda r: f"{r['batch']} x {r['tokens']}")
-    configuration = ("configuration", lambda r: _label(r["config"]))
-    columns = [
-        ("model", lambda r: r["model"] if is_whole(r) else f"{r['model']}, {r['layers']} layers"),
-        tokens,
-        configuration,
-        ("prompt, ms", number("prefill_ms", ".2f")),
-        ("x stock", over("eager", "prefill_ms")),
-        ("x Liger", over("liger", "prefill_ms")),
-        ("token, ms", number("decode_ms", ".2f")),
-        ("x stock", over("eager", "decode_ms")),
-        ("x Liger", over("liger", "decode_ms")),
-        ("error", optional("error_vs_fp32", ".1e")),
-    ]
     rows = sorted(records, key=lambda r: (not is_whole(r), order.index(r["model"]), -r["tokens"], r["batch"]))
     missed = [
-        f"{r['model']}, {r['tokens']} tokens, {aim.what}: {got} x {_label(aim.other)}, aim {aim.gains[r['model']]}"
+        f"{r['model']}, {r['tokens']} tokens, {aim.what}: {got:.2f} x {_label(aim.other)}, aim {aim.gains[r['model']]}"
         for r in filter(is_whole, rows)
         for aim in AIMS
-        if aim.is_for(r) and (got := gain(r, aim.other, aim.key)) and float(got) < aim.gains[r["model"]]
+        if aim.is_for(r) and (got := gain(r, aim.other, aim.key)) and round(got, 2) < aim.gains[r["model"]]
     ]
-    kinds = kinds_of_kernels("GEMM", "attention", "this package", "elementwise")
-    profiled = [r for r in rows if "ms_by_kind" in r]
-    by_kind = (
-        "Milliseconds of one prompt by kind of kernel (`--profile`):",
-        table([("model", number("model", "")), tokens, configuration, *kinds], profiled),
+    head = "| model | tokens | configuration | prompt, ms | x stock | x Liger | token, ms | x stock | x Liger | error |"
+    row = (
+        "| {name} | {batch} x {tokens} | {label} | {prefill_ms:.2f} | {prompt.eager:.2f} | {prompt.liger:.2f} | "
+        "{decode_ms:.2f} | {token.eager:.2f} | {token.liger:.2f} | {error_vs_fp32?:.1e} |"
+    )
+    for r in rows:
+        r["name"] = r["model"] if is_whole(r) else f"{r['model']}, {r['layers']} layers"
+        r["label"] = _label(r["config"])
+        r["prompt"], r["token"] = (
+            {other: gain(r, other, key) for other in ("eager", "liger")} for key in ("prefill_ms", "decode_ms")
+        )
+    kinds = table_of_kinds(
+        "| model | tokens | configuration |",
+        "| {model} | {batch} x {tokens} | {label} |",
+        [r for r in rows if "ms_by_kind" in r],
     )
     return text(
         "Whole models with random weights, at their released depth unless the row says else, on one "
         f"{meta['device'].split()[-1]}, {meta['dtype']}, transformers {meta['transformers']}, Liger {meta['liger']} "
         f"(`python benchmarks/llm.py`, {link('h200-llm')}):",
-        table(columns, rows),
+        table(head, row, rows),
         f"Behind the aims: {'; '.join(missed)}." if missed else "",
-        *(by_kind if profiled else ()),
+        titled("Milliseconds of one prompt by kind of kernel (`--profile`):", kinds),
     )

@@ -1,11 +1,9 @@
 """A denoising step of LTX-Video: h200-ltx.json, and beside it the whole clip of the first screen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
-from pages.names import CONFIGS, by_config, config_of
-from pages.writing import Record, block, grid, kinds_of_kernels, link, load, number, records_of, table, text
+from pages.names import CONFIGS, by_config, config_of, in_order
+from pages.writing import KINDS, Record, across, block, grid, link, load, records_of, table, table_of_kinds, text
 
 # The first screen's rows: configurations of benchmarks/ltx.py, and of benchmarks/clip.py as launched and as graphs.
 HEADLINE = {
@@ -28,25 +26,21 @@ def by_frames() -> dict[int, dict[str, Record]]:
 @block("docs/benchmarks.md", "step")
 def step() -> str:
     """A denoising step, whole."""
-    meta, steps = load("h200-ltx")["meta"], by_frames()
+    meta = load("h200-ltx")["meta"]
 
-    def marked(record: Record, figure: float, form: str) -> str:
+    def marked(record: Record, figure: str) -> str:
         if record["ms_by_kind"]["idle"] > record["step_ms"] / 4:  # the host's time, not the device's
-            return f"({figure:{form}})"
-        return f"**{figure:{form}}**" if record["config"].startswith("kernels") else f"{figure:{form}}"
+            return f"({figure})"
+        return f"**{figure}**" if record["config"].startswith("kernels") else figure
+
+    def ms(record: Record) -> str:
+        return marked(record, f"{record['step_ms']:.1f}")
 
     def speed_up(record: Record) -> str:
-        return marked(record, steps[record["frames"]]["baseline"]["step_ms"] / record["step_ms"], ".2f")
+        return marked(record, f"{record['gain']['baseline']:.2f}")
 
-    columns = [
-        ("frames", number("frames", "")),
-        ("", config_of),
-        ("ms", lambda record: marked(record, record["step_ms"], ".1f")),
-        ("speed-up", speed_up),
-        ("ms as a CUDA graph", number("graph_ms", ".1f")),
-        ("first step", number("first_step_s", ".1f", " s")),
-        ("error", number("error_vs_fp32", ".2e")),
-    ]
+    head = "| frames | | ms | speed-up | ms as a CUDA graph | first step | error |"
+    row = "| {frames} | {config} | {ms} | {speed_up} | {graph_ms:.1f} | {first_step_s:.1f} s | {error_vs_fp32:.2e} |"
     cold = ""
     if "cold" in meta:  # another run had filled the caches
         cold = f"Compilation found its caches warm here; with cold ones the first step took {meta['cold']}. "
@@ -55,7 +49,7 @@ def step() -> str:
         "A denoising step of LTX-Video 2B (batch 2, 512x768, bf16, prompts of "
         f"{' and '.join(map(str, meta['prompts']))} tokens) on one {meta['device']}, torch {meta['torch']}, commit "
         f"{meta['commit'][:7]}; the error is the distance of one forward from the model in fp32, with random weights:",
-        table(columns, [record for of_config in steps.values() for record in of_config.values()]),
+        table(head, row, in_order(by_frames()), config=config_of, ms=ms, speed_up=speed_up),
         '<img src="../benchmarks/results/h200-ltx.png" width="100%" alt="Where the time of a step goes">',
         f"{cold}{note}A CUDA graph does not wait for the host, whose speed differs from machine to machine.",
     )
@@ -70,28 +64,21 @@ def figures() -> str:
     steps = by_frames()
     clip = {record["config"]: record for record in records_of("h200-clip", **HEADLINE_CLIP)}
 
-    def beside(ms: float, stock: float, digits: int) -> str:
-        return f"{ms:.{digits}f} ms ({stock / ms:.2f} x)"
-
     rows = []
     for config, names in HEADLINE.items():
-        of_step = [(of_config[config], of_config["baseline"]) for of_config in steps.values()]
-        cells = [beside(record["step_ms"], stock["step_ms"], 1) for record, stock in of_step]
-        cells += [beside(clip[n]["clip_ms"], clip["stock"]["clip_ms"], 0) if n in clip else "" for n in names]
-        rows.append([CONFIGS[config], *cells, f"{max(record['error_vs_fp32'] for record, _ in of_step):.2e}"])
-    heads = [
-        "",
-        *(f"guided step, {frames} frames" for frames in steps),
-        f"distilled clip, {HEADLINE_CLIP['frames']} frames",
-        "the clip, `graphs=True`",
-        "error of a step",
-    ]
+        records, stock_ms = [of_config[config] for of_config in steps.values()], clip["stock"]["clip_ms"]
+        cells = [f"{r['step_ms']:.1f} ms ({r['gain']['baseline']:.2f} x)" for r in records]
+        ms = [clip[name]["clip_ms"] if name in clip else None for name in names]
+        cells += [f"{clip_ms:.0f} ms ({stock_ms / clip_ms:.2f} x)" if clip_ms else "" for clip_ms in ms]
+        rows.append([CONFIGS[config], *cells, f"{max(record['error_vs_fp32'] for record in records):.2e}"])
+    frames = across("guided step, @ frames", map(str, steps))
+    clip_frames = f"distilled clip, {HEADLINE_CLIP['frames']} frames"
     launched, graphs = zip(*HEADLINE.values())
     return text(
         f"LTX-Video 2B (512x768, bf16) on one {load('h200-ltx')['meta']['device']}: a denoising step with guidance "
         f"(batch 2), and a whole clip of {clip['stock']['steps']} steps without guidance, from the prompt to the "
         "decoded video. The error is the relative distance from the model in float32, with random weights:",
-        grid(heads, rows),
+        grid(f"| | {frames} | {clip_frames} | the clip, `graphs=True` | error of a step |", rows),
         "In the clip the text encoder and the video's decoder are compiled too, or optimized with "
         '`components=["text_encoder", "transformer", "vae"]`. The GPU waits for the host during '
         f"{_idle(clip[name] for name in launched)} of a clip, and during "
@@ -108,11 +95,10 @@ def _idle(records: Iterable[Record]) -> str:
 @block("docs/optimize.md", "kinds")
 def kinds() -> str:
     """Where the time of a step goes on the device."""
-    kinds = kinds_of_kernels("GEMM", "attention", "this package", "elementwise", "idle")
-    records = [record for of_config in by_frames().values() for record in of_config.values()]
+    cells, kinds = "| {frames} | {config} |", (*KINDS, "idle")
     return text(
         "Milliseconds of a step, by kind of kernel:",
-        table([("frames", number("frames", "")), ("", config_of), *kinds], records),
+        table_of_kinds("| frames | |", cells, in_order(by_frames()), kinds, config=config_of),
     )
 
 
@@ -124,18 +110,14 @@ def profile() -> str:
         name = kernel["kernel"].replace("|", "/").removeprefix("void ")
         return f"`{name}`" if len(name) <= 90 else f"`{name[:89]}…`"
 
-    columns = [
-        ("ms", number("ms", ".2f")),
-        ("launches", number("launches", "")),
-        ("kind", number("kind", "")),
-        ("kernel", name),
-    ]
     parts = []
     for config in PROFILED:
         record = by_frames()[PROFILED_FRAMES][config]
         kinds_ms = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in record["ms_by_kind"].items())
         parts.append(f"{CONFIGS[config]}: {record['step_ms']:.1f} ms, of these {kinds_ms}")
-        parts.append(table(columns, record["kernels"][:PROFILED_KERNELS]))
+        kernels = record["kernels"][:PROFILED_KERNELS]
+        cells = "| {ms:.2f} | {launches} | {kind} | {name} |"
+        parts.append(table("| ms | launches | kind | kernel |", cells, kernels, name=name))
     return text(
         f"The {PROFILED_KERNELS} kernels that take most of a step of LTX-Video 2B at {PROFILED_FRAMES} frames "
         f"({link('h200-ltx')}, `python benchmarks/ltx.py`):",

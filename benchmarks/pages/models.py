@@ -1,33 +1,12 @@
 """One forward of each diffusion model: h200-models.json and h200-models-profile.json."""
 
-from __future__ import annotations
-
 from plots import geometric_mean
 
-from pages.names import CONFIGS, MODELS, by_config, config_of, first_blocks, model_of
-from pages.writing import (
-    Cell,
-    Record,
-    block,
-    formed,
-    kinds_of_kernels,
-    link,
-    load,
-    number,
-    optional,
-    ratio,
-    records_of,
-    table,
-    text,
-)
+from pages.names import CONFIGS, by_model, config_of, first_blocks, in_order, model_of
+from pages.writing import KINDS, Record, across, block, link, load, records_of, table, table_of_kinds, text
 
 CLOSE = 1.1  # how many times the error of bf16 counts as close to it
 ERRORS = ("error_vs_fp32", "loop_error_vs_fp32")  # of one forward, and of the latents after some steps
-
-
-def by_model(file: str) -> dict[str, dict[str, Record]]:
-    """The records of each model by configuration."""
-    return {model: by_config(records_of(file, model=model)) for model in MODELS}
 
 
 def loop_steps() -> int:
@@ -38,38 +17,16 @@ def loop_steps() -> int:
 @block("docs/models.md", "models")
 def models() -> str:
     """One forward of each model, by configuration."""
-    meta, of_model = load("h200-models")["meta"], by_model("h200-models")
-    records = [record for of_config in of_model.values() for record in of_config.values()]
-
-    def gain(record: Record, other: str) -> float | None:
-        """How many times as fast as another configuration of the same model."""
-        beside = of_model[record["model"]].get(other)
-        return beside["step_ms"] / record["step_ms"] if beside else None
-
-    def over(other: str) -> Cell:
-        return lambda record: formed(gain(record, other), ".2f")
+    meta, records = load("h200-models")["meta"], in_order(by_model("h200-models"))
 
     def milliseconds(record: Record) -> str:
         ms = f"{record['step_ms']:.1f}"
         return f"**{ms}**" if record["config"].startswith("kernels") else ms
 
-    columns = [
-        ("model", model_of),
-        ("shape", lambda record: record["shape"] + first_blocks(record)),
-        ("", config_of),
-        ("ms", milliseconds),
-        ("x diffusers", over("baseline")),
-        ("x torch.compile", over("compile")),
-        ("first step", number("first_step_s", ".1f", " s")),
-        ("peak GiB", number("peak_gb", ".1f")),
-        ("error", optional(ERRORS[0], ".2e")),
-        (f"after {loop_steps()} steps", optional(ERRORS[1], ".2e")),
-    ]
-
     def whole(config: str, other: str) -> dict[str, float]:
         """The gains over another configuration, of the models with all their blocks."""
-        found = {model_of(r): gain(r, other) for r in records if r["config"] == config and not r.get("shallow", False)}
-        return {title: value for title, value in found.items() if value is not None}
+        whole = [record for record in records if record["config"] == config and not record.get("shallow", False)]
+        return {model_of(record): record["gain"][other] for record in whole if other in record["gain"]}
 
     def spread(gains: dict[str, float]) -> str:
         least, most = (pick(gains, key=lambda title: gains[title]) for pick in (min, max))
@@ -88,12 +45,20 @@ def models() -> str:
     for record in records:
         if "note" in record:
             notes.setdefault(record["note"], {})[model_of(record)] = None
+    head = (
+        "| model | shape | | ms | x diffusers | x torch.compile | first step | peak GiB | error | "
+        f"after {loop_steps()} steps |"
+    )
+    row = (
+        "| {model} | {shape}{depth} | {config} | {ms} | {gain.baseline?:.2f} | {gain.compile?:.2f} | "
+        "{first_step_s:.1f} s | {peak_gb:.1f} | {error_vs_fp32?:.2e} | {loop_error_vs_fp32?:.2e} |"
+    )
     return text(
         f"One forward on one {meta['device']}, torch {meta['torch']}, diffusers {meta['diffusers']}, {meta['dtype']}, "
         f"random weights, batch as the pipelines pass it ({link('h200-models')}, `python benchmarks/models.py`). The "
         "error compares the first blocks of each kind with float32, after one forward and in the latents after "
         f"{loop_steps()} steps.",
-        table(columns, records),
+        table(head, row, records, model=model_of, depth=first_blocks, config=config_of, ms=milliseconds),
         "Times as fast:",
         "\n".join(summary),
         "\n".join(f"{', '.join(titles)}: {note}" for note, titles in notes.items()),
@@ -103,18 +68,15 @@ def models() -> str:
 @block("docs/models.md", "kinds")
 def model_kinds() -> str:
     """Where the time of one forward of a model goes on the device."""
-    kinds = kinds_of_kernels("GEMM", "attention", "this package", "elementwise")
-
-    def every_kind(record: Record) -> str:
-        return f"{sum(record['ms_by_kind'].get(kind, 0.0) for kind, _ in kinds):.1f}"
-
+    rows = in_order(by_model("h200-models-profile"))
+    for record in rows:
+        ms = record["ms_by_kind"]
+        ms["all kernels"] = sum(ms.get(kind, 0.0) for kind in KINDS)
+    kinds, row = (*KINDS, "all kernels"), "| {model} | {config} |"
     return text(
         f"Milliseconds of one forward, by kind of kernel ({link('h200-models-profile')}, "
         "`python benchmarks/models.py --profile`):",
-        table(
-            [("model", model_of), ("", config_of), *kinds, ("all kernels", every_kind)],
-            [record for of_config in by_model("h200-models-profile").values() for record in of_config.values()],
-        ),
+        table_of_kinds("| model | |", row, rows, kinds, model=model_of, config=config_of),
     )
 
 
@@ -127,33 +89,26 @@ def fp8_models() -> str:
         for of_config in by_model("h200-models").values()
         if set(names.values()) <= of_config.keys()
     ]
-    columns = [
-        ("model", lambda row: model_of(row["fp8"]) + first_blocks(row["fp8"])),
-        ("bf16, ms", number("bf16.step_ms", ".1f")),
-        ("fp8, ms", number("fp8.step_ms", ".1f")),
-        ("ratio", ratio("bf16.step_ms", "fp8.step_ms")),
-        ("error: stock", optional(f"stock.{ERRORS[0]}", ".2e")),
-        ("bf16", optional(f"bf16.{ERRORS[0]}", ".2e")),
-        ("fp8", optional(f"fp8.{ERRORS[0]}", ".2e")),
-        (f"after {loop_steps()} steps: stock", optional(f"stock.{ERRORS[1]}", ".2e")),
-        ("bf16", optional(f"bf16.{ERRORS[1]}", ".2e")),
-        ("fp8", optional(f"fp8.{ERRORS[1]}", ".2e")),
-        ("GiB: bf16", number("bf16.peak_gb", ".1f")),
-        ("fp8", number("fp8.peak_gb", ".1f")),
-    ]
-    growth = {
-        model_of(row["fp8"]): max(
-            row["fp8"][key] / row["bf16"][key] for key in ERRORS if key in row["fp8"] and key in row["bf16"]
-        )
-        for row in rows
-    }
+    growth = {}
+    for of_config in rows:
+        bf16, fp8 = of_config["bf16"], of_config["fp8"]
+        growth[model_of(fp8)] = max(fp8[key] / bf16[key] for key in ERRORS if key in fp8 and key in bf16)
     close = [times for times in growth.values() if times <= CLOSE]
     apart = [f"{title} ({times:.1f} times)" for title, times in growth.items() if times > CLOSE]
     summary = f"In {len(close)} of these models fp8 has at most {max(close):.2f} times the error of bf16."
     summary += f" It has more than {CLOSE} times the error in {' and '.join(apart)}." if apart else ""
+    forward, loop = (across(f"{{@.{error}?:.2e}}", names) for error in ERRORS)
+    row = (
+        "| {model} | {bf16.step_ms:.1f} | {fp8.step_ms:.1f} | {bf16.step_ms/fp8.step_ms:.2f} | "
+        f"{forward} | {loop} | {{bf16.peak_gb:.1f}} | {{fp8.peak_gb:.1f}} |"
+    )
+    head = (
+        f"| model | bf16, ms | fp8, ms | ratio | error: {across('@', names)} | after {loop_steps()} steps: "
+        f"{across('@', names)} | GiB: bf16 | fp8 |"
+    )
     return text(
         f"One forward, from {link('h200-models')}, beside the same model in bf16 with this package. The error is the "
         "distance of the first blocks of each kind from the model in float32:",
-        table(columns, rows),
+        table(head, row, rows, model=lambda row: model_of(row["fp8"]) + first_blocks(row["fp8"])),
         summary,
     )

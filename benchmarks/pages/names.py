@@ -1,11 +1,9 @@
 """The names of models and configurations for people, in the order of the tables."""
 
-from __future__ import annotations
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from collections.abc import Iterable
-from typing import NamedTuple
-
-from pages.writing import Record
+from pages.writing import Record, records_of
 
 # The configurations of benchmarks/ltx.py and models.py.
 CONFIGS = {
@@ -87,7 +85,22 @@ def first_blocks(record: Record) -> str:
     return f", first {max(record['blocks'].values())} blocks" if record.get("shallow", False) else ""
 
 
-def by_config(records: Iterable[Record]) -> dict[str, Record]:
-    """Records of one model and shape by their configuration, in the order of the tables."""
-    found = {record["config"]: record for record in records}
+def by_config(records: Sequence[Record]) -> dict[str, Record]:
+    """Records of one model and shape by their configuration, in the order of the tables.
+
+    Each gets a `gain`: how many times as fast as every other configuration it is.
+    """
+    ms = {record["config"]: record["step_ms"] for record in records}
+    gains = {config: {other: ms[other] / ms[config] for other in ms} for config in ms}
+    found = {record["config"]: {**record, "gain": gains[record["config"]]} for record in records}
     return {config: found[config] for config in CONFIGS if config in found}
+
+
+def by_model(file: str) -> dict[str, dict[str, Record]]:
+    """The records of each model by configuration."""
+    return {model: by_config(records_of(file, model=model)) for model in MODELS}
+
+
+def in_order(groups: Mapping[Any, Mapping[str, Record]]) -> list[Record]:
+    """The records of all models or shapes, one after the other."""
+    return [record for of_config in groups.values() for record in of_config.values()]

@@ -1,28 +1,13 @@
 """The ops one by one, beside a copy and their peers: h200-ops.json, and what an H100 was measured with."""
 
-from __future__ import annotations
-
 import collections
 import math
 
 from plots import PEERS, QUANTISED, case_name, family, fastest, geometric_mean, measured
 
-from pages.attention import NAME, SHAPE, milliseconds
-from pages.names import config_of, model_of
-from pages.writing import (
-    Cell,
-    Record,
-    block,
-    link,
-    load,
-    number,
-    optional,
-    ratio,
-    records_of,
-    sizes,
-    table,
-    text,
-)
+from pages.attention import by_shape, speeds
+from pages.names import by_model, config_of, in_order, model_of
+from pages.writing import Record, across, block, grid, link, load, records_of, sizes, table, text
 
 Shown = list[tuple[str, list[int], str]]  # ops that a table shows: the op, its shape, and its name for people
 
@@ -116,37 +101,22 @@ def slow(records: list[Record]) -> list[Record]:
 
 def behind(records: list[Record]) -> list[Record]:
     """The cases in which a peer is ahead by more than noise."""
-
-    def is_behind(record: Record) -> bool:
-        _, us = fastest(record)
-        return record["us"]["ours"] > us + max(0.02 * us, 0.3)
-
-    return [record for record in records if is_behind(record)]
+    peers = ((record, fastest(record)[1]) for record in records)
+    return [record for record, us in peers if record["us"]["ours"] > us + max(0.02 * us, 0.3)]
 
 
 def families(records: list[Record]) -> str:
     """How each family does against its aims."""
-
-    def members(name: str) -> list[Record]:
-        return [record for record in records if family(record["op"]) == name]
-
-    def speed_up(name: str) -> str:
-        mean = geometric_mean([fastest(record)[1] / record["us"]["ours"] for record in members(name)])
-        return f"{mean:.2f} x" + (f" (aim {PEER_AIMS[name]})" if name in PEER_AIMS else "")
-
-    def near_copy(name: str) -> str:
-        limits = " or ".join(f"{limit:.2f}" for limit in sorted({aim(record) or 0 for record in members(name)}))
-        moved = large(members(name))
-        return f"{len(moved) - len(slow(moved))} of {len(moved)} (within {limits} x)" if moved else ""
-
-    columns = [
-        ("", str),
-        ("cases", lambda name: str(len(members(name)))),
-        ("speed-up over the fastest peer", speed_up),
-        ("large cases near a copy", near_copy),
-        ("a peer is ahead", lambda name: str(len(behind(members(name))))),
-    ]
-    return table(columns, measured(records))
+    rows = []
+    for name in measured(records):
+        members = [record for record in records if family(record["op"]) == name]
+        mean = geometric_mean([fastest(record)[1] / record["us"]["ours"] for record in members])
+        goal = f" (aim {PEER_AIMS[name]})" if name in PEER_AIMS else ""
+        limits = " or ".join(f"{limit:.2f}" for limit in sorted({aim(record) or 0 for record in members}))
+        moved = large(members)
+        kept = f"{len(moved) - len(slow(moved))} of {len(moved)} (within {limits} x)" if moved else ""
+        rows.append(f"| {name} | {len(members)} | {mean:.2f} x{goal} | {kept} | {len(behind(members))} |")
+    return grid("| | cases | speed-up over the fastest peer | large cases near a copy | a peer is ahead |", rows)
 
 
 def of_commits(ops: Record) -> str:
@@ -170,23 +140,24 @@ def find(records: list[Record], op: str, shape: list[int]) -> list[Record]:
     return [r for r in records if (r["op"], r["shape"], r["dtype"]) == (op, shape, "bf16")]
 
 
+def one(records: list[Record], op: str, shape: list[int]) -> Record:
+    found = find(records, op, shape)
+    if len(found) != 1:
+        raise ValueError(f"expected one record of {op} {shape} in bf16, got {len(found)}")
+    return found[0]
+
+
 def of_ops(ops: Record, shown: Shown, form: str) -> tuple[str, str]:
     """A table of some ops, beside a copy and their peers, and the sentence before it."""
     peers = {key: name for key, name in PEERS.items() if any(r["us"].get(key) for r in ops["records"])}
-    columns = [
-        ("op", lambda row: row["name"]),
-        ("shape", lambda row: sizes(row["shape"])),
-        ("this package", lambda row: f"**{row['us']['ours']:{form}}**"),
-        ("copy of the same bytes", number("us.copy", form)),
-        *((name, optional(f"us.{key}", form)) for key, name in peers.items()),
-        ("plain torch", optional("us.eager", form)),
-    ]
-    rows = []
-    for op, shape, name in shown:
-        (record,) = find(ops["records"], op, shape)
-        rows.append({**record, "name": name})
-    meta = ops["meta"]
-    return f"The ops on one {meta['device']}, torch {meta['torch']}, bf16, in µs:", table(columns, rows)
+    rows = [{**one(ops["records"], op, shape), "name": name} for op, shape, name in shown]
+    meta, of_peers = ops["meta"], across(f"{{us.@?:{form}}}", peers)
+    head = f"| op | shape | this package | copy of the same bytes | {across('@', peers.values())} | plain torch |"
+    row = f"| {{name}} | {{shape}} | **{{us.ours:{form}}}** | {{us.copy:{form}}} | {of_peers} | {{us.eager?:{form}}} |"
+    return (
+        f"The ops on one {meta['device']}, torch {meta['torch']}, bf16, in µs:",
+        table(head, row, rows, shape=sizes),
+    )
 
 
 @block("skills/cuda-kernels/references/h100-optimization-guide.md", "rows", shown=SKILL_ROWS)
@@ -209,27 +180,17 @@ def on_h100() -> str:
     """What was measured on an H100: rows, attention and a step of FLUX.1."""
     slug = "h100-80gb-hbm3"
     ops = records_of(f"{slug}-ops")
-    models = records_of(f"{slug}-models")
-    step_ms = {(record["model"], record["config"]): record["step_ms"] for record in models}
-
-    def over(config: str) -> Cell:
-        return lambda record: f"{step_ms[record['model'], config] / record['step_ms']:.2f}"
-
-    columns = [
-        ("model", lambda record: f"{model_of(record)}, {record['shape']}"),
-        ("", config_of),
-        ("ms", number("step_ms", ".1f")),
-        ("x diffusers", over("baseline")),
-        ("x torch.compile", over("compile")),
-        ("error", optional("error_vs_fp32", ".2e")),
-    ]
-    attention = [NAME, SHAPE, *milliseconds("ours", "cudnn", "flash2")]
+    head = "| model | | ms | x diffusers | x torch.compile | error |"
+    row = (
+        "| {model}, {shape} | {config} | {step_ms:.1f} | {gain.baseline:.2f} | {gain.compile:.2f} | "
+        "{error_vs_fp32?:.2e} |"
+    )
     return text(
         skill_ops([row for row in (*SKILL_ROWS, *SKILL_SHAPES) if find(ops, *row[:2])], f"{slug}-ops").rstrip(),
         f"Self-attention in ms (`benchmarks/results/{slug}-attention.json`):",
-        table(attention, records_of(f"{slug}-attention", mask=None)),
+        by_shape(*speeds(["ours", "cudnn", "flash2"]), records_of(f"{slug}-attention", mask=None)),
         f"One forward in bf16 with random weights (`benchmarks/results/{slug}-models.json`):",
-        table(columns, models),
+        table(head, row, in_order(by_model(f"{slug}-models")), model=model_of, config=config_of),
     )
 
 
@@ -240,17 +201,8 @@ def ops_table() -> str:
     records = ops["records"]
     (host,) = [r["host_us"] for r in records if r["host_us"]]
     missing = "".join(f" {PEERS[key]} was not installed." for key in ops["meta"]["missing"])
-    losses = [
-        ("case", case_name),
-        ("this package", number("us.ours", ".1f")),
-        ("the fastest peer", lambda record: f"{fastest(record)[1]:.1f}"),
-        ("", lambda record: fastest(record)[0]),
-    ]
-    slower = [
-        ("case", case_name),
-        ("times the copy", lambda record: f"{over_copy(record):.3f}"),
-        ("aim", lambda record: f"{aim(record):.2f}"),
-    ]
+    losses, slower = "| case | this package | the fastest peer | |", "| case | times the copy | aim |"
+    row = "| {case} | {us.ours:.1f} | {fastest.1:.1f} | {fastest.0} |"
     return text(
         *of_ops(ops, SHOWN, ".0f"),
         f"All {len(records)} cases, {of_commits(ops)}, are in {link('h200-ops')}.{missing} One `rmsnorm` of 8x2048 "
@@ -262,10 +214,10 @@ def ops_table() -> str:
         "Large: 40 MB or more. A peer is ahead: by more than 2 % and 0.3 µs. What was tried for the kernels, by "
         f"question: {link('h200-tuning')}.",
         f"<details><summary>The {len(behind(records))} cases in which a peer is ahead, in µs</summary>",
-        table(losses, behind(records)),
+        table(losses, row, behind(records), case=case_name, fastest=lambda record: list(fastest(record))),
         "</details>",
         f"<details><summary>The {len(slow(records))} large cases that take longer than their aim</summary>",
-        table(slower, slow(records)),
+        table(slower, "| {case} | {us.ours/us.copy:.3f} | {aim:.2f} |", slow(records), case=case_name, aim=aim),
         "</details>",
         "<details><summary>How many times as fast as each peer</summary>",
         '<img src="../benchmarks/results/h200-ops-peers.png" width="100%" alt="How many times as fast as each peer">',
@@ -282,23 +234,14 @@ def quantising() -> str:
     def op(record: Record) -> str:
         return record["op"].removeprefix("quantised ")
 
-    columns = [
-        ("op", op),
-        ("shape", lambda record: sizes(record["shape"])),
-        ("this package", lambda record: f"**{record['us']['ours']:.1f}**"),
-        ("copy", number("us.copy", ".1f")),
-        ("ratio", ratio("us.ours", "us.copy")),
-        ("torch.compile", number("us.compile", ".1f")),
-    ]
-    shown = []
-    for name, shape in QUANTISING:
-        (record,) = find(records, name, shape)
-        shown.append(record)
-    late = [f"{op(record)} {sizes(record['shape'])} {over_copy(record):.3f}" for record in slow(records)]
+    shown = [one(records, op, shape) for op, shape in QUANTISING]
+    late = [f"{op(record)} {sizes(record)} {over_copy(record):.3f}" for record in slow(records)]
+    head = "| op | shape | this package | copy | ratio | torch.compile |"
+    row = "| {op} | {shape} | **{us.ours:.1f}** | {us.copy:.1f} | {us.ours/us.copy:.2f} | {us.compile:.1f} |"
     return text(
         f"Ops that quantise, beside a copy of the same bytes, {of_commits({**ops, 'records': records})} "
         f"({link('h200-ops')}):",
-        table(columns, shown),
+        table(head, row, shown, op=op, shape=sizes),
         f"Cases that move 40 MB or more: {len(large(records))}. Longer than {AIMS['quant']} times the copy: "
         f"{', '.join(late) or 'none'}.",
     )

@@ -1,7 +1,5 @@
 """What concerns every result file: the list of them, and the tests in short."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -32,23 +30,20 @@ def files() -> str:
     """Every result file, with its program, machine and date."""
 
     def row(path: Path) -> Record:
-        return {"name": path.name, "program": program_of(path.stem), **load(path.stem)["meta"]}
+        meta = load(path.stem)["meta"]
+        program = program_of(path.stem)
+        return {
+            "name": path.name,
+            "program": f"[{program}](../{program})" if program else "trials by hand",
+            "machine": f"{meta['devices']} {meta['device']}" if meta.get("devices", 1) > 1 else meta["device"],
+            "torch": meta.get("torch"),
+            "commit": str(meta.get("commit") or "")[:7],
+            "date": meta.get("date", "")[:10],
+        }
 
-    def machine(row: Record) -> str:
-        return f"{row['devices']} {row['device']}" if row.get("devices", 1) > 1 else row["device"]
-
-    def program(row: Record) -> str:
-        return f"[{row['program']}](../{row['program']})" if row["program"] else "trials by hand"
-
-    columns = [
-        ("file", lambda row: f"[{row['name']}](../benchmarks/results/{row['name']})"),
-        ("written by", program),
-        ("on", machine),
-        ("torch", lambda row: row.get("torch", "")),
-        ("commit", lambda row: str(row.get("commit") or "")[:7]),
-        ("date", lambda row: row.get("date", "")[:10]),
-    ]
-    return text(table(columns, map(row, sorted(RESULTS.glob("*.json")))))
+    head = "| file | written by | on | torch | commit | date |"
+    cells = "| [{name}](../benchmarks/results/{name}) | {program} | {machine} | {torch} | {commit} | {date} |"
+    return text(table(head, cells, map(row, sorted(RESULTS.glob("*.json")))))
 
 
 @block("README.md", "trust")

@@ -1,19 +1,10 @@
 """Decoders and encoders of video, and their ops: h200-vae.json."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from pages.names import AUTOENCODERS
-from pages.writing import Record, block, number, optional, records_of, table, text
+from pages.writing import Record, block, records_of, table, text
 
 CODERS = {"decode": "decoder", "encode": "encoder"}
 VAE_CONFIGS = {"compile": "torch.compile", "kernels": "**this package**"}
-
-
-def _coded(record: Record) -> tuple[Any, ...]:
-    """What the configurations of an autoencoder's call have in common."""
-    return tuple(record[key] for key in ("half", "model", "frames", "height", "width", "dtype"))
 
 
 def _ms(record: Record) -> float:
@@ -21,6 +12,7 @@ def _ms(record: Record) -> float:
 
 
 def _video(record: Record) -> str:
+    """What the configurations of an autoencoder's call have in common."""
     size = f"{record['frames']} frames {record['height']}x{record['width']}, {record['dtype']}"
     return f"{AUTOENCODERS[record['model']]} {CODERS[record['half']]}, {size}"
 
@@ -28,29 +20,26 @@ def _video(record: Record) -> str:
 @block("docs/vae.md", "decoders")
 def decoders() -> str:
     """Whole decoders and encoders, by configuration."""
-    found, order = [record for record in records_of("h200-vae") if "model" in record], list(AUTOENCODERS)
-    stock = {_coded(record): _ms(record) for record in found if record["config"] == "stock"}
-    columns = [
-        ("autoencoder, video", _video),
-        ("configuration", lambda record: VAE_CONFIGS.get(record["config"], record["config"])),
-        ("ms", lambda record: f"{_ms(record):.1f}"),
-        ("x stock", lambda record: f"{stock[_coded(record)] / _ms(record):.2f}"),
-        ("peak GiB", number("peak_gb", ".2f")),
-        ("rms error", optional("rms_vs_fp32", ".2e")),
+    records, order = [record for record in records_of("h200-vae") if "model" in record], list(AUTOENCODERS)
+    stock = {_video(record): _ms(record) for record in records if record["config"] == "stock"}
+    rows = [
+        {
+            **record,
+            "video": _video(record),
+            "config": VAE_CONFIGS.get(record["config"], record["config"]),
+            "ms": _ms(record),
+            "stock": stock[_video(record)],
+        }
+        for record in sorted(records, key=lambda r: (order.index(r["model"]), r["half"], r["frames"], r["height"]))
     ]
-    return text(
-        table(columns, sorted(found, key=lambda r: (order.index(r["model"]), r["half"], r["frames"], r["height"])))
-    )
+    head = "| autoencoder, video | configuration | ms | x stock | peak GiB | rms error |"
+    row = "| {video} | {config} | {ms:.1f} | {stock/ms:.2f} | {peak_gb:.2f} | {rms_vs_fp32?:.2e} |"
+    return text(table(head, row, rows))
 
 
 @block("docs/vae.md", "ops")
 def video_ops() -> str:
     """Ops between convolutions."""
-    columns = [
-        ("op", number("op", "")),
-        ("channels x frames x height x width", number("shape", "")),
-        ("µs", number("kernels_us", ".0f")),
-        ("x copy", number("of_a_copy", ".2f")),
-        ("plain torch", number("torch_us", ".0f")),
-    ]
-    return text(table(columns, [record for record in records_of("h200-vae") if "op" in record]))
+    head = "| op | channels x frames x height x width | µs | x copy | plain torch |"
+    row = "| {op} | {shape} | {kernels_us:.0f} | {of_a_copy:.2f} | {torch_us:.0f} |"
+    return text(table(head, row, [record for record in records_of("h200-vae") if "op" in record]))

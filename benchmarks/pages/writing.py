@@ -1,8 +1,7 @@
-"""What all pages use: records of result files, cells, tables, and the blocks that functions write."""
-
-from __future__ import annotations
+"""What all pages use: records of result files, tables, and the blocks that functions write."""
 
 import functools
+import string
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,9 +9,8 @@ from typing import Any, TypeVar
 from plots import load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+KINDS = ("GEMM", "attention", "this package", "elementwise")  # of kernels: keys of `ms_by_kind`
 Record = dict[str, Any]
-Cell = Callable[[Any], str]  # makes a row's cell from what the row shows
-Column = tuple[str, Cell]  # the head, and what makes the cells
 Writer = TypeVar("Writer", bound=Callable[..., str])
 
 # What writes the text between <!-- NAME --> and <!-- /NAME -->, by page and NAME.
@@ -31,9 +29,6 @@ def block(page: str, name: str, **arguments: Any) -> Callable[[Writer], Writer]:
     return register
 
 
-# ---- Results
-
-
 def records_of(file: str, **values: Any) -> list[Record]:
     """The records of a result file that have these values."""
     return [record for record in load(file)["records"] if values.items() <= record.items()]
@@ -46,42 +41,58 @@ def at(content: Any, path: str) -> Any:
     return content
 
 
-# ---- Cells
+class _Cells(string.Formatter):
+    """Fills in {ms.ours:.1f}, a path; {ms.cudnn/ms.ours:.2f}, a ratio; {error?:.2e}, empty where a row lacks it."""
 
-
-def formed(value: Any, form: str, unit: str = "") -> str:
-    return "" if value is None else f"{value:{form}}{unit}"
-
-
-def number(path: str, form: str, unit: str = "") -> Cell:
-    """A cell with one number of a record."""
-    return lambda record: formed(at(record, path), form, unit)
-
-
-def optional(path: str, form: str, unit: str = "") -> Cell:
-    """The same, empty where a record does not have the number."""
-
-    def cell(record: Record) -> str:
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         try:
-            return formed(at(record, path), form, unit)
+            value, *divisor = (at(kwargs, path) for path in field_name.removesuffix("?").split("/"))
         except KeyError:
-            return ""
+            if not field_name.endswith("?"):
+                raise
+            return None, field_name
+        return value / divisor[0] if divisor and value is not None else value, field_name
 
-    return cell
-
-
-def ratio(numerator: str, denominator: str, unit: str = "") -> Cell:
-    """A cell with one number of a record over another."""
-    return lambda record: f"{at(record, numerator) / at(record, denominator):.2f}{unit}"
-
-
-def kinds_of_kernels(*names: str) -> list[Column]:
-    """The milliseconds of a profiled record in these kinds of kernels."""
-    return [(name, lambda record, name=name: f"{record['ms_by_kind'].get(name, 0.0):.1f}") for name in names]
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "" if value is None else super().format_field(value, format_spec)
 
 
-def sizes(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape))
+def table(head: str, row: str, records: Iterable[Record], **cells: Callable[[Any], Any]) -> str:
+    """A table with a row for each record.
+
+    row: What stands in a row, with fields of the record in braces (_Cells). cells: More fields, made from the record.
+    """
+    if head.count("|") != row.count("|"):
+        raise ValueError(f"{row}: expected a cell for each column of {head}")
+    made = ({**record, **{name: cell(record) for name, cell in cells.items()}} for record in records)
+    return grid(head, (_Cells().vformat(row, (), fields) for fields in made))
+
+
+def grid(head: str, rows: Iterable[str | Sequence[str]]) -> str:
+    """A table of these rows, or rows of cells."""
+    lines = [row if isinstance(row, str) else f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines])
+
+
+def across(cell: str, names: Iterable[str]) -> str:
+    """The same cell in several columns, with their names in the place of @."""
+    return " | ".join(cell.replace("@", name) for name in names)
+
+
+def table_of_kinds(
+    head: str, row: str, records: Iterable[Record], kinds: Sequence[str] = KINDS, **cells: Callable[[Any], Any]
+) -> str:
+    """A table of profiled records that ends with their milliseconds in these kinds of kernels."""
+
+    def ms(record: Record) -> dict[str, float]:
+        return {kind: record["ms_by_kind"].get(kind, 0.0) for kind in kinds}
+
+    head, row = f"{head} {across('@', kinds)} |", f"{row} {across('{ms.@:.1f}', kinds)} |"
+    return table(head, row, records, ms=ms, **cells)
+
+
+def sizes(record: Record) -> str:
+    return "x".join(map(str, record["shape"]))
 
 
 def link(file: str) -> str:
@@ -89,18 +100,9 @@ def link(file: str) -> str:
     return f"[{file}.json](../benchmarks/results/{file}.json)"
 
 
-# ---- Text
-
-
-def grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of these cells."""
-    head = "".join(f" {head} |" if head else " |" for head in heads)
-    return "\n".join([f"|{head}", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def table(columns: Sequence[Column], rows: Iterable[Any]) -> str:
-    """A table that shows one thing a row, by what each column makes of it."""
-    return grid([head for head, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+def titled(title: str, table: str) -> str:
+    """A table behind its title; nothing if the table has no rows."""
+    return f"{title}\n\n{table}" if table.count("\n") > 1 else ""
 
 
 def text(*parts: str) -> str:
