@@ -42,21 +42,21 @@ def _shown(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _record(content: Any, conditions: list[str]) -> Any:
+def _record(file: str, conditions: list[str]) -> Any:
     """The one record that all conditions fit."""
-    records = content["records"]
+    records = load(file)["records"]
     for condition in conditions:
         key, relation, wanted = re.split("([=~])", condition, maxsplit=1)
         of_key = [(r, _shown(r[key])) for r in records if key in r]
         records = [r for r, value in of_key if (value == wanted if relation == "=" else wanted in value)]
     if len(records) != 1:
-        raise ValueError(f"{' '.join(conditions)}: expected one record, got {len(records)}")
+        raise ValueError(f"{file} {' '.join(conditions)}: expected one record, got {len(records)}")
     return records[0]
 
 
 def figure(file: str, source: str) -> float:
     """What a result file says where a figure's comment points; the conditions of the first term hold for all."""
-    found = content = load(file)
+    found = load(file)
     result, operator = 1.0, "*"
     for term in re.split(r" ([/*]) ", source):
         if term in ("/", "*"):
@@ -64,7 +64,7 @@ def figure(file: str, source: str) -> float:
             continue
         *conditions, path = shlex.split(term)
         if conditions:
-            found = _record(content, conditions)
+            found = _record(file, conditions)
         number = float(path if re.fullmatch(r"[\d.]+", path) else at(found, path))
         result = result / number if operator == "/" else result * number
     return result
@@ -87,8 +87,11 @@ def with_figures(text: str) -> str:
 def with_block(text: str, name: str, written: str) -> str:
     """A page with this between <!-- NAME --> and <!-- /NAME -->."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    before, rest = text.split(begin)
-    return before + begin + written + end + rest.split(end, 1)[1]
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed or begin in after:
+        raise ValueError(f"<!-- {name} -->: expected it once in the page, and <!-- /{name} --> behind it")
+    return before + begin + written + end + after
 
 
 def main() -> int:

@@ -20,8 +20,10 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import ops  # noqa: E402
 import plots  # noqa: E402
+import readme  # noqa: E402
 import timing  # noqa: E402
 from pages.ops import of_commits  # noqa: E402
+from pages.writing import table  # noqa: E402
 
 SMALL = [op.case(op.small) for op in ops.OPS]
 
@@ -198,6 +200,28 @@ def test_readme_shows_the_results() -> None:
         [sys.executable, str(BENCHMARKS / "readme.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_a_table_is_its_head_and_its_row() -> None:
+    head, row = "| | ms | gain | error |", "| {name} | {ms.ours:.1f} | {ms.cudnn/ms.ours:.2f} x | {error?:.1e} |"
+    records = [{"ms": {"ours": 2.0, "cudnn": 3.0}}, {"ms": {"ours": 4.0, "cudnn": 2.0}, "error": 0.25}]
+    written = table(head, row, records, name=lambda record: f"{len(record)} keys")
+    rows = ["| 1 keys | 2.0 | 1.50 x |  |", "| 2 keys | 4.0 | 0.50 x | 2.5e-01 |"]
+    assert written.splitlines() == [head, "|---|---|---|---|", *rows]
+    with pytest.raises(KeyError, match="error"):
+        table("| error |", "| {error:.1e} |", records)
+    with pytest.raises(ValueError, match="expected a cell for each column of"):
+        table("| a | b |", "| {error?} |", records)
+
+
+@pytest.mark.parametrize(
+    "page", ["no block\n", "<!-- a -->\nx\n", "<!-- a -->\n<!-- /a -->\n<!-- a -->\n<!-- /a -->\n"]
+)
+def test_a_block_stands_once_in_its_page(page: str) -> None:
+    good = "1\n<!-- a -->\nold\n<!-- /a -->\n2\n"
+    assert readme.with_block(good, "a", "new\n") == good.replace("old", "new")
+    with pytest.raises(ValueError, match="<!-- a -->: expected it once"):
+        readme.with_block(page, "a", "new\n")
 
 
 def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The tables of README.md, docs/ and skills/: `pages/NAME.py` writes what `benchmarks/NAME.py` measured.
 
 These modules have no program of their name: `families` reads the built package, `fp8` has the results of all programs
-`fp8*.py`, `results` lists the result files, `names` has the names of models and configurations, and `writing` has what
-all of them use. `benchmarks/readme.py` runs them. The comment before a table in its page leads to its code: the writer
-of <!-- two GPUs --> in docs/parallel.md begins with `@block("docs/parallel.md", "two GPUs")`.
+`fp8*.py`, `guarantees` has the results of tests, `results` lists the result files, `names` has the names of models and
+configurations, and `writing` has what all of them use. `benchmarks/readme.py` runs them. The comment before a table in
+its page leads to its code: the writer of <!-- two GPUs --> in docs/parallel.md begins with
+`@block("docs/parallel.md", "two GPUs")`.
 """
