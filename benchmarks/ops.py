@@ -360,6 +360,7 @@ PAIRS = {  # LTX-2, Stable Diffusion 3.5 medium
     "gated_residual_adaln_layernorm_pair": [(8, 4096, 1536)],
 }
 
+GATED_HEADS = [(1, 126, 32, 64), (1, 6144, 32, 128), (2, 8064, 32, 64)]  # LTX-2.3: audio, video
 BY_INDEX = {  # Qwen-Image-Edit with one input of 1328x1328, Z-Image's omni mode with one of 1024x1024
     "adaln_layernorm": (1, 13778, 3072),
     "gated_residual": (1, 13778, 3072),
@@ -448,7 +449,7 @@ OPS = [
             f"gate_heads per {'head' if per_head else 'column'}",
         )
         for per_head, shapes in (
-            (True, [(1, 126, 32, 64), (1, 6144, 32, 128), (2, 8064, 32, 64)]),
+            (True, GATED_HEADS),
             (False, [(1, 4608, 48, 128)]),
         )
     ),
@@ -494,6 +495,7 @@ OPS = [
             ("swiglu", partial(glu, options={}, liger_name=None), FEED_FORWARD[-3:], (9, 64)),
             ("geglu", partial(glu, options={"approximate": "tanh"}, liger_name=None), FEED_FORWARD[-3:], (9, 64)),
             ("gelu", partial(gelu, approximate="tanh"), FEED_FORWARD[-3:], (9, 64)),
+            ("gate_heads", partial(gate_heads, per_head=True), GATED_HEADS, (2, 5, 4, 16)),
         )
     ),
     *(

@@ -1,5 +1,5 @@
 // Rows quantised to fp8: plain rows, rows of a gated residual (rows_quant, which norm_quant.cu calls) and activations
-// (glu_quant). norm_quant.cu has the norms.
+// (glu_quant), which gates of heads are too. norm_quant.cu has the norms.
 //
 //   scale  = max(amax(|y|) / 448, 2^-120), or one number for all rows
 //   values = e4m3(y * (1 / scale))              y: the op's fp32 result (norm.cu and glu.cu have the formulas)
@@ -7,8 +7,8 @@
 // 16-bit rows are read once (2 bytes an element, and as many for a residual or an up) and written once (1 byte, and 2
 // for the residual stream); y stays in registers while the row finds its largest magnitude.
 //
-//   rows_quant_kernel, glu_quant_kernel  hold a row in registers and read each of its bytes once; a block ends with its
-//                        row.
+//   rows_quant_kernel, glu_quant_kernel, head_gates_quant_kernel  hold a row in registers and read each of its bytes
+//                        once; a block ends with its row.
 //   *_kernel_general     take rows that are too long, strided or misaligned, element by element: once for the magnitude
 //                        and once for the values, from cache after the first time.
 //
@@ -400,6 +400,46 @@ __global__ void __launch_bounds__(glu_register_threads(kGated), 1)
   if (share.active()) share.write(y, by);
 }
 
+// A gate for each head. operands: what the gates multiply. A head has 2^head_shift columns, which are whole packs.
+struct HeadGatesParams {
+  RowPointer operands[1];
+  RowPointer logits;
+  QuantOutput output;
+  float scale;
+  uint32_t rows, ahead;
+  int32_t width, head_shift;
+};
+
+template <typename T>
+__device__ __forceinline__ float head_gate(float scale, float logit) {
+  return __fmul_rn(scale, sigmoid<T>(logit));
+}
+
+template <typename T, int kPacks>
+__global__ void __launch_bounds__(glu_register_threads(false), 1)
+    head_gates_quant_kernel(const __grid_constant__ HeadGatesParams p) {
+  constexpr int kWidth = kPackWidth<T>;
+  __shared__ float4 magnitudes[kWarpMagnitudes / 4];
+  const RowShare<T, kPacks, 1> share(p.rows, p.width, p.operands, p.output);
+  Pack<T, kWidth> packs[1][kPacks];
+  share.template load<true>(packs);
+  const T* const logits = reinterpret_cast<const T*>(p.logits.at(share.active() ? share.row : 0));
+  T logit[kPacks];
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) logit[k] = logits[share.inside[k] ? share.column(k) >> p.head_shift : 0];
+  if constexpr (kPacks > 1) share.prefetch_later(p.operands, p.ahead, p.width);
+  float y[kPacks][kWidth];
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const float gate = head_gate<T>(p.scale, to_float(logit[k]));
+    unpack(packs[0][k], y[k]);
+    if (share.inside[k]) each(y[k], [&](float v) { return __fmul_rn(gate, v); });
+  }
+  const float most = row_magnitude<(kPacks > 1)>(magnitude(y), magnitudes);
+  const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
+  if (share.active()) share.write(y, by);
+}
+
 // ---- Everything else. block: as above; grid: x counts all rows.
 
 // Calls at(column) for the thread's packs of a row of any length: of each stretch of threads * packs packs, the same as
@@ -546,6 +586,35 @@ __global__ void __launch_bounds__(kGeneralThreads, 1)
   quantise_general<T>(number, active, begin + width, packs, output, get_y, [](int64_t, const float (&)[kWidth]) {});
 }
 
+template <typename T>
+__global__ void __launch_bounds__(kGeneralThreads, 1)
+    head_gates_quant_kernel_general(const __grid_constant__ GluParams p, const __grid_constant__ QuantOutput output,
+                                    int packs) {
+  constexpr int kWidth = kPackWidth<T>;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, width = p.rows.width;
+  const bool active = number < p.rows.count;
+  int64_t gate = 0, up = 0;
+  walk_row(p.rows, active ? number : 0, [&](int d, int64_t i) {
+    gate += i * p.gate.stride[d];
+    up += i * p.up.stride[d];
+  });
+  const T* const logits = static_cast<const T*>(p.gate.data) + gate;
+  const auto get_y = [&](int64_t column, float (&y)[kWidth]) {
+    unpack(load_pack<T, kWidth>(static_cast<const T*>(p.up.data) + up, column, p.up.column_stride, width, false), y);
+    int64_t head = column / p.gate_repeat, next = (head + 1) * p.gate_repeat;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if (column + i == next) {
+        ++head;
+        next += p.gate_repeat;
+      }
+      if (column + i < width)
+        y[i] = __fmul_rn(head_gate<T>(p.scale, to_float(logits[head * p.gate.column_stride])), y[i]);
+    }
+  };
+  quantise_general<T>(number, active, width, packs, output, get_y, [](int64_t, const float (&)[kWidth]) {});
+}
+
 // ---- Launch
 
 // `threads` share a row and own `packs` packs each.
@@ -644,6 +713,10 @@ class RowOperands {
   RowPointer row(const RowView& view, int64_t width) {
     fits_ = fits_ && (!view.data || is_packed(view.data, view.dtype, kPackWidth<T>, width, view.column_stride,
                                               view.stride, rows_.ndim));
+    return pointer(view);
+  }
+  // The same without a look at its packs.
+  RowPointer pointer(const RowView& view) const {
     const int64_t bytes = element_size(view.dtype);
     return {static_cast<char*>(view.data), rows_.ndim > 0 ? view.stride[rows_.ndim - 1] * bytes : 0,
             rows_.ndim == 2 ? view.stride[0] * bytes : 0};
@@ -765,7 +838,39 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
 }
 
 template <typename T>
+void launch_head_gates(const GluParams& p, const QuantOutput& output, const Context& context) {
+  Launch<T> launch(p.rows.width, geometry_of_glu(ceil_div(p.rows.width, kPackWidth<T>), false), context);
+  RowOperands<T> operands(p.rows);
+  HeadGatesParams q;
+  q.operands[0] = operands.row(p.up);
+  q.output = output;
+  q.scale = p.scale;
+  q.rows = static_cast<uint32_t>(operands.inner());
+  q.ahead = launch.ahead(p.rows.width, 1);
+  q.width = static_cast<int32_t>(p.rows.width);
+  q.head_shift = 0;
+  while (int64_t{1} << q.head_shift < p.gate_repeat) ++q.head_shift;
+  const bool whole_packs = int64_t{1} << q.head_shift == p.gate_repeat && p.gate_repeat % kPackWidth<T> == 0;
+  const bool fits = whole_packs && launch.in_registers && operands.fits() && p.gate.column_stride == 1;
+  q.logits = operands.pointer(p.gate);
+  if (takes_packed("quant", forced().quant, sizeof(T) == 2 && fits)) {
+    if constexpr (sizeof(T) == 2) {
+      launch.share(q.rows, operands.outer());
+      with_packs(launch.shape.packs,
+                 [&](auto count) { launch.run(head_gates_quant_kernel<T, decltype(count)::value>, q); });
+    }
+  } else {
+    launch.shape.threads = std::min(launch.shape.threads, kGeneralThreads);
+    launch.share(p.rows.count, 1);
+    const auto kernel = head_gates_quant_kernel_general<T>;
+    kernel<<<launch.grid, launch.block, 0, launch.stream>>>(p, output, launch.shape.packs);
+  }
+  check_launch("gate_heads_quant");
+}
+
+template <typename T>
 void glu_quant(const GluParams& p, const QuantOutput& output, const Context& context) {
+  if (p.activation == Activation::kSigmoid) return launch_head_gates<T>(p, output, context);
   const int64_t width = prefix_columns<T>(p.prefix_width) + p.rows.width;
   Launch<T> launch(width, geometry_of_glu(ceil_div(width, kPackWidth<T>), p.prefix_width > 0), context);
   RowOperands<T> operands(p.rows);

@@ -24,6 +24,7 @@ from helpers import (
     assert_same_bits,
     eps_names,
     gate_and_up,
+    gate_heads_case,
     index_case,
     kernels_of,
     model_index_case,
@@ -93,7 +94,7 @@ def approximation(case: Case, truth: Tensor) -> Tensor:
         return 2.0**-22 * truth.abs()
     x = case.inputs[0]
     error = APPROXIMATION[x.dtype] * truth.abs()
-    if x.device.type == "cuda" and x.dtype != torch.float32:
+    if case.op != "gate_heads" and x.device.type == "cuda" and x.dtype != torch.float32:
         # tanh-GELU by the hardware's tanh: |x| * 2^-12 of the input, which is a bound for the other activations too.
         gate, up = gate_and_up(case.op, case.kwargs)
         bias = case.kwargs.get("bias")
@@ -117,6 +118,8 @@ def check(ltx: Any, case: Case, static_scale: Tensor | None = None) -> tuple[Ten
     for i in range(quantised):
         values, scales = outputs[2 * i : 2 * i + 2]
         truth, terms = truths[i], all_terms[i]
+        if case.op == "gate_heads":  # whose heads become one row
+            truth, terms = truth.flatten(-2), terms.flatten(-2)
         assert values.dtype == E4M3 and values.shape == truth.shape and values.is_contiguous()
         assert scales.dtype == torch.float32 and scales.shape == (*truth.shape[:-1], 1) and scales.is_contiguous()
         slack = 2 * SUM_ERROR * terms + approximation(case, truth) + 1e-37
@@ -209,6 +212,7 @@ def test_empty(ltx, device, shape):
         ltx.gelu_quant(x),
         ltx.swiglu_quant(x, x),
         ltx.gated_residual_quant(x, x, x),
+        ltx.gate_heads_quant(x.unsqueeze(-2), x),
     ]
     for values, scales, *residual in results:
         assert values.shape == shape and values.dtype == E4M3
@@ -249,6 +253,7 @@ def test_special_rows_of_other_ops(ltx, device):
         ltx.swiglu_quant(x, x),
         ltx.gated_residual_quant(x, x, x),
         ltx.rmsnorm_residual_quant(x, x),
+        ltx.gate_heads_quant(x.unsqueeze(-2), x[:, :1]),
     ):
         assert bool((values[0].float() == 0).all()) and scales[0] == MIN_SCALE
         assert bool(values[1].float().isnan().all()) and bool(scales[1].isnan())
@@ -410,6 +415,50 @@ def test_prefixes_of_models_stay_in_registers(ltx, cuda):
             case, prefix = activation_case(name, make, (3, width)), make(3, before)
             (kernel,) = kernels_of(functools.partial(run, ltx, case, prefix=prefix))
             assert "::glu_quant_kernel<" in kernel
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("per_head", [True, False])
+@every_dtype
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 7, 32, 64),
+        (1, 6, 32, 128),
+        (3, 5, 10),
+        (4, 8),
+        (2, 3, 1, 64),
+        (2, 3, 5, 1),
+        (2, 3, 4, 2, 33),
+        (2, 3, 64, 512),
+    ],
+)
+def test_gates_of_heads(ltx, device, dtype, per_head, shape):
+    for scale in (1.0, 2.0):
+        case = gate_heads_case(Make(device, dtype), shape, per_head=per_head, scale=scale)
+        check(ltx, case)
+        check(ltx, case, torch.tensor(0.02, device=device))
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+@every_dtype
+@every_layout
+def test_layouts_of_gates(ltx, device, dtype, per_head, layout):
+    """The bits of contiguous tensors, also where the heads lie before the tokens."""
+    for shape in ((2, 5, 4, 64), (2, 3, 3, 10)):
+        case = gate_heads_case(Make(device, dtype), shape, per_head=per_head, scale=2.0)
+        expected = check(ltx, case)
+        heads_first = case.replace(input=case.kwargs["input"].transpose(1, 2).contiguous().transpose(1, 2))
+        for moved in (case.in_layout(layout), heads_first):
+            for output, plain in zip(run(ltx, moved), expected, strict=True):
+                assert_same_bits(output, plain, layout)
+
+
+def test_gates_of_models_stay_in_registers(ltx, cuda):
+    for heads in (64, 128):  # LTX-2.3's audio and video
+        case = gate_heads_case(Make(cuda, torch.bfloat16), (1, 3, 32, heads), scale=2.0)
+        (kernel,) = kernels_of(functools.partial(run, ltx, case))
+        assert "::head_gates_quant_kernel<" in kernel
 
 
 @pytest.mark.parametrize("name", [name for name in ACTIVATIONS if "bias" in name])
@@ -664,7 +713,13 @@ ERRORS: dict[str, list[Callable[[Any, Any], Any]]] = {
     "static_scale: expected one element, got shape [2, 1]": [
         lambda f, t: f.adaln_rmsnorm_quant(t(2, 8), None, t(8), t(8), static_scale=t(2, 1)),
         lambda f, t: f.geglu_quant(t(2, 8), static_scale=t(2, 1)),
+        lambda f, t: f.gate_heads_quant(t(2, 3, 8), t(2, 3), static_scale=t(2, 1)),
     ],
+    "input: expected at least 2 dimensions, got shape [8]": [lambda f, t: f.gate_heads_quant(t(8), t(1))],
+    "logits: expected shape [2, 3] (one per head) or [2, 24] (one per column), got [2, 4]": [
+        lambda f, t: f.gate_heads_quant(t(2, 3, 8), t(2, 4)),
+    ],
+    "scale: expected a finite number, got inf": [lambda f, t: f.gate_heads_quant(t(2, 3, 8), t(2, 3), math.inf)],
 }
 
 
@@ -710,6 +765,7 @@ def test_error_where_a_gradient_is_needed(ltx, device):
         lambda a, b: ltx.swiglu_quant(a, b),
         lambda a, b: ltx.gelu_quant(a, bias=b[0]),
         lambda a, b: ltx.gelu_quant(a, prefix=b),
+        lambda a, b: ltx.gate_heads_quant(a, b[:, 0]),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=r"^input: expected no gradient to be needed, got a tensor that"):
@@ -720,7 +776,7 @@ def test_error_where_a_gradient_is_needed(ltx, device):
 
 
 OPS = ["norm_quant", "residual_norm_quant", "norm_residual_norm_quant", "adaln_norm_pair_quant"]
-OPS += ["residual_norm_pair_quant", "glu_quant", "gelu_quant", "scaled_linear"]
+OPS += ["residual_norm_pair_quant", "glu_quant", "gelu_quant", "gate_heads_quant", "scaled_linear"]
 
 
 def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
@@ -756,6 +812,7 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
         ],
         "glu_quant": [(x, None, None, None, 1, True), (x, x, v.expand_as(x), s, 2, True)],
         "gelu_quant": [(x, None, x[..., :8], s, 0), (x, w, None, None, 1)],
+        "gate_heads_quant": [(x, x[..., 0], None, 2.0), (x.transpose(0, 1), make(6, 48), s, 1.0)],
         "scaled_linear": [
             (*row, *weight, None, None, True),
             (*row, *weight, make(32).bfloat16(), make(*row[0].shape[:-1], 32).bfloat16(), False),

@@ -93,85 +93,28 @@ Tensor run_fresh(GluArgs& a) {
 
 // ---- Gates of heads
 
-struct GateArgs {
-  Arg input, logits, out;
-  double scale = 1.0;
+struct GateArgs : HeadGateInputs {
+  Arg out;
   Rounding rounding = Rounding::kFp32;
   bool fresh_output = false;
 };
 
-// A tensor with other sizes and strides.
-struct Reshaped {
-  std::vector<int64_t> size, stride;
-  Arg a;
-
-  explicit Reshaped(const Arg& from)
-      : size(from.size, from.size + from.dim), stride(from.stride, from.stride + from.dim), a(from) {}
-  const Arg& get() {
-    a.dim = static_cast<int64_t>(size.size());
-    a.size = size.data();
-    a.stride = stride.data();
-    return a;
-  }
-  // [..., h, D] as [..., h * D].
-  const Arg& flatten() {
-    if (size.back() != 1) stride[stride.size() - 2] = stride.back();
-    size[size.size() - 2] *= size.back();
-    size.pop_back();
-    stride.pop_back();
-    return get();
-  }
-  // [..., h] as [..., h, 1], [..., h * D] as [..., h, D].
-  const Arg& unflatten(int64_t width) {
-    const int64_t step = stride.back();
-    size.back() /= width;
-    stride.back() = step * width;
-    size.push_back(width);
-    stride.push_back(step);
-    return get();
-  }
-};
-
-bool has_flat_heads(const Arg& a) {
-  const int64_t d = a.dim;
-  return a.size[d - 2] == 1 || a.size[d - 1] == 1 || a.stride[d - 2] == a.size[d - 1] * a.stride[d - 1];
-}
-
 void run(GateArgs& a) {
-  check_min_dim(a.input, 2);
   GluParams p;
-  p.dtype = float_dtype(a.input);
-  p.activation = Activation::kSigmoid;
+  add_inputs(p, a);
   p.rounding = a.rounding;
-  p.scale = static_cast<float>(a.scale);
-  const int64_t heads = a.input.size[a.input.dim - 2], width = a.input.last();
-  check_same_device(a.logits, a.input);
-  check_same_dtype(a.logits, a.input);
-  bool fits = a.logits.dim == a.input.dim - 1;
-  for (int64_t d = 0; fits && d + 2 < a.input.dim; ++d) fits = a.logits.size[d] == a.input.size[d];
-  const bool per_head = fits && a.logits.last() == heads;
-  if (!fits || !(per_head || a.logits.last() == heads * width)) {
-    std::vector<int64_t> size(a.input.size, a.input.size + a.input.dim - 1);
-    std::vector<int64_t> flat = size;
-    flat.back() = heads * width;
-    fail(a.logits.name,
-         text("shape ", shape_text(size.data(), a.input.dim - 1), " (one per head) or ",
-              shape_text(flat.data(), a.input.dim - 1), " (one per column)"),
-         shape_text(a.logits));
-  }
   if (!a.fresh_output) {
     check_output(a.out, a.input, a.input.size, a.input.dim);
     check_overlap(a.out, a.input, true);
     check_overlap(a.out, a.logits, false);
   }
   if (a.input.numel() == 0) return;
-  p.gate_repeat = per_head ? width : 1;
   Reshaped input(a.input), out(a.out), logits(a.logits);
   const bool flat = has_flat_heads(a.input) && has_flat_heads(a.out);
   const Arg& rows = flat ? input.flatten() : input.get();
   RowSpace space(rows, rows.last());
   space.add(p.up, rows);
-  space.add(p.gate, flat ? logits.get() : logits.unflatten(per_head ? 1 : width));
+  space.add(p.gate, flat ? logits.get() : logits.unflatten(p.gate_repeat > 1 ? 1 : a.input.last()));
   space.add(p.out, flat ? out.flatten() : out.get());
   if (!space.finish(p.rows)) return;
   flatten(p);
@@ -183,8 +126,8 @@ GateArgs gate_args(const Tensor& input, const Tensor& logits, double scale, int6
   GateArgs a;
   a.input = arg("input", input);
   a.logits = arg("logits", logits);
-  if (!std::isfinite(scale)) fail("scale", "a finite number", text(scale));
   a.scale = scale;
+  check_finite_scale(scale);
   a.rounding = check_rounding(rounding);
   return a;
 }

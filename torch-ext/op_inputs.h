@@ -3,6 +3,8 @@
 // heads.
 #pragma once
 
+#include <cmath>
+
 #include "tensor_checks.h"
 
 namespace ltx::host {
@@ -157,6 +159,78 @@ struct HeadDims {
 inline HeadStrides strides_of(const Arg& a, const HeadDims& dims) {
   const auto stride = [&](int64_t d) { return d < 0 || a.size[d] == 1 ? 0 : a.stride[d]; };
   return {stride(dims.batch), stride(dims.sequence), stride(dims.head), a.last() == 1 ? 0 : a.stride[a.dim - 1]};
+}
+
+// ---- Gates of heads
+
+struct HeadGateInputs {
+  Arg input, logits;
+  double scale = 1.0;
+};
+
+inline void check_finite_scale(double scale) {
+  if (!std::isfinite(scale)) fail("scale", "a finite number", text(scale));
+}
+
+// Everything but the views: each op walks the rows in its own way.
+inline void add_inputs(GluParams& p, const HeadGateInputs& a) {
+  check_min_dim(a.input, 2);
+  p.dtype = float_dtype(a.input);
+  p.activation = Activation::kSigmoid;
+  p.scale = static_cast<float>(a.scale);
+  const int64_t leading = a.input.dim - 2, heads = a.input.size[leading], width = a.input.last();
+  check_same_device(a.logits, a.input);
+  check_same_dtype(a.logits, a.input);
+  bool fits = a.logits.dim == leading + 1;
+  for (int64_t d = 0; fits && d < leading; ++d) fits = a.logits.size[d] == a.input.size[d];
+  const bool per_head = fits && a.logits.last() == heads;
+  if (!fits || !(per_head || a.logits.last() == heads * width)) {
+    std::vector<int64_t> size(a.input.size, a.input.size + leading + 1);
+    std::vector<int64_t> flat = size;
+    flat.back() = heads * width;
+    fail(a.logits.name,
+         text("shape ", shape_text(size.data(), leading + 1), " (one per head) or ",
+              shape_text(flat.data(), leading + 1), " (one per column)"),
+         shape_text(a.logits));
+  }
+  p.gate_repeat = per_head ? width : 1;
+}
+
+// A tensor with other sizes and strides.
+struct Reshaped {
+  std::vector<int64_t> size, stride;
+  Arg a;
+
+  explicit Reshaped(const Arg& from)
+      : size(from.size, from.size + from.dim), stride(from.stride, from.stride + from.dim), a(from) {}
+  const Arg& get() {
+    a.dim = static_cast<int64_t>(size.size());
+    a.size = size.data();
+    a.stride = stride.data();
+    return a;
+  }
+  // [..., h, D] as [..., h * D].
+  const Arg& flatten() {
+    if (size.back() != 1) stride[stride.size() - 2] = stride.back();
+    size[size.size() - 2] *= size.back();
+    size.pop_back();
+    stride.pop_back();
+    return get();
+  }
+  // [..., h] as [..., h, 1], [..., h * D] as [..., h, D].
+  const Arg& unflatten(int64_t width) {
+    const int64_t step = stride.back();
+    size.back() /= width;
+    stride.back() = step * width;
+    size.push_back(width);
+    stride.push_back(step);
+    return get();
+  }
+};
+
+inline bool has_flat_heads(const Arg& a) {
+  const int64_t d = a.dim;
+  return a.size[d - 2] == 1 || a.size[d - 1] == 1 || a.stride[d - 2] == a.size[d - 1] * a.stride[d - 1];
 }
 
 }  // namespace ltx::host

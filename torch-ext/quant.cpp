@@ -1,4 +1,5 @@
-// Rows quantised to fp8: the norm family (norm_quant, residual_norm_quant) and the activations (glu_quant, gelu_quant).
+// Rows quantised to fp8: the norm family (norm_quant, residual_norm_quant), the activations (glu_quant, gelu_quant) and
+// gate_heads_quant.
 // Checks the tensors, fills the params of the op that is quantised and calls ltx::norm_quant or ltx::glu_quant.
 #include "op_inputs.h"
 #include "torch_binding.h"
@@ -132,6 +133,28 @@ Quantised run(const GluArgs& a) {
   part_halves(p, a, width);
   Launch launch(a.input);
   ltx::glu_quant(p, output_of(result, a.static_scale), launch.context());
+  return result;
+}
+
+// ---- Gates of heads
+
+// The heads of a row lie side by side.
+Quantised run(const HeadGateInputs& a, const Arg& static_scale) {
+  GluParams p;
+  add_inputs(p, a);
+  check_static_scale(static_scale, a.input);
+  Reshaped input(a.input);
+  const Arg& rows = input.flatten();
+  Quantised result = empty_quantised(rows, rows.last());
+  RowSpace space(rows, rows.last());
+  space.add(p.up, rows);
+  space.add(p.gate, a.logits);
+  if (!space.finish(p.rows)) {
+    finish_empty(result);
+    return result;
+  }
+  Launch launch(a.input);
+  ltx::glu_quant(p, output_of(result, static_scale), launch.context());
   return result;
 }
 
@@ -272,6 +295,23 @@ std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor&
   a.static_scale = arg("static_scale", static_scale);
   a.activation = check_activation(activation);
   Quantised result = run(a);
+  return {result.values, result.scales};
+}
+
+std::tuple<Tensor, Tensor> gate_heads_quant(const Tensor& input, const Tensor& logits,
+                                            const OptionalTensor& static_scale, double scale) {
+  check_finite_scale(scale);
+  HeadGateInputs a;
+  a.input = arg("input", input);
+  a.logits = arg("logits", logits);
+  a.scale = scale;
+  check_min_dim(a.input, 2);
+  Tensor side_by_side = input;
+  if (!has_flat_heads(a.input)) {
+    side_by_side = torch::stable::contiguous(input);
+    a.input = arg("input", side_by_side);
+  }
+  Quantised result = run(a, arg("static_scale", static_scale));
   return {result.values, result.scales};
 }
 

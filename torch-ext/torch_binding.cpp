@@ -108,6 +108,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "gelu_quant(Tensor input, Tensor? bias, Tensor? prefix, Tensor? static_scale, int activation) -> "
       "(Tensor, Tensor)");
+  ops.def("gate_heads_quant(Tensor input, Tensor logits, Tensor? static_scale, float scale) -> (Tensor, Tensor)");
 
   // Compiled for CUDA alone.
 #define LTX_SCALED_LINEAR_ARGS                                                                        \
@@ -209,6 +210,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("residual_norm_pair_quant", TORCH_BOX(&ltx::host::residual_norm_pair_quant));
   ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));
   ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
+  ops.impl("gate_heads_quant", TORCH_BOX(&ltx::host::gate_heads_quant));
 #ifdef CUDA_KERNEL
   LTX_IMPL(scaled_linear);
   LTX_IMPL(attention);

@@ -121,6 +121,8 @@ std::tuple<Tensor, Tensor> glu_quant(const Tensor& input, const OptionalTensor& 
                                      const OptionalTensor& static_scale, int64_t activation, bool gate_first);
 std::tuple<Tensor, Tensor> gelu_quant(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& prefix,
                                       const OptionalTensor& static_scale, int64_t activation);
+std::tuple<Tensor, Tensor> gate_heads_quant(const Tensor& input, const Tensor& logits,
+                                            const OptionalTensor& static_scale, double scale);
 void scaled_linear_out(const Tensor& out, const Tensor& values, const Tensor& scales, const Tensor& weight,
                        const Tensor& weight_scales, const OptionalTensor& bias, const OptionalTensor& addend,
                        bool use_fast_accum);

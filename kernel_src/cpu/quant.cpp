@@ -193,6 +193,8 @@ void norm_quant_rows(const NormParams& p, const QuantOutput& output, int64_t beg
 void glu_quant_rows(const GluParams& p, const QuantOutput& output, int64_t begin, int64_t end) {
   Rows whole = p.rows;  // with the prefix
   whole.width += p.prefix_width;
+  Rows gates = p.rows;
+  gates.width /= p.gate_repeat;
   Scratch scratch(3, block_elements(whole));
   float *gate = scratch.take(), *up = scratch.take(), *out = scratch.take();
   for_runs(p.rows, block_rows(whole), begin, end, [&](const RowIndex& index, int64_t first, int64_t count) {
@@ -200,7 +202,7 @@ void glu_quant_rows(const GluParams& p, const QuantOutput& output, int64_t begin
     GluParams q = p;
     q.rows = block.rows();
     q.dtype = DType::kFloat32;
-    q.gate = block.expanded(p.gate, gate);
+    q.gate = Block(gates, index, count).expanded(p.gate, gate);
     q.up = block.expanded(p.up, up);
     q.bias = block.view(p.bias);
     const RowView y = whole_block.scratch(out);

@@ -217,7 +217,7 @@ class Case:
             elif "index" in self.kwargs and name in MODULATORS:  # [rows, H] or [B, rows, H]
                 has_batch = value.dim() == 3
             else:  # two dimensions are per batch, all others broadcast
-                has_batch = self.op == "gate_heads" or value.dim() == 2 or value.dim() == first.dim()
+                has_batch = self.op.startswith("gate_heads") or value.dim() == 2 or value.dim() == first.dim()
             return value[index : index + 1] if has_batch else value
 
         return dataclasses.replace(self, kwargs={name: narrowed(name, value) for name, value in self.kwargs.items()})
@@ -823,7 +823,7 @@ def every_case(make: Make) -> dict[str, Case]:
 
 
 # Ops that have a quantising twin, `<op>_quant`.
-QUANTISING = [*QUANTISED_NORMS, "geglu", "swiglu", "gelu"]
+QUANTISING = [*QUANTISED_NORMS, "geglu", "swiglu", "gelu", "gate_heads"]
 
 
 def every_quantising_case(make: Make) -> dict[str, Case]:

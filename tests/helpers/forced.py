@@ -78,6 +78,9 @@ def cases(family: str, device: str) -> dict[str, Case]:
             if dtype == torch.bfloat16:
                 ops = [op for op in MODEL_INDEX if op in QUANTISED_NORMS and op != "gated_residual"]
                 found |= {f"{op} by index": model_index_case(op, make) for op in ops}
+            for heads, width in HEADS:
+                case = gate_heads_case(make, (2, 7, heads, width), scale=2.0)
+                found[f"gate_heads {dtype} {heads}x{width}"] = case
             for name in ("swiglu", "geglu erf, gate last", "gelu tanh, bias"):
                 for width in GLU_WIDTHS:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))

@@ -304,10 +304,16 @@ class HeadGates:
     dtype: torch.dtype
     memory: Memory
 
-    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.leading, *self.heads)
+
+    def case(self) -> Case:
         make = Make("cpu", self.dtype, self.memory.seed)
-        case = gate_heads_case(make, (*self.leading, *self.heads), per_head=self.per_head, scale=self.scale)
-        self.memory.check(ltx, device, case, tally)
+        return gate_heads_case(make, self.shape, per_head=self.per_head, scale=self.scale)
+
+    def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
+        self.memory.check(ltx, device, self.case(), tally)
 
 
 head_gates = st.builds(
@@ -578,7 +584,7 @@ plain_attentions = st.builds(
 class Quantised:
     """A call of a `_quant` function, or of quantize_rows, with the checkers of tests/test_quant.py."""
 
-    of: Norm | Activation
+    of: Norm | Activation | HeadGates
     rows_alone: bool
     static_scale: float | None
 
@@ -607,7 +613,7 @@ class Quantised:
             tally.of(op, case.inputs[0].dtype).cases += 1
 
 
-def quantisable(of: Norm | Activation) -> Norm | Activation:
+def quantisable(of: Norm | Activation | HeadGates) -> Norm | Activation | HeadGates:
     """The example with an op that has a quantising twin, and values of which fp8 keeps something."""
     spread_as = of.memory.values if of.memory.values in ("normal", "integers", "zero rows") else "normal"
     of = dataclasses.replace(of, memory=dataclasses.replace(of.memory, values=spread_as))
@@ -618,14 +624,14 @@ def quantisable(of: Norm | Activation) -> Norm | Activation:
     return of
 
 
-def has_whole_rows(of: Norm | Activation) -> bool:
+def has_whole_rows(of: Norm | Activation | HeadGates) -> bool:
     """A row whose largest number is in the tail of an activation would have no digits to compare."""
-    return 0 not in of.shape and (isinstance(of, Norm) or of.shape[-1] >= 16)
+    return 0 not in of.shape and (not isinstance(of, Activation) or of.shape[-1] >= 16)
 
 
 quantised = st.builds(
     Quantised,
-    of=st.one_of(norms(), activations(list(ACTIVATIONS))).map(quantisable).filter(has_whole_rows),
+    of=st.one_of(norms(), activations(list(ACTIVATIONS)), head_gates).map(quantisable).filter(has_whole_rows),
     rows_alone=st.sampled_from([False, False, True]),
     static_scale=st.sampled_from([None, None, 0.01, 3.0]),
 )

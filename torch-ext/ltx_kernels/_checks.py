@@ -555,6 +555,16 @@ def check_glu_quant(
     return (*leading, width)
 
 
+def check_gate_heads_quant(
+    input: Tensor, logits: Tensor, *, static_scale: Tensor | None, scale: float, float64: bool = False
+) -> tuple[int, ...]:
+    """``check_gate_heads`` and the scale of the rows; returns the shape of the values."""
+    check_gate_heads(input, logits, scale=scale, float64=float64)
+    _static_scale(static_scale, input)
+    *leading, heads, width = input.shape
+    return (*leading, heads * width)
+
+
 # ---- quant.py
 
 

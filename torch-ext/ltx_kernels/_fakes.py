@@ -114,6 +114,11 @@ def _gelu_quant(outs: Outs, compute: bool, **arguments: Any) -> Results:
     return _glu_quant(outs, compute, gated=False, **arguments)
 
 
+def _gate_heads_quant(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_gate_heads_quant(input, **arguments)
+    return reference.head_gates_quant(input, **arguments) if compute else _quantised(input, shape)
+
+
 # ---- Linear layers
 
 
@@ -225,6 +230,7 @@ BODIES: dict[str, Callable[..., Results]] = {
     "gelu": _gelu,
     "glu_quant": _glu_quant,
     "gelu_quant": _gelu_quant,
+    "gate_heads_quant": _gate_heads_quant,
     "scaled_linear": _scaled_linear,
     "rope": _rope,
     "apply_rotary": _apply_rotary,

@@ -47,6 +47,7 @@ _adaln_norm_pair_quant = op("adaln_norm_pair_quant", gradient=False)
 _residual_norm_pair_quant = op("residual_norm_pair_quant", gradient=False)
 _glu_quant = op("glu_quant", gradient=False)
 _gelu_quant = op("gelu_quant", gradient=False)
+_gate_heads_quant = op("gate_heads_quant", gradient=False)
 _scaled_linear = ops.scaled_linear.default
 _scaled_linear_out = ops.scaled_linear_out.default
 
@@ -893,6 +894,35 @@ def gelu_quant(
     """
     activation = choice("approximate", APPROXIMATE, approximate)
     return _gelu_quant(None, input, bias, prefix, static_scale, activation)
+
+
+def gate_heads_quant(
+    input: Tensor, logits: Tensor, scale: float = 1.0, *, static_scale: Tensor | None = None
+) -> Quantised:
+    """``gate_heads`` with a quantised result: the heads of a token are one row.
+
+    Equivalent to::
+
+        y = gate_heads(input.float(), logits.float(), scale)
+        quantize_rows(y.flatten(-2), static_scale=static_scale)
+
+    Args:
+        input: [..., heads, D], float32, float16 or bfloat16. Heads that do not lie side by side are copied first.
+        logits: [..., heads], a gate for each head, or [..., heads * D], a gate for each column; input's leading sizes,
+            dtype and device; any strides.
+        scale: What the gates are multiplied by.
+        static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
+
+    Returns:
+        (values, scales): [..., heads * D] float8_e4m3fn and [..., 1] float32, contiguous.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
+            came), or a gradient is needed.
+
+    Source: as ``gate_heads`` and ``quantize_rows``.
+    """
+    return _gate_heads_quant(None, input, logits, static_scale, scale)
 
 
 # ---- Linear layers

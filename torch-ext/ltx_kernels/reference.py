@@ -58,6 +58,7 @@ __all__ = [
     "channel_norm",
     "channel_norm_residual",
     "gate_heads",
+    "gate_heads_quant",
     "gated_residual",
     "gated_residual_adaln_layernorm",
     "gated_residual_adaln_layernorm_pair",
@@ -841,9 +842,9 @@ def swiglu_clamped(
     return clamped_unit(input, **arguments)
 
 
-def head_gates(input: Tensor, logits: Tensor, *, scale: float, rounding: int = FP32) -> Tensor:
-    """input * scale * sigmoid(logits), the logits one per head or one per column."""
-    dtype = input.dtype
+def head_gates(input: Tensor, logits: Tensor, *, scale: float, rounding: int = FP32, rounded: bool = True) -> Tensor:
+    """input * scale * sigmoid(logits), the logits one per head or one per column. rounded: In the input's dtype."""
+    dtype = input.dtype if rounded else _compute_dtype(input)
     heads, width = input.shape[-2:]
     logits = logits.unsqueeze(-1) if logits.shape[-1] == heads else logits.unflatten(-1, (heads, width))
     if rounding == FP32:
@@ -888,6 +889,11 @@ def gated_unit_quant(input: Tensor, *, prefix: Tensor | None, static_scale: Tens
     """(values, scales) of the prefix and ``gated_unit`` before its rounding, as one row."""
     y = gated_unit(input, rounded=False, **arguments)
     return quantise(y if prefix is None else torch.cat((prefix.to(y.dtype), y), -1), static_scale)
+
+
+def head_gates_quant(input: Tensor, logits: Tensor, *, static_scale: Tensor | None, scale: float) -> Pair:
+    """(values, scales) of ``head_gates`` before its rounding, the heads of a token as one row."""
+    return quantise(head_gates(input, logits, scale=scale, rounded=False).flatten(-2), static_scale)
 
 
 def _norm_quant(input: Tensor, *, statistic: int = RMS, **arguments: Any) -> Any:
@@ -1316,6 +1322,11 @@ def gelu_quant(
 ) -> Pair:
     activation = choice("approximate", APPROXIMATE, approximate)
     return _glu_quant(input, bias=bias, gated=False, activation=activation, prefix=prefix, static_scale=static_scale)
+
+
+def gate_heads_quant(input: Tensor, logits: Tensor, scale: float = 1.0, *, static_scale: Tensor | None = None) -> Pair:
+    _checks.check_gate_heads_quant(input, logits, scale=scale, static_scale=static_scale, float64=True)
+    return head_gates_quant(input, logits, scale=scale, static_scale=static_scale)
 
 
 def product(

@@ -22,7 +22,7 @@ from .._variant import constant_when_compiled
 from ..attention import attention, qk_norm_cross_attention, runs_kernel
 from ..glu import gate_heads, swiglu
 from ..norm import rmsnorm
-from ..quant import swiglu_quant
+from ..quant import gate_heads_quant, swiglu_quant
 from ..rope import apply_rotary, qk_norm_rope
 from . import _parallel
 from ._decoder import ACTIVATIONS, SILU
@@ -712,11 +712,13 @@ def _single(
     return plan.out(both)[0]
 
 
-def _gated(spec: Attention, site: Site, plan: _Plan, input: Input, output: Tensor) -> Tensor:
-    """The output [B, S, heads, D], each head times its gate."""
+def _gated(spec: Attention, site: Site, plan: _Plan, input: Input, output: Tensor) -> Input:
+    """The output [B, S, heads, D], each head times its gate; quantised rows where the output layer reads these."""
     if plan.gate is None:
         return output
     (logits,) = plan.gate(input)
+    if plan.out is not None and plan.out.fp8:
+        return gate_heads_quant(output, logits, spec.gate_scale)
     return gate_heads(output, logits, spec.gate_scale, rounding=site.rounding)
 
 
@@ -797,11 +799,13 @@ def _rows(table: Tensor, rows: slice) -> Tensor:
     return table[..., rows, :]
 
 
-def _output(plan: _Plan, output: Tensor) -> Tensor:
-    output = output.flatten(2)
+def _output(plan: _Plan, heads: Input) -> Tensor:
+    """The output layer's result, of heads [B, S, heads, D] or of their quantised rows."""
+    rows = heads.flatten(2) if isinstance(heads, Tensor) else heads
     if plan.out is None:
-        return output
-    (output,) = plan.out(output)
+        assert isinstance(rows, Tensor)
+        return rows
+    (output,) = plan.out(rows)
     return output if plan.dropout is None else plan.dropout(output)
 
 
