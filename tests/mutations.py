@@ -618,6 +618,22 @@ MUTATIONS = [
         tests=("adaln",),
     ),
     Mutation(
+        "the first row of modulation for every number of an index, row kernel",
+        ROW_VECTORS,
+        "kKnown && !(kKnown & kIndexed) ? 0 : row",
+        "kKnown ? 0 : row",
+        tests=("adaln::test_rows_by_index_as_models_pass_them",),
+        backends=("cuda",),
+    ),
+    Mutation(
+        "the first row of modulation for every number of an index, general kernel",
+        CUDA_GENERAL,
+        "start.choose(p);",
+        "",
+        tests=("adaln::test_rows_by_index",),
+        backends=("cuda",),
+    ),
+    Mutation(
         "overlap of an output with the residual not checked",
         "torch-ext/norm.cpp",
         "check_overlap(*out, a.residual, true);",
