@@ -7,8 +7,9 @@ sentence carries a comment with the file and the key that it comes from, and its
 
     20.3<!-- h200-ltx-batch1 config=kernels step_ms --> ms
 
-`key=value` picks the one record with this value (`key~text`: whose value contains the text; a shape is 2x8064x2048),
-and the last word names the field, with dots for what lies deeper. Without a `key=` the field is one of the whole file.
+`key=value` picks the one record with this value (`key~text`: whose value contains the text; `key=`: which lacks it; a
+shape is 2x8064x2048), and the last word names the field, with dots for what lies deeper. Without a `key=` the field is
+one of the whole file.
 Fields and numbers may be joined by ` / ` and ` * `, from left to right; what picks the record stands before the first.
 """
 
@@ -47,8 +48,8 @@ def _record(file: str, conditions: list[str]) -> Any:
     records = load(file)["records"]
     for condition in conditions:
         key, relation, wanted = re.split("([=~])", condition, maxsplit=1)
-        of_key = [(r, _shown(r[key])) for r in records if key in r]
-        records = [r for r, value in of_key if (value == wanted if relation == "=" else wanted in value)]
+        values = [(record, _shown(record.get(key, ""))) for record in records]
+        records = [record for record, value in values if (value == wanted if relation == "=" else wanted in value)]
     if len(records) != 1:
         raise ValueError(f"{file} {' '.join(conditions)}: expected one record, got {len(records)}")
     return records[0]

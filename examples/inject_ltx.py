@@ -5,11 +5,12 @@
 
 MODEL is tiny (the default), random, a folder, or a Hub id such as Lightricks/LTX-Video.
 
-It prints the report of what was replaced, with the calls that ran the ops (norms of a block have none of their own: the
-block's launches do their work), what was left alone, and what `restore` leaves. For the tiny model:
+It prints the report, with the calls that ran the ops, and what `restore` leaves. For the tiny model:
 
     ltx-kernels: LTXPipeline, level block, precision native, attention native, rounding fp32
     modules  class                               calls  traced  stock calls  ops
+          1  diffusers.LTXVideoEncoder3d             0       0            0  channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify
+          1  diffusers.LTXVideoDecoder3d             1       0            0  channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify
           1  diffusers.LTXVideoRotaryPosEmbed        4       0            0
           3  diffusers.LTXVideoTransformerBlock     12       0            0  adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
           6  diffusers.RMSNorm                       0       0            0  rmsnorm
@@ -50,7 +51,7 @@ def main() -> None:
     print(report)
 
     ltx.restore(pipe)
-    left = sum(hasattr(module, "_ltx_kernels") for module in pipe.transformer.modules())
+    left = sum(hasattr(module, "_ltx_kernels") for part in (pipe.transformer, pipe.vae) for module in part.modules())
     print(f"{len(video)} frames of {video[0].height}x{video[0].width}; modules still replaced after restore: {left}")
 
 

@@ -82,18 +82,26 @@ def test_pipeline(ltx: ModuleType, device: str, components: dict[str, Any], kind
     assert ((ours - stock).norm() / stock.norm()).item() < 1e-4
 
 
+def touched(components: dict[str, Any]) -> set[str]:
+    """The components that hold a replaced module."""
+    parts = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
+    return {name for name, part in parts.items() if any("forward" in module.__dict__ for module in part.modules())}
+
+
 def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
     pipe = diffusers.LTXPipeline(**components)
     report = ltx.optimize(pipe)
-    touched = [
-        n
-        for n, part in components.items()
-        if isinstance(part, torch.nn.Module)
-        for m in part.modules()
-        if "forward" in m.__dict__
-    ]
-    assert set(touched) == {"transformer"}  # text encoder and VAE stay as they are unless asked for
+    assert touched(components) == {"transformer", "vae"}  # the text encoder stays as it is unless it is named
     report.restore()
+    assert not touched(components)
+    ltx.optimize(pipe, level="norms")
+    assert touched(components) == {"transformer"}
+    ltx.restore(pipe)
+    image = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)
+    with_other_vae = types.SimpleNamespace(components={**components, "vae": image})
+    ltx.optimize(with_other_vae)
+    assert touched(with_other_vae.components) == {"transformer"}
+    ltx.restore(with_other_vae)
     both = ltx.optimize(pipe, components=["transformer", "text_encoder"])
     assert both.left_alone == {}
     assert {"diffusers.LTXVideoTransformerBlock", "transformers.T5Block"} <= {site.name for site in both.sites}

@@ -423,7 +423,7 @@ def test_wan_is_not_replayed(ltx, device):
 
 
 def test_component_of_a_pipeline(ltx, device):
-    """Opt-in: by its name."""
+    """By its name."""
     vae = make_vae("ltx 0.9.5", device, torch.float32)
     pipe = SimpleNamespace(components={"vae": vae, "transformer": nn.Linear(2, 2)})
     report = ltx.optimize(pipe, components=["vae"])

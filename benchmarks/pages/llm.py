@@ -61,7 +61,8 @@ def language_models() -> str:
 
     rows = sorted(records, key=lambda r: (not is_whole(r), order.index(r["model"]), -r["tokens"], r["batch"]))
     missed = [
-        f"{r['model']}, {r['tokens']} tokens, {aim.what}: {got:.2f} x {_label(aim.other)}, aim {aim.gains[r['model']]}"
+        f"{r['model']}, {r['batch']} x {r['tokens']} tokens, {aim.what}: {got:.2f} x {_label(aim.other)}, "
+        f"aim {aim.gains[r['model']]}"
         for r in filter(is_whole, rows)
         for aim in AIMS
         if aim.is_for(r) and (got := gain(r, aim.other, aim.key)) and round(got, 2) < aim.gains[r["model"]]

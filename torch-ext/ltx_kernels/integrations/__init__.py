@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from torch import nn
 
@@ -31,8 +31,9 @@ from .kernels import kernel_mapping as kernel_mapping
 
 LEVELS = ("norms", "block")
 PRECISIONS = ("native", "fp8")
-# What a pipeline's call spends its time in. Text encoders run once, and a VAE is taken when it is named.
+# What a pipeline's call spends its time in, beside a video autoencoder. Text encoders run once: they have to be named.
 DENOISERS = ("transformer", "transformer_2", "unet", "controlnet")
+AUTOENCODER = "vae"
 ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
 
 
@@ -78,7 +79,8 @@ def optimize(
         rounding: "fp32" rounds each result once. "eager" rounds where the stock modules do, and leaves out what
             cannot: packed GEMMs and the GELU epilogue.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
-            unet, controlnet), as far as it has them. ["vae"]: the autoencoders of LTX-Video, LTX-2, Wan and Qwen-Image.
+            unet, controlnet), as far as it has them, and with level "block" its autoencoder (vae), where it is one of
+            LTX-Video, LTX-2, Wan or Qwen-Image.
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).
@@ -110,8 +112,9 @@ def optimize(
     _check_options(level, precision, rounding, skip, stock_weights, weights, {"graphs": graphs, "strict": strict})
     if choice("attention", ATTENTION_PRECISION, attention) and (level != "block" or rounding != "fp32"):
         raise ValueError(f'attention: "int8" goes with level "block" and rounding "fp32", got {level} and {rounding}')
-    roots = _roots(obj, components)
-    files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in roots.items()}
+    roots = _roots(obj, components, _is_default if level == "block" else _is_denoiser)
+    in_files = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots  # those have no fp8
+    files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in in_files.items()}
     plan = _plan(roots, level, rounding)
     groups = _plan_fp8(plan, skip, files) if precision == "fp8" else []
     if strict and plan.left_alone:
@@ -126,7 +129,8 @@ def optimize(
     title = f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
     report = Report(title, left_alone=plan.left_alone)
     uninstall_all(roots.values())
-    report._roots, report._components = [weakref.ref(root) for root in roots.values()], list(roots)
+    report._roots = [weakref.ref(root) for root in roots.values()]
+    report._in_files = {name: weakref.ref(root) for name, root in in_files.items()}
     try:
         _install(plan, groups, rounding, attention, stock_weights, list(files.values()), report)
         for root in roots.values():
@@ -192,7 +196,7 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
         ValueError: An unknown component.
         RuntimeError: A part of what belongs together, or weights that were freed. Nothing was restored then.
     """
-    uninstall_all(_roots(obj, components, default=None).values())
+    uninstall_all(_roots(obj, components).values())
 
 
 def _check_options(
@@ -236,10 +240,28 @@ def _check_names(argument: str, what: str, names: Sequence[str]) -> None:
         raise TypeError(f"{argument}: expected a list of {what}, got {names!r}")
 
 
+def _is_autoencoder(root: nn.Module) -> bool:
+    """Whether a component is an autoencoder that the package knows."""
+    entries = (entry_for(ENTRIES, module) for module in root.modules())
+    return any(entry is not None and entry.alone for entry in entries)
+
+
+def _is_denoiser(name: str, component: nn.Module) -> bool:
+    return name in DENOISERS
+
+
+def _is_default(name: str, component: nn.Module) -> bool:
+    """Whether `optimize` takes a component that is not named."""
+    return _is_denoiser(name, component) or (name == AUTOENCODER and _is_autoencoder(component))
+
+
 def _roots(
-    obj: Any, components: Sequence[str] | None, default: Sequence[str] | None = DENOISERS
+    obj: Any, components: Sequence[str] | None, default: Callable[[str, nn.Module], bool] = lambda name, component: True
 ) -> dict[str, nn.Module]:
-    """The modules to search, by the name of the component; one without a name if there are no components."""
+    """The modules to search, by the name of the component; one without a name if there are no components.
+
+    default: Which components to take where none is named.
+    """
     if components is not None:
         _check_names("components", "names", components)
     if isinstance(obj, nn.Module):
@@ -251,7 +273,7 @@ def _roots(
         raise TypeError(f"obj: expected a torch.nn.Module or a pipeline with components, got {class_of(obj)}")
     modules = {name: value for name, value in held.items() if isinstance(value, nn.Module)}
     if components is None:
-        return {name: m for name, m in modules.items() if default is None or name in default}
+        return {name: module for name, module in modules.items() if default(name, module)}
     for name in components:
         if name not in modules:
             raise ValueError(f"components: expected names among {', '.join(modules)}, got {name!r}")
@@ -289,7 +311,8 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
         if not known:
             plan.left_alone[component] = f"nothing in {class_of(root)} is of a class that is known at level {level}"
     if not roots:
-        plan.left_alone["the pipeline"] = f"it has none of the components {', '.join(DENOISERS)}"
+        missing = f"none of the components {', '.join(DENOISERS)}, and no {AUTOENCODER} that is known"
+        plan.left_alone["the pipeline"] = f"it has {missing}"
     keep_table_readers_together(plan)
     return plan
 

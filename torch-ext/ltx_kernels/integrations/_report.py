@@ -47,7 +47,7 @@ class Report:
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _roots: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
-    _components: list[str] = field(default_factory=list, repr=False)
+    _in_files: dict[str, Any] = field(default_factory=dict, repr=False)  # the components that `save_weights` writes
     _idle: float | None = field(default=None, repr=False)
 
     @property
@@ -76,7 +76,7 @@ class Report:
         """Writes what was optimized with ``precision="fp8"``, for ``optimize(..., weights=folder)``.
 
         Each component of a pipeline goes into a folder of its name: all its tensors as safetensors, the weights of the
-        quantised layers in fp8 alone, and its ``config.json``.
+        quantised layers in fp8 alone, and its ``config.json``. An autoencoder has no layers in fp8 and is left out.
 
         Args:
             folder: Where to write; it is made.
@@ -86,7 +86,7 @@ class Report:
                 sequential offload puts them.
             ImportError: The package safetensors is not installed.
         """
-        for component, reference in zip(self._components, self._roots):
+        for component, reference in self._in_files.items():
             root = reference()
             if root is not None:
                 save(root, Path(folder) / component)
