@@ -40,7 +40,7 @@ import torch
 import vae
 from cpu import DTYPES, REPOSITORY, result_file
 from cpu import meta as common_meta
-from models import LTX2, LTX2_TINY
+from model_shapes import LTX2, LTX2_TINY
 from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.progress import Progress

@@ -26,7 +26,8 @@ import diffusers
 import torch
 from cpu import meta as common_meta
 from cpu import result_file
-from models import MODELS, Inputs, Make, block_lists, first_blocks, floats, one_tensor
+from model_shapes import MODELS, Inputs, Make
+from models import block_lists, first_blocks, floats, one_tensor
 from ops import load_package, write
 from steps import error, first_line
 from torch import nn

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from cpu import DTYPES, result_file
 from cpu import meta as common_meta
-from models import MODELS, Make, Model, make_model, one_tensor
+from model_shapes import MODELS, Make, Model
+from models import make_model, one_tensor
 from ops import load_package, write
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +39,7 @@ CONFIGS = ("baseline", "kernels", "kernels_fp8")
 TINY = {"num_attention_heads": 4, "attention_head_dim": 64}
 DEEP: dict[
     str, tuple[str, dict[str, Any]]
-] = {  # the model of benchmarks/models.py, and what differs from its tiny form
+] = {  # the model of benchmarks/model_shapes.py, and what differs from its tiny form
     "ltx": ("ltx13b", {"num_layers": 28, **TINY, "cross_attention_dim": 256}),
     "flux": ("flux", {"num_layers": 19, "num_single_layers": 38, **TINY, "axes_dims_rope": (16, 24, 24)}),
     "wan": ("wan", {"num_layers": 30, **TINY}),

@@ -26,7 +26,8 @@ import diffusers
 import torch
 from cpu import DTYPES, result_file
 from cpu import meta as common_meta
-from models import MODELS, OF_THE_RUN, Make, earlier_records
+from model_shapes import MODELS, Make
+from models import OF_THE_RUN, earlier_records
 from ops import load_package, write
 from rich.console import Console
 from rich.table import Table

@@ -4,7 +4,7 @@
     python benchmarks/parallel.py [--models ltx wan] [--configs stock kernels] [--modes ulysses] [--tiny]
     python benchmarks/parallel.py --update --models wan   # adds to the file, or replaces what it measures again
 
-The program starts a process for each GPU. The weights are random, and benchmarks/models.py makes the models. "ulysses"
+The program starts a process for each GPU. The weights are random; model_shapes.py has the models. "ulysses"
 and "ring" split the tokens of a call over all GPUs. "guidance" splits the batch of two in halves and, with more than
 two GPUs, the tokens of each half (Ulysses). Records with `"gpus": 1` are of the same model with nothing split, which
 every rank computes by itself at the same time.
@@ -48,7 +48,8 @@ import torch.distributed as dist
 from cpu import DTYPES, REPOSITORY, slug_of
 from cpu import meta as common_meta
 from diffusers.models.attention_dispatch import attention_backend
-from models import MODELS, Inputs, Make, Model, block_lists, first_blocks, one_tensor
+from model_shapes import MODELS, Inputs, Make, Model
+from models import block_lists, first_blocks, one_tensor
 from ops import kept_records, load_package, write
 from rich.console import Console
 from rich.table import Table

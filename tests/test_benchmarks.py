@@ -268,12 +268,13 @@ def test_a_model_that_fails_is_named(
     ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("diffusers")
+    import model_shapes
     import models
 
     def fail(*arguments: Any) -> None:
         raise RuntimeError("no such model")
 
-    monkeypatch.setattr(models.Model, "construct", fail)
+    monkeypatch.setattr(model_shapes.Model, "construct", fail)
     assert models.main(["--tiny", "--device", "cpu", "--models", "wan", "--output", str(tmp_path / "m.json")]) == 1
     assert "wan failed: RuntimeError: no such model" in capsys.readouterr().out
 
@@ -304,9 +305,10 @@ def test_a_configuration_that_fails_is_named_and_the_others_are_measured(
 
 def test_every_model_says_how_deep_it_was(ltx: ModuleType) -> None:
     pytest.importorskip("diffusers")
+    import model_shapes
     import models
 
-    flux = models.MODELS["flux"].construct(True, torch.float32, "cpu")
+    flux = model_shapes.MODELS["flux"].construct(True, torch.float32, "cpu")
     shallow = models.first_blocks(flux, 1)
     assert {name: len(blocks) for name, blocks in models.block_lists(flux).items()} == {
         "transformer_blocks": 2,

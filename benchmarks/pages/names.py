@@ -35,7 +35,7 @@ class Model(NamedTuple):
     family: str
 
 
-# Of benchmarks/models.py.
+# Of benchmarks/model_shapes.py.
 MODELS = {
     "ltx13b": Model("LTX-Video 13B", "ltx"),
     "ltx2": Model("LTX-2 19B", "ltx2"),

@@ -1,0 +1,402 @@
+"""Diffusion transformers at their released depth and width: configuration, and the inputs of a step.
+
+`MODELS` has them by name. Each has a tiny form too, of seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Make:
+    """Makes inputs of a model's dtype and device."""
+
+    dtype: torch.dtype
+    device: str
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=self.dtype, device=self.device)
+
+    def full(self, value: float, *shape: int) -> Tensor:
+        return torch.full(shape, value, dtype=self.dtype, device=self.device)
+
+    def ones(self, *shape: int) -> Tensor:
+        return torch.ones(*shape, dtype=torch.int64, device=self.device)
+
+    def ids(self, count: int, axes: int) -> Tensor:
+        return torch.zeros(count, axes, dtype=self.dtype, device=self.device)
+
+    def grid_ids(self, height: int, width: int, axes: int) -> Tensor:
+        """[height * width, axes]: the row in column 1, the column in column 2, as FLUX's pipelines make them."""
+        ids = torch.zeros(height, width, axes, device=self.device)
+        ids[..., 1] += torch.arange(height, device=self.device)[:, None]
+        ids[..., 2] += torch.arange(width, device=self.device)[None, :]
+        return ids.flatten(0, 1).to(self.dtype)
+
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A released transformer: its class, what its configuration changes, and a step's inputs.
+
+    `inputs` gets the constructed model, the maker of tensors, and the arguments of `shape` or of `tiny_shape`.
+    """
+
+    cls: str
+    shape_name: str
+    config: dict[str, Any]
+    inputs: Callable[..., Inputs]
+    shape: dict[str, int]
+    tiny: dict[str, Any]  # a configuration of seconds on a CPU
+    tiny_shape: dict[str, int]
+    graphs: bool = True  # whether the stock forward can be captured
+
+    def construct(self, tiny: bool, dtype: torch.dtype, device: str) -> nn.Module:
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                model = getattr(diffusers, self.cls)(**{**self.config, **(self.tiny if tiny else {})})
+        finally:
+            torch.set_default_dtype(default)
+        model.eval().requires_grad_(False)
+        kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if kept.intersection(name.split(".")):  # from_pretrained keeps them in float32 as well
+                tensor.data = tensor.data.float()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "norm" in name and name.endswith("weight"):
+                nn.init.normal_(parameter, 1.0, 0.1)  # as constructed they are all one
+        return model
+
+
+def video_tokens(frames: int, height: int, width: int, temporal: int, spatial: int) -> tuple[int, int, int]:
+    return (frames - 1) // temporal + 1, height // spatial, width // spatial
+
+
+def ltx_inputs(model: Any, make: Make, frames: int, height: int, width: int, text: int, valid: int) -> Inputs:
+    grid = video_tokens(frames, height, width, 8, 32)
+    mask = make.ones(1, text)
+    mask[:, valid:] = 0
+    return {
+        "hidden_states": make(1, math.prod(grid), model.config.in_channels),
+        "encoder_hidden_states": make(1, text, model.config.caption_channels),
+        "timestep": make.full(500.0, 1),
+        "encoder_attention_mask": mask,
+        "num_frames": grid[0],
+        "height": grid[1],
+        "width": grid[2],
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+    }
+
+
+def ltx2_inputs(model: Any, make: Make, frames: int, height: int, width: int, audio: int, text: int) -> Inputs:
+    grid = video_tokens(frames, height, width, 8, 32)
+    config = model.config
+    widths = (config.caption_channels,) * 2
+    if not config.use_prompt_embeddings:
+        widths = config.cross_attention_dim, config.audio_cross_attention_dim
+    return {
+        "hidden_states": make(1, math.prod(grid), config.in_channels),
+        "audio_hidden_states": make(1, audio, config.audio_in_channels),
+        "encoder_hidden_states": make(1, text, widths[0]),
+        "audio_encoder_hidden_states": make(1, text, widths[1]),
+        "timestep": make.full(500.0, 1),
+        "sigma": make.full(0.5, 1),
+        "encoder_attention_mask": make.ones(1, text),
+        "audio_encoder_attention_mask": make.ones(1, text),
+        "num_frames": grid[0],
+        "height": grid[1],
+        "width": grid[2],
+        "fps": 24.0,
+        "audio_num_frames": audio,
+    }
+
+
+def flux_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    rows, columns = height // 16, width // 16
+    return {
+        "hidden_states": make(1, rows * columns, model.config.in_channels),
+        "encoder_hidden_states": make(1, text, model.config.joint_attention_dim),
+        "pooled_projections": make(1, model.config.pooled_projection_dim),
+        "timestep": make.full(0.5, 1),
+        "img_ids": make.grid_ids(rows, columns, 3),
+        "txt_ids": make.ids(text, 3),
+        "guidance": torch.full((1,), 3.5, device=make.device),
+    }
+
+
+def chroma_inputs(model: Any, make: Make, height: int, width: int, text: int, valid: int) -> Inputs:
+    rows, columns = height // 16, width // 16
+    mask = make.full(1.0, 1, text + rows * columns)  # in the model's dtype, as the pipeline makes it
+    mask[:, valid:text] = 0
+    return {
+        "hidden_states": make(1, rows * columns, model.config.in_channels),
+        "encoder_hidden_states": make(1, text, model.config.joint_attention_dim),
+        "timestep": make.full(0.5, 1),
+        "img_ids": make.grid_ids(rows, columns, 3),
+        "txt_ids": make.ids(text, 3),
+        "attention_mask": mask,
+    }
+
+
+def flux2_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    rows, columns = height // 16, width // 16
+    text_ids = make.ids(text, 4)
+    text_ids[:, 3] = torch.arange(text, device=make.device)
+    return {
+        "hidden_states": make(1, rows * columns, model.config.in_channels),
+        "encoder_hidden_states": make(1, text, model.config.joint_attention_dim),
+        "timestep": make.full(0.5, 1),
+        "img_ids": make.grid_ids(rows, columns, 4)[None],
+        "txt_ids": text_ids[None],
+        "guidance": torch.full((1,), 3.5, device=make.device),
+    }
+
+
+def wan_inputs(model: Any, make: Make, frames: int, height: int, width: int, text: int, per_token: int = 0) -> Inputs:
+    spatial = 16 if per_token else 8
+    grid = video_tokens(frames, height, width, 4, spatial)
+    tokens = grid[0] * (grid[1] // 2) * (grid[2] // 2)
+    timestep = torch.full((1, tokens), 500.0, device=make.device)
+    timestep[:, : tokens // grid[0]] = 0  # the first frame is the image that the clip starts from
+    return {
+        "hidden_states": make(1, model.config.in_channels, *grid),
+        "timestep": timestep if per_token else torch.full((1,), 500, device=make.device),
+        "encoder_hidden_states": make(1, text, model.config.text_dim),
+    }
+
+
+def qwen_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    rows, columns = height // 16, width // 16
+    return {
+        "hidden_states": make(1, rows * columns, model.config.in_channels),
+        "encoder_hidden_states": make(1, text, model.config.joint_attention_dim),
+        "encoder_hidden_states_mask": None,  # as the pipeline passes it where every token is valid
+        "timestep": make.full(0.5, 1),
+        "img_shapes": [[(1, rows, columns)]],
+    }
+
+
+def sd3_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    return {
+        "hidden_states": make(2, model.config.in_channels, height // 8, width // 8),
+        "encoder_hidden_states": make(2, text, model.config.joint_attention_dim),
+        "pooled_projections": make(2, model.config.pooled_projection_dim),
+        "timestep": make.full(500.0, 2),
+    }
+
+
+def hunyuan15_inputs(
+    model: Any, make: Make, frames: int, height: int, width: int, text: int, text2: int, image: int, valid: int
+) -> Inputs:
+    grid = (frames - 1) // 4 + 1, height // 16, width // 16
+    masks = [make.ones(1, count) for count in (text, text2)]
+    masks[0][:, valid:] = 0
+    masks[1][:, valid // 8 :] = 0
+    config = model.config
+    return {
+        "hidden_states": make(1, config.in_channels, *grid),
+        "timestep": make.full(500.0, 1),
+        "encoder_hidden_states": make(1, text, config.text_embed_dim),
+        "encoder_attention_mask": masks[0],
+        "encoder_hidden_states_2": make(1, text2, config.text_embed_2_dim),
+        "encoder_attention_mask_2": masks[1],
+        "image_embeds": torch.zeros(1, image, config.image_embed_dim, dtype=make.dtype, device=make.device),
+    }
+
+
+def cogvideox_inputs(model: Any, make: Make, frames: int, height: int, width: int, text: int) -> Inputs:
+    grid = (frames - 1) // 4 + 1, height // 8, width // 8
+    table = diffusers.models.embeddings.get_3d_rotary_pos_embed(
+        embed_dim=model.config.attention_head_dim,
+        crops_coords=((0, 0), (grid[1] // 2, grid[2] // 2)),
+        grid_size=(grid[1] // 2, grid[2] // 2),
+        temporal_size=grid[0],
+        device=make.device,
+    )
+    return {
+        "hidden_states": make(2, grid[0], model.config.in_channels, *grid[1:]),
+        "encoder_hidden_states": make(2, text, model.config.text_embed_dim),
+        "timestep": make.full(500.0, 2),
+        "image_rotary_emb": table,
+    }
+
+
+def z_image_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    return {
+        "x": [make(model.config.in_channels, 1, height // 8, width // 8)],
+        "t": make.full(0.5, 1),
+        "cap_feats": [make(text, model.config.cap_feat_dim)],
+    }
+
+
+LTX2 = {"rope_type": "split"}
+LTX23 = {
+    **LTX2,
+    **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
+    "perturbed_attn": True,
+    "use_prompt_embeddings": False,
+}
+LTX2_TINY = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 64,
+    "cross_attention_dim": 128,
+    "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 32,
+    "audio_cross_attention_dim": 64,
+    "caption_channels": 64,
+}
+LTX2_SHAPE = {"frames": 121, "height": 512, "width": 768, "audio": 126, "text": 1024}
+LTX2_TINY_SHAPE = {"frames": 9, "height": 64, "width": 64, "audio": 5, "text": 7}
+WAN_TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "text_dim": 32, "ffn_dim": 64}
+WAN_TINY_SHAPE = {"frames": 5, "height": 64, "width": 64, "text": 8}
+IMAGE = {"height": 1024, "width": 1024}
+TINY_IMAGE = {"height": 64, "width": 64, "text": 8}
+AXES = {"axes_dims_rope": (4, 6, 6)}
+
+MODELS = {
+    "ltx13b": Model(
+        "LTXVideoTransformer3DModel",
+        "121 frames 704x1216",
+        {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096},
+        ltx_inputs,
+        {"frames": 121, "height": 704, "width": 1216, "text": 128, "valid": 60},
+        {"num_layers": 2, "num_attention_heads": 2, "cross_attention_dim": 256, "caption_channels": 64},
+        {"frames": 9, "height": 64, "width": 64, "text": 8, "valid": 5},
+    ),
+    "ltx2": Model(
+        "LTX2VideoTransformer3DModel", "121 frames 512x768", LTX2, ltx2_inputs, LTX2_SHAPE, LTX2_TINY, LTX2_TINY_SHAPE
+    ),
+    "ltx23": Model(
+        "LTX2VideoTransformer3DModel", "121 frames 512x768", LTX23, ltx2_inputs, LTX2_SHAPE, LTX2_TINY, LTX2_TINY_SHAPE
+    ),
+    "flux": Model(
+        "FluxTransformer2DModel",
+        "1024x1024",
+        {"guidance_embeds": True},
+        flux_inputs,
+        {**IMAGE, "text": 512},
+        {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, **AXES},
+        TINY_IMAGE,
+    ),
+    "chroma": Model(
+        "ChromaTransformer2DModel",
+        "1024x1024",
+        {},
+        chroma_inputs,
+        {**IMAGE, "text": 512, "valid": 60},
+        {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, **AXES}
+        | {"joint_attention_dim": 32, "approximator_num_channels": 16, "approximator_hidden_dim": 32}
+        | {"approximator_layers": 1},
+        {**TINY_IMAGE, "valid": 5},
+    ),
+    "flux2": Model(
+        "Flux2Transformer2DModel",
+        "1024x1024",
+        {},
+        flux2_inputs,
+        {**IMAGE, "text": 512},
+        {
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "joint_attention_dim": 32,
+            "axes_dims_rope": (4, 4, 4, 4),
+        },
+        TINY_IMAGE,
+    ),
+    "wan": Model(
+        "WanTransformer3DModel",
+        "81 frames 480x832",
+        {},
+        wan_inputs,
+        {"frames": 81, "height": 480, "width": 832, "text": 512},
+        WAN_TINY,
+        WAN_TINY_SHAPE,
+    ),
+    "wan_ti2v": Model(
+        "WanTransformer3DModel",
+        "121 frames 704x1280",
+        {"num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+        wan_inputs,
+        {"frames": 121, "height": 704, "width": 1280, "text": 512, "per_token": 1},
+        WAN_TINY,
+        {**WAN_TINY_SHAPE, "per_token": 1},
+    ),
+    "qwen": Model(
+        "QwenImageTransformer2DModel",
+        "1328x1328",
+        {},
+        qwen_inputs,
+        {"height": 1328, "width": 1328, "text": 256},
+        {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "joint_attention_dim": 32, **AXES},
+        TINY_IMAGE,
+    ),
+    "sd35": Model(
+        "SD3Transformer2DModel",
+        "1024x1024",
+        {
+            "num_layers": 38,
+            "num_attention_heads": 38,
+            "caption_projection_dim": 2432,
+            "pos_embed_max_size": 192,
+            "qk_norm": "rms_norm",
+        },
+        sd3_inputs,
+        {**IMAGE, "text": 333},
+        {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 32},
+        TINY_IMAGE,
+    ),
+    "hyvideo15": Model(
+        "HunyuanVideo15Transformer3DModel",
+        "61 frames 480x848",
+        {},
+        hunyuan15_inputs,
+        {"frames": 61, "height": 480, "width": 848, "text": 1000, "text2": 256, "image": 729, "valid": 200},
+        {
+            "num_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "rope_axes_dim": (4, 6, 6),
+            "text_embed_dim": 32,
+            "text_embed_2_dim": 32,
+            "image_embed_dim": 32,
+        },
+        {"frames": 5, "height": 64, "width": 64, "text": 16, "text2": 8, "image": 4, "valid": 8},
+        graphs=False,
+    ),
+    "cogvideox": Model(
+        "CogVideoXTransformer3DModel",
+        "49 frames 480x720",
+        {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
+        cogvideox_inputs,
+        {"frames": 49, "height": 480, "width": 720, "text": 226},
+        {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "text_embed_dim": 32}
+        | {"time_embed_dim": 8, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "max_text_seq_length": 8},
+        {"frames": 5, "height": 64, "width": 64, "text": 8},
+    ),
+    "zimage": Model(
+        "ZImageTransformer2DModel",
+        "1024x1024",
+        {},
+        z_image_inputs,
+        {**IMAGE, "text": 128},
+        {"n_layers": 2, "dim": 64, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32, "axes_dims": [8, 12, 12]},
+        TINY_IMAGE,
+        graphs=False,
+    ),
+}
