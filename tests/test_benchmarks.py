@@ -22,6 +22,7 @@ import ops  # noqa: E402
 import plots  # noqa: E402
 import readme  # noqa: E402
 import timing  # noqa: E402
+from pages import families, writing  # noqa: E402
 from pages.ops import of_commits  # noqa: E402
 from pages.writing import table  # noqa: E402
 
@@ -212,6 +213,33 @@ def test_a_table_is_its_head_and_its_row() -> None:
         table("| error |", "| {error:.1e} |", records)
     with pytest.raises(ValueError, match="expected a cell for each column of"):
         table("| a | b |", "| {error?} |", records)
+
+
+def test_gains_are_of_one_depth_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's first layers, and an autoencoder's other half, are not divided by each other."""
+    language = {"model": "llama-8b", "tokens": 8192, "batch": 1}
+    video = {"model": "qwen", "frames": 49, "dtype": "bf16"}
+    results = {
+        "h200-llm": [
+            {**language, "layers": 32, "config": "eager", "prefill_ms": 60.0, "decode_ms": 6.0},
+            {**language, "layers": 32, "config": "kernels_fp8", "prefill_ms": 30.0, "decode_ms": 4.0},
+            {**language, "layers": 8, "config": "eager", "prefill_ms": 15.0, "decode_ms": 2.0},
+            {**language, "layers": 8, "config": "kernels", "prefill_ms": 10.0, "decode_ms": 1.0},
+        ],
+        "h200-vae": [
+            {**video, "half": "decode", "config": "stock", "decode_ms": 9.0},
+            {**video, "half": "decode", "config": "kernels", "decode_ms": 3.0},
+            {**video, "half": "encode", "config": "kernels", "encode_ms": 1.0},
+        ],
+    }
+    monkeypatch.setattr(writing, "load", lambda name: {"records": results.get(name, [])})
+    assert families.measured_gains() == {
+        "llama": ["Llama 8B, prompt of 8192 tokens: fp8 2.00 x", "Llama 8B, token: fp8 1.50 x"],
+        "vae_wan": ["decoder of Qwen-Image, 49 frames: bf16 3.00 x"],
+    }
+    results["h200-vae"].append(results["h200-vae"][0])
+    with pytest.raises(ValueError, match="expected one record of each configuration, got 3 in all"):
+        families.measured_gains()
 
 
 @pytest.mark.parametrize(

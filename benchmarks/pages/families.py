@@ -9,7 +9,9 @@ from typing import Any
 
 from ops import load_package
 
+from pages.llm import layers_of_whole_models
 from pages.names import AUTOENCODERS, LANGUAGE_MODELS, MODELS, first_blocks
+from pages.vae import CODERS
 from pages.writing import REPOSITORY, block, grid, records_of, text
 
 LIBRARIES = ("diffusers", "transformers")
@@ -77,7 +79,10 @@ def measured_gains() -> dict[str, list[str]]:
     gains: dict[str, list[str]] = {}
 
     def add(family: str, title: str, file: str, stock: str, key: str, **where: Any) -> None:
-        found = {record["config"]: record for record in records_of(file, **where)}
+        records = records_of(file, **where)
+        found = {record["config"]: record for record in records}
+        if len(found) < len(records):
+            raise ValueError(f"{file} {where}: expected one record of each configuration, got {len(records)} in all")
         configs = {"bf16": "kernels", "fp8": "kernels_fp8"}
         if stock in found and not found.keys().isdisjoint(configs.values()):
             ms = {name: found[config][key] for name, config in configs.items() if config in found}
@@ -87,13 +92,16 @@ def measured_gains() -> dict[str, list[str]]:
     add("ltx", "2B, a step of 49 frames", "h200-ltx", "baseline", "step_ms", frames=49)
     for model, (title, family) in MODELS.items():
         add(family, title, "h200-models", "baseline", "step_ms", model=model)
-    for model, title in AUTOENCODERS.items():
-        family, of_bf16 = f"vae_{'wan' if 'wan' in model else 'ltx'}", {"model": model, "frames": 49, "dtype": "bf16"}
-        add(family, f"{title}, 49 frames", "h200-vae", "stock", "decode_ms", half="decode", **of_bf16)
-        add(f"{family}_encoder", f"{title}, 49 frames", "h200-vae", "stock", "encode_ms", half="encode", **of_bf16)
+    for half, coder in CODERS.items():
+        for model, (title, decoders) in AUTOENCODERS.items():
+            family = f"{decoders}_encoder" if half == "encode" else decoders
+            of_half = {"model": model, "half": half, "frames": 49, "dtype": "bf16"}
+            add(family, f"{coder} of {title}, 49 frames", "h200-vae", "stock", f"{half}_ms", **of_half)
+    layers = layers_of_whole_models(records_of("h200-llm"))
     for model, (title, family) in LANGUAGE_MODELS.items():
+        whole = {"model": model, "layers": layers.get(model)}
         for key, what in (("prefill_ms", "prompt of 8192 tokens"), ("decode_ms", "token")):
-            add(family, f"{title}, {what}", "h200-llm", "eager", key, model=model, tokens=8192, batch=1)
+            add(family, f"{title}, {what}", "h200-llm", "eager", key, **whole, tokens=8192, batch=1)
     return gains
 
 

@@ -37,18 +37,24 @@ def _label(config: str) -> str:
     return {"eager": "stock", "liger": "Liger"}.get(config, config.replace("_", " + ").replace("+ fp8", "fp8"))
 
 
+def layers_of_whole_models(records: list[Record]) -> dict[str, int]:
+    """How many layers each model has where it was timed whole, in the order of the records."""
+    layers: dict[str, int] = {}
+    for record in records:
+        layers[record["model"]] = max(record["layers"], layers.get(record["model"], 0))
+    return layers
+
+
 @block("docs/layers.md", "language models")
 def language_models() -> str:
     """Prompts and tokens by configuration, and the kinds of kernels of a prompt."""
     result = load("h200-llm")
     meta, records = result["meta"], result["records"]
-    depth: dict[str, int] = {}  # the layers of the whole model; the keys are in the table's order
-    for r in records:
-        depth[r["model"]] = max(r["layers"], depth.get(r["model"], 0))
-    order = list(depth)
+    whole = layers_of_whole_models(records)
+    order = list(whole)
 
     def is_whole(record: Record) -> bool:
-        return record["layers"] == depth[record["model"]]
+        return record["layers"] == whole[record["model"]]
 
     def run(record: Record, config: str) -> tuple[Any, ...]:
         return (*(record[key] for key in ("model", "layers", "tokens", "batch")), config)

@@ -59,16 +59,16 @@ LANGUAGE_MODELS = {
     "gemma3-12b": Model("Gemma 3 12B", "gemma"),
     "falcon-7b": Model("Falcon 7B", "falcon"),
 }
-# Of benchmarks/vae.py.
+# Of benchmarks/vae.py; the families are of the decoders, and the encoders' end in "_encoder".
 AUTOENCODERS = {
-    "ltx090": "LTX-Video 0.9.0",
-    "ltx091": "LTX-Video 0.9.1",
-    "ltx": "LTX-Video 0.9.5",
-    "ltx2": "LTX-2.0",
-    "ltx23": "LTX-2.3",
-    "wan": "Wan 2.1",
-    "wan22": "Wan 2.2",
-    "qwen": "Qwen-Image",
+    "ltx090": Model("LTX-Video 0.9.0", "vae_ltx"),
+    "ltx091": Model("LTX-Video 0.9.1", "vae_ltx"),
+    "ltx": Model("LTX-Video 0.9.5", "vae_ltx"),
+    "ltx2": Model("LTX-2.0", "vae_ltx"),
+    "ltx23": Model("LTX-2.3", "vae_ltx"),
+    "wan": Model("Wan 2.1", "vae_wan"),
+    "wan22": Model("Wan 2.2", "vae_wan"),
+    "qwen": Model("Qwen-Image", "vae_wan"),
 }
 
 

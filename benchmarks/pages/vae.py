@@ -14,7 +14,7 @@ def _ms(record: Record) -> float:
 def _video(record: Record) -> str:
     """What the configurations of an autoencoder's call have in common."""
     size = f"{record['frames']} frames {record['height']}x{record['width']}, {record['dtype']}"
-    return f"{AUTOENCODERS[record['model']]} {CODERS[record['half']]}, {size}"
+    return f"{AUTOENCODERS[record['model']].title} {CODERS[record['half']]}, {size}"
 
 
 @block("docs/vae.md", "decoders")
