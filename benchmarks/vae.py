@@ -342,7 +342,7 @@ def print_tables(records: list[dict[str, Any]], console: Console) -> None:
     for r in whole:
         ms, baseline = r[f"{half_of(r)}_ms"], stock.get(scene(r))
         table.add_row(
-            f"{AUTOENCODERS[r['model']]}, {r['frames']}x{r['height']}x{r['width']} {r.get('dtype', 'bf16')}",
+            f"{AUTOENCODERS[r['model']].title}, {r['frames']}x{r['height']}x{r['width']} {r.get('dtype', 'bf16')}",
             half_of(r),
             r["config"],
             f"{ms:.2f}",
