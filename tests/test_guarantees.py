@@ -1,4 +1,4 @@
-"""docs/guarantees.md names tests that exist, and the results are those of the defects that are here."""
+"""docs/guarantees.md names tests that exist, and each planted defect has its result."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_no_further_from_fp64_than_peft(
 ) -> None:
     """Several layers in one product and one by itself; few rows, and so many that input and weight are widened.
 
-    Compared over all layers together: four rows of one layer are too few numbers for the bound.
+    With few rows the layers are compared together, because one layer has too few numbers for the bound.
     """
     names = "q" if targets == "q" else "qkv"
     module = layers(device, dtype, names, targets, bias, ranks)
@@ -75,9 +75,12 @@ def test_no_further_from_fp64_than_peft(
     exact = [layer(x.double()) for layer in module.double().values()]
     for ours, want in zip(results, exact):
         assert ours.dtype == dtype and ours.shape == want.shape
-    ours, theirs, want = (torch.cat(list(outputs), -1) for outputs in (results, peft_results, exact))
-    # float32's sums differ by their order as well.
-    assert distance(ours, want) <= (1.05 if dtype == torch.bfloat16 else 1.3) * distance(theirs, want) < 0.01
+    compared = list(zip(results, peft_results, exact))
+    if rows == 4:
+        compared = [tuple(torch.cat(list(outputs), -1) for outputs in (results, peft_results, exact))]
+    for ours, theirs, want in compared:
+        # float32's sums differ by their order as well.
+        assert distance(ours, want) <= (1.05 if dtype == torch.bfloat16 else 1.3) * distance(theirs, want) < 0.01
 
 
 @pytest.mark.parametrize("rows", [4, 400])

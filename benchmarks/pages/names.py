@@ -17,7 +17,7 @@ CONFIGS = {
     "kernels_int8": '`ltx.optimize(pipe, attention="int8")`',
     "kernels_fp8_int8": '`ltx.optimize(pipe, precision="fp8", attention="int8")`',
 }
-# Those of benchmarks/clip.py and parallel.py.
+# The configurations of benchmarks/clip.py and parallel.py.
 CLIP_CONFIGS = {
     "stock": "diffusers",
     "compile": "torch.compile of these three",
@@ -35,7 +35,7 @@ class Model(NamedTuple):
     family: str
 
 
-# Of benchmarks/model_shapes.py.
+# The models of benchmarks/model_shapes.py.
 MODELS = {
     "ltx13b": Model("LTX-Video 13B", "ltx"),
     "ltx2": Model("LTX-2 19B", "ltx2"),
@@ -51,7 +51,7 @@ MODELS = {
     "cogvideox": Model("CogVideoX-5B", "cogvideox"),
     "zimage": Model("Z-Image", "z_image"),
 }
-# Of benchmarks/llm.py.
+# The models of benchmarks/llm.py.
 LANGUAGE_MODELS = {
     "llama-8b": Model("Llama 8B", "llama"),
     "mistral-7b": Model("Mistral 7B", "llama"),
@@ -59,7 +59,8 @@ LANGUAGE_MODELS = {
     "gemma3-12b": Model("Gemma 3 12B", "gemma"),
     "falcon-7b": Model("Falcon 7B", "falcon"),
 }
-# Of benchmarks/vae.py; the families are of the decoders, and the encoders' end in "_encoder".
+# The autoencoders of benchmarks/vae.py, with the family of their decoders. The family of their encoders ends in
+# "_encoder".
 AUTOENCODERS = {
     "ltx090": Model("LTX-Video 0.9.0", "vae_ltx"),
     "ltx091": Model("LTX-Video 0.9.1", "vae_ltx"),
@@ -81,7 +82,7 @@ def model_of(record: Record) -> str:
 
 
 def first_blocks(record: Record) -> str:
-    """What stands behind the name of a model that has its first blocks alone."""
+    """What a table writes behind the name of a model that was timed with its first blocks alone."""
     return f", first {max(record['blocks'].values())} blocks" if record.get("shallow", False) else ""
 
 

@@ -120,7 +120,7 @@ def families(records: list[Record]) -> str:
 
 
 def of_commits(ops: Record) -> str:
-    """Which kernels were timed: of the commit of most records, those of some families, and of single ops in these."""
+    """The commits of the timed kernels: the most frequent one, then the families and ops that have another."""
     commits = [record.get("commit", ops["meta"]["commit"]) or "unknown" for record in ops["records"]]
     timed = [(record["op"], commit) for record, commit in zip(ops["records"], commits)]
     usual = collections.Counter(commit for _, commit in timed).most_common(1)[0][0]
@@ -208,7 +208,7 @@ def ops_table() -> str:
         f"All {len(records)} cases, {of_commits(ops)}, are in {link('h200-ops')}.{missing} One `rmsnorm` of 8x2048 "
         f"costs the host {host['ours']} µs, `F.rms_norm` {host['native']} µs.",
         '<img src="../benchmarks/results/h200-ops-floor.png" width="100%" '
-        'alt="Time over that of a copy, of this package and of its fastest peer, by size">',
+        'alt="Times of this package and of its fastest peer over the time of a copy, by size">',
         families(records),
         "Speed-up: geometric mean of the fastest peer's time over this package's, of all cases in bf16, fp16 and fp32. "
         "Large: 40 MB or more. A peer is ahead: by more than 2 % and 0.3 µs. What was tried for the kernels, by "

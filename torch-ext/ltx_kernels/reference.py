@@ -150,8 +150,8 @@ def _modulator(
 def _named_rows(value: Tensor, index: Tensor, input: Tensor) -> Tensor:
     """The row of value, [rows, H] or [B, rows, H], that the index names, for each row of the input.
 
-    The rows are looked up as an embedding's. The gradient of an embedding has the same bits in every run, which that of
-    `gather` has not on a GPU.
+    An embedding looks them up, because its gradient has the same bits in every run. The gradient of `gather` differs
+    from run to run on a GPU.
     """
     leading = input.shape[:-1]
     rows = index.long().expand(leading)

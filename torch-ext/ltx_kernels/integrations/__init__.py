@@ -113,7 +113,8 @@ def optimize(
     if choice("attention", ATTENTION_PRECISION, attention) and (level != "block" or rounding != "fp32"):
         raise ValueError(f'attention: "int8" goes with level "block" and rounding "fp32", got {level} and {rounding}')
     roots = _roots(obj, components, _is_default if level == "block" else _is_denoiser)
-    in_files = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots  # those have no fp8
+    # An autoencoder has no layers in fp8 and no file, and is left out beside a transformer. By itself it is an error.
+    in_files = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
     files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in in_files.items()}
     plan = _plan(roots, level, rounding)
     groups = _plan_fp8(plan, skip, files) if precision == "fp8" else []
