@@ -28,9 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import meta as common_meta
-from cpu import result_file
-from ops import load_package, write
+from result_files import common_meta, load_package, result_file, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

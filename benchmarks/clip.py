@@ -38,10 +38,8 @@ from typing import Any
 
 import torch
 import vae
-from cpu import DTYPES, REPOSITORY, result_file
-from cpu import meta as common_meta
 from model_shapes import LTX2, LTX2_TINY
-from ops import kept_records, load_package, write
+from result_files import DTYPES, REPOSITORY, common_meta, kept_records, load_package, result_file, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table

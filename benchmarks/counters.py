@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import REPOSITORY, result_file
-from cpu import meta as common_meta
-from ops import load_package, write
+from result_files import REPOSITORY, common_meta, load_package, result_file, write
 
 # What is measured, and the part of the kernel's name by which ncu finds its launch.
 CASES = {

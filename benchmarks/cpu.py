@@ -12,14 +12,12 @@ for the fused ones (norm + modulate, rotary), on inputs of 1 MB and more.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,15 +25,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from result_files import DTYPES, REPOSITORY, common_meta
 from torch import Tensor
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 LIMIT = 1.1
 FUSED_LIMIT = 0.5
 LIMIT_BYTES = 1_000_000  # smaller inputs fit the caches, and the call itself counts
 SECONDS_PER_SAMPLE = 0.01
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # (batch, tokens, width): LTX-Video's hidden size, long rows, and rows of one attention head.
 ROWS = [(1, 1024, 2048), (2, 32, 32768), (1, 32768, 64), (1, 16384, 128)]
 WIDE = [(1, 512, 8192)]
@@ -265,58 +262,6 @@ def measure(case: Case, rounds: int) -> Row:
     )
 
 
-def device_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def slug_of(device: str) -> str:
-    """What the name of a GPU is in the names of its result files: "h200" for "NVIDIA H200"."""
-    return device.removeprefix("NVIDIA ").lower().replace(" ", "-")
-
-
-def result_file(about: str, device: str = "cuda") -> Path:
-    """Where a benchmark writes its result unless --output says otherwise; `device` is a type: "cuda" or "cpu"."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return REPOSITORY / f"benchmarks/results/{slug_of(name)}-{about}.json"
-
-
-def output_of(command: Sequence[str]) -> str | None:
-    """The first line that a command prints; None where it fails or is not there."""
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return lines[0].strip() if lines else None
-
-
-def meta(package: Mapping[str, Any] | None = None, device: str = "cpu") -> dict[str, Any]:
-    """What a result file says of its run.
-
-    package: The metadata.json of the build that was measured, which names the commit that it was made of. The checkout
-        may be of another commit, or have no history. None: no build was measured, and the checkout's commit counts.
-    device: The type of the device that was measured.
-    """
-    cuda = device == "cuda"
-    facts = {
-        "device": torch.cuda.get_device_name() if cuda else device_name(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "threads": torch.get_num_threads(),
-    }
-    if cuda:
-        driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-        facts |= {"driver": driver, "cuda": torch.version.cuda}
-    if package is None:
-        git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude", "*"]
-        return {**facts, "commit": output_of(git)}
-    made_of = package.get("provenance", {}).get("kernel", {})
-    return {**facts, "kernels": package["id"], "commit": made_of.get("commit"), "dirty": made_of.get("dirty")}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernel", type=Path, default=REPOSITORY, help="repository or variant (default: this one)")
@@ -348,7 +293,9 @@ def main() -> int:
             )
     output = options.output or REPOSITORY / f"benchmarks/results/cpu-{platform.machine()}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"meta": meta(package), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    output.write_text(
+        json.dumps({"meta": common_meta(package), "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    )
     missed = [row for row in rows if row.limit is not None and row.ratio > row.limit]
     for row in missed:
         shape = "x".join(map(str, row.shape))

@@ -27,10 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu import REPOSITORY, result_file
-from cpu import meta as common_meta
 from ltx import make_inputs
-from ops import load_package, write
+from result_files import REPOSITORY, common_meta, load_package, result_file, write
 from rich.console import Console
 from rich.table import Table
 from steps import as_graph, error, quantise_with_torchao, time_steps, view_of, weight_bytes

@@ -24,11 +24,9 @@ from typing import Any
 
 import diffusers
 import torch
-from cpu import meta as common_meta
-from cpu import result_file
 from model_shapes import MODELS, Inputs, Make
 from models import block_lists, first_blocks, floats, one_tensor
-from ops import load_package, write
+from result_files import common_meta, load_package, result_file, write
 from steps import error, first_line
 from torch import nn
 

@@ -22,9 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import meta as common_meta
-from cpu import result_file
-from ops import load_package, write
+from result_files import common_meta, load_package, result_file, write
 from timing import host_us
 from torch import Tensor
 

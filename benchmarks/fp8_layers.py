@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import REPOSITORY
-from cpu import meta as common_meta
 from fp8 import CROSS_OUTPUT, TEXT
 from ltx import load_model, make_inputs
-from ops import load_package, write
+from result_files import REPOSITORY, common_meta, load_package, write
 from steps import error
 from torch import Tensor
 

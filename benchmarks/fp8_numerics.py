@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from cpu import REPOSITORY
-from cpu import meta as common_meta
+from result_files import REPOSITORY, common_meta
 from torch import Tensor
 
 ROWS, WIDTH = 1024, 2048

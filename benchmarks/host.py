@@ -25,11 +25,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cpu import DTYPES, result_file
-from cpu import meta as common_meta
 from model_shapes import MODELS, Make, Model
 from models import make_model, one_tensor
-from ops import load_package, write
+from result_files import DTYPES, common_meta, load_package, result_file, write
 from rich.console import Console
 from rich.table import Table
 from steps import label, synchronize

@@ -33,9 +33,7 @@ from typing import Any
 
 import torch
 import transformers
-from cpu import REPOSITORY, result_file
-from cpu import meta as common_meta
-from ops import kept_records, load_package, write
+from result_files import REPOSITORY, common_meta, kept_records, load_package, result_file, write
 from rich.console import Console
 from rich.table import Table
 from steps import STEPS_AHEAD, error, kernel_times, synchronize, time_steps, weight_bytes

@@ -31,10 +31,8 @@ from unittest import mock
 
 import peft
 import torch
-from cpu import DTYPES, result_file
-from cpu import meta as common_meta
 from ltx import load_model, make_inputs, make_model
-from ops import load_package, write
+from result_files import DTYPES, common_meta, load_package, result_file, write
 from rich.console import Console
 from rich.table import Table
 from steps import label, synchronize, time_steps

@@ -24,11 +24,9 @@ from typing import Any
 
 import diffusers
 import torch
-from cpu import DTYPES, result_file
-from cpu import meta as common_meta
 from model_shapes import MODELS, Make
 from models import OF_THE_RUN, earlier_records
-from ops import load_package, write
+from result_files import DTYPES, common_meta, load_package, result_file, write
 from rich.console import Console
 from rich.table import Table
 from steps import first_line, label

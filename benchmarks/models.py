@@ -37,10 +37,8 @@ from typing import Any
 
 import diffusers
 import torch
-from cpu import DTYPES, result_file
-from cpu import meta as common_meta
 from model_shapes import MODELS, Inputs, Make
-from ops import load_package, write
+from result_files import DTYPES, common_meta, load_package, result_file, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table

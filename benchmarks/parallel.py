@@ -45,12 +45,10 @@ from unittest import mock
 import diffusers
 import torch
 import torch.distributed as dist
-from cpu import DTYPES, REPOSITORY, slug_of
-from cpu import meta as common_meta
 from diffusers.models.attention_dispatch import attention_backend
 from model_shapes import MODELS, Inputs, Make, Model
 from models import block_lists, first_blocks, one_tensor
-from ops import kept_records, load_package, write
+from result_files import DTYPES, REPOSITORY, common_meta, kept_records, load_package, slug_of, write
 from rich.console import Console
 from rich.table import Table
 from steps import error, first_line, time_steps, view_of

@@ -29,11 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import DTYPES, result_file
-from cpu import meta as common_meta
 from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLQwenImage, AutoencoderKLWan
-from ops import kept_records, load_package, write
 from pages.names import AUTOENCODERS
+from result_files import DTYPES, common_meta, kept_records, load_package, result_file, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table

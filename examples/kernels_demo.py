@@ -55,8 +55,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from cpu import device_name
-from ops import Inputs, copied, tensors, traffic
+from op_cases import Inputs
+from ops import copied, tensors, traffic
+from result_files import device_name
 from steps import view_of
 from timing import HostTimer, Timer
 

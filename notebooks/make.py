@@ -71,7 +71,7 @@ def execute(source: Path, short: bool) -> Any:
 
     sys.path.insert(0, str(NOTEBOOKS.parent / "benchmarks"))
     from cpu import meta
-    from ops import load_package
+    from result_files import load_package
 
     facts = meta(load_package()[1], "cuda" if torch.cuda.is_available() else "cpu")
     commit = (facts["commit"] or "unknown")[:7]

@@ -101,8 +101,7 @@ def main() -> int:
         sys.exit(f"{directory} does not exist: run `make build`")
     _, package = load()
     device = "cuda" if package["backend"]["type"] == "cuda" and torch.cuda.is_available() else "cpu"
-    from cpu import meta as common_meta
-    from cpu import slug_of
+    from result_files import common_meta, slug_of
 
     meta = {**common_meta(package, device), "threads": options.jobs, "package_id": package["id"]}
     if device == "cuda":

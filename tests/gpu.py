@@ -164,9 +164,8 @@ def main() -> int:
     options = parser.parse_args()
 
     import torch
-    from cpu import meta as common_meta
-    from cpu import slug_of
     from helpers.build import REPO_ID, build_directory, use_own_build_by_default
+    from result_files import common_meta, slug_of
 
     use_own_build_by_default()
     build = build_directory()

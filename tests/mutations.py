@@ -806,8 +806,8 @@ def main() -> int:
     options, extra = parser.parse_known_args()
 
     import torch
-    from cpu import meta as common_meta
     from helpers.gpus import name_gpus
+    from result_files import common_meta
 
     selected = [m for m in MUTATIONS if options.backend in m.backends and options.only in m.defect]
     if options.built is None:

@@ -82,9 +82,8 @@ def main() -> int:
     options = parser.parse_args()
 
     import torch
-    from cpu import meta as common_meta
-    from cpu import slug_of
     from helpers.build import build_directory, use_own_build_by_default
+    from result_files import common_meta, slug_of
 
     use_own_build_by_default()
     if not torch.cuda.is_available():

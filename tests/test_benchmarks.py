@@ -18,22 +18,24 @@ from helpers.dispatch import Namespaces
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import op_cases  # noqa: E402
 import ops  # noqa: E402
 import plots  # noqa: E402
 import readme  # noqa: E402
+import result_files  # noqa: E402
 import timing  # noqa: E402
 from pages import families, writing  # noqa: E402
 from pages.ops import of_commits  # noqa: E402
 from pages.writing import table  # noqa: E402
 
-SMALL = [op.case(op.small) for op in ops.OPS]
+SMALL = [op.case(op.small) for op in op_cases.OPS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_columns_agree(ltx: ModuleType, device: str, case: ops.Case, dtype: torch.dtype) -> None:
+def test_columns_agree(ltx: ModuleType, device: str, case: op_cases.Case, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    inputs = case.build(ops.Make(dtype, device))
+    inputs = case.build(op_cases.Make(dtype, device))
     with torch.no_grad():
         calls = ops.calls(ltx, case, inputs, compiled=False)
         expected = ops.tensors(calls["eager"]())
@@ -42,7 +44,7 @@ def test_columns_agree(ltx: ModuleType, device: str, case: ops.Case, dtype: torc
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_our_column_alone_runs_our_ops(ltx: ModuleType, backend: str, device: str, case: ops.Case) -> None:
+def test_our_column_alone_runs_our_ops(ltx: ModuleType, backend: str, device: str, case: op_cases.Case) -> None:
     """Benchmarks were seen that timed plain torch under both names, or the op under both."""
     if backend != device:
         pytest.skip("without a GPU the CUDA variant runs the reference")
@@ -50,7 +52,9 @@ def test_our_column_alone_runs_our_ops(ltx: ModuleType, backend: str, device: st
     hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     ops_of_ours = {"ours"} if case.function != "attention" or hopper else set()  # elsewhere it is torch's
     with torch.no_grad():
-        for name, call in ops.calls(ltx, case, case.build(ops.Make(torch.bfloat16, device)), compiled=False).items():
+        for name, call in ops.calls(
+            ltx, case, case.build(op_cases.Make(torch.bfloat16, device)), compiled=False
+        ).items():
             with Namespaces() as namespaces:
                 call()
             assert (ours in namespaces.seen) == (name in ops_of_ours), name
@@ -74,7 +78,7 @@ def test_record(ltx: ModuleType, device: str, capsys: pytest.CaptureFixture[str]
     liger, quack = ModuleType("liger"), ModuleType("quack")
     liger.liger_rms_norm = lambda x, weight, eps: x
     case = next(case for case in SMALL if case.op == "rmsnorm")
-    make = ops.Make(torch.bfloat16, device, {"liger": liger, "quack": quack})
+    make = op_cases.Make(torch.bfloat16, device, {"liger": liger, "quack": quack})
     with torch.no_grad():
         record = ops.measure(ltx, FixedTimer(), case, make, compiled=False)
     assert record["us"] == {
@@ -153,14 +157,14 @@ def test_published_cases_have_their_baselines() -> None:
 
 
 def test_each_peer_gets_its_own_module() -> None:
-    make = ops.Make(torch.float32, "cpu", {"liger": ModuleType("liger"), "quack": ModuleType("quack")})
+    make = op_cases.Make(torch.float32, "cpu", {"liger": ModuleType("liger"), "quack": ModuleType("quack")})
     calls = make.peers(liger=lambda module: module.__name__, quack=lambda module: module.__name__, other=str)
     assert {name: call() for name, call in calls.items()} == {"liger": "liger", "quack": "quack"}
 
 
 def test_traffic() -> None:
     x, weight = torch.randn(3, 64), torch.randn(64)
-    inputs = ops.Inputs((x, None, 1e-6), {"bias": weight, "approximate": "tanh"})
+    inputs = op_cases.Inputs((x, None, 1e-6), {"bias": weight, "approximate": "tanh"})
     assert ops.traffic(inputs, [x]) == 4 * (2 * 3 * 64 + 64)
     assert ops.copied(8192) == 4096
     assert ops.copied(8194) == 8192
@@ -168,10 +172,10 @@ def test_traffic() -> None:
 
 def test_cases() -> None:
     """What the test above covers is what is timed, each case once, and the one of the host among them."""
-    cases = ops.cases()
+    cases = op_cases.cases()
     assert {case.op for case in cases} == {case.op for case in SMALL}
     assert len({case.name for case in cases}) == len(cases)
-    assert ops.HOST_CASE in [(case.op, case.shape, case.dtype) for case in cases]
+    assert op_cases.HOST_CASE in [(case.op, case.shape, case.dtype) for case in cases]
     assert {plots.family(case.op) for case in cases} == set(plots.FAMILIES)
     with pytest.raises(ValueError, match="op: expected one of a family, got no_such_op: name it in FAMILIES"):
         plots.family("no_such_op")
@@ -179,8 +183,8 @@ def test_cases() -> None:
 
 def test_the_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "results" / "gpu-ops.json"
-    ops.write(path, {"device": "gpu"}, [])
-    ops.write(path, {"device": "gpu"}, [{"op": "rmsnorm"}])
+    result_files.write(path, {"device": "gpu"}, [])
+    result_files.write(path, {"device": "gpu"}, [{"op": "rmsnorm"}])
     assert json.loads(path.read_text()) == {"meta": {"device": "gpu"}, "records": [{"op": "rmsnorm"}]}
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
@@ -255,10 +259,10 @@ def test_a_block_stands_once_in_its_page(page: str) -> None:
 def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
     """--update: the other cases of a result, in the table's order, from the same machine alone; each commit is told."""
     meta = {"device": "GPU", "torch": "2.11", "cuda": "13.0", "commit": "a" * 40}
-    first, second, third = ops.cases()[:3]
+    first, second, third = op_cases.cases()[:3]
     records = [{"op": c.op, "shape": list(c.shape), "dtype": c.dtype} for c in (first, second, third)]
     path = tmp_path / "ops.json"
-    ops.write(path, meta, records)
+    result_files.write(path, meta, records)
     now = {**meta, "commit": "b" * 40}
     found, kept = ops.earlier(path, now, [second])
     assert found == meta and kept == [records[0], records[2]]
@@ -377,13 +381,11 @@ def test_the_host_is_timed(ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_result_names_the_commit_of_its_build() -> None:
     """And not the checkout's, which may have no history."""
-    import cpu
-
     package = {"id": "build", "provenance": {"kernel": {"commit": "c" * 40, "dirty": True}}}
-    meta = cpu.meta(package)
+    meta = result_files.common_meta(package)
     assert (meta["kernels"], meta["commit"], meta["dirty"]) == ("build", "c" * 40, True)
-    assert cpu.meta({"id": "build"})["commit"] is None
-    assert cpu.output_of(["no-such-command"]) is None
+    assert result_files.common_meta({"id": "build"})["commit"] is None
+    assert result_files.output_of(["no-such-command"]) is None
 
 
 def test_language_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path) -> None:
@@ -459,21 +461,20 @@ def test_a_clip_with_sound_is_the_same_with_the_kernels(ltx: ModuleType, monkeyp
 
 
 def test_an_update_keeps_what_it_does_not_measure(tmp_path: Path) -> None:
-    import ops
 
     path, meta = tmp_path / "a.json", {"device": "one", "commit": "1"}
     first = [{"model": "a", "size": 1, "ms": 1.0}, {"model": "b", "size": 1, "ms": 2.0}]
-    assert ops.kept_records(path, meta, first, ("model", "size")) == first
-    ops.write(path, meta, first)
+    assert result_files.kept_records(path, meta, first, ("model", "size")) == first
+    result_files.write(path, meta, first)
     second = [{"model": "b", "size": 1, "ms": 3.0}]
-    kept = ops.kept_records(path, {**meta, "commit": "2"}, second, ("model", "size"))
+    kept = result_files.kept_records(path, {**meta, "commit": "2"}, second, ("model", "size"))
     assert kept == [{"commit": "1", **first[0]}, *second]
-    ops.write(path, {**meta, "commit": "2"}, kept)
+    result_files.write(path, {**meta, "commit": "2"}, kept)
     third = [{"model": "c", "size": 1, "ms": 4.0}]
-    kept = ops.kept_records(path, {**meta, "commit": "3"}, third, ("model", "size"))
+    kept = result_files.kept_records(path, {**meta, "commit": "3"}, third, ("model", "size"))
     assert [(record["model"], record.get("commit")) for record in kept] == [("a", "1"), ("b", "2"), ("c", None)]
     with pytest.raises(SystemExit, match=r"--update: .* is of one, this machine has another"):
-        ops.kept_records(path, {**meta, "device": "another"}, third, ("model", "size"))
+        result_files.kept_records(path, {**meta, "device": "another"}, third, ("model", "size"))
 
 
 def test_autoencoders_are_timed_by_half(ltx: ModuleType, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import runpy
 from types import ModuleType
 from typing import Any
 
-from ops import load_package
+from result_files import load_package
 
 from pages.llm import layers_of_whole_models
 from pages.names import AUTOENCODERS, LANGUAGE_MODELS, MODELS, first_blocks

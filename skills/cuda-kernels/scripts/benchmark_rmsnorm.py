@@ -53,7 +53,7 @@ def main() -> int:
     args = make_parser().parse_args()
     add_programs()
 
-    import ops
+    import op_cases
     import torch
     from measuring import time_cases, truth_of
 
@@ -68,7 +68,7 @@ def main() -> int:
 
     def case_of(sizes: tuple[int, ...]) -> Any:
         rows, width = math.prod(sizes[:-1]), sizes[-1]
-        return ops.Case("RMSNorm", sizes, "rmsnorm", lambda make: ops.rmsnorm(make, rows, width), args.dtype)
+        return op_cases.Case("RMSNorm", sizes, "rmsnorm", lambda make: op_cases.rmsnorm(make, rows, width), args.dtype)
 
     texts = f"{THEIR_SHAPES} {OUR_SHAPES}" if torch.cuda.is_available() else ON_A_CPU
     shapes = args.shapes or [shape(text) for text in texts.split()]

@@ -1,4 +1,4 @@
-"""What the scripts that time ops share: cases of benchmarks/ops.py timed here, judged, and shown in a table."""
+"""What the scripts that time ops share: cases of benchmarks/op_cases.py timed here, judged, and shown in a table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import ops
 import torch
+from op_cases import Make
+from result_files import DTYPES, load_package
 from rich.console import Console
 from rich.table import Table
 from timing import HostTimer, Timer
@@ -31,7 +33,7 @@ def truth_of(ltx: Any, case: Any, inputs: Any) -> list[torch.Tensor]:
 def time_cases(cases: Sequence[Any], judge: Judge, compiled: bool, path: Path | None) -> int:
     """Time every case beside a copy and its peers, print a table, write the records to `path`; the exit status."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ltx, _ = ops.load_package()
+    ltx, _ = load_package()
     peers, missing = ops.load_peers() if device == "cuda" else ({}, dict.fromkeys(ops.PEER_MODULES, "needs a GPU"))
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
@@ -44,7 +46,7 @@ def time_cases(cases: Sequence[Any], judge: Judge, compiled: bool, path: Path | 
     torch.manual_seed(0)
     with torch.no_grad():
         for case in cases:
-            make = ops.Make(ops.DTYPES[case.dtype], device, peers)
+            make = Make(DTYPES[case.dtype], device, peers)
             record = ops.measure(ltx, timer, case, make, compiled)
             errors, passed = judge(ltx, case, case.build(make))
             right = right and passed

@@ -55,6 +55,7 @@ def main() -> int:
     from programs import add_programs
 
     add_programs()
+    import op_cases
     import ops
     from measuring import time_cases, truth_of
 
@@ -69,7 +70,7 @@ def main() -> int:
         errors = {"error": error(found["ours"]()), "of plain torch": error(found["eager"]())}
         return errors, errors["error"] <= errors["of plain torch"]
 
-    known = {op.name or op.function: op for op in ops.OPS}
+    known = {op.name or op.function: op for op in op_cases.OPS}
     if args.tiny:
         chosen = [(op, known[op].small) for op in dict.fromkeys(op for op, _ in chosen)]
     cases = [known[op].case(shape) for op, shape in chosen]

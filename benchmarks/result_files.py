@@ -1,0 +1,108 @@
+"""What the benchmarks share: the package, what a result file says of its run, and the files themselves."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+REPO_ID = "org/ltx-kernels"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@functools.cache
+def load_package() -> tuple[ModuleType, dict[str, Any]]:
+    """(the package as users load it, its metadata.json)."""
+    os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={REPOSITORY / 'build'}")
+    from kernels import get_kernel
+
+    ltx = get_kernel(REPO_ID, version=1)
+    return ltx, json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())
+
+
+def device_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def slug_of(device: str) -> str:
+    """What the name of a GPU is in the names of its result files: "h200" for "NVIDIA H200"."""
+    return device.removeprefix("NVIDIA ").lower().replace(" ", "-")
+
+
+def result_file(about: str, device: str = "cuda") -> Path:
+    """Where a benchmark writes its result unless --output says otherwise; `device` is a type: "cuda" or "cpu"."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return REPOSITORY / f"benchmarks/results/{slug_of(name)}-{about}.json"
+
+
+def output_of(command: Sequence[str]) -> str | None:
+    """The first line that a command prints; None where it fails or is not there."""
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return lines[0].strip() if lines else None
+
+
+def common_meta(package: Mapping[str, Any] | None = None, device: str = "cpu") -> dict[str, Any]:
+    """What a result file says of its run.
+
+    package: The metadata.json of the build that was measured, which names the commit that it was made of. The checkout
+        may be of another commit, or have no history. None: no build was measured, and the checkout's commit counts.
+    device: The type of the device that was measured.
+    """
+    cuda = device == "cuda"
+    facts = {
+        "device": torch.cuda.get_device_name() if cuda else device_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+    }
+    if cuda:
+        driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        facts |= {"driver": driver, "cuda": torch.version.cuda}
+    if package is None:
+        git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude", "*"]
+        return {**facts, "commit": output_of(git)}
+    made_of = package.get("provenance", {}).get("kernel", {})
+    return {**facts, "kernels": package["id"], "commit": made_of.get("commit"), "dirty": made_of.get("dirty")}
+
+
+def write(path: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    """Replaces the file in one step, so that there is a whole one whenever the run is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps({"meta": meta, "records": records}, indent=1) + "\n")
+    partial.replace(path)
+
+
+def kept_records(
+    path: Path, meta: dict[str, Any], measured: list[dict[str, Any]], identity: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The records of an earlier run that are not measured again, each with the commit it is of, then those measured.
+
+    identity: The keys that say what a record measures.
+    """
+    if not path.exists():
+        return measured
+    result = json.loads(path.read_text())
+    if result["meta"]["device"] != meta["device"]:
+        sys.exit(f"--update: {path} is of {result['meta']['device']}, this machine has {meta['device']}")
+    again = {tuple(record.get(key) for key in identity) for record in measured}
+    kept = [record for record in result["records"] if tuple(record.get(key) for key in identity) not in again]
+    return [{"commit": result["meta"]["commit"], **record} for record in kept] + measured
