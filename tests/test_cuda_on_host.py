@@ -1,6 +1,6 @@
-"""The general CUDA kernel of the norm family computes what fp64 says. No GPU is needed.
+"""The general CUDA kernel of the norm family, and the row kernel by index, compute what fp64 says. No GPU is needed.
 
-A copy of the sources is built for the CPU, whose norms are this kernel as g++ compiles it: a thread of the host for
+A copy of the sources is built for the CPU, whose norms are these kernels as g++ compiles them: a thread of the host for
 each of the GPU's (helpers/cuda_on_host.h). This shows wrong arithmetic and wrong columns; races show only on a GPU.
 """
 
@@ -19,13 +19,16 @@ import torch
 from build_checks import ROOT, builder
 from helpers import (
     DTYPES,
+    MODEL_INDEX,
     MODULATORS,
     NORM_OPS,
     QUANTISED_NORMS,
     Make,
     assert_same_bits,
+    check,
     check_everywhere,
     index_case,
+    model_index_case,
     norm_case,
     without_index,
 )
@@ -36,8 +39,14 @@ pytestmark = pytest.mark.slow
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 HELPERS = ROOT / "tests" / "helpers"
 WIDTHS = [8, 40, 250, 264, 1000]  # several rows a warp; a part of a pack; more than one warp
-# What g++ does not take: launches of other kernels, and two instructions of the GPU.
+# What g++ does not take: launches, and three instructions of the GPU. Those of norm_kernel by index run on the host.
 EDITS = [
+    (
+        "kernel_src/ltx/row/kernel.cuh",
+        r"(norm_kernel<T, T, S, F, O, kOne\..*?>)\s*<<<grid, block, 0, stream>>>\(p\)",
+        r"host::launch(grid, block, \1, p)",
+    ),
+    ("kernel_src/ltx/vec.cuh", r'(?s)P pack;\s*asm volatile\("ld\.global\.L1.*?\);', "P pack = *from;"),
     ("kernel_src/ltx/row/kernel.cuh", r"<<<.*?>>>", ""),
     ("kernel_src/ltx/activation.cuh", r'asm\("ex2.*;', "y = std::exp2(x);"),
     ("kernel_src/ltx/activation.cuh", r'asm\("rcp.*;', "y = 1.f / x;"),
@@ -118,6 +127,19 @@ def test_rows_by_index(on_host: ModuleType, op: str, width: int, dtype: torch.dt
             results = [(*result, *test_quant.run(on_host, call)) for result, call in zip(results, calls, strict=True)]
         for output, want in zip(*results, strict=True):
             assert_same_bits(output, want, op)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("op", MODEL_INDEX)
+def test_row_kernel_by_index(on_host: ModuleType, op: str, index_dtype: torch.dtype) -> None:
+    """The bits of the general kernel, which runs where a modulation for each row is written out."""
+    case = model_index_case(op, Make("cpu", torch.bfloat16), index_dtype=index_dtype)
+    results = [check(on_host, case), without_index(case).run(on_host)]
+    if op in QUANTISED_NORMS and op != "gated_residual":  # which quant.cu has
+        results[0] = (*results[0], *test_quant.check(on_host, case))
+        results[1] = (*results[1], *test_quant.run(on_host, without_index(case)))
+    for output, want in zip(*results, strict=True):
+        assert_same_bits(output, want, op)
 
 
 @every_dtype

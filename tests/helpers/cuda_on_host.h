@@ -62,7 +62,8 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
   const unsigned row = config->blockDim.x, threads = row * config->blockDim.y;
   if (threads % 32 != 0 || config->numAttrs != 0) return cudaErrorInvalidConfiguration;
-  for (unsigned block = 0; block < config->gridDim.x; ++block) {
+  const unsigned columns = config->gridDim.x, blocks = columns * config->gridDim.y;
+  for (unsigned block = 0; block < blocks; ++block) {
     std::vector<std::unique_ptr<Warp>> warps;
     for (unsigned i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Warp>());
     std::barrier<> barrier(threads);
@@ -70,7 +71,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
     for (unsigned t = 0; t < threads; ++t) {
       running.emplace_back([&, t] {
         threadIdx = {t % row, t / row, 0};
-        blockIdx = {block, 0, 0};
+        blockIdx = {block % columns, block / columns, 0};
         blockDim = config->blockDim;
         gridDim = config->gridDim;
         warp = warps[t / 32].get();
@@ -84,6 +85,14 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
     for (std::thread& one : running) one.join();
   }
   return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(dim3 grid, dim3 block, void (*kernel)(Parameters...), Arguments... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  return launch(&config, kernel, arguments...);
 }
 
 }  // namespace host
