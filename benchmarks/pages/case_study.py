@@ -8,7 +8,7 @@ from case_study import FRAMES, PARTS
 from plots import PEERS
 
 from pages.names import by_config, config_of
-from pages.writing import Record, across, block, grid, link, load, records_of, sizes, table, text
+from pages.writing import Record, across, block, commits_of, grid, link, load, records_of, sizes, table, text
 
 PAGE = "docs/case-study.md"
 # What an example of kernels for LTX-Video reports, on an H100; it is not measured here.
@@ -127,20 +127,22 @@ SOURCES = {
 
 @block(PAGE, "sources")
 def sources() -> str:
-    """The result files with their machine, commit and date."""
+    """The result files with their machine, commits and date."""
     rows = []
     for file, (what, part) in SOURCES.items():
         meta = load(file)["meta"]
         machine = f"{meta['device'].removeprefix('NVIDIA ')}, torch {meta['torch']}"
         program = f"`benchmarks/{PARTS[part][0]}`"
-        rows.append([what, link(file), program, machine, meta["commit"][:7], meta["date"][:10]])
-    return text(grid("| what | file | program | machine | commit | date |", rows))
+        rows.append([what, link(file), program, machine, commits_of(file), meta["date"][:10]])
+    return text(grid("| what | file | program | machine | commits | date |", rows))
 
 
 # What the command measures and a file may lack, because it was made in a shorter run.
 WHOLE: list[tuple[str, str, dict[str, Any]]] = [
     ("the guided clip of 30 steps as a whole", "h200-clip", {"model": "ltx", "recipe": "guided"}),
-    ("torch.compile of a whole clip", "h200-clip", {"model": "ltx", "config": "compile"}),
+    ("torch.compile of the distilled clip", "h200-clip", {"model": "ltx", "recipe": "distilled", "config": "compile"}),
+    ("torch.compile of the guided clip", "h200-clip", {"model": "ltx", "recipe": "guided", "config": "compile"}),
+    ("torch.compile of longer clips", "h200-clip", {"model": "ltx", "frames": 121, "config": "compile"}),
     ("the decoder under torch.compile", "h200-vae", {"config": "compile"}),
     ("longer and larger clips as a whole", "h200-clip", {"model": "ltx", "frames": 121}),
 ]

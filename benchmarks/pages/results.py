@@ -5,7 +5,7 @@ from pathlib import Path
 
 from plots import RESULTS
 
-from pages.writing import REPOSITORY, Record, block, load, table, text
+from pages.writing import REPOSITORY, Record, block, commits_of, load, table, text
 
 # Result files that are not named after their program.
 PROGRAMS = {"suites": "tests/gpu.py", "gates": "benchmarks/ops.py"}
@@ -37,12 +37,12 @@ def files() -> str:
             "program": f"[{program}](../{program})" if program else "trials by hand",
             "machine": f"{meta['devices']} {meta['device']}" if meta.get("devices", 1) > 1 else meta["device"],
             "torch": meta.get("torch"),
-            "commit": str(meta.get("commit") or "")[:7],
+            "commits": commits_of(path.stem),
             "date": meta.get("date", "")[:10],
         }
 
-    head = "| file | written by | on | torch | commit | date |"
-    cells = "| [{name}](../benchmarks/results/{name}) | {program} | {machine} | {torch} | {commit} | {date} |"
+    head = "| file | written by | on | torch | commits | date |"
+    cells = "| [{name}](../benchmarks/results/{name}) | {program} | {machine} | {torch} | {commits} | {date} |"
     return text(table(head, cells, map(row, sorted(RESULTS.glob("*.json")))))
 
 

@@ -34,6 +34,14 @@ def records_of(file: str, **values: Any) -> list[Record]:
     return [record for record in load(file)["records"] if values.items() <= record.items()]
 
 
+def commits_of(file: str) -> str:
+    """The commits of the kernels that a result file's records were measured with, in seven digits."""
+    result = load(file)
+    of_file = result["meta"].get("commit")
+    commits = [record.get("commit", of_file) for record in result.get("records", [])]
+    return ", ".join(dict.fromkeys(commit[:7] for commit in commits or [of_file] if commit))
+
+
 def at(content: Any, path: str) -> Any:
     """What a path such as `ms.ours` or `prompts.1` leads to."""
     for key in path.split("."):
