@@ -4,5 +4,6 @@ These modules have no program of their name: `families` reads the built package,
 `fp8*.py`, `guarantees` has the results of tests, `results` lists the result files, `names` has the names of models and
 configurations, and `writing` has what all of them use. `benchmarks/readme.py` runs them. The comment before a table in
 its page leads to its code: the writer of <!-- two GPUs --> in docs/parallel.md begins with
-`@block("docs/parallel.md", "two GPUs")`.
+`@block("docs/parallel.md", "two GPUs")`. For a new table write such a function, put <!-- NAME --> and <!-- /NAME -->
+into the page, and run `benchmarks/readme.py`.
 """

@@ -10,12 +10,11 @@ from plots import PEERS
 from pages.names import by_config, config_of
 from pages.writing import Record, across, block, commits_of, grid, link, load, records_of, sizes, table, text
 
-PAGE = "docs/case-study.md"
 # What an example of kernels for LTX-Video reports, on an H100; it is not measured here.
 REPORTED = {"kernel": 2.67, "clip": 1.06, "compile": 1.34}
 
 
-@block(PAGE, "claim")
+@block("docs/case-study.md", "claim")
 def claim() -> str:
     """The reported figures, and the part of the time that they imply."""
     part = (1 - 1 / REPORTED["clip"]) / (1 - 1 / REPORTED["kernel"])
@@ -34,7 +33,7 @@ def steps() -> dict[str, Record]:
     return by_config(records_of("h200-ltx", frames=FRAMES))
 
 
-@block(PAGE, "configurations")
+@block("docs/case-study.md", "configurations")
 def configurations() -> str:
     """One denoising step in every configuration."""
     meta, measured = load("h200-ltx")["meta"], steps()
@@ -52,7 +51,7 @@ def configurations() -> str:
     )
 
 
-@block(PAGE, "norm")
+@block("docs/case-study.md", "norm")
 def norm() -> str:
     """RMSNorm alone, in every way."""
     records = records_of("h200-ops", op="rmsnorm", dtype="bf16")
@@ -96,7 +95,7 @@ def work(step: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
     return found
 
 
-@block(PAGE, "budget")
+@block("docs/case-study.md", "budget")
 def budget() -> str:
     """Where the time of a stock step is, and what a kernel that took no time would gain."""
     step = steps()["baseline"]
@@ -125,7 +124,7 @@ SOURCES = {
 }
 
 
-@block(PAGE, "sources")
+@block("docs/case-study.md", "sources")
 def sources() -> str:
     """The result files with their machine, commits and date."""
     rows = []
@@ -148,7 +147,7 @@ WHOLE: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@block(PAGE, "gaps")
+@block("docs/case-study.md", "gaps")
 def gaps() -> str:
     """What the page's question would take and its files do not have."""
     missing = [what for what, file, wanted in WHOLE if not records_of(file, **wanted)]

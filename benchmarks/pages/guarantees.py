@@ -9,7 +9,6 @@ sys.path.append(str(REPOSITORY / "tests"))
 
 from mutations import MUTATIONS
 
-PAGE = "docs/guarantees.md"
 DTYPES = ["float32", "float16", "bfloat16"]
 EXPONENTIAL = {"attention", "qk_norm_cross_attention"}  # of sums, so that no number of ulps bounds their errors
 SUITES = {  # in this order; others, which name themselves, follow
@@ -28,8 +27,8 @@ def source(file: str) -> str:
     return f"{link(file)}: {device}, torch {meta['torch']}, commit {commit}, {meta['date'][:10]}."
 
 
-@block(PAGE, "fuzz-cpu", file="fuzz-cpu")
-@block(PAGE, "fuzz-gpu", file="fuzz-h200")
+@block("docs/guarantees.md", "fuzz-cpu", file="fuzz-cpu")
+@block("docs/guarantees.md", "fuzz-gpu", file="fuzz-h200")
 def fuzz(file: str) -> str:
     """Cases, failures, and the largest errors of each op and dtype."""
     result = load(file)
@@ -58,7 +57,7 @@ def fuzz(file: str) -> str:
     )
 
 
-@block(PAGE, "sanitizers")
+@block("docs/guarantees.md", "sanitizers")
 def sanitizers() -> str:
     """What the tools of compute-sanitizer found."""
     result = load("sanitize-h200")
@@ -79,7 +78,7 @@ def sanitizers() -> str:
     )
 
 
-@block(PAGE, "suites")
+@block("docs/guarantees.md", "suites")
 def suites() -> str:
     """How the tests ended on a GPU, by run and file."""
     result = load("suites-h200")
@@ -97,7 +96,7 @@ def suites() -> str:
     )
 
 
-@block(PAGE, "mutations")
+@block("docs/guarantees.md", "mutations")
 def mutations() -> str:
     """Each defect with the first test that fails: in CPU sources, in CUDA sources, in what is not compiled."""
     rows, counts = [[mutation.defect, f"`{mutation.file}`"] for mutation in MUTATIONS], []
