@@ -106,6 +106,15 @@ def test_pipeline(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path
     assert all(torch.equal(model(**inputs)[0], output) for model, output in zip(loaded, want))
 
 
+def test_offloaded_autoencoder(ltx: ModuleType, device: str) -> None:
+    """An autoencoder that is offloaded does not move the stock weights of a transformer that is not."""
+    vae = pytest.importorskip("test_vae").make_vae("ltx 0.9.5", "cpu", torch.bfloat16)
+    accelerate.cpu_offload_with_hook(vae, device)
+    pipeline = Pipeline(transformer=make_model(device, torch.bfloat16), vae=vae)
+    report = ltx.optimize(pipeline, precision="fp8")
+    assert "beside the stock ones" in str(report) and "diffusers.LTXVideoDecoder3d" in report.replaced
+
+
 @every_family
 def test_families(ltx: ModuleType, device: str, family: Any, tmp_path: Path) -> None:
     inputs = cast(family.inputs(1), device, torch.bfloat16)

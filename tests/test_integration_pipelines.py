@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,3 +114,27 @@ def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
     ltx.restore(with_controlnet)
     with pytest.raises(ValueError, match=r"components: expected names among .*transformer.*, got 'decoder'"):
         ltx.optimize(pipe, components=["decoder"])
+
+
+def test_another_level_leaves_nothing_of_the_first(ltx: ModuleType, components: dict[str, Any]) -> None:
+    """Level "norms" has nothing for the autoencoder, and takes out what level "block" put there."""
+    pipe = diffusers.LTXPipeline(**components)
+    ltx.optimize(pipe)
+    with ltx.optimize(pipe, level="norms"):
+        assert touched(components) == {"transformer"}
+    assert not touched(components)
+
+
+def test_nothing_was_replaced(ltx: ModuleType, components: dict[str, Any]) -> None:
+    """An autoencoder that is replaced hides no model that is not; alone in its pipeline it is all there is."""
+    unknown = types.SimpleNamespace(components={**components, "transformer": torch.nn.Linear(2, 2)})
+    with pytest.warns(UserWarning, match="nothing was replaced in transformer\n") as warned:
+        report = ltx.optimize(unknown)
+    assert "left alone: transformer: nothing in torch.nn.modules.linear.Linear" in str(warned[0].message)
+    report.restore()
+    alone = types.SimpleNamespace(components={"vae": components["vae"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ltx.optimize(alone, strict=True).restore()
+    with pytest.warns(UserWarning, match="nothing was replaced\n.*\n.*\n.*no vae that is known at level norms"):
+        ltx.optimize(alone, level="norms")

@@ -112,10 +112,11 @@ def optimize(
     _check_options(level, precision, rounding, skip, stock_weights, weights, {"graphs": graphs, "strict": strict})
     if choice("attention", ATTENTION_PRECISION, attention) and (level != "block" or rounding != "fp32"):
         raise ValueError(f'attention: "int8" goes with level "block" and rounding "fp32", got {level} and {rounding}')
-    roots = _roots(obj, components, _is_default if level == "block" else _is_denoiser)
+    replaceable = _roots(obj, components, _is_default)
+    roots = replaceable if level == "block" else _roots(obj, components, _is_denoiser)
     # An autoencoder has no layers in fp8 and no file, and is left out beside a transformer. By itself it is an error.
-    in_files = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
-    files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in in_files.items()}
+    models = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
+    files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in models.items()}
     plan = _plan(roots, level, rounding)
     groups = _plan_fp8(plan, skip, files) if precision == "fp8" else []
     if strict and plan.left_alone:
@@ -125,13 +126,13 @@ def optimize(
         _parallel.check(root)
     if graphs:
         _plan_graphs(plan, roots)
-    if stock_weights == _fp8.BESIDE and any(map(_fp8.is_offloaded, roots.values())):
+    if stock_weights == _fp8.BESIDE and any(map(_fp8.is_offloaded, models.values())):
         stock_weights = _fp8.HELD
     title = f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
     report = Report(title, left_alone=plan.left_alone)
-    uninstall_all(roots.values())
+    uninstall_all(replaceable.values())
     report._roots = [weakref.ref(root) for root in roots.values()]
-    report._in_files = {name: weakref.ref(root) for name, root in in_files.items()}
+    report._in_files = {name: weakref.ref(root) for name, root in models.items()}
     try:
         _install(plan, groups, rounding, attention, stock_weights, list(files.values()), report)
         for root in roots.values():
@@ -141,9 +142,11 @@ def optimize(
             uninstall_all(roots.values())
         raise
     if groups:
-        report.notes.append(_fp8.finish(roots.values(), groups, stock_weights))
-    if not report.sites:
-        warnings.warn(f"ltx-kernels: nothing was replaced\n{report}", stacklevel=2)
+        report.notes.append(_fp8.finish(models.values(), groups, stock_weights))
+    replaced = {module for module, _ in plan.modules.values()}
+    if replaced.isdisjoint(module for root in models.values() for module in root.modules()):
+        where = f" in {', '.join(models)}" if replaced else ""  # beside the autoencoder
+        warnings.warn(f"ltx-kernels: nothing was replaced{where}\n{report}", stacklevel=2)
     return report
 
 
@@ -312,7 +315,7 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
         if not known:
             plan.left_alone[component] = f"nothing in {class_of(root)} is of a class that is known at level {level}"
     if not roots:
-        missing = f"none of the components {', '.join(DENOISERS)}, and no {AUTOENCODER} that is known"
+        missing = f"none of the components {', '.join(DENOISERS)}, and no {AUTOENCODER} that is known at level {level}"
         plan.left_alone["the pipeline"] = f"it has {missing}"
     keep_table_readers_together(plan)
     return plan
