@@ -3,15 +3,17 @@
 import re
 import sys
 
-from pages.writing import REPOSITORY, Record, across, block, grid, link, load, text
+from pages.writing import REPOSITORY, Record, across, block, device_of, grid, link, load, text
 
 sys.path.append(str(REPOSITORY / "tests"))
 
 from mutations import MUTATIONS
 
 DTYPES = ["float32", "float16", "bfloat16"]
-EXPONENTIAL = {"attention", "qk_norm_cross_attention"}  # of sums, so that no number of ulps bounds their errors
-SUITES = {  # in this order; others, which name themselves, follow
+# Ops that take exponentials of sums, so that no number of ulps bounds their errors.
+EXPONENTIAL = {"attention", "qk_norm_cross_attention"}
+# The runs of tests/gpu.py, in the order of the table. Other runs follow under their own names.
+SUITES = {
     "tests": "this GPU's code",
     "models": "models",
     "forced": "every kernel and geometry",
@@ -22,9 +24,8 @@ SUITES = {  # in this order; others, which name themselves, follow
 
 def source(file: str) -> str:
     meta = load(file)["meta"]
-    device = f"{meta['devices']} {meta['device']}" if meta.get("devices", 1) > 1 else meta["device"]
     commit = str(meta.get("commit") or "unknown")[:9]
-    return f"{link(file)}: {device}, torch {meta['torch']}, commit {commit}, {meta['date'][:10]}."
+    return f"{link(file)}: {device_of(meta)}, torch {meta['torch']}, commit {commit}, {meta['date'][:10]}."
 
 
 @block("docs/guarantees.md", "fuzz-cpu", file="fuzz-cpu")

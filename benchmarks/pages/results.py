@@ -5,7 +5,7 @@ from pathlib import Path
 
 from plots import RESULTS
 
-from pages.writing import REPOSITORY, Record, block, commits_of, load, table, text
+from pages.writing import REPOSITORY, Record, block, commits_of, device_of, load, table, text
 
 # Result files that are not named after their program.
 PROGRAMS = {"suites": "tests/gpu.py", "gates": "benchmarks/ops.py"}
@@ -27,7 +27,7 @@ def program_of(name: str) -> str:
 
 @block("docs/benchmarks.md", "files")
 def files() -> str:
-    """Every result file, with its program, machine and date."""
+    """Every result file, with its program, device, commits and date."""
 
     def row(path: Path) -> Record:
         meta = load(path.stem)["meta"]
@@ -35,14 +35,14 @@ def files() -> str:
         return {
             "name": path.name,
             "program": f"[{program}](../{program})" if program else "trials by hand",
-            "machine": f"{meta['devices']} {meta['device']}" if meta.get("devices", 1) > 1 else meta["device"],
+            "device": device_of(meta),
             "torch": meta.get("torch"),
             "commits": commits_of(path.stem),
             "date": meta.get("date", "")[:10],
         }
 
     head = "| file | written by | on | torch | commits | date |"
-    cells = "| [{name}](../benchmarks/results/{name}) | {program} | {machine} | {torch} | {commits} | {date} |"
+    cells = "| [{name}](../benchmarks/results/{name}) | {program} | {device} | {torch} | {commits} | {date} |"
     return text(table(head, cells, map(row, sorted(RESULTS.glob("*.json")))))
 
 

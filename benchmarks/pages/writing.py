@@ -42,6 +42,11 @@ def commits_of(file: str) -> str:
     return ", ".join(dict.fromkeys(commit[:7] for commit in commits or [of_file] if commit))
 
 
+def device_of(meta: Record) -> str:
+    """What a result was measured on, with the number of GPUs where there were several."""
+    return f"{meta['devices']} {meta['device']}" if meta.get("devices", 1) > 1 else meta["device"]
+
+
 def at(content: Any, path: str) -> Any:
     """What a path such as `ms.ours` or `prompts.1` leads to."""
     for key in path.split("."):
