@@ -246,12 +246,14 @@ def test_gains_are_of_one_depth_and_half(monkeypatch: pytest.MonkeyPatch) -> Non
             {**video, "half": "decode", "config": "stock", "decode_ms": 9.0},
             {**video, "half": "decode", "config": "kernels", "decode_ms": 3.0},
             {**video, "half": "encode", "config": "kernels", "encode_ms": 1.0},
+            {**video, "model": "wan", "half": "decode", "config": "stock", "decode_ms": 8.0},
+            {**video, "model": "wan", "half": "decode", "config": "kernels", "decode_ms": 4.0},
         ],
     }
     monkeypatch.setattr(writing, "load", lambda name: {"records": results.get(name, [])})
     assert families.measured_gains() == {
         "llama": ["Llama 8B, prompt of 8192 tokens: fp8 2.00 x", "Llama 8B, token: fp8 1.50 x"],
-        "vae_wan": ["decoder of Qwen-Image, 49 frames: bf16 3.00 x"],
+        "vae_wan": ["2 decoders, 49 frames: bf16 2.00 to 3.00 x"],
     }
     results["h200-vae"].append(results["h200-vae"][0])
     with pytest.raises(ValueError, match="expected one record of each configuration, got 3 in all"):

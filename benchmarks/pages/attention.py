@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from pages.models import ERRORS
 from pages.names import MODELS, by_model, config_of, model_of
-from pages.writing import Record, across, block, grid, link, load, records_of, table, text, titled
+from pages.writing import Record, across, between, block, grid, link, load, records_of, table, text, titled
 
 # What benchmarks/attention.py times.
 ATTENTION = {
@@ -54,19 +54,13 @@ def by_shape(head: str, row: str, records: Iterable[Record]) -> str:
     return by_name(f"B, S, heads, D | {head}", f"{{shape}} | {row}", records)
 
 
-def _between(values: Iterable[float]) -> str:
-    """The range of some factors; one figure where they are alike."""
-    ordered = sorted(values)
-    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (ordered[0], ordered[-1])))
-
-
 def _gains(records: list[Record]) -> str:
     """How attention compares with the others, by width of the heads."""
     sentences = []
     for width in sorted({record["shape"][3] for record in records}):
         ms = [record["ms"] for record in records if record["shape"][3] == width]
         others = [
-            f"{_between(times[name] / times['ours'] for times in ms)} times as fast as {ATTENTION[name]}"
+            f"{between(times[name] / times['ours'] for times in ms)} times as fast as {ATTENTION[name]}"
             for name in ATTENTION
             if name != "ours" and all(name in times for times in ms)
         ]
@@ -85,8 +79,8 @@ def speed() -> str:
     addends = [record for record in records if "keys" in record and record["mask"] == "addends"]
     heads, cells = speeds([name for name in ATTENTION if any(name in record["ms"] for record in plain)])
     mask_cells = across("{ms.@:.3f}", ("ours", "ours_lengths", "ours_valid", "default"))
-    over_valid = _between(r["ms"][way] / r["ms"]["ours_valid"] for r in masked for way in ("ours", "ours_lengths"))
-    over_mask = _between(record["ms"]["default"] / record["ms"]["ours"] for record in masked)
+    over_valid = between(r["ms"][way] / r["ms"]["ours_valid"] for r in masked for way in ("ours", "ours_lengths"))
+    over_mask = between(record["ms"]["default"] / record["ms"]["ours"] for record in masked)
 
     return text(
         f"One {meta['device']}, torch {meta['torch']}, bf16, random normal inputs, in ms "

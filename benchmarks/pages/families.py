@@ -12,7 +12,7 @@ from result_files import load_package
 from pages.llm import layers_of_whole_models
 from pages.names import AUTOENCODERS, LANGUAGE_MODELS, MODELS, first_blocks
 from pages.vae import CODERS
-from pages.writing import REPOSITORY, block, grid, records_of, text
+from pages.writing import REPOSITORY, Record, between, block, grid, records_of, text
 
 LIBRARIES = ("diffusers", "transformers")
 
@@ -74,29 +74,45 @@ def left_in_bf16() -> str:
     return text(grid("| family | layers of its blocks that stay in bf16 |", rows))
 
 
+def _gains(found: dict[str, Record], stock: str, key: str) -> dict[str, float]:
+    """How many times as fast as its `stock` configuration a model is, by precision, as far as both were timed."""
+    configs = {"bf16": "kernels", "fp8": "kernels_fp8"}
+    return {
+        precision: found[stock][key] / found[config][key]
+        for precision, config in configs.items()
+        if {stock, config} <= found.keys()
+    }
+
+
 def measured_gains() -> dict[str, list[str]]:
-    """How many times as fast as stock the models of each family are, by precision, as far as they were measured."""
+    """What README.md says of the speed of each family's models, as far as they were timed."""
     gains: dict[str, list[str]] = {}
 
-    def add(family: str, title: str, file: str, stock: str, key: str, **where: Any) -> None:
+    def of_configs(file: str, **where: Any) -> dict[str, Record]:
         records = records_of(file, **where)
         found = {record["config"]: record for record in records}
         if len(found) < len(records):
             raise ValueError(f"{file} {where}: expected one record of each configuration, got {len(records)} in all")
-        configs = {"bf16": "kernels", "fp8": "kernels_fp8"}
-        if stock in found and not found.keys().isdisjoint(configs.values()):
-            ms = {name: found[config][key] for name, config in configs.items() if config in found}
-            cell = ", ".join(f"{name} {found[stock][key] / ms[name]:.2f} x" for name in ms)
+        return found
+
+    def add(family: str, title: str, file: str, stock: str, key: str, **where: Any) -> None:
+        found = of_configs(file, **where)
+        if times := _gains(found, stock, key):
+            cell = ", ".join(f"{precision} {gain:.2f} x" for precision, gain in times.items())
             gains.setdefault(family, []).append(f"{title}{first_blocks(found[stock])}: {cell}")
 
     add("ltx", "2B, a step of 49 frames", "h200-ltx", "baseline", "step_ms", frames=49)
     for model, (title, family) in MODELS.items():
         add(family, title, "h200-models", "baseline", "step_ms", model=model)
     for half, coder in CODERS.items():
-        for model, (title, decoders) in AUTOENCODERS.items():
-            family = f"{decoders}_encoder" if half == "encode" else decoders
-            of_half = {"model": model, "half": half, "frames": 49, "dtype": "bf16"}
-            add(family, f"{coder} of {title}, 49 frames", "h200-vae", "stock", f"{half}_ms", **of_half)
+        of_family: dict[str, list[float]] = {}
+        for model, (_, decoders) in AUTOENCODERS.items():
+            found = of_configs("h200-vae", model=model, half=half, frames=49, dtype="bf16")
+            of_family.setdefault(decoders, []).extend(_gains(found, "stock", f"{half}_ms").values())
+        for decoders, times in of_family.items():
+            if times:
+                family = f"{decoders}_encoder" if half == "encode" else decoders
+                gains[family] = [f"{len(times)} {coder}s, 49 frames: bf16 {between(times)} x"]
     layers = layers_of_whole_models(records_of("h200-llm"))
     for model, (title, family) in LANGUAGE_MODELS.items():
         whole = {"model": model, "layers": layers.get(model)}

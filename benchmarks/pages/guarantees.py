@@ -53,7 +53,7 @@ def fuzz(file: str) -> str:
     return text(
         f"{source(file)} **{result['cases']} cases, {found}**, {elements / 1e6:.0f} million numbers compared with "
         f'fp64. {repeats} repeated calls, whole or one batch alone, gave the same bits. With `rounding="eager"`, '
-        f"{different} of {compared / 1e6:.0f} million 16-bit numbers are not the ones of plain torch.",
+        f"{different} of {compared / 1e6:.0f} million 16-bit numbers differ from plain torch's.",
         grid(f"| op | {across('@: ulp (part of the bound)', DTYPES)} | cases |", rows),
     )
 

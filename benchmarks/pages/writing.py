@@ -108,6 +108,12 @@ def sizes(record: Record) -> str:
     return "x".join(map(str, record["shape"]))
 
 
+def between(values: Iterable[float]) -> str:
+    """The range of some factors; one figure where they are alike."""
+    ordered = sorted(values)
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (ordered[0], ordered[-1])))
+
+
 def link(file: str) -> str:
     """A result file, for a page of docs/."""
     return f"[{file}.json](../benchmarks/results/{file}.json)"
