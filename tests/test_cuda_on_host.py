@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 HELPERS = ROOT / "tests" / "helpers"
 WIDTHS = [8, 40, 250, 264, 1000]  # several rows a warp; a part of a pack; more than one warp
-# What g++ does not take: launches, and three instructions of the GPU. Those of norm_kernel by index run on the host.
+# What g++ does not take: launches, and three instructions of the GPU. The host runs launches of norm_kernel by index.
 EDITS = [
     (
         "kernel_src/ltx/row/kernel.cuh",
