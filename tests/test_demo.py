@@ -319,7 +319,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
 def plant(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     name, make = FAULTS[fault]
     parts = ltx.integrations
-    for module in (parts._attend, parts._stream, parts._linear, parts.diffusers.norms):
+    for module in (parts._attend, parts._dispatch, parts._stream, parts._linear, parts.diffusers.norms):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, make(getattr(module, name)))
 

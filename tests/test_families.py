@@ -195,8 +195,8 @@ def test_own_attention(
     more = family.masked(2) if masked and family.masked is not None else {}
     model, inputs = make(family, device), cast({**family.inputs(2), **more}, device, torch.float32)
     stock = run(model, inputs)
-    monkeypatch.setattr(ltx.integrations._attend, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(ltx.integrations._attend, "_kernel_pays", lambda *_: True)
+    monkeypatch.setattr(ltx.integrations._dispatch, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(ltx.integrations._dispatch, "_kernel_pays", lambda *_: True)
     report = ltx.optimize(model)
     assert distance(run(model, inputs), stock) < CLOSE
     if not masked:
@@ -221,7 +221,7 @@ def test_cross_attentions_that_the_kernel_is_faster_at(
     ltx: ModuleType, shape: tuple[int, ...], keys: int, masked: bool, pays: bool
 ) -> None:
     query = torch.empty(shape, device="meta")
-    assert ltx.integrations._attend._kernel_pays(query, keys, masked) is pays
+    assert ltx.integrations._dispatch._kernel_pays(query, keys, masked) is pays
 
 
 @pytest.mark.parametrize("name, rows", [("hunyuan_video-padded", 8 + 3), ("hunyuan_video-15_text", 8 + 8)])

@@ -1099,15 +1099,15 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> At
 
     # set_attention_backend of one model is for all of the process.
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
-    integration = importlib.import_module(f"{ltx.__name__}.integrations._attend")
+    call, dispatch = ltx.integrations._attend, ltx.integrations._dispatch
     if device == "cpu":
-        monkeypatch.setattr(integration, "_op_pays", lambda query, *_: integration._has_tensor_cores(query.device))
-        monkeypatch.setattr(integration, "_capability", lambda _: (8, 0))
-        monkeypatch.setattr(integration, "runs_kernel", lambda query, *_: query.dtype != torch.float32)
+        monkeypatch.setattr(dispatch, "_op_pays", lambda query, *_: dispatch._has_tensor_cores(query.device))
+        monkeypatch.setattr(dispatch, "_capability", lambda _: (8, 0))
+        monkeypatch.setattr(dispatch, "runs_kernel", lambda query, *_: query.dtype != torch.float32)
     calls = {"attention": 0, "qk_norm_cross_attention": 0}
 
-    def counted(name: str) -> Callable[..., Tensor]:
-        op = getattr(integration, name)
+    def counted(home: ModuleType, name: str) -> Callable[..., Tensor]:
+        op = getattr(home, name)
 
         def count_and_call(*args: Any, **kwargs: Any) -> Tensor:
             calls[name] += 1
@@ -1115,8 +1115,8 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> At
 
         return count_and_call
 
-    for name in calls:
-        monkeypatch.setattr(integration, name, counted(name))
+    for home, name in ((dispatch, "attention"), (call, "qk_norm_cross_attention")):
+        monkeypatch.setattr(home, name, counted(home, name))
     replay = importlib.import_module(f"{ltx.__name__}.integrations._replay")
     monkeypatch.setattr(replay, "_is_ordinary", lambda: False)  # a replay calls ops without these functions
 
@@ -1168,8 +1168,8 @@ def test_attention_in_int8(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Self-attention of many tokens with heads of 128 columns takes it, and the report counts what does not."""
-    assert ltx.integrations._attend._INT8_TOKENS == 4608
-    monkeypatch.setattr(ltx.integrations._attend, "_INT8_TOKENS", tokens)
+    assert ltx.integrations._dispatch._INT8_TOKENS == 4608
+    monkeypatch.setattr(ltx.integrations._dispatch, "_INT8_TOKENS", tokens)
     heads = {"num_attention_heads": 2, "attention_head_dim": columns, "cross_attention_dim": 2 * columns}
     model, inputs = make_model(device, torch.bfloat16, **heads), make_inputs(device, torch.bfloat16)
     ltx.optimize(model)
@@ -1225,9 +1225,7 @@ def test_attention_follows_what_is_asked_of_diffusers(
     unmasked = {**inputs, "encoder_attention_mask": None}
     assert attends(lambda: model(**unmasked)) == (2 * in_kernel, 0)
     with monkeypatch.context() as slower:
-        slower.setattr(
-            importlib.import_module(f"{ltx.__name__}.integrations._attend"), "_kernel_pays", lambda *_: False
-        )
+        slower.setattr(ltx.integrations._dispatch, "_kernel_pays", lambda *_: False)
         assert attends(lambda: model(**unmasked)) == (in_kernel, 0)
     ltx.optimize(model, rounding="eager")
     assert attends(run) == (0, 0)

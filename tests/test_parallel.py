@@ -332,7 +332,7 @@ def _in_float32(case: Case) -> torch.Tensor:
 def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
     """What went wrong in one case; empty if nothing did."""
     home = f"{ltx.__name__}.integrations"
-    attend, parallel, peers = (sys.modules[f"{home}.{name}"] for name in ("_attend", "_parallel", "_peers"))
+    dispatch, parallel, peers = (sys.modules[f"{home}.{name}"] for name in ("_dispatch", "_parallel", "_peers"))
     family = families()[case.family]
     model: Any = random_(family.make()).to(case.dtype)
     case.prepare(model)
@@ -351,7 +351,7 @@ def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
         strided: list[str] = []
         with _watched(strided) as calls, contextlib.ExitStack() as stack:
             if case.kernel:
-                stack.enter_context(mock.patch.object(attend, "runs_kernel", lambda *_: True))
+                stack.enter_context(mock.patch.object(dispatch, "runs_kernel", lambda *_: True))
             if case.ahead:
                 stack.enter_context(mock.patch.object(parallel, "LEAST_AHEAD", 0))
             if case.peers:

@@ -1,6 +1,7 @@
 """The attention of diffusion transformers: project, normalise and rotate query and key, attend, project.
 
-`Attention` describes one class of attention modules; this module computes any of them. Query, key and value come out of
+`Attention` describes one class of attention modules; this module computes any of them, with the layers that
+_attention_plan.py finds and the kernel that _dispatch.py chooses. Query, key and value come out of
 one product where their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so
 that nothing is concatenated; norm and rotation are one launch, in place.
 """
@@ -8,49 +9,42 @@ that nothing is concatenated; norm and rotation are one launch, in place.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, Protocol, cast
+from typing import Any, Callable, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import INT8_HEAD_DIM
-from .._variant import constant_when_compiled
-from ..attention import attention, qk_norm_cross_attention, runs_kernel
+from ..attention import qk_norm_cross_attention
 from ..glu import gate_heads, swiglu
 from ..norm import rmsnorm
 from ..quant import gate_heads_quant, swiglu_quant
 from ..rope import apply_rotary, qk_norm_rope
 from . import _parallel
-from ._decoder import ACTIVATIONS, SILU
-from ._fp8 import in_fp8
-from ._guards import (
-    ATTRIBUTE,
-    children,
-    class_of,
-    hooked,
-    is_capturing,
-    recall,
-    remember,
-    submodule,
-    why_not_input,
-    why_not_norm_weight,
+from ._attention_plan import (
+    ADDED,
+    ADDED_NORMS,
+    ADDED_OUTPUT,
+    AttentionPlan,
+    in_features,
+    plan_of,
+    settings_of,
+    why_not_module,
 )
-from ._linear import Input, Linears, dequantised, joined, may_overwrite, unpack
-from ._replay import as_one, others_take_functions, refuse
+from ._dispatch import AttentionModule, attend, in_one_op, parallel_config, values_ahead, without_padding
+from ._fp8 import in_fp8
+from ._guards import ATTRIBUTE, hooked, recall, submodule, why_not_input
+from ._linear import Input, Linears, dequantised, joined, unpack
+from ._masks import KeyBias, PaddingMask, ScoresMask
+from ._replay import as_one
 from ._rotary import Tables, kept, with_identity_rows
 from ._sites import Entry, Site, site_of, stock_forward
 from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
 
 # Recognised together with their processor: the class says nothing about what is computed.
 SHARED = ("diffusers.models.attention_processor.Attention",)
-# The layers of a joint attention's second stream.
-ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
-ADDED_NORMS = ("norm_added_q", "norm_added_k")
-ADDED_OUTPUT = "to_add_out"
+# Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
+ROUND_ONCE = (TORCH_RMSNORM, TORCH_LAYERNORM)
 # The layers that diffusers' fuse_qkv_projections adds, each for some with the same input.
 FUSED = {
     ("to_q", "to_k", "to_v"): "to_qkv",
@@ -60,108 +54,6 @@ FUSED = {
 }
 # The arguments that every description means by them.
 INPUTS = ("hidden_states", "encoder_hidden_states", "attention_mask")
-DROPOUT = "torch.nn.modules.dropout.Dropout"
-
-# Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
-ROUND_ONCE = (TORCH_RMSNORM, TORCH_LAYERNORM)
-
-# Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
-# (h200-tuning.json, 2 x 8064 queries of 32 heads: 128 keys of 64 columns 73 us with masked keys and 93 without, where
-# two norms and cuDNN's attention take 157; 256 keys 104 and 181 of 213; 128 keys of 128 columns, no mask, 163 of 181.)
-MOST_KEYS = 16384
-
-
-class Processor(Protocol):
-    """What diffusers' attention processors hold."""
-
-    _attention_backend: Any
-    _parallel_config: Any
-
-
-class AttentionModule(Protocol):
-    """What diffusers' attention modules hold, beside their submodules."""
-
-    heads: int
-    processor: Processor
-    training: bool
-    _modules: dict[str, nn.Module]
-    __dict__: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class KeyBias:
-    """A mask [B, 1, T] that is added to the scores of each key."""
-
-    def why_not(self, mask: Tensor, keys: int | None) -> str:
-        """keys: The length of a cross-attention's context; None for a self-attention."""
-        fits = mask.dim() == 3 and mask.shape[1] == 1 and mask.shape[2] == keys
-        return "" if fits else "a mask of another shape than [B, 1, text]"
-
-    def for_scores(self, mask: Tensor) -> Tensor:
-        """[B, 1, 1, T], to broadcast over heads and queries."""
-        return mask.unsqueeze(1)
-
-    def of_keys(self, mask: Tensor) -> Tensor | None:
-        """[B, T], to be added to the scores of a key; None where the mask cannot be written so."""
-        return mask.squeeze(1) if mask.is_floating_point() else None
-
-
-@dataclass(frozen=True)
-class ScoresMask:
-    """A mask as torch's scaled_dot_product_attention takes it, that the stock processor hands on as it is."""
-
-    def why_not(self, mask: Tensor, keys: int | None) -> str:
-        return ""
-
-    def for_scores(self, mask: Tensor) -> Tensor:
-        return mask
-
-    def of_keys(self, mask: Tensor) -> Tensor | None:
-        return mask[:, 0, 0] if mask.dim() == 4 and mask.shape[1:3] == (1, 1) else None
-
-
-@dataclass(frozen=True)
-class KeyMask(ScoresMask):
-    """A mask [B, S] that says which keys are seen, or a mask of scores."""
-
-    def for_scores(self, mask: Tensor) -> Tensor:
-        return mask[:, None, None, :] if mask.dim() == 2 else mask
-
-    def of_keys(self, mask: Tensor) -> Tensor | None:
-        return super().of_keys(self.for_scores(mask))
-
-
-@dataclass(frozen=True)
-class PaddingMask(ScoresMask):
-    """A bool mask of a joint attention that leaves out padding of the text, whose rows come last.
-
-    Where the valid rows of every sample come first, keys are trimmed instead of masked.
-
-    of_text: The mask is [B, T], of the text's rows alone, and the attention's output for padding is 0. Otherwise it is
-        [B, 1, 1, S + T], and padding attends as other rows do.
-    """
-
-    of_text: bool = False
-
-    def why_not(self, mask: Tensor, keys: int | None) -> str:
-        if self.of_text:
-            fits = mask.dim() == 2 and mask.shape[1] == keys
-            return "" if fits else "a mask of another shape than [B, text]"
-        fits = mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool
-        return "" if fits else "a mask of another form than bool [B, 1, 1, keys]"
-
-    def valid(self, mask: Tensor, rows: int) -> Tensor:
-        """Which of the joint rows are valid, bool [B, S + T]."""
-        if self.of_text:
-            return F.pad(mask.bool(), (rows - mask.shape[1], 0), value=True)
-        return mask[:, 0, 0]
-
-    def text_of(self, text: Tensor, mask: Tensor) -> Tensor:
-        """The text's rows [B, T, H] of the output, from what is left of them after trimming."""
-        if not self.of_text:
-            return text
-        padding = ~mask[:, : text.shape[1]].bool().unsqueeze(-1)
-        return F.pad(text.masked_fill(padding, 0), (0, 0, 0, mask.shape[1] - text.shape[1]))
 
 
 def _same_tables(module: AttentionModule, rope: Any) -> Any:
@@ -269,7 +161,7 @@ class Attention:
         first = module._modules[self.called(module, self.projections[:1] if self.cross else self.projections)[0]]
         if site is None or first is None or not in_fp8(first) or hooked(module):
             return None
-        plan = _plan(site.entry.description, module, hidden_states)
+        plan = plan_of(site.entry.description, module, hidden_states)
         if plan.reason or (plan.gate is not None and not plan.gate.fp8) or (self.shared and plan.added is None):
             return None
         return plan.query if self.cross else plan.all
@@ -297,8 +189,8 @@ class Attention:
                     "processor",  # a module, as an IP-Adapter's processor is
                 )
             ),
-            why_not=functools.partial(_why_not_module, self),
-            settings=_settings,
+            why_not=functools.partial(why_not_module, self),
+            settings=settings_of,
             together_with=self.together_with,
             packs=self.packs,
             release=lambda module: unpack(module, self.packs(module)),
@@ -317,175 +209,9 @@ class Attention:
             return ()
         to_q, to_k, _ = (cast(nn.Linear, module._modules[name]) for name in self.projections)
         # A cross-attention finds the last two adjacent as well.
-        main = self.projections if _in_features(to_q) == _in_features(to_k) else self.projections[1:]
+        main = self.projections if in_features(to_q) == in_features(to_k) else self.projections[1:]
         others = (ADDED if self.added else (), self.image[:2])
         return (main, *(names for names in others if names and all(module._modules.get(name) for name in names)))
-
-
-def _why_not_module(spec: Attention, module: nn.Module) -> str:
-    """Why a module of the class cannot be replaced."""
-    attention_module = cast(AttentionModule, module)
-    if class_of(attention_module.processor) not in (spec.processor, *spec.other_processors):
-        return f"its processor is {class_of(attention_module.processor)}"
-    return _why_not_norms(spec, module) or _why_not_mlp(spec, module)
-
-
-def _why_not_mlp(spec: Attention, module: nn.Module) -> str:
-    activation = module._modules.get(spec.mlp) if spec.mlp else None
-    fits = not spec.mlp or ACTIVATIONS.get(class_of(activation)) == SILU
-    return "" if fits else f"{spec.mlp} is {class_of(activation)}"
-
-
-def _norm_pairs(spec: Attention, module: nn.Module) -> list[tuple[str, str]]:
-    """The names of the norms of query and key, of each stream that has any."""
-    pairs = [spec.norms]
-    if spec.added:
-        pairs.append(ADDED_NORMS)
-    if spec.image:
-        pairs.append((spec.image[2], spec.image[2]))
-    return [pair for pair in pairs if any(module._modules.get(name) is not None for name in pair)]
-
-
-def _why_not_norms(spec: Attention, module: nn.Module) -> str:
-    for pair in _norm_pairs(spec, module):
-        norms = [module._modules.get(name) for name in pair]
-        if any(class_of(norm) != spec.norm for norm in norms):
-            return f"{pair[0]} or {pair[1]} is not {'torch.nn.RMSNorm' if spec.norm == TORCH_RMSNORM else spec.norm}"
-        one, other = norms
-        assert one is not None and other is not None
-        if one.eps != other.eps or any(norm._parameters.get("weight") is None for norm in (one, other)):
-            return f"{pair[0]} and {pair[1]} differ in eps, or have no weight"
-    return ""
-
-
-def _settings(module: nn.Module) -> Mapping[str, Any]:
-    # From where the processor takes it: another copy of diffusers, or a patched function, is followed.
-    processor = type(cast(AttentionModule, module).processor)
-    dispatch = getattr(sys.modules[processor.__module__], "dispatch_attention_fn", None)
-    if dispatch is None:
-        return {"dispatch": None, "backends": None}
-    home = sys.modules[dispatch.__module__]
-    patched = getattr(home, "dispatch_attention_fn", None) is not dispatch
-    backends = None if patched else getattr(home, "_AttentionBackendRegistry", None)
-    return {"dispatch": dispatch, "backends": backends}
-
-
-# ---- What is known about a module
-
-
-class _Plan:
-    """The layers of an attention module in the forms that their state allows, or the reason why its calls run stock."""
-
-    __slots__ = (
-        *(
-            "added",
-            "added_out",
-            "all",
-            "biases",
-            "context",
-            "dropout",
-            "eps",
-            "gate",
-            "image",
-            "in_place",
-            "layout",
-            "ops",
-            "out",
-            "query",
-        ),
-        *("reason", "weights"),
-    )
-
-    def __init__(self, spec: Attention, module: nn.Module, input: Tensor, site: Site) -> None:
-        self.reason = _why_not_plan(spec, module, input)
-        if self.reason:
-            return
-        self.in_place = may_overwrite()
-        self.ops: dict[tuple[bool, bool], tuple[str, ...]] = {}  # by what `_count` is told
-        self._read_norms(spec, module)
-        self.added = self.added_out = self.gate = self.image = self.out = self.dropout = None
-        self.layout = spec.layout if spec.layout_of is None else spec.layout_of(module)
-        if spec.mlp:
-            self.all, self.out = (
-                Linears((cast(nn.Linear, module._modules[name]),), input, site)
-                for name in (*spec.projections, spec.output)
-            )
-            self.query = self.context = self.all
-            return
-        pack = site.rounding == "fp32"
-
-        def linears(names: tuple[str, ...], pack: bool = pack) -> Linears:
-            called = spec.called(module, names)
-            parts = len(names) if called != names else 1
-            layers = [cast(nn.Linear, module._modules[name]) for name in called]
-            made = Linears(layers, input, site, pack, parts)
-            if parts > 1 and not (type(layers[0]) is nn.Linear and (made.plain or made.scaled)):
-                self.reason = f"{called[0]}, which fuse_qkv_projections made, cannot be taken as one product"
-            if parts > 1 and made.plain and in_fp8(cast(nn.Module, module._modules[names[0]])):
-                site.remark(f"{called[0]} in its own precision: it was fused after optimize")
-            return made
-
-        q, k, _ = (module._modules[name] for name in spec.projections)
-        self.all = linears(spec.projections, pack and _in_features(q) == _in_features(k))
-        self.query = linears(spec.projections[:1])
-        self.context = linears(spec.projections[1:])
-        if spec.gate and module._modules.get(spec.gate) is not None:
-            self.gate = Linears((cast(nn.Linear, module._modules[spec.gate]),), input, site)
-        if spec.added and module._modules.get(ADDED[0]) is not None:
-            self.added = linears(ADDED)
-        if spec.added and module._modules.get(ADDED_OUTPUT) is not None:
-            self.added_out = Linears((cast(nn.Linear, module._modules[ADDED_OUTPUT]),), input, site)
-        if spec.image and module._modules.get(spec.image[0]) is not None:
-            self.image = linears(spec.image[:2])
-        out = module._modules.get(spec.output) if spec.output else None
-        if out is not None:
-            projection, dropout = children(out, "0", "1")
-            self.out = Linears((projection,), input, site)
-            if class_of(dropout) != DROPOUT or dropout.training or hooked(dropout):
-                self.dropout = dropout
-
-    def _read_norms(self, spec: Attention, module: nn.Module) -> None:
-        self.weights: list[Tensor | None] = []
-        self.biases: list[Tensor | None] = []
-        self.eps: list[float | None] = []
-        for pair in _norm_pairs(spec, module):
-            norms = children(module, *pair)
-            self.weights += [norm._parameters["weight"] for norm in norms]
-            self.biases += [norm._parameters.get("bias") for norm in norms]
-            self.eps.append(norms[0].eps)
-
-
-def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
-    processor = cast(AttentionModule, module).processor
-    if class_of(processor) not in (spec.processor, *spec.other_processors):
-        return f"the processor is {class_of(processor)}"
-    reason = _why_not_norms(spec, module)
-    for pair in [] if reason else _norm_pairs(spec, module):
-        for name in pair:
-            norm = module._modules[name]
-            assert norm is not None
-            if hooked(norm):
-                return f"{name} has a hook"
-            reason = reason or why_not_norm_weight(norm, input)  # type: ignore[arg-type]
-            reason = f"{name}: {reason}" if reason else ""
-    if spec.mlp and not reason:
-        activation = cast(nn.Module, module._modules[spec.mlp])
-        reason = _why_not_mlp(spec, module) or (
-            f"{spec.mlp} has a hook" if any(map(hooked, activation.modules())) else ""
-        )
-    return reason
-
-
-def _plan(spec: Attention, module: nn.Module, input: Tensor) -> _Plan:
-    return remember(module, ("attention", input.dtype, input.device), _make_plan, spec, input)
-
-
-def _make_plan(module: nn.Module, spec: Attention, input: Tensor) -> _Plan:
-    return _Plan(spec, module, input, site_of(module))
-
-
-def _in_features(linear: nn.Module | None) -> object:
-    return getattr(linear, "in_features", None)
 
 
 # ---- The call
@@ -520,15 +246,17 @@ def _forward(
     site = site_of(module)
     if isinstance(input, tuple):  # asked before, but for the arguments beside
         like = dequantised(input) if torch.compiler.is_compiling() else input[1]
-        plan = recall(module, ("attention", torch.bfloat16, input[1].device)) or _plan(spec, module, dequantised(input))
+        plan = recall(module, ("attention", torch.bfloat16, input[1].device)) or plan_of(
+            spec, module, dequantised(input)
+        )
         reason = plan.reason or _why_not_call(spec, module, like, context, mask, rope, options)
     else:
         reason = _why_not_call(spec, module, input, context, mask, rope, options)
         if not reason:
-            plan = _plan(spec, module, input)
+            plan = plan_of(spec, module, input)
             reason = plan.reason
     if reason:
-        parallel = _parallel_config(spec, cast(AttentionModule, module), context is not None)
+        parallel = parallel_config(spec, cast(AttentionModule, module), context is not None)
         if parallel is not None:
             masks = (mask, options.get("encoder_hidden_states_mask"))
             _parallel.check_dispatch(_parallel.context_of(parallel), *masks)
@@ -563,7 +291,7 @@ def _project(site: Site, linears: Linears, input: Input, heads: int) -> tuple[Te
 def _norm_and_rotate(
     spec: Attention,
     site: Site,
-    plan: _Plan,
+    plan: AttentionPlan,
     stream: int,
     query: Tensor,
     key: Tensor,
@@ -610,7 +338,7 @@ def _rotates_in_one_op(spec: Attention, site: Site) -> bool:
     return spec.norm in ROUND_ONCE or (spec.norm == RMSNORM and site.rounding == "fp32")
 
 
-def _ops_before(spec: Attention, site: Site, plan: _Plan, rotated: bool) -> tuple[str, ...]:
+def _ops_before(spec: Attention, site: Site, plan: AttentionPlan, rotated: bool) -> tuple[str, ...]:
     """The ops that `_norm_and_rotate` runs."""
     if plan.eps and (rotated or not spec.across_heads) and _rotates_in_one_op(spec, site):
         return ("qk_norm_rope",)
@@ -631,7 +359,7 @@ def _identity(site: Site, query: Tensor) -> Tables:
 def _norm_then_rotate(
     spec: Attention,
     site: Site,
-    plan: _Plan,
+    plan: AttentionPlan,
     x: Tensor,
     weight: Tensor | None,
     eps: float | None,
@@ -652,7 +380,7 @@ def _single(
     spec: Attention,
     site: Site,
     module: Any,
-    plan: _Plan,
+    plan: AttentionPlan,
     input: Input,
     context: Tensor | None,
     mask: Tensor | None,
@@ -685,17 +413,17 @@ def _single(
         fresh = plan.context.packed
     tables = None if rope is None else as_one(spec.tables, module, rope)
     keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
-    if keys is not None and tables is None and _in_one_op(spec, site, module, query, key):
+    if keys is not None and tables is None and in_one_op(spec, site, module, query, key):
         site.count_call("qk_norm_cross_attention", *(("gate_heads",) if plan.gate is not None else ()))
         query_weight, key_weight = plan.weights
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
         return _output(plan, _gated(spec, site, plan, input, output))
-    ahead = None if context is not None else _values_ahead(spec, module, value, mask, keys)
+    ahead = None if context is not None else values_ahead(spec, module, value, mask, keys)
     query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
-    output, own = _scores(spec, site, module, query, key, value, mask, keys, context is not None, out, ahead)
+    output, own = attend(spec, site, module, query, key, value, mask, keys, context is not None, out, ahead)
     if image:
         key = _norm_then_rotate(spec, site, plan, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
-        output = output + _scores(spec, site, module, query, key, image[1], None, None, True)[0]
+        output = output + attend(spec, site, module, query, key, image[1], None, None, True)[0]
     _count(spec, site, plan, tables is not None, own)
     if gate_up is None:
         return _output(plan, _gated(spec, site, plan, input, output))
@@ -712,7 +440,7 @@ def _single(
     return plan.out(both)[0]
 
 
-def _gated(spec: Attention, site: Site, plan: _Plan, input: Input, output: Tensor) -> Input:
+def _gated(spec: Attention, site: Site, plan: AttentionPlan, input: Input, output: Tensor) -> Input:
     """The output [B, S, heads, D], each head times its gate; quantised rows where the output layer reads these."""
     if plan.gate is None:
         return output
@@ -726,7 +454,7 @@ def _joint(
     spec: Attention,
     site: Site,
     module: Any,
-    plan: _Plan,
+    plan: AttentionPlan,
     input: Input,
     context: Tensor,
     mask: Tensor | None,
@@ -764,11 +492,11 @@ def _joint(
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
     if mask is not None and isinstance(spec.mask, PaddingMask):
-        query, key, value, seen = _without_padding(spec.mask, site, module, query, key, value, mask)
+        query, key, value, seen = without_padding(spec.mask, site, module, query, key, value, mask)
     else:
         seen = mask
     keys = None if seen is None or spec.mask is None else spec.mask.of_keys(seen)
-    output, own = _scores(spec, site, module, query, key, value, seen, keys, False)
+    output, own = attend(spec, site, module, query, key, value, seen, keys, False)
     _count(spec, site, plan, tables is not None, own)
     if added is None:
         both = _output(plan, output)
@@ -783,7 +511,7 @@ def _joint(
 
 
 def _project_both(
-    site: Site, plan: _Plan, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
+    site: Site, plan: AttentionPlan, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
 ) -> tuple[Tensor, ...]:
     """Query, key and value, [B, S + T, heads, D], of two streams that go through the same layers."""
     linears = plan.all
@@ -799,7 +527,7 @@ def _rows(table: Tensor, rows: slice) -> Tensor:
     return table[..., rows, :]
 
 
-def _output(plan: _Plan, heads: Input) -> Tensor:
+def _output(plan: AttentionPlan, heads: Input) -> Tensor:
     """The output layer's result, of heads [B, S, heads, D] or of their quantised rows."""
     rows = heads.flatten(2) if isinstance(heads, Tensor) else heads
     if plan.out is None:
@@ -809,254 +537,10 @@ def _output(plan: _Plan, heads: Input) -> Tensor:
     return output if plan.dropout is None else plan.dropout(output)
 
 
-# ---- Scores
-
-
-_capability = functools.cache(torch.cuda.get_device_capability)
-
-
-@constant_when_compiled
-def _has_tensor_cores(device: torch.device) -> bool:
-    return _capability(device) >= (8, 0)
-
-
-def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
-    """Whether qk_norm_cross_attention is the faster way: where it has tensor cores."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and head_dim in (64, 128)
-        and head_dim * keys <= MOST_KEYS
-        and _has_tensor_cores(query.device)
-    )
-
-
-def _kernel_pays(query: Tensor, keys: int, masked: bool) -> bool:
-    """Whether a cross-attention takes the kernel of `attention`: where it was faster than torch's (h200-tuning.json).
-
-    Where samples and heads are few, the kernel is faster for at most 192 queries, because it divides their keys. With
-    more queries torch is faster with heads of 128 columns, unless it has to add a mask.
-    """
-    batch, queries, heads, width = query.shape
-    if queries <= 192 and not masked:
-        return batch * heads <= 64
-    return width == 64 or (masked and keys >= 256)
-
-
-def _in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tensor, key: Tensor) -> bool:
-    """Whether a masked cross-attention goes through qk_norm_cross_attention."""
-    return (
-        spec.norm == TORCH_RMSNORM
-        and spec.across_heads
-        and _parallel_config(spec, module, True) is None
-        and _op_pays(query, key.shape[1], query.shape[-1])
-        and _may_attend(site, module)
-    )
-
-
-def _without_padding(
-    spec: PaddingMask, site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Query, key and value without padding as far as it is the same for all samples, and the mask for the rest."""
-    valid = spec.valid(mask, key.shape[1])
-    lengths = _valid_lengths(site, mask, valid) if _may_read(module, mask) else ()
-    if lengths:
-        longest = max(lengths)
-        key, value, valid = key[:, :longest], value[:, :longest], valid[:, :longest]
-        if spec.of_text:
-            query = query[:, :longest]
-        if min(lengths) == longest:
-            return query, key, value, None
-    return query, key, value, valid[:, None, None]
-
-
-def _may_read(module: AttentionModule, mask: Tensor) -> bool:
-    """Whether the host may ask for a mask's contents, and rows be left out for them.
-
-    A compiled or captured graph serves other masks too. An inference tensor may change without a sign, so that every
-    block would have to ask. Other functions or devices may rely on all the rows.
-    """
-    if torch.compiler.is_compiling() or mask.is_inference() or others_take_functions() or is_capturing():
-        return False
-    return getattr(module.processor, "_parallel_config", None) is None
-
-
-def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
-    """The number of valid rows of each sample, read once for a mask; empty where these are not the first rows."""
-
-    def make() -> tuple[int, ...]:
-        counts = valid.sum(-1)
-        first = torch.arange(valid.shape[1], device=valid.device) < counts.unsqueeze(-1)
-        in_order, *lengths = torch.cat(((first == valid).all().view(1), counts)).tolist()
-        return tuple(lengths) if in_order else ()
-
-    return kept(site, ("valid lengths", valid.shape), mask, make)
-
-
-def _may_attend(site: Site, module: AttentionModule) -> bool:
-    """Whether an attention may go through an op of this package: nothing else was asked for.
-
-    Diffusers' dispatch chooses where a backend was set, and where somebody else takes calls of torch functions:
-    perturbed attention guidance replaces scaled_dot_product_attention in that way.
-    """
-    processor, backends = module.processor, site.settings["backends"]
-    return (
-        site.rounding == "fp32"
-        and getattr(processor, "_attention_backend", None) is None
-        and ((backends is None and site.settings["dispatch"] is None) or _is_native(backends))
-        and not others_take_functions()
-    )
-
-
-def _is_native(backends: Any) -> bool:
-    return backends is not None and backends.get_active_backend()[0] == "native"  # a str and an Enum
-
-
-def _count(spec: Attention, site: Site, plan: _Plan, rotated: bool, own: bool) -> None:
+def _count(spec: Attention, site: Site, plan: AttentionPlan, rotated: bool, own: bool) -> None:
     ops = plan.ops.get((rotated, own))
     if ops is None:
         mlp = ("swiglu",) if spec.mlp else ()
         ops = (*_ops_before(spec, site, plan, rotated), *(("attention",) if own else ()), *mlp)
         plan.ops[rotated, own] = ops
     site.count_call(*ops)
-
-
-def _scores(
-    spec: Attention,
-    site: Site,
-    module: AttentionModule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    keys: Tensor | None,
-    cross: bool,
-    out: Tensor | None = None,
-    ahead: _parallel.Ahead | None = None,
-) -> tuple[Tensor, bool]:
-    """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
-
-    keys: The mask as one of keys, where it can be written so.
-    out: Where this package's op, or an exchange by copies, may write the result. Others return a tensor of their own.
-    ahead: The values, where `_values_ahead` has sent them.
-    """
-    scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
-    fits = mask is None or keys is not None
-    parallel = _parallel_config(spec, module, cross)
-    if parallel is None:
-        pays = not cross or _kernel_pays(query, key.shape[1], mask is not None)
-        if fits and pays and runs_kernel(query, key, value) and _may_attend(site, module):
-            return _own_attention(site, query, key, value, keys, cross, out), True
-        if not cross:
-            _remark_native(site, "not this package's kernel")
-        return _dispatched(site, module, query, key, value, scores_mask, None), False
-    context = _parallel.context_of(parallel)
-    if context is None or (mask is not None and keys is None) or _needs_gradient(query, key, value):
-        if not cross:
-            _remark_native(site, "several ranks")
-        _parallel.check_dispatch(context, mask)
-        return _dispatched(site, module, query, key, value, scores_mask, parallel), False
-
-    # Ranks may hold different numbers of keys, and have to decide alike.
-    may_attend = fits and not cross and _may_attend(site, module)
-
-    def overlaps(query: Tensor, key: Tensor, value: Tensor) -> bool:
-        return may_attend and runs_kernel(query, key, value)
-
-    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
-        if overlaps(query, key, value):
-            return _own_attention(site, query, key, value, mask, cross, out)
-        if not cross:
-            _remark_native(site, "not this package's kernel")
-        scores_mask = None if mask is None else mask[:, None, None]
-        output = _dispatched(site, module, query, key, value, scores_mask, None)
-        return output if out is None else out.copy_(output)
-
-    output = _parallel.attend(
-        context,
-        query,
-        key,
-        value,
-        keys,
-        ahead=ahead,
-        out=out,
-        cross=cross,
-        compute=compute,
-        overlaps=overlaps,
-        in_place=may_overwrite(),
-    )
-    return output, overlaps(query, key, value)
-
-
-def _values_ahead(
-    spec: Attention, module: AttentionModule, value: Tensor, mask: Tensor | None, keys: Tensor | None
-) -> _parallel.Ahead | None:
-    """The values of a self-attention, sent ahead of query and key, or None where they travel together."""
-    parallel = _parallel_config(spec, module, False)
-    if parallel is None or (mask is not None and keys is None):
-        return None
-    return _parallel.send_ahead(_parallel.context_of(parallel), value)
-
-
-# From so many tokens on int8 scores are faster than the model's dtype; fewer have not been timed (h200-attention.json).
-_INT8_TOKENS = 4608
-
-
-def _own_attention(
-    site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cross: bool, out: Tensor | None
-) -> Tensor:
-    """This package's attention, in 8 bits where `optimize` was told so, the op takes the call and the call gains."""
-    if site.settings["attention"] == "int8" and not cross:
-        columns, tokens = query.shape[-1], key.shape[1]
-        if mask is not None:
-            _remark_native(site, "a mask")
-        elif columns != INT8_HEAD_DIM:
-            _remark_native(site, f"heads of {columns} columns")
-        elif tokens < _INT8_TOKENS:
-            _remark_native(site, f"fewer than {_INT8_TOKENS} tokens")
-        else:
-            return attention(query, key, value, out=out, precision="int8")
-    return attention(query, key, value, mask=mask, out=out)
-
-
-def _remark_native(site: Site, reason: str) -> None:
-    if site.settings["attention"] == "int8":
-        site.remark(f"attention not in int8: {reason}")
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _parallel_config(spec: Attention, module: AttentionModule, cross: bool) -> Any:
-    """How the tokens of an attention lie on several ranks; None where this rank has all that it needs."""
-    if cross and not spec.parallel_cross:
-        return None
-    config = getattr(module.processor, "_parallel_config", None)
-    if config is not None:
-        refuse("ranks exchange tokens")
-    return config
-
-
-def _dispatched(
-    site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, parallel: Any
-) -> Tensor:
-    """Attention as the stock processor would have it computed."""
-    dispatch = site.settings["dispatch"]
-    if dispatch is None:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-    backend = getattr(module.processor, "_attention_backend", None)
-    if not (_is_native(site.settings["backends"]) if backend is None else backend == "native"):
-        refuse("a backend of attention may run kernels or set modes that no torch function tells of")
-    output: Tensor = dispatch(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=0.0,
-        is_causal=False,
-        backend=backend,
-        parallel_config=parallel,
-    )
-    return output.to(query.dtype)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .._attend import Attention, KeyBias
+from .._attend import Attention
+from .._masks import KeyBias
 from .._rotary import Tables, halves
 
 LTX2 = "diffusers.models.transformers.transformer_ltx2."

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention, ScoresMask
+from .._attend import Attention
 from .._block import Block
 from .._double import IMAGE, TEXT, Tokens, double_block
 from .._feed_forward import beside_mlp
 from .._guards import children
 from .._linear import all_readers, linears_of
+from .._masks import ScoresMask
 from .._rotary import Tables, halves
 from .._stream import TORCH_LAYERNORM, Mod, Stream, clipped, joint, modulation_by
 

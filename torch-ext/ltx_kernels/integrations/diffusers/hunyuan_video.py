@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention, PaddingMask
+from .._attend import Attention
 from .._block import Block
 from .._double import IMAGE, TEXT, Residual, Tokens, double_block
 from .._feed_forward import beside_mlp
 from .._guards import children
 from .._linear import linears_of
+from .._masks import PaddingMask
 from .._rotary import Tables, halves
 from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, joint, modulation_by
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._attend import Attention, KeyBias
+from .._attend import Attention
 from .._block import Block
 from .._feed_forward import feed_forward, ff_input
 from .._guards import children
+from .._masks import KeyBias
 from .._parallel import Parallel, Splits
 from .._rotary import Tables
 from .._stream import RMSNORM, Stream, modulation

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention, ScoresMask
+from .._attend import Attention
 from .._block import Block
 from .._feed_forward import feed_forward, ff_input
 from .._guards import children
+from .._masks import ScoresMask
 from .._rotary import Tables, halves
 from .._stream import FP32_LAYERNORM, Mod, Stream, modulation_of
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._attend import Attention, KeyMask
+from .._attend import Attention
 from .._block import Block
 from .._decoder import GatedMLP
 from .._guards import children
+from .._masks import KeyMask
 from .._rotary import Tables, kept
 from .._sites import site_of
 from .._stream import RMSNORM, Mod, Stream, chosen, modulation
