@@ -1,9 +1,9 @@
 """The attention of diffusion transformers: project, normalise and rotate query and key, attend, project.
 
 `Attention` describes one class of attention modules; this module computes any of them, with the layers that
-_attention_plan.py finds and the kernel that _dispatch.py chooses. Query, key and value come out of
-one product where their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so
-that nothing is concatenated; norm and rotation are one launch, in place.
+_attention_plan.py finds and the kernel that _dispatch.py chooses. Query, key and value come out of one product where
+their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so that nothing is
+concatenated; norm and rotation are one launch, in place.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _may_read(module: AttentionModule, mask: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or mask.is_inference() or others_take_functions() or is_capturing():
         return False
-    return getattr(module.processor, "parallel_config", None) is None
+    return getattr(module.processor, "_parallel_config", None) is None
 
 
 def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
@@ -258,7 +258,7 @@ def parallel_config(spec: Attention, module: AttentionModule, cross: bool) -> An
     """How the tokens of an attention lie on several ranks; None where this rank has all that it needs."""
     if cross and not spec.parallel_cross:
         return None
-    config = getattr(module.processor, "parallel_config", None)
+    config = getattr(module.processor, "_parallel_config", None)
     if config is not None:
         refuse("ranks exchange tokens")
     return config
