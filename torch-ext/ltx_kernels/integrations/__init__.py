@@ -56,8 +56,9 @@ def optimize(
     Modules are recognised by their exact class, and keep it and their parameters; each gets another ``forward``. At a
     call that the ops cannot take (a gradient is needed, autocast is on, weights are quantised, offloaded or somewhere
     else) the stock forward runs, and the report counts it. The weights of an attention's query, key and value move into
-    one storage, side by side, of which they become views; this takes no memory. Called again, it replaces what an
-    earlier call did.
+    one storage, side by side, of which they become views; this takes no memory. The weights of an autoencoder's
+    convolutions move into channels-last memory at its first call. Called again, it replaces what an earlier call did to
+    the components that it takes; level "norms" takes an unnamed autoencoder out again.
 
     To undo it::
 
@@ -90,12 +91,14 @@ def optimize(
             offload moves these alone. "free": nowhere. There is no `restore` then, and the model's own
             ``save_pretrained`` fails.
         weights: With "fp8", a folder that `Report.save_weights` wrote. All tensors of each component are read from it
-            instead of being quantised; the model may be on "meta". `restore` has nothing to give back then.
-        graphs: Replay calls of each component, or of the module given, as CUDA graphs: the first call of an input
-            signature runs ordinarily, the second is captured, later ones launch all kernels at once. Worth it where
-            the host is the limit: short clips, few tokens, fp8. A call that a graph cannot hold (gradients, autocast,
-            hooks, offload, LoRA layers, torch.compile, another stream) runs ordinarily, and the report counts it. Each
-            signature, of which a module keeps 8, holds the memory of a call's intermediate results.
+            instead of being quantised, but for an autoencoder, which has none in fp8; the model may be on "meta".
+            `restore` has nothing to give back then.
+        graphs: Replay calls of each component (of an autoencoder: of its encoder and its decoder), or of the module
+            given, as CUDA graphs: the first call of an input signature runs ordinarily, the second is captured, later
+            ones launch all kernels at once. Worth it where the host is the limit: short clips, few tokens, fp8. A call
+            that a graph cannot hold (gradients, autocast, hooks, offload, LoRA layers, torch.compile, another stream)
+            runs ordinarily, and the report counts it. Each signature, of which a module keeps 8, holds the memory of a
+            call's intermediate results.
         strict: Raise, and change nothing, where something of a known class or a norm of transformers has to be left
             alone, or nothing is known.
 
@@ -188,7 +191,8 @@ def _install(
 def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
     """Gives every module its stock forward back.
 
-    Packed weights get a storage each again; they are the same parameters with the same values.
+    Packed weights get a storage each again, and an autoencoder's their memory order; they are the same parameters with
+    the same values.
 
     Args:
         obj: What was given to `optimize`, or a deepcopy of it; of an LTX-Video transformer the whole, since its blocks
