@@ -1,5 +1,5 @@
-// Rows quantised to fp8: plain rows, rows of a gated residual (rows_quant, which norm_quant.cu calls) and activations
-// (glu_quant), which gates of heads are too. norm_quant.cu has the norms.
+// Rows quantised to fp8: plain rows and rows of a gated residual (rows_quant, which norm_quant.cu calls), activations
+// and gated heads (glu_quant). norm_quant.cu has the norms.
 //
 //   scale  = max(amax(|y|) / 448, 2^-120), or one number for all rows
 //   values = e4m3(y * (1 / scale))              y: the op's fp32 result (norm.cu and glu.cu have the formulas)

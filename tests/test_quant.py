@@ -118,7 +118,7 @@ def check(ltx: Any, case: Case, static_scale: Tensor | None = None) -> tuple[Ten
     for i in range(quantised):
         values, scales = outputs[2 * i : 2 * i + 2]
         truth, terms = truths[i], all_terms[i]
-        if case.op == "gate_heads":  # whose heads become one row
+        if case.op == "gate_heads":  # the heads of a token are one quantised row
             truth, terms = truth.flatten(-2), terms.flatten(-2)
         assert values.dtype == E4M3 and values.shape == truth.shape and values.is_contiguous()
         assert scales.dtype == torch.float32 and scales.shape == (*truth.shape[:-1], 1) and scales.is_contiguous()

@@ -225,6 +225,22 @@ def ops_table() -> str:
     )
 
 
+@block("docs/ops.md", "index")
+def by_index() -> str:
+    """The modulated ops by index, beside the same ops with one modulation."""
+    records = [r for r in records_of("h200-row-index", question="") if "copy" in r["us"]]
+    cells = "{us.ours/us.copy:.2f} | {us.one modulation/us.copy:.2f}"
+    return text(
+        f"Time over a copy of the bytes on one {load('h200-row-index')['meta']['device']} ({link('h200-row-index')}):",
+        table(
+            "| op | tokens x columns | by index | with one modulation |",
+            f"| `{{op}}` | {{tokens}} | {cells} |",
+            records,
+            tokens=lambda record: "x".join(map(str, record["shape"][1:])),
+        ),
+    )
+
+
 @block("docs/fp8.md", "ops")
 def quantising() -> str:
     """Ops that quantise, beside a copy and torch.compile."""

@@ -30,7 +30,7 @@ enum Operand : uint32_t {
   kShift2 = 1u << 17,
   kShiftTable2 = 1u << 18,
   kOut2 = 1u << 19,
-  kIndexed = 1u << 30,  // no operand: the modulators are sets of rows, and an index names the row that a row reads
+  kIndexed = 1u << 30,  // no operand: each modulator is a table, and an index says which of its rows belongs to a token
   kVarying = 1u << 31,  // no operand: some vector changes from row to row of the inner dimension
 };
 
