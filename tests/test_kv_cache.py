@@ -314,3 +314,29 @@ def test_nothing_that_was_given_is_overwritten(ltx: ModuleType, device: str, fam
 
 def _module(ltx: ModuleType, name: str) -> Any:
     return sys.modules[f"{ltx.__name__}.integrations.{name}"]
+
+
+@every_family
+def test_one_token_of_each_sample_has_the_strides_of_stock(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """torch's choice of a kernel of attention depends on them."""
+    model, ids, seen = make(family, device), make_ids(device), list[Any]()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        seen.append([(x.shape, x.stride()) for x in (query, key, value)])
+        return attention(query, key, value, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+
+    def of_a_token() -> list[Any]:
+        cache, _ = filled(model, ids)
+        seen.clear()
+        model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        return list(seen)
+
+    stock = of_a_token()
+    ltx.optimize(model)
+    assert ids.shape[0] > 1 and len(stock) == LAYERS
+    assert of_a_token() == stock
