@@ -1,8 +1,9 @@
-"""`optimize` on the pipelines of diffusers that hold an LTX-Video transformer: what each hands it, end to end."""
+"""`optimize` on pipelines of diffusers, end to end: what each hands its transformer and its autoencoder."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import types
 import warnings
@@ -18,7 +19,9 @@ diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import ltx_pipeline  # noqa: E402
+from families import qwenimage, wan  # noqa: E402
 from PIL import Image  # noqa: E402
+from test_vae import make_vae  # noqa: E402
 
 HEIGHT, WIDTH, FRAMES, STEPS = 64, 96, 9, 2
 
@@ -138,3 +141,82 @@ def test_nothing_was_replaced(ltx: ModuleType, components: dict[str, Any]) -> No
         ltx.optimize(alone, strict=True).restore()
     with pytest.warns(UserWarning, match="nothing was replaced\n.*\n.*\n.*no vae that is known at level norms"):
         ltx.optimize(alone, level="norms")
+
+
+# ---- Other families: the autoencoder goes with the transformer
+
+
+def assembled(name: str, **parts: Any) -> Any:
+    """A pipeline of some components, without the others; prompts are given as embeddings."""
+    cls = getattr(diffusers, name)
+    required = [key for key, p in inspect.signature(cls.__init__).parameters.items() if p.default is p.empty]
+    missing = dict.fromkeys(key for key in required if key != "self")
+    return cls(**{**missing, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), **parts})
+
+
+def of_wan(name: str, device: str, vae: str = "wan 2.1", **config: Any) -> Any:
+    transformer = wan.make(**{"in_channels": 8, "out_channels": 8, **config}).to(device).eval()
+    options = {"expand_timesteps": True} if vae == "wan 2.2" else {}
+    return assembled(name, transformer=transformer, vae=make_vae(vae, device, torch.float32), **options)
+
+
+def of_qwen(name: str, device: str) -> Any:
+    vae = diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=2, latents_mean=[0.0] * 2, latents_std=[1.0] * 2)
+    return assembled(name, transformer=qwenimage.make().to(device).eval(), vae=vae.to(device).eval())
+
+
+def upsampler(device: str) -> Any:
+    model = diffusers.pipelines.ltx.modeling_latent_upsampler.LTXLatentUpsamplerModel
+    upsampler = model(in_channels=8, mid_channels=32, num_blocks_per_stage=1).to(device).eval()
+    vae = make_vae("ltx 0.9.5", device, torch.float32)
+    return diffusers.LTXLatentUpsamplePipeline(vae=vae, latent_upsampler=upsampler)
+
+
+square = picture.resize((64, 64))
+VACE = {"cls": diffusers.WanVACETransformer3DModel, "vace_layers": [0, 1], "vace_in_channels": 80}
+# (pipeline, its arguments beside the prompt's, the replaced halves of the autoencoder that it calls)
+OTHERS = {
+    "wan": (lambda device: of_wan("WanPipeline", device), {}, "Decoder"),
+    "wan 2.2": (lambda device: of_wan("WanPipeline", device, "wan 2.2"), {}, "Decoder"),
+    "wan image": (
+        lambda device: of_wan("WanImageToVideoPipeline", device, in_channels=20),
+        {"image": square},
+        "Encoder Decoder",
+    ),
+    "wan vace": (
+        lambda device: of_wan("WanVACEPipeline", device, **VACE),
+        {"video": [square] * 5, "mask": [square] * 5},
+        "Encoder Decoder",
+    ),
+    "qwen": (lambda device: of_qwen("QwenImagePipeline", device), {}, "Decoder"),
+    "qwen edit": (lambda device: of_qwen("QwenImageEditPipeline", device), {"image": square}, "Encoder Decoder"),
+    "upsampler": (upsampler, {"video": [square] * 9}, "Encoder Decoder"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_autoencoder_of_other_pipelines(ltx: ModuleType, device: str, kind: str) -> None:
+    make, arguments, halves = OTHERS[kind]
+    torch.manual_seed(0)
+    pipe = make(device)
+    pipe.set_progress_bar_config(disable=True)
+    prompt = {"prompt_embeds": torch.randn(1, 5, 32, device=device), "num_inference_steps": STEPS}
+    prompt |= {"num_frames": 5, "guidance_scale": 1.0} if "wan" in kind else {"true_cfg_scale": 1.0}
+    prompt |= {"prompt_embeds_mask": torch.ones(1, 5, dtype=torch.long, device=device)} if "qwen" in kind else {}
+
+    def generate() -> Tensor:
+        torch.manual_seed(1)
+        options = {"height": 64, "width": 64, "output_type": "pt", "return_dict": False, **arguments}
+        return pipe(**options, **({} if kind == "upsampler" else prompt))[0]
+
+    stock = generate()
+    report = ltx.optimize(pipe, strict=True)
+    ours = generate()
+    calls = {site.name: site.calls for site in report.sites}
+    report.restore()
+    assert torch.equal(generate(), stock)
+    assert report.fallbacks == {}
+    assert {half for half in ("Encoder", "Decoder") for name in calls if f"{half}3d" in name and calls[name]} == set(
+        halves.split()
+    )
+    assert ((ours - stock).norm() / stock.norm()).item() < 1e-4
