@@ -92,7 +92,17 @@ def touched(components: dict[str, Any]) -> set[str]:
     return {name for name, part in parts.items() if any("forward" in module.__dict__ for module in part.modules())}
 
 
+def with_half_vae(components: dict[str, Any]) -> dict[str, Any]:
+    """The components with an autoencoder in bfloat16."""
+    return {**components, "vae": copy.deepcopy(components["vae"]).to(torch.bfloat16)}
+
+
 def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
+    pipe = diffusers.LTXPipeline(**components)
+    report = ltx.optimize(pipe)
+    assert touched(components) == {"transformer"}  # an autoencoder in float32 has to be named
+    report.restore()
+    components = with_half_vae(components)
     pipe = diffusers.LTXPipeline(**components)
     report = ltx.optimize(pipe)
     assert touched(components) == {"transformer", "vae"}  # the text encoder stays as it is unless it is named
@@ -121,8 +131,10 @@ def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
 
 def test_another_level_leaves_nothing_of_the_first(ltx: ModuleType, components: dict[str, Any]) -> None:
     """Level "norms" has nothing for the autoencoder, and takes out what level "block" put there."""
+    components = with_half_vae(components)
     pipe = diffusers.LTXPipeline(**components)
     ltx.optimize(pipe)
+    assert touched(components) == {"transformer", "vae"}
     with ltx.optimize(pipe, level="norms"):
         assert touched(components) == {"transformer"}
     assert not touched(components)
@@ -130,6 +142,7 @@ def test_another_level_leaves_nothing_of_the_first(ltx: ModuleType, components: 
 
 def test_nothing_was_replaced(ltx: ModuleType, components: dict[str, Any]) -> None:
     """An autoencoder that is replaced hides no model that is not; alone in its pipeline it is all there is."""
+    components = with_half_vae(components)
     unknown = types.SimpleNamespace(components={**components, "transformer": torch.nn.Linear(2, 2)})
     with pytest.warns(UserWarning, match="nothing was replaced in transformer\n") as warned:
         report = ltx.optimize(unknown)
@@ -210,7 +223,8 @@ def test_autoencoder_of_other_pipelines(ltx: ModuleType, device: str, kind: str)
         return pipe(**options, **({} if kind == "upsampler" else prompt))[0]
 
     stock = generate()
-    report = ltx.optimize(pipe, strict=True)
+    parts = [name for name in ("transformer", "vae") if name in pipe.components]
+    report = ltx.optimize(pipe, components=parts, strict=True)
     ours = generate()
     calls = {site.name: site.calls for site in report.sites}
     report.restore()

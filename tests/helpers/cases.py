@@ -436,7 +436,7 @@ def _norm_terms(op: str, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     variance = h.square().mean(-1, keepdim=True) + _eps(kwargs, op, "eps2" if two_norms else "eps")
     if residual is not None:  # where residual and input cancel, so does the statistic
         n = n + h.abs() * (h.abs() * magnitude).mean(-1, keepdim=True) / variance
-    n = n * torch.rsqrt(variance)
+    n = (n * torch.rsqrt(variance)).clamp(min=TINY)
     bias = wide("bias")
     n = weighed(n, wide("weight2" if two_norms else "weight"))
     if bias is not None:

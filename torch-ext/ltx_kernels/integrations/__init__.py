@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable
 
+import torch
 from torch import nn
 
 from .._checks import ATTENTION_PRECISION, ROUNDING, choice
@@ -81,7 +82,7 @@ def optimize(
             cannot: packed GEMMs and the GELU epilogue.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
             unet, controlnet), as far as it has them, and with level "block" its autoencoder (vae), where it is one of
-            LTX-Video, LTX-2, Wan or Qwen-Image.
+            LTX-Video, LTX-2, Wan or Qwen-Image and not in float32.
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).
@@ -259,8 +260,13 @@ def _is_denoiser(name: str, component: nn.Module) -> bool:
 
 
 def _is_default(name: str, component: nn.Module) -> bool:
-    """Whether `optimize` takes a component that is not named."""
-    return _is_denoiser(name, component) or (name == AUTOENCODER and _is_autoencoder(component))
+    """Whether `optimize` takes a component that is not named.
+
+    An autoencoder in float32 has to be named: those have not been timed (docs/vae.md).
+    """
+    if name != AUTOENCODER or not _is_autoencoder(component):
+        return _is_denoiser(name, component)
+    return next(component.parameters()).dtype != torch.float32
 
 
 def _roots(
