@@ -153,12 +153,10 @@ def _named_rows(value: Tensor, index: Tensor, input: Tensor) -> Tensor:
     An embedding looks them up, because its gradient has the same bits in every run. The gradient of `gather` differs
     from run to run on a GPU.
     """
-    leading = input.shape[:-1]
-    rows = index.long().expand(leading)
-    if value.dim() == 3:
-        first = torch.arange(value.shape[0], device=value.device) * value.shape[1]  # of each sample
-        rows = rows + first.reshape(-1, *[1] * (len(leading) - 1))
-    return F.embedding(rows, value.flatten(0, -2)).reshape(*leading, value.shape[-1])
+    rows = index.long().expand(input.shape[:-1])
+    if value.dim() == 3 and value.shape[0] > 1:
+        return torch.stack([F.embedding(of_sample, table) for of_sample, table in zip(rows, value)])
+    return F.embedding(rows, value.reshape(-1, value.shape[-1])).reshape(*rows.shape, value.shape[-1])
 
 
 def norm_family(
