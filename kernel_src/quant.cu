@@ -715,7 +715,7 @@ class RowOperands {
                                               view.stride, rows_.ndim));
     return pointer(view);
   }
-  // The same without a look at its packs.
+  // For a view that is not read in packs.
   RowPointer pointer(const RowView& view) const {
     const int64_t bytes = element_size(view.dtype);
     return {static_cast<char*>(view.data), rows_.ndim > 0 ? view.stride[rows_.ndim - 1] * bytes : 0,

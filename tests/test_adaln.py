@@ -305,6 +305,22 @@ def test_a_number_that_names_no_row(ltx, backend, device, op, number):
         case.run(ltx.reference)
 
 
+def test_reference_looks_in_the_own_table_of_a_sample(ltx, device):
+    """A number past its end is an error, and no row of the next sample's."""
+    if device != "cpu":
+        pytest.skip("the process could not go on")
+    x, scale, shift = torch.randn(2, 3, 8), torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    index = torch.tensor([[0, 1, 3], [3, 2, 0]])
+    rows = [values[torch.arange(2)[:, None], index] for values in (scale, shift)]
+    expected = ltx.reference.adaln_rmsnorm(x, None, *rows)
+    assert_same_bits(ltx.reference.adaln_rmsnorm(x, None, scale, shift, index=index), expected)
+    for sample, number in ((0, 4), (1, -1)):
+        wrong = index.clone()
+        wrong[sample, 1] = number
+        with pytest.raises(IndexError, match="index out of range"):
+            ltx.reference.adaln_rmsnorm(x, None, scale, shift, index=wrong)
+
+
 # ---- What may be absent
 
 

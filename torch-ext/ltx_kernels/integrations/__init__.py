@@ -58,8 +58,8 @@ def optimize(
     call that the ops cannot take (a gradient is needed, autocast is on, weights are quantised, offloaded or somewhere
     else) the stock forward runs, and the report counts it. The weights of an attention's query, key and value move into
     one storage and become views of it, which takes no memory. The weights of an autoencoder's convolutions move into
-    channels-last memory at its first call. Called again, `optimize` replaces what an earlier call did to
-    the components that it takes; level "norms" takes an unnamed autoencoder out again.
+    channels-last memory at its first call. Called again, `optimize` replaces what an earlier call did to the components
+    that it takes; level "norms" takes an unnamed autoencoder out again.
 
     To undo it::
 

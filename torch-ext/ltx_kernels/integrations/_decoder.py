@@ -196,10 +196,10 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     out, empty = None, None
     if fresh and may_overwrite():
         empty = None if cache is None else empty_layer(cache, module.layer_idx, site.remark)
-        # torch chooses the attention's kernel by the strides. The query of one token of each sample therefore gets
-        # stock's. A cached view of a packed product would keep the query as well.
-        one_token = query.shape[1] == 1 < query.shape[0]
-        out = _heads_first_like(query) if one_token else query, key if empty is None else _heads_first_like(key)
+        # torch chooses the attention's kernel by the strides: the query of one token of each sample gets stock's.
+        new_query = _heads_first_like(query) if query.shape[1] == 1 < query.shape[0] else query
+        # A cached view of a packed product would keep the query as well.
+        out = new_query, key if empty is None else _heads_first_like(key)
     query, key = _norm_and_rotate(spec, site, plan, query, key, rope, out)
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     if empty is not None:
