@@ -8,6 +8,9 @@
 parameters and buffers. `host_gb` is what waits in the host's memory beside them: the stock weights of quantised layers.
 `fits` names the cards that have more memory than the peak and RESERVE_GB for everything else.
 
+With `--blocks` a group offload is measured with the first blocks alone. Its peak is that of all blocks, since the GPU
+never holds more than two groups. Time, `moved_gb` and `host_gb` are left out of these records.
+
 The VAE and the text encoder are not part of it: an offload moves them away. The file is written after each model; a
 model's records replace its earlier ones.
 """
@@ -15,7 +18,6 @@ model's records replace its earlier ones.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 import diffusers
 import torch
 from model_shapes import MODELS, Make
-from models import OF_THE_RUN, earlier_records
+from models import OF_THE_RUN, earlier_records, first_blocks, free_memory
 from result_files import DTYPES, common_meta, load_package, result_file, write
 from rich.console import Console
 from rich.table import Table
@@ -59,6 +61,7 @@ def offload(model: nn.Module, mode: str, device: str) -> None:
 
 
 OFFLOADS = ("none", "model", "blocks", "leaves")
+GROUPED = ("blocks", "leaves")
 
 
 def prepare(model: nn.Module, config: str, mode: str, device: str, ltx: ModuleType) -> None:
@@ -77,21 +80,28 @@ def held(model: nn.Module, ltx: ModuleType) -> int:
 
 def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: ModuleType) -> dict[str, Any]:
     known, device, dtype = MODELS[name], options.device, DTYPES[options.dtype]
-    model = known.construct(options.tiny, dtype, device).to("cpu")  # random numbers are made faster on the device
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    model = known.construct(options.tiny, dtype, device)  # random numbers are made faster on the device
+    shallow = options.blocks > 0 and mode in GROUPED
+    if shallow:
+        model = first_blocks(model, options.blocks)
+    if mode != "none":
+        model.to("cpu")
+    free_memory(device)
     prepare(model, config, mode, device, ltx)
     torch.manual_seed(1)
     inputs = known.inputs(model, Make(dtype, device), **(known.tiny_shape if options.tiny else known.shape))
-    moved = sum(tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
     found: dict[str, Any] = {
         "model": name,
         "shape": "tiny" if options.tiny else known.shape_name,
         "config": config,
         "offload": mode,
-        "moved_gb": round(moved / 2**30, 6),
-        "host_gb": round(held(model, ltx) / 2**30, 6),
     }
+    if shallow:
+        found["blocks"] = options.blocks
+    else:
+        moved = sum(tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+        found["moved_gb"] = round(moved / 2**30, 6)
+        found["host_gb"] = round(held(model, ltx) / 2**30, 6)
     for _ in range(2):
         if device == "cuda":
             torch.cuda.synchronize()
@@ -100,7 +110,8 @@ def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: 
         model(**inputs, return_dict=False)
         if device == "cuda":
             torch.cuda.synchronize()
-            found["step_ms"] = round(1e3 * (time.perf_counter() - start), 2)
+            if not shallow and not options.no_times:
+                found["step_ms"] = round(1e3 * (time.perf_counter() - start), 2)
             found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
             found["fits"] = [card for card in CARDS_GB if found["peak_gb"] + RESERVE_GB <= card]
     return found
@@ -115,10 +126,7 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
             one["model"],
             label(one["config"]),
             one["offload"],
-            f"{one['moved_gb']:.3g}",
-            f"{one['host_gb']:.3g}",
-            f"{one['peak_gb']:.2f}" if "peak_gb" in one else "",
-            f"{one['step_ms']:.1f}" if "step_ms" in one else "",
+            *(f"{one[key]:.3g}" if key in one else "" for key in ("moved_gb", "host_gb", "peak_gb", "step_ms")),
             " ".join(map(str, one.get("fits", ()))),
         )
     console.print(table)
@@ -129,6 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
     parser.add_argument("--offload", nargs="+", choices=OFFLOADS, default=list(OFFLOADS), help="(default: all)")
+    parser.add_argument("--blocks", type=int, default=0, help="with groups, only the first blocks (default: all)")
+    parser.add_argument("--no-times", action="store_true", help="leave the times out: something else uses the GPU")
     parser.add_argument("--tiny", action="store_true", help="models of seconds on a CPU, to try the script")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -156,9 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
                     except Exception as reason:  # the others are still measured; the exit status says that one was not
                         failed = True
                         console.print(f"[red]{model}, {label(config)}, {mode} failed[/red]: {first_line(reason)}")
-                    gc.collect()
-                    if options.device == "cuda":
-                        torch.cuda.empty_cache()
+                    free_memory(options.device)
             records = [one for one in records if one["model"] != model] + measured
             write(output, meta, records)
     print_table(records, console)

@@ -78,6 +78,12 @@ def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     }
 
 
+def free_memory(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def first_blocks(model: nn.Module, count: int) -> nn.Module:
     """A model of the first `count` blocks of each list, with the same parameters."""
     shallow = view_of(model)
@@ -189,8 +195,10 @@ class Benchmark:
         known, options = MODELS[name], self.options
         dtype = DTYPES[options.dtype]
         torch.compiler.reset()
-        whole = known.construct(options.tiny, dtype, options.device)
-        model = first_blocks(whole, options.blocks) if options.blocks else whole
+        model = known.construct(options.tiny, dtype, options.device)
+        if options.blocks:
+            model = first_blocks(model, options.blocks)
+            free_memory(options.device)  # of the other blocks
         torch.manual_seed(1)
         inputs = known.inputs(model, Make(dtype, options.device), **(known.tiny_shape if options.tiny else known.shape))
         turns = self.turns if known.graphs else replace(self.turns, graph_s=0.0)
@@ -213,6 +221,8 @@ class Benchmark:
             common["shallow"] = True
         for config in errors.keys() & measured.keys():
             measured[config].record.update(errors[config])
+        for config in measured.keys() & set(options.compiled_before):
+            del measured[config].record["first_step_s"]
         yield [{**common, "config": config, **one.record} for config, one in measured.items()]
         if options.profile and options.device == "cuda":
             for one in measured.values():
@@ -239,7 +249,7 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
             ratio("baseline"),
             ratio("compile"),
             f"{record['graph_ms']:.2f}" if "graph_ms" in record else "",
-            f"{record['first_step_s']:.1f}",
+            f"{record['first_step_s']:.1f}" if "first_step_s" in record else "",
             f"{record['peak_gb']:.1f}" if "peak_gb" in record else "",
             f"{record['error_vs_fp32']:.2e}" if "error_vs_fp32" in record else "",
         )
@@ -259,6 +269,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     parser.add_argument("--configs", nargs="+", choices=ALL_CONFIGS, help="(default: all)")
+    parser.add_argument(
+        "--compiled-before",
+        nargs="+",
+        choices=ALL_CONFIGS,
+        default=[],
+        help="configurations that an earlier run on this machine has compiled: their first step is not written",
+    )
     parser.add_argument("--blocks", type=int, default=0, help="only the first blocks of each kind (default: all)")
     parser.add_argument("--error-blocks", type=int, default=ERROR_BLOCKS, help="blocks for the error; 0: all of them")
     parser.add_argument("--loop-steps", type=int, default=8, help="steps for the latents' error; 0: none (default: 8)")
@@ -302,9 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
             except Exception as reason:  # the others are still measured; the exit status says that one was not
                 benchmark.failed[model] = first_line(reason)
                 console.print(f"[red]{model} failed[/red]: {benchmark.failed[model]}")
-            gc.collect()
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(options.device)
     profiled = [record for record in records if "ms_by_kind" in record]
     if profiled:
         groups: dict[str, list[dict[str, Any]]] = {}
