@@ -320,19 +320,29 @@ def _module(ltx: ModuleType, name: str) -> Any:
 def test_one_token_of_each_sample_has_the_strides_of_stock(
     ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """torch's choice of a kernel of attention depends on them."""
-    model, ids, seen = make(family, device), make_ids(device), list[Any]()
-    attention = torch.nn.functional.scaled_dot_product_attention
+    """torch's choice of a kernel of attention depends on them.
 
-    def watch(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    The cache appends by `torch.cat`, which has a faster kernel for contiguous tensors.
+    """
+    model, ids, seen, appended = make(family, device), make_ids(device), list[Any](), list[Tensor]()
+    attention, cat = torch.nn.functional.scaled_dot_product_attention, torch.cat
+
+    def watched_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
         seen.append([(x.shape, x.stride()) for x in (query, key, value)])
         return attention(query, key, value, *arguments, **options)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    def watched_cat(tensors: Any, dim: int = 0) -> Tensor:
+        if dim == -2:
+            appended.append(tensors[-1])
+        return cat(tensors, dim=dim)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched_attention)
+    monkeypatch.setattr(torch, "cat", watched_cat)
 
     def of_a_token() -> list[Any]:
         cache, _ = filled(model, ids)
         seen.clear()
+        appended.clear()
         model(ids[:, -1:], past_key_values=cache, use_cache=True)
         return list(seen)
 
@@ -340,3 +350,5 @@ def test_one_token_of_each_sample_has_the_strides_of_stock(
     ltx.optimize(model)
     assert ids.shape[0] > 1 and len(stock) == LAYERS
     assert of_a_token() == stock
+    assert len(appended) == 2 * LAYERS
+    assert all(tensor.is_contiguous() for tensor in appended)

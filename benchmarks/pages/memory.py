@@ -10,19 +10,25 @@ MODES = {"none": "none", "model": "the model", "blocks": "groups of one block", 
 def memory() -> str:
     """The peak memory of a step by offload mode, and the cards that it fits on."""
     result = load("h200-memory")
-    head = "| model | | offload | moved, GiB | stock weights on the host, GiB | peak, GiB | ms | cards of |"
-    row = "| {model} | {config} | {mode} | {moved_gb:.1f} | {host_gb:.1f} | {peak_gb:.2f} | {step_ms:.0f} | {cards} |"
+    records = [record for model in MODELS for record in records_of("h200-memory", model=model)]
+    whole = {(r["model"], r["config"]): r for r in records if "moved_gb" in r}
+    shallow = max(record.get("blocks", 0) for record in records)
+    head = "| model | | offload | weights, GiB | peak, GiB | cards of | ms |"
+    row = "| {model} | {config} | {mode} | {weights:.1f} | {peak_gb:.2f} | {cards} | {step_ms?:.0f} |"
     return text(
         f"One step on one {result['meta']['device']}, bf16, random weights ({link('h200-memory')}, "
         "`python benchmarks/memory.py`). A card needs "
-        f"{result['meta']['reserve_gb']} GiB beside the peak. Groups are moved on a stream of their own:",
+        f"{result['meta']['reserve_gb']} GiB beside the peak. Groups are moved on a stream of their own. In fp8 the "
+        "stock weights wait in the host's memory."
+        + (f" Rows with groups and without a time ran the first {shallow} blocks of each kind." if shallow else ""),
         table(
             head,
             row,
-            [record for model in MODELS for record in records_of("h200-memory", model=model)],
+            records,
             model=model_of,
             config=config_of,
             mode=lambda record: MODES[record["offload"]],
+            weights=lambda record: whole[record["model"], record["config"]]["moved_gb"],
             cards=lambda record: f"{', '.join(map(str, record['fits']))} GB" if record["fits"] else "none of them",
         ),
     )

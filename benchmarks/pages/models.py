@@ -1,10 +1,11 @@
-"""One forward of each diffusion model: h200-models.json and h200-models-profile.json."""
+"""One forward of each diffusion model: h200-models.json."""
 
 from plots import geometric_mean
 
 from pages.names import CONFIGS, by_model, config_of, first_blocks, in_order, model_of
 from pages.writing import KINDS, Record, across, block, link, load, records_of, table, table_of_kinds, text
 
+PROFILED = ("compile", "kernels", "kernels_fp8", "torchao_fp8_compile")
 CLOSE = 1.1  # how many times the error of bf16 counts as close to it
 ERRORS = ("error_vs_fp32", "loop_error_vs_fp32")  # of one forward, and of the latents after some steps
 
@@ -51,14 +52,23 @@ def models() -> str:
     )
     row = (
         "| {model} | {shape}{depth} | {config} | {ms} | {gain.baseline?:.2f} | {gain.compile?:.2f} | "
-        "{first_step_s:.1f} s | {peak_gb:.1f} | {error_vs_fp32?:.2e} | {loop_error_vs_fp32?:.2e} |"
+        "{first_step} | {peak_gb:.1f} | {error_vs_fp32?:.2e} | {loop_error_vs_fp32?:.2e} |"
     )
     return text(
         f"One forward on one {meta['device']}, torch {meta['torch']}, diffusers {meta['diffusers']}, {meta['dtype']}, "
         f"random weights, batch as the pipelines pass it ({link('h200-models')}, `python benchmarks/models.py`). The "
         "error compares the first blocks of each kind with float32, after one forward and in the latents after "
         f"{loop_steps()} steps.",
-        table(head, row, records, model=model_of, depth=first_blocks, config=config_of, ms=milliseconds),
+        table(
+            head,
+            row,
+            records,
+            model=model_of,
+            depth=first_blocks,
+            config=config_of,
+            ms=milliseconds,
+            first_step=lambda record: f"{record['first_step_s']:.1f} s" if "first_step_s" in record else "",
+        ),
         "Times as fast:",
         "\n".join(summary),
         "\n".join(f"{', '.join(titles)}: {note}" for note, titles in notes.items()),
@@ -68,13 +78,14 @@ def models() -> str:
 @block("docs/models.md", "kinds")
 def model_kinds() -> str:
     """Where the time of one forward of a model goes on the device."""
-    rows = in_order(by_model("h200-models-profile"))
+    records = in_order(by_model("h200-models"))
+    rows = [record for record in records if "ms_by_kind" in record and record["config"] in PROFILED]
     for record in rows:
         ms = record["ms_by_kind"]
         ms["all kernels"] = sum(ms.get(kind, 0.0) for kind in KINDS)
     kinds, row = (*KINDS, "all kernels"), "| {model} | {config} |"
     return text(
-        f"Milliseconds of one forward, by kind of kernel ({link('h200-models-profile')}, "
+        f"Milliseconds of one forward, by kind of kernel ({link('h200-models')}, "
         "`python benchmarks/models.py --profile`):",
         table_of_kinds("| model | |", row, rows, kinds, model=model_of, config=config_of),
     )

@@ -193,19 +193,21 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     cache = arguments.get("past_key_values")
     # What the layers made is new, unless something else than this package called them.
     fresh = plan.projections.packed or plan.projections.plain or plan.projections.scaled
-    out, empty = None, None
+    out, empty, one_token = None, None, False
     if fresh and may_overwrite():
         empty = None if cache is None else empty_layer(cache, module.layer_idx, site.remark)
-        # torch chooses the attention's kernel by the strides: the query of one token of each sample gets stock's.
-        new_query = _heads_first_like(query) if query.shape[1] == 1 < query.shape[0] else query
+        # torch chooses the kernels of attention and of the cache's torch.cat by the strides: one token of each sample
+        # gets stock's.
+        one_token = query.shape[1] == 1 < query.shape[0]
         # A cached view of a packed product would keep the query as well.
-        out = new_query, key if empty is None else _heads_first_like(key)
+        new_key = one_token or empty is not None
+        out = _heads_first_like(query) if one_token else query, _heads_first_like(key) if new_key else key
     query, key = _norm_and_rotate(spec, site, plan, query, key, rope, out)
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     if empty is not None:
         key, value = fill(empty, key, heads_first(value))
     else:
-        value = value.transpose(1, 2)
+        value = heads_first(value) if one_token else value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, module.layer_idx)
     settings = site.settings
