@@ -32,7 +32,7 @@ from ._guards import (
     why_not_norm_weight,
     why_not_tensor,
 )
-from ._linear import Input, Linears, dequantised, like_of, may_overwrite
+from ._linear import Input, Linears, dequantised, like_of, may_overwrite, unpack
 from ._norms import form_of
 from ._rotary import Tables
 from ._sites import Entry, Site, site_of, stock_forward
@@ -95,6 +95,10 @@ class CausalAttention:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.o_proj",)]
 
+    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """Groups of linear layers whose weights should lie side by side."""
+        return (self.projections,) if len(self.projections) > 1 else ()
+
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
         first = module._modules[self.projections[0]]
@@ -116,7 +120,8 @@ class CausalAttention:
             self.parameters,
             frozenset((*self.projections, *self.norms, "o_proj")),
             settings=_functions,
-            packs=lambda module: (self.projections,) if len(self.projections) > 1 else (),
+            packs=self.packs,
+            release=lambda module: unpack(module, self.packs(module)),
         )
 
 
@@ -310,6 +315,10 @@ class GatedMLP:
             return []
         return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
 
+    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """Groups of linear layers whose weights should lie side by side."""
+        return (self.projections,) if len(self.projections) > 1 else ()
+
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
         first = module._modules.get(self.projections[0])
@@ -337,7 +346,8 @@ class GatedMLP:
             (self.parameter,),
             frozenset(filter(None, (*self.projections, self.down, self.activation, self.dropout))),
             why_not=self._why_not_activation,
-            packs=lambda module: (self.projections,) if len(self.projections) > 1 else (),
+            packs=self.packs,
+            release=lambda module: unpack(module, self.packs(module)),
             description=self,
         )
 
