@@ -73,7 +73,7 @@ axes.set_title("tanh form less exact GELU, in float64", fontsize=10)
 axes.grid(alpha=0.3)
 
 # %% [markdown]
-# A kernel is right if its error against float64 is no larger than that of plain torch in the same dtype. Every race
+# A kernel is right if its error against float64 is no larger than plain torch's error in the same dtype. Every race
 # below checks that before it measures, and stops where it does not hold.
 #
 # ## The race
@@ -97,7 +97,7 @@ _ = demo.plot_errors(bench, records, "GELU: error against float64", "elements")
 # Large inputs: every way that is one kernel takes the time of the copy. None can be faster, so they are equally fast,
 # and the formula written out takes several times as long, because it moves several times the bytes.
 #
-# Small inputs: the time no longer falls with the size. Launching a kernel takes microseconds, however little it does.
+# Small inputs: the time stops falling with the size. Launching a kernel takes microseconds, however little it does.
 # One kernel after another is what costs there, and a call through more layers of Python can lose to a plain op. The
 # rings in the right panel mark the sizes at which another way is faster than this package:
 

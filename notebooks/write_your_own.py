@@ -2,8 +2,8 @@
 # # Write your own kernel: Triton, CUDA, torch.compile
 #
 # One function in three ways: a squared ReLU as the gate of a linear unit, `relu(gate)**2 * up`. It is element-wise:
-# each result depends on one element of each input. All three ways end at the same speed, that of the memory. The last
-# section shows, with stored measurements of one H200, the work on which they part.
+# each result depends on one element of each input. All three ways end at the speed of the memory. The last section
+# shows, with stored measurements of one H200, the work on which they differ.
 
 # %% tags=["parameters"]
 SHORT = None  # None: few and small sizes on a machine without a GPU; True: everywhere
@@ -76,7 +76,7 @@ else:
 # ## CUDA, through this package's build
 #
 # `examples/own_kernel` is a whole kernel package in five short files: `build.toml`, the CUDA kernel, the same for a
-# CPU, the binding with its checks, and the Python function with its docstring. Its layout is that of the Hub.
+# CPU, the binding with its checks, and the Python function with its docstring. Packages on the Hub have this layout.
 # `tools/build.py` builds it for this machine in seconds:
 
 # %%
@@ -116,7 +116,7 @@ torch.testing.assert_close(compiled(gate, up), own.relu_squared_gate(gate + 1, u
 #
 # It needs nothing but the function in plain torch, and writes a Triton kernel of its own (on a CPU, C++).
 #
-# ## They converge
+# ## They end at the same speed
 
 
 # %%
@@ -136,7 +136,7 @@ demo.verdict(records, "elements", ours=mine)
 # On large inputs each way that is one kernel moves the same bytes once. There is nothing left to win, and the
 # shortest source is the best: `torch.compile`, or Triton where the compiler does not see the chain as one.
 #
-# ## Where they part
+# ## Where they differ
 #
 # These are stored measurements of one H200 (`benchmarks/results/h200-ops.json`): torch.compile's time over this
 # package's, for every case of a family. Element-wise work stands at 1. Norms are near it. The norm of query and key
@@ -165,6 +165,6 @@ _ = axes.set_title(
 # %% [markdown]
 # ## From here
 #
-# `CONTRIBUTING.md` lists the steps from a kernel to an op of this package: schema, checks, a fake for
+# `docs/adding-an-op.md` lists the steps from a kernel to an op of this package: schema, checks, a fake for
 # `torch.compile`, tests against float64, strides, wrong arguments, and a case of `benchmarks/ops.py` beside a copy
 # and its peers.
