@@ -1,9 +1,9 @@
 """Fused norm, modulation, rotary and activation kernels for diffusion transformers and LLMs.
 
 Every function takes tensors of any leading shape and any strides, on CUDA or CPU, in float32, float16 or bfloat16
-(mixed dtypes between input and weights too), accumulates in float32 and works under torch.compile. Functions have
-gradients, but for those with quantised rows (``*_quant``, ``quantize_rows``, ``scaled_linear``), which raise where one
-is needed; ``quantize_weight`` detaches. ``reference`` holds the same functions in plain torch.
+(weights may have another dtype than the input), accumulates in float32 and works under torch.compile. Functions have
+gradients. Functions with quantised rows (``*_quant``, ``quantize_rows``, ``scaled_linear``) have no gradients and raise
+where one is needed; ``quantize_weight`` detaches. ``reference`` holds the same functions in plain torch.
 
 ``rounding`` says where results are rounded to the tensors' dtype: "fp32" once, at the end; "eager" wherever the plain
 torch code of the model libraries rounds, to reproduce a stock model.

@@ -46,7 +46,7 @@ def adaln_rmsnorm(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
@@ -100,7 +100,7 @@ def adaln_layernorm(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         bias: [H], any of these dtypes, added before the modulation; None adds nothing.
@@ -156,7 +156,7 @@ def adaln_zero(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         gate: Like scale, independent of its shape and dtype.
@@ -260,8 +260,8 @@ def gated_residual_adaln_rmsnorm(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the branch as it is.
-        weight: [H], any of these dtypes; None multiplies by nothing.
-        scale: Like gate; None scales by nothing.
+        weight: [H], any of these dtypes; None: no weight.
+        scale: Like gate; None: no scale.
         shift: Like gate; None adds nothing.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         gate_table: [H], added to gate; None adds nothing.
@@ -324,8 +324,8 @@ def gated_residual_adaln_layernorm(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the branch as it is.
-        weight: [H], any of these dtypes; None multiplies by nothing.
-        scale: Like gate; None scales by nothing.
+        weight: [H], any of these dtypes; None: no weight.
+        scale: Like gate; None: no scale.
         shift: Like gate; None adds nothing.
         bias: [H], any of these dtypes, added before the modulation; None adds nothing.
         eps: Added to the variance.
@@ -389,7 +389,7 @@ def adaln_rmsnorm_pair(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         scale2: Of the second modulation, like scale.
@@ -455,7 +455,7 @@ def adaln_layernorm_pair(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         scale2: Of the second modulation, like scale.
@@ -528,7 +528,7 @@ def gated_residual_adaln_rmsnorm_pair(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the branch as it is.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: Of the first modulation, like gate.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         scale2: Of the second modulation, like scale.
@@ -606,7 +606,7 @@ def gated_residual_adaln_layernorm_pair(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the branch as it is.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: Of the first modulation, like gate.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         scale2: Of the second modulation, like scale.

@@ -119,8 +119,8 @@ def attention(
         torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)), mask[:, None, None], scale=scale).transpose(1, 2)
 
-    which is what runs, too, but for heads of 64 or 128 columns in bfloat16 or float16 on a Hopper GPU (compute
-    capability 9.0) where no gradient is needed: these have a kernel of this package. It computes scores, exponentials
+    The package has a kernel for heads of 64 or 128 columns in bfloat16 or float16, on a Hopper GPU (compute capability
+    9.0) and where no gradient is needed. Every other call runs the code above. The kernel computes scores, exponentials
     and their sums in float32 and rounds the exponentials to the dtype for their product with the values, as flash
     attention does. NaN, infinities and scores of any size give what they give in torch; with heads of 64 columns in
     bfloat16, values below 2^-66 may lose digits. A row has the same bits whatever other rows, heads and samples the
@@ -135,8 +135,8 @@ def attention(
         value: Like key.
         mask: [B, T] or [1, T], any strides. bool: which keys count. Any of the float dtypes: added to the scores of a
             key, and -inf leaves the key out. Keys that are left out must be finite.
-        key_lengths: [B] int32: how many of the first keys of a sample count; numbers below 0 and above T stand for
-            these. Together with a mask, the keys that both let count.
+        key_lengths: [B] int32: how many of the first keys of a sample count. A number below 0 means 0, one above T
+            means T. Together with a mask, a key counts where both say so.
         scale: What the scores are multiplied by; None: D ** -0.5.
         out: Where to write, like query, any strides: for example the first columns of a wider row. It must not
             overlap an input.
@@ -158,7 +158,7 @@ def attention(
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
             came), or ``out`` is given where a gradient is needed; with "int8" also a GPU without the kernel, a mask,
             ``return_lse``, or a gradient that is needed.
-        ValueError: ``precision`` is neither of the two.
+        ValueError: ``precision`` is neither "native" nor "int8".
 
     Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers); the order of the
     computation is that of FlashAttention-3 (Shah et al., 2024).
@@ -217,16 +217,16 @@ def qk_norm_cross_attention(
         torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, value)), mask[:, None, None], scale=scale).transpose(1, 2)
 
-    but in float32 from the norms to the sums: unlike torch's, neither the normalised query nor the key is rounded to
-    the dtype. On CUDA a head of 64 or 128 columns in float16 or bfloat16 goes through tensor cores, which take the key
-    (times both weights and the scale) and the weights of the values in that dtype.
+    The op computes in float32 from the norms to the sums, and does not round the normalised query and key to the dtype
+    as this code does. On CUDA a head of 64 or 128 columns in float16 or bfloat16 goes through tensor cores, which take
+    the key (times both weights and the scale) and the weights of the values in that dtype.
 
     Args:
         query: [B, S, heads, D], D at most 256; float32, float16 or bfloat16; any strides.
         key: [B, T, heads, D] with query's dtype and device; any strides, so also a view of a packed key and value.
             Made for few keys (a text); works with any number.
         value: Like key.
-        query_weight: [heads * D], any of these dtypes, any stride; None multiplies by nothing.
+        query_weight: [heads * D], any of these dtypes, any stride; None: no weight.
         key_weight: The same for key.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         mask: [B, T] or [1, T], any of these dtypes, any strides: added to the scores of a key. -inf leaves the key
@@ -235,8 +235,8 @@ def qk_norm_cross_attention(
         out: Where to write, like query, any strides; may be the query itself.
 
     Returns:
-        [B, S, heads, D] of query's dtype, contiguous; ``out`` where given. Zeros where there is no key (T = 0), or
-        none that the mask does not leave out.
+        [B, S, heads, D] of query's dtype, contiguous; ``out`` where given. Zeros where there is no key (T = 0), or the
+        mask leaves out every key.
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what

@@ -5,6 +5,10 @@ for. `kernel_mapping` has the names that transformers gives those modules. The l
 ``KernelConfig`` builds into a model, are in `packed_layers`.
 
 The plain layers round once, at the end. The layers with ``Eager`` in their name round where transformers' modules do.
+
+Every ``forward`` takes float32, float16 or bfloat16 tensors of any strides, on CUDA or CPU: [..., H], and query and key
+as RotaryPosEmb says. It returns new tensors of the shape and dtype of its input. A shape, dtype or device that does not
+fit is a RuntimeError that names the argument, what was expected and what came.
 """
 
 from __future__ import annotations
@@ -145,7 +149,8 @@ class RotaryPosEmb(nn.Module):
     It fits the functions ``apply_rotary_pos_emb`` that transformers decorates with "rotary_pos_emb" and that rotate
     halves. In transformers 5.22.2 these are all of them but the one of openai_privacy_filter, which rotates interleaved
     pairs: leave "rotary_pos_emb" out of the mapping for that model. ``kernelize`` replaces the function for all models
-    of that kind in the process.
+    of that kind in the process. Query and key are [B, heads, S, D], or [B, S, heads, D] with ``unsqueeze_dim=2``; the
+    tables are [B or 1, S, D] or [B or 1, S, D / 2].
 
     Equivalent to::
 
@@ -189,7 +194,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, 
 
 
 class SiLU(nn.Module):
-    """The SiLU. It is torch's own, which is one launch already; the layer completes the names of a model.
+    """The SiLU of transformers' SiLUActivation. It is torch's own, which is one launch already.
 
     Equivalent to ``torch.nn.functional.silu(input)``.
     """
@@ -202,7 +207,7 @@ class SiLU(nn.Module):
 
 
 class GeLU(nn.Module):
-    """The exact GELU.
+    """The exact GELU of transformers' GELUActivation.
 
     Equivalent to ``torch.nn.functional.gelu(input)``.
     """
@@ -215,7 +220,9 @@ class GeLU(nn.Module):
 
 
 class GeluTanh(nn.Module):
-    """The tanh form of GELU, rounded once. transformers also has it as NewGELU and FastGELU, in eight steps of torch.
+    """The tanh form of GELU, rounded once.
+
+    It fits GELUTanh of transformers, and NewGELUActivation and FastGELUActivation, which compute it in several steps.
 
     Equivalent to ``torch.nn.functional.gelu(input, approximate="tanh")``.
     """
@@ -228,7 +235,7 @@ class GeluTanh(nn.Module):
 
 
 class QuickGELU(nn.Module):
-    """GELU by a sigmoid, rounded once.
+    """GELU by a sigmoid, as in transformers' QuickGELUActivation, rounded once.
 
     Equivalent to ``input * torch.sigmoid(1.702 * input)``.
     """

@@ -33,7 +33,7 @@ def rmsnorm(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
         rounding: "fp32" rounds once, at the end. "eager" rounds the normalised value to the input's dtype before the
@@ -81,7 +81,7 @@ def rmsnorm_residual(
     Args:
         input: [..., H], float32, float16 or bfloat16.
         residual: Like input in shape, dtype and device.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
         rounding: "fp32" normalises the unrounded sum and rounds each result once. "eager" rounds the sum to the
@@ -130,7 +130,7 @@ def layernorm(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         bias: [H], any of these dtypes; None adds nothing.
         eps: Added to the variance.
         rounding: "fp32" or "eager": the same here, torch's own layer_norm rounds once too.
@@ -175,7 +175,7 @@ def norm_residual(
     Args:
         input: [..., H], the branch; float32, float16 or bfloat16.
         residual: Like input in shape, dtype and device.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the normalised branch as it is.
@@ -241,10 +241,10 @@ def norm_gated_residual_norm(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the normalised branch as it is.
-        weight1: [H], of the branch's norm, any of these dtypes; None multiplies by nothing.
+        weight1: [H], of the branch's norm, any of these dtypes; None: no weight.
         eps1: Added to the branch's mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
-        weight2: [H], of the sum's norm, any of these dtypes; None multiplies by nothing.
-        scale: Like gate; None scales by nothing.
+        weight2: [H], of the sum's norm, any of these dtypes; None: no weight.
+        scale: Like gate; None: no scale.
         shift: Like gate; None adds nothing.
         eps2: Added to the sum's mean square; None as in eps1.
         weight_offset: Added to both weights; 1.0 for Gemma's convention. A norm without weight does not use it.

@@ -22,7 +22,7 @@ GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 class SwiGLUMLP(nn.Module):
-    """A gated MLP with SiLU. One product makes gate and up.
+    """A gated MLP with SiLU, as LlamaMLP of transformers. One product makes gate and up, from ``x`` [..., H].
 
     Equivalent to::
 
@@ -41,7 +41,8 @@ class SwiGLUMLP(nn.Module):
 
 
 class GeGLUMLP(nn.Module):
-    """A gated MLP with the tanh form of GELU. One product makes gate and up.
+    """A gated MLP with the tanh form of GELU, as GemmaMLP of transformers. One product makes gate and up, from ``x``
+    [..., H].
 
     Equivalent to::
 

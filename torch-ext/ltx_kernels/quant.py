@@ -8,7 +8,7 @@ all rows. Values are rounded once, from the float32 result of the op, to nearest
     an infinity in a row  the scale inf; the infinity becomes NaN, all else zero
     a NaN in a row        the scale NaN, and all values NaN (with ``static_scale``: that one value)
 
-There are no gradients.
+The ops have no gradients: a call that needs one raises.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def rmsnorm_quant(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
@@ -136,7 +136,7 @@ def rmsnorm_residual_quant(
     Args:
         input: [..., H], float32, float16 or bfloat16.
         residual: Like input in shape, dtype and device.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         weight_offset: Added to the weight; 1.0 for Gemma's convention. Without weight it is not used.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
@@ -192,7 +192,7 @@ def adaln_rmsnorm_quant(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: The modulation (not of the quantisation): [B or 1, H] for an input [B, ..., H], or any shape that
             broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
@@ -287,11 +287,10 @@ def gated_residual_adaln_rmsnorm_quant(
     Args:
         input: [..., H], float32, float16 or bfloat16.
         residual: Like input in shape, dtype and device.
-        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
-            None multiplies by nothing.
-        weight: [H], any of these dtypes; None multiplies by nothing.
-        scale: The modulation (not of the quantisation), like gate, independent of its shape and dtype. None multiplies
-            by nothing.
+        gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
+            None adds the branch as it is.
+        weight: [H], any of these dtypes; None: no weight.
+        scale: The modulation (not of the quantisation), like gate, independent of its shape and dtype. None: no scale.
         shift: Like gate, independent of its shape and dtype. None adds nothing.
         eps: Added to the mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
         gate_table: [H], added to gate; None adds nothing.
@@ -334,7 +333,7 @@ def layernorm_quant(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         bias: [H], any of these dtypes; None adds nothing.
         eps: Added to the variance.
         static_scale: One float32 number for all rows, on the input's device; None finds each row's own.
@@ -375,7 +374,7 @@ def adaln_layernorm_quant(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: The modulation (not of the quantisation): [B or 1, H] for an input [B, ..., H], or any shape that
             broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
@@ -432,8 +431,8 @@ def gated_residual_adaln_layernorm_quant(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the branch as it is.
-        weight: [H], any of these dtypes; None multiplies by nothing.
-        scale: The modulation (not of the quantisation), like gate; None scales by nothing.
+        weight: [H], any of these dtypes; None: no weight.
+        scale: The modulation (not of the quantisation), like gate; None: no scale.
         shift: Like gate; None adds nothing.
         bias: [H], any of these dtypes, added before the modulation; None adds nothing.
         eps: Added to the variance.
@@ -493,10 +492,10 @@ def norm_gated_residual_norm_quant(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the normalised branch as it is.
-        weight1: [H], of the branch's norm, any of these dtypes; None multiplies by nothing.
+        weight1: [H], of the branch's norm, any of these dtypes; None: no weight.
         eps1: Added to the branch's mean square. None: the machine epsilon of float32, as in torch.nn.RMSNorm.
-        weight2: [H], of the sum's norm, any of these dtypes; None multiplies by nothing.
-        scale: The modulation (not of the quantisation), like gate; None scales by nothing.
+        weight2: [H], of the sum's norm, any of these dtypes; None: no weight.
+        scale: The modulation (not of the quantisation), like gate; None: no scale.
         shift: Like gate; None adds nothing.
         eps2: Added to the sum's mean square; None as in eps1.
         weight_offset: Added to both weights; 1.0 for Gemma's convention. A norm without weight does not use it.
@@ -554,7 +553,7 @@ def adaln_rmsnorm_pair_quant(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         scale2: Of the second modulation, like scale.
@@ -614,7 +613,7 @@ def adaln_layernorm_pair_quant(
 
     Args:
         input: [..., H], float32, float16 or bfloat16.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         scale2: Of the second modulation, like scale.
@@ -680,7 +679,7 @@ def gated_residual_adaln_rmsnorm_pair_quant(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the branch as it is.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: Of the first modulation, like gate.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         scale2: Of the second modulation, like scale.
@@ -748,7 +747,7 @@ def gated_residual_adaln_layernorm_pair_quant(
         residual: Like input in shape, dtype and device.
         gate: [B or 1, H] for an input [B, ..., H], or any shape that broadcasts to the input; any of these dtypes;
             None adds the branch as it is.
-        weight: [H], any of these dtypes; None multiplies by nothing.
+        weight: [H], any of these dtypes; None: no weight.
         scale: Of the first modulation, like gate.
         shift: Like scale, independent of its shape and dtype; None adds nothing.
         scale2: Of the second modulation, like scale.
@@ -947,6 +946,8 @@ def quantize_weight(weight: Tensor) -> Quantised:
 
     Raises:
         RuntimeError: The shape or the dtype does not fit.
+
+    Source: as ``quantize_rows``.
     """
     check_weight(weight)
     weight = weight.detach()
@@ -1007,12 +1008,13 @@ def scaled_linear(
         w = weight.float() * weight_scales[:, None]
         (torch.nn.functional.linear(x, w, bias.float()) + addend.float()).to(out_dtype)
 
-    A layer on inputs side by side, each with scales of its own, is a product for each, with the sum of those before as
-    the addend of the next.
+    A layer whose input is several tensors side by side, each with its own scales, takes one call for each tensor. The
+    result of a call is the ``addend`` of the next.
 
-    On a GPU this is torch._scaled_mm; on Hopper, with CUDA 12.9 or newer and for bfloat16, the same call of cuBLASLt
-    without the workspace that it would clear before each product. torch._scaled_mm rounds the product before it adds
-    the addend, and so does cuBLASLt where ``out`` is the addend itself. On a CPU it is computed as written, for tests.
+    On a GPU this calls torch._scaled_mm. On Hopper, with CUDA 12.9 or newer and for bfloat16, it makes the same call of
+    cuBLASLt itself, without the workspace that torch clears before each product. torch._scaled_mm rounds the product
+    before it adds the addend, and so does cuBLASLt where ``out`` is the addend itself. On a CPU it is computed as
+    written, for tests.
 
     Args:
         values: [..., in], float8_e4m3fn.
@@ -1032,6 +1034,8 @@ def scaled_linear(
         RuntimeError: A shape or dtype does not fit, or the GPU is older than compute capability 8.9 (Ada, Hopper,
             Blackwell and newer have fp8 tensor cores).
         TypeError: ``out_dtype`` is no dtype, or ``use_fast_accum`` neither True nor False.
+
+    Source: torch._scaled_mm with scales per row; matmul with 8-bit floating-point types of the cuBLASLt documentation.
     """
     try:
         check_product_options(out_dtype, use_fast_accum)

@@ -245,7 +245,7 @@ def qk_norm_rope(
     Args:
         query: [B, S, heads, D], D even; float32, float16 or bfloat16; any strides, so also a view of a packed qkv.
         key: Like query in B, D, dtype and device, with S and heads of its own.
-        query_weight: [heads * D] with across_heads, else [D]; any of these dtypes; None multiplies by nothing.
+        query_weight: [heads * D] with across_heads, else [D]; any of these dtypes; None: no weight.
         key_weight: The same for key and its heads.
         cos: A table as in ``apply_rotary`` for query and key, or a (query, key) pair of tables. One table has
             max(Sq, Sk) rows: the shorter of query and key uses the first ones.
