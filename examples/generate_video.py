@@ -8,9 +8,9 @@
 
 With --parallel every process of torchrun takes a GPU, and they share each step; the first one prints and writes.
 
-Without --model a model with random weights is made, which needs no network: its times are those of the real model, its
-video shows nothing. `--model Lightricks/LTX-Video` loads that. The video's name ends in what made it: `_optimized`,
-`_baseline`, `_optimized_compile` or, without the kernels, `_compile`.
+Without --model the weights are random, which needs no network, and the video shows nothing. On a GPU this model has the
+shape of the 2B model and takes as long; on a CPU it is small. `--model Lightricks/LTX-Video` loads the real one. The
+video's name ends in what made it: `_optimized`, `_baseline`, `_optimized_compile` or, without the kernels, `_compile`.
 """
 
 from __future__ import annotations

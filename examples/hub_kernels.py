@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kernels from the Hub and from a local build: load them, check them against torch, time them, put one into a model.
 
-    python examples/hub_kernels.py                            # the build in build/; what the network gives besides
+    python examples/hub_kernels.py                            # the build in build/, and a kernel of the Hub
     python examples/hub_kernels.py --repo-id someone/ltx-kernels --trust
 
 What cannot be fetched is reported and left out: nothing of the rest depends on it. `--trust` runs the code of that one
