@@ -9,7 +9,7 @@ HOST_CONFIGS = ("baseline", "kernels", "kernels_fp8")
 
 @block("docs/optimize.md", "host")
 def host_times() -> str:
-    """The host's time with recorded calls, and before there were any."""
+    """The host's time with recorded calls and without them."""
     result = load("h200-host")
     by_config = {(r["model"], r["config"]): r for r in result["records"] if "model" in r}
     earlier = {r["config"]: r["ratio_to_baseline"] for r in records_of("h200-host-start")}
@@ -21,6 +21,6 @@ def host_times() -> str:
         "The host's time to launch one step, without waiting for the GPU: one "
         f"{result['meta']['device']}, models of all their blocks and few columns, in ms ({link('h200-host')}):",
         grid(f"| blocks of | {across('@', (CONFIGS[config] for config in HOST_CONFIGS))} |", rows),
-        f"Before calls were recorded, LTX-Video's step took {earlier['kernels']:.2f} times diffusers' time in bf16 and "
+        f"Without recorded calls LTX-Video's step takes {earlier['kernels']:.2f} times diffusers' time in bf16 and "
         f"{earlier['kernels_fp8']:.2f} times in fp8 ({link('h200-host-start')}).",
     )
