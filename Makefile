@@ -145,7 +145,7 @@ distclean: clean  ## also the virtual environment and the downloaded CUDA compil
 
 ##@ Release (docs/hub.md; the workflows in .github run these)
 
-nix-matrix:  ## the variants that Nix would build: they must be those of a release (needs nix)
+nix-matrix:  ## the variants that Nix would build: they must be the variants of a release (needs nix)
 	$(RELEASE) nix-matrix
 
 nix-build:  ## build one VARIANT=torch-... with Nix, into VARIANTS

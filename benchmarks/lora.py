@@ -10,10 +10,10 @@ ones. The sum of all that is given for each change, as the median over --rounds:
     weight_ms   a new weight of the active one
     both_ms     a second one beside it
     load_ms     a new adapter; peft makes its random weights in that time
-    unload_ms   back to none
+    unload_ms   no adapter again
 
 `step_ms` is a step without adapters, `lora_step_ms` with one active. `quantised` counts the weights that are quantised
-during all of this: none, where adapters stand beside the fp8 weights.
+during all of this: 0 where adapters stand beside the fp8 weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHANGES = {
     "weight": "a new weight of the active one",
     "both": "a second one beside it",
     "load": "a new one",
-    "unload": "back to none",
+    "unload": "no adapter again",
 }
 
 

@@ -8,8 +8,8 @@
 parameters and buffers. `host_gb` is what waits in the host's memory beside them: the stock weights of quantised layers.
 `fits` names the cards that have more memory than the peak and RESERVE_GB for everything else.
 
-With `--blocks` a group offload is measured with the first blocks alone. Its peak is that of all blocks, since the GPU
-never holds more than two groups. Time, `moved_gb` and `host_gb` are left out of these records.
+With `--blocks` a group offload is measured with the first blocks alone. With all blocks the peak is the same, since the
+GPU never holds more than two groups. Time, `moved_gb` and `host_gb` are left out of these records.
 
 The VAE and the text encoder are not part of it: an offload moves them away. The file is written after each model; a
 model's records replace its earlier ones.

@@ -176,7 +176,7 @@ def earlier(path: Path, meta: dict[str, Any], selected: Sequence[Case]) -> tuple
 
 
 def in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the table has them; cases that it no longer has are dropped."""
+    """As the table has them; cases that it does not have are dropped."""
     by_name = {case_name(record): record for record in records}
     return [by_name[case.name] for case in cases() if case.name in by_name]
 

@@ -6,7 +6,7 @@
     python examples/kernels_demo.py --short                # few and small sizes, as on a machine without a GPU
 
 A race computes one result in several ways at several sizes. Every way is first compared with float64. The times then
-stand beside those of a copy that moves the same bytes, or, where matrix products take the time, beside the products
+stand beside the time of a copy that moves the same bytes, or, where matrix products take the time, of the products
 alone. Pictures and results.json go to demo/kernels/. The notebooks in notebooks/ are made of the same races.
 """
 

@@ -59,7 +59,7 @@ from .quant import (
 )
 from .rope import apply_rotary, apply_rotary_qk, qk_norm_rope, rope_1d, rope_3d
 
-__version__ = "1"  # that of build.toml: the version of the API
+__version__ = "1"  # `version` in build.toml: the version of the API
 
 __all__ = [
     "adaln_layernorm",

@@ -14,7 +14,7 @@ from ._ops import ops
 
 
 def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callable[..., Any]:
-    """The way to call an op: ``call(outs, *arguments)``, the arguments being those of its schema, in their order.
+    """The way to call an op: ``call(outs, *arguments)``, with the arguments of its schema in their order.
 
     ``outs`` is what the caller gave to write into: None, a tensor, or a tuple for an op with several results. The
     call returns it, or new results. Where a gradient is needed it runs the op in plain torch; an op without a gradient

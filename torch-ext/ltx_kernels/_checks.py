@@ -203,7 +203,7 @@ def check_types(function: Callable[..., Any], *arguments: object, **options: obj
 
 
 def checks_types(function: Function) -> Function:
-    """Checks the types of every call: for functions of which a call takes long anyway."""
+    """Checks the types of every call, in functions that take long anyway."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:

@@ -281,7 +281,7 @@ def in_torch(name: str) -> Callable[..., Any]:
 
 def _register(name: str) -> None:
     run = in_torch(name)
-    # The arguments of the `_out` twin, which the quantising ops have not, are its outputs and then those of the op.
+    # The `_out` twin takes its outputs and then the op's arguments. Quantising ops have no such twin.
     has_out = hasattr(ops, name + "_out")
     count = len(getattr(ops, name).default._schema.returns)
     out_names = _argument_names(name + "_out")[:count] if has_out else []

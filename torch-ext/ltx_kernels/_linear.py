@@ -59,7 +59,7 @@ def packed_linear(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
     Args:
         input: [..., K].
         weights: [N_i, K] each.
-        biases: [N_i] each; an empty list where there are none.
+        biases: [N_i] each; an empty list if the layers have no bias.
 
     Returns:
         [..., sum of N_i], or None.

@@ -160,8 +160,8 @@ def attention(
             ``return_lse``, or a gradient that is needed.
         ValueError: ``precision`` is neither "native" nor "int8".
 
-    Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers); the order of the
-    computation is that of FlashAttention-3 (Shah et al., 2024).
+    Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers). The kernel computes
+    in the order of FlashAttention-3 (Shah et al., 2024).
     """
     if return_lse is not False:
         check_type("return_lse", "bool", return_lse)

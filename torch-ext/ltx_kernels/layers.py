@@ -44,9 +44,9 @@ __all__ = [
 class RMSNorm(nn.Module):
     """Normalises rows by their root mean square, and multiplies by a weight.
 
-    It fits every module that transformers decorates with ``use_kernel_forward_from_hub("RMSNorm")``: those of Llama,
-    Mistral, Qwen2, Qwen3 and some 130 others. The result is rounded once, as the modules of OLMo 2 and GPT-OSS do. Most
-    modules round twice, before the weight and after it: `RMSNormEager` does that.
+    It fits every module that transformers decorates with ``use_kernel_forward_from_hub("RMSNorm")``: norms of Llama,
+    Mistral, Qwen2, Qwen3 and many other models. The result is rounded once, as in OLMo 2 and GPT-OSS. Most modules
+    round twice, before the weight and after it: `RMSNormEager` does that.
 
     Equivalent to::
 
@@ -88,7 +88,7 @@ class RMSNormEager(nn.Module):
 class RMSNormZeroCentered(nn.Module):
     """Normalises rows by their root mean square, and multiplies by one plus a weight.
 
-    It fits the modules that transformers decorates with "RMSNormZeroCentered", which are those of Qwen3.5. Like them it
+    It fits the modules that transformers decorates with "RMSNormZeroCentered", which are norms of Qwen3.5. Like them it
     rounds once.
 
     Equivalent to::
@@ -110,7 +110,7 @@ class RMSNormZeroCentered(nn.Module):
 class RMSNormGated(nn.Module):
     """`RMSNorm`, and then a gate with an activation.
 
-    It fits the modules that transformers decorates with "RMSNormGated": those of Qwen3-Next and Qwen3.5 (SiLU), Kimi
+    It fits the modules that transformers decorates with "RMSNormGated": norms of Qwen3-Next and Qwen3.5 (SiLU), Kimi
     Linear and GLM 5 (sigmoid). With SiLU the normalised rows are rounded to the input's dtype first, as these modules
     do; with sigmoid only the result is rounded.
 

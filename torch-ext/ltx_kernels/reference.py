@@ -1,6 +1,6 @@
 """Every public function in plain torch: differentiable, on any device, with the errors of the compiled ops.
 
-The signatures are those of the package without ``out=``. The work is done by ``norm_family``, ``gated_unit``,
+The signatures are the package's, without ``out=``. The work is done by ``norm_family``, ``gated_unit``,
 ``quantise``, ``rotate``, ``cross_attention``, ``channel_norm_family``, ``shuffled`` and ``unpatched``. The package runs
 them where there is no compiled kernel (a tensor on the variant's other device) and where autograd has to follow; tests
 and benchmarks use them as the definition. Math is in float32, or in float64 when the input is float64, which the
