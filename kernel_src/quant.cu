@@ -103,9 +103,9 @@ constexpr int kPackStep = 32;
 // A block has at least kBlock threads: several short rows share one. H200, of a copy's time, blocks of 128 and 256:
 // gated_residual 2x2688x2048 1.04, 1.06; quantize_rows 2x8064x2048 1.05, 1.04.
 constexpr int kBlock = 128, kMaxThreads = 512;
-// Rows with a prefix are long. glu_register_threads leaves registers for as many threads on every architecture, and the
-// largest of a row does not depend on the order in which it is found.
-constexpr int kMaxPrefixThreads = 896, kPrefixPacks = 4;
+// Rows of an activation may be longer: those with a prefix always are. glu_register_threads leaves registers for as
+// many threads on every architecture, and the largest of a row does not depend on the order in which it is found.
+constexpr int kMaxGluThreads = 896, kPrefixPacks = 4;
 
 __device__ __forceinline__ int first_pack(int packs) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -647,8 +647,8 @@ Geometry geometry_of_rows(int64_t packs, bool residual) {
   return geometry(packs, packs <= 32 ? 1 : two ? 2 : 4, kMaxThreads);
 }
 Geometry geometry_of_glu(int64_t packs, bool prefix) {
-  if (prefix) return geometry(packs, kPrefixPacks, kMaxPrefixThreads);
-  return geometry(packs, packs <= 32 ? 1 : packs <= 64 ? 2 : 4, kMaxThreads);
+  const int a_thread = prefix ? kPrefixPacks : packs <= 32 ? 1 : packs <= 64 ? 2 : 4;
+  return geometry(packs, a_thread, kMaxGluThreads);
 }
 
 // How far ahead a block prefetches, for each multiprocessor: half of what its blocks have under way. H200, gelu

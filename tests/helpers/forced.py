@@ -82,7 +82,7 @@ def cases(family: str, device: str) -> dict[str, Case]:
                 case = gate_heads_case(make, (2, 7, heads, width), scale=2.0)
                 found[f"gate_heads {dtype} {heads}x{width}"] = case
             for name in ("swiglu", "geglu erf, gate last", "gelu tanh, bias"):
-                for width in GLU_WIDTHS:
+                for width in [*GLU_WIDTHS, 18432, 28672]:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))
         elif family == "attention":
             for heads, width in ((3, 64), (2, 128)):
