@@ -32,6 +32,7 @@ from ._replay import refuse
 from ._sites import Site, site_of
 
 PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
+ROWS_OF_A_SAMPLE = 1024  # for a product of its own; fewer leave a large GPU partly idle
 
 Input = Union[Tensor, Rows]
 
@@ -250,37 +251,36 @@ class Linears:
         return torch.cat(outputs, -1) if whole is None else whole
 
     def writes(self, input: Input) -> bool:
-        """Whether `write` has a product for this input, of layers that are `packed`, without active adapters.
-
-        In fp8 it has one for a single sample, the same as `together`'s. A product for each of several samples could
-        give other bits than one product of them all.
-        """
-        if self.direct:
-            return isinstance(input, Tensor)
-        return self.fp8 and (input[0] if isinstance(input, tuple) else input).shape[0] == 1
+        """Whether `write` takes this input, of layers that are `packed`, without active adapters."""
+        return isinstance(input, Tensor) if self.direct else self.fp8
 
     def write(self, input: Input, stacked: Sequence[Tensor], output: Tensor) -> None:
-        """Writes what `together` returns into rows [B, S, N] of a tensor. `stacked`: the tensors of that method."""
-        if self.scaled:
-            weight, weight_scales, *bias = stacked
-            values, scales = self._rows(input)
-            multiply(values[0], scales[0], weight, weight_scales, bias[0] if bias else None, out=output[0])
+        """Writes what `together` returns into rows [B, S, N] of a tensor, by a product for each sample.
+
+        stacked: The tensors of that method.
+        """
+        if not self.scaled:
+            _write_products(cast(Tensor, input), *stacked, output=output)
             return
-        weight, *bias = stacked
-        for sample in range(len(output)):
-            tokens, target = cast(Tensor, input)[sample], output[sample]
-            if bias:
-                torch.addmm(bias[0], tokens, weight.t(), out=target)
-            else:
-                torch.mm(tokens, weight.t(), out=target)
+        weight, weight_scales, *bias = stacked
+        values, scales = self._rows(input)
+        for i in range(len(output)):
+            multiply(values[i], scales[i], weight, weight_scales, bias[0] if bias else None, out=output[i])
 
     def __call__(self, input: Input) -> tuple[Tensor, ...]:
         """The output of each layer."""
         if self._alone is not None:
-            return (F.linear(input, *self._alone),)  # type: ignore[arg-type]
+            return (self._one(cast(Tensor, input), *self._alone),)
         if self._given:
             return self._with_adapters(input)[1]
         return self._together(input).split_with_sizes(self.sizes, -1) if self._packed else self._apart(input)
+
+    def _one(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None or not _lie_apart(input) or self.site.rounding != "fp32" or not may_overwrite():
+            return F.linear(input, weight, bias)
+        output = input.new_empty(*input.shape[:-1], len(weight))
+        _write_products(input, weight, bias, output=output)
+        return output
 
     def add_to(self, total: Tensor, input: Input) -> Tensor:
         """A contiguous tensor plus one layer's output, in the tensor's place, by one product where it can."""
@@ -368,6 +368,27 @@ def _sum(
     for output, low, added in zip(total.split_with_sizes(sizes, -1), ranks, adapters):
         add_up(output, low[done:], added[done:], beta)
     return product(total) if first else total
+
+
+def _lie_apart(input: Tensor) -> bool:
+    """Whether the samples of an input [B, S, K] are no matrix together, and long enough for a product each.
+
+    Such are the rows of one of two streams. F.linear has one product of them without the bias, and adds that in a pass
+    of its own, which also rounds once more.
+    """
+    if input.dim() != 3 or input.is_contiguous():
+        return False
+    samples, rows, _ = input.shape
+    return samples > 1 and rows >= ROWS_OF_A_SAMPLE and input.stride(0) != rows * input.stride(1)
+
+
+def _write_products(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, output: Tensor) -> None:
+    """Writes F.linear of an input [B, S, K] into rows [B, S, N] of a tensor, by a product for each sample."""
+    for i in range(len(output)):
+        if bias is None:
+            torch.mm(input[i], weight.t(), out=output[i])
+        else:
+            torch.addmm(bias, input[i], weight.t(), out=output[i])
 
 
 def may_overwrite() -> bool:
