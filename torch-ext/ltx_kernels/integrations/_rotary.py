@@ -85,10 +85,14 @@ def halves(attention: Any, rope: Tables) -> Tables:
     A pair keeps the cosine of its first place and the sine of its second, as in Wan's processors.
     """
     cos, sin = rope
-    if torch.compiler.is_compiling():
-        return cos[..., ::2], sin[..., 1::2]
+
+    def make() -> Tables:
+        return cos[..., ::2].contiguous(), sin[..., 1::2].contiguous()
+
+    if torch.compiler.is_compiling():  # tensors of a graph have no identity to torch 2.11
+        return make()
     key = "halves", id(sin), sin._version if not sin.is_inference() else None
-    return kept(site_of(attention), key, cos, lambda: (cos[..., ::2].contiguous(), sin[..., 1::2].contiguous()))
+    return kept(site_of(attention), key, cos, make)
 
 
 def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tables:

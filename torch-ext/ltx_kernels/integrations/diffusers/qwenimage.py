@@ -34,14 +34,13 @@ QWEN = "diffusers.models.transformers.transformer_qwenimage."
 def _tables(attention: Any, rope: Tables) -> Tables:
     """cos and sin of all rows, [text + image, D / 2], of the complex tables of image and text."""
     image, text = rope
-    if torch.compiler.is_compiling():
-        angles = torch.view_as_real(torch.cat([text, image]))
-        return angles[..., 0], angles[..., 1]
 
     def make() -> Tables:
         angles = torch.view_as_real(torch.cat([text, image]))
         return angles[..., 0].contiguous(), angles[..., 1].contiguous()
 
+    if torch.compiler.is_compiling():  # tensors of a graph have no address
+        return make()
     # The text's table is a slice, a new tensor at each forward, of one that never changes.
     key = "joint", text.shape[0], text.storage_offset(), text.data_ptr()
     return kept(site_of(attention), key, image, make)
