@@ -140,8 +140,9 @@ def int8() -> str:
             by_shape(f"cuDNN fp8 | this package, bf16 | this package, int8 | {inputs}", other_cells, others),
         ),
         titled(
-            f'Whole models, without and with `attention="int8"`, ms of a step ({link("h200-models")}). The errors are '
-            "relative L2 errors against float32, of one forward and of the latents after 8 steps:",
+            f'Whole models, without and with `attention="int8"`, ms of a step ({link("h200-models-int8")}, '
+            "`python benchmarks/models.py --configs kernels_fp8 kernels_fp8_int8`). "
+            "The errors are relative L2 errors against float32, of one forward and of the latents after 8 steps:",
             _int8_models(),
         ),
     )
@@ -150,7 +151,7 @@ def int8() -> str:
 def _int8_models() -> str:
     """Whole models without and with `attention="int8"`, as far as they were measured."""
     rows = []
-    for of_config in by_model("h200-models").values():
+    for of_config in by_model("h200-models-int8").values():
         for config, int8 in (("kernels", "kernels_int8"), ("kernels_fp8", "kernels_fp8_int8")):
             if {config, int8} <= of_config.keys():
                 pair = of_config[config], of_config[int8]

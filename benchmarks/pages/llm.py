@@ -33,12 +33,19 @@ AIMS = [
 ]
 
 
-def _label(config: str) -> str:
-    return {"eager": "stock", "liger": "Liger"}.get(config, config.replace("_", " + ").replace("+ fp8", "fp8"))
+# The configurations of benchmarks/llm.py, in the order of the table.
+CONFIGS = {
+    "eager": "stock",
+    "compile": "compile",
+    "liger": "Liger",
+    "kernels": "kernels",
+    "kernels_compile": "kernels + compile",
+    "kernels_fp8": "kernels fp8",
+}
 
 
 def layers_of_whole_models(records: list[Record]) -> dict[str, int]:
-    """How many layers each model has where it was timed whole, in the order of the records."""
+    """How many layers each model has where it was timed whole."""
     layers: dict[str, int] = {}
     for record in records:
         layers[record["model"]] = max(record["layers"], layers.get(record["model"], 0))
@@ -51,7 +58,7 @@ def language_models() -> str:
     result = load("h200-llm")
     meta, records = result["meta"], result["records"]
     whole = layers_of_whole_models(records)
-    order = list(whole)
+    models = list(LANGUAGE_MODELS)
 
     def is_whole(record: Record) -> bool:
         return record["layers"] == whole[record["model"]]
@@ -65,9 +72,12 @@ def language_models() -> str:
         beside = by_run.get(run(record, other))
         return beside[key] / record[key] if beside else None
 
-    rows = sorted(records, key=lambda r: (not is_whole(r), order.index(r["model"]), -r["tokens"], r["batch"]))
+    def place(r: Record) -> tuple[Any, ...]:
+        return not is_whole(r), models.index(r["model"]), -r["tokens"], r["batch"], list(CONFIGS).index(r["config"])
+
+    rows = sorted(records, key=place)
     missed = [
-        f"{r['model']}, {r['batch']} x {r['tokens']} tokens, {aim.what}: {got:.2f} x {_label(aim.other)}, "
+        f"{r['model']}, {r['batch']} x {r['tokens']} tokens, {aim.what}: {got:.2f} x {CONFIGS[aim.other]}, "
         f"aim {aim.gains[r['model']]}"
         for r in filter(is_whole, rows)
         for aim in AIMS
@@ -80,7 +90,7 @@ def language_models() -> str:
     )
     for r in rows:
         r["name"] = r["model"] if is_whole(r) else f"{r['model']}, {r['layers']} layers"
-        r["label"] = _label(r["config"])
+        r["label"] = CONFIGS[r["config"]]
         r["prompt"], r["token"] = (
             {other: gain(r, other, key) for other in ("eager", "liger")} for key in ("prefill_ms", "decode_ms")
         )

@@ -1,11 +1,11 @@
-"""One forward of each diffusion model: h200-models.json."""
+"""One forward of each diffusion model: h200-models.json and h200-models-profile.json."""
 
 from plots import geometric_mean
 
 from pages.names import CONFIGS, by_model, config_of, first_blocks, in_order, model_of
 from pages.writing import KINDS, Record, across, block, link, load, records_of, table, table_of_kinds, text
 
-PROFILED = ("compile", "kernels", "kernels_fp8", "torchao_fp8_compile")
+PROFILED = ("baseline", "compile", "kernels", "kernels_fp8")  # the configurations whose kernels are shown
 CLOSE = 1.1  # how many times the error of bf16 counts as close to it
 ERRORS = ("error_vs_fp32", "loop_error_vs_fp32")  # of one forward, and of the latents after some steps
 
@@ -78,16 +78,19 @@ def models() -> str:
 @block("docs/models.md", "kinds")
 def model_kinds() -> str:
     """Where the time of one forward of a model goes on the device."""
-    records = in_order(by_model("h200-models"))
-    rows = [record for record in records if "ms_by_kind" in record and record["config"] in PROFILED]
+    records = in_order(by_model("h200-models-profile"))
+    rows = [record for record in records if record["config"] in PROFILED]
     for record in rows:
         ms = record["ms_by_kind"]
         ms["all kernels"] = sum(ms.get(kind, 0.0) for kind in KINDS)
-    kinds, row = (*KINDS, "all kernels"), "| {model} | {config} |"
+        if "clock_mhz" in record:
+            record["cycles"] = ms["GEMM"] * record["clock_mhz"] / 1e3
+    row = "| {model} | {config} | {clock_mhz?:.0f} | {cycles?:.0f} |"
+    head = "| model | | clock, MHz | GEMM, million cycles |"
     return text(
-        f"Milliseconds of one forward, by kind of kernel ({link('h200-models')}, "
-        "`python benchmarks/models.py --profile`):",
-        table_of_kinds("| model | |", row, rows, kinds, model=model_of, config=config_of),
+        f"Milliseconds of one forward, by kind of kernel ({link('h200-models-profile')}, "
+        "`python benchmarks/models.py --profile`). The clock is the GPU's while steps run, where it was read:",
+        table_of_kinds(head, row, rows, (*KINDS, "all kernels"), model=model_of, config=config_of),
     )
 
 
