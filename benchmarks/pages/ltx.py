@@ -43,7 +43,7 @@ def step() -> str:
     row = "| {frames} | {config} | {ms} | {speed_up} | {graph_ms:.1f} | {first_step_s:.1f} s | {error_vs_fp32:.2e} |"
     cold = ""
     if "cold" in meta:  # another run had filled the caches
-        cold = f"Compilation found its caches warm here; with cold ones the first step took {meta['cold']}. "
+        cold = f"The compilers' caches were warm here. With cold caches the first step took {meta['cold']}. "
     note = f"{meta['note']} " if "note" in meta else ""
     return text(
         "A denoising step of LTX-Video 2B (batch 2, 512x768, bf16, prompts of "
