@@ -121,15 +121,23 @@ def measured_gains() -> dict[str, list[str]]:
     return gains
 
 
+def row_of(family: str) -> str:
+    """What the families of one row of the table have in common.
+
+    It is the first word of their files' names, and of an autoencoder's decoder and encoder all but that word.
+    """
+    return family.removesuffix("_encoder") if family.startswith("vae_") else family.split("_")[0]
+
+
 @block("README.md", "supported")
 def supported() -> str:
     """The families by what is replaced in them, whether fp8 knows them, and what was measured."""
     gains = measured_gains()
     rows = []
     for library in LIBRARIES:
-        sharing: dict[str, dict[str, ModuleType]] = {}  # files whose names begin with the same word share a row
+        sharing: dict[str, dict[str, ModuleType]] = {}
         for name, module in families_of(library).items():
-            sharing.setdefault(name.split("_")[0], {})[name] = module
+            sharing.setdefault(row_of(name), {})[name] = module
         for modules in sharing.values():
             blocks = [known for module in modules.values() for known in _blocks(module)]
             classes = dict.fromkeys(f"`{known.split('.')[-1]}`" for one in blocks for known in one.classes)
@@ -165,4 +173,5 @@ def left_models() -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_at_norm_level()["LEFT"].items():
         by_reason.setdefault(reason, []).append(f"`{name}`")
-    return text("\n".join(f"- {reason}: {', '.join(sorted(names))}." for reason, names in by_reason.items()))
+    rows = [[reason, ", ".join(sorted(names))] for reason, names in by_reason.items()]
+    return text(grid("| why | models |", rows))

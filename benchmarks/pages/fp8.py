@@ -5,6 +5,7 @@ import math
 from pages.names import MODELS
 from pages.writing import across, block, grid, link, load, records_of, sizes, table, text
 
+LARGE_BYTES = 40 * 10**6
 SHOWN_KINDS = 4  # of layers, in the table of what adds fp8's error
 # The inputs of benchmarks/fp8_numerics.py, by how their names begin, as the table calls them.
 INPUTS = {"normal": "normal", "GELU of normal": "GELU of normal", "normal, 1 %": "1 % loud channels"}
@@ -113,4 +114,26 @@ def loop() -> str:
         table(head, row, result["records"]),
         '<img src="../benchmarks/results/h200-fp8.png" width="100%" alt="Error by step, error against time, memory">',
         "" if meta["torchao"] else "torchao was not part of this run.",
+    )
+
+
+@block("docs/fp8.md", "quantised norms")
+def quantised_norms() -> str:
+    """The quantised norms in bf16 beside a copy of their bytes, by the vectors that a call has."""
+    layer_norms = [r for r in records_of("h200-layernorm-quant", dtype="bf16") if "layernorm" in r["op"]]
+    rms_norms = records_of("h200-quant-rows", question="before and after", dtype="bf16")
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
+    for record in (*layer_norms, *rms_norms):
+        op = record["op"]
+        if "us" in record and "norm_" in op and op.endswith("_quant") and record["bytes"] >= LARGE_BYTES:
+            of_form = ratios.setdefault((op, record["form"] or "a row of each"), {})
+            of_form[sizes(record)] = record["us"]["ours"] / record["us"]["copy"]
+    rows = [
+        [f"`{op}`", form, ", ".join(f"{shape} {ratio:.2f}" for shape, ratio in of_form.items())]
+        for (op, form), of_form in sorted(ratios.items())
+    ]
+    return text(
+        "Quantised norms in bf16, in times of a copy of the same bytes, of calls that move "
+        f"{LARGE_BYTES // 10**6} MB and more ({link('h200-layernorm-quant')}, {link('h200-quant-rows')}):",
+        grid("| op | its vectors | shape, times as long as the copy |", rows),
     )

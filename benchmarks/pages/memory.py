@@ -13,7 +13,7 @@ def memory() -> str:
     records = [record for model in MODELS for record in records_of("h200-memory", model=model)]
     whole = {(r["model"], r["config"]): r for r in records if "moved_gb" in r}
     shallow = max(record.get("blocks", 0) for record in records)
-    head = "| model | | offload | weights, GiB | peak, GiB | cards of | ms |"
+    head = "| model | | offload | weights, GiB | peak, GiB | fits cards of | ms |"
     row = "| {model} | {config} | {mode} | {weights:.1f} | {peak_gb:.2f} | {cards} | {step_ms?:.0f} |"
     return text(
         f"One step on one {result['meta']['device']}, bf16, random weights ({link('h200-memory')}, "
