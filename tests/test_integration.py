@@ -11,9 +11,10 @@ import gc
 import importlib
 import itertools
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import helpers.attention
@@ -1282,6 +1283,25 @@ def test_rotary_table_is_made_once_per_shape(ltx: ModuleType, device: str) -> No
     assert given.shape == (2, 24, 32) and table(video_coords=coords)[0] is given
     coords += 1
     assert not torch.equal(table(video_coords=coords)[0], given)
+
+
+def test_threads_that_keep_tables_at_once(ltx: ModuleType) -> None:
+    """Tables that another thread keeps while one looks for those to drop."""
+    kept = ltx.integrations._rotary.kept
+    site = SimpleNamespace(cache={})
+
+    def gone() -> None:
+        """Stands in for the weak reference of a tensor that is gone; another thread runs before it answers."""
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=kept, args=(site, "other", None, object))
+            thread.start()
+            thread.join()
+
+    site.cache["first", None], site.cache["second", None] = (object(), gone), (object(), gone)
+    source = torch.zeros(1)
+    table = kept(site, "third", source, object)
+    assert kept(site, "third", source, object) is table
+    assert ("first", None) not in site.cache and ("second", None) not in site.cache
 
 
 # ---- torch.compile, CUDA graphs

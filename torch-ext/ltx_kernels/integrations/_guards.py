@@ -246,7 +246,8 @@ class State:
         watched = []
         for part in (self.module, *self.modules):
             own = part.__dict__
-            plain = [key for key, value in own.items() if _is_plain(value) and key not in _NOT_WATCHED]
+            # The list is made at once: another thread may put answers into the dict meanwhile.
+            plain = [key for key, value in list(own.items()) if _is_plain(value) and key not in _NOT_WATCHED]
             watched += [(own, key) for key in (*plain, "processor") if key in own]
             processor = getattr(own.get("processor"), "__dict__", {})
             watched += [(processor, key) for key in processor]

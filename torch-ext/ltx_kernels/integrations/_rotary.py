@@ -71,10 +71,12 @@ def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Ma
         return found[0]
     made = make()
     if not capturing:  # memory that is allocated during a capture belongs to the graph
-        for old in [place for place, (_, of) in tables.items() if of is not None and of() is None]:
+        # Each list is made at once: another thread may put a table into the dict meanwhile.
+        for old in [place for place, (_, of) in list(tables.items()) if of is not None and of() is None]:
             tables.pop(old, None)
         while len(tables) >= KEPT:
-            tables.pop(next(iter(tables)), None)
+            oldest, *_ = tables
+            tables.pop(oldest, None)
         tables[place] = made, None if source is None else weakref.ref(source)
     return made
 
