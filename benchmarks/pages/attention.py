@@ -162,7 +162,7 @@ def _int8_models() -> str:
     return grid("| | | without | with | gain | forward | 8 steps |", rows)
 
 
-@block("docs/attention.md", "few queries")
+@block("docs/attention-trials.md", "few queries")
 def few_queries() -> str:
     """Few queries of many keys: the kernel, and what was tried in its place."""
     records = records_of("h200-attention-few-tuning")
@@ -194,7 +194,7 @@ def int8_parts() -> str:
     )
 
 
-@block("docs/attention.md", "8 bits")
+@block("docs/attention-trials.md", "8 bits")
 def trials_in_8_bits() -> str:
     """Time and error of trials with 8-bit integers, beside the attention that the package has."""
     result = load("h200-attention-8bit-tuning")
@@ -224,7 +224,7 @@ def trials_in_8_bits() -> str:
         table(head, row, result["records"], shape=shape_of),
         f"The times of int8 include quantising: with {parts['tokens']} tokens {parts['quantising']} µs, beside "
         f"{parts['attention']} µs of attention.",
-        "Relative L2 error against float64 with 4608 tokens, inputs as above:",
+        "Relative L2 error against float64 with 4608 tokens, inputs as in [attention.md](attention.md#error):",
         errors(["this package", "int8"], ["ours", "int8"], result["err"]),
         "Scores of integers, by what the exponentials are relative to; `attention` is without the quantising:",
         table(scores_head, scores_row, scores, shape=shape_of),
