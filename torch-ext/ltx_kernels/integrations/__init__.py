@@ -87,13 +87,13 @@ def optimize(
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).
         stock_weights: With "fp8", where the quantised layers keep their stock weights. "beside": where they are, so
-            that the model takes half as much memory again; of a model that is offloaded already, as with "cpu". "cpu":
-            in the host's memory, until `restore`; the fp8 weights take their place in the parameters, so that an
-            offload moves these alone. "free": nowhere. There is no `restore` then, and the model's own
+            that the model takes half as much memory again; in a model that is offloaded already it means "cpu". "cpu":
+            in the host's memory, until `restore`. The fp8 weights take their place in the parameters, so that an
+            offload moves only these. "free": nowhere. There is no `restore` then, and the model's own
             ``save_pretrained`` fails.
-        weights: With "fp8", a folder that `Report.save_weights` wrote. All tensors of each component are read from it
-            instead of being quantised, but for an autoencoder, which has none in fp8; the model may be on "meta".
-            `restore` has nothing to give back then.
+        weights: With "fp8", a folder that `Report.save_weights` wrote. All tensors of each component but an autoencoder
+            are read from it, and nothing is quantised. The model may be on "meta". `restore` has nothing to give back
+            then.
         graphs: Replay calls of each component (of an autoencoder: of its encoder and its decoder), or of the module
             given, as CUDA graphs: the first call of an input signature runs ordinarily, the second is captured, later
             ones launch all kernels at once. Worth it where the host is the limit: short clips, few tokens, fp8. A call
@@ -196,14 +196,15 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
     the same values.
 
     Args:
-        obj: What was given to `optimize`, or a deepcopy of it; of an LTX-Video transformer the whole, since its blocks
-            share a rotary table.
+        obj: What was given to `optimize`, or a deepcopy of it. An LTX-Video transformer can only be restored as a
+            whole, since its blocks share a rotary table.
         components: As in `optimize`; None: all that a pipeline has.
 
     Raises:
         TypeError: ``obj`` is neither a module nor a pipeline, or ``components`` no list.
         ValueError: An unknown component.
-        RuntimeError: A part of what belongs together, or weights that were freed. Nothing was restored then.
+        RuntimeError: ``obj`` is a part of a model that can only be restored as a whole, or its stock weights were
+            freed. Nothing was restored then.
     """
     uninstall_all(_roots(obj, components).values())
 
