@@ -285,6 +285,27 @@ def test_freed_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]
     assert torch.equal(model(**inputs)[0], want)
 
 
+@pytest.mark.parametrize("target", ["to_q", "net.0.proj"])
+def test_adapters_in_training(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], target: str) -> None:
+    """Nothing is quantised whose gradient an adapter needs."""
+    add(model, target_modules=[target])
+    trained = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
+
+    def gradients() -> dict[str, Tensor]:
+        with torch.enable_grad():
+            for parameter in trained.values():
+                parameter.requires_grad_(True).grad = None
+            model(**inputs)[0].float().square().mean().backward()
+        return {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
+
+    stock = gradients()
+    report = ltx.optimize(model, precision="fp8")
+    ours = gradients()
+    assert ours.keys() == stock.keys() == trained.keys()
+    assert max(distance(ours[name], stock[name]) for name in stock) < 0.2
+    assert report.fallbacks[LINEAR]["a gradient is needed"]
+
+
 # ---- Compiled, and other families
 
 

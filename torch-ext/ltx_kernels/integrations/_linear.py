@@ -84,7 +84,9 @@ class Linears:
         bases = cast("list[nn.Linear]", list(map(base_of, modules)))
         hooks = any(map(hooked, modules))
         self.site = site
-        self.scaled = not (hooks or why_not_fp8_input(input)) and all(
+        # Adapters in training need gradients through later tensors than this input, which quantised rows have not. So
+        # each layer is called by itself, and asks for its own input.
+        self.scaled = not (hooks or torch.is_grad_enabled() or why_not_fp8_input(input)) and all(
             in_fp8(base) and not hooked(base) and not why_not_fp8_weight(base, input) for base in bases
         )
         self.plain = not (hooks or self.scaled) and all(plain_linear(base, input.dtype) for base in bases)
