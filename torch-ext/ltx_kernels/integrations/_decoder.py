@@ -61,8 +61,18 @@ def _tensor(input: Input) -> Tensor:
 # ---- Attention
 
 
+class _Projections:
+    """What both descriptions say of the linear layers that read a module's input."""
+
+    projections: tuple[str, ...]
+
+    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """Groups of linear layers whose weights should lie side by side."""
+        return (self.projections,) if len(self.projections) > 1 else ()
+
+
 @dataclass(frozen=True)
-class CausalAttention:
+class CausalAttention(_Projections):
     """One class of attention modules with a cache, as `_attention` computes it.
 
     classes: Names of the classes, with their modules.
@@ -94,10 +104,6 @@ class CausalAttention:
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.o_proj",)]
-
-    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
-        """Groups of linear layers whose weights should lie side by side."""
-        return (self.projections,) if len(self.projections) > 1 else ()
 
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
@@ -291,7 +297,7 @@ def _norm_and_rotate(
 
 
 @dataclass(frozen=True)
-class GatedMLP:
+class GatedMLP(_Projections):
     """One class of gated MLPs, ``down(act(gate(x)) * up(x))``.
 
     classes: Names of the classes, with their modules.
@@ -314,10 +320,6 @@ class GatedMLP:
         if class_of(module) not in self.classes:
             return []
         return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
-
-    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
-        """Groups of linear layers whose weights should lie side by side."""
-        return (self.projections,) if len(self.projections) > 1 else ()
 
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
