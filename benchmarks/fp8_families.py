@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import inspect
 import sys
 from collections import defaultdict
@@ -27,7 +26,7 @@ import torch
 from model_shapes import MODELS, Inputs, Make
 from models import block_lists, first_blocks, floats, one_tensor
 from result_files import common_meta, load_package, result_file, write
-from steps import error, first_line
+from steps import error, first_line, free_memory
 from torch import nn
 
 # Constructor arguments that say how many blocks there are.
@@ -107,9 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed = True
             print(f"{name} failed: {first_line(reason)}", flush=True)
         write(output, meta, records)
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(options.device)
     print(output)
     return int(failed)
 

@@ -36,7 +36,7 @@ import transformers
 from result_files import REPOSITORY, common_meta, kept_records, load_package, result_file, write
 from rich.console import Console
 from rich.table import Table
-from steps import STEPS_AHEAD, error, kernel_times, synchronize, time_steps, weight_bytes
+from steps import STEPS_AHEAD, error, free_memory, kernel_times, synchronize, time_steps, weight_bytes
 from torch import Tensor
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -188,9 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
                     console.print(
                         f"[red]{key}, {batch} x {tokens} tokens failed[/red]: {type(reason).__name__}: {reason}"
                     )
-                gc.collect()
-                if options.device == "cuda":
-                    torch.cuda.empty_cache()
+                free_memory(options.device)
             del model
             gc.collect()
     print_table(records, console)

@@ -27,11 +27,11 @@ from typing import Any
 import diffusers
 import torch
 from model_shapes import MODELS, Make
-from models import OF_THE_RUN, earlier_records, first_blocks, free_memory
+from models import OF_THE_RUN, earlier_records, first_blocks
 from result_files import DTYPES, common_meta, load_package, result_file, write
 from rich.console import Console
 from rich.table import Table
-from steps import first_line, label
+from steps import first_line, free_memory, label
 from torch import nn
 
 CONFIGS = ("baseline", "kernels", "kernels_fp8")

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import importlib.util
 import json
 import sys
@@ -52,6 +51,7 @@ from steps import (
     draw,
     error,
     first_line,
+    free_memory,
     label,
     measure,
     profile,
@@ -76,12 +76,6 @@ def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
         for name, child in model.named_children()
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1
     }
-
-
-def free_memory(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def first_blocks(model: nn.Module, count: int) -> nn.Module:

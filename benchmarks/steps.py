@@ -7,6 +7,7 @@ for the next one.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import itertools
 import math
@@ -103,6 +104,12 @@ def weight_bytes(model: nn.Module) -> int:
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def free_memory(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def time_steps(step: Step, steps: int, device: str, warm_up_s: float = WARM_UP_S) -> list[float]:

@@ -3,9 +3,9 @@
 import math
 
 from pages.names import MODELS
+from pages.ops import LARGE
 from pages.writing import across, block, grid, link, load, records_of, sizes, table, text
 
-LARGE_BYTES = 40 * 10**6
 SHOWN_KINDS = 4  # of layers, in the table of what adds fp8's error
 # The inputs of benchmarks/fp8_numerics.py, by how their names begin, as the table calls them.
 INPUTS = {"normal": "normal", "GELU of normal": "GELU of normal", "normal, 1 %": "1 % loud channels"}
@@ -125,7 +125,7 @@ def quantised_norms() -> str:
     ratios: dict[tuple[str, str], dict[str, float]] = {}
     for record in (*layer_norms, *rms_norms):
         op = record["op"]
-        if "us" in record and "norm_" in op and op.endswith("_quant") and record["bytes"] >= LARGE_BYTES:
+        if "us" in record and "norm_" in op and op.endswith("_quant") and record["bytes"] >= LARGE:
             of_form = ratios.setdefault((op, record["form"] or "a row of each"), {})
             of_form[sizes(record)] = record["us"]["ours"] / record["us"]["copy"]
     rows = [
@@ -134,6 +134,6 @@ def quantised_norms() -> str:
     ]
     return text(
         "Quantised norms in bf16, in times of a copy of the same bytes, of calls that move "
-        f"{LARGE_BYTES // 10**6} MB and more ({link('h200-layernorm-quant')}, {link('h200-quant-rows')}):",
+        f"{LARGE / 1e6:.0f} MB and more ({link('h200-layernorm-quant')}, {link('h200-quant-rows')}):",
         grid("| op | its vectors | shape, times as long as the copy |", rows),
     )
