@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import platform
@@ -234,6 +235,11 @@ def progress_bar(console: Any) -> Progress:
     return Progress(*columns, console=console)
 
 
+# The scales at which a guidance runs no forward of its own. LTX2Pipeline has all of them, LTXPipeline the first.
+NO_GUIDANCE = {"guidance_scale": 1.0, "stg_scale": 0.0, "modality_scale": 1.0}
+NO_GUIDANCE |= {f"audio_{name}": scale for name, scale in NO_GUIDANCE.items()}
+
+
 class Generator:
     """Makes clips from the same arguments and the same noise again and again, and times them."""
 
@@ -265,6 +271,16 @@ class Generator:
         self.text = {name: value for name, value in zip(names, encoded) if value is not None}
         return stopwatch.seconds()[0]
 
+    def guidance(self) -> dict[str, float]:
+        """Every scale of the pipeline that is not its default."""
+        if self.args.guidance_scale > 1:
+            return {"guidance_scale": self.args.guidance_scale}
+        return {
+            name: scale
+            for name, scale in NO_GUIDANCE.items()
+            if name in inspect.signature(self.pipe.__call__).parameters
+        }
+
     def __call__(self, label: str, steps: int, keep_history: bool = False) -> Clip:
         task = self.progress.add_task(label, total=steps)
         stopwatch, last, history = Stopwatch(self.device), {}, []
@@ -294,7 +310,7 @@ class Generator:
             width=self.args.width,
             frame_rate=FRAME_RATE,
             num_inference_steps=steps,
-            guidance_scale=self.args.guidance_scale,
+            **self.guidance(),
             # Drawn on the CPU: the same noise on every device; one seed a clip: the same clip in every batch.
             generator=[torch.Generator().manual_seed(self.args.seed + i) for i in range(self.batch)],
             # For VAEs that are told how noisy the latents are (LTX-Video 0.9.1 and later).
