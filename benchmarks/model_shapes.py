@@ -104,7 +104,7 @@ def ltx_inputs(model: Any, make: Make, frames: int, height: int, width: int, tex
 def ltx2_inputs(model: Any, make: Make, frames: int, height: int, width: int, audio: int, text: int) -> Inputs:
     grid = video_tokens(frames, height, width, 8, 32)
     config = model.config
-    widths = (config.caption_channels,) * 2
+    widths = (config.caption_channels,) * 2  # of the prompt, for the video and for the sound
     if not config.use_prompt_embeddings:
         widths = config.cross_attention_dim, config.audio_cross_attention_dim
     return {
@@ -121,6 +121,9 @@ def ltx2_inputs(model: Any, make: Make, frames: int, height: int, width: int, au
         "width": grid[2],
         "fps": 24.0,
         "audio_num_frames": audio,
+        # The pipeline makes them once for all steps.
+        "video_coords": model.rope.prepare_video_coords(1, *grid, make.device, fps=24.0),
+        "audio_coords": model.audio_rope.prepare_audio_coords(1, audio, make.device),
     }
 
 

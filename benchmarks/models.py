@@ -14,10 +14,11 @@ is the relative L2 error of the result against the stock model in float32, of th
 kind: whole models of this size do not fit into the memory twice. `loop_error_vs_fp32` is the error of the latents after
 `loop_steps` steps at one timestep. Each step subtracts the same share of the result in float32. torchao runs them
 without the compiler. With `--blocks` a record is of those blocks alone, and says so.
-`--profile` adds `ms_by_kind`, the kernels of a step that take longest, and the GPU's clock and power while steps run.
+`--profile` writes a second file, whose name ends in "-profile": `ms_by_kind`, the kernels of a step that take longest,
+and the GPU's clock and power while steps run.
 
-The file is written after each model, and again after its profile: a run that is killed keeps what it has measured. A
-model's records replace its earlier ones; other models keep theirs, each with the commit and date of its run.
+Each file is written after each model: a run that is killed keeps what it has measured. A model's records replace its
+earlier ones; other models keep theirs, each with the commit and date of its run.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ KEPT_KERNELS = 12  # of a profile, from the one that takes longest
 GRAPH_S = 0.1
 # What the run says of every record, since another run may measure the other models.
 OF_THE_RUN = ("commit", "date", "note")
+OF_THE_PROFILE = ("kernels", "ms_by_kind", "clock_mhz", "power_w")
 ALL_CONFIGS = (*CONFIGS, *FP8_CONFIGS, *INT8_CONFIGS)
 
 
@@ -298,7 +300,8 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": options.dtype,
         "weights": "random",
     }
-    records = earlier_records(output)
+    profiles = output.with_name(f"{output.stem}-profile.json")
+    records, profiled = earlier_records(output), earlier_records(profiles)
     of_the_run = {key: meta[key] for key in OF_THE_RUN if key in meta}
     graph_s = 0.0 if options.no_graphs else GRAPH_S
     turns = Turns(options.rounds, options.steps, options.seconds, options.warm_up, 0, graph_s)
@@ -307,19 +310,22 @@ def main(arguments: list[str] | None = None) -> int:
         for model in options.models:
             try:
                 for measured in benchmark.model(model):
+                    measured = [{**record, **of_the_run} for record in measured]
                     records = [record for record in records if record["model"] != model]
-                    records += [{**record, **of_the_run} for record in measured]
+                    records += [{k: v for k, v in record.items() if k not in OF_THE_PROFILE} for record in measured]
                     write(output, meta, records)
+                    if any("ms_by_kind" in record for record in measured):
+                        profiled = [record for record in profiled if record["model"] != model] + measured
+                        write(profiles, meta, profiled)
             except Exception as reason:  # the others are still measured; the exit status says that one was not
                 benchmark.failed[model] = first_line(reason)
                 console.print(f"[red]{model} failed[/red]: {benchmark.failed[model]}")
             free_memory(options.device)
-    profiled = [record for record in records if "ms_by_kind" in record]
-    if profiled:
+    if options.profile and profiled:
         groups: dict[str, list[dict[str, Any]]] = {}
         for record in profiled:
             groups.setdefault(f"{record['model']}, {record['shape']}", []).append(record)
-        draw(groups, output, f"One forward, {options.dtype}, {meta['device']}")
+        draw(groups, profiles, f"One forward, {options.dtype}, {meta['device']}")
     print_table(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 1 if benchmark.failed else 0

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -310,6 +310,29 @@ def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: s
     assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
 
 
+def test_profiles_are_written_to_a_file_of_their_own(
+    ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times are in the first file before the profile begins; its kernels are in the second one alone."""
+    pytest.importorskip("diffusers")
+    import models
+
+    path, profiles = tmp_path / "models.json", tmp_path / "models-profile.json"
+    timed = {"model": "wan", "shape": "tiny", "config": "kernels", "step_ms": 1.0}
+    profiled = {"kernels": [], "ms_by_kind": {"GEMM": 0.8}, "clock_mhz": 1500}
+
+    def records(self: Any, name: str) -> Iterator[list[dict[str, Any]]]:
+        yield [dict(timed)]
+        assert json.loads(path.read_text())["records"][0]["step_ms"] == 1.0 and not profiles.exists()
+        yield [{**timed, **profiled}]
+
+    monkeypatch.setattr(models.Benchmark, "model", records)
+    assert models.main(["--device", "cpu", "--models", "wan", "--profile", "--output", str(path)]) == 0
+    (record,), (profile,) = (json.loads(file.read_text())["records"] for file in (path, profiles))
+    assert timed.items() <= record.items() and not profiled.keys() & record.keys()
+    assert {**timed, **profiled}.items() <= profile.items() and profile["date"] == record["date"]
+
+
 def test_a_model_that_fails_is_named(
     ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -436,6 +459,16 @@ def test_clips_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, mo
     import clip
 
     monkeypatch.setitem(clip.RECIPES, "distilled", clip.Recipe(3, 1.0))
+    samples: list[int] = []  # of each forward of a transformer
+    make = clip.random_pipeline
+
+    def counted(*given: Any) -> Any:
+        pipe = make(*given)
+        count = lambda module, args, kwargs: samples.append(kwargs["hidden_states"].shape[0])  # noqa: E731
+        pipe.transformer.register_forward_pre_hook(count, with_kwargs=True)
+        return pipe
+
+    monkeypatch.setattr(clip, "random_pipeline", counted)
     path = tmp_path / "clip.json"
     arguments = ["--models", model, "--tiny", "--device", "cpu", "--dtype", "fp32", "--clips", "1"]
     size = ["--recipes", "distilled", "--sizes", "9x64x64", "--configs", "stock", "kernels"]
@@ -447,6 +480,8 @@ def test_clips_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, mo
         parts = record["text_ms"] + record["steps_ms"] + record["decode_ms"]
         assert 0 < parts <= record["clip_ms"] < 2 * parts + 1000
         assert record["step_ms"] == pytest.approx(record["steps_ms"] / 3, rel=0.9)
+    # Three clips of each configuration on a CPU, of three steps: without guidance one sample each.
+    assert samples == [1] * len(samples) and len(samples) == 2 * 3 * 3
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 
