@@ -69,7 +69,7 @@ def family(widths: tuple[int, int], fp8: int, **config: Any) -> Family:
 
 
 FAMILIES = {
-    "": family((48, 48), 2 * 7, rope_type="split"),
-    "interleaved": family((48, 48), 2 * 7),
-    "3": family((64, 32), 2 * 7, rope_type="split", **LTX23),
+    "": family((48, 48), 2 * 10, rope_type="split"),
+    "interleaved": family((48, 48), 2 * 10),
+    "3": family((64, 32), 2 * 10, rope_type="split", **LTX23),
 }

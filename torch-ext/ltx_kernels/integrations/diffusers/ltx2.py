@@ -72,7 +72,7 @@ BLOCK = Block(
         **dict.fromkeys(("attn2", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"), CROSS),
     },
     feed_forwards=("ff", "audio_ff"),
-    fp8_skip=("*attn2.to_k", "*attn2.to_v", "*attn2.to_out.0", "*audio_*"),
+    fp8_skip=("*audio_*",),
     check=_why_not_block,
 )
 
