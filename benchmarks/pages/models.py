@@ -126,3 +126,28 @@ def fp8_models() -> str:
         table(head, row, rows, model=lambda row: model_of(row["fp8"]) + first_blocks(row["fp8"])),
         summary,
     )
+
+
+@block("docs/fp8.md", "torchao")
+def beside_torchao() -> str:
+    """Whole models in fp8 beside torchao's recipe: times and errors."""
+    names = {"fp8": "kernels_fp8", "torchao": "torchao_fp8_compile"}
+    rows = [
+        {name: of_config[config] for name, config in names.items()}
+        for of_config in by_model("h200-models").values()
+        if set(names.values()) <= of_config.keys()
+    ]
+    forward, loop = (across(f"{{@.{error}?:.2e}}", names) for error in ERRORS)
+    row = (
+        "| {model} | {fp8.step_ms:.1f} | {torchao.step_ms:.1f} | {torchao.step_ms/fp8.step_ms:.2f} | "
+        f"{forward} | {loop} |"
+    )
+    shown = {"fp8": CONFIGS["kernels_fp8"], "torchao": "torchao"}.values()
+    head = (
+        f"| model | ms: {across('@', shown)} | times as fast | error: {across('@', shown)} | "
+        f"after {loop_steps()} steps: {across('@', shown)} |"
+    )
+    return text(
+        f"One forward in fp8, of one run for each model ({link('h200-models')}):",
+        table(head, row, rows, model=lambda row: model_of(row["fp8"]) + first_blocks(row["fp8"])),
+    )
