@@ -270,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         choices=ALL_CONFIGS,
         default=[],
-        help="configurations that an earlier run on this machine has compiled: their first step is not written",
+        help="configurations that prepare.py or another run has compiled here: their first step is not written",
     )
     parser.add_argument("--blocks", type=int, default=0, help="only the first blocks of each kind (default: all)")
     parser.add_argument("--error-blocks", type=int, default=ERROR_BLOCKS, help="blocks for the error; 0: all of them")

@@ -310,6 +310,49 @@ def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: s
     assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
 
 
+def test_models_are_compiled_before_they_are_timed(
+    ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two blocks of each kind are compiled as the whole model would be, and a configuration that fails is named."""
+    pytest.importorskip("diffusers")
+    import models
+    import prepare
+
+    made: list[tuple[str, dict[str, int]]] = []
+
+    def make(config: str, model: Any, package: ModuleType) -> Any:
+        made.append((config, {name: len(blocks) for name, blocks in models.block_lists(model).items()}))
+        if config == "kernels_compile":
+            raise RuntimeError("no such kernel")
+        return model
+
+    monkeypatch.setattr(prepare, "make_model", make)
+    tiny = ["--tiny", "--device", "cpu", "--dtype", "fp32", "--configs", "compile", "kernels_compile"]
+    assert prepare.main([*tiny, "--models", "flux"]) == 1
+    blocks = {"transformer_blocks": 2, "single_transformer_blocks": 2}
+    assert made == [("compile", blocks), ("kernels_compile", blocks)]
+    output = capfd.readouterr().out
+    assert "flux, compile: " in output and "flux, kernels_compile failed: RuntimeError: no such kernel" in output
+
+
+def test_each_model_is_compiled_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    import prepare
+
+    ran: list[str] = []
+
+    def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+        ran.append(command[-1])
+        assert command[2:4] == ["--configs", "compile"] and int(env["TORCHINDUCTOR_COMPILE_THREADS"]) >= 1
+        return subprocess.CompletedProcess(command, command[-1] == "wan")
+
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr(prepare.subprocess, "run", run)
+    assert prepare.main(["--configs", "compile", "--models", "flux", "sd35"]) == 0
+    assert prepare.main(["--configs", "compile", "--models", "flux", "wan"]) == 1
+    assert sorted(ran) == ["flux", "flux", "sd35", "wan"]
+
+
 def test_profiles_are_written_to_a_file_of_their_own(
     ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
