@@ -1,12 +1,17 @@
-"""Calls of blocks as straight lines of torch functions, so that a step asks its questions once for each block.
+"""Records the torch functions that a block's call runs, and replays them without its Python code.
 
-What a block's forward launches follows from the state of its modules, the modes of the process, and the form of its
-arguments. Finding that out again costs as much of the host's time as the launches. So the second call with the same
-answers to all three is recorded: every torch function that it calls, with its arguments. Later calls run these
-functions alone, one after the other.
+What a block's forward launches follows from three things: the state of its modules, the modes of the process, and the
+form of its arguments. Python takes as long to find this out as to launch. So the second call in which all three are the
+same is recorded as a generated Python function: a line for each torch function, with its arguments. Later calls
+run that function.
 
-A call is recorded only where nothing else decides: not the contents or the address of a tensor, not a cache that knows
-tensors by their identity, not a module of another library. `refuse` and `as_one` are for code where one of these does.
+A call is not recorded where something else decides: the contents or the address of a tensor, a cache that looks
+tensors up by their identity, or a module of another library. Code of this package that decides by one of these says
+so: `refuse` ends the recording, and `as_one` records a whole Python function as one line, which every replay calls
+again.
+
+`replayed` is the entry point. `_Recorder` writes the lines of one call, `_Replay` is a recorded call, and `Replays`
+holds all recorded calls of a block.
 """
 
 from __future__ import annotations
@@ -30,14 +35,17 @@ from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, hooked, is_capturing
 from ._lora import adapters_state, is_lora
 from ._sites import Site
 
-CHANGES = 8  # of a block's state without a replay between: its weights move at every call
-REFUSED = 100  # calls of a block that may not be recorded, until it is looked at again
+# After so many changes of a block's state without a replay between them, the block counts as one that changes at every
+# call, as under an offload, and is not recorded.
+CHANGES = 8
+REFUSED = 100  # so many calls later, a block that may not be recorded is examined again
 LIBRARIES = ("torch", "diffusers")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Call = Callable[..., Any]
 
-# What may be asked of a tensor: it follows from its form. Any other question ends a recording.
+# Attributes and methods of a tensor whose answer follows from its form. A question about anything else, such as `item`,
+# ends the recording.
 _FORM = frozenset(
     {
         *("shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"),
@@ -47,7 +55,7 @@ _FORM = frozenset(
     }
 )
 
-# Functions that look at memory in another way, or copy it where they cannot.
+# Functions that return a view of their first argument, or a copy where no view is possible.
 _VIEWS = frozenset(
     {
         *("as_strided", "chunk", "contiguous", "expand", "flatten", "narrow", "permute", "reshape", "select", "split"),
@@ -55,18 +63,19 @@ _VIEWS = frozenset(
         "__getitem__",
     }
 )
-_PURE = _VIEWS | {"new_empty"}  # functions that do nothing where nothing reads their result
-SMALL = 2**17  # bytes of a weight's memory that a recorded call may keep when an offload takes the weight away
+_PURE = _VIEWS | {"new_empty"}  # functions without an effect beside their result: unread results are left out
+# A recorded call holds views of weights whose storage has at most so many bytes. An offload cannot free those.
+SMALL = 2**17
 
-# What a function may be given beside tensors: nothing that holds any.
+# Types of arguments that a line may hold as they are, because none of them holds a tensor that could change.
 _CONSTANTS = (
     *(float, str, slice, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(nn.Module, Site),  # as_one's
+    *(nn.Module, Site),  # arguments of functions that `as_one` records
 )
 
 _PLAIN = (bool, int, float, str)
 
-_NO_MARKS = str.maketrans("(),", "   ")
+_NO_MARKS = str.maketrans("(),", "   ")  # leaves the names of a nested tuple of targets
 
 _local = threading.local()
 
@@ -75,31 +84,33 @@ class _Line(NamedTuple):
     """One line of a recorded call."""
 
     text: str
-    reads: set[str]  # variables
-    makes: set[str]
-    pure: bool  # it may go where nothing reads what it makes
+    reads: set[str]  # names of the variables in its arguments
+    makes: set[str]  # names of the variables that it assigns
+    pure: bool  # it is left out where no later line reads what it assigns
 
 
 class _Recorder(TorchFunctionMode):
     """Writes down the torch functions that run while it is on, as lines of a Python function.
 
-    Views are written in fewer lines than calls made them. A view of a weight's small memory is held, as the weight is.
-    A view of what the call itself has made is one call of torch.as_strided, however many views lie between, before the
-    line that first reads it.
+    Tensors are variables of that function: ``given0``, ... are its arguments, ``held0``, ... weights in its globals,
+    ``t0``, ... results of lines, and ``view0``, ... views. Views take fewer lines than the calls that made them. A view
+    of a small weight is held in the globals. A view of a tensor that the call made is one torch.as_strided, however
+    long the chain of views was, and stands right before the first line that reads it.
     """
 
     def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         super().__init__()
-        self.reason = ""  # why what was called cannot be replayed
+        self.reason = ""  # why the call cannot be replayed; empty as long as it can
         self.paused = False
-        self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # tensor and variable, by the tensor's id
         self.globals: dict[str, Any] = {}
         self.lines: list[_Line] = []
-        self.roots: dict[str, str] = {}  # the tensor that a line made, of every tensor in its memory
-        self.small: set[str] = set()  # weights whose memory is small, and their views
-        self.whole: dict[str, tuple[Any, ...]] = {}  # elements and beginning of contiguous roots, given or made
-        self.views: dict[str, tuple[Call, str]] = {}  # how to make those that no line has read yet
-        self.others = {_storage(tensor) for tensor in (*given, *held)}
+        # The variable that a view is made of, for all tensors in storages that the call was given or has allocated.
+        self.roots: dict[str, str] = {}
+        self.small: set[str] = set()  # held tensors of small storages, and their views
+        self.whole: dict[str, tuple[Any, ...]] = {}  # numel and storage offset of contiguous roots
+        self.views: dict[str, tuple[Call, str]] = {}  # function and arguments of views that no line has read yet
+        self.others = {_storage(tensor) for tensor in (*given, *held)}  # storages from before the call
         self.given = [self._name(tensor, f"given{i}") for i, tensor in enumerate(given)]
         for name, tensor in zip(self.given, given):
             self._note_whole(name, tensor)
@@ -130,13 +141,17 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def function(self, result: Any) -> Call | str:
-        """The function of the tensors that were given, or the reason why there is none."""
+        """The replay as a function of the given tensors, or the reason why there is none.
+
+        Lines are read backwards: pure lines without a later reader are left out, and each variable is deleted at the
+        end of the last line that reads it, so that memory is freed as early as in the recorded call.
+        """
         read: set[str] = set()
         returned = self._text(result, read)
         if self.reason:
             return self.reason
         lines: list[_Line] = []
-        done: list[set[str]] = []  # the variables that no later line reads
+        done: list[set[str]] = []  # for each of these lines, the variables that no later line reads
         for line in reversed(self.lines):
             if line.pure and not line.makes & read:
                 continue
@@ -182,7 +197,10 @@ class _Recorder(TorchFunctionMode):
         self.lines.append(_Line(f"{made} = {line}" if made else line, read, makes, not whole and name in _PURE))
 
     def _note_roots(self, result: Any, arguments: Sequence[Any]) -> None:
-        """Notes new tensors. `as_strided` may make their views: they always begin at the same place in their memory."""
+        """Notes tensors in storages that the call allocated itself.
+
+        Their storage offset is the same in every replay, so that `as_strided` may make views of them.
+        """
         taken = {_storage(tensor): self._name_of(tensor) for tensor in arguments if type(tensor) is Tensor}
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if type(tensor) is Tensor and _storage(tensor) not in self.others:
@@ -194,12 +212,15 @@ class _Recorder(TorchFunctionMode):
                     self._note_whole(name, tensor)
 
     def _note_whole(self, name: str, tensor: Tensor) -> None:
-        """Notes a tensor whose views of all elements, in their order, need no strides."""
+        """Notes a contiguous tensor. Views of all its elements in their order are `Tensor.view`, without strides."""
         if _is_packed(tensor):
             self.whole[name] = tensor.numel(), tensor.storage_offset()
 
     def _is_view(self, result: Any, base: Any) -> bool:
-        """Whether views of a tensor need no line now: they are held, or the first line that reads one has it made."""
+        """Whether a result is a view of a tensor that needs no line of its own; then it is noted here.
+
+        Views of small weights are held. Others get their line from `_text`, when another line first reads them.
+        """
         if result is base:
             return True
         views = result if isinstance(result, (tuple, list)) else (result,)
@@ -232,7 +253,7 @@ class _Recorder(TorchFunctionMode):
         return "" if known is None or known[0]() is not tensor else known[1]
 
     def _targets(self, result: Any, place: str = "") -> str:
-        """The variables that a line makes, in the form of its result."""
+        """The variables that a line assigns, nested as its result is; the left side of the assignment."""
         name = f"t{len(self.lines)}{place}"
         if isinstance(result, Tensor):
             return self._name(result, name)
@@ -245,7 +266,7 @@ class _Recorder(TorchFunctionMode):
         return f"({''.join(f'{part}, ' for part in parts)})"
 
     def _text(self, value: Any, read: set[str]) -> str:
-        """A value as an expression."""
+        """An argument as a Python expression; the variables in it are added to `read`."""
         if isinstance(value, Tensor):
             name = self._name_of(value)
             if not name:
@@ -279,13 +300,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether all strides of a tensor are a new tensor's strides, also in dimensions of one element."""
+    """Whether a tensor has the strides of a new tensor of its shape, also in dimensions of size 1."""
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 @functools.lru_cache(maxsize=SIGNATURES)
 def _compiled(source: str) -> types.CodeType:
-    """Blocks of one class run the same lines, each on values of its own."""
+    """Compiles a recorded call. Blocks of one class share the code object; their values are in the globals of each."""
     return compile(source, "<recorded call>", "exec")
 
 
@@ -294,26 +315,29 @@ def _recorder() -> _Recorder | None:
 
 
 def refuse(reason: str) -> None:
-    """The call that runs now must not be replayed: what decides is in no guard."""
+    """Ends the recording of the call that runs now: something that no guard checks decides what it does."""
     recorder = None if torch.compiler.is_compiling() else _recorder()
     if recorder is not None and not recorder.paused:
         recorder.reason = recorder.reason or reason
 
 
 def as_one(function: Call, *args: Any) -> Any:
-    """``function(*args)``, which a replay calls again as a whole, since it looks at more than its tensors' form."""
+    """``function(*args)``; a recording holds it as one line.
+
+    It is for functions that decide by more than the form of their tensors, because every replay calls them again.
+    """
     recorder = None if torch.compiler.is_compiling() else _recorder()
     return function(*args) if recorder is None else recorder.as_one(function, args)
 
 
 def others_take_functions() -> bool:
-    """Whether a torch function mode of somebody else is active."""
+    """Whether a torch function mode other than this module's recorder is active."""
     depth: int = torch._C._len_torch_function_stack()
     return depth > (0 if _recorder() is None else 1)
 
 
 class _Replay:
-    """A recorded call: its function, what it counts, and what it asked of the process."""
+    """A recorded call: its function, what it adds to the sites' counters, and what it asked diffusers' registries."""
 
     __slots__ = ("answers", "calls", "facts", "function", "remarks", "unpacked")
 
@@ -331,11 +355,12 @@ class _Replay:
         ]
 
     def holds(self) -> bool:
-        """Whether the process still answers as it did."""
+        """Whether diffusers' registries of attention backends answer as they did in the recording."""
         return [fact() for fact in self.facts] == self.answers
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        # Gradients are off, so nobody asks which tensors are views. Where torch does not note it, views take less time.
+        # Below autograd torch does not track which tensors are views, which makes views faster. Gradients are off, so
+        # that nothing needs to know.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             result = self.function(*tensors)
         for site, calls in self.calls:
@@ -348,6 +373,8 @@ class _Replay:
 
 
 class _Counts:
+    """The counters of a site at one moment. A change of `others` means that a stock forward or a trace ran."""
+
     def __init__(self, site: Site) -> None:
         self.calls, self.unpacked, self.remarks = site.calls, site.unpacked, Counter(site.remarks)
         self.others = site.traces, site.gradients, sum(site.fallbacks.values())
@@ -361,11 +388,10 @@ class Replays:
         self._adapted = [part for part in self.state.modules if is_lora(part)]
         self._adapters = self._active()
         self.changes = changes
-        # By signature: a replay, or why there is none; empty after the first call.
+        # By signature: a replay, or the reason why there is none. An empty reason means that the next call is recorded.
         self.calls: dict[Hashable, _Replay | str] = {}
-        self._of_adapters = {
-            self._adapters: self.calls
-        }  # `calls` for each choice of adapters; a switch back finds its own
+        # `calls` for each choice of active adapters, so that a switch back finds its recordings again.
+        self._of_adapters = {self._adapters: self.calls}
         parts = [module, *self.state.modules]
         self.sites = list(dict.fromkeys(part.__dict__[ATTRIBUTE] for part in parts if ATTRIBUTE in part.__dict__))
         self.reason = ""  # why no call is recorded
@@ -395,7 +421,7 @@ class Replays:
         return True
 
     def record(self, key: Hashable, compute: Call, tensors: Sequence[Tensor]) -> Any:
-        """The call's result; it is recorded on the way."""
+        """Runs a call, records it under its signature, and returns its result."""
         held = self.state.present
         self.calls[key] = "a call has failed"
         known = {id(tensor) for tensor in (*tensors, *held)}
@@ -439,7 +465,7 @@ def lines(root: nn.Module) -> list[str]:
 
 
 def _does_more(part: nn.Module) -> bool:
-    """Whether a module below a block may run what a function mode does not see, such as a kernel of Triton."""
+    """Whether a module below a block may launch something that a torch function mode does not see, such as Triton."""
     return (
         not (type(part).__module__.split(".")[0] in LIBRARIES or is_lora(part))
         or hooked(part)
@@ -461,7 +487,7 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
     tensors: list[Tensor] = []
     try:
         key = torch.is_inference_mode_enabled(), *kwargs, *_forms((*args, *kwargs.values()), tensors)
-    except TypeError:  # an argument of another kind
+    except TypeError:  # `_forms` does not know the type of an argument
         return compute(module, *args, **kwargs)
     replays: Replays | None = module.__dict__.get(REPLAYS)
     if replays is not None and replays.refused:
@@ -470,7 +496,8 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
             module.__dict__[REPLAYS] = None
         return compute(module, *args, **kwargs)
     if replays is None or not replays.holds(module):
-        result = compute(module, *args, **kwargs)  # leaves answers with the modules, which their state holds
+        # The call comes first: `remember` puts a Memory on modules, and the State of `Replays` has to contain it.
+        result = compute(module, *args, **kwargs)
         module.__dict__[REPLAYS] = None
         module.__dict__[REPLAYS] = replays = Replays(module, 0 if replays is None else replays.changes + 1)
         replays.calls[key] = ""
@@ -480,13 +507,14 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
         if len(replays.calls) >= SIGNATURES:
             replays.calls.clear()
         replays.calls[key] = ""
-    elif found == "":  # the second one
+    elif found == "":  # the second call
         return replays.record(key, lambda: compute(module, *args, **kwargs), tensors)
     elif not isinstance(found, str):
         if found.holds():
             try:
                 result = found(tensors)
-            except RuntimeError as error:  # as of layers whose weights an offload has brought back apart
+            # For example, an offload has put weights that lay side by side into separate storages.
+            except RuntimeError as error:
                 replays.calls[key] = f"a replay failed: {error}"
                 module.__dict__[ATTRIBUTE].remark(f"a recorded call failed, and ran ordinarily: {error}")
             else:
@@ -513,9 +541,9 @@ def _is_ordinary() -> bool:
 
 
 def _forms(values: Iterable[Any], tensors: list[Tensor]) -> list[Hashable]:
-    """What of arguments belongs to the signature; the tensors in them are appended to a list.
+    """The signature of arguments; the tensors in them are appended to `tensors`.
 
-    It is written for speed, since every call of every block asks.
+    It is written for speed, because every call of every block needs it.
     """
     forms: list[Hashable] = []
     for value in values:
