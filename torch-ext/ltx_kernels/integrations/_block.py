@@ -35,16 +35,16 @@ class Block:
     optional_children: Names of submodules that some blocks have.
     streams: Arguments that are residual streams.
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
-    norms: Classes that may stand at each norm that the forward reads past its call, by its path.
-    modules: Classes that may stand at each other module that the forward reads past its call, by its path.
-    attentions: The attention at each of these names, or another part that has an entry of its own.
+    norms: By path, the classes that a norm may have. `forward` reads its parameters and does not call it.
+    modules: By path, the classes that another module may have of which `forward` reads the parts and does not call it.
+    attentions: By name, the description of each attention, or of another child that has an entry of its own.
     feed_forwards: Names of modules that the forward hands to `feed_forward`.
     linears: Groups of other linear layers that share an input, for fp8.
     fp8_skip: Patterns of linear layers that fp8 leaves alone unless told otherwise, since they cost more than they
         save.
-    casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have others.
-    check: Why a call has to run stock, beside the above: (block, arguments by name) to a reason or "".
-    ops: The ops of the forward itself; empty for those of modulated norms.
+    casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have another dtype.
+    check: A further reason why a call has to run stock: (block, arguments by name) to a reason or "".
+    ops: The public functions that `forward` may call; empty for those of modulated norms, which `norms` implies.
     roundings: As in `Entry`.
     names: `parameters`, or what `forward` spells out.
     """
@@ -180,6 +180,7 @@ class Block:
         return ""
 
     def _why_not_call(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
+        """Why a call has to run stock: tensors and modes are checked at every call, modules once for each state."""
         input: Tensor = arguments[self.streams[0]]
         reason = why_not_input(input)
         if reason:

@@ -50,38 +50,40 @@ class Entry:
     ops: tuple[str, ...]  # the public functions that it calls
     parameters: tuple[str, ...]  # of the stock forward, without self
     children: frozenset[str] = frozenset()  # the names of the modules that the stock forward knows
-    # Alternatives to them, as other options of a constructor make them.
+    # Names of modules that exist only with some options of the constructor.
     optional_children: frozenset[str] = frozenset()
-    level: str = "block"
+    level: str = "block"  # the lowest level of `optimize` that replaces them: "norms" or "block"
     roundings: tuple[str, ...] = ("fp32", "eager")
-    # Why this module cannot be replaced, empty if it can; what may change later is asked at every call instead.
+    # Why a module cannot be replaced; empty if it can. What may change later is checked at every call instead.
     why_not: Callable[[nn.Module], str] = lambda module: ""
-    # What the site has to know beside the rounding, from the first module of the class.
+    # Settings of the site beside the rounding, read from the first module of the class.
     settings: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
-    # What `install` does beside giving the module another forward.
+    # `install` calls it, before it gives the module another forward.
     prepare: Callable[[nn.Module], None] = lambda module: None
-    # Why `restore` cannot put this module back, and what it has to undo beside the forward.
+    # Why `restore` cannot put a module back, and what it has to undo beside the forward.
     why_not_restored: Callable[[nn.Module], str] = lambda module: ""
     release: Callable[[nn.Module], None] = lambda module: None
-    # What `restore` has to undo for what it was given, as a whole.
+    # What `restore` has to undo once for each model that it is given.
     release_root: Callable[[nn.Module], None] = lambda root: None
-    # The class whose replacement only modules of this class understand: where both were replaced, both go together.
+    # Another class whose replaced modules make something that only modules of this class can read in its new form.
+    # `restore` takes both out together.
     together_with: str = ""
-    # Of a module that makes rotary tables in another form: how the names of those that read them end.
+    # For a module that makes rotary tables in another form: the suffix of the names of the modules that read them.
     table_readers: str = ""
-    # The linear layers below such a module that precision="fp8" quantises, those that share an input together, and
-    # patterns of those that it leaves in their own precision unless told otherwise.
+    # precision="fp8": the names of the linear layers below a module, in groups that read one input, and patterns of
+    # names that stay in their own precision unless `skip` is given.
     fp8: Callable[[nn.Module], list[tuple[str, ...]]] = lambda module: []
     fp8_skip: tuple[str, ...] = ()
-    # Children that have guards of their own.
+    # Names of children that have guards of their own: the module's `Memory` does not look below them.
     apart: frozenset[str] = frozenset()
-    # What a description that this was made of says beside.
+    # The Attention, GatedMLP or other description that made this entry, for code that asks a site for it.
     description: Any = None
-    # Groups of linear layers whose weights should lie side by side.
+    # Names of linear layers in groups: the weights of a group are moved into one storage, for one product.
     packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
-    # In a model that holds such modules, nothing else is replaced: an autoencoder's norms see channels as strided rows.
+    # Nothing else is replaced in a model that holds such a module. The norms of an autoencoder, for example, would read
+    # channels as strided rows.
     alone: bool = False
-    # Why a CUDA graph cannot hold its calls, whatever they are; empty if one can.
+    # Why no CUDA graph can hold calls of such a module; empty if one can.
     why_no_graph: str = ""
 
     def __post_init__(self) -> None:
@@ -108,21 +110,23 @@ class Site:
         self, entry: Entry, stock: Callable[..., Any], class_name: str, rounding: str, settings: Mapping[str, Any]
     ) -> None:
         self.entry, self.class_name, self.rounding, self.settings = entry, class_name, rounding, settings
-        # The class's forward. torch.compile cannot take it from a class that diffusers marks allow_in_graph, a block's.
+        # The class's own forward. It is kept here because torch.compile cannot look it up on the classes of blocks,
+        # which diffusers marks allow_in_graph.
         self.stock = stock
-        self.modules = 0
-        # What was given to `optimize`, and classes that it replaced and that understand one another alone.
+        self.modules = 0  # how many share the site
+        # The models that were given to `optimize`, and the classes that have to be restored together with this one.
         self.roots: list[weakref.ref[nn.Module]] = []
         self.partners: frozenset[str] = frozenset()
-        self.unpacked = 0  # calls of an attention whose projections ran one by one, and not by one GEMM
-        self.calls = 0  # that ran the package's ops
-        self.gradients = 0  # calls among these whose ops may have run in plain torch, for a gradient
-        self.traces = 0  # by torch.compile, of calls that will run them
-        self.chosen: set[str] = set()  # ops that calls named, of a class whose calls differ
-        self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward instead, by reason
-        self.remarks: Counter[str] = Counter()  # what else happened at calls
+        self.unpacked = 0  # calls of an attention in which projections ran one by one instead of as one GEMM
+        self.calls = 0  # calls that ran the package's ops
+        self.gradients = 0  # the part of `calls` in which ops may have run in plain torch, for a gradient
+        self.traces = 0  # traces of torch.compile that put the ops into a graph
+        self.chosen: set[str] = set()  # ops that `count_call` was told of, where calls of a class run different ones
+        self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward, by reason
+        self.remarks: Counter[str] = Counter()  # other events at calls, by text
         self.cache: dict[Any, Any] = {}
-        # A number instead of a reference: torch.compile takes it for a constant, which all modules of a site share.
+        # torch.compile treats a number as a constant, which all modules of a site share. `_count_trace` finds the site
+        # by it.
         self.number = next(_numbers)
         _by_number[self.number] = self
 
@@ -134,13 +138,13 @@ class Site:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Those that calls have run; before the first call, all that they may run."""
+        """The ops that calls have run; before the first call, all that they may run."""
         return tuple(op for op in self.entry.ops if not self.chosen or op in self.chosen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         copied = Site(self.entry, self.stock, self.class_name, self.rounding, self.settings)
         copied.modules, copied.partners = self.modules, self.partners
-        # Of a root that is being copied, the copy; a copied part is a whole.
+        # A root that is copied with it becomes its copy. A part that is copied without its root has no roots.
         copied.roots = [weakref.ref(memo[id(root())]) for root in self.roots if id(root()) in memo]
         memo[id(self)] = copied
         return copied
@@ -210,7 +214,7 @@ def _count_remark(number: int, text: str, count: int) -> None:
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """(holder, key, forward): everywhere that a forward of this module is kept; hooks keep the one that they wrap."""
+    """(holder, key, forward) of every place that keeps a forward of the module; hooks keep the one they wrap."""
     for key in ("forward", "_old_forward"):  # accelerate
         if key in module.__dict__:
             yield module.__dict__, key, module.__dict__[key]
