@@ -23,13 +23,14 @@ from ._lora import base_of, is_lora, merged
 from ._sites import Entry, site_of, stock_forward
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
-BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"
-VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"
-STATE = "_ltx_fp8_of"  # the version of the weight that was quantised, or HELD, or FREED
-STOCK = "_ltx_fp8_stock"  # the stock weight that is HELD
-PARAMETER = "_ltx_fp8_parameter"  # the parameter that the fp8 weight is in, if it is not BESIDE
-HANDLES = "_ltx_fp8_handles"  # of hooks on saving and loading
-MERGED = "_ltx_fp8_merged"  # the adapters that were in the weight when it was quantised
+BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"  # the values of the argument `stock_weights`
+VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"  # names of buffers
+# Attributes of a quantised layer.
+STATE = "_ltx_fp8_of"  # HELD, FREED, or, with the stock weight BESIDE, the `_version` that was quantised
+STOCK = "_ltx_fp8_stock"  # the stock weight, where it is HELD
+PARAMETER = "_ltx_fp8_parameter"  # the parameter that holds the fp8 values, where they are not BESIDE
+HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading
+MERGED = "_ltx_fp8_merged"  # the adapters that were merged into the stock weight when it was quantised
 
 ALONE = 'in fp8 alone (stock_weights="free" or weights=...)'
 
@@ -54,9 +55,9 @@ def quantised_weight(linear: nn.Linear) -> Rows:
 
 
 def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str) -> None:
-    """Gives layers that share an input their fp8 weights, one behind the other.
+    """Quantises the weights of layers that share an input. The fp8 weights lie one behind the other in one storage.
 
-    stock_weights: BESIDE, or HELD; `free_weight` takes stock weights away that are beside.
+    stock_weights: HELD moves the stock weights to the host. With BESIDE and FREED they stay; `finish` frees them.
     """
     quantised = [quantize_weight(linear.weight) for linear in linears]
     _put_beside(linears, *(torch.cat(parts) for parts in zip(*quantised)))
@@ -87,21 +88,21 @@ def _put_beside(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) ->
 
 
 def quantise_again(linear: nn.Linear) -> None:
-    """Takes the fp8 weight of a layer from its stock weight as it is now, and leaves it in its place."""
+    """Quantises the stock weight as it is now into the memory of the fp8 weight."""
     for here, tensor in zip(quantised_weight(linear), quantize_weight(linear.weight)):
         here.copy_(tensor)
     linear.__dict__[STATE] = linear.weight._version
 
 
 def free_weight(linear: nn.Linear) -> int:
-    """Gives the memory of a stock weight back that lies beside; the bytes."""
+    """Frees a stock weight that lies beside the fp8 weight; returns its size in bytes."""
     size = linear.weight.nbytes
     _replace(linear, FREED, linear.register_state_dict_pre_hook(_refuse_to_save))
     return size
 
 
 def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
-    """Puts the fp8 weight in the place of the stock one."""
+    """Makes the fp8 values the data of the layer's parameter, in the place of the stock weight."""
     linear.weight.data = cast(Tensor, linear._buffers.pop(VALUES))
     linear._non_persistent_buffers_set.discard(VALUES)
     linear.__dict__[PARAMETER] = linear.weight
@@ -111,13 +112,13 @@ def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
 
 
 def drop_weights(linear: nn.Module) -> None:
-    """What `restore` does beside giving the layer its forward back."""
+    """Undoes the quantisation for `restore`: the layer gets its stock weight back, and hooks and buffers go."""
     state, values = linear.__dict__, linear._parameters["weight"]
     stock, parameter = state.pop(STOCK, None), state.pop(PARAMETER, None)
     if stock is not None and values is not None:
         if values is parameter:
             values.data = stock.to(values.device)
-        elif values.dtype == torch.float8_e4m3fn:  # accelerate has put another one there, perhaps on "meta"
+        elif values.dtype == torch.float8_e4m3fn:  # accelerate has put in another parameter, perhaps on "meta"
             linear._parameters["weight"] = nn.Parameter(stock.to(values.device), values.requires_grad)
     for handle in state.pop(HANDLES, ()):
         handle.remove()
@@ -130,7 +131,7 @@ def drop_weights(linear: nn.Module) -> None:
 
 
 def is_replaced(linear: nn.Module) -> bool:
-    """Whether the fp8 weight has the place of the stock one."""
+    """Whether the parameter holds the fp8 values, and not the stock weight."""
     return linear.__dict__.get(STATE) in (HELD, FREED)
 
 
@@ -160,11 +161,11 @@ def _refuse_to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def _changed(linear: nn.Linear) -> bool:
-    """Whether the stock weight was written to after it was quantised (through .data it can be, unseen)."""
+    """Whether the stock weight was written to after it was quantised. Writes through `.data` are not seen."""
     if is_replaced(linear):
         return False
     version = linear.weight._version
-    if version < linear.__dict__[STATE]:  # a copy, which counts anew
+    if version < linear.__dict__[STATE]:  # the weight is a copy, and its version counts from 0
         linear.__dict__[STATE] = version
     return version > linear.__dict__[STATE]
 
@@ -189,7 +190,7 @@ def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
 
 
 def count_products(linears: Iterable[nn.Linear], rows: Rows) -> None:
-    """Counts products of layers that read the same rows: as the op, and apart where torch computes them on a GPU."""
+    """Counts a product for each layer, and remarks those that torch._scaled_mm computes on a GPU."""
     device = rows[0].device
     by_torch = device.type != "cpu" and not has_own_product(device)
     for linear in linears:
@@ -246,15 +247,12 @@ def in_fp8(linear: nn.Module) -> bool:
 
 # ---- Adapters that are merged into the stock weights
 
-_CHANGING = (
-    "fuse_lora",
-    "unfuse_lora",
-    "unload_lora",
-)  # methods of diffusers' models that write to weights through .data
+# Methods of diffusers' models that write to weights through `.data`, which leaves `_version` as it is.
+_CHANGING = ("fuse_lora", "unfuse_lora", "unload_lora")
 
 
 def _follow(root: nn.Module) -> None:
-    """Has the fp8 weights below a model follow when diffusers merges adapters into the stock weights, and back."""
+    """Wraps the methods of a model that merge adapters into stock weights, so that they quantise the weights again."""
     for module in root.modules():
         if is_lora(module) and in_fp8(module):
             base_of(module).__dict__[MERGED] = merged(module)
@@ -328,7 +326,7 @@ def _is_offload(hook: Any) -> bool:
 
 
 def _tell_offload(root: nn.Module) -> None:
-    """Has a group offload with a stream read the parameters again: it keeps copies of those that it found."""
+    """Applies a group offload with a stream again, because it keeps copies of the parameters that it found."""
     home = sys.modules.get("diffusers.hooks.group_offloading")
     again = getattr(home, "_maybe_remove_and_reapply_group_offloading", None)
     groups = [hook.group for module in root.modules() for hook in _hooks(module) if hasattr(hook, "group")]
@@ -340,7 +338,7 @@ def _tell_offload(root: nn.Module) -> None:
 
 
 def finish(roots: Iterable[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
-    """The last step of `optimize`, which nothing can undo if stock weights are to be freed; what to tell about it."""
+    """The last step of `optimize`; returns the report's note about it. With FREED nothing can undo it."""
     linears = [linear for group in groups for linear in group]
     loaded = any(map(is_freed, linears))
     freed = sum(map(free_weight, linears)) if stock_weights == FREED else 0
