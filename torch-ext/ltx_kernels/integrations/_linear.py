@@ -32,7 +32,7 @@ from ._replay import refuse
 from ._sites import Site, site_of
 
 PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
-ROWS_OF_A_SAMPLE = 1024  # for a product of its own; fewer leave a large GPU partly idle
+ROWS_OF_A_SAMPLE = 1024  # least rows for a product of one sample; a product of fewer leaves a large GPU partly idle
 
 Input = Union[Tensor, Rows]
 
@@ -57,15 +57,15 @@ class _Stack(NamedTuple):
 class Linears:
     """Linear layers that read one input, in the form that their state allows.
 
-    It is made for one state of the layers and of the input's dtype and device: `remember` keeps it for as long as that
-    holds. Which adapters of peft are active is compared at every call.
+    An object belongs to one state of the layers and one dtype and device of the input. `remember` keeps it as long as
+    that state holds. The active adapters of peft may change meanwhile; every call looks at them.
 
     site: The replaced module that they belong to, where what happens to adapters is counted.
     scaled: Their products are of fp8 weights, and one product where these are adjacent.
     fp8: They take quantised rows: they are `scaled`, and no adapter is active.
     plain: nn.Linear and nothing else but adapters, so that their weights can be used without calling them.
     direct: They are `plain`, and no adapter is active.
-    packed: One product makes all their outputs, which are views of one new tensor.
+    packed: One product computes all their outputs, which are views of one new tensor.
     sizes: The number of columns of each output, of layers that are packed unless peft computes their adapters.
     even: They are packed, and all outputs have the same number of columns.
     weights, scales, biases: The tensors of scaled or plain layers: one of each for every layer, but no scales of
@@ -84,8 +84,8 @@ class Linears:
         bases = cast("list[nn.Linear]", list(map(base_of, modules)))
         hooks = any(map(hooked, modules))
         self.site = site
-        # Adapters in training need gradients through later tensors than this input, which quantised rows have not. So
-        # each layer is called by itself, and asks for its own input.
+        # Quantised rows have no gradient. With gradients on, adapters may need one even where this input needs none, so
+        # each layer is called as a module and checks its own input.
         self.scaled = not (hooks or torch.is_grad_enabled() or why_not_fp8_input(input)) and all(
             in_fp8(base) and not hooked(base) and not why_not_fp8_weight(base, input) for base in bases
         )
@@ -341,10 +341,11 @@ def _sum(
     adapters: Sequence[Sequence[LowRank]],
     ranks: Sequence[Sequence[Tensor]],
 ) -> Tensor:
-    """The outputs [M, N] of linear layers, and what their adapters add.
+    """The outputs [M, N] of linear layers with what their adapters add.
 
-    A product reads what it is added to while it computes, where a product that is added later reads and writes all
-    outputs by itself. So the adapters come first, where they write every output, and a bias with them.
+    A product with an addend reads it as it writes its result, so the last product costs no further pass. Adding the
+    adapters after the layers' large product would read and write all outputs again. So the adapters' products come
+    first, with a bias, where every layer has adapters, and the layers' product is added to them.
 
     rows, quantised: The input [M, K], and the same quantised for layers in fp8.
     sizes, adapters, ranks: Of each layer, its width, active adapters, and what `low_ranks` returns.
@@ -373,10 +374,10 @@ def _sum(
 
 
 def _lie_apart(input: Tensor) -> bool:
-    """Whether the samples of an input [B, S, K] are no matrix together, and long enough for a product each.
+    """Whether an input [B, S, K] cannot be viewed as a matrix [B * S, K], and has enough rows for a product per sample.
 
-    Such are the rows of one of two streams. F.linear has one product of them without the bias, and adds that in a pass
-    of its own, which also rounds once more.
+    The rows of one of two streams in a joint tensor are an example. F.linear computes such a product without the bias,
+    and adds the bias in a second pass, which rounds once more.
     """
     if input.dim() != 3 or input.is_contiguous():
         return False
@@ -467,7 +468,7 @@ def joined(
 
 
 def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
-    """Moves the weights of each group of linear layers below a module into one storage, as views; or why not."""
+    """Moves the weights of each group of linear layers below a module into one storage; returns why not, or ""."""
     for names in groups:
         linears = [cast(nn.Linear, base_of(module.get_submodule(name))) for name in names]
         described = f"{', '.join(names[:-1])} or {names[-1]}"
@@ -505,7 +506,7 @@ def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
             if parameter is not None and is_ordinary(parameter) and parameter.device.type in ("cuda", "cpu"):
                 shared.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
         for parameters in shared.values():
-            # A storage that holds more than these is somebody else's.
+            # `pack` made no storage that holds more than these parameters.
             if len(parameters) > 1 and parameters[0].untyped_storage().nbytes() == sum(p.nbytes for p in parameters):
                 for parameter in parameters:
                     parameter.data = parameter.data.clone()

@@ -127,31 +127,33 @@ def low_ranks(rows: Tensor, adapters: Sequence[Sequence[LowRank]]) -> list[list[
 
 
 def add_up(output: Tensor, ranks: Sequence[Tensor], adapters: Sequence[LowRank], beta: int = 1) -> None:
-    """Adds what a layer's adapters make of their low ranks to ``beta`` times rows [M, out], in their place."""
+    """Writes ``beta * output`` plus a layer's adapters into output [M, out]; with beta=0 its contents are not read."""
     for rank, (_, up, _, scale) in zip(ranks, adapters):
         output.addmm_(rank, up.t(), beta=beta, alpha=scale)
         beta = 1
 
 
 def widening_pays(rows: Tensor, weight: Tensor, adapters: Sequence[Sequence[LowRank]], passes: int) -> bool:
-    """Whether `widened` moves less than passes that each read and write the layer's output [M, out].
+    """Whether `widened` moves fewer elements than `passes` passes over the layer's output [M, out] would.
 
-    It is not for float32, whose one long sum would be less exact than peft's short ones.
+    False for float32, because one long sum is less exact than peft's short ones.
     """
     moved, saved = (len(rows) + len(weight)) * weight.shape[1], passes * len(rows) * len(weight)
     rank = sum(adapter.up.shape[1] for added in adapters for adapter in added)
-    # With other ranks the product takes a slow kernel.
+    # Where the rank is no multiple of 8, the wider product runs a slow kernel.
     return rank % 8 == 0 and moved < saved and rows.dtype != torch.float32
 
 
 def widened(
     rows: Tensor, weight: Tensor, adapters: Sequence[Sequence[LowRank]], ranks: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Rows [M, in] with the low ranks of all adapters beside them, and a weight [out, in] with what reads those.
+    """(rows, weight) of one product that computes layers and adapters: [M, in + rank] and [out, in + rank].
 
-    A linear layer of the two has what the adapters add in its sum.
+    The low-rank products stand beside the rows, and the scaled `up` matrices beside the weight, so that
+    ``F.linear(rows, weight)`` adds what the adapters add within its sums.
 
-    weight: Of all the layers, one below the other.
+    weight: [out, in], the weights of all layers one below the other.
+    ranks: What `low_ranks` returns.
     """
     ups = [torch.cat([adapter.up * adapter.scale for adapter in added], 1) for added in adapters]
     up = ups[0] if len(ups) == 1 else torch.block_diag(*ups)
