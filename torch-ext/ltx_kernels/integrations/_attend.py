@@ -41,18 +41,18 @@ from ._rotary import Tables, kept, with_identity_rows
 from ._sites import Entry, Site, site_of, stock_forward
 from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
 
-# Recognised together with their processor: the class says nothing about what is computed.
+# Attention classes that many models share. The processor decides what they compute, so an entry names both.
 SHARED = ("diffusers.models.attention_processor.Attention",)
 # Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
 ROUND_ONCE = (TORCH_RMSNORM, TORCH_LAYERNORM)
-# The layers that diffusers' fuse_qkv_projections adds, each for some with the same input.
+# Groups of layers with one input, and the layer that diffusers' fuse_qkv_projections makes of each group.
 FUSED = {
     ("to_q", "to_k", "to_v"): "to_qkv",
     ("to_k", "to_v"): "to_kv",
     ADDED: "to_added_qkv",
     ("add_k_proj", "add_v_proj"): "to_added_kv",
 }
-# The arguments that every description means by them.
+# Names of arguments that mean the same in the stock forward of every description.
 INPUTS = ("hidden_states", "encoder_hidden_states", "attention_mask")
 
 
@@ -66,7 +66,7 @@ class Attention:
 
     processor: Name of the processor's class.
     classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
-    parameters: Those of the stock forward, without self.
+    parameters: Names of the stock forward's parameters, without self.
     other_processors: Names of processor classes that compute the same unless they are given more arguments.
     rope: The argument that holds the rotary tables; empty for an attention without any.
     key_rope: The argument that holds other tables for the keys; then `tables` gets both arguments as a pair.
@@ -75,6 +75,7 @@ class Attention:
         sigmoid of it and by the scale.
     norm: Class of the norms of query and key, where a module has any; None: it may have none.
     across_heads: A norm's mean is taken over all heads of a token.
+    layout: Of the rotation, as in `qk_norm_rope`: "interleaved" or "half".
     projections, norms, output: Names of submodules; an output that a module does not have is left out.
     added: Modules may have the layers of diffusers' names in `ADDED`, `ADDED_NORMS` and `ADDED_OUTPUT`, for the second
         stream (the text) of a joint attention.
@@ -84,11 +85,13 @@ class Attention:
         the first. A context is otherwise the keys and values of a cross-attention.
     rotates_text: The rotation covers the second stream of a joint attention. Otherwise the tables hold the rows of the
         first stream alone.
-    image: Names of the projections and the norm of a second set of keys and values, of an image, which the same queries
-        attend to by themselves; the context begins with its tokens and ends with `text` others. Modules may lack them.
+    image: Names of the key projection, the value projection and the norm of an image. The queries attend to the image's
+        keys apart from the text's, and both results are added. Modules may lack these submodules.
+    text: With `image`, the number of text tokens: the context is the image's tokens and then these.
     mlp: The SwiGLU module of an MLP beside the attention. Then `projections` names one layer, whose output holds query,
         key, value, gate and linear part, and `output` names one layer, which reads heads and MLP side by side.
     ignored: Arguments that the stock processor takes and does not read.
+    optional_children: Names of further submodules that some modules have.
     mask: The form of the mask; None: a call with a mask runs stock.
     tables: Turns the rope argument into (cos, sin) for the ops. For a joint attention that rotates both streams they
         hold all rows, in joint order.
@@ -96,8 +99,9 @@ class Attention:
         another form of it.
     cross: The modules read keys and values from their second input; it decides which layers share an input in fp8.
     parallel_cross: The stock processor hands the parallel configuration to a cross-attention as well.
-    check: Why a call has to run stock, beside the above: (module, hidden_states, encoder_hidden_states, rope) to a
+    check: A further reason why a call has to run stock: (module, hidden_states, encoder_hidden_states, rope) to a
         reason, or "".
+    together_with: As in `Entry`.
     """
 
     processor: str
@@ -238,13 +242,16 @@ def _why_not_call(
 def _forward(
     spec: Attention, module: nn.Module, input: Input, context: Tensor | None, mask: Tensor | None, options: Any
 ) -> Any:
-    """The stock forward; a block that asked `Attention.readers` may hand over rows of fp8 instead of a tensor."""
+    """Computes a call of a module, or runs its stock forward for a reason.
+
+    A block that asked `Attention.readers` may hand over quantised rows instead of a tensor.
+    """
     rope = options.pop(spec.rope, None)
     key_rope = options.pop(spec.key_rope, None)
     if key_rope is not None:
         rope = rope, key_rope
     site = site_of(module)
-    if isinstance(input, tuple):  # asked before, but for the arguments beside
+    if isinstance(input, tuple):  # `readers` has found the plan and checked the module; the arguments are checked here
         like = dequantised(input) if torch.compiler.is_compiling() else input[1]
         plan = recall(module, ("attention", torch.bfloat16, input[1].device)) or plan_of(
             spec, module, dequantised(input)
@@ -298,7 +305,11 @@ def _norm_and_rotate(
     rope: Tables | None,
     fresh: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and rotation of query and key, in their places where they are `fresh`."""
+    """Norm and rotation of query and key, [B, S, heads, D].
+
+    stream: 0, or 1 for the second stream of a joint attention, which has norms of its own.
+    fresh: The caller owns the memory of query and key, so that it may be overwritten.
+    """
     normed = len(plan.eps) > stream
     places = slice(2 * stream, 2 * stream + 2)
     query_weight, key_weight = plan.weights[places] if normed else (None, None)
@@ -346,7 +357,7 @@ def _ops_before(spec: Attention, site: Site, plan: AttentionPlan, rotated: bool)
 
 
 def _identity(site: Site, query: Tensor) -> Tables:
-    """Tables of a rotation by nothing, for the rows of a query [B, S, heads, D]."""
+    """Tables of a rotation by angle 0, [S, D / 2], for a query [B, S, heads, D]."""
     width, device = query.shape[-1] // 2, query.device
 
     def make() -> Tables:

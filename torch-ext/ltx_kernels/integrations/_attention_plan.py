@@ -63,7 +63,10 @@ def _why_not_norms(spec: Attention, module: nn.Module) -> str:
 
 
 def settings_of(module: nn.Module) -> Mapping[str, Any]:
-    # From where the processor takes it: another copy of diffusers, or a patched function, is followed.
+    """The site's settings: diffusers' dispatch function and its registry of attention backends, or None for each.
+
+    Both are looked up where the processor finds them, so that another copy of diffusers or a patched dispatch is used.
+    """
     processor = type(cast(AttentionModule, module).processor)
     dispatch = getattr(sys.modules[processor.__module__], "dispatch_attention_fn", None)
     if dispatch is None:
@@ -75,29 +78,28 @@ def settings_of(module: nn.Module) -> Mapping[str, Any]:
 
 
 class AttentionPlan:
-    """The layers of an attention module in the forms that their state allows, or the reason why its calls run stock."""
+    """The layers of an attention module in the forms that their state allows, or the reason why its calls run stock.
+
+    reason: Why calls run stock; empty if they do not. Where it is set, other fields may be missing.
+    all, query, context: The projections of the first stream: all three, query alone, and key and value alone.
+    added, added_out: Projections and output layer of a joint attention's second stream, where the module has them.
+    image: Key and value projections of an image.
+    gate: The layer that gives each head's logit.
+    out, dropout: The output layer, and a dropout after it that is active, hooked or of another class.
+    weights, biases: Of the norms, two for each stream that has norms: query and key.
+    eps: One for each such stream.
+    layout: The rotation's layout.
+    in_place: Fresh tensors may be overwritten.
+    ops: The ops of a call, by (rotated, computed by this package's attention).
+    """
 
     __slots__ = (
-        *(
-            "added",
-            "added_out",
-            "all",
-            "biases",
-            "context",
-            "dropout",
-            "eps",
-            "gate",
-            "image",
-            "in_place",
-            "layout",
-            "ops",
-            "out",
-            "query",
-        ),
-        *("reason", "weights"),
+        *("added", "added_out", "all", "biases", "context", "dropout", "eps", "gate", "image"),
+        *("in_place", "layout", "ops", "out", "query", "reason", "weights"),
     )
 
     def __init__(self, spec: Attention, module: nn.Module, input: Tensor, site: Site) -> None:
+        """input: A tensor of the dtype and device of the calls."""
         self.reason = _why_not_plan(spec, module, input)
         if self.reason:
             return
@@ -178,6 +180,7 @@ def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
 
 
 def plan_of(spec: Attention, module: nn.Module, input: Tensor) -> AttentionPlan:
+    """The plan of a module for inputs of this dtype and device; it is kept as long as the module's state holds."""
     return remember(module, ("attention", input.dtype, input.device), _make_plan, spec, input)
 
 

@@ -1,4 +1,4 @@
-"""The residual stream of a transformer block: a branch waits to be added until the op that reads the sum comes.
+"""The residual stream of a transformer block: a branch waits until the next op, which adds it and reads the sum.
 
 This is the one place that chooses among the ops for residual, gate, norm and modulation, and the only one that knows
 their quantising forms: where the linear layers that read a result hold fp8 weights, the op quantises it.
