@@ -405,6 +405,7 @@ def _single(
         image = _project(site, plan.image, context[:, :length], heads)
         context = context[:, length:]
     gate_up: Tensor | None = None
+    both: Tensor | None = None
     out: Tensor | None = None
     if spec.mlp:
         (outputs,) = plan.all(input)
@@ -438,16 +439,27 @@ def _single(
     _count(spec, site, plan, tables is not None, own)
     if gate_up is None:
         return _output(plan, _gated(spec, site, plan, input, output))
-    # The output layer reads heads and MLP side by side.
+    return _output_beside_mlp(site, plan, output, gate_up, both, out)
+
+
+def _output_beside_mlp(
+    site: Site, plan: AttentionPlan, heads: Tensor, gate_up: Tensor, both: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """The output layer's result, where the layer reads heads [B, S, heads, D] and an MLP's SwiGLU side by side.
+
+    gate_up: The input of the SwiGLU, [B, S, 2 I].
+    both: Memory for the layer's input, [B, S, heads * D + I], or None.
+    out: The columns of `both` for the heads, in which the attention may have written them already.
+    """
     assert plan.out is not None
     if plan.out.fp8:
-        return plan.out(swiglu_quant(gate_up, prefix=output.flatten(2)))[0]
-    if out is None:
-        both = torch.cat((output.flatten(2), swiglu(gate_up, rounding=site.rounding)), -1)
+        return plan.out(swiglu_quant(gate_up, prefix=heads.flatten(2)))[0]
+    if both is None or out is None:
+        both = torch.cat((heads.flatten(2), swiglu(gate_up, rounding=site.rounding)), -1)
     else:
-        if output is not out:
-            out.copy_(output)
-        swiglu(gate_up, rounding=site.rounding, out=both[..., module.inner_dim :])
+        if heads is not out:
+            out.copy_(heads)
+        swiglu(gate_up, rounding=site.rounding, out=both[..., -(gate_up.shape[-1] // 2) :])
     return plan.out(both)[0]
 
 
