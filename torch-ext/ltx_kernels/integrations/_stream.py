@@ -128,18 +128,19 @@ def _joint(first: Tensor, second: Tensor) -> Tensor:
 class Stream:
     """The residual stream of a block, [B, S, H].
 
-    `add` makes a branch wait; `norm`, `rows` and `value` take it along. ``into`` names the linear layers that read a
-    result (`Linears`): the result is quantised rows where they hold fp8 weights and an op quantises, and a tensor else.
-    Linear layers take both.
+    `add` only remembers a branch. The next `norm`, `rows` or `value` adds it, in the launch that it needs anyway.
+    ``into`` names the linear layers that read a result (`Linears`). Where they hold fp8 weights the result is quantised
+    rows, (values, scales), and otherwise a tensor; `Linears` takes both.
     """
 
     __slots__ = ("_branch", "_branch_norm", "_first", "_gate", "_index", "_value", "rounding")
 
     def __init__(self, module: nn.Module, value: Tensor, index: Tensor | None = None) -> None:
-        """module: The block, a module that `optimize` replaced.
+        """Starts with the value [B, S, H] that a block is given.
 
-        index: [B, S] or [S], which row of every modulation a token takes; the modulations are then [B, rows, H]. None:
-            the modulations have no rows to choose from.
+        module: The block, a module that `optimize` replaced.
+        index: [B, S] or [S], the row of every modulation that a token takes; the modulations are then [B, rows, H].
+            None: the modulations are as `Mod` says.
         """
         self._index = index
         self.rounding: str = module.__dict__[ATTRIBUTE].rounding
@@ -149,7 +150,12 @@ class Stream:
         self._gate: Mod | None = None
 
     def add(self, branch: Tensor, gate: Mod | None = None, norm: nn.Module | None = None) -> None:
-        """Adds a branch, normalised as an RMS norm module does and times a gate, to the stream."""
+        """Adds ``norm(branch) * gate`` to the stream, later.
+
+        branch: [B, S, H].
+        gate: None multiplies by nothing.
+        norm: An RMS norm module; None leaves the branch as it is.
+        """
         if self._branch is not None:
             self.value()
         self._branch_norm = None
@@ -158,16 +164,16 @@ class Stream:
             assert form is not None  # or the guards would have run the stock block
             if form.rounding(self.rounding) == self.rounding:
                 self._branch_norm = norm
-            else:  # the op would round it otherwise
+            else:  # the op would round in other places than this class does
                 branch = form.rms(norm, branch, self.rounding)
         self._branch, self._gate = branch, gate
 
     def own(self) -> Tensor | None:
-        """The stream where nothing waits and the block itself made its memory, so that it may be overwritten."""
+        """The stream if it may be overwritten: no branch waits, and it is not the block's own input. Else None."""
         return self._value if self._branch is None and self._value is not self._first else None
 
     def value(self) -> Tensor:
-        """The stream as a tensor."""
+        """The stream as a tensor, with the waiting branch added."""
         if self._branch is not None:
             branch, gate, self._branch = self._branch, self._gate, None
             if self._branch_norm is not None:
