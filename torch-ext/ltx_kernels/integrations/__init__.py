@@ -79,7 +79,7 @@ def optimize(
             and 4608 keys or more, on a Hopper GPU. The report counts the other calls of these attentions, which attend
             as with "native".
         rounding: "fp32" rounds each result once. "eager" rounds where the stock modules do, and leaves out what
-            cannot: packed GEMMs and the GELU epilogue.
+            cannot: packed GEMMs, the GELU epilogue, and the single blocks of FLUX.1's and HunyuanVideo's families.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
             unet, controlnet), as far as it has them, and with level "block" its autoencoder (vae), where it is one of
             LTX-Video, LTX-2, Wan or Qwen-Image and not in float32.
