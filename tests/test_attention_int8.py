@@ -209,8 +209,9 @@ def test_layouts(ltx, place, memory):
     assert_same_bits(case.in_layout(memory).run(ltx)[0], case.run(ltx)[0])
 
 
-def test_same_row_same_bits(ltx, place):
-    case = int8_case(Make(place, torch.bfloat16), (3, 300, 3, 128), 400)
+def test_same_row_same_bits(ltx, kernel):
+    """On a CPU the products are torch's, which add up in an order of their own for each size."""
+    case = int8_case(Make(kernel, torch.bfloat16), (3, 300, 3, 128), 400)
     (expected,) = case.run(ltx)
     assert_same_bits(case.run(ltx)[0], expected)
     for batch, rows, head in itertools.product((0, 2), (slice(0, 1), slice(63, 200)), (0, 2)):

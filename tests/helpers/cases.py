@@ -264,7 +264,7 @@ class Case:
         if self.op in NORM_OPS:
             return _norm_eager(self.op, self.kwargs)
         if self.is_activation:
-            return (_activation_eager(self.op, self.kwargs),)
+            return (activation_eager(self.op, self.kwargs),)
         if self.op == "swiglu_clamped":
             return (_clamped_eager(self.kwargs),)
         if self.op == "gate_heads":
@@ -544,12 +544,14 @@ def _activation_terms(op: str, kwargs: dict[str, Any]) -> Tensor:
     return total if up is None else total * up.double().abs()
 
 
-def _activation_eager(op: str, kwargs: dict[str, Any]) -> Tensor:
+def activation_eager(op: str, kwargs: dict[str, Any], compute: torch.dtype | None = None) -> Tensor:
+    """Eager torch's result; with `compute`, the activation is computed in that dtype and rounded to the gate's."""
     gate, up = gate_and_up(op, kwargs)
     if kwargs.get("bias") is not None:
         gate = (gate + kwargs["bias"]).to(gate.dtype)
     approximate = "tanh" if _is_tanh(op, kwargs) else "none"
-    activated = F.silu(gate) if op == "swiglu" else F.gelu(gate, approximate=approximate)
+    x = gate.to(compute or gate.dtype)
+    activated = (F.silu(x) if op == "swiglu" else F.gelu(x, approximate=approximate)).to(gate.dtype)
     return activated if up is None else activated * up
 
 
