@@ -154,6 +154,17 @@ def test_half(ltx: ModuleType, device: str, family: Family, dtype: torch.dtype, 
     assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), stock))
 
 
+def test_what_stays_stock_with_eager_rounding_is_told(ltx: ModuleType, device: str) -> None:
+    """Strict or not: the modules in such a block are replaced one by one."""
+    family = FAMILIES["flux"]
+    notes = {
+        rounding: ltx.optimize(make(family, device, torch.float32), rounding=rounding, strict=True).notes
+        for rounding in ("fp32", "eager")
+    }
+    assert notes["fp32"] == []
+    assert 'stock with rounding "eager": 2 diffusers.FluxSingleTransformerBlock' in notes["eager"]
+
+
 @pytest.mark.parametrize("case", ["wan-t2v", "wan-ti2v", "wan-vace", "wan-skyreels"])
 def test_parameters_kept_in_float32(ltx: ModuleType, device: str, case: str) -> None:
     """Beside 16-bit inputs, as `from_pretrained` loads Wan's modulation tables and norms."""

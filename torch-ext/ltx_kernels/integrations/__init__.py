@@ -26,7 +26,7 @@ from ._lora import base_of
 from ._registry import entry_for
 from ._report import Report
 from ._rotary import keep_table_readers_together
-from ._sites import Entry, Plan, Site, install, uninstall_all, why_not
+from ._sites import Entry, Plan, Site, install, short_name, uninstall_all, why_not
 from ._weights import File
 from .kernels import kernel_mapping as kernel_mapping
 
@@ -134,6 +134,9 @@ def optimize(
         stock_weights = _fp8.HELD
     title = f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
     report = Report(title, left_alone=plan.left_alone)
+    report.notes += [
+        f'stock with rounding "{rounding}": {count} {short_name(name)}' for name, count in plan.rounded_otherwise.items()
+    ]
     uninstall_all(replaceable.values())
     report._roots = [weakref.ref(root) for root in roots.values()]
     report._in_files = {name: weakref.ref(root) for name, root in models.items()}
@@ -313,9 +316,10 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
                 if reason:
                     plan.left_alone[name] = reason
                 continue
-            if (level == "norms" and entry.level != "norms") or rounding not in entry.roundings:
+            if (level == "norms" and entry.level != "norms") or (alone and not entry.alone):
                 continue
-            if alone and not entry.alone:
+            if rounding not in entry.roundings:
+                plan.rounded_otherwise[class_of(module)] += 1
                 continue
             known = True
             reason = why_not(module, entry)

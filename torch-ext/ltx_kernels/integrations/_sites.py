@@ -101,6 +101,14 @@ class Plan:
 
     modules: dict[str, tuple[nn.Module, Entry]] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
+    # Of each class that has no form with the rounding that was asked for: its modules, which stay stock.
+    rounded_otherwise: Counter[str] = field(default_factory=Counter)
+
+
+def short_name(class_name: str) -> str:
+    """A class with its library, for people: torch.RMSNorm is not diffusers.RMSNorm."""
+    parts = class_name.split(".")
+    return f"{parts[0]}.{parts[-1]}"
 
 
 class Site:
@@ -132,9 +140,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The class with its library, for people: torch.RMSNorm is not diffusers.RMSNorm."""
-        parts = self.class_name.split(".")
-        return f"{parts[0]}.{parts[-1]}"
+        return short_name(self.class_name)
 
     @property
     def ops(self) -> tuple[str, ...]:
