@@ -143,6 +143,80 @@ def test_changed_weights_are_noticed(ltx: ModuleType, model: nn.Module, inputs: 
     assert distance(model(**inputs)[0], ours) < 0.1
 
 
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
+@pytest.mark.parametrize("how", ["load_state_dict", "functional_call", "parameters"])
+def test_exchanged_weights_are_noticed(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], how: str, stock_weights: str
+) -> None:
+    """Other parameters in the place of those that were quantised: their products, in bf16, and the reason."""
+    other = {name: value.clone() * 1.5 for name, value in model.state_dict().items()}
+    expected = copy.deepcopy(model)
+    expected.load_state_dict(other)
+    want = expected(**inputs)[0]
+    report = ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    model(**inputs)
+    if how == "functional_call":
+        ours = torch.func.functional_call(model, other, (), inputs)[0]
+    elif how == "load_state_dict" and stock_weights == "cpu":
+        with pytest.raises(RuntimeError, match="takes no stock weights"):
+            model.load_state_dict(other, assign=True)
+        return
+    else:
+        if how == "load_state_dict":
+            model.load_state_dict(other, assign=True)
+        else:
+            for name, value in other.items():
+                module, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(module), attribute, nn.Parameter(value, False))
+        ours = model(**inputs)[0]
+    assert distance(ours, want) < 0.01
+    (reason,) = report.fallbacks["torch.Linear"]
+    assert "the weight has changed" in reason or "another parameter" in reason
+
+
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
+def test_half_after_optimize(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str) -> None:
+    """The stock model in float16, and back."""
+    halves = {name: x.half() if x.is_floating_point() else x for name, x in inputs.items() if isinstance(x, Tensor)}
+    halves = {**inputs, **halves}
+    want = copy.deepcopy(model).half()(**halves)[0]
+    ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    model.half()
+    assert distance(model(**halves)[0], want) < 0.01
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float16}
+    ltx.restore(model)
+    assert torch.equal(model(**halves)[0], want)
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+def test_optimized_under_inference_mode(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], precision: str
+) -> None:
+    """The parameters stay ordinary ones, and what is made can be written to later."""
+    outside = copy.deepcopy(model)
+    ltx.optimize(outside, precision=precision)
+    with torch.inference_mode():
+        ltx.optimize(model, precision=precision)
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.equal(model(**inputs)[0], outside(**inputs)[0])
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
+def test_made_under_inference_mode(
+    ltx: ModuleType, device: str, model: nn.Module, inputs: dict[str, Any], stock_weights: str
+) -> None:
+    """Inference tensors have no version; the bits are those of the same model with ordinary parameters."""
+    ltx.optimize(model, precision="fp8")
+    want = model(**inputs)[0]
+    with torch.inference_mode():
+        made = make_model(device, torch.bfloat16)
+    report = ltx.optimize(made, precision="fp8", stock_weights=stock_weights)
+    for _ in range(3):
+        assert torch.equal(made(**inputs)[0], want)
+    assert report.fallbacks == {}
+
+
 def test_deepcopy(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
     ltx.optimize(model, precision="fp8")
     want = model(**inputs)[0]

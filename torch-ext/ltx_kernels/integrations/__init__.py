@@ -135,7 +135,8 @@ def optimize(
     title = f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
     report = Report(title, left_alone=plan.left_alone)
     report.notes += [
-        f'stock with rounding "{rounding}": {count} {short_name(name)}' for name, count in plan.rounded_otherwise.items()
+        f'stock with rounding "{rounding}": {count} {short_name(name)}'
+        for name, count in plan.rounded_otherwise.items()
     ]
     uninstall_all(replaceable.values())
     report._roots = [weakref.ref(root) for root in roots.values()]
@@ -157,6 +158,7 @@ def optimize(
     return report
 
 
+@torch.inference_mode(False)  # what is made here outlives the call, and must not be inference tensors
 def _install(
     plan: Plan,
     groups: Sequence[Sequence[nn.Linear]],

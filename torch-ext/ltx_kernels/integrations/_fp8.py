@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..quant import has_own_product, multiply, quantize_rows, quantize_weight
-from ._guards import ATTRIBUTE, is_ordinary, why_not_input
+from ._guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ._lora import base_of, is_lora, merged
 from ._sites import Entry, site_of, stock_forward
 
@@ -26,9 +26,9 @@ LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"  # the values of the argument `stock_weights`
 VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"  # names of buffers
 # Attributes of a quantised layer.
-STATE = "_ltx_fp8_of"  # HELD, FREED, or, with the stock weight BESIDE, the `_version` that was quantised
+STATE = "_ltx_fp8_of"  # HELD, FREED, or, with the stock weight BESIDE, the version that was quantised
 STOCK = "_ltx_fp8_stock"  # the stock weight, where it is HELD
-PARAMETER = "_ltx_fp8_parameter"  # the parameter that holds the fp8 values, where they are not BESIDE
+PARAMETER = "_ltx_fp8_parameter"  # the parameter that was quantised; it holds the fp8 values where they are not BESIDE
 HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading
 MERGED = "_ltx_fp8_merged"  # the adapters that were merged into the stock weight when it was quantised
 
@@ -83,7 +83,8 @@ def _put_beside(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) ->
         end = start + linear.out_features
         linear.register_buffer(SCALES, scales[start:end], persistent=False)
         linear.register_buffer(VALUES, values[start:end], persistent=False)
-        linear.__dict__[STATE] = linear.weight._version
+        linear.__dict__[STATE] = version_of(linear.weight) or 0
+        linear.__dict__[PARAMETER] = linear.weight
         start = end
 
 
@@ -91,7 +92,16 @@ def quantise_again(linear: nn.Linear) -> None:
     """Quantises the stock weight as it is now into the memory of the fp8 weight."""
     for here, tensor in zip(quantised_weight(linear), quantize_weight(linear.weight)):
         here.copy_(tensor)
-    linear.__dict__[STATE] = linear.weight._version
+    linear.__dict__[STATE] = version_of(linear.weight) or 0
+    linear.__dict__[PARAMETER] = linear.weight
+
+
+def _held(linear: nn.Module) -> Tensor:
+    """The stock weight that is HELD, in the dtype that the model was converted to since."""
+    held, weight = cast(Tensor, linear.__dict__[STOCK]), linear._parameters["weight"]
+    if weight is None or weight.dtype == torch.float8_e4m3fn:
+        return held
+    return held.to(weight.dtype)
 
 
 def free_weight(linear: nn.Linear) -> int:
@@ -105,7 +115,6 @@ def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
     """Makes the fp8 values the data of the layer's parameter, in the place of the stock weight."""
     linear.weight.data = cast(Tensor, linear._buffers.pop(VALUES))
     linear._non_persistent_buffers_set.discard(VALUES)
-    linear.__dict__[PARAMETER] = linear.weight
     linear.__dict__["compute_dtype"] = torch.bfloat16  # peft makes adapters of this dtype instead of the weight's
     linear.__dict__[STATE] = state
     linear.__dict__[HANDLES] = [*handles, linear.register_load_state_dict_pre_hook(_refuse_to_load)]
@@ -114,7 +123,9 @@ def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
 def drop_weights(linear: nn.Module) -> None:
     """Undoes the quantisation for `restore`: the layer gets its stock weight back, and hooks and buffers go."""
     state, values = linear.__dict__, linear._parameters["weight"]
-    stock, parameter = state.pop(STOCK, None), state.pop(PARAMETER, None)
+    stock = _held(linear) if STOCK in state else None
+    parameter = state.pop(PARAMETER, None)
+    state.pop(STOCK, None)
     if stock is not None and values is not None:
         if values is parameter:
             values.data = stock.to(values.device)
@@ -149,7 +160,7 @@ def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _save_stock(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    state[f"{prefix}weight"] = module.__dict__[STOCK]
+    state[f"{prefix}weight"] = _held(module)
 
 
 def _refuse_to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -161,13 +172,20 @@ def _refuse_to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def _changed(linear: nn.Linear) -> bool:
-    """Whether the stock weight was written to after it was quantised. Writes through `.data` are not seen."""
+    """Whether the stock weight is not the one that was quantised. Writes through `.data` are not seen."""
     if is_replaced(linear):
         return False
-    version = linear.weight._version
+    if _is_exchanged(linear) and not any(map(_is_offload, _hooks(linear))):
+        return True  # an offload of accelerate puts the same weight into a new parameter at every call
+    version = version_of(linear.weight) or 0
     if version < linear.__dict__[STATE]:  # the weight is a copy, and its version counts from 0
         linear.__dict__[STATE] = version
     return version > linear.__dict__[STATE]
+
+
+def _is_exchanged(linear: nn.Module) -> bool:
+    """Whether a layer has another parameter than the one that was quantised, as in torch.func.functional_call."""
+    return linear._parameters.get("weight") is not linear.__dict__[PARAMETER]
 
 
 def why_not_fp8_input(input: Tensor) -> str:
@@ -180,7 +198,7 @@ def why_not_fp8_input(input: Tensor) -> str:
 def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
     """Why the product with the fp8 weight cannot run; empty if it can."""
     values, _ = quantised_weight(linear)
-    if is_replaced(linear) and values is not linear.__dict__[PARAMETER] and not torch.compiler.is_compiling():
+    if is_replaced(linear) and not torch.compiler.is_compiling() and _is_exchanged(linear):
         return "another parameter is in the place of the fp8 weight"
     if values.dtype != torch.float8_e4m3fn or values.device != input.device:
         return "the fp8 weight was converted or is on another device"
@@ -212,14 +230,16 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
         rows = quantize_rows(input)
         count_products((self,), rows)
         return product(self, rows)
+    given = self._parameters["weight"]
+    if is_replaced(self) and _is_exchanged(self) and given is not None and given.dtype == input.dtype:
+        return cast(Tensor, stock_forward(self, reason, input))
     if is_freed(self):
         raise RuntimeError(
             f"fp8 cannot run this call ({reason}), and the weight is {ALONE}: load the model again to run it stock"
         )
     if is_replaced(self):
         site.count_fallback(reason)
-        held = cast(Tensor, self.__dict__[STOCK])
-        return F.linear(input, held.to(input.device), self.bias)
+        return F.linear(input, _held(self).to(input.device), self.bias)
     return cast(Tensor, stock_forward(self, reason, input))
 
 

@@ -168,6 +168,14 @@ def _below(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
     return list(_walk(module, () if site is None else site.entry.apart))
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None where torch does not count, as of tensors made in inference mode."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
+
+
 class State:
     """A module and all below it as they are now: what answers about them, and recorded calls, depend on."""
 
@@ -205,11 +213,12 @@ class State:
         self.addresses = list(map(Tensor.data_ptr, present))
         self.dtypes = [tensor.dtype for tensor in present]
         # Writing into a weight leaves its address as it is, and what was quantised from it behind.
-        self.quantised = [
+        weights = [
             cast(Tensor, child._parameters["weight"])
             for child in self.modules
             if ATTRIBUTE in child.__dict__ and child._buffers
         ]
+        self.quantised = [weight for weight in weights if version_of(weight) is not None]
         self.versions = [tensor._version for tensor in self.quantised]
 
     def holds(self, module: nn.Module) -> bool:
