@@ -206,7 +206,7 @@ def test_optimized_under_inference_mode(
 def test_made_under_inference_mode(
     ltx: ModuleType, device: str, model: nn.Module, inputs: dict[str, Any], stock_weights: str
 ) -> None:
-    """Inference tensors have no version; the bits are those of the same model with ordinary parameters."""
+    """The result has the bits of the same model with ordinary parameters."""
     ltx.optimize(model, precision="fp8")
     want = model(**inputs)[0]
     with torch.inference_mode():

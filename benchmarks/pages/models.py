@@ -1,5 +1,7 @@
 """One forward of each diffusion model: h200-models.json and h200-models-profile.json."""
 
+from collections.abc import Mapping
+
 from plots import geometric_mean
 
 from pages.names import CONFIGS, by_model, config_of, first_blocks, in_order, model_of
@@ -13,6 +15,15 @@ ERRORS = ("error_vs_fp32", "loop_error_vs_fp32")  # of one forward, and of the l
 def loop_steps() -> int:
     """How many steps the error of a loop is measured after."""
     return max(record.get("loop_steps", 0) for record in records_of("h200-models"))
+
+
+def of_configs(names: Mapping[str, str]) -> list[dict[str, Record]]:
+    """For each model that has records of all these configurations, those records by the configurations' names here."""
+    return [
+        {name: of_config[config] for name, config in names.items()}
+        for of_config in by_model("h200-models").values()
+        if set(names.values()) <= of_config.keys()
+    ]
 
 
 @block("docs/models.md", "models")
@@ -98,11 +109,7 @@ def model_kinds() -> str:
 def fp8_models() -> str:
     """Whole models in fp8 beside bf16: times, errors and memory."""
     names = {"stock": "baseline", "bf16": "kernels", "fp8": "kernels_fp8"}
-    rows = [
-        {name: of_config[config] for name, config in names.items()}
-        for of_config in by_model("h200-models").values()
-        if set(names.values()) <= of_config.keys()
-    ]
+    rows = of_configs(names)
     growth = {}
     for of_config in rows:
         bf16, fp8 = of_config["bf16"], of_config["fp8"]
@@ -132,17 +139,13 @@ def fp8_models() -> str:
 def beside_torchao() -> str:
     """Whole models in fp8 beside torchao's recipe: times and errors."""
     names = {"fp8": "kernels_fp8", "torchao": "torchao_fp8_compile"}
-    rows = [
-        {name: of_config[config] for name, config in names.items()}
-        for of_config in by_model("h200-models").values()
-        if set(names.values()) <= of_config.keys()
-    ]
+    rows = of_configs(names)
     forward, loop = (across(f"{{@.{error}?:.2e}}", names) for error in ERRORS)
     row = (
         "| {model} | {fp8.step_ms:.1f} | {torchao.step_ms:.1f} | {torchao.step_ms/fp8.step_ms:.2f} | "
         f"{forward} | {loop} |"
     )
-    shown = {"fp8": CONFIGS["kernels_fp8"], "torchao": "torchao"}.values()
+    shown = CONFIGS["kernels_fp8"], "torchao"
     head = (
         f"| model | ms: {across('@', shown)} | times as fast | error: {across('@', shown)} | "
         f"after {loop_steps()} steps: {across('@', shown)} |"

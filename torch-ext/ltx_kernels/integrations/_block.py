@@ -36,7 +36,7 @@ class Block:
     streams: Arguments that are residual streams.
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
     norms: By path, the classes that a norm may have. `forward` reads its parameters and does not call it.
-    modules: By path, the classes that another module may have of which `forward` reads the parts and does not call it.
+    modules: By path, the classes that another module may have. `forward` reads its parts and does not call it.
     attentions: By name, the description of each attention, or of another child that has an entry of its own.
     feed_forwards: Names of modules that the forward hands to `feed_forward`.
     linears: Groups of other linear layers that share an input, for fp8.
@@ -44,7 +44,7 @@ class Block:
         save.
     casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have another dtype.
     check: A further reason why a call has to run stock: (block, arguments by name) to a reason or "".
-    ops: The public functions that `forward` may call; empty for those of modulated norms, which `norms` implies.
+    ops: The public functions that `forward` may call. Empty means those of modulated norms.
     roundings: As in `Entry`.
     names: `parameters`, or what `forward` spells out.
     """
