@@ -184,8 +184,11 @@ def _changed(linear: nn.Linear) -> bool:
 
 
 def _is_exchanged(linear: nn.Module) -> bool:
-    """Whether a layer has another parameter than the one that was quantised, as in torch.func.functional_call."""
-    return linear._parameters.get("weight") is not linear.__dict__[PARAMETER]
+    """Whether a layer has another parameter than the one that was quantised, as in torch.func.functional_call.
+
+    torch.compile does not ask, because its parameters are stand-ins.
+    """
+    return not torch.compiler.is_compiling() and linear._parameters.get("weight") is not linear.__dict__[PARAMETER]
 
 
 def why_not_fp8_input(input: Tensor) -> str:
@@ -198,7 +201,7 @@ def why_not_fp8_input(input: Tensor) -> str:
 def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
     """Why the product with the fp8 weight cannot run; empty if it can."""
     values, _ = quantised_weight(linear)
-    if is_replaced(linear) and not torch.compiler.is_compiling() and _is_exchanged(linear):
+    if is_replaced(linear) and _is_exchanged(linear):
         return "another parameter is in the place of the fp8 weight"
     if values.dtype != torch.float8_e4m3fn or values.device != input.device:
         return "the fp8 weight was converted or is on another device"
