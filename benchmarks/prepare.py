@@ -4,8 +4,8 @@
     python benchmarks/prepare.py [--models flux sd35] [--configs compile torchao_fp8_compile] [--jobs 8]
     python benchmarks/models.py --models flux sd35 --compiled-before compile torchao_fp8_compile
 
-torch.compile takes up to half a minute for a model, and torchao's recipe, which tunes every kernel, up to five minutes.
-One core of the host does most of it. Here each model is compiled in a process of its own, from BLOCKS blocks of each
+torch.compile takes long for a model, and torchao's recipe, which tunes every kernel, takes minutes. One core of the
+host does most of it. Here each model is compiled in a process of its own, from BLOCKS blocks of each
 kind at their released width. The whole model has the same kinds of blocks, so models.py finds their kernels in
 torch.compile's cache on disk. Times that are taken beside other processes mean nothing, so nothing is timed here.
 """

@@ -175,8 +175,9 @@ def _changed(linear: nn.Linear) -> bool:
     """Whether the stock weight is not the one that was quantised. Writes through `.data` are not seen."""
     if is_replaced(linear):
         return False
+    # An offload of accelerate puts the same weight into a new parameter at every call.
     if _is_exchanged(linear) and not any(map(_is_offload, _hooks(linear))):
-        return True  # an offload of accelerate puts the same weight into a new parameter at every call
+        return True
     version = version_of(linear.weight) or 0
     if version < linear.__dict__[STATE]:  # the weight is a copy, and its version counts from 0
         linear.__dict__[STATE] = version
