@@ -1,24 +1,26 @@
 """Times attention on an NVIDIA GPU beside torch's backends and others, and measures the error of each.
 
     python tools/build.py --backend cuda
-    python benchmarks/attention.py [--only NAME] [--output PATH]
+    python benchmarks/attention.py [--only NAME ...] [--output PATH]
 
-The shapes are the self-attentions of ten released models, few queries of many keys, and cross-attentions of released
-models, random normal inputs, bf16 but for the records with "dtype": "float16". The backends take turns; times are of
-the device, in ms, the median of five rounds. `ours_8bit` is precision="int8" with its quantising, for self-attentions
-with heads of 128 columns. `fa4` is FlashAttention-4 (pip install flash-attn-4), and `cudnn_fp8` cuDNN with e4m3 inputs
-and scales of one (pip install nvidia-cudnn-frontend); its time leaves out the cast of the inputs.
-A record with "mask": "keys" leaves out the last 40 keys: `ours` by a bool mask, `ours_lengths` by key lengths,
+The shapes are the self-attentions of ten released models, few queries of many keys, cross-attentions of released
+models, and prompts of language models, random normal inputs, bf16 but for the records with "dtype": "float16". A
+record with "key_heads" is causal, and its queries share that many heads of keys and values. The backends take turns;
+times are of the device, in ms, the median of five rounds. `ours_8bit` is precision="int8" with its quantising, for
+self-attentions with heads of 128 columns. `fa4` is FlashAttention-4 (pip install flash-attn-4), and `cudnn_fp8` cuDNN
+with e4m3 inputs and scales of one (pip install nvidia-cudnn-frontend); its time leaves out the cast of the inputs. A
+record with "mask": "keys" leaves out the last 40 keys: `ours` by a bool mask, `ours_lengths` by key lengths,
 `ours_valid` attends to the other keys alone, and `default` is torch's attention with the same mask. "mask": "addends"
-adds zeros to the scores of the keys. `err` is the relative L2 error against float64 of 256 queries of two heads, by
-kind of input: "peaked" has queries and keys of standard deviation 2, "outliers" every 16th channel eight times as
-large, and "copied keys" 40 times the queries as keys.
+adds zeros to the scores of the keys. `err` is the relative L2 error against float64 of 256 queries of two heads (of a
+prompt the last ones, of two heads that share one), by kind of input: "peaked" has queries and keys of standard
+deviation 2, "outliers" every 16th channel eight times as large, and "copied keys" 40 times the queries as keys.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from result_files import common_meta, load_package, result_file, write
+from result_files import common_meta, kept_records, load_package, result_file, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -57,12 +59,26 @@ CROSS = {  # [batch, queries, heads, columns], keys
     "wan_text": ((1, 32760, 40, 128), 512),
     "wan_image": ((1, 32760, 40, 128), 257),
 }
+CAUSAL = {  # [batch, tokens, heads, columns], heads of key and value
+    "llama_256": ((1, 256, 32, 128), 8),
+    "llama_512": ((1, 512, 32, 128), 8),
+    "llama_1024": ((1, 1024, 32, 128), 8),
+    "llama_2048": ((1, 2048, 32, 128), 8),
+    "llama": ((1, 8192, 32, 128), 8),
+    "llama_512_8": ((8, 512, 32, 128), 8),
+    "llama_8": ((8, 8192, 32, 128), 8),
+    "llama2": ((1, 4096, 32, 128), 32),
+    "falcon_512": ((1, 512, 71, 64), 1),
+    "falcon": ((1, 8192, 71, 64), 1),
+}
+IDENTITY = ("name", "mask", "dtype")  # what a record measures
 PROMPTS = (
     "ltx2_audio_text",
     "ltx2_text",
     "ltx13b_text",
 )  # models that add zeros to the scores of a prompt without padding
 FLOAT16 = ("ltx49", "flux")  # timed in float16 as well
+ALL = [*SHAPES, *CROSS, *CAUSAL]
 MASKED_KEYS = 40
 MASKED = ("ltx2", "qwen", "hyvideo15")  # models with padded prompts among the keys
 ROUNDS, SECONDS_PER_ROUND = 5, 0.03
@@ -71,12 +87,15 @@ CHECKED_QUERIES, CHECKED_HEADS = 256, 2
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
-def sdpa(heads: Heads, mask: Tensor | None = None, backend: SDPBackend | None = None) -> Tensor:
+def sdpa(
+    heads: Heads, mask: Tensor | None = None, backend: SDPBackend | None = None, is_causal: bool = False
+) -> Tensor:
     query, key, value = (x.transpose(1, 2) for x in heads)
+    options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
     if backend is None:
-        return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, value, mask, **options).transpose(1, 2)
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, value, mask, **options).transpose(1, 2)
 
 
 class CudnnFp8:
@@ -122,17 +141,17 @@ class CudnnFp8:
         self.workspace = torch.empty(graph.get_workspace_size(), device="cuda", dtype=torch.uint8)
 
 
-def backends(ltx: ModuleType) -> dict[str, Callable[[Heads], Tensor]]:
+def backends(ltx: ModuleType, is_causal: bool = False) -> dict[str, Callable[[Heads], Tensor]]:
     """Attention without a mask, by column of the tables."""
     found: dict[str, Callable[[Heads], Tensor]] = {
-        "ours": lambda heads: ltx.attention(*heads),
-        "cudnn": lambda heads: sdpa(heads, backend=SDPBackend.CUDNN_ATTENTION),
-        "flash2": lambda heads: sdpa(heads, backend=SDPBackend.FLASH_ATTENTION),
+        "ours": lambda heads: ltx.attention(*heads, is_causal=is_causal),
+        "cudnn": lambda heads: sdpa(heads, backend=SDPBackend.CUDNN_ATTENTION, is_causal=is_causal),
+        "flash2": lambda heads: sdpa(heads, backend=SDPBackend.FLASH_ATTENTION, is_causal=is_causal),
     }
     if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
         from flash_attn.cute import flash_attn_func
 
-        found["fa4"] = lambda heads: flash_attn_func(*heads)[0]
+        found["fa4"] = lambda heads: flash_attn_func(*heads, causal=is_causal)[0]
     return found
 
 
@@ -164,34 +183,44 @@ def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def inputs(
-    shape: tuple[int, int, int, int], keys: int, kind: str = "normal", dtype: torch.dtype = torch.bfloat16
+    shape: tuple[int, int, int, int],
+    keys: int,
+    kind: str = "normal",
+    dtype: torch.dtype = torch.bfloat16,
+    key_heads: int | None = None,
 ) -> Heads:
     batch, tokens, heads, columns = shape
+    key_heads = key_heads or heads
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def normal(length: int, scale: float = 1.0) -> Tensor:
+    def normal(length: int, heads: int, scale: float = 1.0) -> Tensor:
         x = torch.randn(batch, length, heads, columns, device="cuda", generator=generator)
         return (scale * x).to(dtype)
 
     spread = 2.0 if kind == "peaked" else 1.0
-    query, key, value = normal(tokens, spread), normal(keys, spread), normal(keys)
+    query, key, value = normal(tokens, heads, spread), normal(keys, key_heads, spread), normal(keys, key_heads)
     if kind == "outliers":
         for x in (query, key, value):
             x[..., ::16] *= 8
     if kind == "copied keys":
-        key[:, :tokens] = 40 * query
+        key[:, :tokens] = 40 * query[:, :, :key_heads]
     return query, key, value
 
 
-def errors(found: dict[str, Callable[[Heads], Tensor]], tokens: int, columns: int) -> dict[str, dict[str, float]]:
+def errors(
+    found: dict[str, Callable[[Heads], Tensor]], tokens: int, columns: int, is_causal: bool = False
+) -> dict[str, dict[str, float]]:
     result = {}
+    checked = slice(-CHECKED_QUERIES, None) if is_causal else slice(CHECKED_QUERIES)
     for kind in ("normal", "peaked", "outliers", "copied keys"):
-        query, key, value = inputs((1, tokens, CHECKED_HEADS, columns), tokens, kind)
-        rows = query[:, :CHECKED_QUERIES].double().transpose(1, 2)
-        weights = (rows @ key.double().permute(0, 2, 3, 1) * columns**-0.5).softmax(-1)
-        exact = (weights @ value.double().transpose(1, 2)).transpose(1, 2)
-        heads = (query, key, value)
-        differences = {name: call(heads)[:, :CHECKED_QUERIES].double() - exact for name, call in found.items()}
+        shape = (1, tokens, CHECKED_HEADS, columns)
+        query, key, value = heads = inputs(shape, tokens, kind, key_heads=1 if is_causal else None)
+        scores = query[:, checked].double().transpose(1, 2) @ key.double().permute(0, 2, 3, 1) * columns**-0.5
+        if is_causal:
+            seen = torch.ones(tokens, tokens, dtype=torch.bool, device="cuda").tril()[checked]
+            scores.masked_fill_(~seen, -math.inf)
+        exact = (scores.softmax(-1) @ value.double().transpose(1, 2)).transpose(1, 2)
+        differences = {name: call(heads)[:, checked].double() - exact for name, call in found.items()}
         result[kind] = {name: float(f"{x.norm() / exact.norm():.4g}") for name, x in differences.items()}
     return result
 
@@ -227,9 +256,29 @@ def cross(ltx: ModuleType, name: str, found: dict[str, Callable[[Heads], Tensor]
     return records
 
 
+def causal(ltx: ModuleType, name: str) -> dict[str, Any]:
+    shape, key_heads = CAUSAL[name]
+    batch, tokens, count, columns = shape
+    found = backends(ltx, is_causal=True)
+    heads = inputs(shape, tokens, key_heads=key_heads)
+    ms = milliseconds({column: lambda call=call: call(heads) for column, call in found.items()})  # type: ignore[misc]
+    flop = 4 * batch * count * tokens * (tokens + 1) // 2 * columns
+    return {
+        "name": name,
+        "shape": list(shape),
+        "key_heads": key_heads,
+        "mask": "causal",
+        "ms": ms,
+        "tflops": {column: round(flop / x / 1e9) for column, x in ms.items()},
+        "err": errors(found, tokens, columns, is_causal=True),
+    }
+
+
 def measure(ltx: ModuleType, name: str) -> list[dict[str, Any]]:
     if name in CROSS:
         return cross(ltx, name, backends(ltx))
+    if name in CAUSAL:
+        return [causal(ltx, name)]
     shape = SHAPES[name]
     batch, tokens, count, columns = shape
     found = backends(ltx) | backends_in_8_bits(ltx, columns)
@@ -251,7 +300,9 @@ def measure(ltx: ModuleType, name: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="NAME", help="of these shapes alone")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=ALL, default=ALL, help="these shapes; the file keeps the others"
+    )
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-attention.json)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -263,7 +314,7 @@ def main() -> None:
     output = options.output or result_file("attention")
     records: list[dict[str, Any]] = []
     with torch.no_grad():
-        for name in options.only or [*SHAPES, *CROSS]:
+        for name in options.only:
             for record in measure(ltx, name):
                 records.append(record)
                 print(
@@ -274,7 +325,7 @@ def main() -> None:
                     record.get("err", ""),
                     flush=True,
                 )
-            write(output, meta, records)
+            write(output, meta, kept_records(output, meta, records, IDENTITY))
     print(output)
 
 

@@ -29,6 +29,12 @@ ATTENTION_SHAPES = {
     "ltx13b_text": "LTX-Video 13B, video to prompt",
     "wan_text": "Wan 2.1 14B, video to prompt",
     "wan_image": "Wan 2.1 14B, video to image",
+    **dict.fromkeys(
+        ("llama_256", "llama_512", "llama_1024", "llama_2048", "llama"), "Llama 3.1 8B, Mistral 7B, Qwen3 8B"
+    ),
+    **dict.fromkeys(("llama_512_8", "llama_8"), "the same, eight prompts"),
+    "llama2": "Llama 2 7B",
+    **dict.fromkeys(("falcon_512", "falcon"), "Falcon 7B"),
 }
 
 
@@ -43,6 +49,10 @@ def shape_of(record: Record) -> str:
 def speeds(names: Sequence[str]) -> tuple[str, str]:
     """The columns of the milliseconds of some ways, for by_shape: heads and cells."""
     return across("@", (ATTENTION[name] for name in names)), across("{ms.@:.3f}", names)
+
+
+def timed_in(records: Sequence[Record]) -> tuple[str, str]:
+    return speeds([name for name in ATTENTION if any(name in record["ms"] for record in records)])
 
 
 def by_name(head: str, row: str, records: Iterable[Record]) -> str:
@@ -73,11 +83,13 @@ def speed() -> str:
     """Attention beside torch's backends, with masks, and of few queries."""
     result = load("h200-attention")
     meta, records = result["meta"], result["records"]
-    plain = [record for record in records if "tflops" in record]
+    causal = [record for record in records if "key_heads" in record]
+    plain = [record for record in records if "tflops" in record and record not in causal]
     masked = records_of("h200-attention", mask="keys")
     cross = [record for record in records if "keys" in record and record["mask"] is None]
     addends = [record for record in records if "keys" in record and record["mask"] == "addends"]
-    heads, cells = speeds([name for name in ATTENTION if any(name in record["ms"] for record in plain)])
+    heads, cells = timed_in(plain)
+    causal_heads, causal_cells = timed_in(causal)
     mask_cells = across("{ms.@:.3f}", ("ours", "ours_lengths", "ours_valid", "default"))
     over_valid = between(r["ms"][way] / r["ms"]["ours_valid"] for r in masked for way in ("ours", "ours_lengths"))
     over_mask = between(record["ms"]["default"] / record["ms"]["ours"] for record in masked)
@@ -95,6 +107,14 @@ def speed() -> str:
         by_shape(f"keys | {heads}", f"{{keys}} | {cells}", cross),
         "With zeros added to the scores of the keys, as LTX-2 and LTX-Video do for a prompt without padding:",
         by_name("this package | torch", "{ms.ours:.3f} | {ms.default:.3f}", addends),
+        titled(
+            "Prompts of language models: causal attention, with fewer heads of keys and values:",
+            by_shape(
+                f"key heads | {causal_heads} | TFLOP/s | over cuDNN",
+                f"{{key_heads}} | {causal_cells} | {{tflops.ours}} | {{ms.cudnn/ms.ours:.2f}} x",
+                causal,
+            ),
+        ),
         titled("In float16:", by_shape(heads, cells, records_of("h200-attention", dtype="float16"))),
     )
 
