@@ -28,6 +28,14 @@
 // in fp32, and combine_pieces adds them up in the order of the keys. The pieces depend on the numbers of queries and
 // keys and on the keys that count, and not on batch and heads: a row has the same bits in every batch.
 //
+// Key and value may have fewer heads than the query: consecutive heads of the query share one (`group`).
+//
+// Causal attention (kCausal) ends each tile's keys behind its last query, and leaves out the keys behind each row. Its
+// tiles then differ in length, and none is cut. They are ordered from the longest to the shortest, and tiles of one
+// length lie behind one another, so that the heads that share keys run at the same time. Every block takes one tile of
+// each round, in even rounds from the first block to the last and in odd rounds from the last to the first: that evens
+// out what the blocks compute.
+//
 // Heads of 128 columns may multiply queries and keys as integers of 8 bits (kIntegers, ltx/attention_integers.cuh).
 // Their product takes half the time, and the scores are exact integers times a scale.
 //
@@ -59,7 +67,7 @@ constexpr float kHeadroom = 60.f;  // log2: weights of the first tile's keys are
 // What fits: registers of a consumer hold the output (kHeadDim / 2), the scores (kKeys / 2) and the weights
 // (kKeys / 4); shared memory holds kStages tiles of keys and of values, and kQuerySlots of queries.
 template <typename T_, int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, int kQuerySlots_, int kPieceTiles_,
-          bool kTurns_, bool kFollows_, bool kIntegers_ = false, bool kSplits_ = false>
+          bool kTurns_, bool kFollows_, bool kIntegers_ = false, bool kSplits_ = false, bool kCausal_ = false>
 struct Shape {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -72,8 +80,11 @@ struct Shape {
   static constexpr bool kFollows = kFollows_;       // m is the largest logit so far
   static constexpr bool kSplits = kSplits_;         // a tile has one piece of the keys
   static constexpr bool kIntegers = kIntegers_;     // queries and keys are multiplied as integers
+  static constexpr bool kCausal = kCausal_;         // a query sees the keys up to its own place
   using InPieces = Shape<T_, kHeadDim_, kConsumers_, kKeys_, kStages_, kQuerySlots_, kPieceTiles_, kTurns_, kFollows_,
                          kIntegers_, true>;
+  using Causal = Shape<T_, kHeadDim_, kConsumers_, kKeys_, kStages_, kQuerySlots_, kPieceTiles_, kTurns_, kFollows_,
+                       false, false, true>;
   // Beyond these sums a row is computed once more.
   static constexpr float kSmallestSum = kFollows ? 0.25f : 0x1p-90f, kLargestSum = 0x1p126f;
   using Score = std::conditional_t<kIntegers, uint32_t, float>;
@@ -91,6 +102,7 @@ struct Parameters {
   HopperAttentionParams p;
   Integers integers;
   float scale;                       // in units of log2
+  int group;                         // heads of the query that share one of key and value
   int head_tiles, tiles, key_tiles;  // tiles of a head and of all heads, tiles of keys
   int waves, tail;                   // tiles that each block computes whole, and the last ones, which the blocks share
   uint32_t* flags;                   // of each block and consumer's warp: its state is written
@@ -173,21 +185,26 @@ __global__ void __launch_bounds__(256) plan_keys(HopperAttentionParams p, int ke
   if (lane == 0) entries[-1] = count;
 }
 
-// The tiles of keys of one sample, or a piece of them.
-template <int kKeys>
+// The tiles of keys of one sample, or some of them.
+template <typename S>
 struct KeyTiles {
   const int* entries = nullptr;
   int first = 0, count, length;
 
   __device__ __forceinline__ KeyTiles(const Parameters& a, int batch) {
     length = static_cast<int>(a.p.keys);
-    if (a.plan) {
+    if (!S::kCausal && a.plan) {
       entries = a.plan + static_cast<int64_t>(batch) * (a.key_tiles + 1);
       count = *entries++;
       return;
     }
     if (a.p.key_lengths) length = min(length, max(0, a.p.key_lengths[batch * a.p.key_lengths_stride]));
-    count = (length + kKeys - 1) / kKeys;
+    count = tiles_of(length);
+  }
+  // Leaves the keys before `key`.
+  __device__ __forceinline__ void end_at(int key) {
+    length = min(length, key);
+    count = tiles_of(length);
   }
   // Leaves `tiles` of them from `from` on, as far as there are so many.
   __device__ __forceinline__ void keep(int from, int tiles) {
@@ -195,6 +212,9 @@ struct KeyTiles {
     count = max(0, min(count - from, tiles));
   }
   __device__ __forceinline__ int entry(int i) const { return entries ? entries[first + i] : 2 * (first + i); }
+
+ private:
+  static __device__ __forceinline__ int tiles_of(int keys) { return (keys + S::kKeys - 1) / S::kKeys; }
 };
 
 // ---- Which tiles a block computes
@@ -206,15 +226,24 @@ struct TileIndex {
 
   template <typename S>
   static __device__ __forceinline__ TileIndex of(const Parameters& a, int tile) {
-    const int sequence = tile / a.head_tiles, batch = sequence / static_cast<int>(a.p.heads);
-    const int head = sequence - batch * static_cast<int>(a.p.heads), place = tile - sequence * a.head_tiles;
+    int sequence, place;  // of a head in a sample; of the tile in it
+    if constexpr (S::kCausal) {
+      const int sequences = a.tiles / a.head_tiles, from_last = tile / sequences;
+      sequence = tile - from_last * sequences;
+      place = a.head_tiles - 1 - from_last;
+    } else {
+      sequence = tile / a.head_tiles;
+      place = tile - sequence * a.head_tiles;
+    }
+    const int batch = sequence / static_cast<int>(a.p.heads), head = sequence - batch * static_cast<int>(a.p.heads);
     return {tile, batch, head, S::kSplits ? 0 : place * S::kConsumers * kRows, S::kSplits ? place : 0};
   }
 };
 
 template <typename S>
-__device__ __forceinline__ KeyTiles<S::kKeys> keys_of(const Parameters& a, const TileIndex& at) {
-  KeyTiles<S::kKeys> keys(a, at.batch);
+__device__ __forceinline__ KeyTiles<S> keys_of(const Parameters& a, const TileIndex& at) {
+  KeyTiles<S> keys(a, at.batch);
+  if (S::kCausal) keys.end_at(at.row + S::kConsumers * kRows);
   if (S::kSplits) keys.keep(at.piece * S::kPieceTiles, S::kPieceTiles);
   return keys;
 }
@@ -234,10 +263,15 @@ struct Part {
 
 // The i-th part of this block, or false. It begins with the part whose rest the next block computes at its end, which
 // therefore never waits in earnest.
+template <typename S>
 __device__ __forceinline__ bool next_part(const Parameters& a, int i, Part& part) {
   const int block = blockIdx.x, blocks = gridDim.x;
   part.from = 0;
   part.to = blocks;
+  if constexpr (S::kCausal) {
+    part.tile = i * blocks + (i % 2 == 0 ? block : blocks - 1 - block);
+    return part.tile < a.tiles;
+  }
   if (a.tail == 0) {
     part.tile = i * blocks + block;
     return part.tile < a.tiles;
@@ -295,10 +329,12 @@ __device__ __forceinline__ void recompute_row(const Parameters& a, const TileInd
   const HopperAttentionParams& p = a.p;
   const int lane = threadIdx.x % 32;
   const T* const query = row_of<T>(p.query, p.query_stride, at, row);
+  TileIndex key_at = at;
+  key_at.head /= a.group;
   const float* const addends = a.plan ? a.addends + static_cast<int64_t>(at.batch) * a.key_tiles * S::kKeys : nullptr;
   const auto left_out = [&](int key) { return addends && addends[key] == -INFINITY; };
   const auto logit = [&](int key) {  // rounded alike in both passes: no fused multiply-add with the maximum
-    const float x = __fmul_rn(a.scale, dot<T, kHeadDim>(query, row_of<T>(p.key, p.key_stride, at, key)));
+    const float x = __fmul_rn(a.scale, dot<T, kHeadDim>(query, row_of<T>(p.key, p.key_stride, key_at, key)));
     return addends ? __fadd_rn(x, addends[key]) : x;
   };
   float maximum = -INFINITY;
@@ -318,7 +354,7 @@ __device__ __forceinline__ void recompute_row(const Parameters& a, const TileInd
       if (left_out(key)) continue;
       const float weight = exp2_fast(logit(key) - maximum);
       sum += weight;
-      const T* const value = row_of<T>(p.value, p.value_stride, at, key);
+      const T* const value = row_of<T>(p.value, p.value_stride, key_at, key);
 #pragma unroll
       for (int i = 0; i < kColumns / 8; ++i) {
         float x[8];
@@ -382,10 +418,10 @@ struct Address {
 
 // kCount rows of a head from `row` on, zeros past the last; arrives at the barrier.
 template <int kCount, int kStacks>
-__device__ __forceinline__ void copy_rows(uint32_t tile, const CUtensorMap& map, uint32_t barrier, const TileIndex& at,
+__device__ __forceinline__ void copy_rows(uint32_t tile, const CUtensorMap& map, uint32_t barrier, int batch, int head,
                                           int row) {
   arrive_expecting(barrier, sizeof(Tile<kCount, kStacks>));
-  copy_box(tile, map, barrier, 0, row, 0, at.head, at.batch);
+  copy_box(tile, map, barrier, 0, row, 0, head, batch);
 }
 
 template <typename S>
@@ -394,25 +430,28 @@ __device__ __forceinline__ void produce(const Parameters& a, const Address<S>& s
   Ring<S::kStages> key;
   Part part;
 #pragma unroll 1
-  for (int i = 0; next_part(a, i, part); ++i) {
+  for (int i = 0; next_part<S>(a, i, part); ++i) {
     const TileIndex at = TileIndex::of<S>(a, part.tile);
-    const KeyTiles<S::kKeys> keys = keys_of<S>(a, at);
+    const KeyTiles<S> keys = keys_of<S>(a, at);
     const int begin = part.begin(keys.count), end = part.end(keys.count);
     if (begin == end) continue;
+    const int key_head = at.head / a.group;
 #pragma unroll 1
     for (int c = 0; c < S::kConsumers; ++c) {
       wait(shared.query_empty(query.at, c), query.parity ^ 1);
-      copy_rows<kRows, S::kScoreStacks>(shared.query(query.at, c), a.query_map, shared.query_full(query.at, c), at,
-                                        at.row + c * kRows);
+      copy_rows<kRows, S::kScoreStacks>(shared.query(query.at, c), a.query_map, shared.query_full(query.at, c),
+                                        at.batch, at.head, at.row + c * kRows);
     }
     query.advance();
 #pragma unroll 1
     for (int j = begin; j < end; ++j) {
       const int first = keys.entry(j) / 2 * S::kKeys;
       wait(shared.key_empty(key.at), key.parity ^ 1);
-      copy_rows<S::kKeys, S::kScoreStacks>(shared.key(key.at), a.key_map, shared.key_full(key.at), at, first);
+      copy_rows<S::kKeys, S::kScoreStacks>(shared.key(key.at), a.key_map, shared.key_full(key.at), at.batch, key_head,
+                                           first);
       wait(shared.value_empty(key.at), key.parity ^ 1);
-      copy_rows<S::kKeys, S::kStacks>(shared.value(key.at), a.value_map, shared.value_full(key.at), at, first);
+      copy_rows<S::kKeys, S::kStacks>(shared.value(key.at), a.value_map, shared.value_full(key.at), at.batch, key_head,
+                                      first);
       key.advance();
     }
   }
@@ -554,13 +593,13 @@ struct RowPair {
 __device__ __forceinline__ float as_float(float x) { return x; }
 __device__ __forceinline__ float as_float(uint32_t x) { return __uint_as_float(x); }
 
-// `none`: minus infinity, or its bits.
+// From the keys of a tile: `from` on, for the rows g and g + 8. `none`: minus infinity, or its bits.
 template <typename Score, int kScores>
-__device__ __forceinline__ void leave_out_keys(Score (&scores)[kScores], int from, Score none) {
+__device__ __forceinline__ void leave_out_keys(Score (&scores)[kScores], const int (&from)[2], Score none) {
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
     const int key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-    scores[i] = key < from ? scores[i] : none;
+    scores[i] = key < from[i / 2 % 2] ? scores[i] : none;
   }
 }
 
@@ -643,8 +682,7 @@ struct State {
 // by combine_pieces.
 template <typename S>
 __device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at, int consumer,
-                                       float (&output)[S::kOutputs], const RowPair& rows,
-                                       const KeyTiles<S::kKeys>& keys) {
+                                       float (&output)[S::kOutputs], const RowPair& rows, const KeyTiles<S>& keys) {
   using T = typename S::T;
   const HopperAttentionParams& p = a.p;
   const int lane = threadIdx.x % 32, warp_row = at.row + consumer * kRows + threadIdx.x % 128 / 32 * 16;
@@ -690,7 +728,8 @@ __device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at,
   }
   __syncwarp();  // what is written here is written once more
   for (; once_more != 0; once_more &= once_more - 1) {
-    recompute_row<S>(a, at, warp_row + __ffs(once_more) - 1, keys.length);
+    const int row = warp_row + __ffs(once_more) - 1;
+    recompute_row<S>(a, at, row, S::kCausal ? min(keys.length, row + 1) : keys.length);
   }
 }
 
@@ -757,9 +796,9 @@ __device__ __forceinline__ void consume(const Parameters& a, const Address<S>& s
   Ring<S::kStages> key, value;
   Part part;
 #pragma unroll 1
-  for (int i = 0; next_part(a, i, part); ++i) {
+  for (int i = 0; next_part<S>(a, i, part); ++i) {
     const TileIndex at = TileIndex::of<S>(a, part.tile);
-    const KeyTiles<S::kKeys> keys = keys_of<S>(a, at);
+    const KeyTiles<S> keys = keys_of<S>(a, at);
     const int begin = part.begin(keys.count), end = part.end(keys.count);
     const bool is_end = part.to == gridDim.x;
     typename S::Score scores[S::kScores];
@@ -784,17 +823,25 @@ __device__ __forceinline__ void consume(const Parameters& a, const Address<S>& s
 #pragma unroll
         for (int i = 0; i < S::kScores; ++i) scores[i] += kShiftBits;
         const int left = keys.length - entry / 2 * S::kKeys;
-        if (left < S::kKeys) leave_out_keys(scores, left, 0xff800000u);
+        if (left < S::kKeys) leave_out_keys(scores, {left, left}, 0xff800000u);
         if (S::kFollows || first) rows.raise(scores, scale, S::kFollows ? 0.f : kHeadroom, rescale);
         rows.exponentiate(scores, scale);
         return;
       } else {
         float scale = a.scale;
-        if (entry & kAddends) {
+        const int left = keys.length - entry / 2 * S::kKeys;
+        if constexpr (S::kCausal) {
+          // Of the warp, counted from the first key of the tile.
+          const int first_row = at.row + consumer * kRows + threadIdx.x % 128 / 32 * 16 - entry / 2 * S::kKeys;
+          if (min(left, first_row + 1) < S::kKeys) {
+            const int row = first_row + threadIdx.x % 32 / 4;
+            leave_out_keys(scores, {min(left, row + 1), min(left, row + 9)}, -INFINITY);
+          }
+        } else if (entry & kAddends) {
           add_addends(scores, scale, a.addends + (static_cast<int64_t>(at.batch) * a.key_tiles + entry / 2) * S::kKeys);
           scale = 1.f;
-        } else if (keys.length - entry / 2 * S::kKeys < S::kKeys) {
-          leave_out_keys(scores, keys.length - entry / 2 * S::kKeys, -INFINITY);
+        } else if (left < S::kKeys) {
+          leave_out_keys(scores, {left, left}, -INFINITY);
         }
         if (S::kFollows || first) rows.raise(scores, scale, S::kFollows ? 0.f : kHeadroom, rescale);
         rows.exponentiate(scores, scale);
@@ -909,7 +956,7 @@ __global__ void __launch_bounds__(256, 2) combine_pieces(const __grid_constant__
   const int64_t sequence = index / p.queries, row = index - sequence * p.queries;
   if (sequence >= p.batch * p.heads) return;
   const TileIndex at = TileIndex::of<S>(a, static_cast<int>(sequence) * a.head_tiles);
-  const KeyTiles<S::kKeys> keys(a, at.batch);
+  const KeyTiles<S> keys(a, at.batch);
   const int pieces = (keys.count + S::kPieceTiles - 1) / S::kPieceTiles;
   const int64_t first = at.tile * p.queries + row;  // of the row in the first piece
   const float* const lse = a.partial_lse + first;
@@ -972,14 +1019,14 @@ constexpr CUtensorMapDataType kMapType<int8_t> = CU_TENSOR_MAP_DATA_TYPE_UINT8;
 
 // How TMA finds `rows` rows of a head, as stacks of 128 bytes. `name`: of the argument, for the error.
 template <typename T, int kStacks>
-CUtensorMap tensor_map(const char* name, const void* data, const HeadStrides& stride, const HopperAttentionParams& p,
+CUtensorMap tensor_map(const char* name, const void* data, const HeadStrides& stride, int64_t batch, int64_t heads,
                        int64_t sequence, int rows) {
   constexpr int kColumns = kSwizzleBytes / sizeof(T);  // of a stack
   const auto bytes = [](int64_t elements) {            // zero, of a dimension of one, would be refused
     return elements == 0 ? 16 : static_cast<cuuint64_t>(elements) * sizeof(T);
   };
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const cuuint64_t sizes[] = {kColumns, size(sequence), kStacks, size(p.heads), size(p.batch)};
+  const cuuint64_t sizes[] = {kColumns, size(sequence), kStacks, size(heads), size(batch)};
   const cuuint64_t strides[] = {bytes(stride.sequence), kSwizzleBytes, bytes(stride.head), bytes(stride.batch)};
   const cuuint32_t box[] = {kColumns, static_cast<cuuint32_t>(rows), kStacks, 1, 1}, steps[] = {1, 1, 1, 1, 1};
   CUtensorMap map;
@@ -1006,7 +1053,7 @@ struct Division {
     tiles = head_tiles * p.heads * p.batch;
     blocks = std::min<int64_t>(tiles, multiprocessors(device));
     waves = tiles / blocks - 1;
-    tail = tiles % blocks == 0 ? 0 : tiles - waves * blocks;
+    tail = S::kCausal || tiles % blocks == 0 ? 0 : tiles - waves * blocks;
     const int64_t states = tail == 0 ? 0 : blocks * S::kConsumers;
     flag_bytes = round_up(states * 4 * sizeof(uint32_t));
     state_bytes = states * S::kState * 128 * sizeof(float);
@@ -1057,9 +1104,10 @@ void launch(const HopperAttentionParams& p, const Context& context) {
   using T = typename S::T;
   const auto stream = static_cast<cudaStream_t>(context.stream);
   Parameters a;
-  a.value_map = tensor_map<T, S::kStacks>("value", p.value, p.value_stride, p, p.keys, S::kKeys);
+  a.value_map = tensor_map<T, S::kStacks>("value", p.value, p.value_stride, p.batch, p.key_heads, p.keys, S::kKeys);
   a.p = p;
   a.scale = p.scale * kLog2E;
+  a.group = static_cast<int>(p.heads / p.key_heads);
   a.head_tiles = static_cast<int>(division.head_tiles);
   a.tiles = static_cast<int>(division.tiles);
   a.key_tiles = static_cast<int>(division.key_tiles);
@@ -1090,12 +1138,14 @@ void launch(const HopperAttentionParams& p, const Context& context) {
     a.integers.query_scale = static_cast<float*>(take(bytes.query_scale));
     a.integers.key_scale = static_cast<float*>(take(bytes.key_scale));
     a.integers.key_mean = static_cast<float*>(take(bytes.key_mean));
-    a.query_map = tensor_map<int8_t, 1>("query", a.integers.query, integer_strides(p, p.queries), p, p.queries, kRows);
-    a.key_map = tensor_map<int8_t, 1>("key", a.integers.key, integer_strides(p, p.keys), p, p.keys, S::kKeys);
+    a.query_map = tensor_map<int8_t, 1>("query", a.integers.query, integer_strides(p, p.queries), p.batch, p.heads,
+                                        p.queries, kRows);
+    a.key_map = tensor_map<int8_t, 1>("key", a.integers.key, integer_strides(p, p.keys), p.batch, p.key_heads, p.keys,
+                                      S::kKeys);
     make_integers<T, S::kKeys>(p, a.integers, a.scale, stream);
   } else {
-    a.query_map = tensor_map<T, S::kStacks>("query", p.query, p.query_stride, p, p.queries, kRows);
-    a.key_map = tensor_map<T, S::kStacks>("key", p.key, p.key_stride, p, p.keys, S::kKeys);
+    a.query_map = tensor_map<T, S::kStacks>("query", p.query, p.query_stride, p.batch, p.heads, p.queries, kRows);
+    a.key_map = tensor_map<T, S::kStacks>("key", p.key, p.key_stride, p.batch, p.key_heads, p.keys, S::kKeys);
   }
   hopper_attention_kernel<S><<<static_cast<unsigned>(division.blocks), S::kThreads, sizeof(Shared<S>), stream>>>(a);
   if constexpr (S::kSplits) {
@@ -1126,6 +1176,12 @@ auto with_shape(const HopperAttentionParams& p, const Body& body) {
     const bool splits = p.queries <= S::kConsumers * kRows && p.keys > S::kPieceTiles * S::kKeys;
     return splits ? body(typename S::InPieces()) : body(shape);
   };
+  if (p.is_causal) {  // without a mask
+    if (p.dtype == DType::kFloat16) {
+      return p.head_dim == 128 ? body(Heads128<__half>::Causal()) : body(Heads64<__half, true>::Causal());
+    }
+    return p.head_dim == 128 ? body(Heads128<__nv_bfloat16>::Causal()) : body(Heads64<__nv_bfloat16, false>::Causal());
+  }
   if (p.int8) {
     return p.dtype == DType::kFloat16 ? body(Heads128Int8<__half, true>()) : body(Heads128Int8<__nv_bfloat16, false>());
   }

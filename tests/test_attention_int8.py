@@ -262,6 +262,13 @@ ERRORS: list[tuple[str, tuple[Any, ...], torch.dtype, dict[str, Any]]] = [
         torch.bfloat16,
         {"mask": True},
     ),
+    (
+        "key: expected the batch size, heads and last dimension of query [2, 6, 3, 128], got shape [2, 4, 1, 128]",
+        (Q, (2, 4, 1, 128), (2, 4, 1, 128)),
+        torch.bfloat16,
+        {},
+    ),
+    ('is_causal: expected False with precision "int8", got True', (Q, K, K), torch.bfloat16, {"is_causal": True}),
     ('return_lse: expected False with precision "int8", got True', (Q, K, K), torch.bfloat16, {"return_lse": True}),
 ]
 

@@ -30,7 +30,7 @@ from helpers import (
     place,
     plain_attention_case,
 )
-from helpers.attention import Truth, has_kernel, key_addends
+from helpers.attention import Truth, has_kernel, score_addends
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -55,9 +55,8 @@ def kernel(ltx: Any, cuda: str) -> str:
 
 def in_torch(case: Case, dtype: torch.dtype) -> Tensor:
     q, k, v = (case.kwargs[name].to(dtype).transpose(1, 2) for name in ("query", "key", "value"))
-    addends = key_addends(case.kwargs, dtype)
-    mask = None if addends is None else addends[:, None, None]
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=case.kwargs.get("scale")).transpose(1, 2)
+    addends, scale = score_addends(case.kwargs, dtype), case.kwargs.get("scale")
+    return F.scaled_dot_product_attention(q, k, v, addends, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
 def by_the_formula(case: Case) -> Tensor:
@@ -128,11 +127,11 @@ def test_scale(ltx, device, dtype, scale):
     for keys, head_dim in itertools.product((40, 300), (64, 40)):
         case = plain_attention_case(Make(device, dtype), (*SIZES[:3], head_dim), keys, scale=scale)
         (output,) = check(ltx, case)
-        assert output.isfinite().all()
+        assert output.isfinite().all() and check(ltx, case.replace(is_causal=True))[0].isfinite().all()
         if head_dim == 64 and dtype == torch.bfloat16 and has_kernel(ltx, device):  # by itself it takes any, too
             heads = (case.kwargs[name] for name in ("query", "key", "value"))
             torch.testing.assert_close(
-                ltx._ops.ops.attention.default(*heads, None, None, scale), output, rtol=0.02, atol=0.01
+                ltx._ops.ops.attention.default(*heads, None, None, scale, False), output, rtol=0.02, atol=0.01
             )
 
 
@@ -283,6 +282,211 @@ def test_few_queries_into_given_outputs_and_graphs(ltx, kernel, dtype, width):
 
 def lengths_of(device: str, *lengths: int) -> Tensor:
     return torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+# ---- Causal attention, and fewer heads of keys
+
+
+@every_dtype
+@pytest.mark.parametrize("width", [64, 40])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 3, 6])
+def test_causal_and_fewer_key_heads(ltx, device, dtype, width, is_causal, key_heads):
+    """With as many keys as queries, more and fewer, with lengths, given outputs, and sums of exponentials."""
+    make = Make(device, dtype, seed=width)
+    for queries, keys in ((70, 70), (70, 150), (70, 33), (1, 5), (5, 1)):
+        case = plain_attention_case(make, (2, queries, 6, width), keys, key_heads=key_heads, is_causal=is_causal)
+        for lengths in (None, lengths_of(device, keys // 2, 0), lengths_of(device, keys + 3, 1)):
+            other = case.replace(key_lengths=lengths)
+            (expected,) = check(ltx, other)
+            given = torch.empty_like(expected).transpose(1, 2).contiguous().transpose(1, 2)
+            output, lse = other.run(ltx, return_lse=True, out=given)
+            assert output is given
+            torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
+            torch.testing.assert_close(lse.double(), Truth(other.kwargs).lse, rtol=1e-5, atol=2e-5)
+            if lengths is not None and dtype == torch.float32:
+                wanted, sums = other.run(ltx.reference, return_lse=True)
+                torch.testing.assert_close(output, wanted)
+                torch.testing.assert_close(lse, sums)
+
+
+def test_causal_sees_what_torch_sees(ltx, device):
+    """Equivalent to torch's is_causal and enable_gqa, in float64 too."""
+    for dtype, function in ((torch.float32, ltx.attention), (torch.float64, ltx.reference.attention)):
+        make = Make(device, dtype)
+        for queries, keys in ((9, 9), (9, 20), (20, 9)):
+            heads = make(2, queries, 4, 16), make(2, keys, 2, 16), make(2, keys, 2, 16)
+            q, k, v = (x.transpose(1, 2) for x in heads)
+            wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+            torch.testing.assert_close(function(*heads, is_causal=True, scale=0.3), wanted.transpose(1, 2))
+
+
+def test_gradients_of_causal_attention(ltx, device):
+    case = plain_attention_case(Make(device, torch.float32), (2, 20, 6, 64), 20, key_heads=2, is_causal=True)
+    case = case.map(lambda tensor: tensor.requires_grad_())
+    tensors = tuple(case.tensors.values())
+    for options in ({}, {"key_lengths": lengths_of(device, 20, 7)}):
+        other = case.replace(**options)
+        for output in (other.run(ltx)[0], other.run(ltx, return_lse=True)[0]):
+            for got, want in zip(
+                torch.autograd.grad(output.square().sum(), tensors),
+                torch.autograd.grad(in_torch(other, torch.float32).square().sum(), tensors),
+                strict=True,
+            ):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@bf16
+def test_compiled_causal_attention(ltx, device, dtype):
+    """For other lengths without compiling anew."""
+    torch.compiler.reset()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ltx.attention(q, k, v, is_causal=True)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    for tokens in (70, 75, 90):
+        case = plain_attention_case(Make(device, dtype), (2, tokens, 6, 64), tokens, key_heads=2)
+        with torch.compiler.set_stance("fail_on_recompile" if tokens == 90 else "default"):
+            output = compiled(*case.tensors.values())
+        torch.testing.assert_close(output, attend(*case.tensors.values()), rtol=0.02, atol=0.02)
+
+
+def test_fakes_of_causal_attention(ltx, device):
+    """The ops on fakes and in plain torch: their shapes, and their errors."""
+    case = plain_attention_case(Make(device, torch.bfloat16), (2, 70, 6, 64), 70, key_heads=2, is_causal=True)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in case.tensors.values()]
+        output, lse = ltx._ops.ops.attention_lse.default(*fakes, None, None, None, True)
+        assert output.shape == (2, 70, 6, 64) and lse.shape == (2, 6, 70)
+        with pytest.raises(RuntimeError, match="None with is_causal"):
+            ltx._ops.ops.attention.default(*fakes, fakes[0].new_ones(2, 70), None, None, True)
+
+
+LENGTHS = [1, 2, 63, 64, 65, 79, 80, 81, 191, 192, 193, 500, 1000]
+
+
+@every_kernel
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_causal_kernels(ltx, kernel, dtype, width, tokens):
+    for group in (1, 4, 7):
+        case = plain_attention_case(
+            Make(kernel, dtype, seed=tokens), (2, tokens, 2 * group, width), tokens, key_heads=2, is_causal=True
+        )
+        check(ltx, case)
+        check(ltx, case.replace(key_lengths=lengths_of(kernel, tokens // 2, tokens)))
+        for keys in (tokens // 2 + 1, 2 * tokens):
+            key, value = (Make(kernel, dtype, seed=seed)(2, keys, 2, width) for seed in (1, 2))
+            check(ltx, case.replace(key=key, value=value))
+
+
+@every_kernel
+def test_causal_kernels_with_many_tokens(ltx, kernel, dtype, width):
+    """More tiles than multiprocessors, in several rounds."""
+    for batch, heads, key_heads in ((1, 8, 1), (3, 16, 2)):
+        case = plain_attention_case(
+            Make(kernel, dtype), (batch, 4097, heads, width), 4097, key_heads=key_heads, is_causal=True
+        )
+        (output,) = case.run(ltx)
+        for tokens in (slice(0, 700), slice(3900, 4097)):  # whose truth fits memory
+            part = case.replace(query=case.kwargs["query"][:, tokens], is_causal=False)
+            places = torch.arange(4097, device=kernel)
+            q, k, v = (part.kwargs[name].transpose(1, 2).float() for name in ("query", "key", "value"))
+            wanted = F.scaled_dot_product_attention(q, k, v, places <= places[tokens, None], enable_gqa=True)
+            torch.testing.assert_close(output[:, tokens].float(), wanted.transpose(1, 2), rtol=0.02, atol=0.01)
+
+
+@every_kernel
+def test_fewer_key_heads_have_the_bits_of_repeated_ones(ltx, kernel, dtype, width):
+    """In every kernel: whole, in pieces, causal, and with a mask of addends."""
+    for queries, keys, group in ((300, 500, 8), (100, 2500, 4), (300, 300, 7)):
+        case = plain_attention_case(Make(kernel, dtype), (2, queries, 2 * group, width), keys, key_heads=2)
+        addends = Make(kernel, torch.float32)(2, keys)
+        for options in ({}, {"is_causal": True}, {"mask": addends}):
+            grouped = case.replace(**options)
+            repeated = grouped.replace(
+                **{name: case.kwargs[name].repeat_interleave(group, 2) for name in ("key", "value")}
+            )
+            for got, wanted in zip(grouped.run(ltx, return_lse=True), repeated.run(ltx, return_lse=True)):
+                assert_same_bits(got, wanted, f"{queries} queries, {keys} keys, {options}")
+
+
+@every_kernel
+def test_causal_rows_have_the_same_bits_in_every_call(ltx, kernel, dtype, width):
+    """Whatever the other samples and heads are, whatever tokens follow, and with fewer tiles than multiprocessors."""
+    case = plain_attention_case(Make(kernel, dtype), (3, 900, 6, width), 900, key_heads=3, is_causal=True)
+    (expected,) = case.run(ltx)
+    for _ in range(5):
+        assert_same_bits(case.run(ltx)[0], expected, "another run")
+    for sample in range(3):
+        alone = case.map(lambda tensor, sample=sample: tensor[sample : sample + 1])
+        assert_same_bits(alone.run(ltx)[0], expected[sample : sample + 1], f"sample {sample}")
+    head = case.replace(
+        query=case.kwargs["query"][:, :, 2:4], key=case.kwargs["key"][:, :, 1:2], value=case.kwargs["value"][:, :, 1:2]
+    )
+    assert_same_bits(head.run(ltx)[0], expected[:, :, 2:4].contiguous(), "two heads")
+    for tokens in (1, 65, 200, 899):
+        first = case.map(lambda tensor, tokens=tokens: tensor[:, :tokens])
+        assert_same_bits(first.run(ltx)[0], expected[:, :tokens].contiguous(), f"{tokens} tokens")
+    many = case.map(lambda tensor: tensor.repeat(20, 1, 1, 1))
+    assert_same_bits(many.run(ltx)[0], expected.repeat(20, 1, 1, 1), "in twenty times as many samples")
+
+
+@every_kernel
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_causal_rows_do_not_see_what_follows(ltx, kernel, dtype, width, name, special):
+    """Whatever stands in later keys and values. Rows that see it are as in torch."""
+    case = plain_attention_case(Make(kernel, dtype), (2, 300, 4, width), 300, key_heads=2, is_causal=True)
+    (plain,) = case.run(ltx)
+    place = 130
+    case.kwargs[name][1, place, 1, 3] = special
+    (output,) = case.run(ltx)
+    head = slice(1, 2) if name == "query" else slice(2, 4)  # those that share a head of the key
+    rows = slice(place, place + 1 if name == "query" else None)  # that see it
+    unseen = torch.ones(output.shape, dtype=torch.bool, device=kernel)
+    unseen[1, rows, head] = False
+    if name == "query":
+        assert_same_bits(output[unseen], plain[unseen])
+    torch.testing.assert_close(output[unseen], plain[unseen], rtol=0.01, atol=0.01)
+    wanted = by_the_formula(case)[1, rows, head]
+    torch.testing.assert_close(output[1, rows, head].float(), wanted, rtol=0.02, atol=0.02, equal_nan=True)
+
+
+@every_kernel
+def test_causal_scores_far_apart(ltx, kernel, dtype, width):
+    """One key takes all, logits that rise and fall by more than fp32 holds, and keys far above the first ones."""
+    tokens = 400
+    case = plain_attention_case(Make(kernel, dtype), (1, tokens, 4, width), tokens, key_heads=1, is_causal=True)
+    for factor in (4.0, 64.0, 1000.0):
+        check(ltx, case.replace(query=factor * case.kwargs["query"]))
+    ramp = torch.linspace(0, 1, tokens, device=kernel)[None, :, None]
+    for slope in (300.0, -300.0, 3000.0, -3000.0):
+        query, key = case.kwargs["query"].clone(), case.kwargs["key"].clone()
+        query[..., 0], key[..., 0] = 1.0, (slope * ramp).to(dtype)
+        check(ltx, case.replace(query=query, key=key, scale=1.0))
+
+
+def test_causal_opcheck(ltx, kernel):
+    case = plain_attention_case(Make(kernel, torch.bfloat16), (2, 70, 6, 64), 70, key_heads=2)
+    tensors = tuple(case.tensors.values())
+    for more in ((None, None, None, True), (None, lengths_of(kernel, 70, 5), 0.3, True), (None, None, None, False)):
+        torch.library.opcheck(ltx._ops.ops.attention.default, (*tensors, *more))
+        torch.library.opcheck(ltx._ops.ops.attention_lse.default, (*tensors, *more))
+
+
+def test_causal_in_graphs(ltx, kernel):
+    """A graph computes again what its inputs are then."""
+    case = plain_attention_case(Make(kernel, torch.bfloat16), (2, 500, 8, 128), 500, key_heads=2, is_causal=True)
+    query = case.kwargs["query"]
+    case.run(ltx)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (output,) = case.run(ltx)
+    for _ in range(2):
+        query.copy_(query.flip(1))
+        graph.replay()
+        assert_same_bits(output, case.run(ltx)[0])
 
 
 def key_masks(device: str, keys: int) -> dict[str, Tensor]:
@@ -491,7 +695,7 @@ def test_what_torchs_attention_gets(ltx, monkeypatch, on_gpu):
     """On a GPU, where its kernels may give NaN for others, heads that begin at multiples of 16 bytes."""
     got: list[Tensor] = []
 
-    def spy(*tensors: Tensor, scale: float | None) -> Tensor:
+    def spy(*tensors: Tensor, **_: Any) -> Tensor:
         got.extend(tensors)
         return torch.empty_like(tensors[0])
 
@@ -523,7 +727,7 @@ def test_scale_that_torchs_attention_gets(ltx, monkeypatch, scale, factor, passe
     """On a GPU a positive one, with the same scores."""
     query = torch.randn(1, 2, 3, 40).as_subclass(OnGpu)
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None) -> Tensor:
+    def spy(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> Tensor:
         assert scale == passed
         assert torch.equal(q.as_subclass(Tensor), factor * query.as_subclass(Tensor).transpose(1, 2))
         return torch.empty_like(q)
@@ -757,7 +961,13 @@ def test_opcheck(ltx, kernel):
         tensors = tuple(case.tensors.values())
         out, mask = torch.empty_like(case.kwargs["query"]), torch.ones(2, 40, dtype=torch.bool, device=kernel)
         lse = torch.empty(2, 3, 70, device=kernel)
-        for more in ((None, None, None), (mask, None, 0.3), (None, mask.sum(-1, dtype=torch.int32), 0.3)):
+        lengths = mask.sum(-1, dtype=torch.int32)
+        for more in (
+            (None, None, None, False),
+            (mask, None, 0.3, False),
+            (None, lengths, 0.3, False),
+            (None, lengths, None, True),
+        ):
             torch.library.opcheck(ltx._ops.ops.attention.default, (*tensors, *more))
             torch.library.opcheck(ltx._ops.ops.attention_lse.default, (*tensors, *more))
             torch.library.opcheck(ltx._ops.ops.attention_out.default, (out, *tensors, *more))
@@ -812,7 +1022,9 @@ def test_kinds_of_tensors(ltx, device, dtype):
 
 
 FLOATS = "dtype float32, float16 or bfloat16"
-LIKE_QUERY = "key: expected the batch size, heads and last dimension of query [2, 6, 3, 64], got shape "
+LIKE_QUERY = (
+    "key: expected the batch size and last dimension of query [2, 6, 3, 64] and heads that divide its, got shape "
+)
 Q, K = (2, 6, 3, 64), (2, 4, 3, 64)
 F16, BF16, I64 = torch.float16, torch.bfloat16, torch.int64
 ERRORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
@@ -824,11 +1036,19 @@ ERRORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("key: expected dtype bfloat16 (that of query), got float16", (Q, (*K, F16), K), {}),
     ("key: expected 4 dimensions, got shape [2, 4, 192]", (Q, (2, 4, 192), K), {}),
     (f"{LIKE_QUERY}[1, 4, 3, 64]", (Q, (1, 4, 3, 64), K), {}),
-    (f"{LIKE_QUERY}[2, 4, 1, 64]", (Q, (2, 4, 1, 64), K), {}),
+    (f"{LIKE_QUERY}[2, 4, 2, 64]", (Q, (2, 4, 2, 64), (2, 4, 2, 64)), {}),
+    (f"{LIKE_QUERY}[2, 4, 6, 64]", (Q, (2, 4, 6, 64), (2, 4, 6, 64)), {}),
+    (f"{LIKE_QUERY}[2, 4, 0, 64]", (Q, (2, 4, 0, 64), (2, 4, 0, 64)), {}),
     (f"{LIKE_QUERY}[2, 4, 3, 32]", (Q, (2, 4, 3, 32), K), {}),
     ("value: expected dtype bfloat16 (that of query), got float16", (Q, K, (*K, F16)), {}),
     ("value: expected shape [2, 4, 3, 64], got [2, 5, 3, 64]", (Q, K, (2, 5, 3, 64)), {}),
     ("value: expected shape [2, 4, 3, 64], got [2, 4, 3, 128]", (Q, K, (2, 4, 3, 128)), {}),
+    ("value: expected shape [2, 4, 1, 64], got [2, 4, 3, 64]", (Q, (2, 4, 1, 64), K), {}),
+    (
+        "mask: expected None with is_causal; key_lengths leaves out keys, got a tensor",
+        (Q, K, K),
+        {"mask": (2, 4, torch.bool), "is_causal": True},
+    ),
     ("mask: expected dtype bool, float32, float16 or bfloat16, got int64", (Q, K, K), {"mask": (2, 4, I64)}),
     ("mask: expected shape [2, 4] or [1, 4], got [2, 1, 1, 4]", (Q, K, K), {"mask": (2, 1, 1, 4)}),
     ("mask: expected shape [2, 4] or [1, 4], got [3, 4]", (Q, K, K), {"mask": (3, 4)}),
@@ -878,10 +1098,12 @@ def test_what_the_op_takes(ltx, kernel):
     """Of the Python function it gets nothing else."""
     op = ltx._ops.ops.attention
     x = torch.ones(1, 2, 1, 64, device=kernel)
-    assert raised(lambda: op(x, x, x, None, None, None)) == "query: expected dtype float16 or bfloat16, got float32"
+    assert (
+        raised(lambda: op(x, x, x, None, None, None, False)) == "query: expected dtype float16 or bfloat16, got float32"
+    )
     y = x.bfloat16()[..., :32]
     text = "query: expected a last dimension of 64 or 128, got shape [1, 2, 1, 32]"
-    assert raised(lambda: op(y, y, y, None, None, None)) == text
+    assert raised(lambda: op(y, y, y, None, None, None, False)) == text
 
 
 def test_float64_is_for_the_reference(ltx, device):

@@ -139,6 +139,9 @@ def test_plain_attention(ltx, device, dtype, width):
         cases = [plain_attention_case(make, sizes, keys, packed=packed) for packed in (False, True)]
         run(ltx, device, *cases, contiguous_alone=True)
     run(ltx, device, plain_attention_case(Make("cpu", dtype), (1, 400, 67, width), 300), contiguous_alone=True)
+    for sizes, key_heads in (((2, 65, 6, width), 2), ((1, 400, 67, width), 1)):
+        causal = plain_attention_case(Make("cpu", dtype), sizes, sizes[1], key_heads=key_heads, is_causal=True)
+        run(ltx, device, causal, contiguous_alone=True)
     mask = torch.ones(2, 300, dtype=torch.bool)
     mask[0, 130:] = mask[1, :200] = False
     masked = plain_attention_case(Make("cpu", dtype), (2, 70, 3, width), 300, mask=mask)

@@ -31,12 +31,17 @@ float check_scale(std::optional<double> scale, int64_t head_dim) {
   return static_cast<float>(*scale);
 }
 
-void check_key_and_value(const Arg& query, const Arg& key, const Arg& value) {
+// `grouped`: several heads of the query may share one of key and value.
+void check_key_and_value(const Arg& query, const Arg& key, const Arg& value, bool grouped = false) {
   check_same_device(key, query);
   check_same_dtype(key, query);
   check_dim(key, 4);
-  if (key.size[0] != query.size[0] || key.size[2] != query.size[2] || key.size[3] != query.size[3]) {
-    fail("key", text("the batch size, heads and last dimension of query ", shape_text(query)),
+  const int64_t heads = query.size[2], key_heads = key.size[2];
+  const bool fits = heads == key_heads || (grouped && key_heads > 0 && heads % key_heads == 0);
+  if (key.size[0] != query.size[0] || !fits || key.size[3] != query.size[3]) {
+    fail("key",
+         grouped ? text("the batch size and last dimension of query ", shape_text(query), " and heads that divide its")
+                 : text("the batch size, heads and last dimension of query ", shape_text(query)),
          "shape " + shape_text(key));
   }
   check_same_device(value, query);
@@ -215,8 +220,9 @@ PlainArgs plain_args(const Tensor& query, const Tensor& key, const Tensor& value
 }
 
 // Everything but the outputs. `int8`: the scores are products of integers.
-HopperAttentionParams check_inputs(const PlainArgs& a, std::optional<double> scale, bool int8 = false) {
+HopperAttentionParams check_inputs(const PlainArgs& a, std::optional<double> scale, bool is_causal, bool int8 = false) {
   HopperAttentionParams p;
+  p.is_causal = is_causal;
   p.int8 = int8;
   check_dim(a.query, 4);
   p.dtype = float_dtype(a.query);
@@ -229,9 +235,11 @@ HopperAttentionParams check_inputs(const PlainArgs& a, std::optional<double> sca
   if (p.head_dim != 128 && !(p.head_dim == 64 && !int8)) {
     fail("query", int8 ? "a last dimension of 128" : "a last dimension of 64 or 128", "shape " + shape_text(a.query));
   }
-  check_key_and_value(a.query, a.key, a.value);
+  check_key_and_value(a.query, a.key, a.value, !int8);
   p.keys = a.key.size[1];
+  p.key_heads = a.key.size[2];
   if (a.mask) {
+    if (is_causal) fail("mask", "None with is_causal; key_lengths leaves out keys", "a tensor");
     check_same_device(a.mask, a.query);
     p.mask_is_bool = a.mask.dtype == aoti_torch_dtype_bool();
     if (!p.mask_is_bool) p.mask_dtype = float_dtype(a.mask, "dtype bool, float32, float16 or bfloat16");
@@ -305,18 +313,19 @@ void check_outputs(const PlainArgs& a, const HopperAttentionParams& p) {
 }  // namespace
 
 void attention_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
-                   const OptionalTensor& mask, const OptionalTensor& key_lengths, std::optional<double> scale) {
+                   const OptionalTensor& mask, const OptionalTensor& key_lengths, std::optional<double> scale,
+                   bool is_causal) {
   PlainArgs a = plain_args(query, key, value, mask, key_lengths);
-  HopperAttentionParams p = check_inputs(a, scale);
+  HopperAttentionParams p = check_inputs(a, scale, is_causal);
   a.out = mutable_arg("out", out);
   check_outputs(a, p);
   run(p, a, query, key, value, out, nullptr);
 }
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
-                 const OptionalTensor& key_lengths, std::optional<double> scale) {
+                 const OptionalTensor& key_lengths, std::optional<double> scale, bool is_causal) {
   PlainArgs a = plain_args(query, key, value, mask, key_lengths);
-  HopperAttentionParams p = check_inputs(a, scale);
+  HopperAttentionParams p = check_inputs(a, scale, is_causal);
   Tensor out = empty_rows(a.query, p.head_dim);
   a.out = arg("out", out);
   run(p, a, query, key, value, out, nullptr);
@@ -325,9 +334,9 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 
 void attention_lse_out(const Tensor& out, const Tensor& lse, const Tensor& query, const Tensor& key,
                        const Tensor& value, const OptionalTensor& mask, const OptionalTensor& key_lengths,
-                       std::optional<double> scale) {
+                       std::optional<double> scale, bool is_causal) {
   PlainArgs a = plain_args(query, key, value, mask, key_lengths);
-  HopperAttentionParams p = check_inputs(a, scale);
+  HopperAttentionParams p = check_inputs(a, scale, is_causal);
   a.out = mutable_arg("out", out);
   a.lse = mutable_arg("lse", lse);
   check_outputs(a, p);
@@ -337,9 +346,9 @@ void attention_lse_out(const Tensor& out, const Tensor& lse, const Tensor& query
 
 std::tuple<Tensor, Tensor> attention_lse(const Tensor& query, const Tensor& key, const Tensor& value,
                                          const OptionalTensor& mask, const OptionalTensor& key_lengths,
-                                         std::optional<double> scale) {
+                                         std::optional<double> scale, bool is_causal) {
   PlainArgs a = plain_args(query, key, value, mask, key_lengths);
-  HopperAttentionParams p = check_inputs(a, scale);
+  HopperAttentionParams p = check_inputs(a, scale, is_causal);
   Tensor out = empty_rows(a.query, p.head_dim), lse = empty_lse(p, a.query);
   a.out = arg("out", out);
   run(p, a, query, key, value, out, &lse);
@@ -349,7 +358,7 @@ std::tuple<Tensor, Tensor> attention_lse(const Tensor& query, const Tensor& key,
 void attention_int8_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
                         const OptionalTensor& key_lengths, std::optional<double> scale) {
   PlainArgs a = plain_args(query, key, value, std::nullopt, key_lengths);
-  HopperAttentionParams p = check_inputs(a, scale, true);
+  HopperAttentionParams p = check_inputs(a, scale, false, true);
   a.out = mutable_arg("out", out);
   check_outputs(a, p);
   run(p, a, query, key, value, out, nullptr);
@@ -358,7 +367,7 @@ void attention_int8_out(const Tensor& out, const Tensor& query, const Tensor& ke
 Tensor attention_int8(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& key_lengths,
                       std::optional<double> scale) {
   PlainArgs a = plain_args(query, key, value, std::nullopt, key_lengths);
-  HopperAttentionParams p = check_inputs(a, scale, true);
+  HopperAttentionParams p = check_inputs(a, scale, false, true);
   Tensor out = empty_rows(a.query, p.head_dim);
   a.out = arg("out", out);
   run(p, a, query, key, value, out, nullptr);

@@ -143,7 +143,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("qk_norm_cross_attention_out(Tensor(a!) out, " LTX_CROSS_ATTENTION_ARGS ") -> ()");
 
   // Compiled for CUDA alone: of 16-bit heads of 64 and 128 columns, on the GPUs that has_attention knows.
-#define LTX_ATTENTION_ARGS "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, float? scale"
+#define LTX_ATTENTION_ARGS \
+  "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_lengths, float? scale, bool is_causal"
   ops.def("attention(" LTX_ATTENTION_ARGS ") -> Tensor");
   ops.def("attention_out(Tensor(a!) out, " LTX_ATTENTION_ARGS ") -> ()");
   ops.def("attention_lse(" LTX_ATTENTION_ARGS ") -> (Tensor, Tensor)");

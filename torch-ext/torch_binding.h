@@ -73,15 +73,16 @@ Tensor qk_norm_cross_attention(const Tensor& query, const Tensor& key, const Ten
                                const OptionalTensor& query_weight, const OptionalTensor& key_weight,
                                const OptionalTensor& mask, double eps, std::optional<double> scale);
 void attention_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
-                   const OptionalTensor& mask, const OptionalTensor& key_lengths, std::optional<double> scale);
+                   const OptionalTensor& mask, const OptionalTensor& key_lengths, std::optional<double> scale,
+                   bool is_causal);
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
-                 const OptionalTensor& key_lengths, std::optional<double> scale);
+                 const OptionalTensor& key_lengths, std::optional<double> scale, bool is_causal);
 void attention_lse_out(const Tensor& out, const Tensor& lse, const Tensor& query, const Tensor& key,
                        const Tensor& value, const OptionalTensor& mask, const OptionalTensor& key_lengths,
-                       std::optional<double> scale);
+                       std::optional<double> scale, bool is_causal);
 std::tuple<Tensor, Tensor> attention_lse(const Tensor& query, const Tensor& key, const Tensor& value,
                                          const OptionalTensor& mask, const OptionalTensor& key_lengths,
-                                         std::optional<double> scale);
+                                         std::optional<double> scale, bool is_causal);
 void attention_int8_out(const Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value,
                         const OptionalTensor& key_lengths, std::optional<double> scale);
 Tensor attention_int8(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& key_lengths,

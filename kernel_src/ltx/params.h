@@ -219,8 +219,9 @@ struct AttentionParams {
 // Attention of heads of 64 and 128 columns in 16 bits, on Hopper alone. For each batch and head:
 //   out = softmax(scale * query key^T + mask) value
 //   lse = log(sum(exp(scale * query key^T + mask)))     natural logarithm; -infinity where no key counts
-// Keys count up to key_lengths[batch] (0 to `keys`; numbers beyond stand for the nearest) and where the mask is not
-// false or -infinity. A query without a key that counts gives zeros.
+// Keys count up to key_lengths[batch] (0 to `keys`; numbers beyond stand for the nearest), where the mask is not false
+// or -infinity, and with is_causal up to the query's own place. A query without a key that counts gives zeros.
+// Head h of the query uses head h / (heads / key_heads) of key and value.
 // Of query, key and value, a column lies beside the next, the data at a multiple of 16 bytes, and the other strides are
 // positive multiples of 8 elements, or zero for a dimension of one; the same holds for the output. No size is 2^31 or
 // more.
@@ -230,17 +231,19 @@ struct HopperAttentionParams {
   const void* value = nullptr;
   void* output = nullptr;
   HeadStrides query_stride, key_stride, value_stride, output_stride;
-  int64_t batch = 0, queries = 0, keys = 0, heads = 0, head_dim = 0;
+  int64_t batch = 0, queries = 0, keys = 0, heads = 0, key_heads = 0, head_dim = 0;  // heads: a multiple of key_heads
   DType dtype = DType::kBFloat16;
   float scale = 1.f;
+  bool is_causal = false;                // comes without a mask
   const int32_t* key_lengths = nullptr;  // [batch]
   int64_t key_lengths_stride = 0;
   const void* mask = nullptr;  // bool, or an addend of mask_dtype
   bool mask_is_bool = false;
   DType mask_dtype = DType::kFloat32;
   int64_t mask_stride_batch = 0, mask_stride_key = 0;
-  float* lse = nullptr;       // [batch, heads, queries], contiguous
-  bool int8 = false;          // multiplies query and key as integers of 8 bits: heads of 128, no mask, no lse
+  float* lse = nullptr;  // [batch, heads, queries], contiguous
+  // Multiplies query and key as integers of 8 bits: heads of 128, key_heads == heads, no mask, no lse, not causal.
+  bool int8 = false;
   void* workspace = nullptr;  // of hopper_attention_workspace() bytes
 };
 

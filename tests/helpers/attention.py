@@ -55,14 +55,24 @@ def key_addends(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
     )
 
 
+def score_addends(kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
+    """[B or 1, 1, S or 1, T] of mask, key_lengths and is_causal: what is added to the scores."""
+    addends = key_addends(kwargs, dtype)
+    addends = None if addends is None else addends[:, None, None]
+    if not kwargs.get("is_causal"):
+        return addends
+    query = kwargs["query"]
+    sees = torch.ones(query.shape[1], kwargs["key"].shape[1], dtype=torch.bool, device=query.device).tril()
+    zero = torch.zeros(1, 1, 1, 1, dtype=dtype, device=query.device)
+    return torch.where(sees, zero if addends is None else addends, -torch.inf)
+
+
 def attention_eager(kwargs: dict[str, Any]) -> Tensor:
-    dtype, mask = kwargs["query"].dtype, key_addends(kwargs, kwargs["query"].dtype)
+    dtype = kwargs["query"].dtype
     query, key = (x.to(dtype) for x in operands(kwargs, torch.float32))
-    addends = None if mask is None else mask[:, None, None]
-    out = F.scaled_dot_product_attention(
-        query, key, kwargs["value"].transpose(1, 2), addends, scale=kwargs.get("scale")
-    )
-    return out.transpose(1, 2)
+    value, scale = kwargs["value"].transpose(1, 2), kwargs.get("scale")
+    addends = score_addends(kwargs, dtype)
+    return F.scaled_dot_product_attention(query, key, value, addends, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
 class Truth:
@@ -77,8 +87,10 @@ class Truth:
         self.scale: float = max(self.width, 1) ** -0.5 if scale is None else scale
         self.normed = "query_weight" in kwargs
         self.query, self.key = operands(kwargs, torch.float64)
-        mask = key_addends(kwargs, torch.float64)
-        self.mask = None if mask is None else mask[:, None, None]
+        if self.key.shape[1] != self.query.shape[1]:
+            group = self.query.shape[1] // self.key.shape[1]
+            self.key, self.value = (x.repeat_interleave(group, 1) for x in (self.key, self.value))
+        self.mask = score_addends(kwargs, torch.float64)
         scores = self.query @ self.key.mT * self.scale
         if self.mask is not None:
             scores = (scores + self.mask).masked_fill((self.mask == -torch.inf).all(-1, keepdim=True), -torch.inf)

@@ -760,11 +760,18 @@ def attention_mask(make: Make, batch: int, keys: int, kind: str, dtype: torch.dt
 
 
 def plain_attention_case(
-    make: Make, sizes: tuple[int, int, int, int], keys: int, *, packed: bool = False, **options: Any
+    make: Make,
+    sizes: tuple[int, int, int, int],
+    keys: int,
+    *,
+    key_heads: int | None = None,
+    packed: bool = False,
+    **options: Any,
 ) -> Case:
     """attention of a query [B, S, heads, D] to `keys` keys; `packed`: key and value are one tensor."""
     batch, _, heads, width = sizes
     kwargs: dict[str, Any] = {"query": make(*sizes)}
+    heads = heads if key_heads is None else key_heads
     if packed:
         both = make(batch, keys, 2 * heads * width)
         kwargs["key"], kwargs["value"] = (part.unflatten(-1, (heads, width)) for part in both.chunk(2, -1))

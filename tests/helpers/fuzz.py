@@ -532,10 +532,12 @@ attentions = st.builds(
 class PlainAttention:
     """Of the heads that have a kernel on some GPUs. Elsewhere it is torch's attention, which promises no bits."""
 
-    sizes: tuple[int, int, int, int]  # batch, queries, heads, D
+    sizes: tuple[int, int, int, int]  # batch, queries, key heads, D
+    group: int  # heads of the query that share one of key and value
     keys: int
     packed: bool  # key and value are views of one projection
-    mask: str
+    is_causal: bool
+    mask: str  # where it is not causal
     bool_mask: bool
     lengths: tuple[int, int, int] | None  # of the first samples, in hundredths of the keys
     dtype: torch.dtype
@@ -543,18 +545,27 @@ class PlainAttention:
     memory: Memory
 
     def check(self, ltx: Any, device: str, tally: Tally | None = None) -> None:
-        batch, queries, heads, width = self.sizes
+        batch, queries, key_heads, width = self.sizes
+        heads = key_heads * self.group
         keys = min(self.keys, max(1, 4 * ELEMENTS // (batch * heads * max(width, queries))))
         make = Make("cpu", self.dtype, self.memory.seed)
-        case = plain_attention_case(make, self.sizes, keys, packed=self.packed, scale=self.scale)
-        mask = attention_mask(make, batch, keys, self.mask, torch.float32)
+        case = plain_attention_case(
+            make,
+            (batch, queries, heads, width),
+            keys,
+            key_heads=key_heads,
+            packed=self.packed,
+            is_causal=self.is_causal,
+            scale=self.scale,
+        )
+        mask = attention_mask(make, batch, keys, "none" if self.is_causal else self.mask, torch.float32)
         if mask is not None:
             case = case.replace(mask=mask > -1 if self.bool_mask else mask)
         if self.lengths is not None:
             lengths = torch.tensor([keys * part // 100 for part in self.lengths[:batch]], dtype=torch.int32)
             case = case.replace(key_lengths=lengths)
         memory = self.memory
-        if memory.values == "special" and (mask is not None or self.lengths is not None):
+        if memory.values == "special" and (mask is not None or self.lengths is not None or self.is_causal):
             memory = dataclasses.replace(memory, values="normal")  # keys that are left out must be finite
         memory.check(ltx, device, case, tally, repeat=has_kernel(ltx, device))
 
@@ -569,8 +580,10 @@ plain_attentions = st.builds(
         st.one_of(st.integers(1, 4), st.sampled_from([8, 32])),
         st.sampled_from([64, 128]),
     ),
+    group=st.sampled_from([1, 1, 2, 7]),
     keys=st.one_of(st.integers(0, 40), st.sampled_from(SPECIAL_KEYS), st.integers(1, 600)),
     packed=st.booleans(),
+    is_causal=st.booleans(),
     mask=st.one_of(st.just("none"), st.sampled_from(MASKS)),
     bool_mask=st.booleans(),
     lengths=st.one_of(st.none(), st.tuples(*[st.integers(0, 110)] * 3)),

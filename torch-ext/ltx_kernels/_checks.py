@@ -1050,12 +1050,20 @@ def _scale(scale: float | None) -> None:
         _finite("scale", scale)
 
 
-def _key_and_value(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _key_and_value(query: Tensor, key: Tensor, value: Tensor, grouped: bool = False) -> None:
+    """grouped: Several heads of the query may share one of key and value."""
     _same_device("key", key, "query", query)
     _same_dtype("key", key, "query", query)
     _dim("key", key, 4)
-    if key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2] or key.shape[3] != query.shape[3]:
-        expected = f"the batch size, heads and last dimension of query {_shape_text(query.shape)}"
+    heads, key_heads = query.shape[2], key.shape[2]
+    fits = heads == key_heads or (grouped and key_heads > 0 and heads % key_heads == 0)
+    if key.shape[0] != query.shape[0] or not fits or key.shape[3] != query.shape[3]:
+        if grouped:
+            expected = (
+                f"the batch size and last dimension of query {_shape_text(query.shape)} and heads that divide its"
+            )
+        else:
+            expected = f"the batch size, heads and last dimension of query {_shape_text(query.shape)}"
         _fail("key", expected, "shape " + _shape_text(key.shape))
     _same_device("value", value, "query", query)
     _same_dtype("value", value, "query", query)
@@ -1076,6 +1084,8 @@ def check_attention(
     key_lengths: Tensor | None = None,
     *,
     scale: float | None,
+    is_causal: bool,
+    grouped: bool = True,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     float64: bool = False,
@@ -1083,8 +1093,10 @@ def check_attention(
     _dim("query", query, 4)
     _float_dtype("query", query, float64)
     _scale(scale)
-    _key_and_value(query, key, value)
+    _key_and_value(query, key, value, grouped)
     if mask is not None:
+        if is_causal:
+            _fail("mask", "None with is_causal; key_lengths leaves out keys", "a tensor")
         _same_device("mask", mask, "query", query)
         if mask.dtype != torch.bool:
             _float_dtype("mask", mask, query.dtype == torch.float64, "dtype bool, float32, float16 or bfloat16")
@@ -1107,12 +1119,14 @@ def check_attention(
 ATTENTION_PRECISION = {"native": False, "int8": True}
 
 
-def is_int8(precision: str, mask: Tensor | None, return_lse: bool) -> bool:
+def is_int8(precision: str, mask: Tensor | None, is_causal: bool, return_lse: bool) -> bool:
     """Whether an attention is to be computed in 8 bits."""
     if not choice("precision", ATTENTION_PRECISION, precision):
         return False
     if mask is not None:
         _fail("mask", 'None with precision "int8"; key_lengths leaves out keys', "a tensor")
+    if is_causal:
+        _fail("is_causal", 'False with precision "int8"', "True")
     if return_lse:
         _fail("return_lse", 'False with precision "int8"', "True")
     return True
@@ -1135,7 +1149,18 @@ def check_attention_int8(
     _scale(scale)
     if query.shape[-1] != INT8_HEAD_DIM:
         _fail("query", f"a last dimension of {INT8_HEAD_DIM}", "shape " + _shape_text(query.shape))
-    check_attention(query, key, value, None, key_lengths, scale=scale, out=out, float64=float64)
+    check_attention(
+        query,
+        key,
+        value,
+        None,
+        key_lengths,
+        scale=scale,
+        is_causal=False,
+        grouped=False,
+        out=out,
+        float64=float64,
+    )
 
 
 def check_qk_norm_cross_attention(

@@ -59,17 +59,27 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _torchs_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, key_lengths: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    scale: float | None,
+    is_causal: bool,
 ) -> Tensor:
     if query.numel() == 0:  # torch's may return None
         return query.clone(memory_format=torch.contiguous_format)
     q, k, v = (_aligned(x).transpose(1, 2) for x in (query, key, value))
+    grouped = query.shape[2] != key.shape[2]
     mask = reference.key_mask(mask, key_lengths, key.shape[1])
     if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        return output.transpose(1, 2).to(query.dtype).contiguous()
     counts = mask if mask.dtype == torch.bool else mask != -math.inf
-    addends = mask if mask.dtype == torch.bool else mask.to(query.dtype)
-    output = F.scaled_dot_product_attention(q, k, v, addends[:, None, None], scale=scale).transpose(1, 2)
+    addends = (mask if mask.dtype == torch.bool else mask.to(query.dtype))[:, None, None]
+    if is_causal:  # then the mask is that of the lengths, and a query that sees a key sees the first
+        addends = addends & reference.causal_mask(query, key)
+    output = F.scaled_dot_product_attention(q, k, v, addends, scale=scale, enable_gqa=grouped).transpose(1, 2)
     # Some of torch's kernels give other numbers than zeros where no key counts.
     return output.to(query.dtype).where(counts.any(1)[:, None, None, None], 0.0).contiguous()
 
@@ -82,6 +92,7 @@ def attention(
     *,
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -95,6 +106,7 @@ def attention(
     *,
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: Literal[True],
@@ -107,6 +119,7 @@ def attention(
     *,
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -117,7 +130,8 @@ def attention(
     Equivalent to::
 
         torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)), mask[:, None, None], scale=scale).transpose(1, 2)
+            *(x.transpose(1, 2) for x in (query, key, value)), mask[:, None, None], is_causal=is_causal, scale=scale,
+            enable_gqa=True).transpose(1, 2)
 
     The package has a kernel for heads of 64 or 128 columns in bfloat16 or float16, on a Hopper GPU (compute capability
     9.0) and where no gradient is needed. Every other call runs the code above. The kernel computes scores, exponentials
@@ -125,18 +139,21 @@ def attention(
     attention does. NaN, infinities and scores of any size give what they give in torch; with heads of 64 columns in
     bfloat16, values below 2^-66 may lose digits. A row has the same bits whatever other rows, heads and samples the
     call has. One thing makes a difference: calls of at most 192 queries divide their keys among more multiprocessors,
-    and may give a row other bits than calls of more queries. Keys that do not count cost almost nothing where they come
-    in runs of 128 or more, as behind a padded prompt.
+    and may give a row other bits than calls of more queries; with ``is_causal`` they do not. Keys that do not count
+    cost almost nothing where they come in runs of 128 or more, as behind a padded prompt.
 
     Args:
         query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.
-        key: [B, T, heads, D] with query's dtype and device; any strides, so also a view of a packed query, key and
-            value.
+        key: [B, T, key heads, D] with query's dtype and device; any strides, so also a view of a packed query, key and
+            value. The number of key heads divides that of the query's heads: head h of the query uses head
+            h // (heads // key heads) (grouped-query attention).
         value: Like key.
         mask: [B, T] or [1, T], any strides. bool: which keys count. Any of the float dtypes: added to the scores of a
             key, and -inf leaves the key out. Keys that are left out must be finite.
         key_lengths: [B] int32: how many of the first keys of a sample count. A number below 0 means 0, one above T
             means T. Together with a mask, a key counts where both say so.
+        is_causal: Query i sees keys 0 to i alone, whatever S and T are, and of these the keys that count by
+            ``key_lengths``. It comes without a mask.
         scale: What the scores are multiplied by; None: D ** -0.5.
         out: Where to write, like query, any strides: for example the first columns of a wider row. It must not
             overlap an input.
@@ -146,8 +163,9 @@ def attention(
             is faster with many tokens and less exact (docs/attention.md has both). Both rows are multiplied by an
             orthogonal matrix first, and the key is taken less the mean of up to 256 of its rows. Each row of the query
             has a scale, and each 80 rows of the key have four. The product with the value stays in query's dtype. This
-            is for heads of 128 columns in bfloat16 or float16, without mask, return_lse and gradients. On a GPU it
-            needs Hopper; on the CPU plain torch computes the same recipe, to try it out.
+            is for heads of 128 columns in bfloat16 or float16 and as many key heads as heads, without mask, is_causal,
+            return_lse and gradients. On a GPU it needs Hopper; on the CPU plain torch computes the same recipe, to try
+            it out.
 
     Returns:
         [B, S, heads, D] of query's dtype, contiguous; ``out`` where given. Zeros where no key counts. With
@@ -156,8 +174,8 @@ def attention(
 
     Raises:
         RuntimeError: A shape, dtype or device does not fit (the text names the argument, what was expected and what
-            came), or ``out`` is given where a gradient is needed; with "int8" also a GPU without the kernel, a mask,
-            ``return_lse``, or a gradient that is needed.
+            came), ``is_causal`` comes with a mask, or ``out`` is given where a gradient is needed; with "int8" also a
+            GPU without the kernel, a mask, ``is_causal``, ``return_lse``, or a gradient that is needed.
         ValueError: ``precision`` is neither "native" nor "int8".
 
     Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers). The kernel computes
@@ -165,22 +183,24 @@ def attention(
     """
     if return_lse is not False:
         check_type("return_lse", "bool", return_lse)
-    if precision != "native" and is_int8(precision, mask, return_lse):
+    if is_causal is not False:
+        check_type("is_causal", "bool", is_causal)
+    if precision != "native" and is_int8(precision, mask, is_causal, return_lse):
         return _attention_int8(out, query, key, value, key_lengths, scale)
     try:
         needs_gradient = is_grad_enabled() and requires_grad(query, key, value, mask)
         own = not needs_gradient and runs_kernel(query, key, value)
         if not own:
-            check_attention(query, key, value, mask, key_lengths, scale=scale, out=out)
+            check_attention(query, key, value, mask, key_lengths, scale=scale, is_causal=is_causal, out=out)
     except Exception:
         options = {"mask": mask, "key_lengths": key_lengths, "scale": scale, "out": out, "return_lse": return_lse}
         check_types(attention, query, key, value, **options)
         raise
-    if query.is_cuda and scale is not None and -math.inf < scale <= 0:
-        # The same scores by a positive scale: with another one torch's attention gives NaN (2.11, 16 bits, GPU), and
-        # this package's kernel computes rows twice.
+    if (query.is_cuda or is_causal) and scale is not None and -math.inf < scale <= 0:
+        # The same scores by a positive scale: with another one torch's attention gives NaN (torch 2.11 in 16 bits on a
+        # GPU, 2.13 in causal attention on the CPU), and this package's kernel computes rows twice.
         query, scale = (-query, -scale) if scale < 0 else (0 * query, 1.0)
-    arguments = (query, key, value, mask, key_lengths, scale)
+    arguments = (query, key, value, mask, key_lengths, scale, is_causal)
     if own or (needs_gradient and out is not None):  # which the ops refuse
         if not return_lse:
             return _attention(out, *arguments)

@@ -1633,6 +1633,11 @@ def key_mask(mask: Tensor | None, key_lengths: Tensor | None, keys: int) -> Tens
     return mask & counts if mask.dtype == torch.bool else torch.where(counts, mask, -math.inf)
 
 
+def causal_mask(query: Tensor, key: Tensor) -> Tensor:
+    """[S, T] bool: query i sees the keys up to the i-th."""
+    return torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).tril()
+
+
 def attention_with_lse(
     query: Tensor,
     key: Tensor,
@@ -1640,9 +1645,12 @@ def attention_with_lse(
     mask: Tensor | None,
     key_lengths: Tensor | None,
     scale: float | None,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S, heads, D], and the logarithm of each row's sum of exponentials [B, heads, S]."""
     compute = _compute_dtype(query)
+    if key.shape[2] != query.shape[2]:
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
     q, k = query.to(compute).transpose(1, 2), key.to(compute).permute(0, 2, 3, 1)
     scores = q @ k * (query.shape[-1] ** -0.5 if scale is None else scale)
     mask = key_mask(mask, key_lengths, key.shape[1])
@@ -1651,6 +1659,8 @@ def attention_with_lse(
         addends = addends.to(compute)[:, None, None]
         # Where no key counts, not even a query with a NaN is anything but zeros.
         scores = (scores + addends).masked_fill((addends == -math.inf).all(-1, keepdim=True), -math.inf)
+    if is_causal:
+        scores = scores.masked_fill(~causal_mask(query, key), -math.inf)
     return _attend(scores, value, query.dtype), scores.logsumexp(-1).float()
 
 
@@ -1723,17 +1733,19 @@ def attention(
     *,
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
     precision: str = "native",
 ) -> Tensor | tuple[Tensor, Tensor]:
     _checks.check_type("return_lse", "bool", return_lse)
-    if _checks.is_int8(precision, mask, return_lse):
+    _checks.check_type("is_causal", "bool", is_causal)
+    if _checks.is_int8(precision, mask, is_causal, return_lse):
         _checks.no_gradient(query, key, value)
         _checks.check_attention_int8(query, key, value, key_lengths, scale=scale, float64=True)
         return attention_int8(query, key, value, key_lengths, scale)
-    _checks.check_attention(query, key, value, mask, key_lengths, scale=scale, float64=True)
-    output, lse = attention_with_lse(query, key, value, mask, key_lengths, scale)
+    _checks.check_attention(query, key, value, mask, key_lengths, scale=scale, is_causal=is_causal, float64=True)
+    output, lse = attention_with_lse(query, key, value, mask, key_lengths, scale, is_causal)
     return (output, lse) if return_lse else output
 
 
