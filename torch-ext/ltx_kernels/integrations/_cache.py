@@ -15,6 +15,9 @@ from torch import Tensor
 
 HOME = "transformers.cache_utils"
 SLIDING_WINDOW = 4  # of the layers that `_fills_as` compares
+# Elements of a layer's keys from which a token of each sample is made contiguous, because torch.cat has a faster kernel
+# then. With fewer elements the host takes longer to ask for the copies than the GPU saves.
+LARGE = 2**24
 
 Pair = tuple[Tensor, Tensor]
 
@@ -62,6 +65,13 @@ def fill(layer: Any, key: Tensor, value: Tensor) -> Pair:
         first = 1 - layer.sliding_window
         layer.keys, layer.values = key[:, :, first:, :], value[:, :, first:, :]
     return key, value
+
+
+def is_large(cache: Any, index: int) -> bool:
+    """Whether a layer of a cache holds so many keys that what is appended to them should be contiguous."""
+    layers = getattr(cache, "layers", ())
+    keys = getattr(layers[index], "keys", None) if len(layers) > index else None
+    return isinstance(keys, Tensor) and keys.numel() >= LARGE
 
 
 def heads_first(heads: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ..glu import geglu, swiglu
 from ..quant import geglu_quant, swiglu_quant
 from ..rope import apply_rotary_qk, qk_norm_rope
 from . import _causal, _window
-from ._cache import empty_layer, fill, heads_first
+from ._cache import empty_layer, fill, heads_first, is_large
 from ._fp8 import Rows, in_fp8
 from ._guards import (
     ATTRIBUTE,
@@ -208,8 +208,8 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     if fresh and may_overwrite():
         empty = None if cache is None else empty_layer(cache, module.layer_idx, site.remark)
         # torch chooses the kernels of attention and of the cache's torch.cat by the strides: one token of each sample
-        # gets stock's.
-        one_token = query.shape[1] == 1 < query.shape[0]
+        # gets stock's, where the cache is large.
+        one_token = query.shape[1] == 1 < query.shape[0] and is_large(cache, module.layer_idx)
         # A cached view of a packed product would keep the query as well.
         new_key = one_token or empty is not None
         out = _heads_first_like(query) if one_token else query, _heads_first_like(key) if new_key else key

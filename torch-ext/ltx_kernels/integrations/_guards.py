@@ -311,6 +311,8 @@ def remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *argu
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return ask(module, *arguments)
+    if not torch._C._len_torch_function_stack():
+        return _remember(module, key, ask, *arguments)
     with torch._C.DisableTorchFunction():  # what a function mode sees are a call's own functions
         return _remember(module, key, ask, *arguments)
 

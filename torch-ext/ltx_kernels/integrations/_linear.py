@@ -125,15 +125,15 @@ class Linears:
 
     @property
     def fp8(self) -> bool:
-        return self.scaled and not self._adapters()
+        return self.scaled and not (self._given and self._adapters())
 
     @property
     def direct(self) -> bool:
-        return self.plain and not self._adapters()
+        return self.plain and not (self._given and self._adapters())
 
     @property
     def packed(self) -> bool:
-        return self._packed and not isinstance(self._adapters(), str)
+        return self._packed and not (self._given and isinstance(self._adapters(), str))
 
     @property
     def even(self) -> bool:

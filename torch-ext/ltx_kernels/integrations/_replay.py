@@ -74,6 +74,7 @@ _CONSTANTS = (
 )
 
 _PLAIN = (bool, int, float, str)
+_KINDS = frozenset((Tensor, type(None), *_PLAIN, tuple, list, dict))  # of arguments that a signature can hold
 
 _NO_MARKS = str.maketrans("(),", "   ")  # leaves the names of a nested tuple of targets
 
@@ -482,7 +483,8 @@ def _facts(sites: Sequence[Site]) -> list[Call]:
 
 def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``compute(module, *args, **kwargs)``; the second call of a signature is recorded, and later ones are replayed."""
-    if torch.compiler.is_compiling() or not _is_ordinary():
+    # A cache of keys and values is of another kind. It is looked for first, because a token is mostly the host's time.
+    if torch.compiler.is_compiling() or not _KINDS.issuperset(map(type, kwargs.values())) or not _is_ordinary():
         return compute(module, *args, **kwargs)
     tensors: list[Tensor] = []
     try:
