@@ -412,8 +412,8 @@ MUTATIONS = [
     Mutation(
         "keys past the last one attended to, on Hopper (CUDA)",
         CUDA_HOPPER,
-        "scores[i] = key < from ? scores[i] : none;",
-        "scores[i] = key < from ? scores[i] : Score(0);",
+        "scores[i] = key < from[i / 2 % 2] ? scores[i] : none;",
+        "scores[i] = key < from[i / 2 % 2] ? scores[i] : Score(0);",
         tests=("plain_attention",),
         backends=("cuda",),
     ),
@@ -532,7 +532,7 @@ MUTATIONS = [
     Mutation(
         "keys that do not count in the attention in 8 bits (CUDA)",
         CUDA_HOPPER,
-        "if (left < S::kKeys) leave_out_keys(scores, left, 0xff800000u);",
+        "if (left < S::kKeys) leave_out_keys(scores, {left, left}, 0xff800000u);",
         "",
         tests=("attention_int8",),
         backends=("cuda",),

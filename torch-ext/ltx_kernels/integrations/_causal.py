@@ -16,7 +16,9 @@ from ._replay import others_take_functions
 from ._sites import Site
 from ._window import is_plain
 
-LEAST = 256  # tokens of a prompt; torch computes shorter ones
+# Tokens of a prompt by itself, and of each of several. torch computes shorter ones: cuDNN is faster at eight prompts of
+# 512 tokens (h200-attention.json).
+LEAST, LEAST_OF_SEVERAL = 256, 1024
 
 
 def attend(
@@ -35,7 +37,8 @@ def attend(
     options: What it would give to the function beside these tensors, the dropout and the scale.
     """
     length, window = query.shape[2], options.get("sliding_window")
-    if length < LEAST or key.shape[2] != length or (window is not None and window < length):
+    least = LEAST if query.shape[0] == 1 else LEAST_OF_SEVERAL
+    if length < least or key.shape[2] != length or (window is not None and window < length):
         return None
     if site.rounding != "fp32" or not is_plain(function, options) or not getattr(module, "is_causal", True):
         return None
