@@ -483,11 +483,19 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def write_ninja(
-    project: Project, backend: str, torch: Torch, cuda: Cuda | None, options: Options, cache: Path, ops: str
-) -> Path:
-    """Write build.ninja below `cache`; the path of the library that it builds."""
-    cxx = find_tool("CXX", ["g++", "c++"], "install a C++ compiler (Debian: apt-get install g++)")
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """How one source is compiled: the rule of build.ninja, the source's path in the project, and the flags."""
+
+    rule: str
+    source: str
+    flags: list[str]
+
+
+def edges_of(
+    project: Project, backend: str, torch: Torch, cuda: Cuda | None, options: Options, cache: Path
+) -> list[Edge]:
+    """What has to be compiled for one variant: the binding to torch first, then the kernels."""
     major, minor = project.stable_abi[backend]
     defines = [
         f"-DTORCH_TARGET_VERSION=0x{(major << 56) | (minor << 48):016x}",
@@ -495,10 +503,9 @@ def write_ninja(
         *(["-DCPU_KERNEL"] if cuda is None else ["-DUSE_CUDA=1", "-DCUDA_KERNEL"]),
     ]
     optimise = ["-O1", "-g", "-fno-omit-frame-pointer"] if options.sanitize else ["-O3", "-DNDEBUG"]
-    sanitize = [f"-fsanitize={','.join(options.sanitize)}"] if options.sanitize else []
     system = [*torch.include, python_include()] + ([] if cuda is None else [cuda.path / "include"])
     common = [
-        *optimise, *sanitize, f"-std={torch.cxx_standard}", "-fPIC", "-fno-gnu-unique",
+        *optimise, *sanitizers(options), f"-std={torch.cxx_standard}", "-fPIC", "-fno-gnu-unique",
         "-Wall", "-Wno-maybe-uninitialized",  # GCC's own AVX-512 headers set it off (GCC bug 105593)
         f"-ffile-prefix-map={project.root}=.", *defines,
     ]  # fmt: skip
@@ -510,12 +517,11 @@ def write_ninja(
         *common, *project.torch_cxx_flags, f"-I{cache}", *includes(project.torch_include),
         *(f"-isystem{path}" for path in system),
     ]  # fmt: skip
-    edges: list[tuple[str, str, list[str]]] = []
-    edges += [("cxx", source, binding_flags) for source in project.torch_src if source.endswith(CXX_SUFFIXES)]
+    edges = [Edge("cxx", source, binding_flags) for source in project.torch_src if source.endswith(CXX_SUFFIXES)]
     for kernel in project.kernels_for(backend):
         for source in kernel.src:
             if source.endswith(CXX_SUFFIXES):
-                edges.append(("cxx", source, [*common, *kernel.cxx_flags, *includes(kernel.include)]))
+                edges.append(Edge("cxx", source, [*common, *kernel.cxx_flags, *includes(kernel.include)]))
             elif source.endswith(".cu") and cuda is not None:
                 archs = archs_of(kernel, options.archs, cuda.version)
                 flags = [
@@ -523,8 +529,15 @@ def write_ninja(
                     "-Xptxas=-v", *gencode_flags(archs), *defines, *kernel.cuda_flags,
                     *includes(kernel.include),
                 ]  # fmt: skip
-                edges.append(("nvcc", source, flags))
+                edges.append(Edge("nvcc", source, flags))
+    return edges
 
+
+def sanitizers(options: Options) -> list[str]:
+    return [f"-fsanitize={','.join(options.sanitize)}"] if options.sanitize else []
+
+
+def link_flags(torch: Torch, cuda: Cuda | None, options: Options, cache: Path, cxx: str) -> list[str]:
     if cuda is None:
         libraries = ["-ltorch", "-ltorch_cpu"]
         search = [f"-L{torch.lib}"]
@@ -537,10 +550,12 @@ def write_ninja(
         # Static: the runtime then is the toolkit's that compiled the kernels, whatever torch brings along.
         runtime = ["-lcudart_static", "-lrt", "-lpthread", "-ldl"]
     # torch's libraries must be in DT_NEEDED although nothing but functions looked up at load comes from them.
-    link = ["-Wl,--no-as-needed", *search, *libraries, "-Wl,--as-needed", *runtime, *sanitize]
+    return ["-Wl,--no-as-needed", *search, *libraries, "-Wl,--as-needed", *runtime, *sanitizers(options)]
 
+
+def rules(cxx: str, cuda: Cuda | None) -> list[str]:
     nvcc: list[str | Path] = [] if cuda is None else [cuda.nvcc, "-ccbin", cxx]
-    lines = [
+    return [
         "ninja_required_version = 1.5",
         "rule cxx",
         f"  command = {ninja_quote([cxx])} -MMD -MF $out.d $flags -c $in -o $out",
@@ -557,20 +572,31 @@ def write_ninja(
         f"  command = {ninja_quote([cxx])} -shared -o $out $in $flags",
         "  description = link $library",
     ]
+
+
+def write_ninja(
+    project: Project, backend: str, torch: Torch, cuda: Cuda | None, options: Options, cache: Path, ops: str
+) -> Path:
+    """Write build.ninja below `cache`; the path of the library that it builds."""
+    cxx = find_tool("CXX", ["g++", "c++"], "install a C++ compiler (Debian: apt-get install g++)")
+    lines = rules(cxx, cuda)
     objects = []
-    for rule, source, flags in edges:
-        target = ninja_path(cache / "obj" / (source.replace("/", "__") + ".o"))
+    for edge in edges_of(project, backend, torch, cuda, options, cache):
+        target = ninja_path(cache / "obj" / (edge.source.replace("/", "__") + ".o"))
         objects.append(target)
         lines += [
-            f"build {target}: {rule} {ninja_path(project.root / source)}",
-            f"  source = {source}",
-            f"  flags = {ninja_quote(flags)}",
+            f"build {target}: {edge.rule} {ninja_path(project.root / edge.source)}",
+            f"  source = {edge.source}",
+            f"  flags = {ninja_quote(edge.flags)}",
         ]
     library = cache / "lib" / f"{ops}.abi3.so"
-    lines += [f"build {ninja_path(library)}: link {' '.join(objects)}"]
-    lines += [f"  library = {library.name}", f"  flags = {ninja_quote(link)}"]
-    lines += [f"default {ninja_path(library)}", ""]
-
+    lines += [
+        f"build {ninja_path(library)}: link {' '.join(objects)}",
+        f"  library = {library.name}",
+        f"  flags = {ninja_quote(link_flags(torch, cuda, options, cache, cxx))}",
+        f"default {ninja_path(library)}",
+        "",
+    ]
     write_if_changed(cache / "registration.h", REGISTRATION.format(ops=ops))
     write_if_changed(cache / "build.ninja", "\n".join(lines))
     return library
