@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -242,6 +243,58 @@ def make_table(result: dict[str, Any]) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What one configuration made: one forward's output, a clip, and the seconds of the text encoder."""
+
+    forward: Tensor
+    clip: Clip
+    text: float = 0.0
+
+    def errors(self, expected: Outcome) -> dict[str, Any]:
+        return {"forward": error(self.forward, expected.forward), **clip_error(self.clip, expected.clip)}
+
+    def seconds(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "step_median": statistics.median(self.clip.steps),
+            "vae": self.clip.decode,
+            "total": self.text + self.clip.seconds,
+            "steps": self.clip.steps,
+        }
+
+
+def run_optimized(
+    pipe: Any, args: argparse.Namespace, ltx: ModuleType, call: dict[str, Any], generate: Generator
+) -> tuple[Outcome, dict[str, Any]]:
+    """What the optimized pipeline makes, and what the package says of it. The pipeline is stock again afterwards."""
+    report = ltx.optimize(pipe, components=TRANSFORMER, rounding=args.rounding)
+    with OpCounter(ltx) as counter:
+        output = forward(pipe.transformer, call)
+    rows = replaced(report)
+    claimed = {op for row in rows if row["calls"] for op in row["ops"]}
+    beside = ltx.optimize(pipe, components=BESIDE, rounding=args.rounding, graphs=args.graphs)
+    if args.graphs:
+        report = ltx.optimize(pipe, components=TRANSFORMER, rounding=args.rounding, graphs=True)
+    for i in range(2 if args.graphs else 1):  # a signature's second call is captured
+        generate.encode()
+        generate(f"warm-up {i + 1}, ltx-kernels", 2)
+    text = generate.encode()
+    outcome = Outcome(output, generate("ltx-kernels", args.steps), text)
+    facts = {
+        "replaced": rows,
+        "replaced_beside": replaced(beside),
+        "left_alone": {**report.left_alone, **beside.left_alone},
+        "fallbacks": {**report.fallbacks, **beside.fallbacks},
+        "compiled_calls": dict(counter.calls),
+        "without_compiled_call": sorted(claimed - counter.calls.keys()),
+    }
+    report.restore()
+    beside.restore()
+    generate.encode()
+    return outcome, facts
+
+
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     ltx = load_kernels(device)
@@ -252,83 +305,45 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     with progress_bar(console) as progress:
         generate = Generator(pipe, args, progress)
         call = first_call(transformer, generate)
-        stock_forward = forward(transformer, call)
-        stock_text = generate.encode()
-        stock = generate("stock", args.steps)
-
-        report = ltx.optimize(pipe, components=TRANSFORMER, rounding=args.rounding)
-        with OpCounter(ltx) as counter:
-            our_forward = forward(transformer, call)
-        rows = replaced(report)
-        claimed = {op for row in rows if row["calls"] for op in row["ops"]}
-        beside = ltx.optimize(pipe, components=BESIDE, rounding=args.rounding, graphs=args.graphs)
-        if args.graphs:
-            report = ltx.optimize(pipe, components=TRANSFORMER, rounding=args.rounding, graphs=True)
-        for i in range(2 if args.graphs else 1):  # a signature's second call is captured
-            generate.encode()
-            generate(f"warm-up {i + 1}, ltx-kernels", 2)
-        our_text = generate.encode()
-        ours = generate("ltx-kernels", args.steps)
-        fallbacks = {**report.fallbacks, **beside.fallbacks}
-        others = replaced(beside)
-        report.restore()
-        beside.restore()
-        generate.encode()
-        restored = torch.equal(forward(transformer, call), stock_forward)
-
-        pairs = {"ltx_kernels_to_stock": (our_forward, ours, stock_forward, stock)}
+        stock_forward, stock_text = forward(transformer, call), generate.encode()
+        stock = Outcome(stock_forward, generate("stock", args.steps), stock_text)
+        ours, facts = run_optimized(pipe, args, ltx, call, generate)
+        restored = torch.equal(forward(transformer, call), stock.forward)
+        exact = None
         if dtype != torch.float32:
             # To float32 and back leaves the weights as they were, and needs no second copy of them.
             transformer.float()
-            exact_forward, exact = forward(transformer, call), generate("stock in float32", args.steps)
+            exact = Outcome(forward(transformer, call), generate("stock in float32", args.steps))
             transformer.to(dtype)
-            pairs["stock_to_float32"] = stock_forward, stock, exact_forward, exact
-            pairs["ltx_kernels_to_float32"] = our_forward, ours, exact_forward, exact
-
-    def errors(got_forward: Tensor, got: Clip, expected_forward: Tensor, expected: Clip) -> dict[str, Any]:
-        return {"forward": error(got_forward, expected_forward), **clip_error(got, expected)}
 
     args.output.mkdir(parents=True, exist_ok=True)
+    sides = {"stock": stock, "ltx_kernels": ours}
     files, note = {}, ""
-    for key, clip in (("stock", stock), ("ltx_kernels", ours)):
-        (files[key],), note = write_video(clip.frames[0], args.output / f"{Path(args.model).name}_{key}")
+    for key, side in sides.items():
+        (files[key],), note = write_video(side.clip.frames[0], args.output / f"{Path(args.model).name}_{key}")
     files["comparison"] = args.output / "comparison.png"
 
+    shown = ("frames", "height", "width", "steps", "seed", "dtype", "rounding", "graphs")
     result = {
         **origin(device, ltx),
         "run": {
             "model": RANDOM_WEIGHTS if args.model in ("random", "tiny") else args.model,
             "parameters": sum(p.numel() for p in transformer.parameters()),
-            **{
-                key: getattr(args, key)
-                for key in ("frames", "height", "width", "steps", "seed", "dtype", "rounding", "graphs")
-            },
+            **{key: getattr(args, key) for key in shown},
         },
-        "replaced": rows,
-        "replaced_beside": others,
-        "left_alone": {**report.left_alone, **beside.left_alone},
-        "fallbacks": fallbacks,
-        "compiled_calls": dict(counter.calls),
-        "without_compiled_call": sorted(claimed - counter.calls.keys()),
+        **facts,
         "restored_to_same_bits": restored,
-        "seconds": {
-            key: {
-                "text": text,
-                "step_median": statistics.median(clip.steps),
-                "vae": clip.decode,
-                "total": text + clip.seconds,
-                "steps": clip.steps,
-            }
-            for key, text, clip in (("stock", stock_text, stock), ("ltx_kernels", our_text, ours))
-        },
+        "seconds": {key: side.seconds() for key, side in sides.items()},
         "errors": {
-            key: errors(*pairs[key]) if key in pairs else None
-            for key in ("stock_to_float32", "ltx_kernels_to_float32", "ltx_kernels_to_stock")
+            "stock_to_float32": stock.errors(exact) if exact else None,
+            "ltx_kernels_to_float32": ours.errors(exact) if exact else None,
+            "ltx_kernels_to_stock": ours.errors(stock),
         },
         "files": {key: str(path) for key, path in files.items()},
         "note": note,
     }
-    result["picture_gain"] = write_picture(stock.frames[0], ours.frames[0], files["comparison"], picture_title(result))
+    title = picture_title(result)
+    result["picture_gain"] = write_picture(stock.clip.frames[0], ours.clip.frames[0], files["comparison"], title)
     return result
 
 
