@@ -352,6 +352,28 @@ def test_compiled_causal_attention(ltx, device, dtype):
         torch.testing.assert_close(output, attend(*case.tensors.values()), rtol=0.02, atol=0.02)
 
 
+def test_compiled_for_any_number_of_heads(ltx, device):
+    """With all sizes dynamic, whether the attention is grouped and causal is a question to these sizes."""
+    torch.compiler.reset()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ltx.attention(q, k, v, is_causal=q.shape[1] > 1)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=True)
+    for tokens, key_heads in ((20, 2), (30, 3), (1, 2), (20, 6)):
+        case = plain_attention_case(Make(device, torch.float32), (2, tokens, 6, 64), 20, key_heads=key_heads)
+        tensors = case.tensors.values()
+        torch.testing.assert_close(compiled(*tensors), attend(*tensors), rtol=1e-4, atol=1e-4)
+
+
+def test_is_causal_may_be_a_number(ltx, device):
+    case = plain_attention_case(Make(device, torch.float32), (2, 20, 6, 64), 20, key_heads=2)
+    for number in (0, 1):
+        for options in ({}, {"return_lse": True}, {"key_lengths": lengths_of(device, 20, 7)}):
+            given, wanted = (case.replace(is_causal=flag, **options).run(ltx)[0] for flag in (number, bool(number)))
+            assert torch.equal(given, wanted)
+
+
 def test_fakes_of_causal_attention(ltx, device):
     """The ops on fakes and in plain torch: their shapes, and their errors."""
     case = plain_attention_case(Make(device, torch.bfloat16), (2, 70, 6, 64), 70, key_heads=2, is_causal=True)

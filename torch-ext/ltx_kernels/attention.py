@@ -58,6 +58,14 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _decided(flag: bool) -> bool:
+    """A flag as torch's attention takes it: not a number, and no SymBool as torch.compile makes it of dynamic sizes,
+    which ``bool`` would leave as it is."""
+    if flag:  # noqa: SIM103
+        return True
+    return False
+
+
 def _torchs_attention(
     query: Tensor,
     key: Tensor,
@@ -70,7 +78,7 @@ def _torchs_attention(
     if query.numel() == 0:  # torch's may return None
         return query.clone(memory_format=torch.contiguous_format)
     q, k, v = (_aligned(x).transpose(1, 2) for x in (query, key, value))
-    grouped = query.shape[2] != key.shape[2]
+    grouped = _decided(query.shape[2] != key.shape[2])
     mask = reference.key_mask(mask, key_lengths, key.shape[1])
     if mask is None:
         output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
@@ -153,7 +161,8 @@ def attention(
         key_lengths: [B] int32: how many of the first keys of a sample count. A number below 0 means 0, one above T
             means T. Together with a mask, a key counts where both say so.
         is_causal: Query i sees keys 0 to i alone, whatever S and T are, and of these the keys that count by
-            ``key_lengths``. It comes without a mask.
+            ``key_lengths``. It comes without a mask. Without the kernel, an infinite or NaN value may reach the rows
+            before it.
         scale: What the scores are multiplied by; None: D ** -0.5.
         out: Where to write, like query, any strides: for example the first columns of a wider row. It must not
             overlap an input.
@@ -185,6 +194,7 @@ def attention(
         check_type("return_lse", "bool", return_lse)
     if is_causal is not False:
         check_type("is_causal", "bool", is_causal)
+        is_causal = _decided(is_causal)
     if precision != "native" and is_int8(precision, mask, is_causal, return_lse):
         return _attention_int8(out, query, key, value, key_lengths, scale)
     try:
