@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 from helpers.attention import has_kernel  # noqa: E402
@@ -128,7 +129,7 @@ def test_other_calls_stay(ltx: ModuleType, device: str, prompts: list[int], fami
 
 
 @pytest.mark.parametrize(
-    "case", ["no kernel", "rounding", "eager", "patched", "torch function", "training", "gradient"]
+    "case", ["no kernel", "rounding", "eager", "patched", "torch patched", "torch function", "training", "gradient"]
 )
 def test_other_functions_stay(
     ltx: ModuleType, device: str, prompts: list[int], monkeypatch: pytest.MonkeyPatch, case: str
@@ -145,6 +146,9 @@ def test_other_functions_stay(
         stock = home.sdpa_attention_forward
         registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
         monkeypatch.setitem(registry._global_mapping, "sdpa", lambda *args, **options: stock(*args, **options))
+    elif case == "torch patched":
+        own = F.scaled_dot_product_attention
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **options: own(*args, **options))
     elif case == "training":
         model.train()
     if case == "torch function":
@@ -200,6 +204,46 @@ def test_compiled_layers(
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             assert distance(model(ids, use_cache=False).logits, wanted) < CLOSE
     assert REMARK in str(report)
+
+
+def test_compiled_layers_without_the_kernel(
+    ltx: ModuleType, device: str, prompts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for short and for long prompts."""
+    monkeypatch.setattr(sys.modules[f"{ltx.__name__}.integrations._causal"], "runs_kernel", lambda *_: False)
+    model = make("Llama", device)
+    ltx.optimize(model)
+    torch.compiler.reset()
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="eager", dynamic=True)
+    for i, length in enumerate((LEAST - 2, LEAST + 2)):
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            model(make_ids(device, length), use_cache=False)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("length", [LEAST - 2, LEAST + 2])
+def test_exported_layers(ltx: ModuleType, device: str, prompts: list[int], length: int, strict: bool) -> None:
+    """For all lengths, with the model's attention."""
+    model = make("Llama", device)
+    ltx.optimize(model)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rotary = model.model.layers[0], model.model.rotary_emb
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.arange(x.shape[1], device=x.device)[None]
+            output: Tensor = self.layer(x, position_ids=places, position_embeddings=self.rotary(x, places))
+            return output
+
+    x = torch.randn(2, 40, 64, device=device)
+    sizes = {"x": {1: torch.export.Dim("length", min=2, max=64)}}
+    exported = torch.export.export(Layer(), (x[:, :length].clone(),), dynamic_shapes=sizes, strict=strict).module()
+    assert prompts == []
+    for rows in (3, 40):
+        assert distance(exported(x[:, :rows]), Layer()(x[:, :rows])) < CLOSE
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])

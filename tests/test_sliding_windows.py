@@ -122,7 +122,7 @@ def test_other_masks_stay(ltx: ModuleType, device: str, flash: list[int], family
     assert flash == [] and REMARK not in str(report)
 
 
-@pytest.mark.parametrize("case", ["eager", "patched", "torch function", "training"])
+@pytest.mark.parametrize("case", ["eager", "patched", "torch patched", "torch function", "training"])
 def test_other_functions_stay(
     ltx: ModuleType, device: str, flash: list[int], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -135,6 +135,9 @@ def test_other_functions_stay(
         stock = home.sdpa_attention_forward
         registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
         monkeypatch.setitem(registry._global_mapping, "sdpa", lambda *args, **options: stock(*args, **options))
+    elif case == "torch patched":
+        own = F.scaled_dot_product_attention
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **options: own(*args, **options))
     elif case == "training":
         model.train()
     if case == "torch function":
@@ -152,6 +155,20 @@ def test_compiled_models_keep_the_mask(ltx: ModuleType, device: str, flash: list
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert distance(compiled(ids, use_cache=False).logits, stock) < CLOSE
+    assert flash == []
+
+
+def test_compiled_layers(ltx: ModuleType, device: str, flash: list[int]) -> None:
+    """One graph for prompts that are shorter and longer than the window."""
+    model = make("Mistral", device)
+    ltx.optimize(model)
+    torch.compiler.reset()
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="eager", dynamic=True)
+    for i, length in enumerate((WINDOW - 2, LENGTH)):
+        mask = four_dimensions(length, device, WINDOW).repeat(2, 1, 1, 1)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            model(make_ids(device, length), attention_mask=mask, use_cache=False)
     assert flash == []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Callable
 
+import torch
 from torch import Tensor
 
 from ..attention import attention, runs_kernel
@@ -37,12 +38,21 @@ def attend(
     options: What it would give to the function beside these tensors, the dropout and the scale.
     """
     length, window = query.shape[2], options.get("sliding_window")
+    # A graph with a dynamic length holds for one answer to each question about the length, so that none is asked where
+    # the kernel does not run. An exported graph has to serve all lengths.
+    if length == 1 or not runs_kernel(query, key, value) or _is_exporting():
+        return None
     least = LEAST if query.shape[0] == 1 else LEAST_OF_SEVERAL
     if length < least or key.shape[2] != length or (window is not None and window < length):
         return None
     if site.rounding != "fp32" or not is_plain(function, options) or not getattr(module, "is_causal", True):
         return None
-    if not runs_kernel(query, key, value) or others_take_functions():
+    if others_take_functions():
         return None
     site.remark("causal attention of a prompt in this package's kernel")
     return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, scale=scale)
+
+
+def _is_exporting() -> bool:
+    """Whether torch.export traces. torch.compile of torch 2.13 takes `torch.compiler.is_exporting` for True."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._guards import is_capturing
@@ -42,7 +43,8 @@ def attend(
     """
     window = options.get("sliding_window")
     length = query.shape[2]
-    if window is None or length < window or key.shape[2] != length or length == 1:
+    # Under torch.compile the length is not asked for: a graph holds for one answer.
+    if window is None or length == 1 or torch.compiler.is_compiling() or length < window or key.shape[2] != length:
         return None
     if not is_plain(function, options) or not _has_flash(query, key) or not _may_read():
         return None
@@ -53,9 +55,14 @@ def attend(
 
 
 def is_plain(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
-    """Whether a function is transformers' own for scaled_dot_product_attention, and no option changes its result."""
+    """Whether a function is transformers' own for scaled_dot_product_attention, and no option changes its result.
+
+    Some libraries put a function of theirs in the place of torch's; then they are called.
+    """
     home = sys.modules.get(HOME)
     if home is None or function is not home.sdpa_attention_forward:
+        return False
+    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
         return False
     return all(options.get(name) is None for name in CHANGES)
 
@@ -77,11 +84,11 @@ def _has_flash(query: Tensor, key: Tensor) -> bool:
 
 
 def _may_read() -> bool:
-    """Whether the host may ask for a mask's contents: a compiled or captured graph serves other masks, too.
+    """Whether the host may ask for a mask's contents: a captured graph serves other masks, too.
 
     Where somebody takes calls of torch's functions, scaled_dot_product_attention is called for them.
     """
-    return not (torch.compiler.is_compiling() or others_take_functions() or is_capturing())
+    return not (others_take_functions() or is_capturing())
 
 
 def _is_window(mask: Tensor, window: int, length: int) -> bool:
