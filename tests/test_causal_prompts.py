@@ -163,6 +163,23 @@ def test_other_functions_stay(
     assert prompts == []
 
 
+@pytest.mark.parametrize("scope", ["process", "context"])
+def test_default_device(ltx: ModuleType, device: str, prompts: list[int], scope: str) -> None:
+    """It takes the functions that make tensors, and no attention."""
+    model, ids = make("Llama", device), make_ids(device, 15)
+    ltx.optimize(model)
+    if scope == "context":
+        with torch.device(device):
+            model(ids)
+    else:
+        torch.set_default_device(device)
+        try:
+            model(ids)
+        finally:
+            torch.set_default_device(None)
+    assert prompts == [15] * LAYERS
+
+
 @pytest.mark.parametrize("option", ["softcap", "is_causal", "position_bias", "cache", "s_aux", "sliding_window"])
 def test_options_that_change_the_result(ltx: ModuleType, device: str, option: str) -> None:
     """Alone among these, a window of at least the prompt changes nothing."""

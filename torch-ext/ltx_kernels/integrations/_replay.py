@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext  # of a default device
 
 from .._variant import COMPILED_DEVICE
 from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, hooked, is_capturing
@@ -332,9 +333,14 @@ def as_one(function: Call, *args: Any) -> Any:
 
 
 def others_take_functions() -> bool:
-    """Whether a torch function mode other than this module's recorder is active."""
+    """Whether a torch function mode other than this module's recorder is active, and not for new tensors alone."""
     depth: int = torch._C._len_torch_function_stack()
-    return depth > (0 if _recorder() is None else 1)
+    if depth <= (0 if _recorder() is None else 1):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    modes = map(torch._C._get_function_stack_at, range(depth))
+    return not all(type(mode) in (_Recorder, DeviceContext) for mode in modes)
 
 
 class _Replay:
