@@ -54,5 +54,6 @@ def attend(
 
 
 def _is_exporting() -> bool:
-    """Whether torch.export traces. torch.compile of torch 2.13 takes `torch.compiler.is_exporting` for True."""
+    """Whether torch.export traces. `torch.compiler.is_exporting` says so of torch.compile as well before
+    pytorch#176499, by transformers' masking_utils.py."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
