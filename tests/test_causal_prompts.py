@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 from helpers.attention import has_kernel  # noqa: E402
-from helpers.language_models import LAYERS, distance, make_ids, make_model  # noqa: E402
+from helpers.language_models import (  # noqa: E402
+    LAYERS,
+    OTHER_ATTENTION,
+    distance,
+    make_ids,
+    make_model,
+    other_attention,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 CLOSE = 1e-5 if torch.cuda.is_available() else 3e-6
@@ -128,9 +134,7 @@ def test_other_calls_stay(ltx: ModuleType, device: str, prompts: list[int], fami
     assert prompts == [] and REMARK not in str(report)
 
 
-@pytest.mark.parametrize(
-    "case", ["no kernel", "rounding", "eager", "patched", "torch patched", "torch function", "training", "gradient"]
-)
+@pytest.mark.parametrize("case", ["no kernel", "rounding", *OTHER_ATTENTION, "gradient"])
 def test_other_functions_stay(
     ltx: ModuleType, device: str, prompts: list[int], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -139,26 +143,9 @@ def test_other_functions_stay(
     if case == "no kernel":
         home = sys.modules[f"{ltx.__name__}.integrations._causal"]
         monkeypatch.setattr(home, "runs_kernel", lambda *_: False)
-    elif case == "eager":
-        model.set_attn_implementation("eager")
-    elif case == "patched":
-        home = sys.modules["transformers.integrations.sdpa_attention"]
-        stock = home.sdpa_attention_forward
-        registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-        monkeypatch.setitem(registry._global_mapping, "sdpa", lambda *args, **options: stock(*args, **options))
-    elif case == "torch patched":
-        own = F.scaled_dot_product_attention
-        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **options: own(*args, **options))
-    elif case == "training":
-        model.train()
-    if case == "torch function":
-        with torch.overrides.BaseTorchFunctionMode():
-            model(ids)
     elif case == "gradient":
         model.requires_grad_(True)
-        with torch.enable_grad():
-            model(ids)
-    else:
+    with torch.enable_grad() if case == "gradient" else other_attention(case, model, monkeypatch):
         model(ids)
     assert prompts == []
 

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
-from helpers.language_models import LAYERS, distance, make_ids, make_model  # noqa: E402
+from helpers.language_models import (  # noqa: E402
+    LAYERS,
+    OTHER_ATTENTION,
+    distance,
+    make_ids,
+    make_model,
+    other_attention,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 CLOSE = 1e-5 if torch.cuda.is_available() else 3e-6
@@ -122,28 +129,13 @@ def test_other_masks_stay(ltx: ModuleType, device: str, flash: list[int], family
     assert flash == [] and REMARK not in str(report)
 
 
-@pytest.mark.parametrize("case", ["eager", "patched", "torch patched", "torch function", "training"])
+@pytest.mark.parametrize("case", OTHER_ATTENTION)
 def test_other_functions_stay(
     ltx: ModuleType, device: str, flash: list[int], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     model, ids = make("Gemma3", device), make_ids(device, LENGTH)
     ltx.optimize(model)
-    if case == "eager":
-        model.set_attn_implementation("eager")
-    elif case == "patched":
-        home = sys.modules["transformers.integrations.sdpa_attention"]
-        stock = home.sdpa_attention_forward
-        registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-        monkeypatch.setitem(registry._global_mapping, "sdpa", lambda *args, **options: stock(*args, **options))
-    elif case == "torch patched":
-        own = F.scaled_dot_product_attention
-        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **options: own(*args, **options))
-    elif case == "training":
-        model.train()
-    if case == "torch function":
-        with torch.overrides.BaseTorchFunctionMode():
-            model(ids)
-    else:
+    with other_attention(case, model, monkeypatch):
         model(ids)
     assert flash == []
 

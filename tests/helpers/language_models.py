@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -79,6 +82,32 @@ def assert_close(got: Tensor, stock: Tensor) -> None:
     """Not further from stock than the order of sums in float32, or a few roundings to half precision, can take it."""
     assert got.dtype == stock.dtype and got.shape == stock.shape
     assert distance(got, stock) < (1e-5 if got.dtype == torch.float32 else 4 * torch.finfo(got.dtype).eps)
+
+
+OTHER_ATTENTION = ("eager", "patched", "torch patched", "torch function", "training")
+
+
+def other_attention(
+    case: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> contextlib.AbstractContextManager[object]:
+    """Has a model attend otherwise than by transformers' own call of torch's function.
+
+    case: One of OTHER_ATTENTION.
+
+    Returns: The context that the model has to be called in.
+    """
+    if case == "eager":
+        model.set_attn_implementation("eager")
+    elif case == "patched":
+        stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+        registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+        monkeypatch.setitem(registry._global_mapping, "sdpa", lambda *args, **options: stock(*args, **options))
+    elif case == "torch patched":
+        own = F.scaled_dot_product_attention
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **options: own(*args, **options))
+    elif case == "training":
+        model.train()
+    return torch.overrides.BaseTorchFunctionMode() if case == "torch function" else contextlib.nullcontext()
 
 
 def gradients(model: Any, ids: Tensor) -> list[Tensor]:

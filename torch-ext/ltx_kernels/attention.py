@@ -85,7 +85,7 @@ def _torchs_attention(
         return output.transpose(1, 2).to(query.dtype).contiguous()
     counts = mask if mask.dtype == torch.bool else mask != -math.inf
     addends = (mask if mask.dtype == torch.bool else mask.to(query.dtype))[:, None, None]
-    if is_causal:  # then the mask is that of the lengths, and a query that sees a key sees the first
+    if is_causal:  # The mask is that of the lengths. A query that sees any key sees the first one.
         addends = addends & reference.causal_mask(query, key)
     output = F.scaled_dot_product_attention(q, k, v, addends, scale=scale, enable_gqa=grouped).transpose(1, 2)
     # Some of torch's kernels give other numbers than zeros where no key counts.
@@ -153,8 +153,8 @@ def attention(
     Args:
         query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.
         key: [B, T, key heads, D] with query's dtype and device; any strides, so also a view of a packed query, key and
-            value. The number of key heads divides that of the query's heads: head h of the query uses head
-            h // (heads // key heads) (grouped-query attention).
+            value. The number of heads is a multiple of the number of key heads. Head h of the query uses key head
+            h // (heads // key heads), as in grouped-query attention.
         value: Like key.
         mask: [B, T] or [1, T], any strides. bool: which keys count. Any of the float dtypes: added to the scores of a
             key, and -inf leaves the key out. Keys that are left out must be finite.

@@ -44,7 +44,7 @@ class Block:
         save.
     casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have another dtype.
     check: A further reason why a call has to run stock: (block, arguments by name) to a reason or "".
-    ops: The public functions that `forward` may call. A block that names none calls those of modulated norms.
+    ops: The public functions that `forward` may call. Empty: those for modulated norms.
     roundings: As in `Entry`.
     names: `parameters`, or what `forward` spells out.
     """
