@@ -6,6 +6,7 @@ stock model in float32.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
@@ -723,15 +724,24 @@ def test_scale_as_a_list(ltx: ModuleType, device: str) -> None:
     assert_close(model(**inputs)[0], stock)
 
 
-def test_mode_that_replaces_attention(ltx: ModuleType, device: str, attends: Attends, has_kernel: bool) -> None:
-    """Perturbed attention guidance takes calls of scaled_dot_product_attention: the package's op must not pass it."""
+@pytest.mark.parametrize("way", ["mode", "function"])
+def test_attention_that_is_replaced(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, attends: Attends, has_kernel: bool, way: str
+) -> None:
+    """The package's op must not pass by what somebody has put in the place of scaled_dot_product_attention.
+
+    Perturbed attention guidance does so by a mode, and SageAttention's users by another function.
+    """
     from torch.overrides import TorchFunctionMode
+
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def perturbed(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return value
 
     class Perturbed(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.nn.functional.scaled_dot_product_attention:
-                return args[2] if len(args) > 2 else kwargs["value"]
-            return func(*args, **(kwargs or {}))
+            return (perturbed if func is own else func)(*args, **(kwargs or {}))
 
     dtype = torch.bfloat16
     model, inputs = make_model(device, dtype, **HEADS_OF_64), make_inputs(device, dtype, encoder_attention_mask=None)
@@ -741,7 +751,9 @@ def test_mode_that_replaces_attention(ltx: ModuleType, device: str, attends: Att
             block.attn2.processor = block.attn2.processor
             block.attn2.forward = lambda hidden_states, **_: torch.zeros_like(hidden_states)
     ltx.optimize(model)
-    with Perturbed():
+    if way == "function":
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", perturbed)
+    with Perturbed() if way == "mode" else contextlib.nullcontext():
         want = stock_model(**inputs)[0]
         assert attends(lambda: assert_close(model(**inputs)[0], want)) == (0, 0)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.ltx_video import TINY, make_inputs, make_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -170,6 +171,28 @@ def test_modes_of_the_process(ltx: ModuleType, replay: ModuleType, device: str) 
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(**inputs)[0], expected)
     assert torch.equal(model(**inputs)[0], expected)
+
+
+def test_attention_that_is_replaced(
+    ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that is put in the place of torch's attention is called, and neither recorded nor passed by."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    expected, asked, own = warm(model, inputs), [], F.scaled_dot_product_attention
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        asked.append(args)
+        return own(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", counted)
+        for _ in range(3):
+            asked.clear()
+            torch.testing.assert_close(model(**inputs)[0], expected)
+            assert len(asked) == 2 * TINY["num_layers"]
+    asked.clear()
+    assert torch.equal(model(**inputs)[0], expected) and asked == []
 
 
 def test_backends_of_attention(

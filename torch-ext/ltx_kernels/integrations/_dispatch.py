@@ -131,8 +131,8 @@ def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
 def _may_attend(site: Site, module: AttentionModule) -> bool:
     """Whether an attention may go through an op of this package: nothing else was asked for.
 
-    Diffusers' dispatch chooses where a backend was set, and where somebody else takes calls of torch functions:
-    perturbed attention guidance replaces scaled_dot_product_attention in that way.
+    Diffusers' dispatch chooses where a backend was set, and where somebody else takes calls of torch functions: for
+    perturbed attention guidance, for example, or where torch's scaled_dot_product_attention was replaced.
     """
     processor, backends = module.processor, site.settings["backends"]
     return (

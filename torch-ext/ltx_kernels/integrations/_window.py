@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._guards import is_capturing
@@ -55,14 +54,9 @@ def attend(
 
 
 def is_plain(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
-    """Whether a function is transformers' own for scaled_dot_product_attention, and no option changes its result.
-
-    Some libraries put a function of theirs in the place of torch's; then they are called.
-    """
+    """Whether a function is transformers' own for scaled_dot_product_attention, and no option changes its result."""
     home = sys.modules.get(HOME)
     if home is None or function is not home.sdpa_attention_forward:
-        return False
-    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
         return False
     return all(options.get(name) is None for name in CHANGES)
 
