@@ -85,7 +85,8 @@ def _torchs_attention(
         return output.transpose(1, 2).to(query.dtype).contiguous()
     counts = mask if mask.dtype == torch.bool else mask != -math.inf
     addends = (mask if mask.dtype == torch.bool else mask.to(query.dtype))[:, None, None]
-    if is_causal:  # The mask is that of the lengths. A query that sees any key sees the first one.
+    if is_causal:
+        # Only lengths come with it, so the mask is bool. A query that sees any key sees the first one.
         addends = addends & reference.causal_mask(query, key)
     output = F.scaled_dot_product_attention(q, k, v, addends, scale=scale, enable_gqa=grouped).transpose(1, 2)
     # Some of torch's kernels give other numbers than zeros where no key counts.
