@@ -16,7 +16,7 @@ from . import _parallel
 from ._guards import is_capturing
 from ._linear import may_overwrite
 from ._masks import PaddingMask
-from ._replay import others_take_functions, refuse
+from ._replay import attention_is_replaced, others_take_functions, refuse
 from ._rotary import kept
 from ._sites import Site
 from ._stream import TORCH_RMSNORM
@@ -140,6 +140,7 @@ def _may_attend(site: Site, module: AttentionModule) -> bool:
         and getattr(processor, "_attention_backend", None) is None
         and ((backends is None and site.settings["dispatch"] is None) or _is_native(backends))
         and not others_take_functions()
+        and not attention_is_replaced()
     )
 
 

@@ -334,12 +334,7 @@ def as_one(function: Call, *args: Any) -> Any:
 
 
 def others_take_functions() -> bool:
-    """Whether somebody takes calls of torch's functions, and not of those alone that make tensors.
-
-    That is a torch function mode other than this module's recorder, or a function in the place of torch's attention.
-    """
-    if _attention_is_replaced():
-        return True
+    """Whether a torch function mode other than this module's recorder is active, and not for new tensors alone."""
     depth: int = torch._C._len_torch_function_stack()
     if depth <= (0 if _recorder() is None else 1):
         return False
@@ -347,6 +342,11 @@ def others_take_functions() -> bool:
         return True
     modes = map(torch._C._get_function_stack_at, range(depth))
     return not all(type(mode) in (_Recorder, DeviceContext) for mode in modes)
+
+
+def attention_is_replaced() -> bool:
+    """Whether a function stands in the place of torch's scaled_dot_product_attention, as with SageAttention."""
+    return F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
 
 
 class _Replay:
@@ -539,16 +539,11 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
     return compute(module, *args, **kwargs)
 
 
-def _attention_is_replaced() -> bool:
-    """Whether a function stands in the place of torch's scaled_dot_product_attention, as with SageAttention."""
-    return F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
-
-
 def _is_ordinary() -> bool:
     """Whether no mode of the process changes what torch functions do."""
     return not (
         COMPILED_DEVICE is None
-        or _attention_is_replaced()
+        or attention_is_replaced()
         or torch.is_grad_enabled()
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()

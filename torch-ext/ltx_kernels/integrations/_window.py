@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._guards import is_capturing
-from ._replay import others_take_functions
+from ._replay import attention_is_replaced, others_take_functions
 from ._rotary import kept
 from ._sites import Site
 
@@ -54,9 +54,9 @@ def attend(
 
 
 def is_plain(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
-    """Whether a function is transformers' own for scaled_dot_product_attention, and no option changes its result."""
+    """Whether a function is transformers' own for torch's attention, and no option changes its result."""
     home = sys.modules.get(HOME)
-    if home is None or function is not home.sdpa_attention_forward:
+    if home is None or function is not home.sdpa_attention_forward or attention_is_replaced():
         return False
     return all(options.get(name) is None for name in CHANGES)
 
