@@ -54,6 +54,5 @@ def attend(
 
 
 def _is_exporting() -> bool:
-    """Whether torch.export traces. `torch.compiler.is_exporting` says so of torch.compile as well before
-    pytorch#176499, by transformers' masking_utils.py."""
+    """Whether torch.export traces. `torch.compiler.is_exporting` of torch 2.13 says so of torch.compile as well."""
     return getattr(torch.compiler, "_is_exporting_flag", False)

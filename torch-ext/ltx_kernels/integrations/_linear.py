@@ -125,11 +125,11 @@ class Linears:
 
     @property
     def fp8(self) -> bool:
-        return self.scaled and not (self._given and self._adapters())
+        return self.scaled and not self._adapters()
 
     @property
     def direct(self) -> bool:
-        return self.plain and not (self._given and self._adapters())
+        return self.plain and not self._adapters()
 
     @property
     def packed(self) -> bool:
