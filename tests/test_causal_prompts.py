@@ -228,9 +228,8 @@ def test_compiled_layers_without_the_kernel(
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("length", [LEAST - 2, LEAST + 2])
 def test_exported_layers(ltx: ModuleType, device: str, prompts: list[int], length: int, strict: bool) -> None:
-    """For all lengths, with the model's attention."""
+    """For all lengths, with the model's attention, wherever torch exports the stock layer so."""
     model = make("Llama", device)
-    ltx.optimize(model)
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -244,7 +243,17 @@ def test_exported_layers(ltx: ModuleType, device: str, prompts: list[int], lengt
 
     x = torch.randn(2, 40, 64, device=device)
     sizes = {"x": {1: torch.export.Dim("length", min=2, max=64)}}
-    exported = torch.export.export(Layer(), (x[:, :length].clone(),), dynamic_shapes=sizes, strict=strict).module()
+
+    def export() -> Any:
+        given = x[:, :length].clone()
+        return torch.export.export(Layer(), (given,), dynamic_shapes=sizes, strict=strict).module()
+
+    try:
+        export()
+    except torch._dynamo.exc.UserError as error:
+        pytest.skip(f"torch does not export the stock layer: {error}")
+    ltx.optimize(model)
+    exported = export()
     assert prompts == []
     for rows in (3, 40):
         assert distance(exported(x[:, :rows]), Layer()(x[:, :rows])) < CLOSE
@@ -267,7 +276,7 @@ def test_kernel(ltx: ModuleType, cuda: str, family: str, dtype: torch.dtype) -> 
     """On a GPU with the kernel: not further from the model in float32 than stock, compiled and in a graph, too."""
     if not has_kernel(ltx, cuda):
         pytest.skip("the kernel is for Hopper alone")
-    model, ids = make(family, cuda, dtype, head_dim=64), make_ids(cuda, 300)
+    model, ids = make(family, cuda, dtype, head_dim=64), make_ids(cuda, 300)[:1]
     stock, exact = model(ids).logits, copy.deepcopy(model).float()(ids).logits
     report = ltx.optimize(model)
     output = model(ids).logits

@@ -357,20 +357,3 @@ def test_one_token_of_each_sample_has_the_strides_of_stock(
     assert (ours == stock) is large
     assert len(appended) == 2 * LAYERS
     assert all(tensor.is_contiguous() is large for tensor in appended)
-
-
-@every_family
-def test_a_call_with_a_cache_has_no_signature(
-    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """No recorded call can hold a cache, and a token is mostly the host's time: nothing is found out for a record."""
-    model, ids, asked = make(family, device), make_ids(device), list[object]()
-    replay = _module(ltx, "_replay")
-    forms = replay._forms
-    monkeypatch.setattr(replay, "_forms", lambda values, tensors: (asked.append(values), forms(values, tensors))[1])
-    ltx.optimize(model)
-    cache, _ = filled(model, ids)
-    model(ids[:, -1:], past_key_values=cache, use_cache=True)
-    assert asked == []
-    model(ids, use_cache=False)
-    assert asked

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ._feed_forward import FEED_FORWARD
 from ._guards import class_of, hooked, remember, submodule, why_not_input, why_not_norm_weight, why_not_tensor
 from ._norms import FORMS, LAYER, RMS, statistic
-from ._replay import replayed
+from ._replay import Live, replayed
 from ._sites import Entry, parameters_of, site_of, stock_forward
 
 
@@ -43,6 +43,7 @@ class Block:
     fp8_skip: Patterns of linear layers that fp8 leaves alone unless told otherwise, since they cost more than they
         save.
     casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have another dtype.
+    live: Arguments that may be others at every recorded call, such as keys and values of earlier tokens.
     check: A further reason why a call has to run stock: (block, arguments by name) to a reason or "".
     ops: The public functions that `forward` may call. Empty: those for modulated norms.
     roundings: As in `Entry`.
@@ -64,6 +65,7 @@ class Block:
     linears: tuple[tuple[str, ...], ...] = ()
     fp8_skip: tuple[str, ...] = ()
     casts: bool = False
+    live: Live | None = None
     check: Callable[[Any, Mapping[str, Any]], str] = lambda block, arguments: ""
     ops: tuple[str, ...] = ()
     roundings: tuple[str, ...] = ("fp32", "eager")
@@ -90,7 +92,7 @@ class Block:
             return compute(module, *args, **named)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return replayed(module, ordinary, args, kwargs)
+            return replayed(module, ordinary, args, kwargs, self.live)
 
         return Entry(
             self.classes,

@@ -67,6 +67,12 @@ def fill(layer: Any, key: Tensor, value: Tensor) -> Pair:
     return key, value
 
 
+def is_filled(cache: Any, index: int) -> bool:
+    """Whether a layer of one of transformers' caches holds keys, so that `empty_layer` does not return it."""
+    layers = getattr(cache, "layers", ())
+    return len(layers) > index and getattr(layers[index], "is_initialized", False) is True
+
+
 def is_large(cache: Any, index: int) -> bool:
     """Whether a layer of a cache holds so many keys that what is appended to them should be contiguous."""
     layers = getattr(cache, "layers", ())

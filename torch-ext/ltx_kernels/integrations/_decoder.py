@@ -7,8 +7,9 @@ stock forward does.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, cast
 
@@ -19,7 +20,7 @@ from ..glu import geglu, swiglu
 from ..quant import geglu_quant, swiglu_quant
 from ..rope import apply_rotary_qk, qk_norm_rope
 from . import _causal, _window
-from ._cache import empty_layer, fill, heads_first, is_large
+from ._cache import empty_layer, fill, heads_first, is_filled, is_large
 from ._fp8 import Rows, in_fp8
 from ._guards import (
     ATTRIBUTE,
@@ -34,6 +35,7 @@ from ._guards import (
 )
 from ._linear import Input, Linears, dequantised, like_of, may_overwrite, unpack
 from ._norms import form_of
+from ._replay import Live, as_one
 from ._rotary import Tables
 from ._sites import Entry, Site, site_of, stock_forward
 
@@ -186,6 +188,9 @@ def _why_not_tables(spec: CausalAttention, rope: Tables | None, input: Tensor) -
     return ""
 
 
+_READ = ("hidden_states", "position_embeddings")  # arguments that query, key and value are made of
+
+
 def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) -> Any:
     """The stock forward; a layer that asked `CausalAttention.readers` may hand over rows of fp8."""
     input: Input = arguments["hidden_states"]
@@ -215,29 +220,72 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
         out = _heads_first_like(query) if one_token else query, _heads_first_like(key) if new_key else key
     query, key = _norm_and_rotate(spec, site, plan, query, key, rope, out)
     query, key = query.transpose(1, 2), key.transpose(1, 2)
+    contiguous = empty is not None or one_token
+    value = as_one(heads_first, value) if contiguous else value.transpose(1, 2)
+    others = {name: value for name, value in arguments.items() if name not in _READ}
+    output, weights = as_one(functools.partial(_attend, spec), module, query, key, value, empty, others)
+    return plan.output(output.flatten(2))[0], weights
+
+
+def _attend(
+    spec: CausalAttention,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    empty: Any,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Updates the cache and attends: (output [B, S, heads, D], what the model's function says of the weights).
+
+    query, key, value: [B, heads, S, D].
+    empty: The layer of the cache that takes keys and values as they are, or None.
+    arguments: Of the stock forward, without those that query, key and value were made of.
+    """
+    cache = arguments.get("past_key_values")
     if empty is not None:
-        key, value = fill(empty, key, heads_first(value))
-    else:
-        value = heads_first(value) if one_token else value.transpose(1, 2)
-        if cache is not None:
-            key, value = cache.update(key, value, module.layer_idx)
+        key, value = fill(empty, key, value)
+    elif cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    site = site_of(module)
     settings = site.settings
     function = settings["registry"].get_interface(module.config._attn_implementation, settings["eager"])
-    known = spec.parameters
-    more = {name: value for name, value in arguments.items() if name not in known}
-    more.update(spec.options(module, arguments))
+    options = {name: value for name, value in arguments.items() if name not in spec.parameters}
+    options.update(spec.options(module, arguments))
     mask: Tensor | None = arguments.get("attention_mask")
     output: Tensor | None = None
     if not module.training:
         if mask is None:
-            output = _causal.attend(site, module, function, query, key, value, module.scaling, more)
+            output = _causal.attend(site, module, function, query, key, value, module.scaling, options)
         else:
-            output = _window.attend(site, function, query, key, value, mask, module.scaling, more)
-    weights = None
-    if output is None:
-        dropout = module.attention_dropout if module.training else 0.0
-        output, weights = function(module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **more)
-    return plan.output(output.flatten(2))[0], weights
+            output = _window.attend(site, function, query, key, value, mask, module.scaling, options)
+    if output is not None:
+        return output, None
+    dropout = module.attention_dropout if module.training else 0.0
+    attended: tuple[Tensor, Tensor | None] = function(
+        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **options
+    )
+    return attended
+
+
+def _token_form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """What a recorded call of a decoder layer depends on of its cache; None where it is not one token of each sample.
+
+    What is done before the attention depends on the cache if that is empty, or large and for several samples.
+    """
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        return False
+    hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
+    samples, tokens, _ = hidden_states.shape
+    index = block._modules["self_attn"].layer_idx
+    if tokens > 1 or not is_filled(cache, index):
+        return None
+    return samples > 1 and is_large(cache, index)
+
+
+# Of decoder layers: a token's cache is another one for every text, and its mask grows from token to token.
+LIVE = Live(("past_key_values", "attention_mask"), _token_form)
 
 
 def _heads_first_like(heads: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ run that function.
 A call is not recorded where something else decides: the contents or the address of a tensor, a cache that looks
 tensors up by their identity, or a module of another library. Code of this package that decides by one of these says
 so: `refuse` ends the recording, and `as_one` records a whole Python function as one line, which every replay calls
-again.
+again. Such functions alone may read arguments that are others at every call (`Live`), such as keys and values of
+earlier tokens.
 
 `replayed` is the entry point. `_Recorder` writes the lines of one call, `_Replay` is a recorded call, and `Replays`
 holds all recorded calls of a block.
@@ -42,6 +43,7 @@ from ._sites import Site
 CHANGES = 8
 REFUSED = 100  # so many calls later, a block that may not be recorded is examined again
 LIBRARIES = ("torch", "diffusers")
+ACTIVATIONS = "transformers.activations"  # of transformers' other modules, those that `optimize` replaces are recorded
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Call = Callable[..., Any]
@@ -76,11 +78,23 @@ _CONSTANTS = (
 )
 
 _PLAIN = (bool, int, float, str)
-_KINDS = frozenset((Tensor, type(None), *_PLAIN, tuple, list, dict))  # of arguments that a signature can hold
+
+_BEGUN = "begun"  # the variable of a recorded call's list that says whether a line may have read a live argument
 
 _NO_MARKS = str.maketrans("(),", "   ")  # leaves the names of a nested tuple of targets
 
 _local = threading.local()
+
+
+class Live(NamedTuple):
+    """Arguments of a block that may be others at every call: `as_one` hands them on, and no other line may read them.
+
+    names: The arguments. A call gives them by name, or it is not recorded.
+    form: (block, args, kwargs) to what a recorded call depends on of them; None where the call is not to be recorded.
+    """
+
+    names: tuple[str, ...]
+    form: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Hashable]
 
 
 class _Line(NamedTuple):
@@ -96,13 +110,23 @@ class _Recorder(TorchFunctionMode):
     """Writes down the torch functions that run while it is on, as lines of a Python function.
 
     Tensors are variables of that function: ``given0``, ... are its arguments, ``held0``, ... weights in its globals,
-    ``t0``, ... results of lines, and ``view0``, ... views. Views take fewer lines than the calls that made them. A view
-    of a small weight is held in the globals. A view of a tensor that the call made is one torch.as_strided, however
-    long the chain of views was, and stands right before the first line that reads it.
+    ``t0``, ... results of lines, and ``view0``, ... views. A live argument is ``live_`` and its name. Views take fewer
+    lines than the calls that made them. A view of a small weight is held in the globals. A view of a tensor that the
+    call made is one torch.as_strided, however long the chain of views was, and stands right before the first line that
+    reads it.
     """
 
-    def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        given: Sequence[Tensor],
+        held: Sequence[Tensor],
+        live: Mapping[str, Any],
+        counts: dict[Site, _Counts],
+    ) -> None:
+        """counts: Of each site before the call. `as_one` adds what its functions count, as they do at every replay."""
         super().__init__()
+        self.counts = counts
+        self.live = {id(value): f"live_{name}" for name, value in live.items()}
         self.reason = ""  # why the call cannot be replayed; empty as long as it can
         self.paused = False
         self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # tensor and variable, by the tensor's id
@@ -135,10 +159,13 @@ class _Recorder(TorchFunctionMode):
         if self.paused:
             return function(*args)
         self.paused = True
+        before = {site: _Counts(site) for site in self.counts}
         try:
             result = function(*args)
         finally:
             self.paused = False
+        for site, counts in before.items():
+            self.counts[site].move_on(counts, _Counts(site))
         if not self.reason:
             self._record(function, args, {}, result, whole=True)
         return result
@@ -165,7 +192,8 @@ class _Recorder(TorchFunctionMode):
         for line, names in zip(reversed(lines), reversed(done)):
             deleted = ", ".join(sorted(names.difference(self.given)))
             body.append(f"    {line.text}; del {deleted}" if deleted else f"    {line.text}")
-        source = "\n".join((f"def replay({', '.join(self.given)}):", *body, f"    return {returned}"))
+        parameters = ", ".join((*self.given, *self.live.values(), *((_BEGUN,) if self.live else ())))
+        source = "\n".join((f"def replay({parameters}):", *body, f"    return {returned}"))
         exec(_compiled(source), self.globals)  # names alone: every value is in the globals
         return cast(Call, self.globals.pop("replay"))
 
@@ -180,20 +208,23 @@ class _Recorder(TorchFunctionMode):
         if name == "__get__":  # of a property
             name = function.__self__.__name__
         writes = isinstance(function, OpOverload) or name == "__setitem__"
-        if not isinstance(result, (Tensor, tuple, list)) and not (result is None and writes):
+        answers = not isinstance(result, (Tensor, tuple, list)) and not (result is None and writes)
+        if answers or name in _FORM:  # a shape or strides are tuples
             if name not in _FORM:
                 self.reason = f"a call asks for {name}"
-            return
-        if name in _FORM:  # a shape or strides
+            elif args and id(args[0]) in self.live:
+                self.reason = f"a call asks for {name} of an argument that changes"
             return
         if not whole and name in _VIEWS and args and self._is_view(result, args[0]):
             return
         read: set[str] = set()
-        values = [self._text(value, read) for value in args]
+        values = [self._text(value, read, whole) for value in args]
         values += [f"{key}={self._text(value, read)}" for key, value in kwargs.items()]
         call = function._op if isinstance(function, OpOverload) else function
         line = f"{self._constant(call)}({', '.join(values)})"
         made = self._targets(result)
+        if whole and self.live:
+            line = f"{_BEGUN}.append(True) or {line}"
         makes = set(made.translate(_NO_MARKS).split())
         if not whole:
             self._note_roots(result, (*args, *kwargs.values()))
@@ -268,8 +299,13 @@ class _Recorder(TorchFunctionMode):
         parts = (self._targets(part, f"{place}_{i}") for i, part in enumerate(result))
         return f"({''.join(f'{part}, ' for part in parts)})"
 
-    def _text(self, value: Any, read: set[str]) -> str:
-        """An argument as a Python expression; the variables in it are added to `read`."""
+    def _text(self, value: Any, read: set[str], whole: bool = False) -> str:
+        """An argument as a Python expression; the variables in it are added to `read`.
+
+        whole: Of a function that `as_one` calls.
+        """
+        if whole and id(value) in self.live:
+            return self.live[id(value)]
         if isinstance(value, Tensor):
             name = self._name_of(value)
             if not name:
@@ -283,8 +319,10 @@ class _Recorder(TorchFunctionMode):
                 read.add(name)
             return name
         if type(value) in (tuple, list):
-            inside = "".join(f"{self._text(part, read)}, " for part in value)
+            inside = "".join(f"{self._text(part, read, whole)}, " for part in value)
             return f"({inside})" if type(value) is tuple else f"[{inside}]"
+        if type(value) is dict:
+            return f"{{{', '.join(f'{key!r}: {self._text(part, read, whole)}' for key, part in value.items())}}}"
         if value is None or type(value) in (bool, int):
             return repr(value)
         if not isinstance(value, _CONSTANTS):
@@ -352,11 +390,14 @@ def attention_is_replaced() -> bool:
 class _Replay:
     """A recorded call: its function, what it adds to the sites' counters, and what it asked diffusers' registries."""
 
-    __slots__ = ("answers", "calls", "facts", "function", "remarks", "unpacked")
+    __slots__ = ("answers", "calls", "facts", "function", "live", "remarks", "unpacked")
 
-    def __init__(self, function: Call, before: Mapping[Site, _Counts], facts: list[Call], answers: list[Any]) -> None:
+    def __init__(
+        self, function: Call, live: bool, before: Mapping[Site, _Counts], facts: list[Call], answers: list[Any]
+    ) -> None:
+        """live: The function takes live arguments, and a list that it appends to before it reads one of them."""
         after = {site: _Counts(site) for site in before}
-        self.function, self.facts, self.answers = function, facts, answers
+        self.function, self.live, self.facts, self.answers = function, live, facts, answers
         calls = [(site, after[site].calls - counts.calls) for site, counts in before.items()]
         unpacked = [(site, after[site].unpacked - counts.unpacked) for site, counts in before.items()]
         self.calls = [(site, number) for site, number in calls if number]
@@ -371,11 +412,14 @@ class _Replay:
         """Whether diffusers' registries of attention backends answer as they did in the recording."""
         return [fact() for fact in self.facts] == self.answers
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        # Below autograd torch does not track which tensors are views, which makes views faster. Gradients are off, so
-        # that nothing needs to know.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            result = self.function(*tensors)
+    def __call__(self, arguments: Sequence[Any]) -> Any:
+        if self.live:  # what reads them may be any code
+            result = self.function(*arguments)
+        else:
+            # Below autograd torch does not track which tensors are views, which makes views faster. Gradients are off,
+            # so that nothing needs to know.
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                result = self.function(*arguments)
         for site, calls in self.calls:
             site.calls += calls
         for site, unpacked in self.unpacked:
@@ -391,6 +435,12 @@ class _Counts:
     def __init__(self, site: Site) -> None:
         self.calls, self.unpacked, self.remarks = site.calls, site.unpacked, Counter(site.remarks)
         self.others = site.traces, site.gradients, sum(site.fallbacks.values())
+
+    def move_on(self, before: _Counts, after: _Counts) -> None:
+        """Counts what was counted between two moments, but for `others`."""
+        self.calls += after.calls - before.calls
+        self.unpacked += after.unpacked - before.unpacked
+        self.remarks += after.remarks - before.remarks
 
 
 class Replays:
@@ -433,7 +483,7 @@ class Replays:
             self._adapters, self.calls = active, self._of_adapters.setdefault(active, {})
         return True
 
-    def record(self, key: Hashable, compute: Call, tensors: Sequence[Tensor]) -> Any:
+    def record(self, key: Hashable, compute: Call, tensors: Sequence[Tensor], live: Mapping[str, Any]) -> Any:
         """Runs a call, records it under its signature, and returns its result."""
         held = self.state.present
         self.calls[key] = "a call has failed"
@@ -444,7 +494,7 @@ class Replays:
         before = {site: _Counts(site) for site in self.sites}
         facts = _facts(self.sites)
         answers = [fact() for fact in facts]
-        recorder = _local.recorder = _Recorder(tensors, held)
+        recorder = _local.recorder = _Recorder(tensors, held, live, before)
         try:
             with recorder:
                 result = compute()
@@ -453,7 +503,10 @@ class Replays:
         if any(_Counts(site).others != counts.others for site, counts in before.items()):
             recorder.reason = recorder.reason or "a call ran a stock forward"
         function = recorder.function(result)
-        self.calls[key] = function if isinstance(function, str) else _Replay(function, before, facts, answers)
+        if isinstance(function, str):
+            self.calls[key] = function
+        else:
+            self.calls[key] = _Replay(function, bool(live), before, facts, answers)
         return result
 
 
@@ -479,8 +532,10 @@ def lines(root: nn.Module) -> list[str]:
 
 def _does_more(part: nn.Module) -> bool:
     """Whether a module below a block may launch something that a torch function mode does not see, such as Triton."""
+    home = type(part).__module__
+    known = home.split(".")[0] in LIBRARIES or home == ACTIVATIONS or ATTRIBUTE in part.__dict__ or is_lora(part)
     return (
-        not (type(part).__module__.split(".")[0] in LIBRARIES or is_lora(part))
+        not known
         or hooked(part)
         or part.__dict__.get("_compiled_call_impl") is not None
         or ("processor" in part.__dict__ and ATTRIBUTE not in part.__dict__)
@@ -493,14 +548,24 @@ def _facts(sites: Sequence[Site]) -> list[Call]:
     return [found.get_active_backend for found in registries.values()]
 
 
-def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def replayed(
+    module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any], live: Live | None = None
+) -> Any:
     """``compute(module, *args, **kwargs)``; the second call of a signature is recorded, and later ones are replayed."""
-    # A cache of keys and values is of another kind. It is looked for first, because a token is mostly the host's time.
-    if torch.compiler.is_compiling() or not _KINDS.issuperset(map(type, kwargs.values())) or not _is_ordinary():
+    if torch.compiler.is_compiling() or not _is_ordinary():
         return compute(module, *args, **kwargs)
+    handed: dict[str, Any] = {}
+    form: Hashable = None
+    if live is not None:
+        handed = {name: kwargs[name] for name in live.names if kwargs.get(name) is not None}
+        if handed:
+            form = live.form(module, args, kwargs)
+            if form is None:
+                return compute(module, *args, **kwargs)
+    fixed = {name: value for name, value in kwargs.items() if name not in handed} if handed else kwargs
     tensors: list[Tensor] = []
     try:
-        key = torch.is_inference_mode_enabled(), *kwargs, *_forms((*args, *kwargs.values()), tensors)
+        key = torch.is_inference_mode_enabled(), *handed, form, *fixed, *_forms((*args, *fixed.values()), tensors)
     except TypeError:  # `_forms` does not know the type of an argument
         return compute(module, *args, **kwargs)
     replays: Replays | None = module.__dict__.get(REPLAYS)
@@ -522,14 +587,17 @@ def replayed(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapp
             replays.calls.clear()
         replays.calls[key] = ""
     elif found == "":  # the second call
-        return replays.record(key, lambda: compute(module, *args, **kwargs), tensors)
+        return replays.record(key, lambda: compute(module, *args, **kwargs), tensors, handed)
     elif not isinstance(found, str):
         if found.holds():
+            begun: list[bool] = []
             try:
-                result = found(tensors)
+                result = found((*tensors, *handed.values(), begun) if handed else tensors)
             # For example, an offload has put weights that lay side by side into separate storages.
             except RuntimeError as error:
                 replays.calls[key] = f"a replay failed: {error}"
+                if begun:  # the keys and values of a token are in their cache, and must not get there twice
+                    raise
                 module.__dict__[ATTRIBUTE].remark(f"a recorded call failed, and ran ordinarily: {error}")
             else:
                 replays.changes = 0

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .._block import Block
-from .._decoder import CausalAttention, GatedMLP
+from .._decoder import LIVE, CausalAttention, GatedMLP
 from .._guards import children, hooked
 from .._norms import NORMS
 from .._rotary import Tables
@@ -83,5 +83,6 @@ def pre_norm_layer(
         norms={"input_layernorm": NORMS, "post_attention_layernorm": NORMS},
         attentions={"self_attn": attention, **({} if mlp is None else {"mlp": mlp})},
         casts=casts,
+        live=LIVE,
         ops=("rmsnorm", "rmsnorm_residual"),
     )

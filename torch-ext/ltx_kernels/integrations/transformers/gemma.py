@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .._block import Block
-from .._decoder import CausalAttention, GatedMLP
+from .._decoder import LIVE, CausalAttention, GatedMLP
 from .._guards import children
 from .._norms import OFFSET_NORMS
 from .._norms import transformers_class as _class
@@ -63,6 +63,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
         forward,
         norms=dict.fromkeys(NORMS, OFFSET_NORMS),
         attentions={"self_attn": attention, "mlp": mlp},
+        live=LIVE,
         ops=("norm_gated_residual_norm", "norm_residual", "rmsnorm"),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .._block import Block
-from .._decoder import CausalAttention, GatedMLP
+from .._decoder import LIVE, CausalAttention, GatedMLP
 from .._guards import children
 from .._norms import NORMS
 from .._norms import transformers_class as _class
@@ -56,6 +56,7 @@ ENTRIES = (
         layer_forward,
         norms={"post_attention_layernorm": NORMS, "post_feedforward_layernorm": NORMS},
         attentions={"self_attn": ATTENTION, "mlp": MLP},
+        live=LIVE,
         ops=("norm_residual",),
     ),
 )

@@ -1,0 +1,317 @@
+"""Tokens behind a prompt: their calls of decoder layers are recorded, and replayed with any cache and any mask."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+from helpers.language_models import LAYERS, distance, make_ids, make_model, text_model  # noqa: E402
+from transformers.cache_utils import DynamicCache, StaticCache  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+CLOSE = 1e-5 if torch.cuda.is_available() else 3e-6
+TOKENS = 6
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 6},
+    "Qwen2_5_VL": {},
+    "Qwen3": {},
+    "Phi3": {},
+    "Olmo2": {},
+    "Gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16},
+    "Gemma3": {"sliding_window": 6, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def make(family: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
+    return make_model(device, dtype, family, **FAMILIES[family])
+
+
+def padding(ids: Tensor) -> Tensor:
+    """A mask that leaves out the first two tokens of the first sample."""
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    return mask
+
+
+def tokens(model: Any, ids: Tensor, cache: Any = None, mask: Tensor | None = None, count: int = TOKENS) -> Tensor:
+    """The logits of the tokens behind a prompt, one call for each."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    model(ids, past_key_values=cache, attention_mask=mask, use_cache=True)
+    logits = []
+    for i in range(count):
+        if mask is not None:
+            mask = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
+        token = ids[:, i : i + 1]
+        logits.append(model(token, past_key_values=cache, attention_mask=mask, use_cache=True).logits)
+    return torch.cat(logits, 1)
+
+
+def recordings(ltx: ModuleType, model: Any) -> list[Any]:
+    """What the layers hold of their calls, of each signature: a recorded call, or the reason why there is none."""
+    name = sys.modules[f"{ltx.__name__}.integrations._replay"].REPLAYS
+    held = [layer.__dict__.get(name) for layer in text_model(model).layers]
+    return [call for replays in held if replays is not None for call in replays.calls.values()]
+
+
+def count(ltx: ModuleType, model: Any) -> int:
+    return sum(not isinstance(call, str) for call in recordings(ltx, model))
+
+
+@pytest.fixture
+def ordinary(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """`tokens` without recorded calls."""
+    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+
+    def run(*args: Any, **options: Any) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, "_is_ordinary", lambda: False)
+            return tokens(*args, **options)
+
+    return run
+
+
+@every_family
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_same_bits_and_counts(
+    ltx: ModuleType, device: str, ordinary: Callable[..., Tensor], family: str, masked: bool, batch: int
+) -> None:
+    model, ids = make(family, device), make_ids(device)[:batch]
+    mask = padding(ids) if masked else None
+    stock = tokens(model, ids, mask=mask)
+    report = ltx.optimize(model)
+    expected = ordinary(model, ids, mask=mask)
+    counts = {site.name: site.calls for site in report.sites}
+    assert count(ltx, model) == 0
+    first, second = tokens(model, ids, mask=mask), tokens(model, ids, mask=mask)
+    assert count(ltx, model) == LAYERS, recordings(ltx, model)
+    assert f"recorded calls: {LAYERS} of {LAYERS}" in str(report)
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    assert distance(second, stock) < CLOSE
+    assert {site.name: site.calls for site in report.sites} == {name: 3 * calls for name, calls in counts.items()}
+    assert not any(site.fallbacks for site in report.sites)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_fp8(ltx: ModuleType, device: str, ordinary: Callable[..., Tensor], family: str) -> None:
+    if device != "cpu" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs a GPU of compute capability 8.9")
+    model, ids = make(family, device, torch.bfloat16), make_ids(device)
+    ltx.optimize(model, precision="fp8", skip=())
+    expected = ordinary(model, ids)
+    assert torch.equal(tokens(model, ids), expected)
+    assert count(ltx, model) == LAYERS, recordings(ltx, model)
+
+
+def test_caches_in_turn(ltx: ModuleType, device: str, ordinary: Callable[..., Tensor]) -> None:
+    """One recording serves texts of different lengths that are continued in turn, with a mask and without."""
+    model, ids = make("Llama", device), make_ids(device, 12)
+    ltx.optimize(model)
+    prompts = [ids, ids[:, :5], ids[:, 3:10]]
+    expected = [ordinary(model, prompt, count=4) for prompt in prompts]
+    tokens(model, ids)
+    caches = [DynamicCache(config=model.config) for _ in prompts]
+    for prompt, cache in zip(prompts, caches):
+        model(prompt, past_key_values=cache)
+    for i in range(4):
+        for prompt, cache, logits in zip(prompts, caches, expected):
+            assert torch.equal(model(prompt[:, i : i + 1], past_key_values=cache).logits, logits[:, i : i + 1])
+    assert count(ltx, model) == LAYERS
+    masked = ordinary(model, ids, mask=padding(ids))
+    assert torch.equal(tokens(model, ids, mask=padding(ids)), masked)
+    assert count(ltx, model) == 2 * LAYERS
+
+
+def crop(cache: Any) -> None:
+    cache.crop(-2)
+
+
+def reorder(cache: Any) -> None:
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def reset(cache: Any) -> None:
+    cache.reset()
+
+
+@pytest.mark.parametrize("change", [crop, reorder, reset], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_caches_that_change(ltx: ModuleType, device: str, family: str, change: Callable[[Any], None]) -> None:
+    """A cache that is empty again takes a token as a prompt, without a copy."""
+    if change is crop and family == "Gemma3":
+        pytest.skip("transformers crops no window that is full")
+    model, ids = make(family, device), make_ids(device)
+
+    def run() -> Tensor:
+        cache = DynamicCache(config=model.config)
+        before = tokens(model, ids, cache)
+        change(cache)
+        after = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(3)]
+        return torch.cat((before, *after), 1)
+
+    stock = run()
+    ltx.optimize(model)
+    for _ in range(2):
+        assert distance(run(), stock) < CLOSE
+    assert count(ltx, model) in (LAYERS, 2 * LAYERS)  # Gemma 3 gets a mask once its window is full
+
+
+def test_static_caches(ltx: ModuleType, device: str, ordinary: Callable[..., Tensor]) -> None:
+    model, ids = make("Llama", device), make_ids(device)
+
+    def cache() -> Any:
+        return StaticCache(config=model.config, max_cache_len=32)
+
+    stock = tokens(model, ids, cache())
+    ltx.optimize(model)
+    expected = ordinary(model, ids, cache())
+    results = [tokens(model, ids, cache()) for _ in range(2)]
+    assert all(torch.equal(result, expected) for result in results) and distance(expected, stock) < CLOSE
+    assert count(ltx, model) == LAYERS
+
+
+def test_large_caches(
+    ltx: ModuleType, device: str, ordinary: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a length on a token of several samples gets other memory: that is another recording."""
+    model, ids = make("Llama", device), make_ids(device)
+    ltx.optimize(model)
+    cache = sys.modules[f"{ltx.__name__}.integrations._cache"]
+    monkeypatch.setattr(cache, "LARGE", 2 * 2 * 16 * (ids.shape[1] + 4))
+    expected = ordinary(model, ids, count=9)
+    assert torch.equal(tokens(model, ids, count=9), expected)
+    assert count(ltx, model) == 2 * LAYERS
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: (2 * output[0], output[1]))
+
+
+def _weight(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.weight.data = 2 * model.model.layers[1].mlp.down_proj.weight.data
+
+
+def _in_place(model: Any) -> None:
+    model.model.layers[0].input_layernorm.weight.mul_(2)
+
+
+def _eps(model: Any) -> None:
+    model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.3
+
+
+def _scaling(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.9
+
+
+def _attention(model: Any) -> None:
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    registry["twice"] = lambda *args, **options: (2 * stock(*args, **options)[0], None)
+    model.config._attn_implementation = "twice"
+
+
+CHANGES = [_hook, _weight, _in_place, _eps, _scaling, _attention]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_changes_are_seen(
+    ltx: ModuleType, device: str, ordinary: Callable[..., Tensor], change: Callable[[Any], None]
+) -> None:
+    model, ids = make("Llama", device), make_ids(device)
+    ltx.optimize(model)
+    before = tokens(model, ids)
+    assert count(ltx, model) == LAYERS
+    change(model)
+    after = [tokens(model, ids) for _ in range(3)]
+    expected = ordinary(model, ids)
+    assert distance(before, expected) > 1e-3
+    assert all(torch.equal(logits, expected) for logits in after)
+
+
+def test_a_failure_leaves_the_cache_as_it_is(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded call that fails behind the cache's update is not run once more, which would append the token twice."""
+    model, ids = make("Llama", device), make_ids(device)
+    report = ltx.optimize(model)
+    expected = tokens(model, ids)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    with monkeypatch.context() as patch:
+        patch.setitem(registry._global_mapping, "sdpa", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, :1], past_key_values=cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == [ids.shape[1] + 1, ids.shape[1]]
+    assert torch.equal(tokens(model, ids), expected)
+    assert "a replay failed: out of memory" in str(report)
+
+
+def test_prompts_without_a_cache(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded, and what their attention remarks at each call is counted once."""
+    model, ids = make("Llama", device), make_ids(device)
+    report = ltx.optimize(model)
+    causal = sys.modules[f"{ltx.__name__}.integrations._causal"]
+
+    def attend(site: Any, *args: Any) -> None:
+        site.remark("asked")
+
+    monkeypatch.setattr(causal, "attend", attend)
+    expected = model(ids, use_cache=False).logits
+    for _ in range(4):
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert count(ltx, model) == LAYERS
+    (site,) = (site for site in report.sites if site.name.endswith("LlamaAttention"))
+    assert site.remarks["asked"] == 5 * LAYERS and site.calls == 5 * LAYERS
+
+
+def test_prompts_with_a_cache(ltx: ModuleType, device: str) -> None:
+    """Prompts differ in length, and an empty cache takes their keys and values without a copy: none is recorded."""
+    model, ids = make("Llama", device), make_ids(device)
+    ltx.optimize(model)
+    for _ in range(4):
+        model(ids, use_cache=True)
+        model(ids[:, :1], use_cache=True)
+    assert recordings(ltx, model) == []
+
+
+@pytest.mark.parametrize("asks", [lambda mask: mask.shape, lambda mask: mask.dim(), lambda mask: mask + 1])
+def test_other_code_may_not_read_what_changes(ltx: ModuleType, asks: Callable[[Tensor], Any]) -> None:
+    """A line that reads a live argument outside of `as_one` ends the recording."""
+    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+    recorder = replay._Recorder([], [], {"mask": (mask := torch.ones(2, 2))}, {})
+    with recorder:
+        asks(mask)
+    assert recorder.reason
+
+
+def test_mixtures_of_experts_are_not_recorded(ltx: ModuleType, device: str) -> None:
+    model, ids = make_model(device, family="Qwen3Moe", num_experts=4, num_experts_per_tok=2), make_ids(device)
+    stock = tokens(model, ids)
+    report = ltx.optimize(model)
+    assert distance(tokens(model, ids), stock) < CLOSE
+    assert count(ltx, model) == 0
+    assert "it holds a module that may run other kernels" in str(report)
+
+
+def test_recorded_tokens_travel_in_copies(ltx: ModuleType, device: str) -> None:
+    model, ids = make("Llama", device), make_ids(device)
+    ltx.optimize(model)
+    expected = tokens(model, ids)
+    other = copy.deepcopy(model)
+    nn.init.ones_(other.model.norm.weight)
+    assert count(ltx, other) == 0
+    tokens(other, ids)
+    assert torch.equal(tokens(model, ids), expected)
