@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 from helpers.language_models import (  # noqa: E402
+    FALCONS,
     LAYERS,
     distance,
     forget_kernelized,
     gradients,
+    make_falcon,
     make_ids,
     make_model,
     random_,
@@ -405,20 +407,6 @@ def both_ways(ltx: ModuleType, model: Any, call: Callable[[], Tensor], first: st
             assert report.fallbacks or (first == "kernelize" and "its forward is patched already" in str(report))
     finally:
         forget_kernelized()
-
-
-FALCONS = {
-    "7b": {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
-    "40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "every head": {"multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
-}
-
-
-def make_falcon(device: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
-    sizes = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 99}
-    config = transformers.FalconConfig(**{**sizes, "eos_token_id": None, "bos_token_id": None, **config})
-    torch.manual_seed(0)
-    return random_(transformers.FalconForCausalLM(config)).to(device, dtype).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("config", FALCONS.values(), ids=FALCONS)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -20,6 +18,7 @@ from helpers.language_models import (  # noqa: E402
     make_ids,
     make_model,
     other_attention,
+    plain_flash,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
@@ -49,19 +48,8 @@ def make(family: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.fixture
 def flash(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has the same attention computed in plain torch on any device; the windows of its calls."""
-    home: Any = sys.modules[f"{ltx.__name__}.integrations._window"]
     windows: list[int] = []
-
-    def plain(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-        windows.append(window)
-        places = torch.arange(query.shape[2], device=query.device)
-        behind = places[:, None] - places
-        mask = (behind >= 0) & (behind < window)
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-        return output.transpose(1, 2)
-
-    monkeypatch.setattr(home, "_has_flash", lambda query, key: True)
-    monkeypatch.setattr(home, "_flash", plain)
+    plain_flash(ltx, monkeypatch, lambda query, window: None if window is None else windows.append(window))
     return windows
 
 

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
-from helpers.language_models import LAYERS, distance, make_ids, make_model, text_model  # noqa: E402
+from helpers.language_models import (  # noqa: E402
+    FALCONS,
+    LAYERS,
+    OTHER_ATTENTION,
+    distance,
+    make_falcon,
+    make_ids,
+    make_model,
+    other_attention,
+    plain_flash,
+    text_model,
+)
 from transformers.cache_utils import DynamicCache, StaticCache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
@@ -315,3 +326,78 @@ def test_recorded_tokens_travel_in_copies(ltx: ModuleType, device: str) -> None:
     assert count(ltx, other) == 0
     tokens(other, ids)
     assert torch.equal(tokens(model, ids), expected)
+
+
+# ---- Attention without a mask
+
+REMARK = "attention without a mask in torch's flash attention"
+
+
+@pytest.fixture
+def flash(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has the same attention computed in plain torch on any device; the numbers of queries of its calls."""
+    lengths: list[int] = []
+    plain_flash(ltx, monkeypatch, lambda query, window: lengths.append(query.shape[2]) if window is None else None)
+    return lengths
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2_5_VL", "Qwen3", "Phi3", "Olmo2"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_flash(ltx: ModuleType, device: str, flash: list[int], family: str, batch: int) -> None:
+    """Short prompts and tokens, which have a number of keys each that cuDNN would plan for."""
+    model, ids = make(family, device), make_ids(device)[:batch]
+    stock = tokens(model, ids)
+    report = ltx.optimize(model)
+    assert distance(tokens(model, ids), stock) < CLOSE
+    assert flash == [ids.shape[1]] * LAYERS + [1] * (LAYERS * TOKENS)
+    assert REMARK in str(report)
+    flash.clear()
+    tokens(model, ids, mask=torch.cat((torch.zeros_like(ids[:, :1]), torch.ones_like(ids[:, 1:])), 1))
+    assert flash == []
+
+
+@pytest.mark.parametrize("case", ["rounding", "long", "appended", *OTHER_ATTENTION])
+def test_calls_that_stay_without_flash(
+    ltx: ModuleType, device: str, flash: list[int], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    model, ids = make("Llama", device), make_ids(device)
+    ltx.optimize(model, rounding="eager" if case == "rounding" else "fp32")
+    monkeypatch.setattr(sys.modules[f"{ltx.__name__}.integrations._flash"], "SHORT", 9)
+    with other_attention(case, model, monkeypatch):
+        if case == "appended":
+            cache = model(ids[:, :4], use_cache=True).past_key_values
+            assert flash == [4] * LAYERS
+            flash.clear()
+            model(ids[:, 4:], past_key_values=cache)
+        elif case == "long":
+            model(ids)
+        else:
+            tokens(model, ids[:, :5], count=3)
+    assert flash == []
+
+
+@pytest.mark.parametrize("config", FALCONS.values(), ids=FALCONS)
+def test_tokens_of_falcon(ltx: ModuleType, device: str, flash: list[int], config: dict[str, Any]) -> None:
+    model, ids = make_falcon(device, **config), make_ids(device)
+    stock = tokens(model, ids)
+    ltx.optimize(model)
+    assert distance(tokens(model, ids), stock) < CLOSE
+    assert flash == [1] * (LAYERS * TOKENS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3", "Falcon"])
+def test_flash_attention(ltx: ModuleType, cuda: str, family: str, dtype: torch.dtype) -> None:
+    """torch's own on a GPU: not further from the model in float32 than stock, and not where it is turned off."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs a GPU with flash attention")
+    model = make_falcon(cuda, dtype, **FALCONS["7b"]) if family == "Falcon" else make(family, cuda, dtype)
+    ids = make_ids(cuda, 70)[:1]
+    stock, exact = tokens(model, ids), tokens(copy.deepcopy(model).float(), ids)
+    report = ltx.optimize(model)
+    assert distance(tokens(model, ids), exact) <= 1.2 * distance(stock, exact)
+    found = sum(site.remarks[REMARK] for site in report.sites)
+    assert (found > 0) == (family in ("Llama", "Qwen3"))  # Gemma 2 caps its scores, Falcon's calls are not counted
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        tokens(model, ids)
+    assert sum(site.remarks[REMARK] for site in report.sites) == found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +29,20 @@ def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "L
         config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
         model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
     return random_(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+FALCONS = {
+    "7b": {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
+    "40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "every head": {"multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
+}
+
+
+def make_falcon(device: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    sizes = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 99}
+    config = transformers.FalconConfig(**{**sizes, "eos_token_id": None, "bos_token_id": None, **config})
+    torch.manual_seed(0)
+    return random_(transformers.FalconForCausalLM(config)).to(device, dtype).eval().requires_grad_(False)
 
 
 def qwen2_5_vl(text: dict[str, Any], config: dict[str, Any]) -> Any:
@@ -108,6 +124,35 @@ def other_attention(
     elif case == "training":
         model.train()
     return torch.overrides.BaseTorchFunctionMode() if case == "torch function" else contextlib.nullcontext()
+
+
+def plain_flash(
+    ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: Callable[[Tensor, int | None], object]
+) -> None:
+    """Has torch's flash attention computed in plain torch on any device.
+
+    asked: Is called with the query [B, heads, S, D] and the window of each call.
+    """
+    home: Any = sys.modules[f"{ltx.__name__}.integrations._flash"]
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+        *,
+        is_causal: bool = True,
+        window: int | None = None,
+    ) -> Tensor:
+        asked(query, window)
+        queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (query, key))
+        behind = queries[:, None] - keys
+        mask = (behind >= 0) & (behind < (window or len(keys))) if is_causal else None
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        return output.transpose(1, 2)
+
+    monkeypatch.setattr(home, "_has_flash", lambda *_: True)
+    monkeypatch.setattr(home, "attention", attention)
 
 
 def gradients(model: Any, ids: Tensor) -> list[Tensor]:

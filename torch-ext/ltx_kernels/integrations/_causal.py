@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..attention import attention, runs_kernel
+from ._flash import is_plain
 from ._replay import others_take_functions
 from ._sites import Site
-from ._window import is_plain
 
 # Tokens of a prompt by itself, and of each of several. torch computes shorter ones: cuDNN is faster at eight prompts of
 # 512 tokens (h200-attention.json).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -10,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import INT8_HEAD_DIM
-from .._variant import constant_when_compiled
 from ..attention import attention, runs_kernel
 from . import _parallel
-from ._guards import is_capturing
+from ._guards import has_tensor_cores, is_capturing
 from ._linear import may_overwrite
 from ._masks import PaddingMask
 from ._replay import attention_is_replaced, others_take_functions, refuse
@@ -47,14 +45,6 @@ class AttentionModule(Protocol):
     __dict__: dict[str, Any]
 
 
-_capability = functools.cache(torch.cuda.get_device_capability)
-
-
-@constant_when_compiled
-def _has_tensor_cores(device: torch.device) -> bool:
-    return _capability(device) >= (8, 0)
-
-
 def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
     """Whether qk_norm_cross_attention is the faster way: where it has tensor cores."""
     return (
@@ -62,7 +52,7 @@ def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
         and query.dtype in (torch.float16, torch.bfloat16)
         and head_dim in (64, 128)
         and head_dim * keys <= MOST_KEYS
-        and _has_tensor_cores(query.device)
+        and has_tensor_cores(query.device)
     )
 
 

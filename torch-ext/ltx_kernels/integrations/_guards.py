@@ -8,6 +8,7 @@ microseconds and asks again where anything differs.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Container, Hashable, Iterator
 from operator import is_, itemgetter
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from .._variant import COMPILED_DEVICE
+from .._variant import COMPILED_DEVICE, constant_when_compiled
 
 ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
 MEMORY = "_ltx_kernels_memory"
@@ -81,6 +82,15 @@ def is_ordinary(parameter: Tensor) -> bool:
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+@constant_when_compiled
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU is of compute capability 8.0 or newer, as torch's flash attention and this package's want it."""
+    return _capability(device) >= (8, 0)
 
 
 def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...rope import apply_rotary_qk
+from .. import _flash
 from .._guards import children, why_not_input, why_not_tensor
 from .._norms import transformers_class as _class
+from .._replay import attention_is_replaced
 from .._rotary import Tables
-from .._sites import Entry, site_of, stock_forward
+from .._sites import Entry, Site, site_of, stock_forward
 
 
 def _heads(self: Any, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,6 +44,13 @@ def _why_not_call(self: Any, input: Tensor, alibi: Tensor | None, output_attenti
     if not reason and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
         reason = "a gradient is needed"
     return reason
+
+
+def _takes_flash(site: Site, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether one token attends in torch's flash attention, which needs no plan for the number of its keys."""
+    if torch.compiler.is_compiling() or attention_is_replaced() or site.rounding != "fp32":
+        return False
+    return _flash.takes(query, key, value)
 
 
 def attention_forward(
@@ -82,6 +91,8 @@ def attention_forward(
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if layer_past is not None:
         key, value = layer_past.update(key, value, self.layer_idx)
+    if attention_mask is None and query.shape[2] == 1 and _takes_flash(site, query, key, value):
+        return output(_flash.attention(query, key, value, is_causal=False).flatten(2)), None
     grouped = key.shape[1] != query.shape[1] and attention_mask is None
     if key.shape[1] != query.shape[1] and not grouped:  # with a mask, torch has no fast attention of groups
         key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
