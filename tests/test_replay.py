@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.ltx_video import TINY, make_inputs, make_model
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("diffusers")
@@ -223,6 +224,20 @@ def test_backends_of_attention(
     with attention_backend("_native_math"):  # torch's attention in a mode that the backend sets
         results = [model(**inputs)[0] for _ in range(4)]
         assert all(torch.equal(result, ordinary(replay, model, inputs, monkeypatch)) for result in results)
+
+
+def test_kernels_of_attention(
+    ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay is of torch's settings for attention: its kernels differ in the strides of their results."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    expected = warm(model, inputs)
+    with sdpa_kernel(SDPBackend.MATH):
+        results = [model(**inputs)[0] for _ in range(4)]
+        assert all(torch.equal(result, ordinary(replay, model, inputs, monkeypatch)) for result in results)
+    assert torch.equal(model(**inputs)[0], expected)
+    assert replays(replay, model) == 2 * TINY["num_layers"], found(replay, model)
 
 
 def test_restore_and_copies(ltx: ModuleType, replay: ModuleType, device: str) -> None:

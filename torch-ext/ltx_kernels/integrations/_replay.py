@@ -79,6 +79,18 @@ _CONSTANTS = (
 
 _PLAIN = (bool, int, float, str)
 
+# Settings of torch by which it chooses kernels of attention and convolutions. These kernels differ in the strides of
+# their results, and a recorded call makes views with the strides that it has seen.
+_CHOICES: tuple[Callable[[], bool], ...] = tuple(
+    getattr(torch._C, f"_get_{name}")
+    for name in (
+        *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled", "math_sdp_enabled"),
+        *("overrideable_sdp_enabled", "fa3_sdp_enabled"),
+        *("cudnn_enabled", "mkldnn_enabled", "deterministic_algorithms"),
+    )
+    if hasattr(torch._C, f"_get_{name}")  # older versions of torch have fewer
+)
+
 _BEGUN = "begun"  # the variable of a recorded call's list that says whether a line may have read a live argument
 
 _NO_MARKS = str.maketrans("(),", "   ")  # leaves the names of a nested tuple of targets
@@ -565,7 +577,7 @@ def replayed(
     fixed = {name: value for name, value in kwargs.items() if name not in handed} if handed else kwargs
     tensors: list[Tensor] = []
     try:
-        key = torch.is_inference_mode_enabled(), *handed, form, *fixed, *_forms((*args, *fixed.values()), tensors)
+        key = *_modes(), *handed, form, *fixed, *_forms((*args, *fixed.values()), tensors)
     except TypeError:  # `_forms` does not know the type of an argument
         return compute(module, *args, **kwargs)
     replays: Replays | None = module.__dict__.get(REPLAYS)
@@ -621,6 +633,12 @@ def _is_ordinary() -> bool:
         or nn_module._global_forward_pre_hooks
         or is_capturing()
     )
+
+
+def _modes() -> tuple[Hashable, ...]:
+    """The modes of the process that a recorded call is valid for."""
+    choices = [choice() for choice in _CHOICES]
+    return torch.is_inference_mode_enabled(), *choices, *torch._C._get_sdp_priority_order()
 
 
 def _forms(values: Iterable[Any], tensors: list[Tensor]) -> list[Hashable]:
