@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -471,7 +472,7 @@ def test_falcon_that_stays_stock(ltx: ModuleType, device: str) -> None:
 
 def make_encoder(prefix: str, device: str, dtype: torch.dtype, **options: Any) -> Any:
     config = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 99}
-    config = getattr(transformers, f"{prefix}Config")(**config, feed_forward_proj="gated-gelu", **options)
+    config = getattr(transformers, f"{prefix}Config")(**{**config, "feed_forward_proj": "gated-gelu", **options})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}EncoderModel")(config)
     return random_(model).to(device, dtype).eval().requires_grad_(False)
@@ -509,6 +510,179 @@ def test_encoders(ltx: ModuleType, device: str, prefix: str, dtype: torch.dtype)
     report.restore()
     # Packed weights may make torch's CPU product in float32 another one.
     assert distance(model(ids, attention_mask=mask).last_hidden_state, stock) < 2 * CLOSE
+
+
+@pytest.fixture
+def ordinary(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """An encoder's result without recorded calls."""
+    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+
+    def run(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, "_is_ordinary", lambda: False)
+            return model(ids, attention_mask=mask).last_hidden_state
+
+    return run
+
+
+def recordings(ltx: ModuleType, model: Any) -> list[Any]:
+    """What the blocks hold of their calls, of each signature: a recorded call, or the reason why there is none."""
+    name = sys.modules[f"{ltx.__name__}.integrations._replay"].REPLAYS
+    held = [block.__dict__.get(name) for block in model.encoder.block]
+    return [call for replays in held if replays is not None for call in replays.calls.values()]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("prefix", ["T5", "UMT5"])
+def test_recorded_encoders(
+    ltx: ModuleType, device: str, ordinary: Callable[..., Tensor], prefix: str, dtype: torch.dtype, masked: bool
+) -> None:
+    """Same bits and counts with prompts of several lengths in turn."""
+    model, inputs = make_encoder(prefix, device, dtype), []
+    for i in range(4):
+        for length in (9, 1, 14):
+            ids = make_ids(device, length)
+            mask = torch.ones_like(ids)
+            mask[0, length - i :] = 0  # of all ones in the first round: transformers hands no mask to the blocks
+            inputs.append((ids, mask if masked else None))
+    stock = [model(ids, attention_mask=mask).last_hidden_state for ids, mask in inputs]
+    report = ltx.optimize(model, strict=True)
+    expected = [ordinary(model, *given) for given in inputs]
+    counts = {site.name: site.calls for site in report.sites}
+    assert recordings(ltx, model) == []
+    results = [model(ids, attention_mask=mask).last_hidden_state for ids, mask in inputs]
+    found = recordings(ltx, model)
+    assert sum(not isinstance(call, str) for call in found) == 3 * LAYERS, found
+    assert f"recorded calls: {LAYERS} of {LAYERS} transformers.{prefix}Block" in str(report)
+    assert all(map(torch.equal, results, expected))
+    assert {site.name: site.calls for site in report.sites} == {name: 2 * calls for name, calls in counts.items()}
+    assert report.fallbacks == {}
+    if dtype == torch.float32:
+        assert all(distance(*pair) < CLOSE for pair in zip(results, stock))
+
+
+def twice(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    """An attention function of somebody else."""
+    stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    return 2 * stock(*args, **options)[0], None
+
+
+def _implementation(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.encoder.config._attn_implementation = "eager"
+
+
+def _configuration(model: Any, patch: pytest.MonkeyPatch) -> None:
+    attention = model.encoder.block[1].layer[0].SelfAttention
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "eager"
+
+
+def _registered(model: Any, patch: pytest.MonkeyPatch) -> None:
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    patch.setitem(registry._global_mapping, "sdpa", twice)
+
+
+def _eager_function(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys.modules[type(model).__module__], "eager_attention_forward", twice)
+    model.encoder.config._attn_implementation = "eager"
+
+
+def _forward_of_the_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    cls = type(model.encoder.block[0].layer[0].SelfAttention)
+    stock = cls.forward
+    patch.setattr(cls, "forward", lambda *args, **options: (2 * (found := stock(*args, **options))[0], *found[1:]))
+
+
+def _hook(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.encoder.block[0].layer[0].SelfAttention.register_forward_hook(scaled)
+
+
+def _in_place(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.encoder.block[1].layer[0].SelfAttention.v.weight.mul_(2)
+
+
+def _positions(model: Any, patch: pytest.MonkeyPatch) -> None:
+    bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias
+    bias.weight = nn.Parameter(2 * bias.weight, requires_grad=False)
+
+
+def _distances(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.encoder.block[0].layer[0].SelfAttention.relative_attention_num_buckets = 8
+
+
+def _scaling(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.encoder.block[1].layer[0].SelfAttention.scaling = 0.5
+
+
+def _eps(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.encoder.block[1].layer[1].layer_norm.variance_epsilon = 0.3
+
+
+def _dropout(model: Any, patch: pytest.MonkeyPatch) -> None:
+    dropout = model.encoder.block[0].layer[1].dropout
+    dropout.p = 1.0
+    dropout.train()
+
+
+CHANGES = [
+    _implementation, _configuration, _registered, _eager_function, _forward_of_the_class, _hook, _in_place, _positions,
+    _distances, _scaling, _eps, _dropout,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+@pytest.mark.parametrize("prefix", ["T5", "UMT5"])
+def test_changes_of_recorded_encoders(
+    ltx: ModuleType,
+    device: str,
+    ordinary: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    prefix: str,
+    change: Callable[[Any, pytest.MonkeyPatch], None],
+) -> None:
+    model, ids = make_encoder(prefix, device, torch.float32), make_ids(device)
+    ltx.optimize(model)
+    for _ in range(3):
+        before = model(ids).last_hidden_state
+    assert not any(isinstance(call, str) for call in recordings(ltx, model))
+    change(model, monkeypatch)
+    after = [model(ids).last_hidden_state for _ in range(4)]
+    expected = ordinary(model, ids)
+    assert not torch.equal(before, expected)
+    assert all(torch.equal(result, expected) for result in after)
+
+
+@pytest.mark.parametrize("change", [_registered, _eager_function, _forward_of_the_class], ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize("prefix", ["T5", "UMT5"])
+def test_attention_of_others_in_encoders(
+    ltx: ModuleType,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    prefix: str,
+    change: Callable[[Any, pytest.MonkeyPatch], None],
+) -> None:
+    """It may launch kernels that nothing tells of. Such a call is not recorded, and the report says why."""
+    model, ids = make_encoder(prefix, device, torch.float32), make_ids(device)
+    change(model, monkeypatch)
+    stock = model(ids).last_hidden_state
+    report = ltx.optimize(model)
+    for _ in range(4):
+        assert distance(model(ids).last_hidden_state, stock) < CLOSE
+    assert all("attention" in call for call in recordings(ltx, model))
+    assert f"not recorded, transformers.{prefix}Block, {LAYERS} x: an attention function may run" in str(report)
+
+
+@pytest.mark.parametrize("prefix", ["T5", "UMT5"])
+def test_recorded_encoders_with_an_ordinary_mlp(
+    ltx: ModuleType, device: str, ordinary: Callable[..., Tensor], prefix: str
+) -> None:
+    """The first T5 has no gate. Its MLP stays stock and is recorded with the block."""
+    model, ids = make_encoder(prefix, device, torch.float32, feed_forward_proj="relu"), make_ids(device)
+    ltx.optimize(model)
+    results = [model(ids).last_hidden_state for _ in range(3)]
+    assert sum(not isinstance(call, str) for call in recordings(ltx, model)) == LAYERS
+    assert all(torch.equal(result, ordinary(model, ids)) for result in results)
 
 
 @pytest.mark.parametrize("prefix", ["T5", "UMT5"])

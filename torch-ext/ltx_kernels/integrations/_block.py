@@ -44,6 +44,7 @@ class Block:
         save.
     casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have another dtype.
     live: Arguments that may be others at every recorded call, such as keys and values of earlier tokens.
+    plain, asks: As in `Entry`.
     check: A further reason why a call has to run stock: (block, arguments by name) to a reason or "".
     ops: The public functions that `forward` may call. Empty: those for modulated norms.
     roundings: As in `Entry`.
@@ -66,6 +67,8 @@ class Block:
     fp8_skip: tuple[str, ...] = ()
     casts: bool = False
     live: Live | None = None
+    plain: tuple[str, ...] = ()
+    asks: Callable[[nn.Module], Any] | None = None
     check: Callable[[Any, Mapping[str, Any]], str] = lambda block, arguments: ""
     ops: tuple[str, ...] = ()
     roundings: tuple[str, ...] = ("fp32", "eager")
@@ -106,6 +109,8 @@ class Block:
             fp8=self._fp8_groups,
             fp8_skip=self.fp8_skip,
             apart=frozenset((*self.attentions, *self.feed_forwards)),
+            plain=self.plain,
+            asks=self.asks,
         )
 
     def _ops(self) -> tuple[str, ...]:

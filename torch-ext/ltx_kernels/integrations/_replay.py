@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext  # of a default device
 
 from .._variant import COMPILED_DEVICE
-from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, hooked, is_capturing
+from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, class_of, hooked, is_capturing
 from ._lora import adapters_state, is_lora
 from ._sites import Site
 
@@ -43,7 +43,7 @@ from ._sites import Site
 CHANGES = 8
 REFUSED = 100  # so many calls later, a block that may not be recorded is examined again
 LIBRARIES = ("torch", "diffusers")
-ACTIVATIONS = "transformers.activations"  # of transformers' other modules, those that `optimize` replaces are recorded
+ACTIVATIONS = "transformers.activations"  # of transformers' other modules, replaced ones and `Entry.plain` are recorded
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Call = Callable[..., Any]
@@ -400,7 +400,7 @@ def attention_is_replaced() -> bool:
 
 
 class _Replay:
-    """A recorded call: its function, what it adds to the sites' counters, and what it asked diffusers' registries."""
+    """A recorded call: its function, what it adds to the sites' counters, and what `_facts` answered."""
 
     __slots__ = ("answers", "calls", "facts", "function", "live", "remarks", "unpacked")
 
@@ -421,7 +421,7 @@ class _Replay:
         ]
 
     def holds(self) -> bool:
-        """Whether diffusers' registries of attention backends answer as they did in the recording."""
+        """Whether all that `_facts` asks has the answers that it had in the recording."""
         return [fact() for fact in self.facts] == self.answers
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
@@ -467,12 +467,13 @@ class Replays:
         self.calls: dict[Hashable, _Replay | str] = {}
         # `calls` for each choice of active adapters, so that a switch back finds its recordings again.
         self._of_adapters = {self._adapters: self.calls}
+        plain = module.__dict__[ATTRIBUTE].entry.plain
         parts = [module, *self.state.modules]
         self.sites = list(dict.fromkeys(part.__dict__[ATTRIBUTE] for part in parts if ATTRIBUTE in part.__dict__))
         self.reason = ""  # why no call is recorded
         if changes > CHANGES:
             self.reason = "its modules or weights change between calls"
-        elif any(map(_does_more, parts[1:])):
+        elif any(_does_more(part, plain) for part in parts[1:]):
             self.reason = "it holds a module that may run other kernels"
         elif any(type(tensor) not in (nn.Parameter, Tensor) for tensor in self.state.present):
             self.reason = "it holds tensors of another kind"
@@ -504,10 +505,10 @@ class Replays:
             self.calls[key] = "an argument is given twice"
             return compute()
         before = {site: _Counts(site) for site in self.sites}
-        facts = _facts(self.sites)
-        answers = [fact() for fact in facts]
+        facts = _facts(self.state.module, self.sites)
         recorder = _local.recorder = _Recorder(tensors, held, live, before)
         try:
+            answers = [fact() for fact in facts]
             with recorder:
                 result = compute()
         finally:
@@ -542,22 +543,27 @@ def lines(root: nn.Module) -> list[str]:
     ]
 
 
-def _does_more(part: nn.Module) -> bool:
-    """Whether a module below a block may launch something that a torch function mode does not see, such as Triton."""
+def _does_more(part: nn.Module, plain: Sequence[str]) -> bool:
+    """Whether a module below a block may launch something that a torch function mode does not see, such as Triton.
+
+    plain: The block's `Entry.plain`.
+    """
     home = type(part).__module__
-    known = home.split(".")[0] in LIBRARIES or home == ACTIVATIONS or ATTRIBUTE in part.__dict__ or is_lora(part)
+    known = home.split(".")[0] in LIBRARIES or home == ACTIVATIONS or class_of(part) in plain
     return (
-        not known
+        not (known or ATTRIBUTE in part.__dict__ or is_lora(part))
         or hooked(part)
         or part.__dict__.get("_compiled_call_impl") is not None
         or ("processor" in part.__dict__ and ATTRIBUTE not in part.__dict__)
     )
 
 
-def _facts(sites: Sequence[Site]) -> list[Call]:
-    """What the forwards ask of diffusers' registry of attention backends."""
+def _facts(module: nn.Module, sites: Sequence[Site]) -> list[Call]:
+    """What a block's forward asks beside its modules: diffusers' registry of attention backends, and `Entry.asks`."""
     registries = {id(found): found for found in (site.settings.get("backends") for site in sites) if found is not None}
-    return [found.get_active_backend for found in registries.values()]
+    asks = module.__dict__[ATTRIBUTE].entry.asks
+    own = [] if asks is None else [functools.partial(asks, module)]
+    return [*(found.get_active_backend for found in registries.values()), *own]
 
 
 def replayed(

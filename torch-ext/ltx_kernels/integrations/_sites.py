@@ -80,6 +80,12 @@ class Entry:
     description: Any = None
     # Names of linear layers in groups: the weights of a group are moved into one storage, for one product.
     packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
+    # Of blocks: names of classes that `optimize` does not replace. A recorded call may contain modules of them, because
+    # their forwards run torch functions alone.
+    plain: tuple[str, ...] = ()
+    # Of blocks: what a call depends on beside modules, modes and arguments. A recorded call is replayed while this
+    # function of the block gives the same answer. The function may `refuse` a recording.
+    asks: Callable[[nn.Module], Any] | None = None
     # Nothing else is replaced in a model that holds such a module. The norms of an autoencoder, for example, would read
     # channels as strided rows.
     alone: bool = False

@@ -1,13 +1,15 @@
 """Encoders of T5 and UMT5: norm, attention with a position bias, norm, gated MLP, two residual additions.
 
 The addition after the attention and the norm behind it are one launch, and so are the activation and the product of the
-MLP. The attention is called as it is. In float16 the stock block runs, which clamps its stream.
+MLP. The attention is called as it is, and a recorded call holds its torch functions. In float16 the stock block runs,
+which clamps its stream.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from .._decoder import GatedMLP
 from .._guards import children, hooked
 from .._norms import NORMS
 from .._norms import transformers_class as _class
+from .._replay import refuse
 from .._stream import Stream
+from .._window import HOME
 
 
 def _mlp(model: str, prefix: str) -> GatedMLP:
@@ -40,6 +44,23 @@ def _parts(block: Any) -> tuple[Any, ...]:
         second,
         *children(second, "layer_norm", "DenseReluDense"),
     )
+
+
+def _attention_functions(block: Any) -> tuple[Callable[..., Any], ...]:
+    """What the stock attention calls beside its modules: its class's forward, and the function that this looks up.
+
+    A recorded call may hold functions of transformers' file of the model and of its file for torch's attention. Those
+    run torch functions alone.
+    """
+    attention = _parts(block)[2]
+    stock = type(attention)
+    home = vars(sys.modules[stock.__module__])
+    registry, eager = home["ALL_ATTENTION_FUNCTIONS"], home["eager_attention_forward"]
+    functions = stock.forward, registry.get_interface(attention.config._attn_implementation, eager)
+    homes = home, vars(sys.modules[HOME])
+    if not all(any(getattr(function, "__globals__", None) is names for names in homes) for function in functions):
+        refuse("an attention function may run kernels that no torch function tells of")
+    return functions
 
 
 def t5_block_forward(
@@ -102,6 +123,10 @@ def _block(model: str, prefix: str, forward: Any) -> Block:
             "layer.0": (_class(model, f"{prefix}LayerSelfAttention"),),
             "layer.1": (_class(model, f"{prefix}LayerFF"),),
         },
+        plain=tuple(
+            _class(model, f"{prefix}{name}") for name in ("LayerSelfAttention", "Attention", "LayerFF", "DenseActDense")
+        ),
+        asks=_attention_functions,
         check=_why_not_call,
         ops=("rmsnorm", "rmsnorm_residual"),
     )
