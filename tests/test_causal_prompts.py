@@ -52,7 +52,6 @@ def prompts(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return output
 
     monkeypatch.setattr(home, "LEAST", LEAST)
-    monkeypatch.setattr(home, "LEAST_OF_SEVERAL", LEAST)
     monkeypatch.setattr(home, "runs_kernel", lambda *tensors: not any(t.requires_grad for t in tensors))
     monkeypatch.setattr(home, "attention", attention)
     return lengths

@@ -17,9 +17,7 @@ from ._flash import is_plain
 from ._replay import others_take_functions
 from ._sites import Site
 
-# Tokens of a prompt by itself, and of each of several. torch computes shorter ones: cuDNN is faster at eight prompts of
-# 512 tokens (h200-attention.json).
-LEAST, LEAST_OF_SEVERAL = 256, 1024
+LEAST = 256  # tokens of a prompt; torch's flash attention takes about as long for fewer
 
 
 def attend(
@@ -42,8 +40,7 @@ def attend(
     # the kernel does not run. An exported graph has to serve all lengths.
     if length == 1 or not runs_kernel(query, key, value) or _is_exporting():
         return None
-    least = LEAST if query.shape[0] == 1 else LEAST_OF_SEVERAL
-    if length < least or key.shape[2] != length or (window is not None and window < length):
+    if length < LEAST or key.shape[2] != length or (window is not None and window < length):
         return None
     if site.rounding != "fp32" or not is_plain(function, options) or not getattr(module, "is_causal", True):
         return None

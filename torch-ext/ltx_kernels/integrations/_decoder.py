@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..glu import geglu, swiglu
 from ..quant import geglu_quant, swiglu_quant
 from ..rope import apply_rotary_qk, qk_norm_rope
-from . import _causal, _flash, _window
+from . import _causal, _flash, _masked, _window
 from ._cache import empty_layer, fill, heads_first, is_filled, is_large
 from ._fp8 import Rows, in_fp8
 from ._guards import (
@@ -261,6 +261,8 @@ def _attend(
                 output = _flash.attend(site, module, function, query, key, value, module.scaling, options)
         else:
             output = _window.attend(site, function, query, key, value, mask, module.scaling, options)
+            if output is None:
+                output = _masked.attend(site, function, query, key, value, mask, module.scaling, options)
     if output is not None:
         return output, None
     dropout = module.attention_dropout if module.training else 0.0

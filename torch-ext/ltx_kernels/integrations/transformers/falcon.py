@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...rope import apply_rotary_qk
-from .. import _flash
+from .. import _flash, _masked
 from .._guards import children, why_not_input, why_not_tensor
 from .._norms import transformers_class as _class
 from .._replay import attention_is_replaced
@@ -46,11 +46,15 @@ def _why_not_call(self: Any, input: Tensor, alibi: Tensor | None, output_attenti
     return reason
 
 
-def _takes_flash(site: Site, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether one token attends in torch's flash attention, which needs no plan for the number of its keys."""
-    if torch.compiler.is_compiling() or attention_is_replaced() or site.rounding != "fp32":
-        return False
-    return _flash.takes(query, key, value)
+def _token(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The attention [B, 1, heads, D] of one token without cuDNN's plan for its number of keys; None: torch chooses."""
+    if query.shape[2] > 1 or torch.compiler.is_compiling() or attention_is_replaced() or site.rounding != "fp32":
+        return None
+    if mask is None:
+        return _flash.attention(query, key, value, is_causal=False) if _flash.takes(query, key, value) else None
+    if not _masked.takes(site, query, key, value, mask):
+        return None
+    return _masked.attention(site, query, key, value, mask, query.shape[-1] ** -0.5)
 
 
 def attention_forward(
@@ -91,8 +95,9 @@ def attention_forward(
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if layer_past is not None:
         key, value = layer_past.update(key, value, self.layer_idx)
-    if attention_mask is None and query.shape[2] == 1 and _takes_flash(site, query, key, value):
-        return output(_flash.attention(query, key, value, is_causal=False).flatten(2)), None
+    token = _token(site, query, key, value, attention_mask)
+    if token is not None:
+        return output(token.flatten(2)), None
     grouped = key.shape[1] != query.shape[1] and attention_mask is None
     if key.shape[1] != query.shape[1] and not grouped:  # with a mask, torch has no fast attention of groups
         key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .._block import Block
 from .._decoder import GatedMLP
+from .._flash import HOME
 from .._guards import children, hooked
 from .._norms import NORMS
 from .._norms import transformers_class as _class
 from .._replay import refuse
 from .._stream import Stream
-from .._window import HOME
 
 
 def _mlp(model: str, prefix: str) -> GatedMLP:
