@@ -291,16 +291,20 @@ def _follow_layers(root: nn.Module) -> None:
             follow_layer(module)
 
 
+def is_behind(layer: nn.Module) -> bool:
+    """Whether adapters were merged into a weight, or taken out, since it was quantised."""
+    return merged(layer) != base_of(layer).__dict__.get(MERGED, ())
+
+
 def follow_layer(layer: nn.Module) -> None:
-    """Quantises a weight again where adapters were merged into it, or taken out, since it was quantised."""
-    linear = cast(nn.Linear, base_of(layer))
-    now = merged(layer)
-    if now == linear.__dict__.get(MERGED, ()):
+    """Quantises a weight again where it `is_behind`."""
+    if not is_behind(layer):
         return
+    linear = cast(nn.Linear, base_of(layer))
     if torch.compiler.is_compiling():
         raise RuntimeError("adapters were merged into weights in fp8, or taken out: call optimize again")
     quantise_again(linear)
-    linear.__dict__[MERGED] = now
+    linear.__dict__[MERGED] = merged(layer)
     site_of(linear).remark("weights quantised again, since adapters were merged or taken out")
 
 

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext  # of a default device
 
 from .._variant import COMPILED_DEVICE
+from ._fp8 import in_fp8, is_behind
 from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, class_of, hooked, is_capturing
 from ._lora import adapters_state, is_lora
 from ._sites import Site
@@ -461,6 +462,7 @@ class Replays:
     def __init__(self, module: nn.Module, changes: int) -> None:
         self.state = State(module)
         self._adapted = [part for part in self.state.modules if is_lora(part)]
+        self._quantised = [part for part in self._adapted if in_fp8(part)]
         self._adapters = self._active()
         self.changes = changes
         # By signature: a replay, or the reason why there is none. An empty reason means that the next call is recorded.
@@ -487,7 +489,7 @@ class Replays:
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the block is as it was. `calls` then belongs to the adapters that are active in it."""
-        if not self.state.holds(module):
+        if not self.state.holds(module) or any(map(is_behind, self._quantised)):
             return False
         active = self._active()
         if active != self._adapters:
