@@ -359,6 +359,19 @@ def test_recorded_tokens_travel_in_copies(ltx: ModuleType, device: str) -> None:
     assert torch.equal(tokens(model, ids), expected)
 
 
+def test_weights_in_storages_of_their_own(ltx: ModuleType, device: str, ordinary: Callable[..., Tensor]) -> None:
+    """An offload may bring weights back so. A recorded call finds out before the token is in its cache."""
+    model, ids = make_model(device, intermediate_size=1024), make_ids(device)
+    report = ltx.optimize(model)
+    expected = ordinary(model, ids)
+    tokens(model, ids)
+    assert count(ltx, model) == LAYERS
+    for weight in model.model.layers[0].mlp.parameters():
+        weight.data = torch.from_dlpack(weight.data)
+    assert distance(tokens(model, ids), expected) < CLOSE
+    assert "a recorded call failed, and ran ordinarily" in str(report)
+
+
 # ---- Attention without a mask
 
 REMARK = "attention without a mask in torch's flash attention"

@@ -241,7 +241,11 @@ class _Recorder(TorchFunctionMode):
         makes = set(made.translate(_NO_MARKS).split())
         if not whole:
             self._note_roots(result, (*args, *kwargs.values()))
-        self.lines.append(_Line(f"{made} = {line}" if made else line, read, makes, not whole and name in _PURE))
+        new = _Line(f"{made} = {line}" if made else line, read, makes, not whole and name in _PURE)
+        if name == "as_strided" and not read:  # of weights: it fails before the call has changed anything
+            self.lines.insert(0, new)
+        else:
+            self.lines.append(new)
 
     def _note_roots(self, result: Any, arguments: Sequence[Any]) -> None:
         """Notes tensors in storages that the call allocated itself.
