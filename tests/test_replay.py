@@ -296,7 +296,7 @@ def test_views_in_a_recorded_call(replay: ModuleType, device: str) -> None:
         return first @ one[:2], made[1:], copied, made.permute(2, 0, 1) + two[0, 0], many * second.sum(), second
 
     given = arguments[0]
-    recorder = replay._Recorder([given], [small, large], {}, {})
+    recorder = replay._Recorder([given], [small, large], {})
     with recorder:
         result = compute(given)
     function = recorder.function(result)

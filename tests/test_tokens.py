@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -333,7 +334,7 @@ def test_prompts_with_a_cache(ltx: ModuleType, device: str) -> None:
 def test_other_code_may_not_read_what_changes(ltx: ModuleType, asks: Callable[[Tensor], Any]) -> None:
     """A line that reads a live argument outside of `as_one` ends the recording."""
     replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
-    recorder = replay._Recorder([], [], {"mask": (mask := torch.ones(2, 2))}, {})
+    recorder = replay._Recorder([], [], {"mask": (mask := torch.ones(2, 2))})
     with recorder:
         asks(mask)
     assert recorder.reason
@@ -370,6 +371,34 @@ def test_weights_in_storages_of_their_own(ltx: ModuleType, device: str, ordinary
         weight.data = torch.from_dlpack(weight.data)
     assert distance(tokens(model, ids), expected) < CLOSE
     assert "a recorded call failed, and ran ordinarily" in str(report)
+
+
+def test_other_threads_do_not_count_in_a_recording(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = make("Llama", device), make_ids(device)
+    report = ltx.optimize(model)
+    decoder, sites = (sys.modules[f"{ltx.__name__}.integrations.{name}"] for name in ("_decoder", "_sites"))
+    compute, others = decoder._norm_and_rotate, list[threading.Thread]()
+
+    @torch.no_grad()
+    def prompt() -> None:
+        model(ids)
+
+    def interrupted(*args: Any) -> Any:
+        if getattr(sites.recording, "recorder", None) is not None:
+            others.append(threading.Thread(target=prompt))
+            others[-1].start()
+            others[-1].join()
+        return compute(*args)
+
+    monkeypatch.setattr(decoder, "_norm_and_rotate", interrupted)
+    tokens(model, ids)
+    assert len(others) == LAYERS == count(ltx, model)
+    before = {site.name: site.calls for site in report.sites}
+    tokens(model, ids, count=5)
+    counted = {site.name: site.calls - before[site.name] for site in report.sites}
+    assert counted == {name: 6 * (1 if name.endswith("RMSNorm") else LAYERS) for name in counted}
 
 
 # ---- Attention without a mask

@@ -285,13 +285,8 @@ def _project(site: Site, linears: Linears, input: Input, heads: int) -> tuple[Te
     """The output of each layer, [B, S, heads, D]; views of one new tensor where the layers are packed."""
     if linears.even:
         return linears.together(input).unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
-    if (
-        not linears.packed
-        and len(linears.modules) > 1
-        and site.rounding == "fp32"
-        and not torch.compiler.is_compiling()
-    ):
-        site.unpacked += 1
+    if not linears.packed and len(linears.modules) > 1 and site.rounding == "fp32":
+        site.count_unpacked()
     return tuple([x.unflatten(-1, (heads, -1)) for x in linears(input)])
 
 

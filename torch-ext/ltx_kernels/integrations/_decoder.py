@@ -308,8 +308,8 @@ def _heads(
         config = module.config
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         outputs = outputs[0].split_with_sizes([size * width for size in sizes], -1)
-    elif not projections.packed and site.rounding == "fp32" and not torch.compiler.is_compiling():
-        site.unpacked += 1
+    elif not projections.packed and site.rounding == "fp32":
+        site.count_unpacked()
     # `Tensor.unflatten` and `Tensor.split` are Python functions, which take the host longer.
     query, key, value = (output.view(*output.shape[:-1], -1, width) for output in outputs)
     return query, key, value
@@ -466,7 +466,7 @@ def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None)
     site, up, down = site_of(module), plan.up, plan.down
     gate_up = (up.together(input),) if up.packed else up(input)
     if len(gate_up) == 2 and site.rounding == "fp32":
-        site.unpacked += 1
+        site.count_unpacked()
     if plan.activation == SILU:
         site.count_call("swiglu")
         hidden: Input = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)

@@ -18,7 +18,6 @@ holds all recorded calls of a block.
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import weakref
 from collections import Counter
@@ -37,7 +36,7 @@ from .._variant import COMPILED_DEVICE
 from ._fp8 import in_fp8, is_behind
 from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, class_of, hooked, is_capturing
 from ._lora import adapters_state, is_lora
-from ._sites import Site
+from ._sites import Site, recording
 
 # After so many changes of a block's state without a replay between them, the block counts as one that changes at every
 # call, as under an offload, and is not recorded.
@@ -92,11 +91,11 @@ _CHOICES: tuple[Callable[[], bool], ...] = tuple(
     if hasattr(torch._C, f"_get_{name}")  # older versions of torch have fewer
 )
 
+_OTHERS = ("fallbacks", "gradients", "traces")  # counters of calls that ran a stock forward, or were traced
+
 _BEGUN = "begun"  # the variable of a recorded call's list that says whether a line may have read a live argument
 
 _NO_MARKS = str.maketrans("(),", "   ")  # leaves the names of a nested tuple of targets
-
-_local = threading.local()
 
 
 class Live(NamedTuple):
@@ -129,16 +128,10 @@ class _Recorder(TorchFunctionMode):
     reads it.
     """
 
-    def __init__(
-        self,
-        given: Sequence[Tensor],
-        held: Sequence[Tensor],
-        live: Mapping[str, Any],
-        counts: dict[Site, _Counts],
-    ) -> None:
-        """counts: Of each site before the call. `as_one` adds what its functions count, as they do at every replay."""
+    def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor], live: Mapping[str, Any]) -> None:
         super().__init__()
-        self.counts = counts
+        # By site, counter and text: what the call counts, but for what functions of `as_one` count at every replay.
+        self.counts: Counter[tuple[Site, str, str]] = Counter()
         self.live = {id(value): f"live_{name}" for name, value in live.items()}
         self.reason = ""  # why the call cannot be replayed; empty as long as it can
         self.paused = False
@@ -172,13 +165,10 @@ class _Recorder(TorchFunctionMode):
         if self.paused:
             return function(*args)
         self.paused = True
-        before = {site: _Counts(site) for site in self.counts}
         try:
             result = function(*args)
         finally:
             self.paused = False
-        for site, counts in before.items():
-            self.counts[site].move_on(counts, _Counts(site))
         if not self.reason:
             self._record(function, args, {}, result, whole=True)
         return result
@@ -369,7 +359,7 @@ def _compiled(source: str) -> types.CodeType:
 
 
 def _recorder() -> _Recorder | None:
-    return getattr(_local, "recorder", None)
+    return getattr(recording, "recorder", None)
 
 
 def refuse(reason: str) -> None:
@@ -410,20 +400,18 @@ class _Replay:
     __slots__ = ("answers", "calls", "facts", "function", "live", "remarks", "unpacked")
 
     def __init__(
-        self, function: Call, live: bool, before: Mapping[Site, _Counts], facts: list[Call], answers: list[Any]
+        self,
+        function: Call,
+        live: bool,
+        counts: Mapping[tuple[Site, str, str], int],
+        facts: list[Call],
+        answers: list[Any],
     ) -> None:
         """live: The function takes live arguments, and a list that it appends to before it reads one of them."""
-        after = {site: _Counts(site) for site in before}
         self.function, self.live, self.facts, self.answers = function, live, facts, answers
-        calls = [(site, after[site].calls - counts.calls) for site, counts in before.items()]
-        unpacked = [(site, after[site].unpacked - counts.unpacked) for site, counts in before.items()]
-        self.calls = [(site, number) for site, number in calls if number]
-        self.unpacked = [(site, number) for site, number in unpacked if number]
-        self.remarks = [
-            (site, text, number)
-            for site, counts in before.items()
-            for text, number in (after[site].remarks - counts.remarks).items()
-        ]
+        self.calls = [(site, number) for (site, counter, _), number in counts.items() if counter == "calls"]
+        self.unpacked = [(site, number) for (site, counter, _), number in counts.items() if counter == "unpacked"]
+        self.remarks = [(site, text, n) for (site, counter, text), n in counts.items() if counter == "remarks"]
 
     def holds(self) -> bool:
         """Whether all that `_facts` asks has the answers that it had in the recording."""
@@ -444,20 +432,6 @@ class _Replay:
         for site, text, number in self.remarks:
             site.remark(text, number)
         return result
-
-
-class _Counts:
-    """The counters of a site at one moment. A change of `others` means that a stock forward or a trace ran."""
-
-    def __init__(self, site: Site) -> None:
-        self.calls, self.unpacked, self.remarks = site.calls, site.unpacked, Counter(site.remarks)
-        self.others = site.traces, site.gradients, sum(site.fallbacks.values())
-
-    def move_on(self, before: _Counts, after: _Counts) -> None:
-        """Counts what was counted between two moments, but for `others`."""
-        self.calls += after.calls - before.calls
-        self.unpacked += after.unpacked - before.unpacked
-        self.remarks += after.remarks - before.remarks
 
 
 class Replays:
@@ -510,22 +484,22 @@ class Replays:
         if len(known) < len(tensors) + len({id(tensor) for tensor in held}):
             self.calls[key] = "an argument is given twice"
             return compute()
-        before = {site: _Counts(site) for site in self.sites}
         facts = _facts(self.state.module, self.sites)
-        recorder = _local.recorder = _Recorder(tensors, held, live, before)
+        recorder = _Recorder(tensors, held, live)
         try:
+            recording.recorder = recorder
             answers = [fact() for fact in facts]
             with recorder:
                 result = compute()
         finally:
-            _local.recorder = None
-        if any(_Counts(site).others != counts.others for site, counts in before.items()):
+            recording.recorder = None
+        if any(counter in _OTHERS for _, counter, _ in recorder.counts):
             recorder.reason = recorder.reason or "a call ran a stock forward"
         function = recorder.function(result)
         if isinstance(function, str):
             self.calls[key] = function
         else:
-            self.calls[key] = _Replay(function, bool(live), before, facts, answers)
+            self.calls[key] = _Replay(function, bool(live), recorder.counts, facts, answers)
         return result
 
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import pickle
+import threading
 import types
 import weakref
 from collections import Counter
@@ -26,6 +27,7 @@ from ._guards import ATTRIBUTE, RELEASE, class_of, forget
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+recording = threading.local()  # its `recorder` notes what this thread counts, for the replays of a call
 
 
 def _or_stock(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,16 +172,24 @@ class Site:
         else:
             self.calls += 1
             self.chosen.update(ops)
+            _note(self, "calls")
+
+    def count_unpacked(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.unpacked += 1
+            _note(self, "unpacked")
 
     def count_gradients(self) -> None:
         if not torch.compiler.is_compiling():
             self.gradients += 1
+            _note(self, "gradients")
 
     def count_fallback(self, reason: str) -> None:
         if torch.compiler.is_compiling():
             _count_trace(self.number, reason)
         else:
             self.fallbacks[reason] += 1
+            _note(self, "fallbacks")
 
     def remark(self, text: str, count: int = 1) -> None:
         """Counts something that happened at calls and is neither an op nor a stock forward."""
@@ -187,6 +197,14 @@ class Site:
             _count_remark(self.number, f"{text} (compiled)", count)
         else:
             self.remarks[text] += count
+            _note(self, "remarks", text, count)
+
+
+def _note(site: Site, counter: str, text: str = "", count: int = 1) -> None:
+    """Tells a recording that a counter of a site has moved on."""
+    recorder = getattr(recording, "recorder", None)
+    if recorder is not None and not recorder.paused:
+        recorder.counts[site, counter, text] += count
 
 
 def site_of(module: nn.Module) -> Site:
@@ -213,6 +231,7 @@ def _count_trace(number: int, reason: str, *ops: str) -> None:
     else:
         site.traces += 1
         site.chosen.update(ops)
+    _note(site, "traces")
 
 
 @constant_when_compiled
