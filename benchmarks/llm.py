@@ -7,9 +7,12 @@
 `decode_ms` is one token after such a prompt, as a program launches it, at lengths of the cache that the configuration
 has met before. `first_decode_ms` is the same at lengths that it meets for the first time: there the attention may
 prepare something that it keeps, and what one configuration has prepared may serve the next, so that only `decode_ms`
-compares configurations. "compile" is torch.compile of the whole model, which decodes with a static cache, as `generate`
-compiles it; the others decode with the dynamic cache of `generate`.
-"liger" is Liger's norms, MLP and rotary embedding. The configurations share one set of weights and take turns.
+compares configurations. Every token of a text has a length of its own, so that a token of the first text of a process
+takes `first_decode_ms`. `padding` is the number of tokens of padding before every other prompt, with a mask for all.
+
+"compile" is torch.compile of the whole model, which decodes with a static cache, as `generate` compiles it; the others
+decode with the dynamic cache of `generate`. "liger" is Liger's norms, MLP and rotary embedding. The configurations
+share one set of weights and take turns.
 
 `error_vs_fp32` is the relative L2 error of the last 64 tokens' logits against the same model in float32, for one
 prompt. `peak_gb` is what is allocated while a prompt runs, with the weights of that configuration. `--profile` adds
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import itertools
 import statistics
@@ -47,7 +51,7 @@ KEPT_LOGITS = 64
 WARM_TOKENS = 4  # before those that are timed
 MODELS = [name for name in SHAPES if name != "tiny"]
 SIZES = ["8192x1", "512x1", "512x8"]  # tokens x batch
-IDENTITY = ("model", "layers", "tokens", "batch", "config")  # what a record measures
+IDENTITY = ("model", "layers", "tokens", "batch", "padding", "config")  # what a record measures
 
 
 def size(text: str) -> tuple[int, int]:
@@ -55,18 +59,20 @@ def size(text: str) -> tuple[int, int]:
     return int(tokens), int(batch or 1)
 
 
-def first_call(make: Callable[[], Configured], ids: Tensor, device: str) -> tuple[Configured, dict[str, Any]]:
+def first_call(
+    make: Callable[[], Configured], ids: Tensor, mask: Tensor | None, device: str
+) -> tuple[Configured, dict[str, Any]]:
     """A configuration after its first prompt, with the seconds that both took, and the memory of a later one."""
     synchronize(device)
     start = time.perf_counter()
     made = make()
-    made.prefill(ids)
+    made.prefill(ids, mask=mask)
     synchronize(device)
     record: dict[str, Any] = {"first_s": round(time.perf_counter() - start, 3)}
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        made.prefill(ids)
+        made.prefill(ids, mask=mask)
         record["peak_gb"] = round((weight_bytes(made.model) + torch.cuda.max_memory_allocated() - before) / 2**30, 3)
     return made, record
 
@@ -87,19 +93,25 @@ def measure(model: Any, ltx: ModuleType, tokens: int, batch: int, options: argpa
     device = options.device
     torch.manual_seed(1)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
+    mask = None
+    if options.padding:
+        mask = torch.ones_like(ids)
+        mask[::2, : options.padding] = 0
     all_made, records = {}, {}
     for config in options.configs:
-        all_made[config], records[config] = first_call(lambda config=config: configure(config, model, ltx), ids, device)
-    found = errors(model, ids, all_made) if batch == 1 and not options.no_errors else {}
+        made = first_call(lambda config=config: configure(config, model, ltx), ids, mask, device)
+        all_made[config], records[config] = made
+    found = errors(model, ids, all_made) if batch == 1 and mask is None and not options.no_errors else {}
     prefill: dict[str, list[float]] = {config: [] for config in all_made}
     decode: dict[str, list[float]] = {config: [] for config in all_made}
     first_decode: dict[str, list[float]] = {config: [] for config in all_made}
     for turn in range(options.rounds):
         for config in options.configs[:: -1 if turn % 2 else 1]:
             made = all_made[config]
-            prefill[config] += time_steps(lambda made=made: made.prefill(ids), options.steps, device, options.warm_up)
+            prompt = functools.partial(made.prefill, ids, mask=mask)
+            prefill[config] += time_steps(prompt, options.steps, device, options.warm_up)
             for timed in (False, True) if turn == 0 else (True,):
-                step = made.decoder(ids, options.decoded + WARM_TOKENS)
+                step = made.decoder(ids, options.decoded + WARM_TOKENS, mask)
                 for _ in range(WARM_TOKENS):
                     step()
                 times = time_steps(step, options.decoded - STEPS_AHEAD, device, 0.0)
@@ -111,12 +123,14 @@ def measure(model: Any, ltx: ModuleType, tokens: int, batch: int, options: argpa
         if config in found:
             record["error_vs_fp32"] = found[config]
         if options.profile and device == "cuda":
-            record["ms_by_kind"], _ = kernel_times(lambda made=all_made[config]: made.prefill(ids))
+            record["ms_by_kind"], _ = kernel_times(functools.partial(all_made[config].prefill, ids, mask=mask))
         report = all_made[config].report
         if report is not None:
             record["replaced"] = report.replaced
             record["fallbacks"] = report.fallbacks
     common = {"tokens": tokens, "batch": batch, "layers": model.config.num_hidden_layers}
+    if options.padding:
+        common["padding"] = options.padding
     return [{**common, "config": config, **record} for config, record in records.items()]
 
 
@@ -155,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=2, help="turns of a configuration (default: 2)")
     parser.add_argument("--steps", type=int, default=4, help="timed prompts of a turn (default: 4)")
+    parser.add_argument("--padding", type=int, default=0, help="tokens before every other prompt (default: none)")
     parser.add_argument("--decoded", type=int, default=24, help="tokens of a turn (default: 24)")
     parser.add_argument("--warm-up", type=float, default=0.3, help="seconds of prompts before each turn (default: 0.3)")
     parser.add_argument("--profile", action="store_true", help="add the milliseconds of a prompt by kind of kernel")

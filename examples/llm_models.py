@@ -80,23 +80,31 @@ class Configured:
             for entry in stock:
                 setattr(*entry)
 
-    def prefill(self, ids: Tensor, keep: int = 1) -> Tensor:
-        """The logits of the last `keep` tokens of a prompt; keys and values are cached, as in `generate`."""
-        with self.in_place():
-            return self.model(input_ids=ids, use_cache=True, logits_to_keep=keep).logits
+    def prefill(self, ids: Tensor, keep: int = 1, mask: Tensor | None = None) -> Tensor:
+        """The logits of the last `keep` tokens of a prompt; keys and values are cached, as in `generate`.
 
-    def decoder(self, ids: Tensor, tokens: int) -> Callable[[], Tensor]:
-        """A function that decodes the next of at most `tokens` tokens after a prompt."""
+        mask: [B, S], 0 where a prompt has padding; None where none has.
+        """
+        with self.in_place():
+            return self.model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=keep).logits
+
+    def decoder(self, ids: Tensor, tokens: int, mask: Tensor | None = None) -> Callable[[], Tensor]:
+        """A function that decodes the next of at most `tokens` tokens after a prompt. mask: As in `prefill`."""
         config, forward = self.model.config, self.ordinary or self.model
         cache = StaticCache(config=config, max_cache_len=ids.shape[1] + tokens) if self.compiled else None
         # A compiled model's prompt runs ordinarily here: with this cache it would be compiled once more.
         with self.in_place():
-            cache = forward(input_ids=ids, use_cache=True, past_key_values=cache, logits_to_keep=1).past_key_values
-        token = ids[:, -1:].clone()
+            output = forward(
+                input_ids=ids, attention_mask=mask, use_cache=True, past_key_values=cache, logits_to_keep=1
+            )
+        cache, token = output.past_key_values, ids[:, -1:].clone()
 
         def step() -> Tensor:
+            nonlocal mask
+            if mask is not None:
+                mask = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
             with self.in_place():
-                return self.model(input_ids=token, use_cache=True, past_key_values=cache).logits
+                return self.model(input_ids=token, attention_mask=mask, use_cache=True, past_key_values=cache).logits
 
         return step
 

@@ -64,7 +64,7 @@ def language_models() -> str:
         return record["layers"] == whole[record["model"]]
 
     def run(record: Record, config: str) -> tuple[Any, ...]:
-        return (*(record[key] for key in ("model", "layers", "tokens", "batch")), config)
+        return (*(record.get(key) for key in ("model", "layers", "tokens", "batch", "padding")), config)
 
     by_run = {run(r, r["config"]): r for r in records}
 
@@ -73,30 +73,35 @@ def language_models() -> str:
         return beside[key] / record[key] if beside else None
 
     def place(r: Record) -> tuple[Any, ...]:
-        return not is_whole(r), models.index(r["model"]), -r["tokens"], r["batch"], list(CONFIGS).index(r["config"])
+        size = -r["tokens"], r["batch"], r.get("padding", 0)
+        return not is_whole(r), models.index(r["model"]), *size, list(CONFIGS).index(r["config"])
 
     rows = sorted(records, key=place)
+    for r in rows:
+        r["size"] = f"{r['batch']} x {r['tokens']}{', padded' if 'padding' in r else ''}"
     missed = [
-        f"{r['model']}, {r['batch']} x {r['tokens']} tokens, {aim.what}: {got:.2f} x {CONFIGS[aim.other]}, "
-        f"aim {aim.gains[r['model']]}"
+        f"{r['model']}, {r['size']} tokens, {aim.what}: {got:.2f} x {CONFIGS[aim.other]}, aim {aim.gains[r['model']]}"
         for r in filter(is_whole, rows)
         for aim in AIMS
         if aim.is_for(r) and (got := gain(r, aim.other, aim.key)) and round(got, 2) < aim.gains[r["model"]]
     ]
-    head = "| model | tokens | configuration | prompt, ms | x stock | x Liger | token, ms | x stock | x Liger | error |"
+    head = (
+        "| model | tokens | configuration | prompt, ms | x stock | x Liger | token, ms | x stock | x Liger "
+        "| token of a new length, ms | x stock | error |"
+    )
     row = (
-        "| {name} | {batch} x {tokens} | {label} | {prefill_ms:.2f} | {prompt.eager:.2f} | {prompt.liger:.2f} | "
-        "{decode_ms:.2f} | {token.eager:.2f} | {token.liger:.2f} | {error_vs_fp32?:.1e} |"
+        "| {name} | {size} | {label} | {prefill_ms:.2f} | {prompt.eager:.2f} | {prompt.liger:.2f} | "
+        "{decode_ms:.2f} | {token.eager:.2f} | {token.liger:.2f} | {first_decode_ms:.2f} | {first.eager:.2f} | "
+        "{error_vs_fp32?:.1e} |"
     )
     for r in rows:
         r["name"] = r["model"] if is_whole(r) else f"{r['model']}, {r['layers']} layers"
         r["label"] = CONFIGS[r["config"]]
-        r["prompt"], r["token"] = (
-            {other: gain(r, other, key) for other in ("eager", "liger")} for key in ("prefill_ms", "decode_ms")
-        )
+        for name, key in (("prompt", "prefill_ms"), ("token", "decode_ms"), ("first", "first_decode_ms")):
+            r[name] = {other: gain(r, other, key) for other in ("eager", "liger")}
     kinds = table_of_kinds(
         "| model | tokens | configuration |",
-        "| {model} | {batch} x {tokens} | {label} |",
+        "| {model} | {size} | {label} |",
         [r for r in rows if "ms_by_kind" in r],
     )
     return text(
