@@ -18,6 +18,7 @@ from helpers.language_models import (  # noqa: E402
     FALCONS,
     LAYERS,
     OTHER_ATTENTION,
+    WIDTH,
     distance,
     make_falcon,
     make_ids,
@@ -328,6 +329,51 @@ def test_prompts_with_a_cache(ltx: ModuleType, device: str) -> None:
         model(ids, use_cache=True)
         model(ids[:, :1], use_cache=True)
     assert recordings(ltx, model) == []
+
+
+def test_arguments_that_are_the_live_mask_at_one_call(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention function of somebody's gets the mask a second time, or another tensor in its place."""
+    model, ids = make("Llama", device), make_ids(device)
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    given: list[Tensor] = []
+
+    def attend(*args: Any, own: Tensor, **options: Any) -> Any:
+        given.append(own)
+        return stock(*args, **options)
+
+    monkeypatch.setitem(registry._global_mapping, "sdpa", attend)
+    ltx.optimize(model)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    mask = torch.zeros(2, 1, 1, 32, device=device)
+    for own in (mask, mask, mask, mask + 1, mask, mask + 2):
+        given.clear()
+        model(ids[:, :1], past_key_values=cache, attention_mask=mask, own=own)
+        assert len(given) == LAYERS and all(tensor is own for tensor in given)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_masks_that_are_no_tensors(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+    """A mask may be a flag of somebody's attention function, and equal to other arguments."""
+    model = make("Llama", device)
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    given: list[tuple[Any, Any]] = []
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, own: Any, **options: Any) -> Any:
+        given.append((mask, own))
+        return stock(module, query, key, value, None, **options)
+
+    monkeypatch.setitem(registry._global_mapping, "sdpa", attend)
+    ltx.optimize(model)
+    cache = DynamicCache(config=model.config)
+    layer, hidden_states = model.model.layers[0], torch.randn(2, 1, WIDTH, device=device)
+    tables = model.model.rotary_emb(hidden_states, torch.zeros(2, 1, dtype=torch.int64, device=device))
+    for mask, own in [(True, same)] * 4 + [(False, same)] * 4:
+        layer(hidden_states, position_embeddings=tables, past_key_values=cache, attention_mask=mask, own=own)
+        assert given.pop() == (mask, own)
 
 
 @pytest.mark.parametrize("asks", [lambda mask: mask.shape, lambda mask: mask.dim(), lambda mask: mask + 1])

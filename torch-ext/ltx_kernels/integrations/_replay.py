@@ -77,7 +77,7 @@ _CONSTANTS = (
     *(nn.Module, Site),  # arguments of functions that `as_one` records
 )
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, str)
 
 # Settings of torch by which it chooses kernels of attention and convolutions. These kernels differ in the strides of
 # their results, and a recorded call makes views with the strides that it has seen.
@@ -480,8 +480,8 @@ class Replays:
         """Runs a call, records it under its signature, and returns its result."""
         held = self.state.present
         self.calls[key] = "a call has failed"
-        known = {id(tensor) for tensor in (*tensors, *held)}
-        if len(known) < len(tensors) + len({id(tensor) for tensor in held}):
+        known = {id(value) for value in (*tensors, *held, *live.values())}
+        if len(known) < len(tensors) + len({id(tensor) for tensor in held}) + len(live):
             self.calls[key] = "an argument is given twice"
             return compute()
         facts = _facts(self.state.module, self.sites)
@@ -555,7 +555,7 @@ def replayed(
     handed: dict[str, Any] = {}
     form: Hashable = None
     if live is not None:
-        handed = {name: kwargs[name] for name in live.names if kwargs.get(name) is not None}
+        handed = {name: kwargs[name] for name in live.names if type(kwargs.get(name)) not in _PLAIN}
         if handed:
             form = live.form(module, args, kwargs)
             if form is None:
@@ -638,7 +638,7 @@ def _forms(values: Iterable[Any], tensors: list[Tensor]) -> list[Hashable]:
         if kind is Tensor:
             tensors.append(value)
             forms.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference()))
-        elif value is None or kind in _PLAIN:
+        elif kind in _PLAIN:
             forms.append((kind, value))
         elif kind in (tuple, list):
             forms.append((kind, *_forms(value, tensors)))
