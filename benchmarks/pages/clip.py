@@ -13,6 +13,12 @@ def _clip(record: Record) -> str:
     return f"{CLIP_MODELS[record['model']]}, {record['recipe']}, {size}"
 
 
+def _place(record: Record) -> tuple[object, ...]:
+    models, configs = list(CLIP_MODELS), list(CLIP_CONFIGS)
+    size = record["frames"] * record["height"] * record["width"]
+    return models.index(record["model"]), record["recipe"], size, configs.index(record["config"])
+
+
 @block("docs/optimize.md", "clips")
 @block("docs/case-study.md", "clips", models=["ltx"])
 def clips(models: Sequence[str] = tuple(CLIP_MODELS)) -> str:
@@ -25,7 +31,10 @@ def clips(models: Sequence[str] = tuple(CLIP_MODELS)) -> str:
         "| {clip} | {config} | {clip_ms:.0f} | {stock/clip_ms:.2f} | {idle_ms?:.0f} | {text_ms:.1f} | {step_ms:.1f} | "
         "{decode_ms:.1f} | {peak_gb:.1f} | {first_s:.1f} s |"
     )
-    rows = [{**r, "clip": _clip(r), "config": CLIP_CONFIGS[r["config"]], "stock": stock.get(_clip(r))} for r in records]
+    rows = [
+        {**r, "clip": _clip(r), "config": CLIP_CONFIGS[r["config"]], "stock": stock.get(_clip(r))}
+        for r in sorted(records, key=_place)
+    ]
     return text(
         f"Whole calls of the pipelines with prompt, steps and decoding, on one {meta['device']}, torch "
         f"{meta['torch']}, {meta['dtype']}, random weights ({link('h200-clip')}, `python benchmarks/clip.py`). The "
