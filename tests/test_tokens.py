@@ -529,7 +529,7 @@ def masked(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         output: Tensor = own(site, query, key, *others)
         return output
 
-    monkeypatch.setattr(home, "_is_half", lambda query: True)
+    monkeypatch.setattr(home, "_has_products", lambda query: True)
     monkeypatch.setattr(home, "attention", attention)
     return lengths
 

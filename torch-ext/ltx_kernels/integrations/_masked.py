@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _flash
+from ._guards import has_tensor_cores
 from ._replay import others_take_functions
 from ._rotary import kept
 from ._sites import Site
@@ -53,12 +54,12 @@ def takes(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -
     if type(mask) is not Tensor or mask.shape not in shapes:
         return False
     heads = query.shape[1] % key.shape[1] == 0 and key.shape == value.shape and key.shape[3] == query.shape[3]
-    return heads and mask.dtype in (torch.bool, query.dtype) and _is_half(query) and not others_take_functions()
+    return heads and mask.dtype in (torch.bool, query.dtype) and _has_products(query) and not others_take_functions()
 
 
-def _is_half(query: Tensor) -> bool:
-    """Whether a query is on a GPU in half precision, for which torch has products with results in float32."""
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+def _has_products(query: Tensor) -> bool:
+    """Whether torch has products of a query's dtype and device with results in float32."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and has_tensor_cores(query.device)
 
 
 def attention(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
