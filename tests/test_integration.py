@@ -1114,8 +1114,8 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> At
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
     call, dispatch = ltx.integrations._attend, ltx.integrations._dispatch
     if device == "cpu":
-        monkeypatch.setattr(dispatch, "_op_pays", lambda query, *_: dispatch._has_tensor_cores(query.device))
-        monkeypatch.setattr(dispatch, "_capability", lambda _: (8, 0))
+        monkeypatch.setattr(dispatch, "_op_pays", lambda query, *_: dispatch.has_tensor_cores(query.device))
+        monkeypatch.setattr(ltx.integrations._guards, "_capability", lambda _: (8, 0))
         monkeypatch.setattr(dispatch, "runs_kernel", lambda query, *_: query.dtype != torch.float32)
     calls = {"attention": 0, "qk_norm_cross_attention": 0}
 
