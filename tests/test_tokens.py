@@ -354,6 +354,32 @@ def test_arguments_that_are_the_live_mask_at_one_call(
         assert len(given) == LAYERS and all(tensor is own for tensor in given)
 
 
+OWN: list[Callable[[], Any]] = [list, dict, lambda: ([], 1), lambda: {torch.float32: 1}]
+
+
+@pytest.mark.parametrize("make_own", OWN)
+def test_functions_write_to_what_they_are_given(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, make_own: Callable[[], Any]
+) -> None:
+    """An attention function of somebody's may collect scores in a list or a dict of the caller's."""
+    model, ids = make("Llama", device), make_ids(device)
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    given: list[Any] = []
+
+    def attend(*args: Any, own: Any, **options: Any) -> Any:
+        given.append(own)
+        return stock(*args, **options)
+
+    monkeypatch.setitem(registry._global_mapping, "sdpa", attend)
+    ltx.optimize(model)
+    cache = DynamicCache(config=model.config)
+    for _ in range(5):
+        own = make_own()
+        model(ids[:, :1], past_key_values=cache, own=own)
+        assert given.pop() is own and given.pop() is own
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_masks_that_are_no_tensors(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
     """A mask may be a flag of somebody's attention function, and equal to other arguments."""

@@ -35,7 +35,7 @@ from ._guards import (
 )
 from ._linear import Input, Linears, dequantised, like_of, may_overwrite, unpack
 from ._norms import form_of
-from ._replay import Live, as_one
+from ._replay import Live, as_one, refuse
 from ._rotary import Tables
 from ._sites import Entry, Site, site_of, stock_forward
 
@@ -223,8 +223,15 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     contiguous = empty is not None or one_token
     value = as_one(heads_first, value) if contiguous else value.transpose(1, 2)
     others = {name: value for name, value in arguments.items() if name not in _READ}
+    if any(map(_may_be_written, others.values())):
+        refuse("the attention function may write to a list or a dict")
     output, weights = as_one(functools.partial(_attend, spec), module, query, key, value, empty, others)
     return plan.output(output.flatten(2))[0], weights
+
+
+def _may_be_written(argument: Any) -> bool:
+    """Whether an argument is, or holds, a list or a dict. A recording would hand a copy of it to the function."""
+    return type(argument) in (list, dict) or (type(argument) is tuple and any(map(_may_be_written, argument)))
 
 
 def _attend(
