@@ -421,6 +421,34 @@ def test_mixtures_of_experts_are_not_recorded(ltx: ModuleType, device: str) -> N
     assert "it holds a module that may run other kernels" in str(report)
 
 
+class OwnAttention(nn.Module):
+    """An attention of somebody's own, which has other children and attributes than the stock one."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.stock = stock
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> tuple[Tensor, None]:
+        return 2 * self.stock(hidden_states, **options)[0], None
+
+
+def test_an_attention_of_somebody_else(ltx: ModuleType, device: str) -> None:
+    model, ids = make("Llama", device), make_ids(device)
+    layer = model.model.layers[0]
+    layer.self_attn = OwnAttention(layer.self_attn)
+    stock = tokens(model, ids)
+    report = ltx.optimize(model)
+    for _ in range(2):
+        assert distance(tokens(model, ids), stock) < CLOSE
+    assert count(ltx, model) == LAYERS - 1
+    report.restore()
+    ltx.optimize(model)
+    model.model.layers[1].self_attn = OwnAttention(model.model.layers[1].self_attn)
+    after = tokens(model, ids)
+    ltx.restore(model)
+    assert distance(after, tokens(model, ids)) < CLOSE
+
+
 def test_recorded_tokens_travel_in_copies(ltx: ModuleType, device: str) -> None:
     model, ids = make("Llama", device), make_ids(device)
     ltx.optimize(model)

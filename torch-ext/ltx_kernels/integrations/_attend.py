@@ -162,8 +162,10 @@ class Attention:
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's first input, if they may be handed quantised rows instead of it."""
         site = module.__dict__.get(ATTRIBUTE)
+        if site is None or hooked(module):
+            return None
         first = module._modules[self.called(module, self.projections[:1] if self.cross else self.projections)[0]]
-        if site is None or first is None or not in_fp8(first) or hooked(module):
+        if first is None or not in_fp8(first):
             return None
         plan = plan_of(site.entry.description, module, hidden_states)
         if plan.reason or (plan.gate is not None and not plan.gate.fp8) or (self.shared and plan.added is None):

@@ -109,7 +109,7 @@ class CausalAttention(_Projections):
 
     def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
         """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
-        first = module._modules[self.projections[0]]
+        first = module._modules.get(self.projections[0])
         if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
             return None
         plan = _attention_plan(self, module, hidden_states)
@@ -284,15 +284,14 @@ def _token_form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> H
 
     What is done before the attention depends on the cache if that is empty, or large and for several samples.
     """
-    cache = kwargs.get("past_key_values")
+    cache, attention = kwargs.get("past_key_values"), block._modules["self_attn"]
     if cache is None:
         return False
     hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
     samples, tokens, _ = hidden_states.shape
-    index = block._modules["self_attn"].layer_idx
-    if tokens > 1 or not is_filled(cache, index):
+    if tokens > 1 or ATTRIBUTE not in attention.__dict__ or not is_filled(cache, attention.layer_idx):
         return None
-    return samples > 1 and is_large(cache, index)
+    return samples > 1 and is_large(cache, attention.layer_idx)
 
 
 # Of decoder layers: a token's cache is another one for every text, and its mask grows from token to token.
