@@ -116,7 +116,11 @@ def measured_gains() -> dict[str, list[str]]:
     layers = layers_of_whole_models(records_of("h200-llm"))
     for model, (title, family) in LANGUAGE_MODELS.items():
         whole = {"model": model, "layers": layers.get(model)}
-        for key, what in (("prefill_ms", "prompt of 8192 tokens"), ("decode_ms", "token")):
+        for key, what in (
+            ("prefill_ms", "prompt of 8192 tokens"),
+            ("decode_ms", "token"),
+            ("first_decode_ms", "token at a length that is new to the process"),
+        ):
             add(family, f"{title}, {what}", "h200-llm", "eager", key, **whole, tokens=8192, batch=1)
     return gains
 
