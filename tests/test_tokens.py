@@ -667,5 +667,5 @@ def test_masked_attention(ltx: ModuleType, cuda: str, family: str, dtype: torch.
     mask = padding(ids)
     stock, exact = tokens(model, ids, mask=mask), tokens(copy.deepcopy(model).float(), ids, mask=mask)
     report = ltx.optimize(model)
-    assert distance(tokens(model, ids, mask=mask), exact) <= 1.4 * distance(stock, exact)
+    assert distance(tokens(model, ids, mask=mask), exact) <= 1.25 * distance(stock, exact)
     assert family == "Falcon" or MASKED in str(report)

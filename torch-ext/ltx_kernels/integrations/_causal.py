@@ -17,7 +17,7 @@ from ._flash import is_plain
 from ._replay import others_take_functions
 from ._sites import Site
 
-LEAST = 256  # tokens of a prompt; torch's flash attention takes about as long for fewer
+LEAST = 256  # tokens of a prompt; `_flash` takes shorter ones
 
 
 def attend(

@@ -21,7 +21,7 @@ from ._sites import Site
 
 HOME = "transformers.integrations.sdpa_attention"
 WIDEST = 256  # columns of a head that it takes
-SHORT = 1024  # tokens of a prompt from which cuDNN saves more than its plan costs
+SHORT = 1024  # tokens of a prompt from which cuDNN is left to plan: it gains the more, the longer the prompt is
 # What changes the result of transformers' function beside its own arguments.
 CHANGES = ("softcap", "is_causal", "position_bias", "cache", "s_aux")
 

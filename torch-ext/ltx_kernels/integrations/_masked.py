@@ -71,9 +71,10 @@ def attention(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
     groups, length = key.shape[1:3]
 
     def make() -> Tensor:
-        bias = mask.float() if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=torch.float32)
         if mask.dtype == torch.bool:
-            bias.masked_fill_(~mask, -torch.inf)
+            bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+        else:
+            bias = mask.float()
         return bias.expand(batch, groups, 1, length).reshape(-1, 1, length)
 
     bias = kept(site, ("bias of a token", batch, groups), mask, make)
