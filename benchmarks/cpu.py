@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from result_files import DTYPES, REPOSITORY, common_meta
+from result_files import DTYPES, REPOSITORY, common_meta, write
 from torch import Tensor
 
 LIMIT = 1.1
@@ -292,10 +292,7 @@ def main() -> int:
                 flush=True,
             )
     output = options.output or REPOSITORY / f"benchmarks/results/cpu-{platform.machine()}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(
-        json.dumps({"meta": common_meta(package), "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-    )
+    write(output, common_meta(package), rows=[asdict(row) for row in rows])
     missed = [row for row in rows if row.limit is not None and row.ratio > row.limit]
     for row in missed:
         shape = "x".join(map(str, row.shape))

@@ -9,13 +9,12 @@ the unquantised matrices. The JSON has the relative L2 error of every recipe for
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from result_files import REPOSITORY, common_meta
+from result_files import REPOSITORY, common_meta, write
 from torch import Tensor
 
 ROWS, WIDTH = 1024, 2048
@@ -113,7 +112,7 @@ def main() -> None:
             error = (difference.norm(dim=-1) / norms).square().mean().sqrt().item()
             records.append({"input": kind, "recipe": recipe, "relative_error": error})
             print(f"{kind:46}{recipe:46}{error:8.4f}", flush=True)
-    output.write_text(json.dumps({"meta": common_meta(), "records": records}, indent=1) + "\n")
+    write(output, common_meta(), records)
     print(output)
 
 

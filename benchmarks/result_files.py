@@ -83,11 +83,33 @@ def common_meta(package: Mapping[str, Any] | None = None, device: str = "cpu") -
     return {**facts, "kernels": package["id"], "commit": made_of.get("commit"), "dirty": made_of.get("dirty")}
 
 
-def write(path: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
-    """Replaces the file in one step, so that there is a whole one whenever the run is killed."""
+def as_text(result: Mapping[str, Any]) -> str:
+    """The JSON of a result file, with one line for each fact of `meta` and for each record.
+
+    A record is a member of a list, or a dict that holds no other dict.
+    """
+
+    def lines(value: Any, depth: int) -> str:
+        margin, end = "\n" + " " * depth, "\n" + " " * (depth - 1)
+        if isinstance(value, list) and value and depth == 1:
+            return f"[{','.join(f'{margin}{json.dumps(record)}' for record in value)}{end}]"
+        if isinstance(value, dict) and value and (depth < 2 or any(isinstance(one, dict) for one in value.values())):
+            members = (f"{margin}{json.dumps(name)}: {lines(one, depth + 1)}" for name, one in value.items())
+            return f"{{{','.join(members)}{end}}}"
+        return json.dumps(value)
+
+    return lines(result, 0) + "\n"
+
+
+def write(path: Path, meta: Mapping[str, Any], records: Sequence[Any] | None = None, **parts: Any) -> None:
+    """Replaces the file in one step, so that there is a whole one whenever the run is killed.
+
+    parts: What the file has besides `meta` and `records`, or in the place of records.
+    """
+    result = {"meta": meta, **parts} if records is None else {"meta": meta, **parts, "records": records}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps({"meta": meta, "records": records}, indent=1) + "\n")
+    partial.write_text(as_text(result))
     partial.replace(path)
 
 

@@ -101,7 +101,7 @@ def main() -> int:
         sys.exit(f"{directory} does not exist: run `make build`")
     _, package = load()
     device = "cuda" if package["backend"]["type"] == "cuda" and torch.cuda.is_available() else "cpu"
-    from result_files import common_meta, slug_of
+    from result_files import common_meta, slug_of, write
 
     meta = {**common_meta(package, device), "threads": options.jobs, "package_id": package["id"]}
     if device == "cuda":
@@ -109,7 +109,6 @@ def main() -> int:
 
     slug = slug_of(meta["device"]) if device == "cuda" else "cpu"
     output = options.output or REPOSITORY / f"benchmarks/results/fuzz-{slug}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
     tally, failures, seeds, other_seeds = Tally(), [], [], []
     for path in options.add:
         other = json.loads(path.read_text())
@@ -146,8 +145,7 @@ def main() -> int:
                 print(f"{tally.cases} cases, {len(failures)} failures", flush=True)
             # After every chunk, for a run may be ended from outside.
             meta |= {"seeds": other_seeds + spans(seeds), "seconds": round(time.perf_counter() - start, 1)}
-            result = {"meta": meta, "cases": tally.cases, "failures": failures, "records": tally.records()}
-            output.write_text(json.dumps(result, indent=1) + "\n")
+            write(output, meta, tally.records(), cases=tally.cases, failures=failures)
     print(f"{tally.cases} cases, {len(failures)} failures, {time.perf_counter() - start:.1f} s: {output}")
     return 1 if failures else 0
 

@@ -167,7 +167,7 @@ def main() -> int:
 
     import torch
     from helpers.build import REPO_ID, build_directory, use_own_build_by_default
-    from result_files import common_meta, slug_of
+    from result_files import common_meta, slug_of, write
 
     use_own_build_by_default()
     build = build_directory()
@@ -244,7 +244,7 @@ def main() -> int:
         meta["seconds_of_calls"] = [*earlier, meta["seconds"]]
         if "pytest" in job.command:
             suites.setdefault(job.suite, {"files": {}})["files"][job.name] = result
-        path.write_text(json.dumps({"meta": meta, "suites": suites}, indent=1) + "\n")
+        write(path, meta, suites=suites)
 
     start = time.perf_counter()
     jobs = [job for part in options.parts for job in jobs_of(part)]

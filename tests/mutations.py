@@ -819,9 +819,11 @@ def read(output: Path) -> dict[str, dict[str, Any]]:
 
 def write(output: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> None:
     """What was run now, beside what was run before."""
+    import result_files
+
     known = {**read(output), **{record["defect"]: record for record in records}}
     kept = [known[m.defect] for m in MUTATIONS if m.defect in known]
-    output.write_text(json.dumps({"meta": meta, "records": kept}, indent=1) + "\n")
+    result_files.write(output, meta, kept)
 
 
 def main() -> int:

@@ -83,7 +83,7 @@ def main() -> int:
 
     import torch
     from helpers.build import build_directory, use_own_build_by_default
-    from result_files import common_meta, slug_of
+    from result_files import common_meta, slug_of, write
 
     use_own_build_by_default()
     if not torch.cuda.is_available():
@@ -137,7 +137,7 @@ def main() -> int:
                 good = False
                 print(output[-6000:], flush=True)
             meta["seconds"] = round(time.perf_counter() - start, 1)
-            output_file.write_text(json.dumps({"meta": meta, "tools": tools}, indent=1) + "\n")
+            write(output_file, meta, tools=tools)
     print(f"{'clean' if good else 'NOT CLEAN'}, {time.perf_counter() - start:.1f} s: {output_file}")
     return 0 if good else 1
 

@@ -190,6 +190,44 @@ def test_the_file_is_replaced(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_a_result_file_has_a_line_for_each_record() -> None:
+    result = {
+        "meta": {"device": "gpu", "failed": {}},
+        "cases": 2,
+        "records": [{"op": "rmsnorm", "us": {"ours": 1.5}}, {"op": "geglu"}],
+        "suites": {"tests": {"files": {"test_norm": {"passed": 1}, "test_glu": {"passed": 2}}}},
+    }
+    assert result_files.as_text(result).splitlines() == [
+        "{",
+        '"meta": {',
+        ' "device": "gpu",',
+        ' "failed": {}',
+        "},",
+        '"cases": 2,',
+        '"records": [',
+        ' {"op": "rmsnorm", "us": {"ours": 1.5}},',
+        ' {"op": "geglu"}',
+        "],",
+        '"suites": {',
+        ' "tests": {',
+        '  "files": {',
+        '   "test_norm": {"passed": 1},',
+        '   "test_glu": {"passed": 2}',
+        "  }",
+        " }",
+        "}",
+        "}",
+    ]
+    assert json.loads(result_files.as_text(result)) == result
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_result_files_are_written_by_result_files(path: Path) -> None:
+    """Pretty-printed, the results were a third of the repository's lines."""
+    text = path.read_text()
+    assert text == result_files.as_text(json.loads(text, parse_constant=pytest.fail))
+
+
 def test_without_a_gpu() -> None:
     process = subprocess.run(
         [sys.executable, str(BENCHMARKS / "ops.py")],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import ops
 import torch
 from op_cases import Make
-from result_files import DTYPES, load_package
+from result_files import DTYPES, load_package, write
 from rich.console import Console
 from rich.table import Table
 from timing import HostTimer, Timer
@@ -68,5 +67,5 @@ def time_cases(cases: Sequence[Any], judge: Judge, compiled: bool, path: Path | 
     console.print(table)
     if path:
         meta = {"device": name, "torch": torch.__version__, "missing": missing}
-        path.write_text(json.dumps({"meta": meta, "records": records}, indent=1) + "\n")
+        write(path, meta, records)
     return 0 if right else 1
