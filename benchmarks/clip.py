@@ -63,7 +63,6 @@ from llm_shapes import SHAPES
 CONFIGS = ("stock", "compile", "kernels", "kernels_graphs", "kernels_fp8", "kernels_fp8_graphs")
 COMPONENTS = ("text_encoder", "transformer", "vae")
 IDENTITY = ("model", "recipe", "frames", "height", "width", "config")  # what a record measures
-COLOURS = {"prompt": "#8172B3", "steps": "#4C72B0", "decoding": "#55A868", "rest": "#CCCCCC"}
 
 
 @dataclass(frozen=True)
@@ -263,44 +262,6 @@ def clip_of(record: dict[str, Any]) -> str:
     return f"{record['recipe']}, {record['frames']} frames of {record['height']}x{record['width']}"
 
 
-def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Where the time of a clip goes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        name = f"{MODELS[record['model']].name}, {clip_of(record)}"
-        groups.setdefault(name, []).append(record)
-    figure, axes = pyplot.subplots(1, len(groups), figsize=(5.2 * len(groups), 4), squeeze=False)
-    for axis, (name, shown) in zip(axes[0], groups.items()):
-        labels = [record["config"].replace("_", "\n+ ") for record in shown]
-        parts = {
-            "prompt": [record["text_ms"] for record in shown],
-            "steps": [record["steps_ms"] for record in shown],
-            "decoding": [record["decode_ms"] for record in shown],
-        }
-        parts["rest"] = [max(0.0, record["clip_ms"] - sum(values)) for record, *values in zip(shown, *parts.values())]
-        bottom = [0.0] * len(shown)
-        for part, colour in COLOURS.items():
-            axis.bar(labels, parts[part], bottom=bottom, color=colour, label=part, width=0.7)
-            bottom = [b + value for b, value in zip(bottom, parts[part])]
-        for i, record in enumerate(shown):
-            axis.text(i, bottom[i], f"{record['clip_ms']:.0f}", ha="center", va="bottom", fontsize=9)
-        axis.set_title(name, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="x", labelsize=8)
-    axes[0][0].set_ylabel("ms a clip")
-    axes[0][-1].legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
-    pyplot.close(figure)
-
-
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="Whole clips")
     for column in ("model", "clip", "configuration"):
@@ -369,7 +330,6 @@ def main(arguments: list[str] | None = None) -> int:
                 shown = kept_records(output, meta, records, IDENTITY) if options.update else records
                 write(output, meta, shown)
             del pipe  # the parts of two models do not fit into one GPU's memory
-    draw(shown, output, f"Whole clips, {options.dtype}, {meta['device']}")
     print_table(shown, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 0

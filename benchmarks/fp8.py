@@ -6,7 +6,7 @@
 Each recipe denoises the same noise with diffusers' LTXPipeline, guidance and all; the stock model in float32 does it
 too, and its latents after every step and its decoded frames are what the others are compared with: relative L2 error of
 the latents, PSNR and SSIM of the frames (SSIM where scikit-image is installed). With random weights the frames show
-nothing, but their differences are the model's. The JSON has the means over the seeds; beside it go pictures of the
+nothing, but their differences are the model's. The JSON has the means over the seeds; beside it goes a picture of the
 error by step, and of error against the time of a step, replayed as a CUDA graph: a clip this short would wait for the
 host. torchao's recipe has no such time, since it is made for torch.compile: benchmarks/ltx.py has it.
 """
@@ -168,8 +168,7 @@ def draw(records: list[dict[str, Any]], path: Path, title: str) -> None:
     for axis in (by_step, by_time, memory):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
+    figure.savefig(path.with_suffix(".png"), dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -40,7 +40,6 @@ from steps import (
     FP8_CONFIGS,
     TORCHAO_INDUCTOR,
     Turns,
-    draw,
     error,
     label,
     measure,
@@ -54,6 +53,8 @@ TINY = {"num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 256, "
 TEXT_TOKENS = 128
 PROMPTS = 10, 60  # how many of them are not padding: a short negative prompt and an ordinary one
 TEMPORAL, SPATIAL, FRAME_RATE = 8, 32, 25  # the VAE's compression
+COLOURS = {"GEMM": "#4C72B0", "attention": "#8172B3", "this package": "#55A868", "elementwise": "#DD8452"}
+COLOURS["idle"] = "#CCCCCC"
 
 
 def load_model(name: str, dtype: torch.dtype, device: str) -> LTXVideoTransformer3DModel:
@@ -131,6 +132,41 @@ def measure_frames(
         one.record["error_vs_fp32"] = float(f"{error(one.result, expected):.4g}")
         one.record["psnr_vs_baseline"] = None if baseline is None else psnr(one.result, baseline.result)
     return [{"config": config, **one.record} for config, one in measured.items()]
+
+
+def draw(groups: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
+    """One panel a group: where the time of a step goes on the device, by configuration."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(4, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=((6.4 if columns < 3 else 4.8) * columns, 3.8 * rows), squeeze=False
+    )
+    for axis in axes.flat[len(groups) :]:
+        axis.remove()
+    for axis, (name, shown) in zip(axes.flat, groups.items()):
+        bottom = [0.0] * len(shown)
+        names = [label(record["config"]).replace(" + ", "\n+ ") for record in shown]
+        for kind, colour in COLOURS.items():
+            heights = [record["ms_by_kind"].get(kind, 0.0) for record in shown]
+            axis.bar(names, heights, bottom=bottom, color=colour, label=kind, width=0.7)
+            bottom = [b + h for b, h in zip(bottom, heights)]
+        for i, record in enumerate(shown):
+            axis.text(i, bottom[i], f"{record['step_ms']:.1f} ms", ha="center", va="bottom", fontsize=9)
+        axis.set_title(name)
+        axis.set_ylim(0, max(bottom) * 1.12)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(axis="x", labelsize=8)
+    axes[0][0].set_ylabel("ms a denoising step")
+    axes.flat[len(groups) - 1].legend(frameon=False, fontsize=8, loc="upper right")
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+    pyplot.close(figure)
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:

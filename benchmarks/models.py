@@ -49,7 +49,6 @@ from steps import (
     INT8_CONFIGS,
     TORCHAO_INDUCTOR,
     Turns,
-    draw,
     error,
     first_line,
     free_memory,
@@ -321,11 +320,6 @@ def main(arguments: list[str] | None = None) -> int:
                 benchmark.failed[model] = first_line(reason)
                 console.print(f"[red]{model} failed[/red]: {benchmark.failed[model]}")
             free_memory(options.device)
-    if options.profile and profiled:
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for record in profiled:
-            groups.setdefault(f"{record['model']}, {record['shape']}", []).append(record)
-        draw(groups, profiles, f"One forward, {options.dtype}, {meta['device']}")
     print_table(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 1 if benchmark.failed else 0

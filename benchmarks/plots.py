@@ -1,4 +1,4 @@
-"""Draws the results of benchmarks/ops.py, as PNG and SVG beside the JSON:
+"""Draws the results of benchmarks/ops.py, as PNG beside the JSON:
 
     python benchmarks/plots.py [benchmarks/results/h200-ops.json]
 
@@ -130,7 +130,6 @@ def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "ltx-kernels"  # the same file from the same results
     from matplotlib import pyplot
 
     results = json.loads(path.read_text())
@@ -140,10 +139,9 @@ def main() -> None:
         figure = pyplot.figure(figsize=(9, 4.5), layout="constrained")
         figure.suptitle(title, fontsize=10)
         draw(figure, records)
-        for kind in ("png", "svg"):
-            target = path.with_name(f"{path.stem}-{name}.{kind}")
-            figure.savefig(target, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-            print(target)
+        target = path.with_name(f"{path.stem}-{name}.png")
+        figure.savefig(target, dpi=150)
+        print(target)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +41,6 @@ KINDS = {
     "GEMM": re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitK|addmm", re.IGNORECASE),
     "this package": re.compile(r"\bltx::"),
 }
-COLOURS = {"GEMM": "#4C72B0", "attention": "#8172B3", "this package": "#55A868", "elementwise": "#DD8452"}
-COLOURS["idle"] = "#CCCCCC"
 
 # What torchao sets in inductor for these layers: by itself it would, for all that the process compiles later.
 TORCHAO_INDUCTOR = {"coordinate_descent_tuning": True, "coordinate_descent_check_all_directions": True}
@@ -289,39 +286,3 @@ def first_line(reason: BaseException) -> str:
 
 def label(config: str) -> str:
     return config.replace("_fp8", " fp8").replace("_int8", " int8").replace("_", " + ")
-
-
-def draw(groups: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
-    """One panel a group: where the time of a step goes on the device, by configuration."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    columns = min(4, len(groups))
-    rows = math.ceil(len(groups) / columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=((6.4 if columns < 3 else 4.8) * columns, 3.8 * rows), squeeze=False
-    )
-    for axis in axes.flat[len(groups) :]:
-        axis.remove()
-    for axis, (name, shown) in zip(axes.flat, groups.items()):
-        bottom = [0.0] * len(shown)
-        names = [label(record["config"]).replace(" + ", "\n+ ") for record in shown]
-        for kind, colour in COLOURS.items():
-            heights = [record["ms_by_kind"].get(kind, 0.0) for record in shown]
-            axis.bar(names, heights, bottom=bottom, color=colour, label=kind, width=0.7)
-            bottom = [b + h for b, h in zip(bottom, heights)]
-        for i, record in enumerate(shown):
-            axis.text(i, bottom[i], f"{record['step_ms']:.1f} ms", ha="center", va="bottom", fontsize=9)
-        axis.set_title(name)
-        axis.set_ylim(0, max(bottom) * 1.12)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="x", labelsize=8)
-    axes[0][0].set_ylabel("ms a denoising step")
-    axes.flat[len(groups) - 1].legend(frameon=False, fontsize=8, loc="upper right")
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
-    pyplot.close(figure)

@@ -246,6 +246,12 @@ def test_readme_shows_the_results() -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+def test_every_picture_stands_in_a_page() -> None:
+    shown = "".join(page.read_text() for page in readme._pages())
+    pictures = [path.name for path in (BENCHMARKS / "results").iterdir() if path.suffix != ".json"]
+    assert pictures and [name for name in pictures if f"benchmarks/results/{name}" not in shown] == []
+
+
 def test_every_table_has_a_writer() -> None:
     """A table that no function writes would keep its figures forever."""
     closed = {
@@ -588,7 +594,6 @@ def test_clips_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, mo
         assert record["step_ms"] == pytest.approx(record["steps_ms"] / 3, rel=0.9)
     # Three clips of each configuration on a CPU, of three steps: without guidance one sample each.
     assert samples == [1] * len(samples) and len(samples) == 2 * 3 * 3
-    assert path.with_suffix(".png").stat().st_size > 10_000
 
 
 @torch.no_grad()
