@@ -583,6 +583,20 @@ def test_restore_of_a_part_that_shares_a_table(ltx: ModuleType, device: str) -> 
         assert patched(model) == []
 
 
+def test_restore_of_a_part_of_a_copy(ltx: ModuleType, device: str) -> None:
+    """A deepcopy knows as well as its original what has to be restored together."""
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        with pytest.raises(RuntimeError, match=r"was optimized together with .*: give the whole model"):
+            ltx.restore(one.transformer_blocks[0])
+        assert_close(one(**inputs)[0], stock)
+        ltx.restore(one)
+        assert patched(one) == []
+
+
 def test_restore_after_the_table_was_exchanged(ltx: ModuleType, device: str) -> None:
     model = make_model(device)
     report = ltx.optimize(model)

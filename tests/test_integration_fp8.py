@@ -174,6 +174,26 @@ def test_exchanged_weights_are_noticed(
     assert "the weight has changed" in reason or "another parameter" in reason
 
 
+def test_weights_exchanged_below_a_hook_that_offloads_nothing(
+    ltx: ModuleType, device: str, model: nn.Module, inputs: dict[str, Any]
+) -> None:
+    """An offload puts the same weight into new parameters; a hook that only moves inputs does not."""
+    accelerate = pytest.importorskip("accelerate")
+    linear = model.transformer_blocks[0].ff.net[2]
+    accelerate.hooks.add_hook_to_module(
+        linear, accelerate.hooks.AlignDevicesHook(execution_device=device, offload=False)
+    )
+    other = nn.Parameter(linear.weight * 3, requires_grad=False)
+    report = ltx.optimize(model, precision="fp8")
+    model(**inputs)
+    assert "torch.Linear" not in report.fallbacks
+    linear.weight = other
+    ours = model(**inputs)[0]
+    assert report.fallbacks["torch.Linear"] == {"the weight has changed since it was quantised: call optimize again": 1}
+    ltx.restore(model)
+    assert distance(ours, model(**inputs)[0]) < 0.05
+
+
 @pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
 def test_half_after_optimize(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str) -> None:
     """The stock model in float16, and back."""
