@@ -89,6 +89,20 @@ def test_nothing_is_quantised_on_loading(
     assert {name: id(parameter) for name, parameter in other.named_parameters()} == before
 
 
+@pytest.mark.parametrize("on_meta", [False, True], ids=["with data", "on meta"])
+def test_loading_keeps_requires_grad(ltx: ModuleType, device: str, tmp_path: Path, on_meta: bool) -> None:
+    model = make_model(device, torch.bfloat16)
+    with ltx.optimize(model, precision="fp8", stock_weights="cpu") as report:
+        report.save_weights(tmp_path)
+    loaded = empty_like(model) if on_meta else model
+    for i, parameter in enumerate(loaded.parameters()):
+        parameter.requires_grad_(i % 2 == 0)
+    before = {name: parameter.requires_grad for name, parameter in loaded.named_parameters()}
+    with torch.device(device):
+        ltx.optimize(loaded, precision="fp8", weights=tmp_path)
+    assert {name: parameter.requires_grad for name, parameter in loaded.named_parameters()} == before
+
+
 def test_pipeline(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
     """Each component goes into a folder of its name; the autoencoder, which has no layers in fp8, stays out."""
     models = [make_model(device, torch.bfloat16, num_layers=layers) for layers in (1, 2)]
@@ -169,13 +183,10 @@ def test_files_that_do_not_fit(ltx: ModuleType, device: str, tmp_path: Path) -> 
         (tmp_path / FILE).write_bytes(good)
 
     path = tmp_path / FILE
-    change(path, **{"proj_in.weight": torch.zeros(3, 8)})
-    fails(ValueError, r"weights: proj_in.weight: expected \[64, 8\], got \[3, 8\]")
-    change(path, **{"transformer_blocks.0.attn1.to_q.weight": None})
-    fails(ValueError, r"weights: transformer_blocks.0.attn1.to_q.weight: expected \[64, 64\], got nothing")
     change(path, more=torch.zeros(1))
     fails(ValueError, r"weights: more: expected nothing, got \[1\]")
-    change(path, **{"proj_out.ltx_fp8_scales": torch.zeros(8)})
+    values = torch.zeros(8, 64, dtype=torch.float8_e4m3fn)
+    change(path, **{"proj_out.weight": values, "proj_out.ltx_fp8_scales": torch.zeros(8)})
     fails(ValueError, "weights: proj_out is in fp8 in the file and cannot be here: it is in no block that is known")
     change(path, metadata={"ltx_kernels": "ltx-kernels fp8, version 9"})
     fails(ValueError, "weights: expected a file of ltx-kernels fp8, version 1, got .* version 9")
@@ -190,6 +201,99 @@ def test_files_that_do_not_fit(ltx: ModuleType, device: str, tmp_path: Path) -> 
         bare = type(model).from_config(model.config)
     bare.register_buffer("table", torch.empty(2, device="meta"), persistent=False)
     fails(ValueError, "weights: expected buffers that no file holds to have data, got table on meta", to=bare)
+
+
+TO_Q = "transformer_blocks.0.attn1.to_q"
+SCALES = f"{TO_Q}.ltx_fp8_scales"
+
+
+@pytest.mark.parametrize("on_meta", [False, True], ids=["with data", "on meta"])
+@pytest.mark.parametrize(
+    ("name", "tensor", "text"),
+    [
+        (
+            "proj_in.weight",
+            torch.zeros(3, 8).bfloat16(),
+            r"expected \[64, 8\] of .*bfloat16.*, got \[3, 8\] of bfloat16",
+        ),
+        ("proj_in.weight", torch.zeros(64, 8).half(), r"expected \[64, 8\] of .*bfloat16.*, got \[64, 8\] of float16"),
+        ("proj_in.weight", torch.zeros(64, 8).int(), r"expected \[64, 8\] of .*bfloat16.*, got \[64, 8\] of int32"),
+        (
+            "proj_in.bias",
+            torch.zeros(64).to(torch.float8_e4m3fn),
+            "expected .* of .*bfloat16.*, got .* of float8_e4m3fn",
+        ),
+        (f"{TO_Q}.weight", None, r"expected \[64, 64\] of float8_e4m3fn, got nothing"),
+        (f"{TO_Q}.weight", torch.zeros(64, 64).bfloat16(), "expected .* of float8_e4m3fn, got .* of bfloat16"),
+        (f"{TO_Q}.weight", torch.zeros(64, 64).to(torch.int8), "expected .* of float8_e4m3fn, got .* of int8"),
+        (f"{TO_Q}.weight", torch.zeros(64, 64).to(torch.float8_e5m2), "expected .*_e4m3fn, got .* of float8_e5m2"),
+        (SCALES, None, r"expected \[64\] of float32, got nothing"),
+        (SCALES, torch.ones(128), r"expected \[64\] of float32, got \[128\] of float32"),
+        (SCALES, torch.ones(1), r"expected \[64\] of float32, got \[1\] of float32"),
+        (SCALES, torch.ones(1, 64), r"expected \[64\] of float32, got \[1, 64\] of float32"),
+        (SCALES, torch.ones(64).int(), r"expected \[64\] of float32, got \[64\] of int32"),
+        (SCALES, torch.ones(64).half(), r"expected \[64\] of float32, got \[64\] of float16"),
+        (f"{TO_Q}.bias", None, r"expected \[64\] of .*bfloat16.*, got nothing"),
+    ],
+    ids=[
+        *("shape", "float16", "int32", "e4m3 without scales"),
+        *("no weight", "bfloat16 with scales", "int8 with scales", "e5m2 with scales"),
+        *("no scales", "long scales", "one scale", "scales of two dimensions", "scales of int32", "scales of float16"),
+        "no bias",
+    ],
+)
+def test_tensors_that_do_not_fit(
+    ltx: ModuleType, device: str, tmp_path: Path, name: str, tensor: Tensor | None, text: str, on_meta: bool
+) -> None:
+    """Every tensor's shape and dtype is compared before any is read; of two components the second changes neither."""
+    models = [make_model(device, torch.bfloat16) for _ in range(2)]
+    with ltx.optimize(Pipeline(transformer=models[0], transformer_2=models[1]), precision="fp8") as report:
+        report.save_weights(tmp_path)
+        report.save_weights(tmp_path)  # over itself
+    change(tmp_path / "transformer_2" / FILE, **{name: tensor})
+    others = [empty_like(model) for model in models] if on_meta else models
+    before = [{key: (id(t), t._version) for key, t in model.state_dict(keep_vars=True).items()} for model in others]
+    pipeline = Pipeline(transformer=others[0], transformer_2=others[1])
+    with pytest.raises(ValueError, match=rf"^weights: {name}: {text} in ") as caught:
+        ltx.optimize(pipeline, precision="fp8", weights=tmp_path)
+    assert "\n" not in str(caught.value)
+    after = [{key: (id(t), t._version) for key, t in model.state_dict(keep_vars=True).items()} for model in others]
+    assert after == before and [patched(model) for model in others] == [[], []]
+
+
+def test_a_held_weight_has_its_own_dtype(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
+    """A model whose parameters hold fp8 values, stock weights on the host, loads a file with fewer layers in fp8."""
+    model = make_model(device, torch.bfloat16)
+    ltx.optimize(model, precision="fp8", skip=["*.attn*"]).save_weights(tmp_path)
+    want = model(**inputs)[0]
+    ltx.optimize(model, precision="fp8", skip=[], stock_weights="cpu")
+    ltx.optimize(model, precision="fp8", weights=tmp_path)
+    assert torch.equal(model(**inputs)[0], want)
+
+
+def test_a_file_that_cannot_be_read_to_its_end(
+    ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is read before anything is put in its place, so that the model keeps its own weights."""
+    model, other = make_model(device, torch.bfloat16), make_model(device, torch.bfloat16)
+    other.proj_out.weight.mul_(0.5)
+    stock = other(**inputs)[0]
+    ltx.optimize(model, precision="fp8").save_weights(tmp_path)
+    stop, read = f"transformer_blocks.{LAYERS - 1}.ff.net.2.bias", ltx.integrations._weights._read
+
+    def interrupted(file: Any, slot: Any) -> Tensor:
+        if slot.name == stop:
+            raise KeyboardInterrupt
+        return read(file, slot)
+
+    monkeypatch.setattr(ltx.integrations._weights, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ltx.optimize(other, precision="fp8", weights=tmp_path)
+    assert patched(other) == [] and list(other.named_buffers()) == []
+    assert torch.equal(other(**inputs)[0], stock)
+    monkeypatch.undo()
+    ltx.optimize(other, precision="fp8", weights=tmp_path)
+    assert torch.equal(other(**inputs)[0], model(**inputs)[0])
 
 
 def test_options(ltx: ModuleType, device: str, tmp_path: Path) -> None:

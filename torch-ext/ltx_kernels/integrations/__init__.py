@@ -184,8 +184,9 @@ def _install(
     for site in report.sites:
         name = site.class_name
         site.partners = frozenset({b for a, b in pairs if a == name} | {a for a, b in pairs if b == name})
-    for file in files:
-        file.load(groups)
+    puts = [put for file in files for put in file.read(groups)]  # all is read before anything is put in its place
+    for put in puts:
+        put()
     for linears in [] if files else groups:
         _fp8.quantise_weights(linears, stock_weights)
     if rounding == "fp32":

@@ -104,6 +104,11 @@ def _held(linear: nn.Module) -> Tensor:
     return held.to(weight.dtype)
 
 
+def held_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
+    """The dtypes of the stock weights that are HELD, by the names of the parameters that hold fp8 values."""
+    return {f"{name}.weight": m.__dict__[STOCK].dtype for name, m in root.named_modules() if STOCK in m.__dict__}
+
+
 def free_weight(linear: nn.Linear) -> int:
     """Frees a stock weight that lies beside the fp8 weight; returns its size in bytes."""
     size = linear.weight.nbytes

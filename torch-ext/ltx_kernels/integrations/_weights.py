@@ -6,16 +6,17 @@ model. The weight of a quantised layer is there as its fp8 values, with its scal
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ._fp8 import SCALES, in_fp8, put_loaded_weights, quantised_weight
+from ._fp8 import SCALES, held_dtypes, in_fp8, put_loaded_weights, quantised_weight
 from ._guards import class_of
 
 FILE = "ltx_kernels_fp8.safetensors"
@@ -78,6 +79,17 @@ def save(root: nn.Module, folder: Path) -> None:
     os.replace(unfinished, folder / FILE)
 
 
+class Expected(NamedTuple):
+    """What a file has to hold for one name."""
+
+    shape: list[int]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def _text(shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> str:
+    return f"{list(shape)} of {' or '.join(str(dtype).replace('torch.', '') for dtype in dtypes)}"
+
+
 class File:
     """The file of a model in fp8, which is known to fit the model."""
 
@@ -86,15 +98,16 @@ class File:
         if not self.path.is_file():
             raise FileNotFoundError(f"weights: expected a folder with {FILE} that save_weights wrote, got {folder}")
         with self._open("cpu") as file:
-            metadata, names = file.metadata() or {}, set(file.keys())
+            metadata = file.metadata() or {}
             written = metadata.get("ltx_kernels")
             if written != FORMAT:
                 raise ValueError(f"weights: expected a file of {FORMAT}, got {written} in {self.path}")
             if metadata.get("class") != class_of(root):
                 raise ValueError(f"weights: expected those of {class_of(root)}, got {metadata.get('class')}")
-            self.linears = {name[: -len(SCALES) - 1] for name in names if name.endswith(f".{SCALES}")}
-            expected = {slot.name: tuple(slot.tensor.shape) for slot in _slots(root)}
-            self._check(expected, {n: tuple(file.get_slice(n).get_shape()) for n in names if not n.endswith(SCALES)})
+            # safetensors gives views of the file, so that no data is read here.
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self.linears = {name[: -len(SCALES) - 1] for name in found if name.endswith(f".{SCALES}")}
+            self._check(found)
 
     def _open(self, device: str) -> Any:
         library = _safetensors("safetensors")
@@ -103,11 +116,33 @@ class File:
         except library.SafetensorError as error:
             raise ValueError(f"weights: expected a safetensors file, got {self.path}: {error}") from error
 
-    def _check(self, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
+    def _expected(self, found: dict[str, Tensor]) -> dict[str, Expected]:
+        """What the model needs, by name. Scales or a weight in e4m3fn say that the file has a layer in fp8."""
+        expected: dict[str, Expected] = {}
+        held = held_dtypes(self.root)
+        for slot in _slots(self.root):
+            shape, own = list(slot.tensor.shape), held.get(slot.name, slot.tensor.dtype)
+            layer, _, key = slot.name.rpartition(".")
+            in_file = found.get(slot.name)
+            is_e4m3 = in_file is not None and in_file.dtype == torch.float8_e4m3fn and own != torch.float8_e4m3fn
+            if key == "weight" and (layer in self.linears or is_e4m3):
+                expected[slot.name] = Expected(shape, (torch.float8_e4m3fn,))
+                expected[f"{layer}.{SCALES}"] = Expected(shape[:1], (torch.float32,))
+            elif slot.tensor.device.type == "meta" and own.is_floating_point:
+                # A model that is made without data has the default dtype, whatever it will run in.
+                expected[slot.name] = Expected(shape, tuple(dict.fromkeys((own, torch.bfloat16, torch.float32))))
+            else:
+                expected[slot.name] = Expected(shape, (own,))
+        return expected
+
+    def _check(self, found: dict[str, Tensor]) -> None:
+        expected = self._expected(found)
         for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
-                want, got = (list(shapes[name]) if name in shapes else "nothing" for shapes in (expected, found))
-                raise ValueError(f"weights: {name}: expected {want}, got {got} in {self.path}")
+            want, got = expected.get(name), found.get(name)
+            if want is None or got is None or list(got.shape) != want.shape or got.dtype not in want.dtypes:
+                needs = "nothing" if want is None else _text(*want)
+                has = "nothing" if got is None else _text(got.shape, (got.dtype,))
+                raise ValueError(f"weights: {name}: expected {needs}, got {has} in {self.path}")
         saved = {id(slot.tensor) for slot in _slots(self.root)}
         for name, buffer in self.root.named_buffers():
             if buffer.device.type == "meta" and id(buffer) not in saved:
@@ -116,11 +151,16 @@ class File:
                     "under accelerate.init_empty_weights()"
                 )
 
-    def load(self, groups: Sequence[Sequence[nn.Linear]]) -> None:
-        """Reads all tensors into the model, each once; those of layers that share an input one behind the other."""
+    def read(self, groups: Sequence[Sequence[nn.Linear]]) -> list[Callable[[], None]]:
+        """Reads all tensors, each once; those of layers that share an input one behind the other.
+
+        The model stays as it is until the functions that this returns are called. These do not fail: they make no
+        tensors.
+        """
         names = {id(module): name for name, module in self.root.named_modules()}
         slots = _slots(self.root)
         devices = [slot.tensor.device for slot in slots if slot.tensor.device.type != "meta"]
+        puts: list[Callable[[], None]] = []
         with self._open(str(devices[0] if devices else torch.get_default_device())) as file:
             in_groups: set[str] = set()
             for linears in groups:
@@ -130,18 +170,25 @@ class File:
                 in_groups.update(f"{path}.weight" for path in paths)
                 values = torch.cat([file.get_tensor(f"{path}.weight") for path in paths])
                 scales = torch.cat([file.get_tensor(f"{path}.{SCALES}") for path in paths])
-                put_loaded_weights(linears, values, scales)
+                puts.append(functools.partial(put_loaded_weights, linears, values, scales))
             for slot in slots:
                 if slot.name not in in_groups:
-                    _put(slot, file.get_tensor(slot.name))
+                    puts.append(functools.partial(_put, slot, _read(file, slot)))
+        return puts
+
+
+def _read(file: Any, slot: Slot) -> Tensor:
+    """The file's tensor for a slot, in memory of its own, where the slot's tensor is."""
+    read: Tensor = file.get_tensor(slot.name)
+    if read.untyped_storage().nbytes() > read.nbytes:  # the whole file's
+        read = read.clone()
+    return read if slot.tensor.device.type == "meta" else read.to(slot.tensor.device)
 
 
 def _put(slot: Slot, new: Tensor) -> None:
     """Gives a parameter or buffer new data: it stays the one that it is, unless it is on meta."""
-    if new.untyped_storage().nbytes() > new.nbytes:  # the whole file's
-        new = new.clone()
     if slot.tensor.device.type != "meta":
-        slot.tensor.data = new.to(slot.tensor.device)
+        slot.tensor.data = new
         return
     made = nn.Parameter(new, slot.tensor.requires_grad) if isinstance(slot.tensor, nn.Parameter) else new
     for held, key in slot.places:
