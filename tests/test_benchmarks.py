@@ -246,6 +246,19 @@ def test_readme_shows_the_results() -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+def test_results_are_cited() -> None:
+    """Each file by a page or beside a constant, and each question of the trials by the file that it names."""
+    sources = [path for place in ("kernel_src", "torch-ext") for path in (readme.REPOSITORY / place).rglob("*.*")]
+    text = "\n".join(path.read_text() for path in (*sources, *(BENCHMARKS / "pages").glob("*.py"), *readme._pages()))
+    text = re.sub("<!-- files -->.*?<!-- /files -->", "", text, flags=re.DOTALL)  # the list of all files cites none
+    stems = [path.stem for path in (BENCHMARKS / "results").glob("*.json")]
+    assert [stem for stem in stems if not re.search(rf"\b{stem}(?![\w-])", text)] == []
+    trials = writing.load("h200-tuning")
+    assert {record["question"] for record in trials["records"]} == trials["cited_by"].keys()
+    for file in set(trials["cited_by"].values()):
+        assert "h200-tuning" in (readme.REPOSITORY / file).read_text(), file
+
+
 def test_every_picture_stands_in_a_page() -> None:
     shown = "".join(page.read_text() for page in readme._pages())
     pictures = [path.name for path in (BENCHMARKS / "results").iterdir() if path.suffix != ".json"]

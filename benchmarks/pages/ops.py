@@ -211,8 +211,8 @@ def ops_table() -> str:
         'alt="Times of this package and of its fastest peer over the time of a copy, by size">',
         families(records),
         "Speed-up: geometric mean of the fastest peer's time over this package's, of all cases in bf16, fp16 and fp32. "
-        "Large: 40 MB or more. A peer is ahead: by more than 2 % and 0.3 µs. What was tried for the kernels, by "
-        f"question: {link('h200-tuning')}.",
+        "Large: 40 MB or more. A peer is ahead: by more than 2 % and 0.3 µs. The trials that chose "
+        f"constants of the kernels, by question: {link('h200-tuning')}.",
         f"<details><summary>The {len(behind(records))} cases in which a peer is ahead, in µs</summary>",
         table(losses, row, behind(records), case=case_name, fastest=lambda record: list(fastest(record))),
         "</details>",
