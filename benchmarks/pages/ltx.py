@@ -57,8 +57,6 @@ def step() -> str:
 
 @block("README.md", "figures")
 @block("skills/cuda-kernels/SKILL.md", "figures")
-@block("skills/cuda-kernels/references/h100-optimization-guide.md", "figures")
-@block("skills/h100-diffusers-kernels/SKILL.md", "figures")
 def figures() -> str:
     """The first screen's table: a step of LTX-Video 2B and a whole clip, of four configurations."""
     steps = by_frames()

@@ -162,7 +162,6 @@ def of_ops(ops: Record, shown: Shown, form: str) -> tuple[str, str]:
 
 @block("skills/cuda-kernels/references/h100-optimization-guide.md", "rows", shown=SKILL_ROWS)
 @block("skills/cuda-kernels/references/diffusers-h100.md", "shapes", shown=SKILL_SHAPES)
-@block("skills/h100-diffusers-kernels/SKILL.md", "shapes", shown=SKILL_SHAPES)
 def skill_ops(shown: Shown, file: str = "h200-ops") -> str:
     """The ops of a page of skills/, as far as the file has them."""
     ops = load(file)
