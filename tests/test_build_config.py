@@ -29,7 +29,9 @@ def test_every_source_is_listed(backend: str):
     listed = {
         source for table in TABLES.values() if table.get("backend", backend) == backend for source in table["src"]
     }
-    wanted = {p for p in (ROOT / "torch-ext").iterdir() if p.suffix in (".cpp", ".h") and p.name != "registration.h"}
+    wanted = {
+        p for p in (ROOT / "torch-ext").iterdir() if p.suffix in (".cpp", ".h", ".o") and p.name != "registration.h"
+    }
     if backend == "cpu":
         wanted |= {p for p in (ROOT / "kernel_src" / "cpu").rglob("*") if p.suffix in (".cpp", ".h")}
     else:
@@ -67,6 +69,21 @@ def test_no_torch_below_kernel_src():
     for file in (ROOT / "kernel_src").rglob("*.*"):
         if file.suffix in (".h", ".cuh", ".cu", ".cpp"):
             assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10)/", file.read_text()), file
+
+
+INCLUDE = re.compile(r"#\s*include\s*<([^>]+)>")
+STREAMS = {"fstream", "iomanip", "ios", "iostream", "istream", "locale", "ostream", "regex", "sstream", "streambuf"}
+
+
+def test_no_iostreams_and_no_locales():
+    """torch's headers have some: stable_abi.h takes them out, and no other file includes torch's headers."""
+    files = [p for name in ("torch-ext", "kernel_src") for p in (ROOT / name).rglob("*.*")]
+    sources = {p.name: p for p in files if p.suffix in (".h", ".cuh", ".cu", ".cpp") and p.name != "registration.h"}
+    included = {name: set(INCLUDE.findall(path.read_text())) for name, path in sources.items()}
+    assert any(header.startswith("torch/") for header in included.pop("stable_abi.h"))
+    for name, headers in included.items():
+        assert not headers & STREAMS, name
+        assert not [header for header in headers if header.startswith("torch/")], f"{name}: include stable_abi.h"
 
 
 # The kernels that a GPU may go without: where they do not run, torch's do.

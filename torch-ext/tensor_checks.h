@@ -5,22 +5,21 @@
 // Errors are plain std::runtime_error: STD_TORCH_CHECK would put function, file and line before the text.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <initializer_list>
+#include <iterator>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "ltx/params.h"
+#include "stable_abi.h"
 
 namespace ltx::host {
 
@@ -79,11 +78,30 @@ inline Arg mutable_arg(const char* name, const Tensor& tensor) {
 
 // ---- Texts
 
+// Numbers are written as Python's format(number, "g") writes them, in every locale.
+template <typename Number>
+std::string number_text(Number number) {
+  char buffer[32];
+  if constexpr (std::is_floating_point_v<Number>) {
+    if (std::isnan(number)) return "nan";  // to_chars would write its sign
+    return {buffer, std::to_chars(buffer, std::end(buffer), number, std::chars_format::general, 6).ptr};
+  } else {
+    return {buffer, std::to_chars(buffer, std::end(buffer), number).ptr};
+  }
+}
+
 template <typename... Parts>
 std::string text(const Parts&... parts) {
-  std::ostringstream stream;
-  (stream << ... << parts);
-  return stream.str();
+  std::string s;
+  const auto append = [&s](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+      s += number_text(part);
+    } else {
+      s += part;
+    }
+  };
+  (append(parts), ...);
+  return s;
 }
 
 [[noreturn]] inline void fail(const char* name, const std::string& expected, const std::string& got) {

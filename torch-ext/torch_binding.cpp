@@ -6,9 +6,8 @@
 // kernel: it would cost every call; the Python functions send inputs that need a gradient elsewhere.
 #include "torch_binding.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include "registration.h"
+#include "stable_abi.h"
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 #define LTX_NORM_ARGS \

@@ -2,12 +2,12 @@
 // glu.cpp, quant.cpp, linear.cpp and channels_last.cpp.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <tuple>
 #include <vector>
+
+#include "stable_abi.h"
 
 namespace ltx::host {
 
