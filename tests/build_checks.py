@@ -58,6 +58,11 @@ def dynamic_symbols(library: Path, which: str) -> list[tuple[str, str]]:
     return [(m[1], m[2]) for m in matches if m is not None]
 
 
+def assert_exports_its_entry_alone(library: Path) -> None:
+    """Also nothing of std, and no GNU_UNIQUE symbol: the loader may exchange these among libraries in a process."""
+    assert dynamic_symbols(library, "--defined-only") == [("T", f"PyInit_{library.name.removesuffix('.abi3.so')}")]
+
+
 def fatbin_archs(library: Path) -> list[set[tuple[str, int]]]:
     """For each device image embedded in a library, what it holds: ("sm" or "ptx", capability times ten)."""
     data = library.read_bytes()
@@ -130,7 +135,7 @@ license = "Apache-2.0"
 backends = ["cuda", "cpu"]
 
 [torch]
-src = ["torch-ext/torch_binding.cpp", "torch-ext/torch_binding.h"]
+src = ["torch-ext/torch_binding.cpp", "torch-ext/torch_binding.h", "torch-ext/exports.o"]
 include = ["kernel_src"]
 cxx-flags = ["-fvisibility=hidden"]
 
@@ -195,7 +200,7 @@ def make_tiny_project(directory: Path) -> Path:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    for name in ("tools/build.py", "hatch_build.py", "pyproject.toml", ".gitignore"):
+    for name in ("tools/build.py", "hatch_build.py", "pyproject.toml", ".gitignore", "torch-ext/exports.o"):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, directory / name)
     return directory

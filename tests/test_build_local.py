@@ -16,6 +16,7 @@ import pytest
 import torch
 from build_checks import (
     ROOT,
+    assert_exports_its_entry_alone,
     builder,
     built_variant,
     dynamic_symbols,
@@ -24,6 +25,7 @@ from build_checks import (
     make_tiny_project,
     run_build,
     run_python,
+    tool,
 )
 
 needs_nvcc = pytest.mark.skipif(builder.find_cuda() is None, reason="nvcc not found")
@@ -157,6 +159,19 @@ def test_options_change_the_identity(project: Path):
     assert mine == f"{plain}_mine"
 
 
+def test_static_libstdcxx(project: Path):
+    """libstdc++ is in the library then, and none of it is visible."""
+    edit(project / "kernel_src/cpu/add.cpp", '#include "ltx/add.h"', '#include <iostream>\n#include "ltx/add.h"')
+    edit(project / "kernel_src/cpu/add.cpp", "{\n", "{\n  std::cerr << count << std::endl;\n")
+    run_build(project, "--backend", "cpu")
+    run_build(project, "--backend", "cpu", "--static-libstdcxx")
+    for folder, static in (("build", False), ("build/static-libstdcxx", True)):
+        library = library_of(cpu_variant(project, folder))
+        assert ("libstdc++" not in tool("objdump", "-p", library)) == static
+        assert_exports_its_entry_alone(library)
+    assert ops_id(cpu_variant(project)) != ops_id(cpu_variant(project, "build/static-libstdcxx"))
+
+
 def test_sanitizers(project: Path):
     result = run_build(project, "--sanitize", "address,undefined")
     variant = cpu_variant(project, "build/sanitized")
@@ -232,7 +247,7 @@ def test_two_cuda_versions_side_by_side(project: Path):
         (["--sanitize", "address", "--backend", "cuda"], "error: --sanitize builds the CPU variant alone"),
         (["--suffix", "a-b"], "error: --suffix 'a-b': expected letters, digits and _"),
         (["--arch", "9.0", "--backend", "cpu"], "error: --arch is for the CUDA variant: drop it, or --backend cpu"),
-        (["--this-machine", "--backend", "cpu"], "error: --this-machine chooses backend and architectures: drop"),
+        (["--this-machine", "--backend", "cpu"], "error: --this-machine chooses backend and architectures of an"),
     ],
 )
 def test_argument_errors(project: Path, arguments: list[str], message: str):

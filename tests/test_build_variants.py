@@ -12,6 +12,7 @@ import pytest
 from build_checks import (
     PACKAGE,
     ROOT,
+    assert_exports_its_entry_alone,
     builder,
     built_variant,
     built_variants,
@@ -144,13 +145,13 @@ def test_python_abi(variant: Path):
 
 
 def test_exports(variant: Path):
-    """Only the module's entry point, and no GNU_UNIQUE symbol: those are shared between builds in a process."""
-    library = library_of(variant)
-    defined = dynamic_symbols(library, "--defined-only")
-    assert not [name for kind, name in defined if kind == "u"]
-    own = [name for kind, name in defined if kind == "T"]
-    assert own == [f"PyInit_{library.name.removesuffix('.abi3.so')}"]
-    assert not [name for _, name in defined if "3ltx" in name]
+    assert_exports_its_entry_alone(library_of(variant))
+
+
+def test_no_iostreams_and_no_locales(variant: Path):
+    """Where a toolchain links a part of libstdc++ statically, a process has two sets of their objects."""
+    lines = tool("nm", "-DC", library_of(variant)).splitlines()
+    assert [line for line in lines if re.search(r"std::.*(stream|locale|ios_base|basic_ios|_put|_get)", line)] == []
 
 
 def test_needed_libraries(variant: Path):

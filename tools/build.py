@@ -37,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 OPS_FILE = "_ops.py"
 CXX_SUFFIXES = (".cpp", ".cc")
+LINKER_SUFFIX = ".o"  # what CMake, and so kernel-builder, hands to the linker as it is
 PY_LIMITED_API = "0x03090000"
 MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 CUDA_TOOLCHAIN_DIR = ".cuda"
@@ -351,14 +352,24 @@ class Options:
 
     archs: tuple[str, ...] = ()  # instead of cuda-capabilities; "7.5+PTX-only" has PTX and no machine code
     sanitize: tuple[str, ...] = ()
+    static_libstdcxx: bool = False
     suffix: str = ""
 
     @property
     def key(self) -> str:
         """Empty for an ordinary build, else a name that tells such builds apart. The suffix renames, no more."""
-        if not self.archs and not self.sanitize:
+        if not self.archs and not self.sanitize and not self.static_libstdcxx:
             return ""
-        return hashlib.sha256(repr((self.archs, self.sanitize)).encode()).hexdigest()[:8]
+        return hashlib.sha256(repr((self.archs, self.sanitize, self.static_libstdcxx)).encode()).hexdigest()[:8]
+
+    @property
+    def folder(self) -> str:
+        """Where below build/ its variants lie by default."""
+        if self.sanitize:
+            return "sanitized"
+        if self.static_libstdcxx:
+            return "static-libstdcxx"
+        return f"archs-{self.key}" if self.key else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -549,8 +560,9 @@ def link_flags(torch: Torch, cuda: Cuda | None, options: Options, cache: Path, c
         libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_cuda"]
         # Static: the runtime then is the toolkit's that compiled the kernels, whatever torch brings along.
         runtime = ["-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+    static = ["-static-libstdc++"] if options.static_libstdcxx else []
     # torch's libraries must be in DT_NEEDED although nothing but functions looked up at load comes from them.
-    return ["-Wl,--no-as-needed", *search, *libraries, "-Wl,--as-needed", *runtime, *sanitizers(options)]
+    return ["-Wl,--no-as-needed", *search, *libraries, "-Wl,--as-needed", *runtime, *static, *sanitizers(options)]
 
 
 def rules(cxx: str, cuda: Cuda | None) -> list[str]:
@@ -589,6 +601,7 @@ def write_ninja(
             f"  source = {edge.source}",
             f"  flags = {ninja_quote(edge.flags)}",
         ]
+    objects += [ninja_path(project.root / name) for name in project.torch_src if name.endswith(LINKER_SUFFIX)]
     library = cache / "lib" / f"{ops}.abi3.so"
     lines += [
         f"build {ninja_path(library)}: link {' '.join(objects)}",
@@ -878,6 +891,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="directory of the variants (default: build, in the project)")
     parser.add_argument("--jobs", type=int, help="compilations at a time (default: one per CPU)")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="CPU only, for example address,undefined")
+    parser.add_argument(
+        "--static-libstdcxx", action="store_true", help="link libstdc++ statically, as toolchains for old systems do"
+    )
     parser.add_argument("--suffix", default="", help="append this to the id of the ops")
     parser.add_argument(
         "--cuda-from-pypi", nargs="?", const="13.0", choices=sorted(CUDA_WHEELS), metavar="VERSION",
@@ -890,8 +906,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def choose_for_this_machine(project: Project, args: argparse.Namespace) -> None:
     """Set backend, architectures and output to what this machine's torch and GPUs can run."""
-    if args.backend or args.arch or args.sanitize:
-        raise BuildError("--this-machine chooses backend and architectures: drop --backend, --arch and --sanitize")
+    if args.backend or args.arch or args.sanitize or args.static_libstdcxx:
+        raise BuildError(
+            "--this-machine chooses backend and architectures of an ordinary build: drop --backend, --arch, --sanitize "
+            "and --static-libstdcxx"
+        )
     torch = find_torch(min(project.stable_abi.values()))
     archs = native_archs() if torch.cuda is not None else []
     if archs and not args.cuda_from_pypi:
@@ -927,7 +946,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise BuildError("--arch native: no NVIDIA GPU found (nvidia-smi lists none): name the architectures")
             archs = list(dict.fromkeys(a for arch in archs for a in (native if arch == "native" else [arch])))
         options = Options(
-            archs=tuple(archs), sanitize=tuple(s for s in args.sanitize.split(",") if s), suffix=args.suffix
+            archs=tuple(archs),
+            sanitize=tuple(s for s in args.sanitize.split(",") if s),
+            static_libstdcxx=args.static_libstdcxx,
+            suffix=args.suffix,
         )
         gencode_flags(options.archs)
         if args.suffix and not re.fullmatch(r"[A-Za-z0-9_]+", args.suffix):
@@ -944,8 +966,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise BuildError("--sanitize builds the CPU variant alone: drop --backend cuda")
         if options.archs and "cpu" in backends:
             raise BuildError("--arch is for the CUDA variant: drop it, or --backend cpu")
-        special = "sanitized" if options.sanitize else f"archs-{options.key}" if options.key else ""
-        output = args.output or project.root / "build" / special
+        output = args.output or project.root / "build" / options.folder
         torch = find_torch(min(project.stable_abi[b] for b in backends))
         results = []
         for backend in sorted(set(backends)):
