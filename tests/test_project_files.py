@@ -87,7 +87,7 @@ def test_links_lead_somewhere(file: str):
 
 def test_readme_example():
     """Its inline requirements are all that it imports, and it runs on the local build."""
-    path = ROOT / "scripts" / "readme_example.py"
+    path = ROOT / "examples" / "readme_example.py"
     text = path.read_text()
     inline = re.search(r"^# /// script\n(.*?)^# ///$", text, re.MULTILINE | re.DOTALL)
     assert inline is not None

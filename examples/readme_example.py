@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = ["kernels>=0.17", "numpy", "torch>=2.11"]
 # ///
-"""The card's example, complete: `uv run scripts/readme_example.py`; LOCAL_KERNELS names a build instead of the Hub."""
+"""The card's example, complete: `uv run examples/readme_example.py`; LOCAL_KERNELS names a build instead of the Hub."""
 
 import torch
 from kernels import get_kernel
