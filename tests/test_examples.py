@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
@@ -10,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -277,11 +279,26 @@ def test_help_and_wrong_arguments_are_answered_at_once(name: str) -> None:
     assert wrong.returncode == 2 and usage.startswith("usage: ") and error.startswith(f"{name}.py: error: ")
 
 
+@pytest.fixture
+def ignored_interrupts() -> Iterator[None]:
+    """As under nohup and in the background of a script: programs inherit that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ignored_interrupts")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ctrl_c(name: str) -> None:
     """Status 130 and one word, also while the libraries are imported."""
     command = [sys.executable, "-X", "importtime", str(EXAMPLES / f"{name}.py")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stderr is not None
     for line in process.stderr:  # up to torch, whose first modules are loaded then
         if re.search(r"\| +torch\.", line):
