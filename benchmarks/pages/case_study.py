@@ -7,8 +7,8 @@ from typing import Any
 from case_study import FRAMES, PARTS
 from plots import PEERS
 
-from pages.names import by_config, config_of
-from pages.writing import Record, across, block, commits_of, grid, link, load, records_of, sizes, table, text
+from pages.names import by_config
+from pages.writing import Record, across, block, commits_of, grid, link, load, records_of, sizes, text
 
 # What an example of kernels for LTX-Video reports, on an H100; it is not measured here.
 REPORTED = {"kernel": 2.67, "clip": 1.06, "compile": 1.34}
@@ -31,24 +31,6 @@ def claim() -> str:
 def steps() -> dict[str, Record]:
     """The denoising step by configuration."""
     return by_config(records_of("h200-ltx", frames=FRAMES))
-
-
-@block("docs/case-study.md", "configurations")
-def configurations() -> str:
-    """One denoising step in every configuration."""
-    meta, measured = load("h200-ltx")["meta"], steps()
-
-    def launches(step: Record) -> int:
-        return sum(kernel["launches"] for kernel in step["kernels"])
-
-    head = "| | ms a step | x diffusers | x torch.compile | kernels launched | error |"
-    row = "| {config} | {step_ms:.1f} | {gain.baseline:.2f} | {gain.compile:.2f} | {launches:,} | {error_vs_fp32:.2e} |"
-    return text(
-        f"A denoising step with guidance (batch 2) at {FRAMES} frames of 512x768, {meta['device']}, torch "
-        f"{meta['torch']}, {meta['dtype']}, random weights, commit {meta['commit'][:7]}. The error is measured over "
-        "one forward against the model in float32:",
-        table(head, row, measured.values(), config=config_of, launches=launches),
-    )
 
 
 @block("docs/case-study.md", "norm")

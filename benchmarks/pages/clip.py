@@ -1,7 +1,5 @@
 """Whole clips: h200-clip.json."""
 
-from collections.abc import Sequence
-
 from pages.names import CLIP_CONFIGS
 from pages.writing import Record, block, link, load, table, text
 
@@ -20,11 +18,10 @@ def _place(record: Record) -> tuple[object, ...]:
 
 
 @block("docs/optimize.md", "clips")
-@block("docs/case-study.md", "clips", models=["ltx"])
-def clips(models: Sequence[str] = tuple(CLIP_MODELS)) -> str:
-    """Whole clips of some models, by part."""
+def clips() -> str:
+    """Whole clips, by part."""
     result = load("h200-clip")
-    meta, records = result["meta"], [record for record in result["records"] if record["model"] in models]
+    meta, records = result["meta"], result["records"]
     stock = {_clip(record): record["clip_ms"] for record in records if record["config"] == "stock"}
     head = "| clip | | ms | x diffusers | waiting for the host | prompt | a step | decoding | peak GiB | first clip |"
     row = (

@@ -39,8 +39,14 @@ def step() -> str:
     def speed_up(record: Record) -> str:
         return marked(record, f"{record['gain']['baseline']:.2f}")
 
-    head = "| frames | | ms | speed-up | ms as a CUDA graph | first step | error |"
-    row = "| {frames} | {config} | {ms} | {speed_up} | {graph_ms:.1f} | {first_step_s:.1f} s | {error_vs_fp32:.2e} |"
+    def launches(record: Record) -> int:
+        return sum(kernel["launches"] for kernel in record["kernels"])
+
+    head = "| frames | | ms | x diffusers | x torch.compile | ms as a CUDA graph | launches | first step | error |"
+    row = (
+        "| {frames} | {config} | {ms} | {speed_up} | {gain.compile:.2f} | {graph_ms:.1f} | {launches:,} | "
+        "{first_step_s:.1f} s | {error_vs_fp32:.2e} |"
+    )
     cold = ""
     if "cold" in meta:  # another run had filled the caches
         cold = f"The compilers' caches were warm here. With cold caches the first step took {meta['cold']}. "
@@ -49,9 +55,10 @@ def step() -> str:
         "A denoising step of LTX-Video 2B (batch 2, 512x768, bf16, prompts of "
         f"{' and '.join(map(str, meta['prompts']))} tokens) on one {meta['device']}, torch {meta['torch']}, commit "
         f"{meta['commit'][:7]}; the error is the distance of one forward from the model in fp32, with random weights:",
-        table(head, row, in_order(by_frames()), config=config_of, ms=ms, speed_up=speed_up),
+        table(head, row, in_order(by_frames()), config=config_of, ms=ms, speed_up=speed_up, launches=launches),
         '<img src="../benchmarks/results/h200-ltx.png" width="100%" alt="Where the time of a step goes">',
-        f"{cold}{note}A CUDA graph does not wait for the host, whose speed differs from machine to machine.",
+        f"{cold}{note}Launches are the kernels and the clearing of memory in one step. "
+        "A CUDA graph does not wait for the host, whose speed differs from machine to machine.",
     )
 
 
