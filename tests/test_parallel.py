@@ -57,6 +57,7 @@ class Case:
     samples: The batch.
     text: So many tokens of the prompt; None leaves it as the family has it.
     masked: With the family's mask.
+    column: The timestep is [B, 1], the time of each sample, which all of its tokens have.
     later: enable_parallelism comes before optimize.
     kernel: `attention` takes the tensors, as on a GPU with the kernel; a ring then merges by log-sum-exp.
     exchanges: How often a forward calls each collective; None where that is not the point.
@@ -78,6 +79,7 @@ class Case:
     samples: int = 2
     text: int | None = 4
     masked: bool = False
+    column: bool = False
     later: bool = False
     kernel: bool = False
     exchanges: tuple[int, int] | None = None
@@ -120,6 +122,10 @@ TWO = (
     Case("ltx", ULYSSES_ANYTHING, masked=True, exchanges=(2 * 2, 2)),
     Case("ltx-per_token", ULYSSES, text=7),
     Case("ltx-per_token", RING, text=7, kernel=True),
+    Case("ltx", ULYSSES, text=7, column=True),
+    Case("ltx", RING_ANYTHING, text=7, column=True, later=True),
+    Case("ltx", ULYSSES, text=7, column=True, compiled=True),
+    Case("ltx2", ULYSSES, text=None, column=True),
     Case("ltx2", ULYSSES, masked=True, text=None),
     Case("ltx2", RING, masked=True, text=None, later=True),
     Case("ltx2-interleaved", ULYSSES, text=None, later=True),
@@ -214,6 +220,8 @@ def _inputs(case: Case) -> dict[str, Any]:
     for name in ("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask"):
         if case.text is not None and isinstance(inputs.get(name), torch.Tensor):
             inputs[name] = inputs[name][:, : case.text]
+    if case.column:
+        inputs["timestep"] = inputs["timestep"].view(case.samples, -1)[:, :1]
     if case.text is not None and "txt_ids" in inputs:
         inputs["txt_ids"] = inputs["txt_ids"][: case.text]
     if case.family.startswith("flux2"):  # as its pipelines give them

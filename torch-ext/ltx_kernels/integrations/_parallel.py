@@ -348,7 +348,8 @@ class Parallel:
 
     model: The name of the model's class, with its module.
     split: From a model, (dimension to split, number of dimensions) of an argument, or of an output by its number, of
-        the submodule at each path. A tensor with another number of dimensions stays whole.
+        the submodule at each path. A tensor with another number of dimensions stays whole, and so does an argument of
+        the model that has one row where another has more.
     gather: The same of the outputs to gather, None for those that are whole already.
     local: Patterns of attentions that exchange nothing: all their keys are on every rank.
     """
@@ -409,13 +410,18 @@ def _split_arguments(
 ) -> tuple[tuple[()], dict[str, Any]]:
     """The pre_forward of diffusers' hook, for arguments that calls may leave out, and tensors that have two forms.
 
-    diffusers' own raises for an argument that is left out, and warns of a tensor of another form.
+    diffusers' own raises for an argument that is left out, and warns of a tensor of another form. A tensor of one row
+    beside others of more rows is for all tokens, and stays whole.
     """
     given = {**dict(zip(names, args)), **kwargs}
-    for name, split in hook.metadata.items():
-        tensor = given.get(name)
-        if isinstance(tensor, Tensor) and tensor.dim() == split.expected_dims:
-            given[name] = hook._prepare_cp_input(tensor, split)
+    sizes = {
+        name: given[name].shape[split.split_dim]
+        for name, split in hook.metadata.items()
+        if isinstance(given.get(name), Tensor) and given[name].dim() == split.expected_dims
+    }
+    for name, size in sizes.items():
+        if size > 1 or max(sizes.values()) == 1:
+            given[name] = hook._prepare_cp_input(given[name], hook.metadata[name])
     return (), given
 
 

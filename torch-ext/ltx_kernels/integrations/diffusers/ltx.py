@@ -88,7 +88,7 @@ BLOCK = Block(
 
 
 def _splits(model: Any) -> Splits:
-    # A timestep of each token, of image-to-video, has two dimensions; one of each sample stays whole.
+    # A timestep of each token, of image-to-video, has two dimensions. One of each sample, [B] or [B, 1], stays whole.
     return {
         "": {"hidden_states": (1, 3), "timestep": (1, 2)},
         "rope": {0: (1, 3), 1: (1, 3)},
