@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -321,7 +322,54 @@ def test_what_cannot_be_saved(ltx: ModuleType, device: str, tmp_path: Path, monk
     pytest.importorskip("test_fp8_lora").add(model)
     with pytest.raises(RuntimeError, match="save_weights: expected a model without adapters, got"):
         report.save_weights(tmp_path)
+    model.unload_lora()
+    with pytest.raises(TypeError, match=r"^folder: expected a folder, got None$"):
+        report.save_weights(None)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("a file")
+    for name in ("file", "file/below/it"):
+        with pytest.raises(ValueError, match=r"^folder: expected a folder, got the file .*file$"):
+            report.save_weights(tmp_path / name)
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"^save_weights: expected a model, got one that is gone$"):
+        report.save_weights(tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["a file"]
+
+
+@pytest.mark.parametrize("fault", ["adapters", "file", "disk"])
+def test_all_or_nothing_is_saved(
+    ltx: ModuleType, device: str, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the second of two components cannot be written, earlier files of both stay as they are."""
+    pipeline = Pipeline(
+        transformer=make_model(device, torch.bfloat16), transformer_2=make_model(device, torch.bfloat16)
+    )
+    report = ltx.optimize(pipeline, precision="fp8")
+    report.save_weights(tmp_path)
+    if fault == "file":
+        for path in (tmp_path / "transformer_2").iterdir():
+            path.unlink()
+        (tmp_path / "transformer_2").rmdir()
+        (tmp_path / "transformer_2").write_text("a file")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    ltx.optimize(pipeline, precision="fp8", skip=["*.attn*"])
+    if fault == "adapters":
+        pytest.importorskip("test_fp8_lora").add(pipeline.components["transformer_2"])
+    elif fault == "disk":
+        write = safetensors.save_file
+
+        def full(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
+            write(tensors, path, **options)
+            if "transformer_2" in path.parts:
+                raise OSError("no space left on device")
+
+        monkeypatch.setattr(safetensors, "save_file", full)
+    error = {"adapters": RuntimeError, "file": ValueError, "disk": OSError}[fault]
+    with pytest.raises(error, match=r"without adapters|got the file|no space left"):
+        report.save_weights(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["transformer", "transformer_2"]
 
 
 def test_stock_files_stay_stock(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:

@@ -79,17 +79,24 @@ class Report:
         quantised layers in fp8 alone, and its ``config.json``. An autoencoder has no layers in fp8 and is left out.
 
         Args:
-            folder: Where to write; it is made.
+            folder: Where to write; it is made. Earlier files there are replaced when all new ones are written.
 
         Raises:
+            TypeError: ``folder`` is no path.
+            ValueError: ``folder``, or what stands in a component's place there, is a file.
             RuntimeError: Something was not optimized with "fp8", has adapters, or its tensors are on "meta", where a
-                sequential offload puts them.
+                sequential offload puts them; or what was optimized is gone.
             ImportError: The package safetensors is not installed.
         """
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"folder: expected a folder, got {folder!r}")
+        models: dict[str, nn.Module] = {}
         for component, reference in self._in_files.items():
             root = reference()
-            if root is not None:
-                save(root, Path(folder) / component)
+            if root is None:
+                raise RuntimeError(f"save_weights: expected a model, got {component or 'one'} that is gone")
+            models[component] = root
+        save(models, Path(folder))
 
     def idle_share(self, call: Callable[[], Any]) -> float:
         """The part of a call's time in which the GPU waits for the host; the report says it from then on.

@@ -6,10 +6,12 @@ model. The weight of a quantised layer is there as its fp8 values, with its scal
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
@@ -55,8 +57,8 @@ def _linears(root: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in root.named_modules() if type(m) is nn.Linear and in_fp8(m)}
 
 
-def save(root: nn.Module, folder: Path) -> None:
-    """Writes a model whose linear layers are in fp8 into a folder, which is made."""
+def _tensors(root: nn.Module) -> dict[str, Tensor]:
+    """All that the file of a model holds."""
     linears = _linears(root)
     if not linears:
         raise RuntimeError(f'save_weights: expected a model with precision "fp8", got {class_of(root)} without')
@@ -68,15 +70,36 @@ def save(root: nn.Module, folder: Path) -> None:
             raise RuntimeError(f"save_weights: expected a model without adapters, got {name}: unload them first")
         if tensor.device.type == "meta":
             raise RuntimeError(f"save_weights: expected tensors with data, got {name} on meta, where an offload put it")
+    return tensors
+
+
+def save(models: Mapping[str, nn.Module], folder: Path) -> None:
+    """Writes models whose linear layers are in fp8, each into a folder of its name, which is made.
+
+    Files that are there already are replaced when all new ones are written.
+    """
+    tensors = {component: _tensors(root) for component, root in models.items()}
     library = _safetensors("safetensors.torch")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config = getattr(root, "save_config", None)  # diffusers'
-    if callable(save_config):
-        save_config(folder)
-    unfinished = folder / f"{FILE}.part"
-    metadata = {"format": "pt", "ltx_kernels": FORMAT, "class": class_of(root)}
-    library.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata=metadata)
-    os.replace(unfinished, folder / FILE)
+    for component in models:
+        path = folder / component
+        existing = next(path for path in (path, *path.parents) if path.exists())
+        if not existing.is_dir():
+            raise ValueError(f"folder: expected a folder, got the file {existing}")
+    with contextlib.ExitStack() as stack:
+        finished: list[tuple[Path, Path]] = []
+        for component, root in models.items():
+            (folder / component).mkdir(parents=True, exist_ok=True)
+            unfinished = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder / component)
+            path = Path(stack.enter_context(unfinished))
+            save_config = getattr(root, "save_config", None)  # diffusers'
+            if callable(save_config):
+                save_config(path)
+            contents = {name: tensor.contiguous() for name, tensor in tensors[component].items()}
+            metadata = {"format": "pt", "ltx_kernels": FORMAT, "class": class_of(root)}
+            library.save_file(contents, path / FILE, metadata=metadata)
+            finished += [(file, folder / component / file.name) for file in path.iterdir()]
+        for file, place in finished:
+            os.replace(file, place)
 
 
 class Expected(NamedTuple):
