@@ -597,6 +597,33 @@ def test_restore_of_a_part_of_a_copy(ltx: ModuleType, device: str) -> None:
         assert patched(one) == []
 
 
+@pytest.mark.parametrize("before", ["in its model", "restored", "gone"])
+def test_a_block_that_left_its_model(ltx: ModuleType, device: str, before: str) -> None:
+    """It can be restored by itself, and so can a model that it joins, which can be optimized too."""
+    model, other, inputs = make_model(device), make_model(device), make_inputs(device)
+    stock = other(**inputs)[0]
+    ltx.optimize(model)
+    block = model.transformer_blocks[0]
+    other.transformer_blocks[0] = block
+    with pytest.raises(RuntimeError, match="was optimized together with"):
+        ltx.optimize(other)  # its table's maker is in the other model, as the block still is
+    del model.transformer_blocks[0]
+    if before == "restored":
+        ltx.restore(model)
+    elif before == "gone":
+        del model
+        gc.collect()
+    report = ltx.optimize(other)
+    assert report.left_alone == {} and report.replaced[BLOCK] == LAYERS
+    assert_close(other(**inputs)[0], stock)
+    del other.transformer_blocks[0]
+    ltx.restore(block)
+    assert patched(block) == []
+    other.transformer_blocks.insert(0, block)
+    ltx.restore(other)
+    assert patched(other) == [] and torch.equal(other(**inputs)[0], stock)
+
+
 def test_restore_after_the_table_was_exchanged(ltx: ModuleType, device: str) -> None:
     model = make_model(device)
     report = ltx.optimize(model)

@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -318,9 +318,8 @@ def _why_not_uninstall(root: nn.Module) -> str:
         reason = site.entry.why_not_restored(module)
         if reason:
             return f"{name or class_of(module)} cannot be restored, and nothing was: {reason}"
-        whole = not site.roots or any(id(optimized()) in given for optimized in site.roots)
         missing = sorted(site.partners - found)
-        if missing and not whole:
+        if missing and not _is_whole(module, given):
             return (
                 f"{name or class_of(module)} was optimized together with {missing[0]}, which is not in "
                 "the part that was given, and nothing was changed: give the whole model"
@@ -328,9 +327,25 @@ def _why_not_uninstall(root: nn.Module) -> str:
     return ""
 
 
+def _is_whole(module: nn.Module, given: Container[int]) -> bool:
+    """Whether a module is given with a model that it was optimized in, or is in none of these any more.
+
+    given: The ids of the modules that were given.
+    """
+    references = (reference() for reference in site_of(module).roots)
+    roots = [root for root in references if root is not None]
+    return any(id(root) in given for root in roots) or all(
+        part is not module for root in roots for part in root.modules()
+    )
+
+
 def uninstall_all(roots: Iterable[nn.Module]) -> None:
-    """Takes every replaced forward below some modules out, or raises and takes none."""
+    """Takes every replaced forward below some modules out, or raises and takes none.
+
+    Memory for stock weights may run out on the way. All else is taken out then, and what was not works as before.
+    """
     roots = list(roots)
+    failed: list[tuple[nn.Module, Exception]] = []
     for root in roots:
         reason = _why_not_uninstall(root)
         if reason:
