@@ -96,15 +96,65 @@ def test_held_weights_are_saved(ltx: ModuleType, model: nn.Module, tmp_path: Any
     assert_same(state(loaded.to(next(iter(before.values())).device)), before)
 
 
-def test_replaced_weights_are_not_loaded_over(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
-    before = state(model)
-    ltx.optimize(model, precision="fp8", stock_weights="cpu")
-    want = model(**inputs)[0]
-    with pytest.raises(RuntimeError, match=r"transformer_blocks.0.attn1.to_q.weight is in fp8 and takes no stock"):
-        model.load_state_dict(before)
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"assign": True}], ids=str)
+@pytest.mark.parametrize(
+    "part", ["", "transformer_blocks", "transformer_blocks.0.attn1", "transformer_blocks.1.ff.net.2"]
+)
+@pytest.mark.parametrize("stock_weights", ["cpu", "free"])
+def test_replaced_weights_are_not_loaded_over(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str, part: str, options: dict[str, bool]
+) -> None:
+    """Refused before anything is written, whatever part of the model loads; other tensors load."""
+    state = model.get_submodule(part).state_dict()
+    weights = {name: 0.5 * tensor for name, tensor in state.items()}
+    ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    loading, want = model.get_submodule(part), model(**inputs)[0]
+    tensors = {name: (id(t), t._version) for name, t in model.named_parameters()}
+    name = next(
+        f"{path}.weight" if path else "weight" for path, m in loading.named_modules() if "_ltx_fp8_of" in vars(m)
+    )
+    do = "restore the model, load, and optimize again" if stock_weights == "cpu" else "load them into a new model"
+    text = f"^state_dict: expected no stock weights of layers in fp8, got {name}, and nothing was loaded: {do}$"
+    with pytest.raises(RuntimeError, match=text):
+        loading.load_state_dict(weights, **options)
+    assert {name: (id(t), t._version) for name, t in model.named_parameters()} == tensors
     assert torch.equal(model(**inputs)[0], want)
+    # What holds no weight of a quantised layer is loaded.
+    norm = model.transformer_blocks[0].attn1.norm_q
+    model.load_state_dict({"transformer_blocks.0.attn1.norm_q.weight": norm.weight * 0.5}, strict=False)
+    assert not torch.equal(model(**inputs)[0], want)
+    if stock_weights == "cpu":
+        ltx.restore(model)
+        assert not any(m._load_state_dict_pre_hooks or "_ltx_fp8_handles" in vars(m) for m in model.modules())
+        loading.load_state_dict(weights, **options)
+
+
+def test_restore_that_runs_out_of_memory(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that cannot get its stock weight back stays in fp8 and works; a second restore finishes."""
+    before, stock = state(model), model(**inputs)[0]
+    ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    part, full = ltx.integrations._fp8, model.transformer_blocks[0].attn1.to_q
+    held = part._held
+
+    def no_memory(linear: nn.Module) -> Tensor:
+        if linear is full:
+            raise torch.OutOfMemoryError("no memory")
+        return held(linear)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "_held", no_memory)
+        with pytest.raises(RuntimeError, match=r"^1 modules were not restored, .*transformer_blocks.0.attn1.to_q: no "):
+            ltx.restore(model)
+    assert patched(model) == ["transformer_blocks.0.attn1.to_q"]
+    assert 0 < distance(model(**inputs)[0], stock) < 0.05
+    assert_same(state(model), before)
+    with pytest.raises(RuntimeError, match="expected no stock weights of layers in fp8, got transformer_blocks"):
+        model.load_state_dict(before)
     ltx.restore(model)
-    model.load_state_dict({name: 0.5 * tensor for name, tensor in before.items()})
+    assert_same(state(model), before)
+    assert torch.equal(model(**inputs)[0], stock) and patched(model) == []
 
 
 def test_deepcopy_of_held(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -118,6 +168,7 @@ def test_deepcopy_of_held(ltx: ModuleType, model: nn.Module, inputs: dict[str, A
     ltx.restore(copied)
     assert_same(state(copied), before)
     assert not copied.transformer_blocks[0].attn1.to_q._state_dict_hooks
+    assert not any(module._load_state_dict_pre_hooks for module in copied.modules())
 
 
 def test_calls_that_fp8_cannot_run_take_the_held_weight(ltx: ModuleType, device: str) -> None:

@@ -150,9 +150,10 @@ def _move_weights(module: nn.Module) -> None:
 
 def _move_weights_back(module: nn.Module) -> None:
     for conv in _parts(module):
-        if conv.__dict__.pop(MOVED, False) and isinstance(conv, (nn.Conv2d, nn.Conv3d)):
+        if conv.__dict__.get(MOVED, False) and isinstance(conv, (nn.Conv2d, nn.Conv3d)):
             with torch.inference_mode(False), torch.no_grad():
                 conv.weight.data = conv.weight.data.contiguous()
+        conv.__dict__.pop(MOVED, None)
 
 
 # ---- What a family describes

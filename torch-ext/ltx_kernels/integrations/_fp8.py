@@ -29,7 +29,7 @@ VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"  # names of buffers
 STATE = "_ltx_fp8_of"  # HELD, FREED, or, with the stock weight BESIDE, the version that was quantised
 STOCK = "_ltx_fp8_stock"  # the stock weight, where it is HELD
 PARAMETER = "_ltx_fp8_parameter"  # the parameter that was quantised; it holds the fp8 values where they are not BESIDE
-HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading
+HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading; what holds such a layer has it too
 MERGED = "_ltx_fp8_merged"  # the adapters that were merged into the stock weight when it was quantised
 
 ALONE = 'in fp8 alone (stock_weights="free" or weights=...)'
@@ -122,22 +122,21 @@ def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
     linear._non_persistent_buffers_set.discard(VALUES)
     linear.__dict__["compute_dtype"] = torch.bfloat16  # peft makes adapters of this dtype instead of the weight's
     linear.__dict__[STATE] = state
-    linear.__dict__[HANDLES] = [*handles, linear.register_load_state_dict_pre_hook(_refuse_to_load)]
+    linear.__dict__[HANDLES] = list(handles)
 
 
 def drop_weights(linear: nn.Module) -> None:
     """Undoes the quantisation for `restore`: the layer gets its stock weight back, and hooks and buffers go."""
     state, values = linear.__dict__, linear._parameters["weight"]
-    stock = _held(linear) if STOCK in state else None
-    parameter = state.pop(PARAMETER, None)
-    state.pop(STOCK, None)
-    if stock is not None and values is not None:
-        if values is parameter:
+    if values is not None and STOCK in state:  # first, because memory may run out here
+        stock, is_ours = _held(linear), state.get(PARAMETER) is values
+        if is_ours:
             values.data = stock.to(values.device)
         elif values.dtype == torch.float8_e4m3fn:  # accelerate has put in another parameter, perhaps on "meta"
             linear._parameters["weight"] = nn.Parameter(stock.to(values.device), values.requires_grad)
-    for handle in state.pop(HANDLES, ()):
-        handle.remove()
+    state.pop(PARAMETER, None)
+    state.pop(STOCK, None)
+    _remove_hooks(linear)
     for name in (VALUES, SCALES):
         linear._buffers.pop(name, None)
         linear._non_persistent_buffers_set.discard(name)
@@ -169,8 +168,27 @@ def _save_stock(module: nn.Module, state: dict[str, Any], prefix: str, local_met
 
 
 def _refuse_to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    if f"{prefix}weight" in state:
-        raise RuntimeError(f"{prefix}weight is in fp8 and takes no stock weights: restore the model before it loads")
+    """Runs before anything is loaded into the module that `load_state_dict` is called on, or below it."""
+    for path, linear in module.named_modules(remove_duplicate=False):
+        name = f"{prefix}{path}.weight" if path else f"{prefix}weight"
+        if is_replaced(linear) and name in state:
+            do = "load them into a new model" if is_freed(linear) else "restore the model, load, and optimize again"
+            raise RuntimeError(
+                f"state_dict: expected no stock weights of layers in fp8, got {name}, and nothing was loaded: {do}"
+            )
+
+
+def _guard_loading(root: nn.Module) -> None:
+    """Has `load_state_dict` of a model, and of every part that holds layers in fp8, refuse their stock weights."""
+    for module in root.modules():
+        if any(map(is_replaced, module.modules())):
+            handle = module.register_load_state_dict_pre_hook(_refuse_to_load)
+            module.__dict__.setdefault(HANDLES, []).append(handle)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for handle in module.__dict__.pop(HANDLES, ()):
+        handle.remove()
 
 
 # ---- The forward
@@ -376,6 +394,7 @@ def finish(roots: Iterable[nn.Module], groups: Sequence[Sequence[nn.Linear]], st
     loaded = any(map(is_freed, linears))
     freed = sum(map(free_weight, linears)) if stock_weights == FREED else 0
     for root in roots:
+        _guard_loading(root)
         _follow(root)
         _tell_offload(root)
     size = sum(tensor.nbytes for linear in linears for tensor in quantised_weight(linear))
@@ -393,4 +412,7 @@ def finish(roots: Iterable[nn.Module], groups: Sequence[Sequence[nn.Linear]], st
 def _release_root(root: nn.Module) -> None:
     for name in _CHANGING:
         root.__dict__.pop(name, None)
+    for module in root.modules():
+        if not any(map(is_replaced, module.modules())):
+            _remove_hooks(module)
     _tell_offload(root)

@@ -496,7 +496,7 @@ def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
 
 def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
     """Gives weights that `pack` has moved into one storage a storage each; they stay the parameters they are."""
-    if not module.__dict__.pop(PACKED, False):
+    if not module.__dict__.get(PACKED, False):
         return
     for names in groups:
         found = (base_of(linear) for linear in map(module._modules.get, names) if linear is not None)
@@ -508,8 +508,10 @@ def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
         for parameters in shared.values():
             # `pack` made no storage that holds more than these parameters.
             if len(parameters) > 1 and parameters[0].untyped_storage().nbytes() == sum(p.nbytes for p in parameters):
-                for parameter in parameters:
-                    parameter.data = parameter.data.clone()
+                # All are copied before one is changed: memory may run out.
+                for parameter, data in zip(parameters, [parameter.data.clone() for parameter in parameters]):
+                    parameter.data = data
+    module.__dict__.pop(PACKED)
 
 
 def packed_scaled_linear(

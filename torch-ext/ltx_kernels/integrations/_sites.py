@@ -354,10 +354,20 @@ def uninstall_all(roots: Iterable[nn.Module]) -> None:
         entries = dict.fromkeys(site_of(module).entry for module in root.modules() if ATTRIBUTE in module.__dict__)
         for module in root.modules():
             if ATTRIBUTE in module.__dict__:
-                uninstall(module)
+                try:
+                    uninstall(module)
+                except Exception as error:
+                    failed.append((module, error))
             release = module.__dict__.pop(RELEASE, None)
             if release is not None:
                 release(module)
         for entry in entries:
             entry.release_root(root)
         forget(root)
+    if failed:
+        module, cause = failed[0]
+        name = next(name for root in roots for name, found in root.named_modules() if found is module)
+        raise RuntimeError(
+            f"{len(failed)} modules were not restored, and work as before: call restore again. The first is "
+            f"{name or class_of(module)}: {cause}"
+        ) from cause
