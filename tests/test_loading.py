@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,69 @@ def test_ops_are_registered_under_the_id(ltx):
     namespace = getattr(torch.ops, ltx.__name__)
     assert namespace.norm.default is not None
     assert not hasattr(torch.ops.ltx_kernels, "norm")
+
+
+@pytest.fixture
+def folders(ltx, tmp_path: Path) -> Path:
+    """A folder with two copies of the build, first_copy and second_copy."""
+    for name in ("first_copy", "second_copy"):
+        shutil.copytree(Path(ltx.__file__).parent, tmp_path / name)
+    return tmp_path
+
+
+def python_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+
+
+def test_one_build_from_two_folders(folders):
+    """As pip's and the Hub's cache may have it: torch ends a process that registers its ops twice."""
+    (folders / "third_name").symlink_to("first_copy")
+    code = (
+        "import torch, first_copy, second_copy, third_name\n"
+        "x = torch.arange(8.0).view(2, 4)\n"
+        "for package in (second_copy, third_name):\n"
+        "    assert package._ops.ops is first_copy._ops.ops\n"
+        "    assert package._variant.COMPILED_DEVICE == first_copy._variant.COMPILED_DEVICE\n"
+        "    assert torch.equal(package.rmsnorm(x), first_copy.rmsnorm(x))\n"
+        "    compiled = torch.compile(package.rmsnorm, backend='eager', fullgraph=True)\n"
+        "    assert torch.equal(compiled(x), first_copy.rmsnorm(x))\n"
+        "print('loaded')\n"
+    )
+    run = python_in(folders, code)
+    assert (run.returncode, run.stdout) == (0, "loaded\n"), run.stderr
+
+
+def test_another_library_of_the_same_name(folders):
+    """Of sources that are the same, compiled in another way: an error that names both files; the first one works on."""
+    (library,) = (folders / "second_copy").glob("*.so")
+    library.write_bytes(library.read_bytes() + b"x")
+    code = (
+        "import torch, first_copy\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        import second_copy\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+        "first_copy.rmsnorm(torch.ones(2, 4))\n"
+    )
+    run = python_in(folders, code)
+    assert run.returncode == 0, run.stderr
+    first, second = run.stdout.splitlines()
+    assert first == second and str(library) in first and str(folders / "first_copy" / library.name) in first
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_one_library_beside_the_package(folders, count):
+    (library,) = (folders / "first_copy").glob("*.so")
+    names = "none"
+    if count == 2:
+        shutil.copyfile(library, library.with_name(f"older{library.name}"))
+        names = f"{library.name} and older{library.name}"
+    else:
+        library.unlink()
+    run = python_in(folders, "import first_copy")
+    assert f"ImportError: {folders / 'first_copy'}: expected one compiled library" in run.stderr
+    assert f"got {names}: build or install it again" in run.stderr
 
 
 def test_imports_nothing_but_torch(ltx):

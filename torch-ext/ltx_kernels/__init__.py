@@ -9,6 +9,7 @@ where one is needed; ``quantize_weight`` detaches. ``reference`` holds the same 
 torch code of the model libraries rounds, to reproduce a stock model.
 """
 
+from . import _binary as _binary  # loads the library, before anything asks for its ops
 from . import _fakes as _fakes  # registers fakes, and kernels for the variant's other device
 from . import layers, reference
 from ._linear import linear_cat

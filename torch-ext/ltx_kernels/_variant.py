@@ -6,7 +6,7 @@ from typing import Callable, TypeVar
 
 import torch
 
-from ._ops import add_op_namespace_prefix
+from ._ops import add_op_namespace_prefix, ops
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -17,8 +17,9 @@ def _compiled_device() -> str | None:
     return next((device for device in ("cuda", "cpu") if has_kernel(name, device.upper())), None)
 
 
-# The device whose kernels this variant holds.
-COMPILED_DEVICE = _compiled_device()
+# The device whose kernels this variant holds, as the first import of the build has found it: _fakes.py then registers
+# kernels for the other device.
+COMPILED_DEVICE: str | None = vars(ops).setdefault("compiled_device", _compiled_device())
 
 
 def constant_when_compiled(function: Function) -> Function:
