@@ -6,9 +6,11 @@ A family adds one module to tests/families; the tests here run over all of them.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import pkgutil
+import re
 from types import ModuleType
 from typing import Any
 
@@ -50,13 +52,14 @@ def cast(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, A
     return {name: convert(name, value) for name, value in inputs.items()}
 
 
+def flat(value: Any) -> tuple[Tensor, ...]:
+    """All tensors in nested tuples and lists."""
+    return (value,) if isinstance(value, Tensor) else tuple(t for item in value for t in flat(item))
+
+
 def run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """All tensors that a forward returns."""
-
-    def flat(value: Any) -> list[Tensor]:
-        return [value] if isinstance(value, Tensor) else [t for item in value for t in flat(item)]
-
-    return tuple(flat(model(**inputs, return_dict=False)))
+    return flat(model(**inputs, return_dict=False))
 
 
 def distance(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
@@ -178,6 +181,80 @@ def test_parameters_kept_in_float32(ltx: ModuleType, device: str, case: str) -> 
     report = ltx.optimize(model)
     assert distance(run(model, inputs), exact) <= 1.3 * stock
     assert_ran(report, family)
+
+
+def test_parameters_in_float64_run_stock(ltx: ModuleType, device: str) -> None:
+    """The ops read float32 and 16-bit parameters beside any of these inputs, and no other dtype."""
+    family = FAMILIES["wan-t2v"]
+    model, inputs = make(family, device), cast(family.inputs(1), device, torch.float32)
+    for block in model.blocks:
+        block.scale_shift_table.data = block.scale_shift_table.data.double()
+    stock = run(model, inputs)
+    report = ltx.optimize(model)
+    assert distance(run(model, inputs), stock) < CLOSE
+    reason = "scale_shift_table has dtype torch.float64, the input torch.float32"
+    assert report.fallbacks["diffusers.WanTransformerBlock"] == {reason: 2}
+
+
+def calls_of_blocks(model: nn.Module, inputs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arguments by name of the last block of each class, by the block's path."""
+    found: dict[type, tuple[str, dict[str, Any]]] = {}
+
+    def keep(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        found[type(module)] = path, {name: value for name, value in call.items() if name != "self"}
+
+    blocks = [(path, module) for path, module in model.named_modules() if type(module).__name__.endswith("Block")]
+    hooks = [m.register_forward_pre_hook(functools.partial(keep, path), with_kwargs=True) for path, m in blocks]
+    run(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    return dict(found.values())
+
+
+@every_family
+def test_overflow_in_float16_is_clipped(ltx: ModuleType, device: str, family: Family) -> None:
+    """In the streams that the stock blocks clip: large ones, to which a large branch is added."""
+    model, inputs = make(family, device, torch.float16), cast(family.inputs(2), device, torch.float16)
+    calls = calls_of_blocks(model, inputs)
+    clip = {path for path in calls if "65504" in inspect.getsource(type(model.get_submodule(path)).forward)}
+    if not clip:
+        pytest.skip("the stock blocks clip nothing")
+    stock = {}
+    for path in clip:
+        block = model.get_submodule(path)
+        for name in {"hidden_states", "encoder_hidden_states"} & calls[path].keys():
+            calls[path][name] = None if calls[path][name] is None else calls[path][name].sign() * 64000
+        for name, layer in block.named_modules():
+            if isinstance(layer, nn.Linear) and re.search(r"net\.2|linear_out|proj_out|^attn\.to_out$", name):
+                layer.weight.mul_(1.5e4)
+        stock[path] = flat(block(**calls[path]))
+        assert all(bool((value.abs() >= 65504).any()) for value in stock[path])
+    ltx.optimize(model)
+    for path in clip:
+        ours = flat(model.get_submodule(path)(**calls[path]))
+        pairs = [pair for pair in zip(ours, stock[path], strict=True) if bool(pair[1].isfinite().all())]
+        assert distance(*map(tuple, zip(*pairs))) < 0.01, path
+
+
+@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_streams_that_are_parts_of_a_larger_tensor(ltx: ModuleType, device: str, name: str, batch: int) -> None:
+    """A single block joins two streams, which may be neighbours in a tensor, with or without more rows after them."""
+    family = FAMILIES[name]
+    model, inputs = make(family, device), cast(family.inputs(batch), device, torch.float32)
+    ((path, call),) = ((path, call) for path, call in calls_of_blocks(model, inputs).items() if "single" in path)
+    block = model.get_submodule(path)
+    names = ("encoder_hidden_states", "hidden_states") if name == "flux" else ("hidden_states", "encoder_hidden_states")
+    rows = sum(call[name].shape[1] for name in names)
+    cases = []
+    for spare in (0, 2):
+        whole = randn(batch, rows + spare, 32).to(device)[:, :rows]
+        given = {**call, **dict(zip(names, whole.split([call[name].shape[1] for name in names], 1)))}
+        cases.append((given, flat(block(**given))))
+    ltx.optimize(model)
+    for given, stock in cases * 3:
+        assert distance(flat(block(**given)), stock) < CLOSE
 
 
 @every_family

@@ -85,6 +85,18 @@ def test_values_and_shapes_have_graphs_of_their_own(ltx: ModuleType, graphs: Mod
         assert (model(**scaled)[0] - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_equal_values_of_other_types_have_graphs_of_their_own(graphs: ModuleType, device: str) -> None:
+    held, module = graphs.Graphs(), nn.Identity().eval()
+    x = torch.tensor([5.0], device=device)
+
+    def add(x: Tensor, value: Any) -> Tensor:
+        return x + {bool: 1, int: 2, float: 3}[type(value)]
+
+    for _ in range(3):
+        assert [held.run(module, add, x, value).item() for value in (True, 1, 1.0)] == [6, 7, 8]
+    assert held.replayed == 2 * 3
+
+
 def test_a_bounded_number_is_kept(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
     model = make_model(device)
     ltx.optimize(model, graphs=True)

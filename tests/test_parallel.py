@@ -189,6 +189,9 @@ TWO = (
     Case("ltx", {}, batch=True, samples=3, error="hidden_states: expected a batch that 2 ranks share evenly"),
     Case("ltx", ULYSSES, elsewhere={"level": "norms"}, error="the same modules to be replaced on every rank"),
     Case("ltx", ULYSSES, elsewhere={"rounding": "eager"}, later=True, error="same modules to be replaced on every"),
+    Case(
+        "flux2", ULYSSES, elsewhere={"rounding": "eager"}, error="same modules to be replaced on every"
+    ),  # all of them
     Case("sd3", ULYSSES, error="enable_parallelism: expected attention that exchanges tokens"),
     Case("cogvideox-5b", ULYSSES, error="enable_parallelism: expected attention that exchanges tokens"),
     Case("hunyuan_video", ULYSSES, error="expected a cp_plan, since diffusers has none for Hunyuan"),

@@ -174,6 +174,20 @@ def test_modes_of_the_process(ltx: ModuleType, replay: ModuleType, device: str) 
     assert torch.equal(model(**inputs)[0], expected)
 
 
+def test_keywords_in_another_order(ltx: ModuleType, device: str) -> None:
+    """Tensors of one form, so that their names alone tell them apart. A replay reads its arguments by position."""
+    model, stock = make_model(device), make_model(device).transformer_blocks[0]
+    report = ltx.optimize(model)
+    block = model.transformer_blocks[0]
+    one, other, cos, sin = torch.randn(4, 1, 6, 64, generator=torch.Generator().manual_seed(1)).to(device)
+    more = {"temb": torch.ones(1, 1, 6 * 64, device=device), "image_rotary_emb": (cos, sin)}
+    for first, second in (("hidden_states", "encoder_hidden_states"), ("encoder_hidden_states", "hidden_states")):
+        call = {first: one, second: other, **more}
+        for _ in range(4):
+            torch.testing.assert_close(block(**call), stock(**call), rtol=1e-4, atol=1e-5)
+    assert "recorded calls: 1 of 1 " in str(report)
+
+
 def test_attention_that_is_replaced(
     ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,7 @@
-"""LTX-2, with both forms of the rotary table, and LTX-2.3: gated attention, a modulated prompt, perturbation."""
+"""LTX-2, with both forms of the rotary table, and LTX-2.3: gated attention, a modulated prompt, perturbation.
+
+The prompt of LTX-2.3 is modulated by a table and by the time, that of LTX-2.5 by a table alone.
+"""
 
 from __future__ import annotations
 
@@ -72,4 +75,5 @@ FAMILIES = {
     "": family((48, 48), 2 * 10, rope_type="split"),
     "interleaved": family((48, 48), 2 * 10),
     "3": family((64, 32), 2 * 10, rope_type="split", **LTX23),
+    "prompt_table": family((64, 32), 2 * 10, rope_type="split", **LTX23, use_prompt_adaln_single=False),
 }
