@@ -473,6 +473,23 @@ def test_a_model_that_fails_is_named(
     assert "wan failed: RuntimeError: no such model" in capsys.readouterr().out
 
 
+def test_host_times_are_medians_and_ratios_to_the_stock_model(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three rounds with known seconds, in which the configurations take turns."""
+    pytest.importorskip("diffusers")
+    import host
+
+    monkeypatch.setitem(host.DEEP, "ltx", ("ltx13b", {"num_layers": 1}))
+    monkeypatch.setattr(host, "WARM_UP", 1)
+    seconds = iter([0.1, 0.2, 0.4, 0.2, 0.1, 0.3])
+    monkeypatch.setattr(host, "host_s", lambda step, device: next(seconds))
+    configs = ["baseline", "kernels"]
+    options = host.argparse.Namespace(dtype="fp32", device="cpu", configs=configs, rounds=3)
+    with torch.no_grad():
+        stock, kernels = host.measure("ltx", ltx, options)
+    assert (stock["host_ms"], stock["least_ms"], stock["ratio_to_baseline"]) == (100, 100, 1)
+    assert (kernels["host_ms"], kernels["least_ms"], kernels["ratio_to_baseline"]) == (200, 200, 2)
+
+
 @pytest.mark.parametrize("call", [1, 2])  # the one for the error, and the one that is timed
 def test_a_configuration_that_fails_is_named_and_the_others_are_measured(
     ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -145,6 +146,16 @@ def test_error_is_rounding_noise(finished: tuple[Path, dict[str, Any], str]) -> 
         assert 0.7 * stock < ours < 1.3 * stock and between < 1.5 * stock
     assert errors["ltx_kernels_to_stock"]["frames"]["psnr_db"] > 30
     assert finished[1]["restored_to_same_bits"]
+
+
+def test_error_of_clips() -> None:
+    """A tenth of the range everywhere is 20 dB."""
+    first = ltx_pipeline.Clip(torch.tensor([3.0, 4.0]), np.full((1, 2, 4, 4, 3), 0.5, np.float32), 1.0, [], 1.0, [])
+    other = dataclasses.replace(first, latents=torch.tensor([3.0, 4.5]), frames=first.frames + np.float32(0.1))
+    found = demo.clip_error(other, first)
+    assert found["frames"] == pytest.approx({"psnr_db": 20.0, "max_abs": 0.1}, rel=1e-5)
+    assert found["latents"] == pytest.approx({"relative_l2": 0.1, "max_abs": 0.5})
+    assert demo.clip_error(first, first)["frames"] == {"psnr_db": None, "max_abs": 0.0}
 
 
 def test_faults_are_reported(finished: tuple[Path, dict[str, Any], str]) -> None:

@@ -64,7 +64,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_changed_source_is_noticed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("old", "new"), [("SHORT = None", "SHORT = False"), ("\n# # ", "\n# # About ")])
+def test_a_changed_source_is_noticed(folder: Path, capsys: pytest.CaptureFixture[str], old: str, new: str) -> None:
     """Outputs of the others stay, and those of the changed one go: they would be of other code."""
     for name in ("beginner", "advanced"):
         book = nbformat.read(folder / f"{name}.ipynb", as_version=4)
@@ -73,7 +74,8 @@ def test_a_changed_source_is_noticed(folder: Path, capsys: pytest.CaptureFixture
         book.cells[1].source = "*The outputs are of a test.*"
         nbformat.write(book, folder / f"{name}.ipynb")
     assert make.main(["--check"]) == 0
-    (folder / "beginner.py").write_text((folder / "beginner.py").read_text().replace("SHORT = None", "SHORT = False"))
+    source = folder / "beginner.py"
+    source.write_text(source.read_text().replace(old, new, 1))
     assert make.main(["--check"]) == 1
     assert capsys.readouterr().out.startswith("beginner.ipynb: not what beginner.py says")
     assert make.main(["--only", "advanced"]) == 0 and make.main(["--check"]) == 1

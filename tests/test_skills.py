@@ -319,6 +319,19 @@ def test_a_verdict_can_fail(monkeypatch: pytest.MonkeyPatch):
     assert verdict([stock])[1].startswith("NOT VERIFIED")
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_verdict_is_of_every_result(ltx: Any, here: Here, monkeypatch: pytest.MonkeyPatch, wrong: int):
+    """Of an op with two, where either alone is further from float64 than plain torch's."""
+    function = ltx.gated_residual_adaln_rmsnorm
+
+    def a_bit_off(*arguments: Any, **options: Any) -> list[Any]:
+        return [x * 1.01 if i == wrong else x for i, x in enumerate(function(*arguments, **options))]
+
+    monkeypatch.setattr(ltx, "gated_residual_adaln_rmsnorm", a_bit_off)
+    status, output = here("benchmark_h100.py", "--tiny", "--only", "gated_residual_adaln")
+    assert status == 1 and "FAIL" in output and "PASS" not in output, output
+
+
 # ---- Kernel templates
 
 
