@@ -32,17 +32,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import vae
 from model_shapes import LTX2, LTX2_TINY
-from result_files import DTYPES, REPOSITORY, common_meta, kept_records, load_package, result_file, write
+from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from runs import add_options, begin, empty_table
 from steps import COLUMNS, kernel_times, synchronize, view_of, weight_bytes
 from torch import nn
 
@@ -263,11 +262,9 @@ def clip_of(record: dict[str, Any]) -> str:
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Whole clips")
-    for column in ("model", "clip", "configuration"):
-        table.add_column(column)
-    for column in ("ms", "x stock", "text", "step", "decoding", "idle", "peak GiB", "first s"):
-        table.add_column(column, justify="right")
+    texts = "model", "clip", "configuration"
+    numbers = "ms", "x stock", "text", "step", "decoding", "idle", "peak GiB", "first s"
+    table = empty_table("Whole clips", texts, numbers)
     stock = {(r["model"], clip_of(r)): r["clip_ms"] for r in records if r["config"] == "stock"}
     for record in records:
         baseline = stock.get((record["model"], clip_of(record)))
@@ -305,21 +302,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--clips", type=int, default=4, help="timed clips of each configuration (default: 4)")
     parser.add_argument("--idle", action="store_true", help="profile one clip of each configuration on a GPU")
     parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
-    parser.add_argument("--tiny", action="store_true", help="small parts of the same kinds, to try the script")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-clip.json)")
+    add_options(parser, "clip", "small parts of the same kinds")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 130)
     ltx_pipeline.quiet()
-    ltx, metadata = load_package()
-    output = options.output or result_file("clip", options.device)
-    meta = {
-        **common_meta(metadata, options.device),
-        "weights": "random",
-        "dtype": options.dtype,
-        "clips": options.clips,
-    }
+    facts = {"weights": "random", "dtype": options.dtype, "clips": options.clips}
+    ltx, output, meta, console = begin("clip", options, **facts)
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         for model in options.models:

@@ -30,7 +30,7 @@ import torch
 from ltx import make_inputs
 from result_files import REPOSITORY, common_meta, load_package, result_file, write
 from rich.console import Console
-from rich.table import Table
+from runs import empty_table, make_console
 from steps import as_graph, error, quantise_with_torchao, time_steps, view_of, weight_bytes
 from torch import nn
 
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(steps=30)
     args = ltx_pipeline.parse(parser, arguments)
     ltx_pipeline.quiet()
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = make_console()
     torchao = version("torchao") if importlib.util.find_spec("torchao") else None
     recipes = args.recipes or [*RECIPES, *([TORCHAO] if torchao and args.device != "cpu" else [])]
     if TORCHAO not in recipes:
@@ -220,9 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
             write(output, meta, records)
     clip = f"{args.frames} frames of {args.height}x{args.width}, {args.steps} steps"
     draw(records, output, f"LTX-Video, {clip}, {meta['device']}")
-    table = Table(title="Distance from the stock model in float32")
-    for column in ("recipe", "graph ms", "weights GiB", "freed GiB", "error of the latents", "PSNR dB", "SSIM"):
-        table.add_column(column, justify="left" if column == "recipe" else "right")
+    texts, numbers = ("recipe",), ("graph ms", "weights GiB", "freed GiB", "error of the latents", "PSNR dB", "SSIM")
+    table = empty_table("Distance from the stock model in float32", texts, numbers)
     for record in records:
         table.add_row(
             record["recipe"],

@@ -25,7 +25,8 @@ import diffusers
 import torch
 from model_shapes import MODELS, Inputs, Make
 from models import block_lists, first_blocks, floats, one_tensor
-from result_files import common_meta, load_package, result_file, write
+from result_files import write
+from runs import begin
 from steps import error, first_line, free_memory
 from torch import nn
 
@@ -94,9 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8-families.json)")
     options = parser.parse_args(arguments)
-    ltx, metadata = load_package()
-    output = options.output or result_file("fp8-families", options.device)
-    meta = {**common_meta(metadata, options.device), "diffusers": diffusers.__version__, "weights": "random"}
+    facts = {"diffusers": diffusers.__version__, "weights": "random"}
+    ltx, output, meta, console = begin("fp8-families", options, **facts)
     records: list[dict[str, Any]] = []
     failed = False
     for name in options.models:
@@ -104,10 +104,10 @@ def main(arguments: list[str] | None = None) -> int:
             records += measure(name, ltx, options)
         except Exception as reason:  # the others are still measured; the exit status says that one was not
             failed = True
-            print(f"{name} failed: {first_line(reason)}", flush=True)
+            console.print(f"[red]{name} failed[/red]: {first_line(reason)}")
         write(output, meta, records)
         free_memory(options.device)
-    print(output)
+    console.print(str(output), highlight=False, soft_wrap=True)
     return int(failed)
 
 

@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from model_shapes import MODELS, Make, Model
 from models import make_model, one_tensor
-from result_files import DTYPES, common_meta, load_package, result_file, write
+from result_files import DTYPES, write
 from rich.console import Console
-from rich.table import Table
+from runs import add_options, begin, empty_table
 from steps import label, synchronize
 
 CONFIGS = ("baseline", "kernels", "kernels_fp8")
@@ -167,9 +166,9 @@ def print_tables(records: list[dict[str, Any]], console: Console) -> None:
         shown = [record for record in records if key in record]
         if not shown:
             continue
-        table = Table(title=title)
-        for column in shown[0]:
-            table.add_column(column.replace("_", " "), justify="left" if column in (key, "config") else "right")
+        columns = [column.replace("_", " ") for column in shown[0]]
+        texts = 2 if key == "model" else 1
+        table = empty_table(title, columns[:texts], columns[texts:])
         for record in shown:
             table.add_row(*(label(str(value)) if name == "config" else str(value) for name, value in record.items()))
         console.print(table)
@@ -180,15 +179,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="*", choices=DEEP, default=["ltx", "flux"], help="(default: ltx flux)")
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
     parser.add_argument("--no-ops", action="store_true", help="whole models alone")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=30, help="timed steps of a configuration (default: 30)")
-    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-host.json)")
+    add_options(parser, "host")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    ltx, metadata = load_package()
-    output = options.output or result_file("host", options.device)
-    meta = {**common_meta(metadata, options.device), "dtype": options.dtype, "rounds": options.rounds}
+    ltx, output, meta, console = begin("host", options, dtype=options.dtype, rounds=options.rounds)
     records: list[dict[str, Any]] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the small products of a CPU would wait for threads

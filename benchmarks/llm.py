@@ -31,15 +31,15 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import transformers
-from result_files import REPOSITORY, common_meta, kept_records, load_package, result_file, write
+from result_files import REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.table import Table
+from runs import add_options, begin
 from steps import STEPS_AHEAD, error, free_memory, kernel_times, synchronize, time_steps, weight_bytes
 from torch import Tensor
 
@@ -165,8 +165,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, help="(default: all that are installed)")
     parser.add_argument("--sizes", nargs="+", type=size, default=list(map(size, SIZES)), help="tokens x batch")
     parser.add_argument("--layers", type=int, default=None, help="only the first layers (default: all)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=2, help="turns of a configuration (default: 2)")
     parser.add_argument("--steps", type=int, default=4, help="timed prompts of a turn (default: 4)")
     parser.add_argument("--padding", type=int, default=0, help="tokens before every other prompt (default: none)")
@@ -174,20 +172,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=float, default=0.3, help="seconds of prompts before each turn (default: 0.3)")
     parser.add_argument("--profile", action="store_true", help="add the milliseconds of a prompt by kind of kernel")
     parser.add_argument("--no-errors", action="store_true", help="leave out the model in float32")
-    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-llm.json)")
+    add_options(parser, "llm")
     options = parser.parse_args(arguments)
     options.configs = options.configs or [config for config in CONFIGS if config != "liger" or has_liger()]
-    console = Console(width=None if sys.stdout.isatty() else 130)
-
-    ltx, metadata = load_package()
-    output = options.output or result_file("llm", options.device)
-    meta = {
-        **common_meta(metadata, options.device),
+    facts = {
         "transformers": transformers.__version__,
         "liger": version("liger-kernel") if has_liger() else None,
         "dtype": options.dtype,
         "weights": "random",
     }
+    ltx, output, meta, console = begin("llm", options, **facts)
     records: list[dict[str, Any]] = []
     failed = False
     with torch.no_grad():

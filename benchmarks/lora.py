@@ -24,7 +24,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -32,9 +31,9 @@ from unittest import mock
 import peft
 import torch
 from ltx import load_model, make_inputs, make_model
-from result_files import DTYPES, common_meta, load_package, result_file, write
+from result_files import DTYPES, write
 from rich.console import Console
-from rich.table import Table
+from runs import add_options, begin, empty_table
 from steps import label, synchronize, time_steps
 from torch import nn
 
@@ -117,12 +116,11 @@ def measure(config: str, model: nn.Module, ltx: ModuleType, inputs: dict[str, An
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="LoRA adapters on LTX-Video 2B, milliseconds")
-    columns = ["config", "step_ms", "lora_step_ms", *(f"{name}_ms" for name in CHANGES), "quantised"]
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if column == "config" else "right")
+    numbers = ["step_ms", "lora_step_ms", *(f"{name}_ms" for name in CHANGES), "quantised"]
+    headings = [column.replace("_", " ") for column in numbers]
+    table = empty_table("LoRA adapters on LTX-Video 2B, milliseconds", ["config"], headings)
     for record in records:
-        table.add_row(label(record["config"]), *(str(record[column]) for column in columns[1:]))
+        table.add_row(label(record["config"]), *(str(record[column]) for column in numbers))
     console.print(table)
 
 
@@ -132,20 +130,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5, help="times that each change is made (default: 5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
-    parser.add_argument("--tiny", action="store_true", help="a model of seconds on a CPU, to try the script")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-lora.json)")
+    add_options(parser, "lora", "a model of seconds on a CPU")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    ltx, metadata = load_package()
-    output = options.output or result_file("lora", options.device)
-    meta = {
-        **common_meta(metadata, options.device),
-        "peft": peft.__version__,
-        "targets": TARGETS,
-        "dtype": options.dtype,
-    }
+    facts = {"peft": peft.__version__, "targets": TARGETS, "dtype": options.dtype}
+    ltx, output, meta, console = begin("lora", options, **facts)
     shape = TINY_SHAPE if options.tiny else SHAPE
     records = []
     with torch.no_grad():

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from result_files import DTYPES, common_meta, load_package, result_file, write
+from result_files import DTYPES, write
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from runs import add_options, begin, empty_table
 from steps import (
     COLUMNS,
     CONFIGS,
@@ -170,21 +170,8 @@ def draw(groups: dict[str, list[dict[str, Any]]], path: Path, title: str) -> Non
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="LTX-Video, one denoising step")
-    columns = (
-        "frames",
-        "configuration",
-        "ms",
-        "p90",
-        "speed-up",
-        "graph ms",
-        "first step s",
-        "peak GiB",
-        "error",
-        "PSNR dB",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "configuration" else "right")
+    numbers = "ms", "p90", "speed-up", "graph ms", "first step s", "peak GiB", "error", "PSNR dB"
+    table = empty_table("LTX-Video, one denoising step", ("frames", "configuration"), numbers)
     for record in records:
         stock = [r for r in records if r["frames"] == record["frames"] and r["config"] == "baseline"]
         table.add_row(
@@ -221,25 +208,18 @@ def main(arguments: list[str] | None = None) -> int:
         default=PROMPTS,
         help=f"tokens of the negative prompt and of the other, of {TEXT_TOKENS} (default: {PROMPTS})",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=4, help="turns of a configuration (default: 4)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a turn (default: 10)")
-    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-ltx.json)")
+    add_options(parser, "ltx")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 130)
-
     torchao = version("torchao") if importlib.util.find_spec("torchao") else None
     if options.configs is None:
         options.configs = [*CONFIGS, *FP8_CONFIGS]
         if torchao is None:
             options.configs.remove("torchao_fp8_compile")
-            console.print("missing: torchao, and with it torchao_fp8_compile")
+            print("missing: torchao, and with it torchao_fp8_compile")
 
-    ltx, metadata = load_package()
-    output = options.output or result_file("ltx", options.device)
-    meta = {
-        **common_meta(metadata, options.device),
+    facts = {
         "model": options.model,
         "dtype": options.dtype,
         "torchao": torchao,
@@ -247,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
         "prompts": list(options.prompts),
         "psnr": "of the transformer's output, peak: the range of the stock output",
     }
+    ltx, output, meta, console = begin("ltx", options, **facts)
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         model = load_model(options.model, DTYPES[options.dtype], options.device)

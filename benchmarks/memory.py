@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,9 +27,9 @@ import diffusers
 import torch
 from model_shapes import MODELS, Make
 from models import OF_THE_RUN, earlier_records, first_blocks
-from result_files import DTYPES, common_meta, load_package, result_file, write
+from result_files import DTYPES, write
 from rich.console import Console
-from rich.table import Table
+from runs import add_options, begin, empty_table
 from steps import first_line, free_memory, label
 from torch import nn
 
@@ -118,9 +117,8 @@ def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: 
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Peak memory of one forward")
-    for column in ("model", "configuration", "offload", "moved GiB", "host GiB", "peak GiB", "ms", "cards"):
-        table.add_column(column, justify="left" if column in ("model", "configuration", "offload") else "right")
+    texts, numbers = ("model", "configuration", "offload"), ("moved GiB", "host GiB", "peak GiB", "ms", "cards")
+    table = empty_table("Peak memory of one forward", texts, numbers)
     for one in records:
         table.add_row(
             one["model"],
@@ -139,21 +137,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--offload", nargs="+", choices=OFFLOADS, default=list(OFFLOADS), help="(default: all)")
     parser.add_argument("--blocks", type=int, default=0, help="with groups, only the first blocks (default: all)")
     parser.add_argument("--no-times", action="store_true", help="leave the times out: something else uses the GPU")
-    parser.add_argument("--tiny", action="store_true", help="models of seconds on a CPU, to try the script")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-memory.json)")
+    add_options(parser, "memory", "models of seconds on a CPU")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    ltx, metadata = load_package()
-    output = options.output or result_file("memory", options.device)
-    meta = {
-        **common_meta(metadata, options.device),
-        "diffusers": diffusers.__version__,
-        "dtype": options.dtype,
-        "weights": "random",
-        "reserve_gb": RESERVE_GB,
-    }
+    facts = {"diffusers": diffusers.__version__, "dtype": options.dtype, "weights": "random", "reserve_gb": RESERVE_GB}
+    ltx, output, meta, console = begin("memory", options, **facts)
     records, failed = earlier_records(output), False
     of_the_run = {key: meta[key] for key in OF_THE_RUN if key in meta}
     with torch.no_grad():

@@ -38,10 +38,10 @@ from typing import Any
 import diffusers
 import torch
 from model_shapes import MODELS, Inputs, Make
-from result_files import DTYPES, common_meta, load_package, result_file, write
+from result_files import DTYPES, write
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from runs import add_options, begin, empty_table
 from steps import (
     COLUMNS,
     CONFIGS,
@@ -227,9 +227,9 @@ class Benchmark:
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="One forward of each model")
-    for column in ("model", "configuration", "ms", "x stock", "x compile", "graph ms", "first s", "peak GiB", "error"):
-        table.add_column(column, justify="left" if column in ("model", "configuration") else "right")
+    texts = "model", "configuration"
+    numbers = "ms", "x stock", "x compile", "graph ms", "first s", "peak GiB", "error"
+    table = empty_table("One forward of each model", texts, numbers)
     by_key = {(record["model"], record["config"]): record for record in records}
     for record in records:
 
@@ -274,31 +274,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=0, help="only the first blocks of each kind (default: all)")
     parser.add_argument("--error-blocks", type=int, default=ERROR_BLOCKS, help="blocks for the error; 0: all of them")
     parser.add_argument("--loop-steps", type=int, default=8, help="steps for the latents' error; 0: none (default: 8)")
-    parser.add_argument("--tiny", action="store_true", help="models of seconds on a CPU, to try the script")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=2, help="turns of a configuration (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a turn at most (default: 10)")
     parser.add_argument("--seconds", type=float, default=0.5, help="a turn's steps take about this long (default: 0.5)")
     parser.add_argument("--warm-up", type=float, default=0.5, help="seconds of steps before each turn (default: 0.5)")
     parser.add_argument("--no-graphs", action="store_true", help="do not time CUDA graphs")
     parser.add_argument("--profile", action="store_true", help="add the kernels of one step, which takes seconds more")
-    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-models.json)")
+    add_options(parser, "models", "models of seconds on a CPU")
     options = parser.parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 130)
     torchao = version("torchao") if importlib.util.find_spec("torchao") else None
     if options.configs is None:
         options.configs = [config for config in ALL_CONFIGS if torchao or not config.startswith("torchao")]
-
-    ltx, metadata = load_package()
-    output = options.output or result_file("models", options.device)
-    meta = {
-        **common_meta(metadata, options.device),
-        "diffusers": diffusers.__version__,
-        "torchao": torchao,
-        "dtype": options.dtype,
-        "weights": "random",
-    }
+    facts = {"diffusers": diffusers.__version__, "torchao": torchao, "dtype": options.dtype, "weights": "random"}
+    ltx, output, meta, console = begin("models", options, **facts)
     profiles = output.with_name(f"{output.stem}-profile.json")
     records, profiled = earlier_records(output), earlier_records(profiles)
     of_the_run = {key: meta[key] for key in OF_THE_RUN if key in meta}

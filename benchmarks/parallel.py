@@ -50,7 +50,7 @@ from model_shapes import MODELS, Inputs, Make, Model
 from models import block_lists, first_blocks, one_tensor
 from result_files import DTYPES, REPOSITORY, common_meta, kept_records, load_package, slug_of, write
 from rich.console import Console
-from rich.table import Table
+from runs import empty_table, make_console
 from steps import error, first_line, time_steps, view_of
 from torch import Tensor, nn
 
@@ -382,9 +382,8 @@ def failures_kept(output: Path, options: argparse.Namespace) -> dict[str, str]:
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="One forward")
-    for column in ("model", "configuration", "GPUs", "mode", "ms", "x one GPU", "x stock", "sent MB", "error"):
-        table.add_column(column, justify="left" if column in ("model", "configuration", "mode") else "right")
+    texts, numbers = ("model", "configuration", "GPUs", "mode"), ("ms", "x one GPU", "x stock", "sent MB", "error")
+    table = empty_table("One forward", texts, numbers)
     timed = [r for r in records if "step_ms" in r]
 
     def ratio(record: dict[str, Any], **other: Any) -> str:
@@ -421,7 +420,7 @@ def worker(rank: int, world: int, port: int, options: argparse.Namespace) -> Non
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=options.timeout))
     run = Run(options, rank, world)
-    console = Console(width=None if sys.stdout.isatty() else 130, quiet=rank > 0)
+    console = make_console(quiet=rank > 0)
     name = torch.cuda.get_device_name() if cuda else "cpu"
     slug = slug_of(name)
     output = options.output or REPOSITORY / f"benchmarks/results/{slug}x{world}-parallel.json"

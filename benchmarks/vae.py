@@ -25,16 +25,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLQwenImage, AutoencoderKLWan
 from pages.names import AUTOENCODERS
-from result_files import DTYPES, common_meta, kept_records, load_package, result_file, write
+from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from runs import add_options, begin, empty_table
 from steps import COLUMNS, synchronize, view_of, weight_bytes
 from timing import Timer
 from torch import Tensor, nn
@@ -331,10 +330,9 @@ def scene(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def print_tables(records: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Decoding and encoding")
-    columns = ("autoencoder", "call", "configuration", "ms", "x stock", "peak GiB", "error", "rms error", "equal")
-    for column in columns:
-        table.add_column(column, justify="left" if column in columns[:3] else "right")
+    texts = "autoencoder", "call", "configuration"
+    numbers = "ms", "x stock", "peak GiB", "error", "rms error", "equal"
+    table = empty_table("Decoding and encoding", texts, numbers)
     whole = [record for record in records if "model" in record]
     stock = {scene(r): r[f"{half_of(r)}_ms"] for r in whole if r["config"] == "stock"}
     for r in whole:
@@ -351,9 +349,8 @@ def print_tables(records: list[dict[str, Any]], console: Console) -> None:
             f"{r['equal']:.4f}" if "equal" in r else "",
         )
     console.print(table)
-    table = Table(title="Ops, us")
-    for column in ("op", "shape", "kernels", "x copy", "copy", "torch", "compile", "equal"):
-        table.add_column(column, justify="left" if column in ("op", "shape") else "right")
+    texts, numbers = ("op", "shape"), ("kernels", "x copy", "copy", "torch", "compile", "equal")
+    table = empty_table("Ops, us", texts, numbers)
     for r in records:
         if "op" in r:
             times = [f"{r[f'{key}_us']:.1f}" if f"{key}_us" in r else "" for key in ("copy", "torch", "compile")]
@@ -382,22 +379,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compile-ops", action="store_true", help="compile plain torch beside each op")
     parser.add_argument("--rounds", type=int, default=6, help="timed calls of each configuration (default: 6)")
     parser.add_argument("--no-ops", action="store_true", help="autoencoders alone")
-    parser.add_argument("--tiny", action="store_true", help="small autoencoders, to try the script")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
-    parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-vae.json)")
+    add_options(parser, "vae", "small autoencoders")
     options = parser.parse_args(arguments)
     if options.device != "cuda" and not options.no_ops:
         parser.error("expected --no-ops without a GPU: ops are timed on one")
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    ltx, metadata = load_package()
-    output = options.output or result_file("vae", options.device)
-    meta = {
-        **common_meta(metadata, options.device),
-        "cudnn": torch.backends.cudnn.version(),
-        "rounds": options.rounds,
-    }
+    facts = {"cudnn": torch.backends.cudnn.version(), "rounds": options.rounds}
+    ltx, output, meta, console = begin("vae", options, **facts)
     records: list[dict[str, Any]] = []
 
     def save(measured: list[dict[str, Any]]) -> None:
