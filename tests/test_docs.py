@@ -7,6 +7,7 @@ and runs all the same, where that is missing, fails its test.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import shlex
@@ -310,6 +311,102 @@ def test_figures_are_read_from_their_results(source: str, value: float | None, m
     assert readme.figure("h200-ltx", source) == pytest.approx(value)
     marked = f"It takes 9.9<!-- h200-ltx {source} --> ms."
     assert readme.with_figures(marked) == marked.replace("9.9", f"{value:.1f}", 1)
+
+
+# ---- Constants and defaults
+
+# A number, and the constant of the package that it is, or a part of one: `128<!-- integrations/x.py NAME / 2 -->`.
+CONSTANT = re.compile(r"(?P<number>\d+)<!-- (?P<module>[\w/]+)\.py (?P<name>\w+)(?: / (?P<divisor>\d+))? -->")
+
+
+def wrong_constants(ltx: ModuleType, text: str) -> list[str]:
+    """Numbers beside which a comment names a constant of the package that has another value."""
+    found = [comment for comment in re.findall(r".?<!-- \S+\.py .*?-->", text) if not CONSTANT.search(comment)]
+    for match in CONSTANT.finditer(text):
+        module = functools.reduce(getattr, match["module"].split("/"), ltx)
+        if int(match["number"]) * int(match["divisor"] or 1) != getattr(module, match["name"]):
+            found.append(match[0])
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_constants_are_those_of_the_sources(ltx: ModuleType, file: str):
+    assert wrong_constants(ltx, (ROOT / file).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("keeps 8<!-- integrations/_graphs.py LIMIT --> graphs", 0),
+        ("up to 256<!-- integrations/_dispatch.py MOST_KEYS / 64 --> keys", 0),
+        ("keeps 16<!-- integrations/_graphs.py LIMIT --> graphs", 1),
+        ("up to 256<!-- integrations/_dispatch.py MOST_KEYS / 128 --> keys", 1),
+        ("keeps eight<!-- integrations/_graphs.py LIMIT --> graphs", 1),
+        ("keeps 8<!-- integrations/_graphs.py LIMIT * 2 --> graphs", 1),
+    ],
+)
+def test_wrong_constants_are_found(ltx: ModuleType, text: str, wrong: int):
+    assert len(wrong_constants(ltx, text)) == wrong
+
+
+TABLE_OF_VALUES = re.compile(r"^\| `(?P<argument>\w+)` \|.*\n\|[-| ]+\|\n(?P<rows>(?:\|.*\n)+)", re.MULTILINE)
+
+
+def wrong_defaults(ltx: ModuleType, text: str) -> list[str]:
+    """Tables of the values of one argument of `optimize` that do not mark its default, and this one alone."""
+    found = []
+    parameters = inspect.signature(ltx.optimize).parameters
+    for table in TABLE_OF_VALUES.finditer(text):
+        if table["argument"] in parameters:
+            marked = re.findall(r"^\| `(.*?)` \(default\) \|", table["rows"], re.MULTILINE)
+            if [ast.literal_eval(value) for value in marked] != [parameters[table["argument"]].default]:
+                found.append(table["argument"])
+    return found
+
+
+def test_tables_of_values_mark_the_default(ltx: ModuleType):
+    pages = [(ROOT / file).read_text() for file in FILES]
+    assert "stock_weights" in {table["argument"] for page in pages for table in TABLE_OF_VALUES.finditer(page)}
+    assert [argument for page in pages for argument in wrong_defaults(ltx, page)] == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        (['"beside"` (default)', '"cpu"`'], []),
+        (['"beside"`', '"cpu"`'], ["stock_weights"]),
+        (['"beside"`', '"cpu"` (default)'], ["stock_weights"]),
+        (['"beside"` (default)', '"cpu"` (default)'], ["stock_weights"]),
+    ],
+)
+def test_wrong_defaults_are_found(ltx: ModuleType, rows: list[str], wrong: list[str]):
+    table = "".join(f"| `{row} | text |\n" for row in rows)
+    assert wrong_defaults(ltx, f"| `stock_weights` | where |\n|---|---|\n{table}") == wrong
+
+
+def options_with_defaults(source: str) -> Iterator[tuple[str, str, str]]:
+    """(option, its default by its help, its default by its code), where both are numbers or words."""
+    for call in ast.walk(ast.parse(source)):
+        if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(".add_argument"):
+            continue
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        said = re.search(r"\(default: ([^,;)]+)", ast.unparse(given["help"])) if "help" in given else None
+        default = given.get("default", ast.Constant(None))
+        values = [v.value for v in getattr(default, "elts", [default]) if isinstance(v, ast.Constant)]
+        if said and any(values):  # 0 and None say that the program decides
+            yield (
+                ast.unparse(call.args[0]),
+                said[1],
+                " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values),
+            )
+
+
+def test_helps_tell_the_default():
+    folders = ("benchmarks", "examples", "notebooks", "skills", "tests", "tools")
+    sources = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = [(path.name, *option) for path in sources for option in options_with_defaults(path.read_text())]
+    assert len(found) > 20
+    assert [option for option in found if option[2] != option[3]] == []
 
 
 # ---- Shell
