@@ -13,11 +13,10 @@ import pytest
 import torch
 from helpers import Make, every_function
 from helpers.build import ROOT
-from helpers.registry import FUNCTIONS, SCHEMAS, WITH_OUT
+from helpers.registry import FUNCTIONS, SCHEMAS, WITH_OUT, WITHOUT_GRADIENT
 
 # Products of torch and cuBLASLt, which are no ops of their own: tests/test_linear.py and benchmarks/fp8_gemm.py.
 LINEAR = {"linear_cat", "quantize_weight", "scaled_linear"}
-WITHOUT_GRADIENT = {name for name in FUNCTIONS if name.endswith("_quant")} | {"quantize_rows", "scaled_linear"}
 
 
 def test_every_schema_has_its_plain_torch(ltx: Any) -> None:

@@ -38,6 +38,8 @@ def _public_functions() -> dict[str, list[str]]:
 
 # The public functions that compute something, with the names of their parameters.
 FUNCTIONS = _public_functions()
+# Those that raise where a gradient is needed.
+WITHOUT_GRADIENT = {name for name in FUNCTIONS if name.endswith("_quant")} | {"quantize_rows", "scaled_linear"}
 
 # The names of the dispatcher's ops.
 SCHEMAS = re.findall(r'ops\.def\(\s*"(\w+)\(', (SOURCES / "torch_binding.cpp").read_text())

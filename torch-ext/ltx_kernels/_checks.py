@@ -14,7 +14,6 @@ import functools
 import inspect
 import math
 import numbers
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple, NoReturn, TypeVar, cast
 
@@ -161,7 +160,14 @@ _PLURALS = {"Tensor": "tensors", "float": "numbers", "int": "integers", "float |
 
 
 def _kinds(annotation: str) -> list[str]:
-    return re.split(r" \| (?![^\[]*\])", annotation)  # not inside of Sequence[...]
+    """The types of a union. torch.compile traces this, which it cannot do for a regular expression in torch 2.11."""
+    kinds: list[str] = []
+    for part in annotation.split(" | "):
+        if kinds and kinds[-1].count("[") > kinds[-1].count("]"):  # inside of Sequence[...]
+            kinds[-1] += f" | {part}"
+        else:
+            kinds.append(part)
+    return kinds
 
 
 def _fits(annotation: str, value: object) -> bool:
