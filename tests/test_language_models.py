@@ -519,7 +519,7 @@ def ordinary(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     def run(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(replay, "_is_ordinary", lambda: False)
+            patch.setattr(replay, "RECORD", "0")
             return model(ids, attention_mask=mask).last_hidden_state
 
     return run
@@ -527,8 +527,8 @@ def ordinary(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 def recordings(ltx: ModuleType, model: Any) -> list[Any]:
     """What the blocks hold of their calls, of each signature: a recorded call, or the reason why there is none."""
-    name = sys.modules[f"{ltx.__name__}.integrations._replay"].REPLAYS
-    held = [block.__dict__.get(name) for block in model.encoder.block]
+    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+    held = [replay.held(block).replays for block in model.encoder.block]
     return [call for replays in held if replays is not None for call in replays.calls.values()]
 
 

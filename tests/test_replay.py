@@ -35,7 +35,7 @@ def replay(ltx: ModuleType) -> ModuleType:
 
 def found(replay: ModuleType, model: nn.Module) -> list[Any]:
     """What the blocks hold of their calls, of each signature: a replay, or the reason why there is none."""
-    blocks = [block.__dict__.get(replay.REPLAYS) for block in model.transformer_blocks]
+    blocks = [replay.held(block).replays for block in model.transformer_blocks]
     return [call for block in blocks if block is not None for call in block.calls.values()]
 
 
@@ -52,7 +52,7 @@ def warm(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 def ordinary(replay: ModuleType, model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """The model's result without replays."""
     with monkeypatch.context() as patch:
-        patch.setattr(replay, "_is_ordinary", lambda: False)
+        patch.setattr(replay, "RECORD", "0")
         return model(**inputs)[0]
 
 
@@ -276,7 +276,7 @@ def test_weights_that_move_at_every_call(ltx: ModuleType, replay: ModuleType, de
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
         torch.testing.assert_close(model(**inputs)[0], expected)
-    assert all(block.__dict__[replay.REPLAYS].refused for block in model.transformer_blocks)
+    assert all(replay.held(block).replays.refused for block in model.transformer_blocks)
     torch.testing.assert_close(model(**inputs)[0], expected)
 
 
@@ -342,7 +342,7 @@ def test_adapters_that_come_back(
         warm(model, inputs)
     with monkeypatch.context() as patch:
         patch.setattr(replay, "_Recorder", None)
-        patch.setattr(replay, "State", None)
+        patch.setattr(replay, "Snapshot", None)
         for name in ("one", "two", "one"):
             model.set_adapters(name)
             model.transformer_blocks[0].attn1.to_q.lora_B[name].weight.data.mul_(2)
@@ -352,9 +352,7 @@ def test_adapters_that_come_back(
     for i in range(2 * replay.SIGNATURES):
         model.set_adapters("one", 0.1 * i)
         model(**inputs)
-    assert all(
-        len(block.__dict__[replay.REPLAYS]._of_adapters) <= replay.SIGNATURES for block in model.transformer_blocks
-    )
+    assert all(len(replay.held(block).replays._of_adapters) <= replay.SIGNATURES for block in model.transformer_blocks)
 
 
 @pytest.mark.parametrize("precision", ["native", "fp8"])

@@ -33,12 +33,14 @@ from ._attention_plan import (
 )
 from ._dispatch import AttentionModule, attend, in_one_op, parallel_config, values_ahead, without_padding
 from ._fp8 import in_fp8
-from ._guards import ATTRIBUTE, hooked, recall, submodule, why_not_input
+from ._guards import ATTRIBUTE, hooked, submodule, why_not_input
+from ._kept import kept
 from ._linear import Input, Linears, dequantised, joined, unpack
 from ._masks import KeyBias, PaddingMask, ScoresMask
 from ._replay import as_one
-from ._rotary import Tables, kept, with_identity_rows
+from ._rotary import Tables, with_identity_rows
 from ._sites import Entry, Site, site_of, stock_forward
+from ._state import recall
 from ._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
 
 # Attention classes that many models share. The processor decides what they compute, so an entry names both.
@@ -360,7 +362,7 @@ def _identity(site: Site, query: Tensor) -> Tables:
     def make() -> Tables:
         return torch.ones(1, width, device=device), torch.zeros(1, width, device=device)
 
-    cos, sin = kept(site, ("identity", width, device), None, make)
+    cos, sin = kept(site, ("identity", width, device), (), make)
     return cos.expand(query.shape[1], width), sin.expand(query.shape[1], width)
 
 

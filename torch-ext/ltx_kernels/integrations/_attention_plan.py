@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from ._code import patched
 from ._decoder import ACTIVATIONS, SILU
 from ._dispatch import AttentionModule
 from ._fp8 import in_fp8
-from ._guards import children, class_of, hooked, remember, why_not_norm_weight
+from ._guards import children, class_of, hooked, why_not_norm_weight
 from ._linear import Linears, may_overwrite
 from ._sites import Site, site_of
+from ._state import remember
 from ._stream import TORCH_RMSNORM
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def why_not_module(spec: Attention, module: nn.Module) -> str:
     attention_module = cast(AttentionModule, module)
     if class_of(attention_module.processor) not in (spec.processor, *spec.other_processors):
         return f"its processor is {class_of(attention_module.processor)}"
-    return _why_not_norms(spec, module) or _why_not_mlp(spec, module)
+    return patched(type(attention_module.processor)) or _why_not_norms(spec, module) or _why_not_mlp(spec, module)
 
 
 def _why_not_mlp(spec: Attention, module: nn.Module) -> str:
@@ -162,19 +164,19 @@ def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
     processor = cast(AttentionModule, module).processor
     if class_of(processor) not in (spec.processor, *spec.other_processors):
         return f"the processor is {class_of(processor)}"
-    reason = _why_not_norms(spec, module)
+    reason = patched(type(processor)) or _why_not_norms(spec, module)
     for pair in [] if reason else _norm_pairs(spec, module):
         for name in pair:
             norm = module._modules[name]
             assert norm is not None
             if hooked(norm):
-                return f"{name} has a hook"
+                return f"{name} {hooked(norm)}"
             reason = reason or why_not_norm_weight(norm, input)  # type: ignore[arg-type]
             reason = f"{name}: {reason}" if reason else ""
     if spec.mlp and not reason:
         activation = cast(nn.Module, module._modules[spec.mlp])
         reason = _why_not_mlp(spec, module) or (
-            f"{spec.mlp} has a hook" if any(map(hooked, activation.modules())) else ""
+            next((f"{spec.mlp} {reason}" for reason in map(hooked, activation.modules()) if reason), "")
         )
     return reason
 
@@ -185,7 +187,9 @@ def plan_of(spec: Attention, module: nn.Module, input: Tensor) -> AttentionPlan:
 
 
 def _make_plan(module: nn.Module, spec: Attention, input: Tensor) -> AttentionPlan:
-    return AttentionPlan(spec, module, input, site_of(module))
+    site = site_of(module)
+    site.settings.update(settings_of(module))  # somebody may have exchanged diffusers' functions
+    return AttentionPlan(spec, module, input, site)
 
 
 def in_features(linear: nn.Module | None) -> object:

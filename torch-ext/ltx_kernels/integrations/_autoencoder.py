@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..channels_last import channel_norm, channel_norm_residual
-from ._guards import class_of, hooked, is_ordinary, remember, why_not_input
+from ._guards import class_of, hooked, is_ordinary, why_not_input
 from ._sites import Entry, site_of, stock_forward
+from ._state import remember
 
 VIDEO = torch.channels_last_3d
 OPS = ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify")
@@ -229,7 +230,7 @@ class Autoencoder:
         grad = torch.is_grad_enabled()
         for part in _parts(module):
             if part is not module and (hooked(part) or "forward" in part.__dict__):
-                return f"a {type(part).__name__} has a hook or another forward"
+                return f"a {type(part).__name__} {hooked(part) or 'has another forward'}"
             if class_of(part) not in self.known:
                 return f"it holds a {class_of(part)}"
             if isinstance(part, nn.Dropout) and part.training and part.p > 0:

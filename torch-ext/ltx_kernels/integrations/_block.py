@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ._feed_forward import FEED_FORWARD
-from ._guards import class_of, hooked, remember, submodule, why_not_input, why_not_norm_weight, why_not_tensor
+from ._guards import class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
 from ._norms import FORMS, LAYER, RMS, statistic
 from ._replay import Live, replayed
 from ._sites import Entry, parameters_of, site_of, stock_forward
+from ._state import remember
 
 
 class Part(Protocol):
@@ -176,7 +177,7 @@ class Block:
         for path in (*self.modules, *self.norms):
             passed = submodule(module, path)
             if passed is not None and hooked(passed):
-                return f"{path} has a hook"
+                return f"{path} {hooked(passed)}"
         for path in self.norms:
             norm = submodule(module, path)
             if norm is None:

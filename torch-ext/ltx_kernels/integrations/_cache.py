@@ -13,6 +13,8 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from ._code import is_code_of
+
 HOME = "transformers.cache_utils"
 SLIDING_WINDOW = 4  # of the layers that `_fills_as` compares
 # Elements of a layer's keys from which a token of each sample is made contiguous, because torch.cat has a faster kernel
@@ -41,7 +43,7 @@ def empty_layer(cache: Any, index: int, remark: Callable[[str], None]) -> Any:
             return None
     elif cache.layer_class_to_replicate is not home.DynamicLayer:
         return None
-    if not _is_own(home.Cache.update, home) or "update" in cache.__dict__:
+    if not is_code_of(home.Cache.update, home) or "update" in cache.__dict__:
         remark("keys and values copied: the update of their cache is not transformers'")
         return None
     while len(layers) <= index:
@@ -92,15 +94,10 @@ def heads_first(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).contiguous()
 
 
-def _is_own(function: Any, home: types.ModuleType) -> bool:
-    """Whether a method is the code of transformers' own file, and not a patch."""
-    return isinstance(function, types.FunctionType) and function.__code__.co_filename == home.__file__
-
-
 def _fills_as(cls: type, home: types.ModuleType) -> bool:
     """Whether `fill` leaves a layer of this class as its own ``update`` does, found out once with a few numbers."""
     update = cls.update  # type: ignore[attr-defined]
-    if not _is_own(update, home):
+    if not is_code_of(update, home):
         return False
     if update not in _known:
         _known[update] = _fills_alike(cls, 2) and _fills_alike(cls, 2 * SLIDING_WINDOW)

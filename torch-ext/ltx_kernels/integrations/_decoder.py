@@ -26,8 +26,6 @@ from ._guards import (
     ATTRIBUTE,
     class_of,
     hooked,
-    recall,
-    remember,
     submodule,
     why_not_input,
     why_not_norm_weight,
@@ -38,6 +36,7 @@ from ._norms import form_of
 from ._replay import Live, as_one, refuse
 from ._rotary import Tables
 from ._sites import Entry, Site, site_of, stock_forward
+from ._state import recall, remember
 
 # What activation modules compute, by the name of their class; FLUX.2's multiplies by the linear part as well.
 SILU, TANH, ERF = "silu", "tanh", "none"
@@ -127,16 +126,9 @@ class CausalAttention(_Projections):
             ("qk_norm_rope" if self.norms else "apply_rotary_qk",),
             self.parameters,
             frozenset((*self.projections, *self.norms, "o_proj")),
-            settings=_functions,
             packs=self.packs,
             release=lambda module: unpack(module, self.packs(module)),
         )
-
-
-def _functions(module: nn.Module) -> Mapping[str, Any]:
-    """Where the stock forward finds its attention function: from the module's own file, so that a copy is followed."""
-    home = sys.modules[type(module).__module__]
-    return {"registry": home.ALL_ATTENTION_FUNCTIONS, "eager": home.eager_attention_forward}
 
 
 class _AttentionPlan:
@@ -159,7 +151,7 @@ def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor)
         if form_of(norm) is None:
             return f"{name} is {class_of(norm)}"
         if hooked(norm):
-            return f"{name} has a hook"
+            return f"{name} {hooked(norm)}"
         reason = why_not_norm_weight(norm, input)  # type: ignore[arg-type]
         if reason:
             return f"{name}: {reason}"
@@ -255,8 +247,10 @@ def _attend(
     elif cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
     site = site_of(module)
-    settings = site.settings
-    function = settings["registry"].get_interface(module.config._attn_implementation, settings["eager"])
+    home: Any = sys.modules[type(module).__module__]  # where the stock forward looks the functions up
+    function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation, home.eager_attention_forward
+    )
     options = {name: value for name, value in arguments.items() if name not in spec.parameters}
     options.update(spec.options(module, arguments))
     mask: Tensor | None = arguments.get("attention_mask")
@@ -431,8 +425,8 @@ class _MLPPlan:
         activation = modules[spec.activation] if spec.activation else None
         self.activation = SILU if activation is None else ACTIVATIONS.get(class_of(activation), "")
         self.reason = spec._why_not_activation(module)
-        if not self.reason and activation is not None and any(map(hooked, activation.modules())):
-            self.reason = f"{spec.activation} has a hook"
+        for part in () if self.reason or activation is None else activation.modules():
+            self.reason = self.reason or (f"{spec.activation} {hooked(part)}" if hooked(part) else "")
         dropout = modules.get(spec.dropout)
         if dropout is not None and (dropout.training or hooked(dropout)):
             self.reason = f"{spec.dropout} is active or has a hook"

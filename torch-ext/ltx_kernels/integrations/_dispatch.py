@@ -12,11 +12,12 @@ from .._checks import INT8_HEAD_DIM
 from ..attention import attention, runs_kernel
 from . import _parallel
 from ._guards import has_tensor_cores, is_capturing
+from ._kept import kept
 from ._linear import may_overwrite
 from ._masks import PaddingMask
-from ._replay import attention_is_replaced, others_take_functions, refuse
-from ._rotary import kept
+from ._replay import others_take_functions, refuse
 from ._sites import Site
+from ._state import attention_is_replaced
 from ._stream import TORCH_RMSNORM
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
         in_order, *lengths = torch.cat(((first == valid).all().view(1), counts)).tolist()
         return tuple(lengths) if in_order else ()
 
-    return kept(site, ("valid lengths", valid.shape), mask, make)
+    return kept(site, ("valid lengths", valid.shape), (mask,), make)
 
 
 def _may_attend(site: Site, module: AttentionModule) -> bool:

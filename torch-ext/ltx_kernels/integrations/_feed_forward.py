@@ -17,9 +17,10 @@ from ..glu import gelu, swiglu
 from ..quant import gelu_quant, swiglu_quant
 from ._decoder import GatedMLP
 from ._fp8 import in_fp8
-from ._guards import ATTRIBUTE, class_of, hooked, remember
+from ._guards import ATTRIBUTE, class_of, hooked
 from ._linear import Input, Linears, like_of, linear_gelu_of
 from ._replay import as_one
+from ._state import remember
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
@@ -61,7 +62,8 @@ def why_not_swiglu(module: nn.Module) -> str:
     activation = cast(nn.Module, module._modules["activation"])
     if class_of(activation) != SILU or activation.inplace:
         return f"its activation is {activation}"
-    return "its activation has a hook" if hooked(activation) else ""
+    reason = hooked(activation)
+    return f"its activation {reason}" if reason else ""
 
 
 def _known(ff: nn.Module, input: Tensor) -> _Layers | None:

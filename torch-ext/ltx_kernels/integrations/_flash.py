@@ -15,9 +15,11 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from ._code import is_code_of
 from ._guards import has_tensor_cores
-from ._replay import attention_is_replaced, others_take_functions
+from ._replay import others_take_functions
 from ._sites import Site
+from ._state import attention_is_replaced
 
 HOME = "transformers.integrations.sdpa_attention"
 WIDEST = 256  # columns of a head that it takes
@@ -59,6 +61,8 @@ def is_plain(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
     """Whether a function is transformers' own for torch's attention, and no option changes its result."""
     home = sys.modules.get(HOME)
     if home is None or function is not home.sdpa_attention_forward or attention_is_replaced():
+        return False
+    if not is_code_of(function, home):
         return False
     return all(options.get(name) is None for name in CHANGES)
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ._guards import Memory, class_of, hooked, is_capturing, is_ordinary
+from ._guards import class_of, hooked, is_capturing, is_ordinary
 from ._sites import Entry, site_of
+from ._state import HELD, Held, Snapshot, choices, held
 
 DEVICE = "cuda"
 LIMIT = 8  # graphs of a module: the one that was used least recently goes first
-ATTRIBUTE = "_ltx_kernels_graphs"
 FIRST = "the first call of its shapes"
 
 Function = Callable[..., Any]
@@ -84,7 +84,7 @@ class Graphs:
         self.refused: dict[Any, str] = {}  # signatures whose capture failed, and why
         self.ordinary: Counter[str] = Counter()  # calls that were not replayed, by reason
         self.replayed = 0
-        self.memory: Memory | None = None  # the state of the module that the graphs are of
+        self.state: Snapshot | None = None  # of the module that the graphs are of
         self.pool: Any = None
         self.stream: Any = None
         self.lock = threading.Lock()
@@ -101,7 +101,7 @@ class Graphs:
             reason = _why_not_call(leaves) or self._why_not_module(module)
             if not reason:
                 try:
-                    key = spec, tuple(map(_described, leaves))
+                    key = spec, choices(), tuple(map(_described, leaves))
                     hash(key)
                 except TypeError:
                     reason = "an argument that cannot be compared"
@@ -142,16 +142,14 @@ class Graphs:
             self.stream = stream
         if stream != self.stream:
             return "another stream than that of the first call"
-        if self.memory is None or not self.memory.holds(module):
+        if self.state is None or not self.state.holds(module):
             self.captured.clear()
             self.refused.clear()
             self.pool = None  # torch does not take a pool again that no graph uses
             obstacle = _obstacle(module)
-            self.memory = None if obstacle else Memory(module)
-            if self.memory is None:
-                return obstacle
-        compiled = any(part.__dict__.get("_compiled_call_impl") for part in self.memory.modules)
-        return "torch.compile" if compiled else ""
+            self.state = None if obstacle else Snapshot(module)
+            return obstacle
+        return ""
 
     def lines(self, name: str) -> list[str]:
         """What the report says of a module's graphs."""
@@ -163,7 +161,9 @@ class Graphs:
 
 
 def graphs_of(module: nn.Module) -> Graphs | None:
-    return module.__dict__.get(ATTRIBUTE)
+    found: Held | None = module.__dict__.get(HELD)
+    graphs: Graphs | None = None if found is None else found.graphs
+    return graphs
 
 
 def with_graphs(module: nn.Module, entry: Entry | None) -> Entry:
@@ -171,7 +171,10 @@ def with_graphs(module: nn.Module, entry: Entry | None) -> Entry:
     compute = None if entry is None else entry.forward
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        graphs = module.__dict__.setdefault(ATTRIBUTE, Graphs())
+        place = held(module)
+        if place.graphs is None:
+            place.graphs = Graphs()
+        graphs: Graphs = place.graphs
         function = compute
         if function is None:
             site = site_of(module)
@@ -183,7 +186,7 @@ def with_graphs(module: nn.Module, entry: Entry | None) -> Entry:
         return graphs.run(module, functools.partial(function, module), *args, **kwargs)
 
     def release(module: nn.Module) -> None:
-        module.__dict__.pop(ATTRIBUTE, None)
+        held(module).graphs = None
         if entry is not None:
             entry.release(module)
 
@@ -232,6 +235,8 @@ def _obstacle(module: nn.Module) -> str:
     for part in module.modules():
         if part is not module and hooked(part):
             return f"a hook on a {type(part).__name__}"
+        if part.__dict__.get("_compiled_call_impl") is not None:
+            return "torch.compile"
         if type(part).__module__.startswith("peft."):
             return "LoRA layers: fuse them, and call optimize again"
         if part.training:

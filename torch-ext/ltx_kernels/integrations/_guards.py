@@ -1,35 +1,27 @@
-"""Whether the ops can stand in for modules at a call: hooks, parameters, modes; and how long an answer stands.
+"""Whether the ops can stand in for modules at a call: hooks, parameters, modes.
 
 A call's guards ask about its tensors, the modes of the process (autocast, gradients, torch.func) and the modules that
 the fused code reads past their ``forward``. The first two are asked at every call. What is found out about modules is
-kept in a `Memory` on the module, together with all that the answers depend on; a later call compares that in a few
-microseconds and asks again where anything differs.
+kept with all that it depends on: see `remember` in _state.py.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Container, Hashable, Iterator
-from operator import is_, itemgetter
-from typing import Any, Callable, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from .._variant import COMPILED_DEVICE, constant_when_compiled
+from ._code import patched
 
 ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
-MEMORY = "_ltx_kernels_memory"
-REPLAYS = "_ltx_kernels_replays"
 RELEASE = "_ltx_kernels_release"  # a function of a whole model: what `restore` undoes there beside the forwards
-_NOT_WATCHED = (REPLAYS, "_is_full_backward_hook")  # where a state is held, and what gradients alone ask for
-SIGNATURES = 64  # answers, or recorded calls, that are held for a module; a model is called with few shapes
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-Answer = TypeVar("Answer")
 
 
 class NormModule(Protocol):
@@ -60,18 +52,24 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
     return found
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward, or another one than its class's or ours."""
+HOOK = "has a hook"
+
+
+def hooked(module: nn.Module) -> str:
+    """Why calling the module does more than its class's own forward, or ours; empty if it does not."""
     if module._forward_hooks or module._forward_pre_hooks:
-        return True
+        return HOOK
+    code = patched(type(module))
+    if code:
+        return f"is patched: {code}"
     forward = module.__dict__.get("forward")
     if forward is None:
-        return False
+        return ""
     site = module.__dict__.get(ATTRIBUTE)
     if site is None or type(forward) is not types.MethodType:  # hooks are functools.partial
-        return True
+        return HOOK
     # torch.compile of torch 2.11 takes one function for two, so there the type has to do.
-    return not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward
+    return HOOK if not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward else ""
 
 
 def is_ordinary(parameter: Tensor) -> bool:
@@ -158,201 +156,9 @@ def why_not_norm_call(module: nn.Module, input: Tensor) -> str:
     return why_not_input(input) or why_not_norm_weight(module, input)  # type: ignore[arg-type]
 
 
-# ---- What stands from call to call
-
-# Attributes that answers depend on, beside the modules, their classes, forwards and parameters.
-_WATCHED = ("forward", "eps", "processor", "approximate", "training", "p", "fused_projections")
-
-
-def _walk(module: nn.Module, apart: Container[str] = ()) -> Iterator[tuple[dict[str, Any], str, nn.Module]]:
-    """(parent's modules, name, module) of all below a module, but for what lies below the children named `apart`."""
-    for name, child in module._modules.items():
-        if child is not None:
-            yield module._modules, name, child
-            if name not in apart:
-                yield from _walk(child)
-
-
-def _below(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
-    site = module.__dict__.get(ATTRIBUTE)
-    return list(_walk(module, () if site is None else site.entry.apart))
-
-
 def version_of(tensor: Tensor) -> int | None:
     """How often a tensor was written to; None where torch does not count, as of tensors made in inference mode."""
     try:
         return tensor._version
     except RuntimeError:
         return None
-
-
-class State:
-    """A module and all below it as they are now: what answers about them, and recorded calls, depend on."""
-
-    def __init__(self, module: nn.Module) -> None:
-        below = self._below(module)
-        self.module = module
-        self.modules = [child for _, _, child in below]
-        self.classes = [type(child) for child in self.modules]
-        self.sizes = self._sized()
-        self.counts = list(map(len, self.sizes))
-        self.hooks: list[Any] = [
-            hooks for child in self.modules for hooks in (child._forward_hooks, child._forward_pre_hooks)
-        ]
-        watched = self._watched()
-        tensors = [
-            (tensors, name)
-            for child in (module, *self.modules)
-            for tensors in (child._parameters, child._buffers)
-            for name in tensors
-        ]
-        # Numbers, texts and flags: how to take them out of a dict, the dict, and what comes out.
-        plain: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        for place, name in watched:
-            if name in place and _is_plain(place[name]):
-                plain.setdefault(id(place), (place, []))[1].append(name)
-        self.plain = [(itemgetter(*names), place) for place, names in plain.values()]
-        self.values = [get(place) for get, place in self.plain]
-        # Where modules, other attributes and tensors are held, by which names, and what is there.
-        others = [(place, name) for place, name in watched if not (name in place and _is_plain(place[name]))]
-        places = [*((modules, name) for modules, name, _ in below), *others, *tensors]
-        self.places, self.names = [place for place, _ in places], [name for _, name in places]
-        self.held = list(map(dict.get, self.places, self.names))
-        present = [tensor for place, name in tensors if (tensor := place[name]) is not None]
-        self.present = present
-        self.addresses = list(map(Tensor.data_ptr, present))
-        self.dtypes = [tensor.dtype for tensor in present]
-        # Writing into a weight leaves its address as it is, and what was quantised from it behind.
-        weights = [
-            cast(Tensor, child._parameters["weight"])
-            for child in self.modules
-            if ATTRIBUTE in child.__dict__ and child._buffers
-        ]
-        self.quantised = [weight for weight in weights if version_of(weight) is not None]
-        self.versions = [tensor._version for tensor in self.quantised]
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether all is as it was; written for speed, since every call of every block asks."""
-        return (
-            self.module is module
-            and not any(self.hooks)
-            and all(map(is_, map(dict.get, self.places, self.names), self.held))
-            and self._has_values()
-            and list(map(type, self.modules)) == self.classes
-            and list(map(len, self.sizes)) == self.counts
-            and list(map(Tensor.data_ptr, self.present)) == self.addresses
-            and [tensor.dtype for tensor in self.present] == self.dtypes
-            and [tensor._version for tensor in self.quantised] == self.versions
-        )
-
-    def _has_values(self) -> bool:
-        try:
-            return [get(place) for get, place in self.plain] == self.values
-        except Exception:  # an attribute is gone, or is something now that cannot be compared
-            return False
-
-    def _below(self, module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
-        """What `_walk` gives of the modules that belong to the state."""
-        return list(_walk(module))
-
-    def _sized(self) -> list[dict[str, Any]]:
-        """The dicts that nothing may be added to: modules' children and attributes."""
-        parts = (self.module, *self.modules)
-        return [part._modules for part in parts if part._modules] + [part.__dict__ for part in parts]
-
-    def _watched(self) -> list[tuple[dict[str, Any], str]]:
-        """The attributes beside modules, parameters and hooks: all numbers, texts and flags, and processors'."""
-        watched = []
-        for part in (self.module, *self.modules):
-            own = part.__dict__
-            # The list is made at once: another thread may put answers into the dict meanwhile.
-            plain = [key for key, value in list(own.items()) if _is_plain(value) and key not in _NOT_WATCHED]
-            watched += [(own, key) for key in (*plain, "processor") if key in own]
-            processor = getattr(own.get("processor"), "__dict__", {})
-            watched += [(processor, key) for key in processor]
-            if part is not self.module:
-                # An attribute that is set later changes the number of attributes.
-                watched += [(own, key) for key in ("forward", "_compiled_call_impl") if key in own]
-        return watched
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # of other modules, and soon made again
-
-
-class Memory(State):
-    """Answers about a module, and the state that they were found in, without children that have guards of their own."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.answers: dict[Hashable, Any] = {}
-
-    def _below(self, module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
-        return _below(module)
-
-    def _sized(self) -> list[dict[str, Any]]:
-        return [part._modules for part in (self.module, *self.modules) if part._modules]
-
-    def _watched(self) -> list[tuple[dict[str, Any], str]]:
-        watched = [(child.__dict__, key) for child in self.modules for key in _WATCHED]
-        watched = [(state, key) for state, key in watched if key == "forward" or key in state]
-        return watched + [(self.module.__dict__, key) for key in _WATCHED[1:] if key in self.module.__dict__]
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _new_memory(module: nn.Module) -> Memory | None:
-    module.__dict__.pop(MEMORY, None)  # or `recall` would find it
-    parts = [module, *(child for _, _, child in _below(module))]
-    if any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
-        return None
-    tensors = [t for part in parts for held in (part._parameters, part._buffers) for t in held.values()]
-    if any(t is not None and type(t) not in (nn.Parameter, Tensor) for t in tensors):
-        return None
-    memory = module.__dict__[MEMORY] = Memory(module)
-    return memory
-
-
-def remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *arguments: Any) -> Answer:
-    """``ask(module, *arguments)``, or what it said in the same state of the module for the same key.
-
-    Nothing is kept under torch.compile, where gradients are on, and where a submodule has a hook.
-    """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return ask(module, *arguments)
-    if not torch._C._len_torch_function_stack():
-        return _remember(module, key, ask, *arguments)
-    with torch._C.DisableTorchFunction():  # what a function mode sees are a call's own functions
-        return _remember(module, key, ask, *arguments)
-
-
-def _remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *arguments: Any) -> Answer:
-    memory = module.__dict__.get(MEMORY)
-    if memory is None or not memory.holds(module):
-        memory = _new_memory(module)
-        if memory is None:
-            return ask(module, *arguments)
-    answers = memory.answers
-    try:
-        return answers[key]
-    except KeyError:
-        if len(answers) >= SIGNATURES:
-            answers.clear()
-    answer = answers[key] = ask(module, *arguments)
-    return answer
-
-
-def recall(module: nn.Module, key: Hashable) -> Any:
-    """What `remember` kept under a key a moment ago, without another look at the module; None if nothing."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return None
-    memory = module.__dict__.get(MEMORY)
-    return None if memory is None else memory.answers.get(key)
-
-
-def forget(module: nn.Module) -> None:
-    """Takes what `remember` kept, and recorded calls, away from a module and all below it."""
-    for part in module.modules():
-        part.__dict__.pop(MEMORY, None)
-        part.__dict__.pop(REPLAYS, None)

@@ -14,7 +14,7 @@ from .._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, pack
 from .._ops import add_op_namespace_prefix
 from ..quant import multiply, quantize_rows
 from ._fp8 import Rows, count_products, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
-from ._guards import hooked, is_ordinary, plain_linear, recall, remember
+from ._guards import hooked, is_ordinary, plain_linear
 from ._lora import (
     LowRank,
     adapters_of,
@@ -30,6 +30,7 @@ from ._lora import (
 )
 from ._replay import refuse
 from ._sites import Site, site_of
+from ._state import recall, remember
 
 PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
 ROWS_OF_A_SAMPLE = 1024  # least rows for a product of one sample; a product of fewer leaves a large GPU partly idle

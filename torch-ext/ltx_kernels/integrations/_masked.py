@@ -15,8 +15,8 @@ from torch import Tensor
 
 from . import _flash
 from ._guards import has_tensor_cores
+from ._kept import kept
 from ._replay import others_take_functions
-from ._rotary import kept
 from ._sites import Site
 
 
@@ -77,7 +77,7 @@ def attention(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tenso
             bias = mask.float()
         return bias.expand(batch, groups, 1, length).reshape(-1, 1, length)
 
-    bias = kept(site, ("bias of a token", batch, groups), mask, make)
+    bias = kept(site, ("bias of a token", batch, groups), (mask,), make)
     queries = query.reshape(-1, heads // groups, width)
     scores = _scores(bias, queries, key.reshape(-1, length, width), scale)
     weights = scores.softmax(-1).to(query.dtype)

@@ -17,15 +17,18 @@ holds all recorded calls of a block.
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
+import re
 import types
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Callable, NamedTuple, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules import module as nn_module
@@ -34,9 +37,17 @@ from torch.utils._device import DeviceContext  # of a default device
 
 from .._variant import COMPILED_DEVICE
 from ._fp8 import in_fp8, is_behind
-from ._guards import ATTRIBUTE, REPLAYS, SIGNATURES, State, class_of, hooked, is_capturing
+from ._guards import ATTRIBUTE, class_of, hooked, is_capturing
 from ._lora import adapters_state, is_lora
 from ._sites import Site, recording
+from ._state import HELD, SIGNATURES, Held, Snapshot, attention_is_replaced, choices, held
+
+# LTX_KERNELS_RECORD: "1" records calls and replays them, "0" does neither, and "check" runs each replay beside the
+# ordinary call and compares the bits of both.
+CHECK = "check"
+RECORD = os.environ.get("LTX_KERNELS_RECORD", "1")
+if RECORD not in ("0", "1", CHECK):
+    raise ValueError(f"LTX_KERNELS_RECORD: expected 0, 1 or check, got {RECORD!r}")
 
 # After so many changes of a block's state without a replay between them, the block counts as one that changes at every
 # call, as under an offload, and is not recorded.
@@ -78,18 +89,6 @@ _CONSTANTS = (
 )
 
 _PLAIN = (type(None), bool, int, float, str)
-
-# Settings of torch by which it chooses kernels of attention and convolutions. These kernels differ in the strides of
-# their results, and a recorded call makes views with the strides that it has seen.
-_CHOICES: tuple[Callable[[], bool], ...] = tuple(
-    getattr(torch._C, f"_get_{name}")
-    for name in (
-        *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled", "math_sdp_enabled"),
-        *("overrideable_sdp_enabled", "fa3_sdp_enabled"),
-        *("cudnn_enabled", "mkldnn_enabled", "deterministic_algorithms"),
-    )
-    if hasattr(torch._C, f"_get_{name}")  # older versions of torch have fewer
-)
 
 _OTHERS = ("fallbacks", "gradients", "traces")  # counters of calls that ran a stock forward, or were traced
 
@@ -136,6 +135,7 @@ class _Recorder(TorchFunctionMode):
         self.reason = ""  # why the call cannot be replayed; empty as long as it can
         self.paused = False
         self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # tensor and variable, by the tensor's id
+        self.source = ""  # of the function, once it is written
         self.globals: dict[str, Any] = {}
         self.lines: list[_Line] = []
         # The variable that a view is made of, for all tensors in storages that the call was given or has allocated.
@@ -196,8 +196,11 @@ class _Recorder(TorchFunctionMode):
             deleted = ", ".join(sorted(names.difference(self.given)))
             body.append(f"    {line.text}; del {deleted}" if deleted else f"    {line.text}")
         parameters = ", ".join((*self.given, *self.live.values(), *((_BEGUN,) if self.live else ())))
-        source = "\n".join((f"def replay({parameters}):", *body, f"    return {returned}"))
-        exec(_compiled(source), self.globals)  # names alone: every value is in the globals
+        self.source = "\n".join((f"def replay({parameters}):", *body, f"    return {returned}"))
+        try:
+            exec(_compiled(self.source), self.globals)  # names alone: every value is in the globals
+        except Exception as error:  # Python limits how deep expressions nest
+            return f"its lines cannot be compiled: {error}"
         return cast(Call, self.globals.pop("replay"))
 
     def _name(self, tensor: Tensor, name: str) -> str:
@@ -389,42 +392,41 @@ def others_take_functions() -> bool:
     return not all(type(mode) in (_Recorder, DeviceContext) for mode in modes)
 
 
-def attention_is_replaced() -> bool:
-    """Whether a function stands in the place of torch's scaled_dot_product_attention, as with SageAttention."""
-    return F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
-
-
 class _Replay:
-    """A recorded call: its function, what it adds to the sites' counters, and what `_facts` answered."""
+    """A recorded call: its function, what it adds to the sites' counters, and what `Entry.asks` answered."""
 
-    __slots__ = ("answers", "calls", "facts", "function", "live", "remarks", "unpacked")
+    __slots__ = ("answer", "asks", "calls", "function", "live", "remarks", "source", "unpacked")
 
     def __init__(
         self,
         function: Call,
+        source: str,
         live: bool,
         counts: Mapping[tuple[Site, str, str], int],
-        facts: list[Call],
-        answers: list[Any],
+        asks: Callable[[nn.Module], Any] | None,
+        answer: Any,
     ) -> None:
         """live: The function takes live arguments, and a list that it appends to before it reads one of them."""
-        self.function, self.live, self.facts, self.answers = function, live, facts, answers
+        self.function, self.source, self.live, self.asks, self.answer = function, source, live, asks, answer
         self.calls = [(site, number) for (site, counter, _), number in counts.items() if counter == "calls"]
         self.unpacked = [(site, number) for (site, counter, _), number in counts.items() if counter == "unpacked"]
         self.remarks = [(site, text, n) for (site, counter, text), n in counts.items() if counter == "remarks"]
 
-    def holds(self) -> bool:
-        """Whether all that `_facts` asks has the answers that it had in the recording."""
-        return [fact() for fact in self.facts] == self.answers
+    def holds(self, module: nn.Module) -> bool:
+        """Whether what `Entry.asks` asks of the block has the answer that it had in the recording."""
+        return self.asks is None or bool(self.asks(module) == self.answer)
+
+    def run(self, arguments: Sequence[Any]) -> Any:
+        """The recorded call's result, without its counts."""
+        if self.live:  # what reads them may be any code
+            return self.function(*arguments)
+        # Below autograd torch does not track which tensors are views, which makes views faster. Gradients are off, so
+        # that nothing needs to know.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return self.function(*arguments)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
-        if self.live:  # what reads them may be any code
-            result = self.function(*arguments)
-        else:
-            # Below autograd torch does not track which tensors are views, which makes views faster. Gradients are off,
-            # so that nothing needs to know.
-            with torch._C._AutoDispatchBelowADInplaceOrView():
-                result = self.function(*arguments)
+        result = self.run(arguments)
         for site, calls in self.calls:
             site.calls += calls
         for site, unpacked in self.unpacked:
@@ -438,7 +440,8 @@ class Replays:
     """The recorded calls of one block, and the state of its modules that they hold for."""
 
     def __init__(self, module: nn.Module, changes: int) -> None:
-        self.state = State(module)
+        self.state = Snapshot(module)
+        self._asks = module.__dict__[ATTRIBUTE].entry.asks
         self._adapted = [part for part in self.state.modules if is_lora(part)]
         self._quantised = [part for part in self._adapted if in_fp8(part)]
         self._adapters = self._active()
@@ -448,14 +451,11 @@ class Replays:
         # `calls` for each choice of active adapters, so that a switch back finds its recordings again.
         self._of_adapters = {self._adapters: self.calls}
         plain = module.__dict__[ATTRIBUTE].entry.plain
-        parts = [module, *self.state.modules]
-        self.sites = list(dict.fromkeys(part.__dict__[ATTRIBUTE] for part in parts if ATTRIBUTE in part.__dict__))
-        self.reason = ""  # why no call is recorded
+        # Why no call is recorded.
+        self.reason = next((why for why in (_does_more(part, plain) for part in self.state.modules) if why), "")
         if changes > CHANGES:
             self.reason = "its modules or weights change between calls"
-        elif any(_does_more(part, plain) for part in parts[1:]):
-            self.reason = "it holds a module that may run other kernels"
-        elif any(type(tensor) not in (nn.Parameter, Tensor) for tensor in self.state.present):
+        elif not self.reason and any(type(tensor) not in (nn.Parameter, Tensor) for tensor in self.state.tensors):
             self.reason = "it holds tensors of another kind"
         self.refused = REFUSED if self.reason else 0
 
@@ -476,19 +476,18 @@ class Replays:
             self._adapters, self.calls = active, self._of_adapters.setdefault(active, {})
         return True
 
-    def record(self, key: Hashable, compute: Call, tensors: Sequence[Tensor], live: Mapping[str, Any]) -> Any:
-        """Runs a call, records it under its signature, and returns its result."""
-        held = self.state.present
-        self.calls[key] = "a call has failed"
-        known = {id(value) for value in (*tensors, *held, *live.values())}
-        if len(known) < len(tensors) + len({id(tensor) for tensor in held}) + len(live):
-            self.calls[key] = "an argument is given twice"
-            return compute()
-        facts = _facts(self.state.module, self.sites)
-        recorder = _Recorder(tensors, held, live)
+    def record(
+        self, module: nn.Module, compute: Call, tensors: Sequence[Tensor], live: Mapping[str, Any]
+    ) -> tuple[Any, _Replay | str]:
+        """Runs a call; returns its result, and the recorded call or the reason why there is none."""
+        weights = self.state.tensors
+        known = {id(value) for value in (*tensors, *weights, *live.values())}
+        if len(known) < len(tensors) + len({id(tensor) for tensor in weights}) + len(live):
+            return compute(), "an argument is given twice"
+        recorder = _Recorder(tensors, weights, live)
         try:
             recording.recorder = recorder
-            answers = [fact() for fact in facts]
+            answer = None if self._asks is None else self._asks(module)
             with recorder:
                 result = compute()
         finally:
@@ -497,10 +496,8 @@ class Replays:
             recorder.reason = recorder.reason or "a call ran a stock forward"
         function = recorder.function(result)
         if isinstance(function, str):
-            self.calls[key] = function
-        else:
-            self.calls[key] = _Replay(function, bool(live), recorder.counts, facts, answers)
-        return result
+            return result, function
+        return result, _Replay(function, recorder.source, bool(live), recorder.counts, self._asks, answer)
 
 
 def lines(root: nn.Module) -> list[str]:
@@ -509,7 +506,8 @@ def lines(root: nn.Module) -> list[str]:
     recorded: Counter[str] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()
     for module in root.modules():
-        replays: Replays | None = module.__dict__.get(REPLAYS)
+        found: Held | None = module.__dict__.get(HELD)
+        replays: Replays | None = None if found is None else found.replays
         if replays is None:
             continue
         name = module.__dict__[ATTRIBUTE].name
@@ -523,34 +521,115 @@ def lines(root: nn.Module) -> list[str]:
     ]
 
 
-def _does_more(part: nn.Module, plain: Sequence[str]) -> bool:
-    """Whether a module below a block may launch something that a torch function mode does not see, such as Triton.
+def _does_more(part: nn.Module, plain: Sequence[str]) -> str:
+    """Why a module below a block may launch something that a torch function mode does not see, such as Triton.
 
     plain: The block's `Entry.plain`.
     """
-    home = type(part).__module__
+    name = type(part).__name__
+    if hooked(part):
+        return f"a {name} {hooked(part)}"
+    if part.__dict__.get("_compiled_call_impl") is not None:
+        return f"a {name} is compiled"
+    home, ours = type(part).__module__, ATTRIBUTE in part.__dict__
     known = home.split(".")[0] in LIBRARIES or home == ACTIVATIONS or class_of(part) in plain
-    return (
-        not (known or ATTRIBUTE in part.__dict__ or is_lora(part))
-        or hooked(part)
-        or part.__dict__.get("_compiled_call_impl") is not None
-        or ("processor" in part.__dict__ and ATTRIBUTE not in part.__dict__)
-    )
+    if not (known or ours or is_lora(part)) or ("processor" in part.__dict__ and not ours):
+        return f"it holds a {name}, which may run other kernels"
+    return ""
 
 
-def _facts(module: nn.Module, sites: Sequence[Site]) -> list[Call]:
-    """What a block's forward asks beside its modules: diffusers' registry of attention backends, and `Entry.asks`."""
-    registries = {id(found): found for found in (site.settings.get("backends") for site in sites) if found is not None}
-    asks = module.__dict__[ATTRIBUTE].entry.asks
-    own = [] if asks is None else [functools.partial(asks, module)]
-    return [*(found.get_active_backend for found in registries.values()), *own]
+# ---- LTX_KERNELS_RECORD=check
+
+
+def compare(
+    module: nn.Module,
+    replays: Replays,
+    found: _Replay,
+    compute: Call,
+    tensors: Sequence[Tensor],
+    live: Mapping[str, Any],
+) -> Any:
+    """The ordinary call's result; RuntimeError where a recorded call on copies of the arguments has another one."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    given = [_copy_of(tensor, storages) for tensor in tensors]
+    mine = [_copy_of(value, storages) if type(value) is Tensor else copy.deepcopy(value) for value in live.values()]
+    replayed = found.run([*given, *mine, []] if live else given)
+    result, now = replays.record(module, compute, tensors, live)
+    pairs = list(_pairs(replayed, result, "result"))
+    for i, both in enumerate(zip(given, tensors)):
+        pairs += _pairs(*both, f"argument {i}")
+    for name, mine_too, theirs in zip(live, mine, live.values()):
+        pairs += _pairs(mine_too, theirs, name)
+    for place, one, other in pairs:
+        if not _same_bits(one, other):
+            why = f"{place}, {_form_text(one)} replayed and {_form_text(other)} computed"
+            raise RuntimeError(f"LTX_KERNELS_RECORD: {_path_of(module)}: {why}; {_first_difference(found, now)}")
+    return result
+
+
+def _copy_of(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A copy at the same place of a copy of its memory, which tensors that share it share again."""
+    number = _storage(tensor)
+    if number not in storages:
+        storages[number] = tensor.untyped_storage().clone()
+    return tensor.new_empty(0).set_(storages[number], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _pairs(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(place, tensor, tensor) of the tensors in two results, or in two caches, of the same structure."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        yield place, one, other
+    elif isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        for i, pair in enumerate(zip(one, other)):
+            yield from _pairs(*pair, f"{place}[{i}]", depth)
+    elif isinstance(one, dict) and isinstance(other, dict):
+        for name in one.keys() & other.keys():
+            yield from _pairs(one[name], other[name], f"{place}.{name}", depth)
+    elif depth < 3 and type(one) is type(other) and hasattr(one, "__dict__"):
+        yield from _pairs(vars(one), vars(other), place, depth + 1)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
+        return False
+    bits = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
+
+
+def _form_text(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())}"
+
+
+def _path_of(module: nn.Module) -> str:
+    """A block's class, and its place in the model that was optimized."""
+    roots = (reference() for reference in module.__dict__[ATTRIBUTE].roots)
+    names = (name for root in roots if root is not None for name, part in root.named_modules() if part is module)
+    return f"{type(module).__name__} {next(names, '')}".strip()
+
+
+def _first_difference(then: _Replay, now: _Replay | str) -> str:
+    """Where a recording and another one of the same call differ."""
+    if isinstance(now, str):
+        return f"the call is no longer recorded: {now}"
+    lines = zip_longest(then.source.splitlines(), now.source.splitlines(), fillvalue="nothing")
+    for number, (old, new) in enumerate(lines):
+        if old != new:
+            return f"line {number} of the recording is {old.strip()!r}, and would be {new.strip()!r}"
+        for name in re.findall(r"\w+", old):
+            one, other = then.function.__globals__.get(name), now.function.__globals__.get(name)
+            same = one is other or (type(one) is type(other) and not isinstance(one, Tensor) and one == other)
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                same = one.data_ptr() == other.data_ptr() and _same_bits(one, other)
+            if not same:
+                return f"line {number} of the recording, {old.strip()!r}, holds another {name}"
+    return "the recording would have the same lines"
 
 
 def replayed(
     module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any], live: Live | None = None
 ) -> Any:
     """``compute(module, *args, **kwargs)``; the second call of a signature is recorded, and later ones are replayed."""
-    if torch.compiler.is_compiling() or not _is_ordinary():
+    if torch.compiler.is_compiling() or RECORD == "0" or not _is_ordinary():
         return compute(module, *args, **kwargs)
     handed: dict[str, Any] = {}
     form: Hashable = None
@@ -563,20 +642,20 @@ def replayed(
     fixed = {name: value for name, value in kwargs.items() if name not in handed} if handed else kwargs
     tensors: list[Tensor] = []
     try:
-        key = *_modes(), *handed, form, *fixed, *_forms((*args, *fixed.values()), tensors)
+        key = *choices(), *handed, form, *fixed, *_forms((*args, *fixed.values()), tensors)
     except TypeError:  # `_forms` does not know the type of an argument
         return compute(module, *args, **kwargs)
-    replays: Replays | None = module.__dict__.get(REPLAYS)
+    place = held(module)
+    replays: Replays | None = place.replays
     if replays is not None and replays.refused:
         replays.refused -= 1
         if not replays.refused:
-            module.__dict__[REPLAYS] = None
+            place.replays = None
         return compute(module, *args, **kwargs)
     if replays is None or not replays.holds(module):
-        # The call comes first: `remember` puts a Memory on modules, and the State of `Replays` has to contain it.
+        # The call comes first: it puts a `Held` on modules, which the snapshot of `Replays` has to contain.
         result = compute(module, *args, **kwargs)
-        module.__dict__[REPLAYS] = None
-        module.__dict__[REPLAYS] = replays = Replays(module, 0 if replays is None else replays.changes + 1)
+        place.replays = replays = Replays(module, 0 if replays is None else replays.changes + 1)
         replays.calls[key] = ""
         return result
     found = replays.calls.get(key)
@@ -585,14 +664,21 @@ def replayed(
             replays.calls.clear()
         replays.calls[key] = ""
     elif found == "":  # the second call
-        return replays.record(key, lambda: compute(module, *args, **kwargs), tensors, handed)
+        replays.calls[key] = "a call has failed"  # unless it does not
+        result, replays.calls[key] = replays.record(
+            module, functools.partial(compute, module, *args, **kwargs), tensors, handed
+        )
+        return result
     elif not isinstance(found, str):
-        if found.holds():
+        if found.holds(module):
+            if RECORD == CHECK:
+                ordinary = functools.partial(compute, module, *args, **kwargs)
+                return compare(module, replays, found, ordinary, tensors, handed)
             begun: list[bool] = []
             try:
                 result = found((*tensors, *handed.values(), begun) if handed else tensors)
             # For example, an offload has put weights that lay side by side into separate storages.
-            except RuntimeError as error:
+            except Exception as error:
                 replays.calls[key] = f"a replay failed: {error}"
                 if begun:  # the keys and values of a token are in their cache, and must not get there twice
                     raise
@@ -619,12 +705,6 @@ def _is_ordinary() -> bool:
         or nn_module._global_forward_pre_hooks
         or is_capturing()
     )
-
-
-def _modes() -> tuple[Hashable, ...]:
-    """The modes of the process that a recorded call is valid for."""
-    choices = [choice() for choice in _CHOICES]
-    return torch.is_inference_mode_enabled(), *choices, *torch._C._get_sdp_priority_order()
 
 
 def _forms(values: Iterable[Any], tensors: list[Tensor]) -> list[Hashable]:

@@ -6,26 +6,16 @@ equal columns is left out once and not read in every block.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable
-from typing import Any, Callable, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ._guards import is_capturing
-from ._replay import refuse
+from ._kept import kept
 from ._sites import Plan, Site, site_of
 
 Tables = tuple[Tensor, Tensor]  # cos, sin
-Made = TypeVar("Made")
-
-# Shapes whose table a module keeps: a multi-scale pipeline goes back and forth between two.
-KEPT = 4
-
-# Tables that a CUDA graph reads: they stay where they are, whatever happens to the module.
-_captured: list[Any] = []
 
 
 def compact(table: Tensor) -> Tensor:
@@ -50,37 +40,6 @@ def full_width(table: Tensor, width: int) -> Tensor:
     return table if table.shape[-1] == width else table.repeat_interleave(2, -1)
 
 
-def kept(site: Site, key: Hashable, source: Tensor | None, make: Callable[[], Made]) -> Made:
-    """What ``make`` gives, from an earlier call with the same key and the same, unchanged source tensor.
-
-    key: All that the result depends on beside the source.
-    source: The tensor that it is made of, such as coordinates or angles; None where shapes say it all.
-
-    Nothing is kept under torch.compile, nor of an inference tensor, which may be written to without a sign.
-    """
-    if torch.compiler.is_compiling() or (source is not None and source.is_inference()):
-        return make()
-    refuse("a table is kept for the tensor that it is made of")
-    tables = site.cache
-    place = key, None if source is None else (id(source), source._version)
-    found = tables.get(place)
-    capturing = is_capturing()
-    if found is not None and (found[1] is None or found[1]() is source):
-        if capturing:
-            _captured.append(found[0])
-        return found[0]
-    made = make()
-    if not capturing:  # memory that is allocated during a capture belongs to the graph
-        # Each list is made at once: another thread may put a table into the dict meanwhile.
-        for old in [place for place, (_, of) in list(tables.items()) if of is not None and of() is None]:
-            tables.pop(old, None)
-        while len(tables) >= KEPT:
-            oldest, *_ = tables
-            tables.pop(oldest, None)
-        tables[place] = made, None if source is None else weakref.ref(source)
-    return made
-
-
 def halves(attention: Any, rope: Tables) -> Tables:
     """Both tables of interleaved pairs, compact; blocks of a forward that get the same tensors share one copy.
 
@@ -93,8 +52,7 @@ def halves(attention: Any, rope: Tables) -> Tables:
 
     if torch.compiler.is_compiling():  # tensors of a graph have no identity to torch 2.11
         return make()
-    key = "halves", id(sin), sin._version if not sin.is_inference() else None
-    return kept(site_of(attention), key, cos, make)
+    return kept(site_of(attention), "halves", rope, make)
 
 
 def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tables:
@@ -109,7 +67,7 @@ def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tabl
 
     if torch.compiler.is_compiling():  # tensors of a graph have no identity to torch 2.11
         return make()
-    return kept(site, ("identity rows", rows, first, id(rope[1])), rope[0], make)
+    return kept(site, ("identity rows", rows, first), rope, make)
 
 
 def keep_table_readers_together(plan: Plan) -> None:

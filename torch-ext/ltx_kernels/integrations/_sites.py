@@ -23,7 +23,9 @@ import torch
 from torch import nn
 
 from .._variant import constant_when_compiled
-from ._guards import ATTRIBUTE, RELEASE, class_of, forget
+from ._code import patched
+from ._guards import ATTRIBUTE, RELEASE, class_of
+from ._state import forget
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
@@ -31,12 +33,19 @@ recording = threading.local()  # its `recorder` notes what this thread counts, f
 
 
 def _or_stock(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A replaced forward that runs the class's own once the module is restored: a wrapper may still call it."""
+    """A replaced forward that runs the class's own where that was patched, and where the module was restored.
+
+    A wrapper may still call it then.
+    """
 
     @functools.wraps(function)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if ATTRIBUTE in module.__dict__:
-            return function(module, *args, **kwargs)
+        site = module.__dict__.get(ATTRIBUTE)
+        if site is not None:
+            reason = patched(type(module))
+            if not reason:
+                return function(module, *args, **kwargs)
+            site.count_fallback(reason)
         return type(module).forward(module, *args, **kwargs)
 
     return forward
@@ -76,7 +85,7 @@ class Entry:
     # names that stay in their own precision unless `skip` is given.
     fp8: Callable[[nn.Module], list[tuple[str, ...]]] = lambda module: []
     fp8_skip: tuple[str, ...] = ()
-    # Names of children that have guards of their own: the module's `Memory` does not look below them.
+    # Names of children that have guards of their own: the module's snapshot does not look below them.
     apart: frozenset[str] = frozenset()
     # The Attention, GatedMLP or other description that made this entry, for code that asks a site for it.
     description: Any = None
@@ -123,7 +132,7 @@ class Site:
     """The modules of one class in one optimized object: their settings, and what has happened at run time."""
 
     def __init__(
-        self, entry: Entry, stock: Callable[..., Any], class_name: str, rounding: str, settings: Mapping[str, Any]
+        self, entry: Entry, stock: Callable[..., Any], class_name: str, rounding: str, settings: dict[str, Any]
     ) -> None:
         self.entry, self.class_name, self.rounding, self.settings = entry, class_name, rounding, settings
         # The class's own forward. It is kept here because torch.compile cannot look it up on the classes of blocks,
@@ -156,7 +165,7 @@ class Site:
         return tuple(op for op in self.entry.ops if not self.chosen or op in self.chosen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        copied = Site(self.entry, self.stock, self.class_name, self.rounding, self.settings)
+        copied = Site(self.entry, self.stock, self.class_name, self.rounding, dict(self.settings))
         copied.modules, copied.partners = self.modules, self.partners
         # A root that is copied with it becomes its copy. A part that is copied without its root has no roots.
         copied.roots = [weakref.ref(memo[id(root())]) for root in self.roots if id(root()) in memo]
@@ -269,6 +278,9 @@ def _is_bound(forward: Any, module: nn.Module, function: Any) -> bool:
 def why_not(module: nn.Module, entry: Entry) -> str:
     """Why a module of a known class has to stay as it is; empty if it need not."""
     stock = type(module).forward
+    reason = patched(type(module))
+    if reason:
+        return reason
     found = parameters_of(stock)
     if found != entry.parameters:
         return f"its forward takes ({', '.join(found)}), expected ({', '.join(entry.parameters)})"

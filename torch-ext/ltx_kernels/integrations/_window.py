@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _flash
 from ._guards import is_capturing
-from ._rotary import kept
+from ._kept import kept
 from ._sites import Site
 
 
@@ -41,7 +41,7 @@ def attend(
         return None
     if not _flash.is_plain(function, options) or not _flash.takes(query, key, value) or is_capturing():
         return None  # the host may not ask for a mask's contents in a capture: the graph serves other masks, too
-    if not kept(site, ("window", window, length), mask, lambda: _is_window(mask, window, length)):
+    if not kept(site, ("window", window, length), (mask,), lambda: _is_window(mask, window, length)):
         return None
     site.remark("attention in a window without its mask")
     return _flash.attention(query, key, value, scale, window=window)

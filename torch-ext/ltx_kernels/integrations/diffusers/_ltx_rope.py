@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._rotary import Tables, compact, full_width, kept
+from .._kept import kept
+from .._rotary import Tables, compact, full_width
 from .._sites import Entry, parameters_of, site_of
 
 LTX = "diffusers.models.transformers.transformer_ltx."
@@ -47,7 +48,7 @@ def rope_forward(
     model = self.dim, self.theta, self.patch_size, self.patch_size_t
     base = self.base_num_frames, self.base_height, self.base_width
     key = model, base, num_frames, height, width, scales, hidden_states.device
-    return kept(site, key, video_coords, make)
+    return kept(site, key, () if video_coords is None else (video_coords,), make)
 
 
 ROPE = Entry((LTX + "LTXVideoRotaryPosEmbed",), rope_forward, (), parameters_of(rope_forward), table_readers="attn1")

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._rotary import Tables, kept
+from .._kept import kept
+from .._rotary import Tables
 from .._sites import site_of
 from .._stream import modulation_of
 from .flux import DOUBLE, SINGLE, double, single
@@ -25,7 +26,7 @@ def _options(block: Any, rope: Tables | None, mask: Tensor | None) -> dict[str, 
     if mask is None:
         return {"image_rotary_emb": rope, "attention_mask": None}
     tokens = mask
-    pairs = kept(site_of(block), "pairs", tokens, lambda: tokens[:, None, None, :] * tokens[:, None, :, None])
+    pairs = kept(site_of(block), "pairs", (tokens,), lambda: tokens[:, None, None, :] * tokens[:, None, :, None])
     return {"image_rotary_emb": rope, "attention_mask": pairs}
 
 

@@ -21,7 +21,8 @@ from .._attend import Attention
 from .._block import Block
 from .._double import Tokens, double_block
 from .._guards import children
-from .._rotary import Tables, kept
+from .._kept import kept
+from .._rotary import Tables
 from .._sites import site_of
 from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, chosen, clipped, modulation
 
@@ -41,9 +42,8 @@ def _tables(attention: Any, rope: Tables) -> Tables:
 
     if torch.compiler.is_compiling():  # tensors of a graph have no address
         return make()
-    # The text's table is a slice, a new tensor at each forward, of one that never changes.
-    key = "joint", text.shape[0], text.storage_offset(), text.data_ptr()
-    return kept(site_of(attention), key, image, make)
+    # The text's table is a slice, a new tensor at each forward, of one that lasts.
+    return kept(site_of(attention), "joint", (image,), make, views=(text,))
 
 
 ATTENTION = Attention(

@@ -16,8 +16,9 @@ from .._attend import Attention
 from .._block import Block
 from .._decoder import GatedMLP
 from .._guards import children
+from .._kept import kept
 from .._masks import KeyMask
-from .._rotary import Tables, kept
+from .._rotary import Tables
 from .._sites import site_of
 from .._stream import RMSNORM, Mod, Stream, chosen, modulation
 
@@ -27,7 +28,7 @@ CONTROLNET = "diffusers.models.controlnets.controlnet_z_image."
 
 def _tables(attention: Any, rope: Tensor) -> Tables:
     """[B, S, D / 2] each, of the stock complex numbers."""
-    return kept(site_of(attention), "complex", rope, lambda: (rope.real.contiguous(), rope.imag.contiguous()))
+    return kept(site_of(attention), "complex", (rope,), lambda: (rope.real.contiguous(), rope.imag.contiguous()))
 
 
 ATTENTION = Attention(

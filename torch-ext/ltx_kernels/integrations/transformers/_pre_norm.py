@@ -28,7 +28,7 @@ def layer_window(attention: Any, arguments: Mapping[str, Any]) -> Options:
 def drops(layer: Any, name: str) -> bool:
     """Whether a layer has a dropout that only some classes have, and it is active or has a hook."""
     dropout = layer._modules.get(name)
-    return dropout is not None and (dropout.training or hooked(dropout))
+    return dropout is not None and bool(dropout.training or hooked(dropout))
 
 
 def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
