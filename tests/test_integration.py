@@ -1340,21 +1340,21 @@ def test_rotary_table_is_made_once_per_shape(ltx: ModuleType, device: str) -> No
 
 def test_threads_that_keep_tables_at_once(ltx: ModuleType) -> None:
     """Tables that another thread keeps while one looks for those to drop."""
-    kept = ltx.integrations._rotary.kept
+    kept = ltx.integrations._kept.kept
     site = SimpleNamespace(cache={})
 
     def gone() -> None:
         """Stands in for the weak reference of a tensor that is gone; another thread runs before it answers."""
         if threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=kept, args=(site, "other", None, object))
+            thread = threading.Thread(target=kept, args=(site, "other", (), object))
             thread.start()
             thread.join()
 
-    site.cache["first", None], site.cache["second", None] = (object(), gone), (object(), gone)
+    site.cache["first"], site.cache["second"] = (object(), (gone,), ()), (object(), (gone,), ())
     source = torch.zeros(1)
-    table = kept(site, "third", source, object)
-    assert kept(site, "third", source, object) is table
-    assert ("first", None) not in site.cache and ("second", None) not in site.cache
+    table = kept(site, "third", (source,), object)
+    assert kept(site, "third", (source,), object) is table
+    assert "first" not in site.cache and "second" not in site.cache
 
 
 # ---- torch.compile, CUDA graphs

@@ -8,6 +8,7 @@ the names that a class's code looks up by reading its bytecode, so that there is
 
 from __future__ import annotations
 
+import dis
 import sys
 import types
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ LIBRARIES = frozenset({"torch", "diffusers", "transformers", "kernels"})
 _PYTHON = frozenset(getattr(sys, "stdlib_module_names", ("contextlib", "functools", "typing", "warnings")))
 # Functions that the fused forwards look up and call as the stock forwards do, whoever wrote them.
 FOLLOWED = frozenset({"scaled_dot_product_attention", "dispatch_attention_fn", "eager_attention_forward"})
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _BASES = (nn.Module, object)
 
 
@@ -64,9 +64,8 @@ class Code:
             seen.add((id(place), name))
             value = self._watch(cls, place, name)
             for function in _chain(value):
-                names = _names_in(function.__code__)
-                todo += [(cls, other) for other in names if _is_watched(cls, other)]
-                todo += list(_looked_up(function, names, isinstance(place, type)))
+                todo += [(cls, other) for other in _names_in(function.__code__) if _is_watched(cls, other)]
+                todo += list(_looked_up(function, isinstance(place, type)))
 
     def _watch(self, cls: type, place: Any, name: str) -> Any:
         """Notes a name, and why its function is not the library's own; returns what it leads to."""
@@ -129,28 +128,41 @@ def _names_in(code: types.CodeType) -> set[str]:
     return names
 
 
-def _looked_up(function: types.FunctionType, names: set[str], method: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    """(dictionary, name) of the functions that a function finds in its file and in the modules which that imports.
+def _paths_in(code: types.CodeType) -> Iterator[list[str]]:
+    """The global names that code reads, each with the attributes that it reads of it: ["F", "linear"]."""
+    path: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield path
+            path = [instruction.argval]
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path.append(instruction.argval)
+        elif instruction.opname not in ("CACHE", "PUSH_NULL"):
+            yield path
+            path = []
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _paths_in(constant)
 
-    method: The function belongs to a class. Of other functions those of the libraries' models are followed, and not
-        those of torch.
+
+def _looked_up(function: types.FunctionType, method: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    """(dictionary, name) of the functions that a function finds in its file and in the modules of torch there.
+
+    method: The function belongs to a class. Of other functions those of the libraries' models are read, and not those
+        of torch.
     """
-    places, seen = [function.__globals__], {id(function.__globals__)}
-    if not method and places[0].get("__name__", "").split(".")[0] in ("torch", "kernels"):
+    if not method and function.__globals__.get("__name__", "").split(".")[0] in ("torch", "kernels"):
         return
-    while places:
-        place = places.pop()
-        for name in names & place.keys():
-            value = place[name]
-            if isinstance(value, _FUNCTIONS) or (callable(value) and not isinstance(value, type)):
+    for path in _paths_in(function.__code__):
+        place = function.__globals__
+        for name in path:
+            value = place.get(name)
+            if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] == "torch":
+                place = vars(value)
+                continue
+            if callable(value) and not isinstance(value, type):
                 yield place, name
-            elif isinstance(value, types.ModuleType) and id(vars(value)) not in seen and _is_torch(value):
-                seen.add(id(vars(value)))
-                places.append(vars(value))
-
-
-def _is_torch(module: types.ModuleType) -> bool:
-    return module.__name__.split(".")[0] == "torch"
+            break
 
 
 def _why_foreign(value: Any, library: str, expected: str, described: str) -> str:

@@ -116,7 +116,7 @@ class Linears:
         biases = self._given_biases()
         if parts == 1 and (len(self.modules) == 1 or not pack or len(biases) not in (0, len(self.modules))):
             return
-        self.sizes = [linear.out_features // parts for linear in self.modules for _ in range(parts)]
+        self.sizes = [len(weight) // parts for weight in self.weights for _ in range(parts)]
         groups = [group for group in (self.weights, self.scales, biases) if group]
         if self._compiling:  # the ops ask for adjacency where they run
             self._packed = True

@@ -40,12 +40,11 @@ def _or_stock(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        site = module.__dict__.get(ATTRIBUTE)
-        if site is not None:
-            reason = patched(type(module))
+        if ATTRIBUTE in module.__dict__:
+            reason = why_stock(module)
             if not reason:
                 return function(module, *args, **kwargs)
-            site.count_fallback(reason)
+            site_of(module).count_fallback(reason)
         return type(module).forward(module, *args, **kwargs)
 
     return forward
@@ -222,6 +221,14 @@ def site_of(module: nn.Module) -> Site:
     return site
 
 
+def why_stock(module: nn.Module) -> str:
+    """Why a replaced module has to run its class's forward at every call now; empty if it need not."""
+    # torch.compile cannot look the forward up on classes that diffusers marks allow_in_graph.
+    if not torch.compiler.is_compiling() and type(module).forward is not site_of(module).stock:
+        return "its class has another forward than it had"
+    return patched(type(module))
+
+
 def stock_forward(module: nn.Module, reason: str, *arguments: Any, **options: Any) -> Any:
     """What the stock module would do, counted as a fallback."""
     site = site_of(module)
@@ -278,12 +285,12 @@ def _is_bound(forward: Any, module: nn.Module, function: Any) -> bool:
 def why_not(module: nn.Module, entry: Entry) -> str:
     """Why a module of a known class has to stay as it is; empty if it need not."""
     stock = type(module).forward
-    reason = patched(type(module))
-    if reason:
-        return reason
     found = parameters_of(stock)
     if found != entry.parameters:
         return f"its forward takes ({', '.join(found)}), expected ({', '.join(entry.parameters)})"
+    reason = patched(type(module))
+    if reason:
+        return reason
     children = frozenset(name for name, _ in module.named_children())
     if entry.children and not entry.children <= children <= entry.children | entry.optional_children:
         return f"it holds the modules {', '.join(sorted(children))}; expected {', '.join(sorted(entry.children))}"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
+from .._guards import ATTRIBUTE
 from .._kept import kept
-from .._rotary import Tables, compact, full_width
-from .._sites import Entry, parameters_of, site_of
+from .._rotary import Tables, compact, full_width, halves
+from .._sites import Entry, parameters_of, site_of, stock_forward, why_stock
 
+_MODEL = "_ltx_kernels_model"  # a weak reference to the model that the tables are made for
 LTX = "diffusers.models.transformers.transformer_ltx."
 
 
 def tables(attention: Any, rope: Tables) -> Tables:
-    """What the ops take of the tables that `rope_forward` makes."""
+    """What the ops read of the tables that `rope_forward` makes."""
+    if rope[0].shape[-1] == attention.inner_dim:
+        rope = halves(attention, rope)
     # With two heads, half of both heads' width would be taken for the whole width of one.
     return stock_tables(attention, rope) if attention.heads == 2 else rope
 
@@ -35,6 +41,9 @@ def rope_forward(
 ) -> Tables:
     """The stock tables, each angle once: [B, S, D / 2], with B = 1 where the samples of a batch share them."""
     site = site_of(self)
+    if not torch.compiler.is_compiling() and _has_stock_reader(self):
+        arguments = hidden_states, num_frames, height, width, rope_interpolation_scale, video_coords
+        return cast(Tables, stock_forward(self, "a stock attention reads its tables", *arguments))
     site.count_call()
 
     def make() -> Tables:
@@ -49,6 +58,22 @@ def rope_forward(
     base = self.base_num_frames, self.base_height, self.base_width
     key = model, base, num_frames, height, width, scales, hidden_states.device
     return kept(site, key, () if video_coords is None else (video_coords,), make)
+
+
+def _has_stock_reader(rope: Any) -> bool:
+    """Whether an attention that was put into the model later, or taken out of `optimize`, reads the tables."""
+    reference = vars(rope).get(_MODEL)
+    model = None if reference is None else reference()
+    if model is None or model._modules.get("rope") is not rope:
+        roots = (reference() for reference in site_of(rope).roots)
+        parts = (part for root in roots if root is not None for part in root.modules())
+        model = next((part for part in parts if part._modules.get("rope") is rope), None)
+        if model is None:
+            return False
+        vars(rope)[_MODEL] = weakref.ref(model)
+    blocks: Any = model.transformer_blocks
+    readers = [block.attn1 for block in blocks]
+    return any(ATTRIBUTE not in reader.__dict__ or why_stock(reader) for reader in readers)
 
 
 ROPE = Entry((LTX + "LTXVideoRotaryPosEmbed",), rope_forward, (), parameters_of(rope_forward), table_readers="attn1")

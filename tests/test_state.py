@@ -1,0 +1,425 @@
+"""Whatever changes between two calls of an optimized model is followed: generated from the modules as they are.
+
+For one block of each kind of engine path, every attribute, dictionary, parameter, class attribute and function that the
+module tree holds is exchanged between two calls, one at a time and in the ways in which it can be done. Each time the
+stock model with the same change decides what is right.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+from families import families, random_
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
+
+Undo = Callable[[], None]
+CLOSE = 1e-4 if torch.cuda.is_available() else 2e-5
+
+
+class Path(NamedTuple):
+    """A model of one engine path.
+
+    make: The stock model.
+    block: The path of the block whose parts are changed.
+    run: One call, to all tensors that it returns.
+    """
+
+    make: Callable[[str], nn.Module]
+    block: str
+    run: Callable[[nn.Module], list[Tensor]]
+
+
+def _flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [t for item in value for t in _flat(item)]
+
+
+def _of_family(name: str, block: str) -> Path:
+    family = families()[name]
+
+    def make(device: str) -> nn.Module:
+        torch.manual_seed(0)
+        return random_(family.make()).to(device)
+
+    @functools.cache
+    def inputs(device: str) -> dict[str, Any]:
+        move = torch.utils._pytree.tree_map_only
+        return move(Tensor, lambda tensor: tensor.to(device), family.inputs(2))
+
+    def run(model: nn.Module) -> list[Tensor]:
+        return _flat(model(**inputs(str(next(model.parameters()).device)), return_dict=False))
+
+    return Path(make, block, run)
+
+
+def _llama() -> Path:
+    from helpers.language_models import make_ids, make_model
+
+    def run(model: Any) -> list[Tensor]:
+        ids = make_ids(str(model.device))
+        prompt = model(ids, use_cache=True)
+        token = model(ids[:, :1], past_key_values=prompt.past_key_values, use_cache=True)
+        return [prompt.logits, token.logits]
+
+    return Path(lambda device: make_model(device, num_hidden_layers=1), "model.layers.0", run)
+
+
+def _t5() -> Path:
+    import transformers
+    from helpers.language_models import make_ids
+    from helpers.language_models import random_ as random_text
+
+    def make(device: str) -> nn.Module:
+        sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 99}
+        torch.manual_seed(0)
+        model = transformers.T5EncoderModel(transformers.T5Config(**sizes, feed_forward_proj="gated-gelu"))
+        return random_text(model).to(device).eval().requires_grad_(False)
+
+    return Path(make, "encoder.block.0", lambda model: [model(make_ids(str(model.device))).last_hidden_state])
+
+
+def _autoencoder() -> Path:
+    from diffusers import AutoencoderKLLTXVideo
+    from test_vae import CONFIGS
+
+    def make(device: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = AutoencoderKLLTXVideo(**CONFIGS["ltx 0.9.0"][1])
+        return random_(model).to(device).decoder
+
+    def run(model: nn.Module) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        latents = torch.randn(1, 8, 2, 2, 2, generator=generator).to(next(model.parameters()).device)
+        return _flat(model(latents))
+
+    return Path(make, "", run)
+
+
+PATHS: dict[str, Callable[[], Path]] = {
+    "self and cross": lambda: _of_family("ltx", "transformer_blocks.0"),
+    "two streams": lambda: _of_family("flux", "transformer_blocks.0"),
+    "single stream": lambda: _of_family("flux", "single_transformer_blocks.0"),
+    "language model": _llama,
+    "text encoder": _t5,
+    "autoencoder": _autoencoder,
+}
+
+
+class Change(NamedTuple):
+    """One change.
+
+    name: Of what and how.
+    apply: Makes it in a model, and returns what takes it back; or None where there is nothing to change.
+    shared: It is made in a class or a file, for all models at once.
+    """
+
+    name: str
+    apply: Callable[[nn.Module], Undo | None]
+    shared: bool = False
+
+
+def _doubled(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result * 2 if result.is_floating_point() else result
+    return type(result)([_doubled(result[0]), *result[1:]]) if isinstance(result, (tuple, list)) and result else result
+
+
+def _twice(function: Any) -> Any:
+    @functools.wraps(function, updated=())
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return _doubled(function(*args, **kwargs))
+
+    return changed
+
+
+def _other(value: Any) -> Any:
+    """Another value of the same kind; None where there is no such value."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value * 2 + 1
+    if isinstance(value, str):
+        return {"tanh": "none", "none": "tanh", "eager": "sdpa", "sdpa": "eager"}.get(value)
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value).apply(
+            lambda part: [p.mul_(1.5) for p in part._parameters.values() if p is not None]
+        )
+    return None
+
+
+def _set(holder: Any, name: str, value: Any, by: str) -> Undo:
+    missing, old = object(), vars(holder).get(name)
+    if name not in vars(holder):
+        old = missing
+
+    def put(value: Any) -> None:
+        if value is missing:
+            vars(holder).pop(name, None)
+        elif by == "setattr":
+            setattr(holder, name, value)
+        else:
+            vars(holder)[name] = value
+
+    put(value)
+    return lambda: put(old)
+
+
+def _of_attribute(path: str, name: str, by: str, holder: Callable[[nn.Module], Any]) -> Change:
+    def apply(root: nn.Module) -> Undo | None:
+        place = holder(root.get_submodule(path))
+        value = _other(vars(place).get(name))
+        return None if value is None else _set(place, name, value, by)
+
+    return Change(f"{path}.{name} by {by}", apply)
+
+
+def _itself(module: nn.Module) -> Any:
+    return module
+
+
+def _of_objects(path: str, module: nn.Module) -> Iterator[Change]:
+    """Attributes of a processor or a configuration, also those that only its class has, and the object itself."""
+    for name, value in vars(module).items():
+        if name not in ("processor", "config") or isinstance(value, nn.Module):
+            continue
+
+        def holder(module: nn.Module, name: str = name) -> Any:
+            return vars(module)[name]
+
+        for attribute in vars(value):
+            yield _of_attribute(f"{path}", attribute, "setattr", holder)
+        if name == "processor":
+
+            def exchange(root: nn.Module, path: str = path) -> Undo:
+                module = root.get_submodule(path)
+                stock = type(vars(module)["processor"])
+                call = {"__call__": _twice(stock.__call__)}
+                return _set(module, "processor", type("Changed", (stock,), call)(), "__dict__")
+
+            yield Change(f"{path}.{name} exchanged", exchange)
+
+
+def _of_tensors(path: str, module: nn.Module) -> Iterator[Change]:
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in vars(module)[kind].items():
+            if tensor is None or not tensor.is_floating_point():
+                continue
+
+            def exchange(root: nn.Module, kind: str = kind, name: str = name) -> Undo:
+                place = vars(root.get_submodule(path))[kind]
+                old = place[name]
+                new = old.detach() * 2
+                place[name] = nn.Parameter(new, requires_grad=False) if kind == "_parameters" else new
+                return lambda: place.__setitem__(name, old)
+
+            def data(root: nn.Module, change: Callable[[Tensor], Tensor], kind: str = kind, name: str = name) -> Undo:
+                tensor = vars(root.get_submodule(path))[kind][name]
+                old = tensor.data
+                tensor.data = change(old)
+                return lambda: setattr(tensor, "data", old)
+
+            def in_place(root: nn.Module, kind: str = kind, name: str = name) -> Undo:
+                tensor = vars(root.get_submodule(path))[kind][name]
+                tensor.mul_(2)
+                return lambda: tensor.mul_(0.5)
+
+            yield Change(f"{path}.{name} exchanged", exchange)
+            yield Change(f"{path}.{name}.data doubled", functools.partial(data, change=lambda t: t * 2))
+            yield Change(f"{path}.{name}.mul_", in_place)
+            if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
+                yield Change(f"{path}.{name}.data transposed", functools.partial(data, change=lambda t: t.t()))
+
+
+def _of_modules(path: str, module: nn.Module) -> Iterator[Change]:
+    for name, child in module._modules.items():
+        if child is None or not any(True for _ in child.parameters()):
+            continue
+
+        def exchange(root: nn.Module, name: str = name) -> Undo:
+            place = root.get_submodule(path)._modules
+            old = place[name]
+            # A stock copy, as somebody would put in: what was replaced in the child stays with the child.
+            new = copy.deepcopy(root.get_submodule(f"{path}.{name}".strip(".")))
+            for part in new.modules():
+                for key in [key for key in vars(part) if key.startswith("_ltx_kernels") or key == "forward"]:
+                    del vars(part)[key]
+            place[name] = new.apply(lambda part: [p.mul_(1.5) for p in part._parameters.values() if p is not None])
+            return lambda: place.__setitem__(name, old)
+
+        yield Change(f"{path}.{name} exchanged", exchange)
+
+
+def _of_hooks(path: str) -> Iterator[Change]:
+    def hook(root: nn.Module) -> Undo:
+        return root.get_submodule(path).register_forward_hook(lambda module, args, output: _doubled(output)).remove
+
+    def dictionary(root: nn.Module) -> Undo:
+        module = root.get_submodule(path)
+        old, module._forward_hooks = module._forward_hooks, OrderedDict()
+        handle = module.register_forward_hook(lambda module, args, output: _doubled(output))
+
+        def undo() -> None:
+            handle.remove()
+            module._forward_hooks = old
+
+        return undo
+
+    def forward(root: nn.Module) -> Undo:
+        module = root.get_submodule(path)
+        return _set(module, "forward", _twice(module.forward), "__dict__")
+
+    def cls(root: nn.Module) -> Undo:
+        module = root.get_submodule(path)
+        old = type(module)
+        module.__class__ = type("Changed", (old,), {"forward": _twice(old.forward), "__module__": __name__})
+        return lambda: setattr(module, "__class__", old)
+
+    yield Change(f"{path or 'block'} hook", hook)
+    yield Change(f"{path or 'block'} hooks in a new dictionary", dictionary)
+    yield Change(f"{path or 'block'}.forward of the instance", forward)
+    if path:
+        yield Change(f"{path}.__class__", cls)
+
+
+def _of_code(block: nn.Module, code: ModuleType) -> Iterator[Change]:
+    """The functions that classes and their files hold, as the stock code looks them up."""
+    objects = [value for part in block.modules() for name, value in vars(part).items() if name == "processor"]
+    seen: set[tuple[int, str]] = set()
+    for cls in dict.fromkeys(map(type, [*block.modules(), *objects])):
+        found = code.Code(cls)
+        for place, name in [*zip(found.classes, found.attributes), *zip(found.places, found.names)]:
+            value = getattr(place, name, None) if isinstance(place, type) else place[name]
+            if (id(place), name) in seen or not isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+                continue
+            seen.add((id(place), name))
+            if isinstance(place, type) and name not in vars(place):
+                continue  # of nn.Module: changed for everything in the process
+
+            def exchange(root: nn.Module, place: Any = place, name: str = name, value: Any = value) -> Undo:
+                if isinstance(place, type):
+                    setattr(place, name, _twice(value))
+                    return lambda: setattr(place, name, value)
+                place[name] = _twice(value)
+                return lambda: place.__setitem__(name, value)
+
+            where = place.__name__ if isinstance(place, type) else place["__name__"]
+            yield Change(f"{where}.{name}", exchange, shared=True)
+
+
+def changes(block: nn.Module, code: ModuleType) -> Iterator[Change]:
+    known = set(vars(nn.Module()))
+    for path, module in block.named_modules():
+        for name, value in vars(module).items():
+            if name not in known and _other(value) is not None and not isinstance(value, nn.Module):
+                yield _of_attribute(path, name, "setattr", _itself)
+                yield _of_attribute(path, name, "__dict__", _itself)
+        yield from _of_objects(path, module)
+        yield from _of_tensors(path, module)
+        yield from _of_modules(path, module)
+        yield from _of_hooks(path)
+        yield Change(f"{path or 'block'}.train()", lambda root, path=path: _trained(root.get_submodule(path)))
+    yield from _of_code(block, code)
+
+
+def _trained(module: nn.Module) -> Undo | None:
+    if not hasattr(module, "p"):
+        return None
+    old, module.training, module.p = (module.training, module.p), True, 1.0  # drops everything
+
+    def undo() -> None:
+        module.training, module.p = old
+
+    return undo
+
+
+def _call(run: Callable[[nn.Module], list[Tensor]], model: nn.Module) -> list[Tensor] | str:
+    try:
+        return run(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _off(got: list[Tensor], want: list[Tensor]) -> float:
+    if [x.shape for x in got] != [x.shape for x in want]:
+        return float("inf")
+    pairs = [(x.double().nan_to_num(9, 9, 9), y.double().nan_to_num(9, 9, 9)) for x, y in zip(got, want)]
+    return max(float((x - y).norm() / y.norm().clamp(min=1e-30)) for x, y in pairs)
+
+
+def wrong(ltx: ModuleType, device: str, path: Path, only: Callable[[Change], bool] = lambda change: True) -> Any:
+    """(number of changes that changed the stock model's result, descriptions of those that were not followed)."""
+    code = importlib.import_module(f"{ltx.__name__}.integrations._code")
+    stock = path.make(device)
+    model = copy.deepcopy(stock)
+    ltx.optimize(model)
+    expected = path.run(stock)
+    for _ in range(3):
+        assert _off(path.run(model), expected) < CLOSE
+    failures, counted = [], 0
+    for change in filter(only, list(changes(stock.get_submodule(path.block), code))):
+        blocks = [one.get_submodule(path.block) for one in (stock, model)]
+        undos = [change.apply(block) for block in (blocks[:1] if change.shared else blocks)]
+        try:
+            want, got = _call(path.run, stock), [_call(path.run, model) for _ in range(3)]
+        finally:
+            for undo in undos:
+                if undo is not None:
+                    undo()
+        if isinstance(want, list):
+            counted += _off(want, expected) > 100 * CLOSE
+            off = [result if isinstance(result, str) else _off(result, want) for result in got]
+            if any(isinstance(result, str) or result > CLOSE for result in off):
+                failures.append(f"{change.name}: {off}")
+        again = [_call(path.run, model) for _ in range(3)]
+        if any(isinstance(result, str) or _off(result, expected) > CLOSE for result in again):
+            failures.append(f"{change.name}: not taken back")
+            break
+    return counted, failures
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_every_change_is_followed(ltx: ModuleType, device: str, name: str) -> None:
+    counted, failures = wrong(ltx, device, PATHS[name]())
+    print(f"{counted} changes made another result")
+    assert counted > 20
+    assert not failures, "\n".join(failures)
+
+
+# A piece of the state, and what leaves it out of a snapshot.
+PIECES: dict[str, Callable[[Any, Any], None]] = {
+    "attributes": lambda state, anything: setattr(state, "_attributes", anything),
+    "classes": lambda state, anything: setattr(state, "_classes", anything),
+    "functions": lambda state, anything: setattr(state, "_places", []),
+    "methods": lambda state, anything: setattr(state, "_code_classes", []),
+    "addresses": lambda state, anything: setattr(state, "_addresses", anything),
+    "strides": lambda state, anything: setattr(state, "_strides", anything),
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_every_piece_of_the_state_is_needed(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, piece: str
+) -> None:
+    """Without one of them, the test above fails."""
+    state = importlib.import_module(f"{ltx.__name__}.integrations._state")
+    whole = state.Snapshot.__init__
+
+    def without(self: Any, *args: Any) -> None:
+        whole(self, *args)
+        PIECES[piece](self, state._Anything())
+
+    monkeypatch.setattr(state.Snapshot, "__init__", without)
+    _, failures = wrong(ltx, device, PATHS["self and cross"]())
+    assert failures
