@@ -180,7 +180,10 @@ def _of_attribute(path: str, name: str, by: str, holder: Callable[[nn.Module], A
     def apply(root: nn.Module) -> Undo | None:
         place = holder(root.get_submodule(path))
         value = _other(vars(place).get(name))
-        return None if value is None else _set(place, name, value, by)
+        try:
+            return None if value is None else _set(place, name, value, by)
+        except Exception:  # a configuration checks its values
+            return None
 
     return Change(f"{path}.{name} by {by}", apply)
 
@@ -309,8 +312,11 @@ def _of_code(block: nn.Module, code: ModuleType) -> Iterator[Change]:
 
             def exchange(root: nn.Module, place: Any = place, name: str = name, value: Any = value) -> Undo:
                 if isinstance(place, type):
-                    setattr(place, name, _twice(value))
-                    return lambda: setattr(place, name, value)
+                    own = vars(place)[name]
+                    setattr(
+                        place, name, staticmethod(_twice(value)) if isinstance(own, staticmethod) else _twice(value)
+                    )
+                    return lambda: setattr(place, name, own)
                 place[name] = _twice(value)
                 return lambda: place.__setitem__(name, value)
 

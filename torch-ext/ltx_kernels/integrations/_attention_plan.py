@@ -12,7 +12,7 @@ from ._code import patched
 from ._decoder import ACTIVATIONS, SILU
 from ._dispatch import AttentionModule
 from ._fp8 import in_fp8
-from ._guards import children, class_of, hooked, why_not_norm_weight
+from ._guards import children, class_of, hooked, is_idle, why_not_norm_weight
 from ._linear import Linears, may_overwrite
 from ._sites import Site, site_of
 from ._state import remember
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
 ADDED_NORMS = ("norm_added_q", "norm_added_k")
 ADDED_OUTPUT = "to_add_out"
-DROPOUT = "torch.nn.modules.dropout.Dropout"
 
 
 def why_not_module(spec: Attention, module: nn.Module) -> str:
@@ -146,7 +145,7 @@ class AttentionPlan:
         if out is not None:
             projection, dropout = children(out, "0", "1")
             self.out = Linears((projection,), input, site)
-            if class_of(dropout) != DROPOUT or dropout.training or hooked(dropout):
+            if not is_idle(dropout):
                 self.dropout = dropout
 
     def _read_norms(self, spec: Attention, module: nn.Module) -> None:
@@ -164,6 +163,9 @@ def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
     processor = cast(AttentionModule, module).processor
     if class_of(processor) not in (spec.processor, *spec.other_processors):
         return f"the processor is {class_of(processor)}"
+    own = module.__dict__
+    if "inner_dim" in own and own.get("heads", 0) * own.get("head_dim", 0) not in (0, own["inner_dim"]):
+        return "its heads and head_dim do not make its inner_dim"
     reason = patched(type(processor)) or _why_not_norms(spec, module)
     for pair in [] if reason else _norm_pairs(spec, module):
         for name in pair:

@@ -242,7 +242,7 @@ class Autoencoder:
                     return f"a {name} is not an ordinary parameter of {dtype} on {device}"
                 if grad and parameter.requires_grad:
                     return "a gradient is needed"
-        return ""
+        return self.why_not(module)  # what it asks of the modules' attributes may have changed
 
     def _why_not_call(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
         if torch.compiler.is_compiling():

@@ -26,6 +26,7 @@ from ._guards import (
     ATTRIBUTE,
     class_of,
     hooked,
+    is_idle,
     submodule,
     why_not_input,
     why_not_norm_weight,
@@ -428,7 +429,7 @@ class _MLPPlan:
         for part in () if self.reason or activation is None else activation.modules():
             self.reason = self.reason or (f"{spec.activation} {hooked(part)}" if hooked(part) else "")
         dropout = modules.get(spec.dropout)
-        if dropout is not None and (dropout.training or hooked(dropout)):
+        if dropout is not None and not is_idle(dropout):
             self.reason = f"{spec.dropout} is active or has a hook"
         site = site_of(module)
         pack = site.rounding == "fp32"

@@ -17,7 +17,7 @@ from ..glu import gelu, swiglu
 from ..quant import gelu_quant, swiglu_quant
 from ._decoder import GatedMLP
 from ._fp8 import in_fp8
-from ._guards import ATTRIBUTE, class_of, hooked
+from ._guards import ATTRIBUTE, class_of, hooked, is_idle
 from ._linear import Input, Linears, like_of, linear_gelu_of
 from ._replay import as_one
 from ._state import remember
@@ -26,7 +26,6 @@ FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
 SWIGLU = "diffusers.models.activations.SwiGLU"
 SILU = "torch.nn.modules.activation.SiLU"
-DROPOUT = "torch.nn.modules.dropout.Dropout"
 
 
 class _Layers(NamedTuple):
@@ -48,7 +47,7 @@ def _layers(ff: nn.Module, input: Tensor) -> _Layers | None:
         return None
     if class_of(activation) == SWIGLU and why_not_swiglu(activation):
         return None
-    if any(class_of(dropout) != DROPOUT or dropout.training or hooked(dropout) for dropout in (net[1], *net[3:])):
+    if not all(map(is_idle, (net[1], *net[3:]))):
         return None
     site = activation.__dict__[ATTRIBUTE]
     up = Linears((cast(nn.Linear, activation._modules["proj"]),), input, site)

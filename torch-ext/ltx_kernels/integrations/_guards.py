@@ -72,6 +72,14 @@ def hooked(module: nn.Module) -> str:
     return HOOK if not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward else ""
 
 
+DROPOUT = "torch.nn.modules.dropout.Dropout"
+
+
+def is_idle(dropout: nn.Module) -> bool:
+    """Whether a dropout is torch's own, drops nothing now, and has no hook."""
+    return class_of(dropout) == DROPOUT and not dropout.training and not hooked(dropout)
+
+
 def is_ordinary(parameter: Tensor) -> bool:
     """Whether a parameter is one of torch's own kind: not quantised, not distributed."""
     return type(parameter) is nn.Parameter

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._guards import class_of, hooked, plain_linear
+from ._guards import class_of, hooked, is_idle, plain_linear
 
 LORA_CLASS = "peft.tuners.lora.layer.Linear"
-IDENTITY, DROPOUT = "torch.nn.modules.linear.Identity", "torch.nn.modules.dropout.Dropout"
+IDENTITY = "torch.nn.modules.linear.Identity"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -85,8 +85,7 @@ def adapters_of(module: nn.Module, device: torch.device) -> tuple[str, list[LowR
             continue
         if name in layer.lora_variant:
             return f"{type(layer.lora_variant[name]).__name__} of peft", []
-        idle = class_of(dropout) == IDENTITY or (class_of(dropout) == DROPOUT and not dropout.training)
-        if not idle or hooked(dropout):
+        if not is_idle(dropout) and (class_of(dropout) != IDENTITY or hooked(dropout)):
             return "a dropout of adapters that is active or has a hook", []
         scale = layer.scaling[name]
         if type(scale) not in (float, int):

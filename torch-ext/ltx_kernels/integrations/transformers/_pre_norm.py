@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._block import Block
 from .._decoder import LIVE, CausalAttention, GatedMLP
-from .._guards import children, hooked
+from .._guards import children, is_idle
 from .._norms import NORMS
 from .._rotary import Tables
 from .._stream import Stream
@@ -28,7 +28,7 @@ def layer_window(attention: Any, arguments: Mapping[str, Any]) -> Options:
 def drops(layer: Any, name: str) -> bool:
     """Whether a layer has a dropout that only some classes have, and it is active or has a hook."""
     dropout = layer._modules.get(name)
-    return dropout is not None and bool(dropout.training or hooked(dropout))
+    return dropout is not None and not is_idle(dropout)
 
 
 def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._block import Block
 from .._decoder import GatedMLP
 from .._flash import HOME
-from .._guards import children, hooked
+from .._guards import children, is_idle
 from .._norms import NORMS
 from .._norms import transformers_class as _class
 from .._replay import refuse
@@ -92,7 +92,7 @@ def _why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
     if arguments["hidden_states"].dtype == torch.float16:
         return "the stock block clamps its stream in float16"
     first, _, _, second, *_ = _parts(block)
-    if any(layer._modules["dropout"].training or hooked(layer._modules["dropout"]) for layer in (first, second)):
+    if not all(is_idle(layer._modules["dropout"]) for layer in (first, second)):
         return "a dropout is active or has a hook"
     return ""
 
