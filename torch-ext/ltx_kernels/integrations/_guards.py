@@ -66,6 +66,8 @@ def hooked(module: nn.Module) -> str:
     if forward is None:
         return ""
     site = module.__dict__.get(ATTRIBUTE)
+    if site is not None and not torch.compiler.is_compiling() and type(module).forward is not site.stock:
+        return "is of a class with another forward"
     if site is None or type(forward) is not types.MethodType:  # hooks are functools.partial
         return HOOK
     # torch.compile of torch 2.11 takes one function for two, so there the type has to do.

@@ -37,14 +37,16 @@ class Held:
     memory: The answers of `remember`, with the snapshot that they hold for.
     replays: The recorded calls of a block.
     graphs: The CUDA graphs of a module.
+    parent: The model that a module makes tables for.
     """
 
-    __slots__ = ("graphs", "memory", "replays")
+    __slots__ = ("graphs", "memory", "parent", "replays")
 
     def __init__(self) -> None:
         self.memory: Memory | None = None
         self.replays: Any = None
         self.graphs: Any = None
+        self.parent: weakref.ref[nn.Module] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Held:
         return Held()

@@ -10,17 +10,15 @@ from torch import Tensor
 
 from .._guards import ATTRIBUTE
 from .._kept import kept
-from .._rotary import Tables, compact, full_width, halves
+from .._rotary import Tables, compact, full_width
 from .._sites import Entry, parameters_of, site_of, stock_forward, why_stock
+from .._state import held
 
-_MODEL = "_ltx_kernels_model"  # a weak reference to the model that the tables are made for
 LTX = "diffusers.models.transformers.transformer_ltx."
 
 
 def tables(attention: Any, rope: Tables) -> Tables:
     """What the ops read of the tables that `rope_forward` makes."""
-    if rope[0].shape[-1] == attention.inner_dim:
-        rope = halves(attention, rope)
     # With two heads, half of both heads' width would be taken for the whole width of one.
     return stock_tables(attention, rope) if attention.heads == 2 else rope
 
@@ -62,7 +60,8 @@ def rope_forward(
 
 def _has_stock_reader(rope: Any) -> bool:
     """Whether an attention that was put into the model later, or taken out of `optimize`, reads the tables."""
-    reference = vars(rope).get(_MODEL)
+    place = held(rope)
+    reference = place.parent
     model = None if reference is None else reference()
     if model is None or model._modules.get("rope") is not rope:
         roots = (reference() for reference in site_of(rope).roots)
@@ -70,7 +69,7 @@ def _has_stock_reader(rope: Any) -> bool:
         model = next((part for part in parts if part._modules.get("rope") is rope), None)
         if model is None:
             return False
-        vars(rope)[_MODEL] = weakref.ref(model)
+        place.parent = weakref.ref(model)
     blocks: Any = model.transformer_blocks
     readers = [block.attn1 for block in blocks]
     return any(ATTRIBUTE not in reader.__dict__ or why_stock(reader) for reader in readers)
