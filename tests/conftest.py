@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.build import BACKEND, REPO_ID, ROOT, build_directory, use_own_build_by_default
+from helpers.build import ROOT, build_directory, load_build, use_own_build_by_default
 from helpers.failures import name_failures
 from helpers.gpus import take_turns
 
@@ -89,13 +89,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.fixture(scope="session")
 def ltx() -> ModuleType:
-    kernels = pytest.importorskip("kernels")
-    directory = build_directory()
-    if directory is None:
-        pytest.fail(f"LOCAL_KERNELS has no entry for {REPO_ID}", pytrace=False)
-    if not directory.exists():
-        pytest.fail(f"{directory} does not exist: run `make build`", pytrace=False)
-    return kernels.get_kernel(REPO_ID, version=1, backend=BACKEND)
+    return load_build()
 
 
 @pytest.fixture(scope="session")

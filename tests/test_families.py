@@ -6,6 +6,7 @@ A family adds one module to tests/families; the tests here run over all of them.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 diffusers = pytest.importorskip("diffusers")
 from families import Family, families, randn, random_  # noqa: E402
 from families.left import LEFT, LEFT_BLOCKS  # noqa: E402
+from helpers.build import load_build  # noqa: E402
 from helpers.dispatch import PackageOps  # noqa: E402
+from helpers.engine_paths import block_descriptions, of_each_path, one_of_each_path, path_of, paths_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
@@ -29,6 +32,9 @@ FAMILIES = families()
 # Of float32: the order of sums, which on a GPU is that of other products as well.
 CLOSE = 1e-5 if torch.cuda.is_available() else 1e-6
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+DESCRIPTIONS = block_descriptions(load_build(), "diffusers")
+FIRST = one_of_each_path(DESCRIPTIONS, {name: family.blocks for name, family in FAMILIES.items()})
+every_path = of_each_path("family", FAMILIES, FIRST)
 
 
 def make(family: Family, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -120,6 +126,20 @@ def test_every_known_block_has_a_tiny_model(ltx: ModuleType) -> None:
         for module in family.make().modules():
             made |= {name_of(module), f"{name_of(module)} + {name_of(vars(module).get('processor'))}"}
     assert sorted(known - made) == []
+
+
+def test_every_path_has_a_family_that_is_not_slow() -> None:
+    """Whatever differs in the description of a block is another path."""
+    paths = {name: paths_of(DESCRIPTIONS, family.blocks) for name, family in FAMILIES.items()}
+    assert all(paths.values())
+    assert set().union(*paths.values()) == set().union(*(paths[name] for name in FIRST))
+    assert {"flux", "ltx", "sd3"} <= FIRST and len(FIRST) < len(FAMILIES) / 2
+    (block,) = DESCRIPTIONS["diffusers.LTXVideoTransformerBlock"]
+    attention, _ = block.attentions.values()
+    gated = {**block.attentions, "attn1": dataclasses.replace(attention, gate="to_gate")}
+    changes = {"streams": ("a", "b"), "ops": ("rmsnorm",), "attentions": gated, "linears": (("a",),)}
+    changed = {path_of(dataclasses.replace(block, **{name: value})) for name, value in changes.items()}
+    assert len(changed) == len(changes) and path_of(block) not in changed
 
 
 @every_family
@@ -377,7 +397,7 @@ def test_faults_would_show(ltx: ModuleType, device: str, family: Family) -> None
                 parameter.copy_(kept)
 
 
-@every_family
+@every_path
 def test_compile(ltx: ModuleType, device: str, family: Family) -> None:
     model, inputs = make(family, device), cast(family.inputs(2), device, torch.float32)
     stock = run(model, inputs)
@@ -438,7 +458,7 @@ def test_compile_inductor(ltx: ModuleType, device: str, family: Family) -> None:
     assert distance(run(torch.compile(model, fullgraph=family.one_graph), inputs), stock) < 0.02
 
 
-@every_family
+@every_path
 def test_hooks(ltx: ModuleType, device: str, family: Family) -> None:
     """A hook on any submodule of the blocks is called as in the stock model, whatever it stands on."""
     stock_model, model = make(family, device), make(family, device)
@@ -473,7 +493,7 @@ def _scaled(module: nn.Module, arguments: Any, output: Any) -> Any:
     return type(output)(_scaled(module, arguments, item) for item in output)
 
 
-@every_family
+@every_path
 def test_lora(ltx: ModuleType, device: str, family: Family) -> None:
     peft = pytest.importorskip("peft")
     model, inputs = make(family, device), cast(family.inputs(1), device, torch.float32)
@@ -493,7 +513,7 @@ def test_lora(ltx: ModuleType, device: str, family: Family) -> None:
     assert distance(run(model, inputs), bare) < CLOSE
 
 
-@every_family
+@every_path
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
 def test_group_offload(ltx: ModuleType, device: str, family: Family, kind: str) -> None:
     inputs = cast(family.inputs(1), device, torch.float32)
@@ -512,7 +532,7 @@ def test_group_offload(ltx: ModuleType, device: str, family: Family, kind: str) 
     assert distance(run(model, inputs), stock) < CLOSE
 
 
-@every_family
+@every_path
 def test_first_block_cache(ltx: ModuleType, device: str, family: Family) -> None:
     if not family.first_block_cache:
         pytest.skip("diffusers does not know these blocks")
@@ -654,7 +674,7 @@ def test_rows_of_a_stream_have_a_product_for_each_sample(
     assert apart == ([] if rounding == "eager" else [(3, 16), (3, 5), (3, 16), (3, 5), (3, 16)])
 
 
-@every_family
+@every_path
 @pytest.mark.parametrize("of", ["norm", "attention"])
 def test_exchanged_submodules(ltx: ModuleType, device: str, family: Family, of: str) -> None:
     """A module that takes another's place after `optimize` is the one that runs."""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
+from helpers.build import load_build  # noqa: E402
+from helpers.engine_paths import block_descriptions, of_each_path, one_of_each_path  # noqa: E402
 from helpers.language_models import (  # noqa: E402
     FALCONS,
     LAYERS,
@@ -96,6 +98,9 @@ CASES = {
     ),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+BLOCKS = {name: [f"transformers.{replaced}" for replaced in case.replaced] for name, case in CASES.items()}
+FIRST = one_of_each_path(block_descriptions(load_build(), "transformers"), BLOCKS)
+every_path = of_each_path("case", CASES, FIRST)
 
 
 def make(case: Case, device: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
@@ -210,7 +215,7 @@ def test_faults_would_show(ltx: ModuleType, device: str, case: Case) -> None:
             changed.copy_(kept)
 
 
-@every_case
+@every_path
 def test_hooks(ltx: ModuleType, device: str, case: Case) -> None:
     """A hook on any submodule of a layer does what it does in the stock model."""
     stock_model, model, ids = make(case, device), make(case, device), make_ids(device)
@@ -298,7 +303,7 @@ def test_tensor_parallel(ltx: ModuleType, backend: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_tensor_parallel, (port, str(build), str(tmp_path)), nprocs=2)
 
 
-@every_case
+@every_path
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_lora(ltx: ModuleType, device: str, case: Case, precision: str, request: pytest.FixtureRequest) -> None:
     """Disabled adapters leave the bits of the model without adapters."""
@@ -337,7 +342,7 @@ def test_training_runs_stock(ltx: ModuleType, device: str, case: Case) -> None:
     assert report.sites[0].calls == calls + LAYERS
 
 
-@every_case
+@every_path
 def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
     model, ids = make(case, device), make_ids(device)
     stock = model(ids, use_cache=False).logits
@@ -351,7 +356,7 @@ def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
         assert distance(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < CLOSE
 
 
-@every_case
+@every_path
 def test_compiled_generation(ltx: ModuleType, device: str, case: Case) -> None:
     report = compiled_generation(ltx, make(case, device), make_ids(device))
     assert all(site.traces for site in report.sites) and report.fallbacks == {}

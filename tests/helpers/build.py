@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 
 def local_kernels() -> dict[str, str]:
@@ -24,3 +27,15 @@ def use_own_build_by_default() -> None:
 def build_directory() -> Path | None:
     path = local_kernels().get(REPO_ID)
     return None if path is None else Path(path)
+
+
+def load_build() -> ModuleType:
+    """The package as users load it. A test that calls this is skipped without the library `kernels`."""
+    kernels = pytest.importorskip("kernels")
+    directory = build_directory()
+    if directory is None:
+        pytest.fail(f"LOCAL_KERNELS has no entry for {REPO_ID}", pytrace=False)
+    if not directory.exists():
+        pytest.fail(f"{directory} does not exist: run `make build`", pytrace=False)
+    package: ModuleType = kernels.get_kernel(REPO_ID, version=1, backend=BACKEND)
+    return package
