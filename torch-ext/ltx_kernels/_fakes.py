@@ -317,5 +317,7 @@ def _register(name: str) -> None:
             torch.library.impl(into_outs, device)(kernel_out)
 
 
-for _name in BODIES:
-    _register(_name)
+if not vars(ops).setdefault("registered", False):  # an earlier import of the build, from another folder, has done it
+    for _name in BODIES:
+        _register(_name)
+    vars(ops)["registered"] = True

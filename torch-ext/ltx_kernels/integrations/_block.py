@@ -13,7 +13,7 @@ from ._feed_forward import FEED_FORWARD
 from ._guards import class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
 from ._norms import FORMS, LAYER, RMS, statistic
 from ._replay import Live, replayed
-from ._sites import Entry, parameters_of, site_of, stock_forward
+from ._sites import Entry, parameters_of, site_of, stock_forward, why_stock
 from ._state import remember
 
 
@@ -112,6 +112,7 @@ class Block:
             apart=frozenset((*self.attentions, *self.feed_forwards)),
             plain=self.plain,
             asks=self.asks,
+            guarded=True,
         )
 
     def _ops(self) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ class Block:
 
     def _why_not_state(self, module: nn.Module, input: Tensor) -> str:
         """Why the block's own parameters and norms keep a call from running ops."""
-        reason = self._why_not_module(module)
+        reason = why_stock(module) or self._why_not_module(module)
         if reason:
             return reason
         for name in self.tensors:

@@ -24,7 +24,9 @@ from .._variant import constant_when_compiled
 LIBRARIES = frozenset({"torch", "diffusers", "transformers", "kernels"})
 _PYTHON = frozenset(getattr(sys, "stdlib_module_names", ("contextlib", "functools", "typing", "warnings")))
 # Functions that the fused forwards look up and call as the stock forwards do, whoever wrote them.
-FOLLOWED = frozenset({"scaled_dot_product_attention", "dispatch_attention_fn", "eager_attention_forward"})
+FOLLOWED = frozenset(
+    {"scaled_dot_product_attention", "dispatch_attention_fn", "eager_attention_forward", "conv2d", "conv3d"}
+)
 _BASES = (nn.Module, object)
 
 

@@ -32,16 +32,18 @@ _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary
 recording = threading.local()  # its `recorder` notes what this thread counts, for the replays of a call
 
 
-def _or_stock(function: Callable[..., Any]) -> Callable[..., Any]:
+def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]:
     """A replaced forward that runs the class's own where that was patched, and where the module was restored.
 
     A wrapper may still call it then.
+
+    guarded: The function asks `why_stock` itself.
     """
 
     @functools.wraps(function)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if ATTRIBUTE in module.__dict__:
-            reason = why_stock(module)
+            reason = "" if guarded else why_stock(module)
             if not reason:
                 return function(module, *args, **kwargs)
             site_of(module).count_fallback(reason)
@@ -99,11 +101,13 @@ class Entry:
     # Nothing else is replaced in a model that holds such a module. The norms of an autoencoder, for example, would read
     # channels as strided rows.
     alone: bool = False
+    # Its forward asks `why_stock` by itself, where the answer stands from call to call.
+    guarded: bool = False
     # Why no CUDA graph can hold calls of such a module; empty if one can.
     why_no_graph: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "forward", _or_stock(self.forward))
+        object.__setattr__(self, "forward", _or_stock(self.forward, self.guarded))
 
 
 def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -233,7 +237,9 @@ def stock_forward(module: nn.Module, reason: str, *arguments: Any, **options: An
     """What the stock module would do, counted as a fallback."""
     site = site_of(module)
     site.count_fallback(reason)
-    return site.stock(module, *arguments, **options)
+    # torch.compile cannot look the forward up on classes that diffusers marks allow_in_graph.
+    stock = site.stock if torch.compiler.is_compiling() else type(module).forward
+    return stock(module, *arguments, **options)
 
 
 @constant_when_compiled

@@ -104,12 +104,8 @@ class _Anything:
     __hash__ = None  # type: ignore[assignment]
 
 
-# Attributes that may change between calls, by class ("" for every class), because something else looks at them:
-# `adapters_state` at those of peft's layers, and gradients alone at what register_full_backward_hook sets.
-_APART = {
-    "": ("_is_full_backward_hook",),
-    "peft.tuners.lora.layer.Linear": ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling"),
-}
+# Attributes that may change between calls, by class, because something else looks at them: `adapters_state`.
+_APART = {"peft.tuners.lora.layer.Linear": ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")}
 _OWN = "_ltx_kernels"  # begins the names of this package's attributes
 # Objects on a block that wrap its forward, and may count calls. What they run lies outside of the block.
 _WRAPPERS = ("_hf_hook", "_diffusers_hook")
@@ -145,7 +141,8 @@ class Snapshot:
         attributes: list[dict[str, Any]] = [part.__dict__ for part in parts]
         self._attributes = list(map(_copied, parts, attributes))
         # By the number of the part and the name of the attribute; equal objects are still different ones.
-        self._objects = [(number[id(holder)], name, value) for holder, name, value in objects]
+        self._held = [(number[id(holder)], name) for holder, name, _ in objects]
+        self._objects = [value for _, _, value in objects]
         self._read_code()
         named = [
             (i, kind, name, tensor)
@@ -155,7 +152,8 @@ class Snapshot:
             if tensor is not None
         ]
         # Tensors of one element can be compared without an error, so that an equal one passes for them.
-        self._single = [entry for entry in named if entry[-1].numel() == 1]
+        self._places_of_single = [tuple(place) for *place, tensor in named if tensor.numel() == 1]
+        self._single = [tensor for *_, tensor in named if tensor.numel() == 1]
         self.tensors = [entry[-1] for entry in named]
         loose = [value for place in attributes for value in list(place.values()) if isinstance(value, Tensor)]
         self._watched = [*self.tensors, *loose]
@@ -193,8 +191,8 @@ class Snapshot:
             return (
                 attributes == self._attributes
                 and [type(module), *map(type, self._parts)] == self._classes
-                and all(attributes[i][name] is value for i, name, value in self._objects)
-                and all(attributes[i][kind][name] is tensor for i, kind, name, tensor in self._single)
+                and all(map(is_, [attributes[i][name] for i, name in self._held], self._objects))
+                and all(map(is_, [attributes[i][kind][name] for i, kind, name in self._places_of_single], self._single))
                 and all(map(is_, map(dict.get, self._places, self._names), self._functions))
                 and all(map(is_, map(getattr, self._code_classes, self._code_names, repeat(None)), self._code))
                 and list(map(Tensor.data_ptr, watched)) == self._addresses
@@ -242,7 +240,7 @@ def _is_object(value: Any) -> bool:
 
 def _copied(part: Any, attributes: dict[str, Any]) -> dict[str, Any]:
     """A copy of attributes and of the containers among them, in which those of `_APART` are equal to anything."""
-    apart = *_APART[""], *_APART.get(class_of(part), ())
+    apart = _APART.get(class_of(part), ())
     return {
         name: _Anything() if name in apart else value if name in _UNREAD else _content(value)
         for name, value in list(attributes.items())

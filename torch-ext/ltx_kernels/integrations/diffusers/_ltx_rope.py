@@ -72,7 +72,9 @@ def _has_stock_reader(rope: Any) -> bool:
         place.parent = weakref.ref(model)
     blocks: Any = model.transformer_blocks
     readers = [block.attn1 for block in blocks]
-    return any(ATTRIBUTE not in reader.__dict__ or why_stock(reader) for reader in readers)
+    if not all(ATTRIBUTE in reader.__dict__ for reader in readers):
+        return True
+    return any(map(why_stock, {type(reader): reader for reader in readers}.values()))
 
 
 ROPE = Entry((LTX + "LTXVideoRotaryPosEmbed",), rope_forward, (), parameters_of(rope_forward), table_readers="attn1")
