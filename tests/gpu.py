@@ -49,7 +49,7 @@ FILES |= dict.fromkeys(["attention_int8", "completeness", "report", "wrong_types
 MODELS_FILES = {"language_models": 4, "families": 4, "integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
 MODELS_FILES |= {"vae": 1, "graphs": 1, "integration_pipelines": 1, "fp8_lora": 1, "lora": 1, "fp8_files": 1}
 MODELS_FILES |= dict.fromkeys(
-    ["fp8_memory", "kv_cache", "sliding_windows", "causal_prompts", "tokens", "replay", "processors"], 1
+    ["fp8_memory", "kv_cache", "sliding_windows", "causal_prompts", "tokens", "replay", "processors", "state"], 1
 )
 # Of the others that take a device: parts of their own, and what runs the code of pages, examples and notebooks.
 ELSEWHERE = {"forced", "sanitize", "demo", "docs", "examples", "notebooks", "parallel", "project_files", "skills"}
