@@ -50,6 +50,29 @@ HEADS = (2, 6, 3, 8)
 VIDEO = (2, 8, 3, 4, 5)
 
 
+def rows_of_pair(first: str, norm: str) -> list[Error]:
+    """A pair of norms with an index, one of whose modulations has another number of rows than the others."""
+    name = f"{first}adaln_{norm}norm_pair"
+    names = ["scale", "shift", "scale2", "shift2"]
+
+    def call(wrong: str) -> Callable[..., Any]:
+        def run(f: Any, t: Make, **out: Any) -> Any:
+            residual = {"residual": t(*ROWS), "gate": t(2, 8)} if first else {}
+            modulation = {modulator: t(3 if modulator == wrong else 2, 8) for modulator in names}
+            return getattr(f, name)(t(*ROWS), weight=None, index=t(3, dtype=I64), **residual, **modulation, **out)
+
+        return run
+
+    def outs(t: Make) -> dict[str, Any]:
+        return {out: t(*ROWS) for out in ("out", "out2", *(["residual_out"] if first else []))}
+
+    leader = "gate" if first else "scale"
+    return [
+        Error(f"{wrong}: expected 2 rows, as {leader} has, got shape [3, 8]", call(wrong), outs)
+        for wrong in (names if first else names[1:])
+    ]
+
+
 def norm_errors() -> list[Error]:
     return [
         Error(
@@ -188,6 +211,12 @@ def norm_errors() -> list[Error]:
             "shift: expected 2 rows, as scale has, got shape [3, 8]",
             lambda f, t, **out: f.adaln_rmsnorm(t(*ROWS), None, t(2, 8), t(3, 8), index=t(3, dtype=I64), **out),
             one(*ROWS),
+        ),
+        *(
+            error
+            for first in ("", "gated_residual_")
+            for norm in ("rms", "layer")
+            for error in rows_of_pair(first, norm)
         ),
         Error(
             "scale_table: expected shape [8], got [1, 8]",

@@ -264,35 +264,73 @@ def test_slices_of_a_packed_tensor_are_apart(ltx: Any, device: str, name: str) -
             assert_same_bits(got, want)
 
 
-def test_overlaps_are_told_exactly(ltx: Any, backend: str, device: str) -> None:
-    """An error where two tensors share an element and are not the same, and nowhere else: compared with their sets."""
+def bytes_of(x: Tensor) -> set[int]:
+    """The places of its elements in its storage."""
+    steps = [range(0, size * stride, stride) for size, stride in zip(x.shape, x.stride(), strict=True)]
+    first = [x.itemsize * (x.storage_offset() + sum(step)) for step in itertools.product(*steps)]
+    return {place + byte for place in first for byte in range(x.itemsize)}
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(("dtype", "other"), [(F32, F32), (F32, BF16), (BF16, F32)], ids=str)
+def test_overlaps_are_told_exactly(ltx: Any, backend: str, device: str, dtype: torch.dtype, other: torch.dtype) -> None:
+    """An error where two tensors share a byte and are not the same, and nowhere else: compared with their sets."""
     if backend != device:
         pytest.skip("the reference does not look at memory")
     draw = random.Random(0)
-    memory = torch.zeros(1024, device=device)
+    memory = torch.zeros(4096, dtype=torch.uint8, device=device)
 
-    def places(x: Tensor) -> set[int]:
-        steps = [range(0, size * stride, stride) for size, stride in zip(x.shape, x.stride(), strict=True)]
-        return {x.storage_offset() + sum(step) for step in itertools.product(*steps)}
+    def drawn(dtype: torch.dtype) -> Tensor:
+        strides = [draw.choice([1, 2, 3, 4, 5, 6, 12, 24, 60]) for _ in shape]
+        return memory.view(dtype).as_strided(shape, strides, draw.randint(0, 240 // dtype.itemsize))
 
     told = [0, 0]
     for _ in range(4000):
         shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
-        x, out = (
-            memory.as_strided(shape, [draw.choice([1, 2, 3, 4, 5, 6, 12, 24, 60]) for _ in shape], draw.randint(0, 60))
-            for _ in range(2)
-        )
-        if len(places(out)) < out.numel():
+        x, out = drawn(other), drawn(dtype)
+        if len(bytes_of(out)) < out.nbytes:
             continue
         steps = [[(size, step) for size, step in zip(t.shape, t.stride(), strict=True) if size > 1] for t in (x, out)]
-        same = x.storage_offset() == out.storage_offset() and steps[0] == steps[1]
-        expected = bool(places(x) & places(out)) and not same
-        _, text = outcome(lambda x=x, out=out: (ltx.gelu(x, out=out),))
+        same = dtype == other and x.storage_offset() == out.storage_offset() and steps[0] == steps[1]
+        expected = bool(bytes_of(x) & bytes_of(out)) and not same
+        if dtype == other:
+            case = Case("gelu", {"input": x})
+        else:
+            apart = torch.zeros(shape, dtype=dtype, device=device)
+            case = Case("gated_residual", {"input": apart, "residual": apart, "gate": x})
+        _, text = outcome(lambda case=case, out=out: case.run(ltx, out=out))
         if "memory of its own" in text:  # strides that do not nest count as if elements shared a place
             continue
         assert bool(text) == expected, (shape, x.stride(), x.storage_offset(), out.stride(), out.storage_offset())
         told[expected] += 1
     assert min(told) > 300
+
+
+@pytest.mark.parametrize("other", [F32, BF16, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_overlaps_of_two_elements(ltx: Any, backend: str, device: str, dtype: torch.dtype, other: torch.dtype) -> None:
+    """At every distance in bytes from -4 to 4 that torch allows for the two sizes of elements."""
+    if backend != device:
+        pytest.skip("the reference does not look at memory")
+    memory = torch.zeros(64, dtype=torch.uint8, device=device)
+    apart = torch.zeros(1, 1, dtype=dtype, device=device)
+    case = Case("gated_residual", {"input": apart, "residual": apart, "gate": apart})
+    distances = set()
+    for start, distance in itertools.product(range(16, 20), range(-4, 5)):
+        at = start + distance
+        if start % dtype.itemsize or at % other.itemsize or (dtype == other and distance == 0):
+            continue
+        out, x = memory[start : start + dtype.itemsize].view(dtype), memory[at : at + other.itemsize].view(other)
+        name, value = ("index", x) if other == torch.bool else ("gate", x.view(1, 1))
+        call = case.replace(**{name: value})
+        _, text = outcome(lambda call=call, out=out: call.run(ltx, out=out.view(1, 1)))
+        overlap = f"out: expected memory apart from that of {name}, got an overlap"
+        assert text == (overlap if bytes_of(x) & bytes_of(out) else ""), distance
+        distances.add(distance)
+    step = min(dtype.itemsize, other.itemsize)
+    assert distances | {0} == set(range(-4, 5, step))
 
 
 @every_call
