@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 from pathlib import Path
 
@@ -399,6 +400,31 @@ def test_pip_install_beside_a_local_build(project: Path, tmp_path: Path):
         python, "import importlib.metadata as m; print(m.version('ltx-kernels'), m.requires('ltx-kernels'))"
     )
     assert info == "1 ['torch>=2.11']\n"
+
+
+def source_archive(project: Path, output: Path) -> Path:
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(output)]
+    result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (archive,) = output.glob("*.tar.gz")
+    return archive
+
+
+def test_pip_install_from_a_source_archive(project: Path, tmp_path: Path):
+    archive = source_archive(project, tmp_path / "dist")
+    shutil.rmtree(project)
+    python = virtual_environment(tmp_path / "venv")
+    pip_install(python, str(archive))
+    assert python_output(python, USE) == "[2.0, 2.0]\n"
+
+
+def test_a_source_archive_holds_what_a_build_reads(tmp_path: Path):
+    with tarfile.open(source_archive(ROOT, tmp_path)) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    project = builder.load_project()
+    inputs = {path.relative_to(ROOT).as_posix() for b in project.backends for path in project.input_files(b)}
+    assert inputs | {"hatch_build.py", "tools/build.py", "pyproject.toml", "README.md", "LICENSE"} <= held
 
 
 @needs_nvcc
