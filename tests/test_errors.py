@@ -707,8 +707,13 @@ def video_errors() -> list[Error]:
         norm("scale_table: expected its modulation input to be given too, got a table alone", scale_table=[8]),
         norm("shift_table: expected shape [8], got [3]", scale=[2, 8], shift=[2, 8], shift_table=[3]),
         norm(
-            "padding: expected frames before and after (>= 0), and 0 or 1 for reflected edges, got [-1, 0, 0]",
+            "padding: expected frames before and after, 0 to 65536, and 0 or 1 for reflected edges, got [-1, 0, 0]",
             padding=(-1, 0),
+        ),
+        norm(
+            "padding: expected frames before and after, 0 to 65536, and 0 or 1 for reflected edges, "
+            "got [4611686018427387904, 4611686018427387904, 0]",
+            padding=(2**62, 2**62),
         ),
         Error(
             "weight: expected dtype float32 (that of input), got bfloat16",
@@ -726,12 +731,17 @@ def video_errors() -> list[Error]:
             one(*VIDEO),
         ),
         Error(
-            "upscale: expected three numbers >= 1, got [2, 0, 2]",
+            "upscale: expected three numbers from 1 to 65536, got [2, 0, 2]",
             lambda f, t, **out: f.pixel_shuffle_3d(t(*VIDEO), (2, 0, 2), **out),
             one(*VIDEO),
         ),
         Error(
-            "upscale: expected three numbers >= 1, got [2, 2]",
+            "upscale: expected three numbers from 1 to 65536, got [4611686018427387904, 2, 2]",
+            lambda f, t, **out: f.pixel_shuffle_3d(t(*VIDEO), (2**62, 2, 2), **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "upscale: expected three numbers from 1 to 65536, got [2, 2]",
             lambda f, t, **out: f.pixel_shuffle_3d(t(*VIDEO), (2, 2), **out),
             one(*VIDEO),
         ),
@@ -752,7 +762,12 @@ def video_errors() -> list[Error]:
             one(1, 2, 2, 2, 2),
         ),
         Error(
-            "patch_size: expected a number >= 1, got 0",
+            "patch_size: expected a number from 1 to 65536, got 4294967296",
+            lambda f, t, **out: f.unpatchify(t(*VIDEO), 2**32, **out),
+            one(*VIDEO),
+        ),
+        Error(
+            "patch_size: expected a number from 1 to 65536, got 0",
             lambda f, t, **out: f.unpatchify(t(*VIDEO), 0, **out),
             one(*VIDEO),
         ),

@@ -1075,6 +1075,7 @@ ERRORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("mask: expected shape [2, 4] or [1, 4], got [2, 1, 1, 4]", (Q, K, K), {"mask": (2, 1, 1, 4)}),
     ("mask: expected shape [2, 4] or [1, 4], got [3, 4]", (Q, K, K), {"mask": (3, 4)}),
     ("mask: expected shape [2, 4] or [1, 4], got [2, 6]", (Q, K, K), {"mask": (2, 6)}),
+    ("mask: expected shape [1, 4], got [1, 3]", ((1, 2, 3, 64), (1, 4, 3, 64), (1, 4, 3, 64)), {"mask": (1, 3)}),
     ("key_lengths: expected dtype int32, got int64", (Q, K, K), {"key_lengths": (2, I64)}),
     ("key_lengths: expected shape [2], got [1]", (Q, K, K), {"key_lengths": (1, torch.int32)}),
 ]

@@ -54,7 +54,9 @@ void check_mask(const Arg& mask, const Arg& key, int64_t& stride_batch, int64_t&
   const int64_t batch = key.size[0], keys = key.size[1];
   const bool per_batch = mask.dim == 2 && mask.size[0] == batch;
   if (mask.dim != 2 || mask.size[1] != keys || (!per_batch && mask.size[0] != 1)) {
-    fail("mask", text("shape [", batch, ", ", keys, "] or [1, ", keys, "]"), shape_text(mask));
+    std::string expected = text("shape [", batch, ", ", keys, "]");
+    if (batch != 1) expected += text(" or [1, ", keys, "]");
+    fail("mask", expected, shape_text(mask));
   }
   stride_batch = mask.size[0] == 1 ? 0 : mask.stride[0];
   stride_key = mask.size[1] == 1 ? 0 : mask.stride[1];

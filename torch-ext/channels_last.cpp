@@ -2,6 +2,8 @@
 // the params of ltx/channels_last.h and calls the backend. Inputs in another memory order are copied into this one.
 #include "ltx/channels_last.h"
 
+#include <algorithm>
+
 #include "op_inputs.h"
 #include "torch_binding.h"
 
@@ -10,6 +12,9 @@ namespace {
 
 // Dimensions of a [batch, channels, frames, height, width] tensor.
 enum : int { kBatch, kChannels, kFrames, kHeight, kWidth, kDims };
+
+// What an axis is multiplied by, or padded with, at most: the product of three fits in 64 bits.
+constexpr int64_t kMaxGrowth = 65536;
 
 void check_video(const Arg& a) {
   check_dim(a, kDims);
@@ -116,8 +121,9 @@ struct Padding {
 };
 
 Padding check_padding(const std::vector<int64_t>& padding) {
-  if (padding.size() != 3 || padding[0] < 0 || padding[1] < 0 || padding[2] < 0 || padding[2] > 1) {
-    fail("padding", "frames before and after (>= 0), and 0 or 1 for reflected edges",
+  const auto fits = [](int64_t size, int64_t most) { return size >= 0 && size <= most; };
+  if (padding.size() != 3 || !fits(padding[0], kMaxGrowth) || !fits(padding[1], kMaxGrowth) || !fits(padding[2], 1)) {
+    fail("padding", text("frames before and after, 0 to ", kMaxGrowth, ", and 0 or 1 for reflected edges"),
          shape_text(padding.data(), static_cast<int64_t>(padding.size())));
   }
   return {padding[0], padding[1], padding[2] == 1};
@@ -249,8 +255,10 @@ Tensor run_shuffle(const Tensor& input_tensor, const OptionalTensor& bias_tensor
   });
   check_video(*input);
   const int64_t* size = input->size;
-  if (upscale.size() != 3 || upscale[0] < 1 || upscale[1] < 1 || upscale[2] < 1) {
-    fail("upscale", "three numbers >= 1", shape_text(upscale.data(), static_cast<int64_t>(upscale.size())));
+  const auto is_factor = [](int64_t factor) { return factor >= 1 && factor <= kMaxGrowth; };
+  if (upscale.size() != 3 || !std::all_of(upscale.begin(), upscale.end(), is_factor)) {
+    fail("upscale", text("three numbers from 1 to ", kMaxGrowth),
+         shape_text(upscale.data(), static_cast<int64_t>(upscale.size())));
   }
   const int64_t parts = upscale[0] * upscale[1] * upscale[2];
   if (size[kChannels] % parts != 0) {
@@ -310,7 +318,9 @@ Tensor run_unpatchify(const Tensor& input_tensor, const OptionalTensor& bias_ten
   const Readable input = dense_video("input", input_tensor), bias = plain("bias", bias_tensor);
   check_video(*input);
   const int64_t* size = input->size;
-  if (patch_size < 1) fail("patch_size", "a number >= 1", text(patch_size));
+  if (patch_size < 1 || patch_size > kMaxGrowth) {
+    fail("patch_size", text("a number from 1 to ", kMaxGrowth), text(patch_size));
+  }
   if (size[kChannels] % (patch_size * patch_size) != 0) {
     fail("input", text("channels that are a multiple of ", patch_size * patch_size), "shape " + shape_text(*input));
   }

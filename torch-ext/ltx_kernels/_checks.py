@@ -47,6 +47,9 @@ _MAX_HEAD_DIM = 256
 # Pairs of one head whose angles fit in a launch's parameters (kMaxPairs).
 _MAX_PAIRS = 512
 
+# What an axis of a video is multiplied by, or padded with, at most (kMaxGrowth).
+_MAX_GROWTH = 65536
+
 
 def choice(name: str, codes: Mapping[str, Code], value: str) -> Code:
     """The code of a mode given by name."""
@@ -186,8 +189,11 @@ def _fits(annotation: str, value: object) -> bool:
 
 
 def check_type(name: str, annotation: str, value: object) -> None:
-    """Raises TypeError where the value is of none of the annotation's types."""
+    """Raises TypeError where the value is of none of the annotation's types, RuntimeError beyond 64 bits."""
     if _fits(annotation, value):
+        for element in value if isinstance(value, (tuple, list)) else (value,):
+            if type(element) is int and not -(2**63) <= element < 2**63 and annotation != "bool":
+                _fail(name, "numbers of 64 bits", f"one of {element.bit_length() + 1} bits")
         return
     texts = {kind: text for kind, (_, text) in _TYPES.items()} | {"Pair": "a (query, key) pair of tensors"}
     expected = [
@@ -1079,7 +1085,8 @@ def _key_and_value(query: Tensor, key: Tensor, value: Tensor, grouped: bool = Fa
 def _mask_shape(mask: Tensor, key: Tensor) -> None:
     batch, keys = key.shape[:2]
     if mask.dim() != 2 or mask.shape[1] != keys or (mask.shape[0] != batch and mask.shape[0] != 1):
-        _fail("mask", f"shape [{batch}, {keys}] or [1, {keys}]", _shape_text(mask.shape))
+        other = "" if batch == 1 else f" or [1, {keys}]"
+        _fail("mask", f"shape [{batch}, {keys}]{other}", _shape_text(mask.shape))
 
 
 def check_attention(
@@ -1227,8 +1234,9 @@ def _together(first: str, second: str, one: object, other: object) -> None:
 def channel_norm_shape(input: Tensor, padding: Sequence[int], float64: bool = False) -> tuple[int, ...]:
     """The shape of a channel norm's result."""
     _video(input, float64)
-    if len(padding) != 3 or any(size < 0 for size in padding) or padding[2] > 1:
-        _fail("padding", "frames before and after (>= 0), and 0 or 1 for reflected edges", _shape_text(padding))
+    if len(padding) != 3 or not all(0 <= size <= most for size, most in zip(padding, (_MAX_GROWTH, _MAX_GROWTH, 1))):
+        expected = f"frames before and after, 0 to {_MAX_GROWTH}, and 0 or 1 for reflected edges"
+        _fail("padding", expected, _shape_text(padding))
     batch, channels, frames, height, width = input.shape
     front, back, reflect = padding
     padded = frames if frames == 0 else frames + front + back
@@ -1292,8 +1300,8 @@ def check_pixel_shuffle(
 ) -> tuple[int, ...]:
     """Returns the shape of the result."""
     _video(input, float64)
-    if len(upscale) != 3 or any(factor < 1 for factor in upscale):
-        _fail("upscale", "three numbers >= 1", _shape_text(upscale))
+    if len(upscale) != 3 or not all(1 <= factor <= _MAX_GROWTH for factor in upscale):
+        _fail("upscale", f"three numbers from 1 to {_MAX_GROWTH}", _shape_text(upscale))
     batch, channels, frames, height, width = input.shape
     parts = math.prod(upscale)
     if channels % parts != 0:
@@ -1333,8 +1341,8 @@ def check_unpatchify(
 ) -> tuple[int, ...]:
     """Returns the shape of the result."""
     _video(input, float64)
-    if patch_size < 1:
-        _fail("patch_size", "a number >= 1", str(patch_size))
+    if not 1 <= patch_size <= _MAX_GROWTH:
+        _fail("patch_size", f"a number from 1 to {_MAX_GROWTH}", str(patch_size))
     batch, channels, frames, height, width = input.shape
     if channels % patch_size**2 != 0:
         expected = f"channels that are a multiple of {patch_size**2}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -199,6 +199,9 @@ def attention(
     if precision != "native" and is_int8(precision, mask, is_causal, return_lse):
         return _attention_int8(out, query, key, value, key_lengths, scale)
     try:
+        number: Any = scale
+        if isinstance(number, int):
+            scale = float(number)  # which fails for what torch's attention cannot take
         needs_gradient = is_grad_enabled() and requires_grad(query, key, value, mask)
         own = not needs_gradient and runs_kernel(query, key, value)
         if not own:

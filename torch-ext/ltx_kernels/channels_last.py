@@ -162,7 +162,7 @@ def _edges(padding: Sequence[int], reflect: bool) -> tuple[int, ...]:
     """The padding as the ops take it."""
     check_type("padding", "Sequence[int]", padding)
     check_type("reflect", "bool", reflect)
-    return (*padding, int(reflect))
+    return (*padding, int(bool(reflect)))
 
 
 def _empty_padded(input: Tensor, edges: tuple[int, ...]) -> Tensor:

@@ -1846,7 +1846,7 @@ def _channel_norm(
 ) -> Pair:
     arguments["norm"] = choice("norm", CHANNEL_NORM, norm)
     arguments["silu"] = choice("activation", CHANNEL_ACTIVATION, activation)
-    arguments["padding"] = (*padding, int(reflect))
+    arguments["padding"] = (*padding, int(bool(reflect)))
     _checks.check_channel_norm(input, float64=True, **arguments)
     return channel_norm_family(input, **arguments)
 
