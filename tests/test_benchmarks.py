@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -585,6 +586,23 @@ def test_language_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path)
     eager, kernels = (r for r in records if r["tokens"] == 20)
     assert eager["error_vs_fp32"] == 0 < kernels["error_vs_fp32"] < 1e-5
     assert eager["prefill_ms"] > 0 < kernels["decode_ms"] and kernels["layers"] == 2 and kernels["replaced"]
+
+
+def test_the_table_of_language_models() -> None:
+    """How many times as fast a configuration is: a prompt in half of the time is 2 x eager."""
+    pytest.importorskip("transformers")
+    import llm
+    from rich.console import Console
+
+    size = {"model": "m", "tokens": 8, "batch": 1}
+    times = {"eager": (4.0, 9.0), "liger": (3.0, 9.0), "kernels": (2.0, 3.0)}
+    console = Console(file=io.StringIO(), record=True, width=200)
+    records = [{**size, "config": name, "prefill_ms": a, "decode_ms": b} for name, (a, b) in times.items()]
+    llm.print_table(records, console)
+    rows = [line.strip("│ ").split("│") for line in console.export_text().splitlines() if "1 x 8" in line]
+    found = {cells[2].strip(): [cell.strip() for cell in cells[3:8]] for cells in rows}
+    assert found["kernels"] == ["2.00", "2.000", "1.500", "3.00", "3.000"]
+    assert found["eager"] == ["4.00", "1.000", "0.750", "9.00", "1.000"]
 
 
 def test_slow_steps_make_short_turns() -> None:

@@ -398,6 +398,17 @@ def test_inject(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert len((EXAMPLES / "inject_ltx.py").read_text().splitlines()) < 60
 
 
+def test_same_tokens_end_at_the_first_other_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What follows another token is an answer to another text. Each text of a batch is counted by itself."""
+    stock = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    answers = iter(torch.tensor([stock, stock, [[1, 2, 9, 4], [9, 6, 7, 8]]]))  # of the stock model, and of each way
+    monkeypatch.setattr(inject_llm, "generate", lambda *_: next(answers))
+    options = ["--tokens", "4", "--batch", "2", "--no-float32", "--json", str(tmp_path / "result.json")]
+    inject_llm.main(["tiny", *options])
+    records = json.loads((tmp_path / "result.json").read_text())["records"]
+    assert [record["same_tokens"] for record in records] == [8, 2]
+
+
 @pytest.mark.parametrize("options", [[], ["--rounding", "eager"], ["--kernelize", "--no-float32"]], ids=" ".join)
 def test_inject_llm(
     device: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

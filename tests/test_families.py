@@ -278,6 +278,21 @@ def test_streams_that_are_parts_of_a_larger_tensor(ltx: ModuleType, device: str,
 
 
 @every_family
+def test_every_norm_has_its_eps(ltx: ModuleType, device: str, family: Family) -> None:
+    """Norms that share a launch may have other numbers than one another, but for those of query and key."""
+    model, inputs = make(family, device), cast(family.inputs(2), device, torch.float32)
+    of_heads: dict[str, float] = {}
+    for number, (path, module) in enumerate(model.named_modules(), 1):
+        if isinstance(getattr(module, "eps", None), float):
+            pair = re.sub(r"(norm_)(added_)?[qk]$", r"\1\2", path)
+            module.eps = of_heads.setdefault(pair, 0.1 + 0.001 * number)
+    stock = run(model, inputs)
+    report = ltx.optimize(model)
+    assert distance(run(model, inputs), stock) < CLOSE
+    assert_ran(report, family)
+
+
+@every_family
 def test_masks(ltx: ModuleType, device: str, family: Family) -> None:
     if family.masked is None:
         pytest.skip("the family has no masks")

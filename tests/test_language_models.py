@@ -149,6 +149,20 @@ def test_float32(ltx: ModuleType, device: str, case: Case, batch: int) -> None:
 
 
 @every_case
+def test_every_norm_has_its_eps(ltx: ModuleType, device: str, case: Case) -> None:
+    """Norms that share a launch, such as those of query and key, are made with one number and may have others."""
+    model, ids = make(case, device), make_ids(device)
+    plain = model(ids).logits
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    for number, norm in enumerate(norms, 1):
+        setattr(norm, "eps" if hasattr(norm, "eps") else "variance_epsilon", 0.02 * number)
+    stock = model(ids).logits
+    assert distance(stock, plain) > 0.01
+    ltx.optimize(model, strict=True)
+    assert distance(model(ids).logits, stock) < CLOSE
+
+
+@every_case
 @pytest.mark.parametrize("rounding", ["fp32", "eager"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half(ltx: ModuleType, device: str, case: Case, dtype: torch.dtype, rounding: str) -> None:

@@ -24,12 +24,14 @@ BESIDE = "adapters beside"
 # ---- Layers
 
 
-def layers(device: str, dtype: torch.dtype, names: str, targets: str, bias: bool, ranks: tuple[int, ...]) -> nn.Module:
+def layers(
+    device: str, dtype: torch.dtype, names: str, targets: str, bias: bool, ranks: tuple[int, ...], **options: Any
+) -> nn.Module:
     """Linear layers of 64 inputs, those in `targets` with an adapter of each rank; the scales differ."""
     torch.manual_seed(1)
     module = nn.ModuleDict({name: nn.Linear(64, 96, bias) for name in names})
     for number, rank in enumerate(ranks):
-        config = {"r": rank, "lora_alpha": (0.7 + number) * rank, "init_lora_weights": False}
+        config = {"r": rank, "lora_alpha": (0.7 + number) * rank, "init_lora_weights": False, **options}
         peft.inject_adapter_in_model(peft.LoraConfig(target_modules=list(targets), **config), module, f"a{number}")
     for layer in module.modules():
         if isinstance(layer, peft.tuners.lora.layer.Linear):
@@ -116,6 +118,17 @@ def test_adapters_of_another_dtype(ltx: ModuleType, device: str) -> None:
     x = torch.randn(400, 64, device=device).bfloat16()
     linears = ltx.integrations._linear.Linears([module["q"]], x, site())
     assert torch.equal(linears(x)[0], module["q"](x))
+
+
+def test_adapters_with_a_bias(ltx: ModuleType, device: str) -> None:
+    """peft adds it in its own order, and so do the fused layers; beside one without, too."""
+    module = layers(device, torch.bfloat16, "qkv", "qk", True, (8,), lora_bias=True)
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            parameter.add_(torch.randn_like(parameter))
+    x = torch.randn(400, 64, device=device).bfloat16()
+    results = ltx.integrations._linear.Linears(list(module.values()), x, site())(x)
+    assert all(torch.equal(ours, layer(x)) for ours, layer in zip(results, module.values(), strict=True))
 
 
 # ---- A model
