@@ -397,6 +397,8 @@ def wrong(ltx: ModuleType, device: str, path: Path, only: Callable[[Change], boo
 
 @pytest.mark.parametrize("name", PATHS)
 def test_every_change_is_followed(ltx: ModuleType, device: str, name: str) -> None:
+    if device == "cuda" and name == "text encoder":
+        pytest.skip("a position out of range, which a change can make, ends a process's use of its GPU")
     counted, failures = wrong(ltx, device, PATHS[name]())
     print(f"{counted} changes made another result")
     assert counted > 20

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..channels_last import channel_norm, channel_norm_residual
-from ._guards import class_of, hooked, is_ordinary, why_not_input
+from ._guards import HOOK, class_of, hooked, is_ordinary, why_not_input
 from ._sites import Entry, site_of, stock_forward
 from ._state import remember
 
@@ -229,8 +229,10 @@ class Autoencoder:
         """Why the modules as they are now cannot be read past their forwards; empty if they can."""
         grad = torch.is_grad_enabled()
         for part in _parts(module):
-            if part is not module and (hooked(part) or "forward" in part.__dict__):
-                return f"a {type(part).__name__} {hooked(part) or 'has another forward'}"
+            if part is not module and (hooked(part) == HOOK or "forward" in part.__dict__):
+                return f"a {type(part).__name__} has a hook or another forward"
+            if part is not module and hooked(part):
+                return f"a {type(part).__name__} {hooked(part)}"
             if class_of(part) not in self.known:
                 return f"it holds a {class_of(part)}"
             if isinstance(part, nn.Dropout) and part.training and part.p > 0:
