@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 from types import ModuleType
 from typing import Any
 
@@ -238,6 +239,35 @@ def test_backends_of_attention(
     with attention_backend("_native_math"):  # torch's attention in a mode that the backend sets
         results = [model(**inputs)[0] for _ in range(4)]
         assert all(torch.equal(result, ordinary(replay, model, inputs, monkeypatch)) for result in results)
+
+
+def test_replays_are_checked(ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LTX_KERNELS_RECORD=check: the same results, and an error that names block, line and tensor at a difference."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    expected = warm(model, inputs)
+    monkeypatch.setattr(replay, "RECORD", replay.CHECK)
+    assert all(torch.equal(model(**inputs)[0], expected) for _ in range(3))
+    assert replays(replay, model) == TINY["num_layers"]
+    (call,) = replay.held(model.transformer_blocks[1]).replays.calls.values()
+    values = call.function.__globals__
+    products = [
+        line for line in call.source.splitlines() if any(f"{f}(" in line for f in values if values[f] is F.linear)
+    ]
+    name = next(name for line in products for name in re.findall(r"held\w+", line))
+    values[name] = values[name] * 2
+    with pytest.raises(RuntimeError, match=rf"TransformerBlock transformer_blocks.1: result.*line \d+ .* {name}$"):
+        model(**inputs)
+
+
+def test_recording_can_be_turned_off(
+    ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "RECORD", "0")
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    warm(model, inputs)
+    assert found(replay, model) == []
 
 
 def test_kernels_of_attention(

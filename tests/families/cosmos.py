@@ -68,6 +68,6 @@ FAMILIES = {
         of_image,
         {**BLOCKS, "diffusers.Attention": 2},
         2 * 6,
-        not_recorded="it holds a module that may run other kernels",  # the stock cross-attention
+        not_recorded="it holds a CosmosAttention, which may run other kernels",  # the stock cross-attention
     ),
 }

@@ -99,7 +99,7 @@ BLOCKS = {
 BLOCKS_15 = {"diffusers.HunyuanVideo15TransformerBlock": 2, "diffusers.Attention": 2}
 LORA = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "net.0.proj", "norm1.linear")
 
-MASK = "a table is kept for the tensor that it is made of"  # the lengths of prompts, for their mask
+MASK = "a value is kept for the tensors that it is made of"  # the lengths of prompts, for their mask
 FAMILIES = {
     "": Family(
         make,
