@@ -150,14 +150,14 @@ def test_what_kernels_are_compiled_for(asked: list[str], hopper: list[str], othe
 
 
 @pytest.mark.parametrize(
-    ("cuda", "knows_blackwell"), [((12, 6), False), ((12, 7), False), ((12, 8), True), ((13, 0), True)]
+    ("toolkit", "knows_blackwell"), [((12, 6), False), ((12, 7), False), ((12, 8), True), ((13, 0), True)]
 )
-def test_architectures_of_a_toolkit(cuda: tuple[int, int], knows_blackwell: bool):
+def test_architectures_of_a_toolkit(toolkit: tuple[int, int], knows_blackwell: bool):
     """Blackwell's came with CUDA 12.8."""
     for arch in ("10.0", "12.0"):
-        assert builder.known_to_toolkit(arch, cuda) == knows_blackwell
+        assert builder.known_to_toolkit(arch, toolkit) == knows_blackwell
     for arch in ("7.5", "9.0+PTX", "9.0a"):
-        assert builder.known_to_toolkit(arch, cuda)
+        assert builder.known_to_toolkit(arch, toolkit)
 
 
 def test_pip_reads_its_version_from_build_toml():
