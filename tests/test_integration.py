@@ -12,10 +12,9 @@ import gc
 import importlib
 import itertools
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import helpers.attention
@@ -1338,23 +1337,18 @@ def test_rotary_table_is_made_once_per_shape(ltx: ModuleType, device: str) -> No
     assert not torch.equal(table(video_coords=coords)[0], given)
 
 
-def test_threads_that_keep_tables_at_once(ltx: ModuleType) -> None:
-    """Tables that another thread keeps while one looks for those to drop."""
-    kept = ltx.integrations._kept.kept
-    site = SimpleNamespace(cache={})
-
-    def gone() -> None:
-        """Stands in for the weak reference of a tensor that is gone; another thread runs before it answers."""
-        if threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=kept, args=(site, "other", (), object))
-            thread.start()
-            thread.join()
-
-    site.cache["first"], site.cache["second"] = (object(), (gone,), ()), (object(), (gone,), ())
-    source = torch.zeros(1)
-    table = kept(site, "third", (source,), object)
-    assert kept(site, "third", (source,), object) is table
-    assert "first" not in site.cache and "second" not in site.cache
+def test_a_kept_value_goes_with_its_tensors(ltx: ModuleType) -> None:
+    """Its memory is free when one of them is gone, also where nothing asks for it again."""
+    kept, limit = ltx.integrations._kept.kept, ltx.integrations._kept.KEPT
+    site = type("Site", (), {"cache": {}})()
+    first, *sources = (torch.zeros(1) for _ in range(limit + 2))
+    tables = [kept(site, "table", (first, source), object) for source in sources]
+    assert len(site.cache) == limit  # the oldest went
+    assert all(kept(site, "table", (first, sources[i]), object) is tables[i] for i in range(1, limit + 1))
+    sources.pop()
+    assert len(site.cache) == limit - 1
+    del first
+    assert not site.cache
 
 
 # ---- torch.compile, CUDA graphs

@@ -124,6 +124,16 @@ def test_diagnosis(tmp_path: Path):
     assert {"location", "Python", "fp8", "diffusers", "transformers"} <= facts.keys()
 
 
+def test_diagnosis_of_arguments(diagnosis: Any, capsys: Any):
+    """An option that there is not is an error, and --help says what the command prints."""
+    with pytest.raises(SystemExit) as ended:
+        diagnosis.main(["--no-such-option"])
+    assert ended.value.code == 2 and "unrecognized arguments: --no-such-option" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        diagnosis.main(["--help"])
+    assert ended.value.code == 0 and "which kernels run here" in capsys.readouterr().out
+
+
 @pytest.fixture
 def diagnosis(ltx: ModuleType) -> Any:
     return importlib.import_module(f"{ltx.__name__}.__main__")

@@ -192,6 +192,25 @@ def in_fp64(vae: Any, name: str, half: str) -> Tensor | None:
     return None if noisy else RUN[half](copy.deepcopy(vae).double())
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(("name", "half"), CASES)
+def test_float32_on_a_gpu(ltx, cuda, name, half, tf32):
+    """Without TensorFloat-32 the result is stock's; with it, cuDNN chooses other algorithms, of the same error."""
+    vae = make_vae(name, cuda, torch.float32)
+    truth = in_fp64(vae, name, half)
+    if truth is None:
+        pytest.skip("its noise differs from dtype to dtype")
+    with torch.backends.cudnn.flags(allow_tf32=tf32):
+        stock = RUN[half](vae)
+        report = ltx.optimize(vae, strict=True)
+        result = RUN[half](vae)
+    assert not report.fallbacks
+    if tf32:
+        assert error(result, truth) <= 1.1 * error(stock, truth)
+    else:
+        assert error(result, stock.double()) < 1e-5 and error(result, truth) < 1e-5
+
+
 @pytest.mark.parametrize(("name", "half"), CASES)
 def test_bfloat16_bits(ltx, device, name, half, exact_convolutions):
     """With the same convolutions, the bits of the stock modules, but where another order of a channel sum shows."""

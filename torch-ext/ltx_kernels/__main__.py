@@ -5,10 +5,12 @@ The exit status is 0 if compiled kernels serve the machine's best device and giv
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -58,7 +60,10 @@ def what_is_wrong(device: str) -> str | None:
     return None if error < 1e-5 else f"rmsnorm is {error:.1e} from plain torch"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    argparse.ArgumentParser(
+        prog="python -m ltx_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(arguments)
     gpus = gpu_names()
     device = "cuda" if gpus else "cpu"
     wrong, obstacle = what_is_wrong(device), fp8_obstacle(torch.device(device))
@@ -82,4 +87,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

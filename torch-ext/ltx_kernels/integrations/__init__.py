@@ -27,6 +27,7 @@ from ._registry import entry_for
 from ._report import Report
 from ._rotary import keep_table_readers_together
 from ._sites import Entry, Plan, Site, install, short_name, uninstall_all, why_not
+from ._threads import alone
 from ._weights import File
 from .kernels import kernel_mapping as kernel_mapping
 
@@ -117,45 +118,51 @@ def optimize(
     if choice("attention", ATTENTION_PRECISION, attention) and (level != "block" or rounding != "fp32"):
         raise ValueError(f'attention: "int8" goes with level "block" and rounding "fp32", got {level} and {rounding}')
     replaceable = _roots(obj, components, _is_default)
-    roots = replaceable if level == "block" else _roots(obj, components, _is_denoiser)
-    # An autoencoder has no layers in fp8 and no file, and is left out beside a transformer. By itself it is an error.
-    models = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
-    files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in models.items()}
-    plan = _plan(roots, level, rounding)
-    groups = _plan_fp8(plan, skip, files) if precision == "fp8" else []
-    if strict and plan.left_alone:
-        lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
-        raise RuntimeError("strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines))
-    for root in roots.values():
-        _parallel.check(root)
-    if graphs:
-        _plan_graphs(plan, roots)
-    if stock_weights == _fp8.BESIDE and any(map(_fp8.is_offloaded, models.values())):
-        stock_weights = _fp8.HELD
-    title = f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
-    report = Report(title, left_alone=plan.left_alone)
-    report.notes += [
-        f'stock with rounding "{rounding}": {count} {short_name(name)}'
-        for name, count in plan.rounded_otherwise.items()
-    ]
-    uninstall_all(replaceable.values())
-    report._roots = [weakref.ref(root) for root in roots.values()]
-    report._in_files = {name: weakref.ref(root) for name, root in models.items()}
-    try:
-        _install(plan, groups, rounding, attention, stock_weights, list(files.values()), report)
+    with alone(replaceable.values()):
+        roots = replaceable if level == "block" else _roots(obj, components, _is_denoiser)
+        # An autoencoder has no layers in fp8 and no file, and is left out beside a transformer. By itself it is an
+        # error.
+        models = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
+        files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in models.items()}
+        plan = _plan(roots, level, rounding)
+        groups = _plan_fp8(plan, skip, files) if precision == "fp8" else []
+        if strict and plan.left_alone:
+            lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
+            raise RuntimeError(
+                "strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines)
+            )
         for root in roots.values():
-            _parallel.follow(root, diffusers.PLANS.get(class_of(root)))
-    except BaseException:  # an interrupt as well: all or nothing
-        with contextlib.suppress(RuntimeError) if files else contextlib.nullcontext():  # what was read stays
-            uninstall_all(roots.values())
-        raise
-    if groups:
-        report.notes.append(_fp8.finish(models.values(), groups, stock_weights))
-    replaced = {module for module, _ in plan.modules.values()}
-    if replaced.isdisjoint(module for root in models.values() for module in root.modules()):
-        where = f" in {', '.join(models)}" if replaced else ""  # beside the autoencoder
-        warnings.warn(f"ltx-kernels: nothing was replaced{where}\n{report}", stacklevel=2)
-    return report
+            _parallel.check(root)
+        if graphs:
+            _plan_graphs(plan, roots)
+        if stock_weights == _fp8.BESIDE and any(map(_fp8.is_offloaded, models.values())):
+            stock_weights = _fp8.HELD
+        title = (
+            f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
+        )
+        report = Report(title, left_alone=plan.left_alone)
+        report.notes += [
+            f'stock with rounding "{rounding}": {count} {short_name(name)}'
+            for name, count in plan.rounded_otherwise.items()
+        ]
+        uninstall_all(replaceable.values())
+        report._roots = [weakref.ref(root) for root in roots.values()]
+        report._in_files = {name: weakref.ref(root) for name, root in models.items()}
+        try:
+            _install(plan, groups, rounding, attention, stock_weights, list(files.values()), report)
+            for root in roots.values():
+                _parallel.follow(root, diffusers.PLANS.get(class_of(root)))
+        except BaseException:  # an interrupt as well: all or nothing
+            with contextlib.suppress(RuntimeError) if files else contextlib.nullcontext():  # what was read stays
+                uninstall_all(roots.values())
+            raise
+        if groups:
+            report.notes.append(_fp8.finish(models.values(), groups, stock_weights))
+        replaced = {module for module, _ in plan.modules.values()}
+        if replaced.isdisjoint(module for root in models.values() for module in root.modules()):
+            where = f" in {', '.join(models)}" if replaced else ""  # beside the autoencoder
+            warnings.warn(f"ltx-kernels: nothing was replaced{where}\n{report}", stacklevel=2)
+        return report
 
 
 @torch.inference_mode(False)  # what is made here outlives the call, and must not be inference tensors

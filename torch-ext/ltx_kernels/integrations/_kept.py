@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Callable, TypeVar
@@ -53,11 +54,15 @@ def kept(
         return value
     made = make()
     if not capturing:  # memory that is allocated during a capture belongs to the graph
-        # Each list is made at once: another thread may put a value into the dict meanwhile.
-        for old in [place for place, (_, of, _) in list(values.items()) if any(source() is None for source in of)]:
-            values.pop(old, None)
-        while len(values) >= KEPT:
-            oldest, *_ = values
+        for oldest in list(values)[: 1 - KEPT]:  # made at once: another thread may put a value into the dict meanwhile
             values.pop(oldest, None)
-        values[place] = made, tuple(map(weakref.ref, sources)), tuple(views)
+        gone = functools.partial(_drop, weakref.ref(site), place)
+        values[place] = made, tuple(weakref.ref(source, gone) for source in sources), tuple(views)
     return made
+
+
+def _drop(site: weakref.ref[Site], place: Hashable, source: Any) -> None:
+    """A value's memory is free as soon as a tensor that it was made of is gone."""
+    owner = site()
+    if owner is not None:
+        owner.cache.pop(place, None)

@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -26,6 +26,7 @@ from .._variant import constant_when_compiled
 from ._code import patched
 from ._guards import ATTRIBUTE, RELEASE, class_of
 from ._state import forget
+from ._threads import alone
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
@@ -370,6 +371,11 @@ def uninstall_all(roots: Iterable[nn.Module]) -> None:
     Memory for stock weights may run out on the way. All else is taken out then, and what was not works as before.
     """
     roots = list(roots)
+    with alone(roots):
+        _uninstall_all(roots)
+
+
+def _uninstall_all(roots: Sequence[nn.Module]) -> None:
     failed: list[tuple[nn.Module, Exception]] = []
     for root in roots:
         reason = _why_not_uninstall(root)

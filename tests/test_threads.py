@@ -1,0 +1,141 @@
+"""Models that one thread changes while another thread calls them, or changes them too."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from helpers.ltx_video import make_inputs, make_model
+from test_vae import decode, make_vae
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def call(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = model(**inputs)[0]
+        return result
+
+
+def close(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def switching() -> Any:
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def transformer(device: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    model, inputs = make_model(device), make_inputs(device)
+    return model, lambda: call(model, inputs)
+
+
+def autoencoder(device: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Its `decode` calls the decoder once for each frame. It keeps frames on itself, so that one thread can call it."""
+    vae = make_vae("wan 2.1", device, torch.float32)
+    return vae, lambda: decode(vae, size=(2, 2))
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize(("make", "callers"), [(transformer, 2), (autoencoder, 1)])
+def test_changes_while_other_threads_call(ltx: ModuleType, device: str, make: Any, callers: int) -> None:
+    model, run = make(device)
+    expected = run()
+    ended = threading.Event()
+
+    def generate() -> int:
+        count = 0
+        while not ended.is_set():
+            close(run(), expected)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(generate) for _ in range(callers)]
+        try:
+            for _ in range(20):
+                report = ltx.optimize(model)
+                ltx.restore(model)
+        finally:
+            ended.set()
+        assert all(future.result() for future in calls)
+    assert report.sites and not any("_ltx_kernels" in part.__dict__ for part in model.modules())
+    assert all(not part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.usefixtures("switching")
+def test_two_threads_optimize_and_restore(ltx: ModuleType, device: str) -> None:
+    model, inputs = make_model(device), make_inputs(device)
+    expected = call(model, inputs)
+    names = sorted(len(part.__dict__) for part in model.modules())
+
+    def change() -> None:
+        for _ in range(5):
+            ltx.optimize(model)
+            ltx.restore(model)
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(change) for _ in range(3)]:
+            future.result()
+    assert sorted(len(part.__dict__) for part in model.modules()) == names
+    assert torch.equal(call(model, inputs), expected)
+    with ThreadPoolExecutor(2) as pool:
+        *_, report = [future.result() for future in [pool.submit(ltx.optimize, model) for _ in range(2)]]
+    close(call(model, inputs), expected)
+    assert report.sites
+
+
+def test_a_call_that_does_not_end(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change waits for it, and then is refused whole."""
+    threads = importlib.import_module(f"{ltx.__name__}.integrations._threads")
+    monkeypatch.setattr(threads, "LIMIT", 0.2)
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    expected = call(model, inputs)
+    inside, ended = threading.Event(), threading.Event()
+
+    def stop(module: nn.Module, arguments: Any) -> None:
+        inside.set()
+        assert ended.wait(60)
+
+    hook = model.proj_out.register_forward_pre_hook(stop)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call, model, inputs)
+        assert inside.wait(60)
+        for change in (ltx.restore, ltx.optimize, lambda model: report.restore()):
+            with pytest.raises(
+                RuntimeError, match=r"another thread has been in a call of .*LTXVideoTransformer3DModel"
+            ):
+                change(model)
+        ended.set()
+        assert torch.equal(future.result(), expected)
+        hook.remove()
+    calls = sum(site.calls for site in report.sites)
+    assert torch.equal(call(model, inputs), expected) and sum(site.calls for site in report.sites) > calls
+    ltx.restore(model)
+
+
+def test_a_call_that_begins_during_a_change_waits(ltx: ModuleType, device: str) -> None:
+    threads = importlib.import_module(f"{ltx.__name__}.integrations._threads")
+    model, inputs = make_model(device), make_inputs(device)
+    expected = call(model, inputs)
+    with ThreadPoolExecutor(1) as pool:
+        with threads.alone([model]):
+            future = pool.submit(call, model, inputs)
+            with pytest.raises(TimeoutError):
+                future.result(timeout=0.2)
+            assert torch.equal(call(model, inputs), expected)  # in the thread that changes it
+        assert torch.equal(future.result(timeout=60), expected)
