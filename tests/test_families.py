@@ -5,12 +5,14 @@ A family adds one module to tests/families; the tests here run over all of them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import importlib
 import inspect
 import pkgutil
+import random
 import re
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 diffusers = pytest.importorskip("diffusers")
 from families import Family, families, randn, random_  # noqa: E402
@@ -448,6 +451,43 @@ def test_recorded_calls(ltx: ModuleType, device: str, family: Family) -> None:
     else:
         assert all(line.startswith("recorded calls: ") for line in told)
         assert sum(int(line.split()[2]) for line in told) == blocks
+
+
+@every_path
+def test_random_calls_are_recorded(
+    ltx: ModuleType, device: str, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LTX_KERNELS_RECORD=check raises where a replay has other bits, whatever the calls before were."""
+    replay = importlib.import_module(f"{ltx.__name__}.integrations._replay")
+    monkeypatch.setattr(replay, "RECORD", replay.CHECK)
+    model, chance = make(family, device), random.Random(0)
+    ltx.optimize(model)
+    parameters = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    compared = 0
+
+    def compare(*arguments: Any) -> Any:
+        nonlocal compared
+        compared += 1
+        return checked(*arguments)
+
+    checked = replay.compare
+    monkeypatch.setattr(replay, "compare", compare)
+    given = [cast(family.inputs(batch), device, torch.float32) for batch in (1, 2)]
+    if family.masked is not None:
+        given += [{**inputs, **cast(family.masked(i), device, torch.float32)} for i, inputs in enumerate(given, 1)]
+    for i in range(20):
+        inputs = chance.choice(given)
+        change = "weight" if i in (6, 13) else chance.choice(["nothing", "values", "memory", "mode"])
+        if change == "values":
+            inputs = tree_map_only(Tensor, lambda x: x * 1.5 if x.is_floating_point() else x, inputs)
+        if change == "memory":
+            inputs = tree_map_only(Tensor, lambda x: torch.stack([x, x], -1)[..., 0], inputs)
+        if change == "weight":
+            weight = chance.choice(parameters)
+            weight.data = weight.data * 1.1
+        with torch.inference_mode() if change == "mode" else contextlib.nullcontext():
+            run(model, inputs)
+    assert compared or family.not_recorded
 
 
 @every_family
