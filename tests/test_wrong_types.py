@@ -72,25 +72,50 @@ def public_ops(package: Any) -> list[str]:
     return [name for name in package.__all__ if inspect.isfunction(getattr(package, name)) and name not in NOT_OPS]
 
 
+def unnamed(
+    package: Any, names: list[str], device: str, grad: bool, values: Callable[[str, Tensor], list[object]]
+) -> tuple[int, list[str]]:
+    """How many calls were made, and those of which no error named the argument."""
+    count, found = 0, []
+    for where, wrong, call in wrong_calls(package, names, device, grad, values):
+        count += 1
+        parameter = where.partition("(")[2].rstrip(")")
+        what = f"{package.__name__}.{where} of {str(wrong)[:60]}"
+        try:
+            call()
+        except Exception as error:
+            text = str(error)
+            named = re.search(rf"\b(key_)?{parameter}\b", text)  # key_cos: the second of a pair given as cos
+            if not named or not re.fullmatch(r"[\w\[\]]+: expected [^\n]+, got [^\n]+", text):
+                found.append(f"{what}: {type(error).__name__}: {text[:200]}")
+        else:
+            found.append(f"{what}: no error")
+    return count, found
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(("values", "least"), [(wrong_values, 1000), (too_large, 200)], ids=["types", "too large"])
 def test_wrong_types_name_the_argument(
     ltx: Any, device: str, values: Callable[[str, Tensor], list[object]], least: int, grad: bool
 ) -> None:
-    count, unnamed = 0, []
-    for package in (ltx, ltx.reference):
-        for where, wrong, call in wrong_calls(package, public_ops(package), device, grad, values):
-            count += 1
-            parameter = where.partition("(")[2].rstrip(")")
-            try:
-                call()
-            except Exception as error:
-                text = str(error)
-                named = re.search(rf"\b(key_)?{parameter}\b", text)  # key_cos: the second of a pair given as cos
-                if not named or not re.fullmatch(r"[\w\[\]]+: expected [^\n]+, got [^\n]+", text):
-                    what = f"{package.__name__}.{where} of {str(wrong)[:60]}"
-                    unnamed.append(f"{what}: {type(error).__name__}: {text[:200]}")
-            else:
-                unnamed.append(f"{package.__name__}.{where} of {str(wrong)[:60]}: no error")
-    assert not unnamed, f"{len(unnamed)} of {count} calls\n" + "\n".join(unnamed[:60])
+    found = [unnamed(package, public_ops(package), device, grad, values) for package in (ltx, ltx.reference)]
+    errors = [text for _, texts in found for text in texts]
+    count = sum(calls for calls, _ in found)
+    assert not errors, f"{len(errors)} of {count} calls\n" + "\n".join(errors[:60])
     assert count >= least
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_wrong_types_that_an_op_is_given(ltx: Any, monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
+    """As on Hopper, where nothing of scaled_linear's operands is looked at before its op is called."""
+    quant = ltx.quant
+    monkeypatch.setattr(quant, "has_own_product", lambda device: True)
+
+    def multiply(*tensors: Tensor, **_: object) -> Tensor:
+        values, scales, weight, weight_scales, bias, _, use_fast_accum, addend, _ = tensors
+        return quant._scaled_linear(values, scales, weight, weight_scales, bias, addend, use_fast_accum)
+
+    monkeypatch.setattr(quant, "multiply", multiply)
+    count, errors = unnamed(ltx, ["scaled_linear"], "cpu", grad, wrong_values)
+    assert not errors, "\n".join(errors)
+    assert count >= 80

@@ -1056,7 +1056,7 @@ def scaled_linear(
         into = out if out is not None and _has_whole_rows(out) else None
         result = multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum, addend, into)
         return result if out is None or into is not None else out.copy_(result)
-    except (AttributeError, TypeError):
+    except Exception:  # also the dispatcher's, and that of a gradient, which is asked for before the op has checked
         check_types(scaled_linear, values, scales, weight, weight_scales, bias, addend=addend, out=out)
         raise
 
