@@ -21,6 +21,7 @@ from helpers import (
     check_out,
     norm_case,
     place,
+    plain_attention_case,
     ulp,
     unchanged,
 )
@@ -106,6 +107,17 @@ def test_flips_are_counted() -> None:
         assert_close_to_eager(flipped, eager, torch.ones(10000).double())
     with pytest.raises(AssertionError, match="round otherwise"):
         assert_close_to_eager(eager + 2.0**-7, eager, torch.ones(10000).double())
+
+
+def test_one_batch_of_a_call(ltx: Any) -> None:
+    """With all that belongs to it, the number of its keys too."""
+    lengths = torch.tensor([2, 4], dtype=torch.int32)
+    case = plain_attention_case(Make("cpu", torch.float32), (2, 3, 2, 64), 5).replace(key_lengths=lengths)
+    (whole,) = case.run(ltx.reference)
+    for i in range(2):
+        part = case.batch(i)
+        assert part is not None
+        torch.testing.assert_close(part.run(ltx.reference)[0], whole[i : i + 1])
 
 
 # ---- Ops with a fault, each of another kind; the reference stands for the op

@@ -210,6 +210,8 @@ class Case:
                 return tuple(narrowed(name, item) for item in value)
             if name == "index":
                 return value[index : index + 1] if value.dim() == first.dim() - 1 and value.shape[0] == count else value
+            if name == "key_lengths" and value is not None:  # [B], unlike all other operands of one dimension
+                return value[index : index + 1]
             if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != count:
                 return value
             if self.is_rotary:
