@@ -660,7 +660,8 @@ def test_changes_of_recorded_encoders(
     prefix: str,
     change: Callable[[Any, pytest.MonkeyPatch], None],
 ) -> None:
-    model, ids = make_encoder(prefix, device, torch.float32), make_ids(device)
+    # In float32 torch's attention and the eager one may have the same bits. In bfloat16 the eager one rounds scores.
+    model, ids = make_encoder(prefix, device, torch.bfloat16), make_ids(device)
     ltx.optimize(model)
     for _ in range(3):
         before = model(ids).last_hidden_state
