@@ -34,6 +34,19 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--on-device", action="store_true", help="only tests that take the device: a CPU proves the others"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--on-device"):
+        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For models so small that threads would only wait for one another, which takes seconds where cores are shared."""
@@ -108,6 +121,12 @@ def cuda(device: str) -> str:
     if device != "cuda":
         pytest.skip("needs a GPU and the CUDA variant")
     return device
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels(backend: str) -> None:
+    if backend != "cpu":
+        pytest.skip("needs the CPU variant: the other one runs plain torch on a CPU")
 
 
 @pytest.fixture(scope="session")

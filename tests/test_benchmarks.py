@@ -373,6 +373,7 @@ def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["flux", "wan"])
+@pytest.mark.usefixtures("cpu_kernels")
 def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: str) -> None:
     """Another model's records stay in the file, with what their run said of them."""
     pytest.importorskip("diffusers")
@@ -393,6 +394,7 @@ def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: s
     assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_models_are_compiled_before_they_are_timed(
     ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -436,6 +438,7 @@ def test_each_model_is_compiled_in_a_process_of_its_own(monkeypatch: pytest.Monk
     assert sorted(ran) == ["flux", "flux", "sd35", "wan"]
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_profiles_are_written_to_a_file_of_their_own(
     ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +462,7 @@ def test_profiles_are_written_to_a_file_of_their_own(
     assert {**timed, **profiled}.items() <= profile.items() and profile["date"] == record["date"]
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_model_that_fails_is_named(
     ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -492,6 +496,7 @@ def test_host_times_are_medians_and_ratios_to_the_stock_model(ltx: ModuleType, m
 
 
 @pytest.mark.parametrize("call", [1, 2])  # the one for the error, and the one that is timed
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_configuration_that_fails_is_named_and_the_others_are_measured(
     ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: int
 ) -> None:
@@ -530,6 +535,7 @@ def test_every_model_says_how_deep_it_was(ltx: ModuleType) -> None:
     assert shallow.transformer_blocks[0].attn.to_q.weight is flux.transformer_blocks[0].attn.to_q.weight
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_ltx_video_is_timed(ltx: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     import ltx as script
@@ -543,6 +549,7 @@ def test_ltx_video_is_timed(ltx: ModuleType, tmp_path: Path) -> None:
     assert kernels["step_ms"] > 0 and kernels["psnr_vs_baseline"] > 100
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_the_host_is_timed(ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused blocks call fewer functions than the stock ones, whatever the machine does beside."""
     pytest.importorskip("diffusers")
@@ -568,6 +575,7 @@ def test_a_result_names_the_commit_of_its_build() -> None:
     assert result_files.output_of(["no-such-command"]) is None
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_language_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path) -> None:
     """A later run adds to the file: other sizes of a model stay, and the same size is replaced."""
     pytest.importorskip("transformers")
@@ -614,6 +622,7 @@ def test_slow_steps_make_short_turns() -> None:
 
 
 @pytest.mark.parametrize("model", ["ltx", "ltx2"])
+@pytest.mark.usefixtures("cpu_kernels")
 def test_clips_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     import clip
@@ -645,6 +654,7 @@ def test_clips_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, mo
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_clip_with_sound_is_the_same_with_the_kernels(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Picture and sound; nothing of the optimized parts falls back to the stock modules."""
     pytest.importorskip("diffusers")
@@ -685,6 +695,7 @@ def test_an_update_keeps_what_it_does_not_measure(tmp_path: Path) -> None:
         result_files.kept_records(path, {**meta, "device": "another"}, third, ("model", "size"))
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_autoencoders_are_timed_by_half(ltx: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     import vae
@@ -701,6 +712,7 @@ def test_autoencoders_are_timed_by_half(ltx: ModuleType, tmp_path: Path) -> None
     assert all(record[f"{record['half']}_ms"] > 0 for record in records)
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_memory_by_offload(ltx: ModuleType, tmp_path: Path) -> None:
     """fp8 halves what an offload moves of the quantised layers, and holds their stock weights beside."""
     pytest.importorskip("diffusers")
@@ -720,6 +732,7 @@ def test_memory_by_offload(ltx: ModuleType, tmp_path: Path) -> None:
         assert halves < quantised["moved_gb"] < 1.1 * halves  # and a scale for every output channel
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_errors_of_fp8_by_kind_of_layer(ltx: ModuleType, tmp_path: Path) -> None:
     """Each kind alone is in fp8: between nothing and all; the layers that stay out by default are measured too."""
     pytest.importorskip("diffusers")
@@ -736,6 +749,7 @@ def test_errors_of_fp8_by_kind_of_layer(ltx: ModuleType, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("config", ["baseline", "kernels_fp8"])
+@pytest.mark.usefixtures("cpu_kernels")
 def test_adapters_are_timed(ltx: ModuleType, tmp_path: Path, config: str) -> None:
     """Every change of them, and that none quantises a weight."""
     pytest.importorskip("peft")
