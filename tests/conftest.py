@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in (
         "kernels_ci: the fast subset, under 60 s in all",
         "slow: minutes, or tens of gigabytes",
+        "host: takes the device, but its subject is code that runs on the host, the same for every device",
         "sanitize: every op, dtype and geometry in small, for compute-sanitizer",
     ):
         config.addinivalue_line("markers", marker)
@@ -35,16 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--on-device", action="store_true", help="only tests that take the device: a CPU proves the others"
-    )
+    parser.addoption("--on-device", action="store_true", help="leave out what a CPU proves as well (tests/gpu.py)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--on-device"):
-        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+    """A CPU proves what never asks for the device, and what is marked `host`."""
+    if not config.getoption("--on-device"):
+        return
+    of_device = {item for item in items if "device" in getattr(item, "fixturenames", ())}
+    of_device = {item for item in of_device if item.get_closest_marker("host") is None}
+    config.hook.pytest_deselected(items=[item for item in items if item not in of_device])
+    items[:] = [item for item in items if item in of_device]
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,28 @@
-"""Everything that this project says of a GPU's correctness, in one command; results go to benchmarks/results/.
+"""Everything that this project says of a GPU's correctness, in two calls; results go to benchmarks/results/.
 
-python tests/gpu.py --ptx build-7.5 build-8.0 --mutations mutants
+python tests/gpu.py --call 1 --ptx build-7.5 build-8.0 --mutations mutants
+python tests/gpu.py --call 2
+
+On a machine with one H200 and 16 cores each call takes up to 560 seconds, which --limit changes; without --call it is
+all one. Four builds are made beforehand, on any machine with an nvcc, from the same commit:
+
+python tools/build.py --backend cuda --arch 9.0 --output build
+python tools/build.py --backend cuda --arch 7.5+PTX-only --output build-7.5
+python tools/build.py --backend cuda --arch 8.0+PTX-only --output build-8.0
+python tests/mutations.py --backend cuda --build-only mutants --build-args "--arch 9.0"
 
 With the build that LOCAL_KERNELS names (default: build/): 50000 random calls; compute-sanitizer's four tools; the tests
-of ops and models, those of more than 2^31 elements, and those of a second GPU where there is one; a part of the tests
-with builds that hold PTX alone, which the driver compiles for long: the code of older GPUs (python tools/build.py
---backend cuda --arch 7.5+PTX-only --output build-7.5); and planted defects (tests/mutations.py --backend cuda
---build-only mutants).
+of ops and models, but for those that a CPU proves as well (--on-device in tests/conftest.py); those of more than 2^31
+elements, and those of a second GPU where there is one; a part of the tests with the builds that hold PTX alone, the
+code of older GPUs, which the driver compiles for long; and planted defects, each of which a test must notice.
 
 python tests/gpu.py --parts models tests --files linear families --jobs 8 --limit 540 runs these files alone.
 
-All of it runs side by side, in --jobs processes that take turns at which GPU is their first one. Each part writes what
-it has as it goes, and each file of tests is a process of its own: one that hangs or dies takes nothing else with it.
-When --limit seconds are over, what still runs is ended, and counted as far as it came; --resume goes on from there.
-suites-<GPU>.json names the tests that failed and says why in a few lines; the rest of their output is in logs/.
+All of it runs side by side, in --jobs processes that take turns at which GPU is their first one. What took longest in
+the last results begins first. Each part writes what it has as it goes, and each file of tests is a process of its own:
+one that hangs or dies takes nothing else with it. When --limit seconds are over, what still runs is ended, and counted
+as far as it came; --resume goes on from there, also in the second of two calls. suites-<GPU>.json names the tests that
+failed and says why in a few lines; the rest of their output is in logs/.
 """
 
 from __future__ import annotations
@@ -23,6 +32,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -39,20 +49,35 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 from helpers.failures import FAILURES, read_failures  # noqa: E402
 from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
-# In this order, unless --parts says another: what waits longest for itself first.
-PARTS = ["forced", "models", "tests", "mutations", "sanitizers", "fuzz", "ptx", "large", "devices"]
-# Files of tests, and how many processes share each.
-FILES = {"compile": 4, **dict.fromkeys(["attention", "plain_attention", "quant", "norm", "rope"], 3)}
-FILES |= dict.fromkeys(["adaln", "regressions", "processes", "parity", "glu", "errors", "inputs", "linear"], 2)
-FILES |= {"tensor_kinds": 1, "sass": 1, "loading": 1, "benchmarks": 1, "properties": 3, "channels_last": 2}
-FILES |= dict.fromkeys(["attention_int8", "completeness", "report", "wrong_types"], 1)
-MODELS_FILES = {"language_models": 4, "families": 4, "integration": 3, "layers": 3, "models": 2, "integration_fp8": 2}
-MODELS_FILES |= {"vae": 1, "graphs": 1, "integration_pipelines": 1, "fp8_lora": 1, "lora": 1, "fp8_files": 1}
-MODELS_FILES |= dict.fromkeys(
-    ["fp8_memory", "kv_cache", "sliding_windows", "causal_prompts", "tokens", "replay", "processors", "state"], 1
-)
-# Of the others that take a device: parts of their own, and what runs the code of pages, examples and notebooks.
-ELSEWHERE = {"forced", "sanitize", "demo", "docs", "examples", "notebooks", "parallel", "project_files", "skills"}
+PARTS = ["mutations", "forced", "models", "ptx", "sanitizers", "fuzz", "tests", "large", "devices"]
+# About as many core-seconds each, as far as earlier results tell.
+CALLS = {1: PARTS[:4], 2: PARTS[4:]}
+CALL_SECONDS = 560  # of --call, with which a limit of 600 leaves time to begin and to end
+# Files of tests, and how many processes share each. To begin takes a process 10 seconds: one does the work of a minute.
+FILES = {"norm": 4, "plain_attention": 4, "compile": 3, "quant": 3, "rope": 3, "adaln": 3, "inputs": 3, "processes": 3}
+FILES |= dict.fromkeys(["properties", "linear", "glu", "attention"], 2)
+FILES |= dict.fromkeys(["tensor_kinds", "wrong_types", "benchmarks", "regressions", "errors", "parity", "sass"], 1)
+FILES |= dict.fromkeys(["channels_last", "attention_int8", "report", "loading"], 1)
+MODELS_FILES = {"families": 5, "language_models": 4, "integration": 2, "layers": 2, "models": 2, "integration_fp8": 2}
+MODELS_FILES |= dict.fromkeys(["fp8_memory", "tokens", "causal_prompts", "vae", "fp8_lora", "lora", "fp8_files"], 1)
+MODELS_FILES |= dict.fromkeys(["integration_pipelines", "graphs", "kv_cache", "sliding_windows", "replay"], 1)
+MODELS_FILES |= dict.fromkeys(["processors", "state"], 1)
+# What these look at is the variant, whatever they take: its machine code, and how it is loaded.
+OF_THE_VARIANT = {"sass", "loading"}
+# Of the others that take a device: parts of their own, what runs the code of pages, examples and notebooks, and what
+# is marked `host` as a whole.
+ELSEWHERE = {
+    "completeness",
+    "forced",
+    "sanitize",
+    "demo",
+    "docs",
+    "examples",
+    "notebooks",
+    "parallel",
+    "project_files",
+    "skills",
+}
 # Their tests of more than 2^31 elements are marked slow.
 LARGE_FILES = ["norm", "rope", "glu", "attention", "plain_attention", "quant", "linear"]
 PTX_FILES = ["sanitize", "quant", "regressions", "plain_attention"]
@@ -65,7 +90,7 @@ OUTCOME = re.compile(
 
 @dataclasses.dataclass
 class Job:
-    """A command that runs so many processes at a time; of tests, each file in a suite has its own."""
+    """A command that takes the room of so many processes; of tests, each file in a suite has its own."""
 
     suite: str
     name: str
@@ -85,6 +110,7 @@ class Job:
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
+                    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or every process starts as many more as there are cores
                     FAILURES: str(self.failures.absolute()),
                     **take_turns(turn),
                     **self.environment,
@@ -121,6 +147,21 @@ def counts(log: str) -> dict[str, int]:
     return {"passed": outcomes["PASSED"], "failed": failed, "skipped": outcomes["SKIPPED"]}
 
 
+def chosen(file: str) -> list[str]:
+    """What pytest is told to choose the tests of a file by."""
+    return ["-m", "not slow", *([] if file in OF_THE_VARIANT else ["--on-device"])]
+
+
+def longest_first(jobs: Sequence[Job], suites: dict[str, dict[str, dict[str, Any]]]) -> list[Job]:
+    """By the seconds of earlier results. What they do not hold comes first, in its order: it may take longest."""
+
+    def seconds(job: Job) -> float:
+        result = suites.get(job.suite, {}).get("files", {}).get(job.name, {})
+        return result["seconds"] if result.get("status") is not None else math.inf
+
+    return sorted(jobs, key=seconds, reverse=True)
+
+
 def run_all(
     jobs: Sequence[Job], processes: int, limit: float, logs: Path, record: Callable[[Job, dict[str, Any]], None]
 ) -> None:
@@ -155,15 +196,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ptx", nargs="*", default=[], type=Path, metavar="DIR", help="builds that hold PTX alone")
     parser.add_argument("--mutations", type=Path, metavar="DIR", help="what tests/mutations.py --build-only made")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="in this order (default: all)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--call", type=int, choices=list(CALLS), help=f"one half of it, in {CALL_SECONDS} seconds")
+    which.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="some of it (default: all)")
     every_file = [*FILES, *MODELS_FILES]
     parser.add_argument("--files", nargs="+", default=every_file, choices=every_file, help="of models and tests")
     parser.add_argument("--cases", type=int, default=50000, help="random calls")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--resume", action="store_true", help="only what the output does not hold of this build yet")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds for all of it")
+    parser.add_argument("--limit", type=float, help=f"seconds (default: 3600, with --call {CALL_SECONDS})")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
+    parts: list[str] = CALLS.get(options.call, options.parts)
+    limit: float = options.limit or (CALL_SECONDS if options.call else 3600)
+    for part, given in (("mutations", options.mutations), ("ptx", options.ptx)):
+        if part in parts and not given:
+            print(f"{part}: left out without --{part}", flush=True)
 
     import torch
     from helpers.build import REPO_ID, build_directory, use_own_build_by_default
@@ -187,11 +235,11 @@ def main() -> int:
         command += ["--resume"] if options.resume else []
         return Job(part, "", command, processes)
 
-    def tests(suite: str, file: str, *arguments: str, processes: int = 1, **environment: str) -> Job:
+    def tests(suite: str, file: str, *arguments: str, processes: int = 1, room: int = 1, **environment: str) -> Job:
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"tests/test_{file}.py", *arguments]
         if processes > 1:
             command += ["-n", str(processes), "--dist", "worksteal"]
-        return Job(suite, f"test_{file}", command, processes, environment)
+        return Job(suite, f"test_{file}", command, max(processes, room), environment)
 
     def jobs_of(part: str) -> list[Job]:
         if part == "fuzz":
@@ -201,25 +249,27 @@ def main() -> int:
             return [script(part, "tests/sanitize.py", f"sanitize-{slug}.json", share(0.38))]
         if part == "mutations" and options.mutations:
             built = ["--backend", "cuda", "--built", str(options.mutations.resolve())]
-            return [script(part, "tests/mutations.py", "mutations-cuda.json", share(0.2), *built)]
+            return [script(part, "tests/mutations.py", "mutations-cuda.json", share(0.31), *built)]
         if part == "devices" and torch.cuda.device_count() > 1:
             second = [tests(part, file, "-k", "second_device") for file in ("processes", "linear")]
             return [*second, tests(part, "parallel", "-k", "test_benchmark")]
         if part == "forced":  # each of its tests begins several processes, and waits for them
             return [tests(part, "forced", processes=share(0.12))]
         if part == "large":
-            return [tests(part, file, "-m", "slow", "-k", "more_than") for file in LARGE_FILES]
+            # Four at a time: one may take a quarter of a GPU's memory, and skips where there is not enough.
+            size = share(0.25)
+            return [tests(part, file, "-m", "slow", "-k", "more_than", room=size) for file in LARGE_FILES]
         if part == "ptx":
             found = []
             for directory in options.ptx:
                 (metadata,) = directory.glob("*/metadata.json")
                 arch = json.loads(metadata.read_text())["backend"]["archs"][0].removesuffix("+PTX")
                 own_build = f"{REPO_ID}={directory.resolve()}"
-                found += [tests(f"PTX of {arch}", file, LOCAL_KERNELS=own_build) for file in PTX_FILES]
+                found += [tests(f"PTX of {arch}", file, "--on-device", LOCAL_KERNELS=own_build) for file in PTX_FILES]
             return found
         files = {"tests": FILES, "models": MODELS_FILES}.get(part, {})
         return [
-            tests(part, file, "-m", "not slow", processes=min(processes, options.jobs))
+            tests(part, file, *chosen(file), processes=min(processes, options.jobs))
             for file, processes in files.items()
             if file in options.files
         ]
@@ -247,7 +297,7 @@ def main() -> int:
         write(path, meta, suites=suites)
 
     start = time.perf_counter()
-    jobs = [job for part in options.parts for job in jobs_of(part)]
+    jobs = longest_first([job for part in parts for job in jobs_of(part)], before.get("suites", {}))
     if options.resume:
         done = {
             (suite, name)
@@ -256,7 +306,7 @@ def main() -> int:
             if result["status"] is not None
         }
         jobs = [job for job in jobs if (job.suite, job.name) not in done]
-    run_all(jobs, options.jobs, options.limit, logs, record)
+    run_all(jobs, options.jobs, limit, logs, record)
     print(f"{meta['seconds']} s; " + (f"failed: {', '.join(unfinished)}" if unfinished else "all good"))
     return 1 if unfinished else 0
 

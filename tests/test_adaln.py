@@ -48,6 +48,7 @@ def _double(make: Make, *shape: int) -> torch.Tensor:
     return make(*shape, dtype=torch.float64)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("eps", [1e-6, 0.3])
 def test_reference_formulas(ltx, device, eps):
     make = Make(device, torch.float64)

@@ -273,6 +273,7 @@ ERRORS: list[tuple[str, tuple[Any, ...], torch.dtype, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(("text", "shapes", "dtype", "options"), ERRORS, ids=[error[0][:60] for error in ERRORS])
 def test_errors(ltx, place, text, shapes, dtype, options):
     def call(f: Any, device: str) -> None:
@@ -293,6 +294,7 @@ def test_errors(ltx, place, text, shapes, dtype, options):
     assert str(raised.value) == text
 
 
+@pytest.mark.host
 def test_gradients_and_unknown_precisions(ltx, place):
     case = int8_case(Make(place, torch.bfloat16), (1, 6, 1, 128), 4)
     with pytest.raises(ValueError, match='precision: expected "native" or "int8", got \'fp8\''):

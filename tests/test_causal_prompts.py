@@ -133,6 +133,7 @@ def test_other_calls_stay(ltx: ModuleType, device: str, prompts: list[int], fami
     assert prompts == [] and REMARK not in str(report)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("case", ["no kernel", "rounding", *OTHER_ATTENTION, "gradient"])
 def test_other_functions_stay(
     ltx: ModuleType, device: str, prompts: list[int], monkeypatch: pytest.MonkeyPatch, case: str
@@ -224,6 +225,7 @@ def test_compiled_layers_without_the_kernel(
             model(make_ids(device, length), use_cache=False)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("length", [LEAST - 2, LEAST + 2])
 def test_exported_layers(ltx: ModuleType, device: str, prompts: list[int], length: int, strict: bool) -> None:

@@ -408,6 +408,7 @@ def test_inductor_compiles_it(ltx: Any, device: str) -> None:
     torch.testing.assert_close(compiled(*tensors), case.call(ltx, *tensors), rtol=0, atol=0)
 
 
+@pytest.mark.host
 def test_dynamic_shapes_compile_once(ltx: Any, device: str, case: Case) -> None:
     compiled = torch.compile(lambda *t: case.call(ltx, *t), backend="aot_eager", fullgraph=True, dynamic=True)
     for batch, tokens in SIZES:
@@ -416,6 +417,7 @@ def test_dynamic_shapes_compile_once(ltx: Any, device: str, case: Case) -> None:
         torch.compiler.set_stance("fail_on_recompile")
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("grad", [False, True], ids=["op", "gradient"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_regular_expressions_where_it_compiles(
@@ -437,6 +439,7 @@ def test_no_regular_expressions_where_it_compiles(
     torch.testing.assert_close(compiled(**case.kwargs), function(**case.kwargs))
 
 
+@pytest.mark.host
 def test_runs_on_meta_tensors(ltx: Any, device: str, case: Case) -> None:
     tensors = case.tensors(Inputs(device), BATCH, TOKENS)
     results = as_tuple(case.call(ltx, *tensors))
@@ -466,6 +469,7 @@ def test_memory_order_of_results(ltx: Any, device: str) -> None:
 # ---- Gradients
 
 
+@pytest.mark.host
 def test_reference_is_the_formula_and_so_are_its_gradients(ltx: Any, device: str, case: Case) -> None:
     tensors = case.tensors(Inputs(device, torch.float64, grad=True), BATCH, TOKENS)
     results, expected = case.call(ltx.reference, *tensors), case.formula(*tensors)
@@ -521,6 +525,7 @@ def test_gradients_compile(ltx: Any, device: str, case: Case) -> None:
     torch.testing.assert_close(gradients(results, tensors), gradients(expected, tensors))
 
 
+@pytest.mark.host
 def test_gradients_compile_once_for_dynamic_shapes(ltx: Any, device: str, case: Case) -> None:
     compiled = torch.compile(lambda *t: case.call(ltx, *t), backend="aot_eager", fullgraph=True, dynamic=True)
     for batch, tokens in SIZES:
@@ -529,6 +534,7 @@ def test_gradients_compile_once_for_dynamic_shapes(ltx: Any, device: str, case: 
         torch.compiler.set_stance("fail_on_recompile")
 
 
+@pytest.mark.host
 def test_the_op_runs_where_no_gradient_is_needed(ltx: Any, device: str) -> None:
     x = Inputs(device).rows()
     w = Inputs(device, grad=True).vector()
@@ -548,6 +554,7 @@ def test_a_dispatcher_op_by_itself_has_no_gradient(ltx: Any, device: str) -> Non
     assert x.grad is None
 
 
+@pytest.mark.host
 def test_second_derivatives_through_a_custom_function(ltx: Any, device: str) -> None:
     """forward runs without gradients, as any custom function's does; what backward calls is differentiated again."""
 
@@ -574,6 +581,7 @@ def test_second_derivatives_through_a_custom_function(ltx: Any, device: str) -> 
     torch.testing.assert_close(second(Squared.apply), expected)
 
 
+@pytest.mark.host
 def test_given_outputs_under_vmap_are_an_error(ltx: Any, device: str) -> None:
     """As torch's own functions have it; without given outputs vmap works."""
     x = Inputs(device).rows()
@@ -615,6 +623,7 @@ def test_out_compiles(ltx: Any, device: str) -> None:
     torch.testing.assert_close((result, *compiled), (expected, *eager), rtol=0, atol=0)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_out_where_a_gradient_is_needed_raises(ltx: Any, device: str, compiled: bool) -> None:
     make = Inputs(device)

@@ -43,6 +43,7 @@ def test_every_function_has_a_formula_for_its_gradients() -> None:
     assert functions == set(FUNCTIONS) - WITHOUT_GRADIENT - LINEAR - {"attention"}  # see test_plain_attention.py
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_gradient_or_an_error(ltx: Any, device: str, name: str) -> None:
     """As the package's docstring says. quantize_weight detaches."""

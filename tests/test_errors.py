@@ -812,11 +812,13 @@ def test_op_leaves_its_outputs_alone(ltx: Any, device: str, error: Error) -> Non
     assert all(tensor.isnan().all() for tensor in tensors)
 
 
+@pytest.mark.host
 @pytest.mark.kernels_ci
 def test_reference(ltx: Any, device: str, error: Error) -> None:
     assert raised(lambda: error.call(ltx.reference, maker(device))) == error.text
 
 
+@pytest.mark.host
 def test_fake(ltx: Any, device: str, error: Error) -> None:
     make = maker(device)
     with FakeTensorMode():
@@ -828,6 +830,7 @@ def test_meta(ltx: Any, error: Error) -> None:
     assert raised(lambda: error.call(ltx, maker("meta"))) == error.text
 
 
+@pytest.mark.host
 def test_compile(ltx: Any, device: str, error: Error) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda: error.call(ltx, maker(device)), backend="eager", fullgraph=True)

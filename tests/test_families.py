@@ -180,6 +180,7 @@ def test_half(ltx: ModuleType, device: str, family: Family, dtype: torch.dtype, 
     assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), stock))
 
 
+@pytest.mark.host
 def test_what_stays_stock_with_eager_rounding_is_told(ltx: ModuleType, device: str) -> None:
     """Strict or not: the modules in such a block are replaced one by one."""
     family = FAMILIES["flux"]
@@ -206,6 +207,7 @@ def test_parameters_kept_in_float32(ltx: ModuleType, device: str, case: str) -> 
     assert_ran(report, family)
 
 
+@pytest.mark.host
 def test_parameters_in_float64_run_stock(ltx: ModuleType, device: str) -> None:
     """The ops read float32 and 16-bit parameters beside any of these inputs, and no other dtype."""
     family = FAMILIES["wan-t2v"]
@@ -280,6 +282,7 @@ def test_streams_that_are_parts_of_a_larger_tensor(ltx: ModuleType, device: str,
         assert distance(flat(block(**given)), stock) < CLOSE
 
 
+@pytest.mark.host
 @every_family
 def test_every_norm_has_its_eps(ltx: ModuleType, device: str, family: Family) -> None:
     """Norms that share a launch may have other numbers than one another, but for those of query and key."""
@@ -348,6 +351,7 @@ def test_cross_attentions_that_the_kernel_is_faster_at(
     assert ltx.integrations._dispatch._kernel_pays(query, keys, masked) is pays
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("name, rows", [("hunyuan_video-padded", 8 + 3), ("hunyuan_video-15_text", 8 + 8)])
 def test_padding_is_trimmed(
     ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
@@ -393,6 +397,7 @@ def test_blocks_of_the_controlnet_of_cosmos(ltx: ModuleType, device: str) -> Non
     assert report.fallbacks == report.left_alone == {}
 
 
+@pytest.mark.host
 @every_family
 def test_faults_would_show(ltx: ModuleType, device: str, family: Family) -> None:
     """No parameter of a block is left unread: each one, changed, changes the result as it changes stock's."""
@@ -490,6 +495,7 @@ def test_random_calls_are_recorded(
     assert compared or family.not_recorded
 
 
+@pytest.mark.host
 @every_family
 def test_inference_mode(ltx: ModuleType, device: str, family: Family) -> None:
     """Tables and masks that a forward makes there have no version by which a change would show."""
@@ -513,6 +519,7 @@ def test_compile_inductor(ltx: ModuleType, device: str, family: Family) -> None:
     assert distance(run(torch.compile(model, fullgraph=family.one_graph), inputs), stock) < 0.02
 
 
+@pytest.mark.host
 @every_path
 def test_hooks(ltx: ModuleType, device: str, family: Family) -> None:
     """A hook on any submodule of the blocks is called as in the stock model, whatever it stands on."""
@@ -587,6 +594,7 @@ def test_group_offload(ltx: ModuleType, device: str, family: Family, kind: str) 
     assert distance(run(model, inputs), stock) < CLOSE
 
 
+@pytest.mark.host
 @every_path
 def test_first_block_cache(ltx: ModuleType, device: str, family: Family) -> None:
     if not family.first_block_cache:
@@ -607,6 +615,7 @@ def test_first_block_cache(ltx: ModuleType, device: str, family: Family) -> None
         assert distance(ours, stock) < CLOSE
 
 
+@pytest.mark.host
 @every_family
 def test_gradients(ltx: ModuleType, device: str, family: Family) -> None:
     model, inputs = make(family, device), cast(family.inputs(1), device, torch.float32)
@@ -729,6 +738,7 @@ def test_rows_of_a_stream_have_a_product_for_each_sample(
     assert apart == ([] if rounding == "eager" else [(3, 16), (3, 5), (3, 16), (3, 5), (3, 16)])
 
 
+@pytest.mark.host
 @every_path
 @pytest.mark.parametrize("of", ["norm", "attention"])
 def test_exchanged_submodules(ltx: ModuleType, device: str, family: Family, of: str) -> None:

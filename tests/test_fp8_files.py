@@ -169,6 +169,7 @@ def change(path: Path, metadata: dict[str, str] | None = None, **tensors: Tensor
     safetensors.save_file(found, path, metadata=metadata)
 
 
+@pytest.mark.host
 def test_files_that_do_not_fit(ltx: ModuleType, device: str, tmp_path: Path) -> None:
     """One error that says what was expected and what came; nothing is changed."""
     model = make_model(device, torch.bfloat16)
@@ -208,6 +209,7 @@ TO_Q = "transformer_blocks.0.attn1.to_q"
 SCALES = f"{TO_Q}.ltx_fp8_scales"
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("on_meta", [False, True], ids=["with data", "on meta"])
 @pytest.mark.parametrize(
     ("name", "tensor", "text"),
@@ -272,6 +274,7 @@ def test_a_held_weight_has_its_own_dtype(ltx: ModuleType, device: str, inputs: d
     assert torch.equal(model(**inputs)[0], want)
 
 
+@pytest.mark.host
 def test_a_file_that_cannot_be_read_to_its_end(
     ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +300,7 @@ def test_a_file_that_cannot_be_read_to_its_end(
     assert torch.equal(other(**inputs)[0], model(**inputs)[0])
 
 
+@pytest.mark.host
 def test_options(ltx: ModuleType, device: str, tmp_path: Path) -> None:
     model = make_model(device, torch.bfloat16)
     for options, error, text in (
@@ -310,6 +314,7 @@ def test_options(ltx: ModuleType, device: str, tmp_path: Path) -> None:
     assert patched(model) == []
 
 
+@pytest.mark.host
 def test_what_cannot_be_saved(ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(device, torch.bfloat16)
     with pytest.raises(RuntimeError, match='save_weights: expected a model with precision "fp8", got'):
@@ -337,6 +342,7 @@ def test_what_cannot_be_saved(ltx: ModuleType, device: str, tmp_path: Path, monk
     assert [path.read_text() for path in tmp_path.iterdir()] == ["a file"]
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("fault", ["adapters", "file", "disk"])
 def test_all_or_nothing_is_saved(
     ltx: ModuleType, device: str, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -372,6 +378,7 @@ def test_all_or_nothing_is_saved(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["transformer", "transformer_2"]
 
 
+@pytest.mark.host
 def test_stock_files_stay_stock(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
     """``save_pretrained`` of an optimized model writes what diffusers reads: the stock weights, with their bits."""
     model = make_model(device, torch.bfloat16)

@@ -96,6 +96,7 @@ def test_held_weights_are_saved(ltx: ModuleType, model: nn.Module, tmp_path: Any
     assert_same(state(loaded.to(next(iter(before.values())).device)), before)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("options", [{}, {"strict": False}, {"assign": True}], ids=str)
 @pytest.mark.parametrize(
     "part", ["", "transformer_blocks", "transformer_blocks.0.attn1", "transformer_blocks.1.ff.net.2"]
@@ -129,6 +130,7 @@ def test_replaced_weights_are_not_loaded_over(
         loading.load_state_dict(weights, **options)
 
 
+@pytest.mark.host
 def test_restore_that_runs_out_of_memory(
     ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 import sanitize
-from gpu import ELSEWHERE, FILES, MODELS_FILES, Job, counts, run_all
+from gpu import (
+    CALLS,
+    ELSEWHERE,
+    FILES,
+    MODELS_FILES,
+    OF_THE_VARIANT,
+    PARTS,
+    Job,
+    chosen,
+    counts,
+    longest_first,
+    run_all,
+)
 from helpers.failures import FAILURES, read_failures
 from helpers.gpus import VISIBLE, take_turns
 
@@ -105,6 +117,32 @@ def test_every_file_that_takes_a_device_is_run() -> None:
     }
     assert found - {*FILES, *MODELS_FILES} == ELSEWHERE & found
     assert not ELSEWHERE & {*FILES, *MODELS_FILES}
+
+
+def test_every_file_has_tests_for_a_gpu() -> None:
+    """What --on-device leaves of them: not those that take no device, nor those that are marked `host`."""
+    files = {file for file in [*FILES, *MODELS_FILES] if file not in OF_THE_VARIANT}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *chosen("")]
+    paths = [f"tests/test_{file}.py" for file in sorted({*files, *ELSEWHERE & {"completeness"}})]
+    root = Path(__file__).resolve().parents[1]
+    process = subprocess.run([*command, *paths], cwd=root, capture_output=True, text=True, check=True)
+    tests = {line.partition("[")[0] for line in process.stdout.splitlines() if "::" in line}
+    assert {re.split(r"test_|\.py", test)[1] for test in tests} == files
+    assert "tests/test_errors.py::test_op" in tests
+    assert not {f"tests/test_errors.py::test_{name}" for name in ("meta", "reference")} & tests
+    assert chosen("sass") == ["-m", "not slow"]
+
+
+def test_two_calls_make_one() -> None:
+    assert [part for parts in CALLS.values() for part in parts] == PARTS
+
+
+def test_what_took_longest_begins_first() -> None:
+    names = ["short", "unknown", "long", "stopped"]
+    files = {name: {"status": 0, "seconds": len(name)} for name in ("short", "long")}
+    files["short"]["seconds"], files["stopped"] = 1, {"status": None, "seconds": 2}
+    jobs = longest_first([Job("tests", name, []) for name in names], {"tests": {"files": files}})
+    assert [job.name for job in jobs] == ["unknown", "stopped", "long", "short"]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def test_every_argument_of_quantising_ops(ltx: Any, device: str, name: str, how:
         torch.testing.assert_close(own, want, rtol=near, atol=near)
 
 
+@pytest.mark.host
 @every_call
 @pytest.mark.parametrize("how", [how for how in SPOILED if how not in ("transposed", "reversed")])
 def test_every_output(ltx: Any, backend: str, device: str, name: str, how: str) -> None:
@@ -162,6 +163,7 @@ def test_every_output(ltx: Any, backend: str, device: str, name: str, how: str) 
                 torch.testing.assert_close(output, old, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.host
 @every_call
 def test_texts_of_wrong_outputs(ltx: Any, device: str, name: str) -> None:
     """From the compiled op, on meta tensors and from the fake alike."""

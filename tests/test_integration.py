@@ -150,6 +150,7 @@ def test_error_over_seeds(ltx: ModuleType, device: str) -> None:
     assert sum(our_errors) <= 1.05 * sum(stock_errors)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_any_number_of_heads(ltx: ModuleType, device: str, heads: int) -> None:
     """With two heads, half the width of the rotary table is one head's whole width."""
@@ -160,6 +161,7 @@ def test_any_number_of_heads(ltx: ModuleType, device: str, heads: int) -> None:
     assert_close(model(**inputs)[0], stock)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("level", ["norms", "block"])
 def test_faults_would_show(ltx: ModuleType, device: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not blind: weights that a fused path might forget move the result far more than rounding."""
@@ -500,6 +502,7 @@ class Halved(nn.Module):
         return 0.5 * self.module(*args, **kwargs)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     "path, make",
     [
@@ -525,6 +528,7 @@ def test_exchanged_norm(ltx: ModuleType, device: str, path: str, make: Callable[
     assert list(reasons.values()) == [1] and path.rpartition(".")[2] in next(iter(reasons))
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("path", ["norm1", "norm2", "attn1.norm_q", "attn1.norm_k", "attn2.norm_q"])
 def test_changed_eps(ltx: ModuleType, device: str, path: str) -> None:
     """Each norm's own eps is asked at the call, before and after it changes."""
@@ -596,6 +600,7 @@ def test_restore_of_a_part_of_a_copy(ltx: ModuleType, device: str) -> None:
         assert patched(one) == []
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("before", ["in its model", "restored", "gone"])
 def test_a_block_that_left_its_model(ltx: ModuleType, device: str, before: str) -> None:
     """It can be restored by itself, and so can a model that it joins, which can be optimized too."""
@@ -657,6 +662,7 @@ def test_restore_is_all_or_nothing(ltx: ModuleType, device: str) -> None:
     assert patched(one) and patched(other)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 @pytest.mark.parametrize("where", ["install", "pack", "quantise_weights"])
 def test_optimize_is_all_or_nothing(
@@ -718,6 +724,7 @@ def test_parameters_in_a_flat_buffer_stay_there(ltx: ModuleType, device: str) ->
     assert attention.to_q.weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("missing", [("to_k",), ("to_q", "to_v")])
 def test_biases_of_some_projections(ltx: ModuleType, device: str, missing: tuple[str, ...]) -> None:
     model, inputs = make_model(device), make_inputs(device)

@@ -148,6 +148,7 @@ def test_float32(ltx: ModuleType, device: str, case: Case, batch: int) -> None:
     assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in model.parameters())  # packed no more
 
 
+@pytest.mark.host
 @every_case
 def test_every_norm_has_its_eps(ltx: ModuleType, device: str, case: Case) -> None:
     """Norms that share a launch, such as those of query and key, are made with one number and may have others."""
@@ -210,6 +211,7 @@ def test_recorded_outputs(ltx: ModuleType, device: str, case: Case) -> None:
         assert distance(got, want) < CLOSE
 
 
+@pytest.mark.host
 @every_case
 def test_faults_would_show(ltx: ModuleType, device: str, case: Case) -> None:
     """No parameter is left unread: each one, changed, changes the result as it changes stock's."""
@@ -229,6 +231,7 @@ def test_faults_would_show(ltx: ModuleType, device: str, case: Case) -> None:
             changed.copy_(kept)
 
 
+@pytest.mark.host
 @every_path
 def test_hooks(ltx: ModuleType, device: str, case: Case) -> None:
     """A hook on any submodule of a layer does what it does in the stock model."""
@@ -339,6 +342,7 @@ def test_lora(ltx: ModuleType, device: str, case: Case, precision: str, request:
     assert distance(stock, bare) > 0.01 and distance(ours, stock) < close
 
 
+@pytest.mark.host
 @every_case
 def test_training_runs_stock(ltx: ModuleType, device: str, case: Case) -> None:
     model, ids = make(case, device).requires_grad_(True).train(), make_ids(device)
@@ -403,6 +407,7 @@ def test_fp8(ltx: ModuleType, device: str, case: Case) -> None:
     assert torch.equal(model(ids).logits, stock)
 
 
+@pytest.mark.host
 @every_case
 @pytest.mark.parametrize("first", ["optimize", "kernelize"])
 def test_optimize_and_kernelize(ltx: ModuleType, device: str, case: Case, first: str) -> None:
@@ -469,6 +474,7 @@ def test_falcon_and_kernelize(ltx: ModuleType, device: str, first: str) -> None:
     both_ways(ltx, model, lambda: model(ids).logits, first)
 
 
+@pytest.mark.host
 def test_falcon_that_stays_stock(ltx: ModuleType, device: str) -> None:
     """Positions by alibi, recorded attention, and gradients."""
     ids = make_ids(device)
@@ -739,6 +745,7 @@ PICTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
 def test_models_that_also_take_pictures(ltx: ModuleType, device: str, family: str) -> None:
     """LTX-2's and FLUX.2's text encoders: pipelines read the hidden states of every layer."""
@@ -759,6 +766,7 @@ def test_models_that_also_take_pictures(ltx: ModuleType, device: str, family: st
     assert report.replaced[f"transformers.{layer}"] == LAYERS and report.fallbacks == {}
 
 
+@pytest.mark.host
 def test_decoder_of_t5_stays_stock(ltx: ModuleType, device: str) -> None:
     config = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 99}
     config = transformers.T5Config(**config, feed_forward_proj="gated-gelu", decoder_start_token_id=0)

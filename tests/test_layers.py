@@ -112,6 +112,7 @@ def test_one_norm(ltx: ModuleType, device: str, dtype: torch.dtype, family: str)
             assert_close_to_fp64(stock, truth, truth.abs())
 
 
+@pytest.mark.host
 def test_faults_would_show(ltx: ModuleType, device: str) -> None:
     """A weight or an eps that was forgotten moves the result far more than rounding does."""
     model, ids = make_model(device), make_ids(device)
@@ -136,6 +137,7 @@ def test_short_inputs(ltx: ModuleType, device: str, length: int) -> None:
     assert_close_to_fp64(norm(x), type(norm).forward(norm, x).double(), 1.0)
 
 
+@pytest.mark.host
 def test_other_norms_are_named(ltx: ModuleType, device: str) -> None:
     """What nobody has looked at, or what computes something else, stays as it is, whatever its class is called."""
     name = "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated"
@@ -254,6 +256,7 @@ def test_other_calls_run_stock(ltx: ModuleType, device: str) -> None:
 # ---- What goes on around a model
 
 
+@pytest.mark.host
 def test_copies_and_files(ltx: ModuleType, device: str, tmp_path: Path) -> None:
     model, ids = make_model(device), make_ids(device)
     stock, keys = model(ids).logits, list(model.state_dict())
@@ -361,6 +364,7 @@ REPOSITORIES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("where", REPOSITORIES)
 def test_repositories(ltx: ModuleType, device: str, build: Path, where: str) -> None:
     """The same layer by a path, and by a name that LOCAL_KERNELS resolves without a network."""
@@ -373,6 +377,7 @@ def test_repositories(ltx: ModuleType, device: str, build: Path, where: str) -> 
     assert_close(model(ids).logits, stock)
 
 
+@pytest.mark.host
 def test_missing_layer_and_device(ltx: ModuleType, device: str, build: Path) -> None:
     model = make_model(device)
     with pytest.raises(ValueError, match="Layer `LayerNorm` not found"):
@@ -564,6 +569,7 @@ def test_activations(ltx: ModuleType, device: str, name: str, dtype: torch.dtype
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.host
 def test_own_modules(ltx: ModuleType, device: str) -> None:
     """A user's class with the same attributes, decorated or not."""
 
@@ -627,6 +633,7 @@ def transformers_takes_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "KERNELS_SUPPORTED_DEVICE_TYPES", [*config.KERNELS_SUPPORTED_DEVICE_TYPES, "cpu"])
 
 
+@pytest.mark.host
 @through_transformers
 @pytest.mark.usefixtures("transformers_takes_cpu")
 def test_kernel_config_of_a_folder(ltx: ModuleType, device: str, build: Path) -> None:
@@ -639,6 +646,7 @@ def test_kernel_config_of_a_folder(ltx: ModuleType, device: str, build: Path) ->
     assert_close(model(ids).logits, stock)
 
 
+@pytest.mark.host
 @through_transformers
 @pytest.mark.usefixtures("transformers_takes_cpu")
 def test_kernel_config_of_a_repository(ltx: ModuleType, device: str, build: Path, tmp_path: Path) -> None:
@@ -654,6 +662,7 @@ def test_kernel_config_of_a_repository(ltx: ModuleType, device: str, build: Path
     assert_close(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.host
 @through_transformers
 def test_kernel_config_of_the_mapping(ltx: ModuleType, device: str) -> None:
     """What is loaded already, on any device; and it stays through train() and eval()."""
@@ -753,6 +762,7 @@ def test_transformers_mends_local_kernels_in_from_pretrained(build: Path, tmp_pa
 # ---- The page
 
 
+@pytest.mark.host
 @through_transformers
 @pytest.mark.usefixtures("transformers_takes_cpu", "stock_classes")
 def test_docs(ltx: ModuleType, device: str, build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

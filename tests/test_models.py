@@ -551,6 +551,7 @@ def test_llama_decoder(ltx, device, dtype):
     assert_as_good_as_stock(hidden, stock, truth)
 
 
+@pytest.mark.host
 def test_case_that_would_miss_a_wrong_module(ltx, device):
     """The tolerance of these tests sees a swapped scale and shift, another eps and another rounding."""
     make = Make(device, torch.bfloat16)

@@ -42,6 +42,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 # ---- The definition itself: ltx.reference against torch and against formulas written here
 
 
+@pytest.mark.host
 @every_dtype
 @pytest.mark.parametrize("eps", [1e-6, 0.3, None])
 def test_reference_is_torch_rms_norm(ltx, device, dtype, eps):
@@ -64,6 +65,7 @@ def test_eps_none_is_that_of_torch(ltx, device, dtype):
     assert not torch.equal(given, ltx.rmsnorm(x, eps=1e-6))
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
 def test_reference_is_torch_layer_norm(ltx, device, eps):
     make = Make(device, torch.float64)
@@ -73,6 +75,7 @@ def test_reference_is_torch_layer_norm(ltx, device, eps):
     )
 
 
+@pytest.mark.host
 def test_reference_residual_and_offset(ltx, device):
     make = Make(device, torch.float64)
     x, residual, weight = make(2, 3, 16), make(2, 3, 16), make(16)

@@ -1087,6 +1087,7 @@ def raised(call: Callable[[], Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.host
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize(("text", "shapes", "options"), ERRORS, ids=[error[0][:60] for error in ERRORS])
 def test_errors(ltx, device, text, shapes, options):
@@ -1129,6 +1130,7 @@ def test_what_the_op_takes(ltx, kernel):
     assert raised(lambda: op(y, y, y, None, None, None, False)) == text
 
 
+@pytest.mark.host
 def test_float64_is_for_the_reference(ltx, device):
     x = torch.ones(Q, dtype=torch.float64, device=device)
     assert raised(lambda: ltx.attention(x, x, x)) == f"query: expected {FLOATS}, got float64"

@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("order", ["processor first", "optimize first"])
 @pytest.mark.parametrize(("name", "prepare", "more", "processor"), CASES, ids=[case[3] for case in CASES])
 def test_other_processors(

@@ -29,6 +29,7 @@ def test_subclass(ltx: Any, device: str, name: str) -> None:
         assert_same_bits(output.as_subclass(torch.Tensor), want)
 
 
+@pytest.mark.host
 @every_call
 def test_parameters_and_inference_tensors(ltx: Any, device: str, name: str) -> None:
     case = every_op(Make(device, torch.float32))[name]
@@ -68,6 +69,7 @@ UNSUPPORTED = {
 REFUSED = r"Could not run '.*(Sparse|Nested|Quantized)|expected 4 dimensions|NestedTensorImpl doesn't support sizes"
 
 
+@pytest.mark.host
 @every_call
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 @pytest.mark.filterwarnings("ignore")
@@ -99,6 +101,7 @@ def mesh(device: str):
         dist.destroy_process_group()
 
 
+@pytest.mark.host
 @every_call
 def test_dtensor(ltx: Any, device: str, mesh: Any, name: str) -> None:
     """No sharding strategy is registered: torch says so, for sharded and for replicated tensors."""
@@ -124,6 +127,7 @@ def first_only(case: Any, module: Any) -> Any:
     return lambda x: case.replace(**{first: x}).run(module), case.kwargs[first]
 
 
+@pytest.mark.host
 @every_differentiable_call
 def test_forward_mode_differentiation(ltx: Any, device: str, name: str) -> None:
     """Tangents are those of the reference; dropping them would be a derivative of zero, unseen."""
@@ -141,6 +145,7 @@ def test_forward_mode_differentiation(ltx: Any, device: str, name: str) -> None:
         torch.testing.assert_close(forward_ad.unpack_dual(dual[0]).tangent, expected_tangents[0])
 
 
+@pytest.mark.host
 @every_differentiable_call
 def test_function_transforms(ltx: Any, device: str, name: str) -> None:
     case = every_op(Make(device, torch.float32))[name]

@@ -269,6 +269,7 @@ def test_tiles_slices_and_frames(ltx, device, name, half, how):
     close(result, stock)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("name", ["ltx 0.9.5", "ltx2 2.0", "wan 2.1", "wan 2.2"])
 def test_restore_gives_everything_back(ltx, device, name):
     vae = make_vae(name, device, torch.bfloat16)
@@ -377,6 +378,7 @@ def test_gradients_of_parameters(ltx, device):
     assert weight.grad is not None and "a gradient is needed" in report.fallbacks["diffusers.LTX2VideoDecoder3d"]
 
 
+@pytest.mark.host
 def test_other_structures_are_left_alone(ltx, device):
     vae = make_vae("ltx 0.9.5", device, torch.float32)
     vae.decoder.conv_act = nn.GELU()
@@ -389,6 +391,7 @@ def test_other_structures_are_left_alone(ltx, device):
     assert report.left_alone["encoder"] == "it holds a convolution with a stride, dilation or groups"
 
 
+@pytest.mark.host
 def test_nothing_else_is_replaced(ltx, device):
     """Norms of an autoencoder see channels as strided rows, so that the ops for rows are not for them."""
     report = ltx.optimize(make_vae("ltx 0.9.5", device, torch.float32))
