@@ -175,7 +175,9 @@ def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
 
 def capture_seconds(pipe: Any, ltx: ModuleType) -> list[float]:
     """How long each CUDA graph of a pipeline took to capture."""
-    graphs = [ltx.integrations._graphs.graphs_of(module) for part in modules_of(pipe) for module in part.modules()]
+    graphs = [
+        ltx.integrations.replay.cuda_graphs.graphs_of(module) for part in modules_of(pipe) for module in part.modules()
+    ]
     return [one.seconds for of in graphs if of is not None for one in of.captured.values() if one is not None]
 
 

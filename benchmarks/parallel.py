@@ -169,7 +169,7 @@ class Run:
         self.options, self.rank, self.world = options, rank, world
         self.device = options.device
         self.ltx, self.metadata = load_package()
-        self.peers = sys.modules[f"{self.ltx.__name__}.integrations._peers"]
+        self.peers = sys.modules[f"{self.ltx.__name__}.integrations.parallel.peer_memory"]
         # Each mesh has communicators of its own, which are made once.
         self.meshes = {mode: make_mesh(mode, world, options.device) for mode in options.modes}
         self.records: list[dict[str, Any]] = []

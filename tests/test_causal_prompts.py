@@ -41,7 +41,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 @pytest.fixture
 def prompts(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has the op take prompts of `LEAST` tokens on any device; the lengths of its calls."""
-    home: Any = sys.modules[f"{ltx.__name__}.integrations._causal"]
+    home: Any = sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"]
     lengths: list[int] = []
     own = home.attention
 
@@ -85,7 +85,7 @@ def test_generation(ltx: ModuleType, device: str, prompts: list[int], family: st
 
 
 def test_key_heads_are_not_repeated(ltx: ModuleType, device: str, prompts: list[int], monkeypatch: Any) -> None:
-    home: Any = sys.modules[f"{ltx.__name__}.integrations._causal"]
+    home: Any = sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"]
     shapes: list[tuple[int, ...]] = []
     own = home.attention
 
@@ -141,7 +141,7 @@ def test_other_functions_stay(
     model, ids = make("Llama", device), make_ids(device, 15)
     ltx.optimize(model, rounding="eager" if case == "rounding" else "fp32")
     if case == "no kernel":
-        home = sys.modules[f"{ltx.__name__}.integrations._causal"]
+        home = sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"]
         monkeypatch.setattr(home, "runs_kernel", lambda *_: False)
     elif case == "gradient":
         model.requires_grad_(True)
@@ -170,7 +170,7 @@ def test_default_device(ltx: ModuleType, device: str, prompts: list[int], scope:
 @pytest.mark.parametrize("option", ["softcap", "is_causal", "position_bias", "cache", "s_aux", "sliding_window"])
 def test_options_that_change_the_result(ltx: ModuleType, device: str, option: str) -> None:
     """Alone among these, a window of at least the prompt changes nothing."""
-    home: Any = sys.modules[f"{ltx.__name__}.integrations._causal"]
+    home: Any = sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"]
     function = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     model = make("Llama", device)
     report = ltx.optimize(model)
@@ -195,7 +195,7 @@ def test_compiled_layers(
     ltx: ModuleType, device: str, prompts: list[int], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """The op is in the graph, which serves other lengths."""
-    monkeypatch.setattr(sys.modules[f"{ltx.__name__}.integrations._causal"], "attention", ltx.attention)
+    monkeypatch.setattr(sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"], "attention", ltx.attention)
     model = make(family, device)
     cases = [make_ids(device, length) for length in (15, 17, 19)]
     stock = [model(ids, use_cache=False).logits for ids in cases]
@@ -214,7 +214,7 @@ def test_compiled_layers_without_the_kernel(
     ltx: ModuleType, device: str, prompts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph for short and for long prompts."""
-    monkeypatch.setattr(sys.modules[f"{ltx.__name__}.integrations._causal"], "runs_kernel", lambda *_: False)
+    monkeypatch.setattr(sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"], "runs_kernel", lambda *_: False)
     model = make("Llama", device)
     ltx.optimize(model)
     torch.compiler.reset()

@@ -337,12 +337,12 @@ def test_constants_are_those_of_the_sources(ltx: ModuleType, file: str):
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("keeps 8<!-- integrations/_graphs.py LIMIT --> graphs", 0),
-        ("up to 256<!-- integrations/_dispatch.py MOST_KEYS / 64 --> keys", 0),
-        ("keeps 16<!-- integrations/_graphs.py LIMIT --> graphs", 1),
-        ("up to 256<!-- integrations/_dispatch.py MOST_KEYS / 128 --> keys", 1),
-        ("keeps eight<!-- integrations/_graphs.py LIMIT --> graphs", 1),
-        ("keeps 8<!-- integrations/_graphs.py LIMIT * 2 --> graphs", 1),
+        ("keeps 8<!-- integrations/replay/cuda_graphs.py LIMIT --> graphs", 0),
+        ("up to 256<!-- integrations/attention/choice.py MOST_KEYS / 64 --> keys", 0),
+        ("keeps 16<!-- integrations/replay/cuda_graphs.py LIMIT --> graphs", 1),
+        ("up to 256<!-- integrations/attention/choice.py MOST_KEYS / 128 --> keys", 1),
+        ("keeps eight<!-- integrations/replay/cuda_graphs.py LIMIT --> graphs", 1),
+        ("keeps 8<!-- integrations/replay/cuda_graphs.py LIMIT * 2 --> graphs", 1),
     ],
 )
 def test_wrong_constants_are_found(ltx: ModuleType, text: str, wrong: int):

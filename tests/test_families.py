@@ -123,7 +123,7 @@ def test_every_known_block_has_a_tiny_model(ltx: ModuleType) -> None:
     entries = ltx.integrations.diffusers.ENTRIES
     # Autoencoders, which are alone in their models, have tests of their own.
     known = {name for name, entry in entries.items() if entry.level == "block" and not entry.alone}
-    name_of = ltx.integrations._guards.class_of
+    name_of = ltx.integrations.engine.guards.class_of
     made: set[str] = set()
     for family in FAMILIES.values():
         for module in family.make().modules():
@@ -322,8 +322,8 @@ def test_own_attention(
     more = family.masked(2) if masked and family.masked is not None else {}
     model, inputs = make(family, device), cast({**family.inputs(2), **more}, device, torch.float32)
     stock = run(model, inputs)
-    monkeypatch.setattr(ltx.integrations._dispatch, "runs_kernel", lambda *_: True)
-    monkeypatch.setattr(ltx.integrations._dispatch, "_kernel_pays", lambda *_: True)
+    monkeypatch.setattr(ltx.integrations.attention.choice, "runs_kernel", lambda *_: True)
+    monkeypatch.setattr(ltx.integrations.attention.choice, "_kernel_pays", lambda *_: True)
     report = ltx.optimize(model)
     assert distance(run(model, inputs), stock) < CLOSE
     if not masked:
@@ -348,7 +348,7 @@ def test_cross_attentions_that_the_kernel_is_faster_at(
     ltx: ModuleType, shape: tuple[int, ...], keys: int, masked: bool, pays: bool
 ) -> None:
     query = torch.empty(shape, device="meta")
-    assert ltx.integrations._dispatch._kernel_pays(query, keys, masked) is pays
+    assert ltx.integrations.attention.choice._kernel_pays(query, keys, masked) is pays
 
 
 @pytest.mark.host
@@ -463,7 +463,7 @@ def test_random_calls_are_recorded(
     ltx: ModuleType, device: str, family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LTX_KERNELS_RECORD=check raises where a replay has other bits, whatever the calls before were."""
-    replay = importlib.import_module(f"{ltx.__name__}.integrations._replay")
+    replay = importlib.import_module(f"{ltx.__name__}.integrations.replay.calls")
     monkeypatch.setattr(replay, "RECORD", replay.CHECK)
     model, chance = make(family, device), random.Random(0)
     ltx.optimize(model)
@@ -694,7 +694,7 @@ def test_fp8_products_of_two_streams(
     family = FAMILIES[name]
     model, inputs = make(family, device, torch.bfloat16), cast(family.inputs(batch), device, torch.bfloat16)
     ltx.optimize(model, precision="fp8")
-    linears = ltx.integrations._linear.Linears
+    linears = ltx.integrations.linear.linears.Linears
     written, write = [], linears.write
 
     def counted(self: Any, *arguments: Any) -> None:
@@ -719,7 +719,7 @@ def test_rows_of_a_stream_have_a_product_for_each_sample(
     ltx: ModuleType, device: str, rounding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bias is added in the product; with rounding="eager" it is added as in the stock forward."""
-    family, home = FAMILIES["sd3-35large"], ltx.integrations._linear
+    family, home = FAMILIES["sd3-35large"], ltx.integrations.linear.linears
     model, inputs = make(family, device), cast(family.inputs(3), device, torch.float32)
     stock = run(model, inputs)
     apart, write = [], home._write_products

@@ -84,7 +84,7 @@ def test_nothing_is_quantised_on_loading(
     for parameter in other.parameters():
         parameter.mul_(0.5)
     before = {name: id(parameter) for name, parameter in other.named_parameters()}
-    monkeypatch.setattr(ltx.integrations._fp8, "quantize_weight", None)
+    monkeypatch.setattr(ltx.integrations.linear.fp8, "quantize_weight", None)
     ltx.optimize(other, precision="fp8", weights=str(tmp_path))
     assert torch.equal(other(**inputs)[0], want)
     assert {name: id(parameter) for name, parameter in other.named_parameters()} == before
@@ -283,14 +283,14 @@ def test_a_file_that_cannot_be_read_to_its_end(
     other.proj_out.weight.mul_(0.5)
     stock = other(**inputs)[0]
     ltx.optimize(model, precision="fp8").save_weights(tmp_path)
-    stop, read = f"transformer_blocks.{LAYERS - 1}.ff.net.2.bias", ltx.integrations._weights._read
+    stop, read = f"transformer_blocks.{LAYERS - 1}.ff.net.2.bias", ltx.integrations.linear.fp8_files._read
 
     def interrupted(file: Any, slot: Any) -> Tensor:
         if slot.name == stop:
             raise KeyboardInterrupt
         return read(file, slot)
 
-    monkeypatch.setattr(ltx.integrations._weights, "_read", interrupted)
+    monkeypatch.setattr(ltx.integrations.linear.fp8_files, "_read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ltx.optimize(other, precision="fp8", weights=tmp_path)
     assert patched(other) == [] and list(other.named_buffers()) == []

@@ -39,7 +39,7 @@ def inputs(device: str) -> dict[str, Any]:
 def quantised(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that are quantised while a test runs."""
     seen: list[Tensor] = []
-    home = ltx.integrations._fp8
+    home = ltx.integrations.linear.fp8
     stock = home.quantize_weight
 
     def record(weight: Tensor) -> Any:
@@ -78,7 +78,7 @@ def test_layers_against_fp64(ltx: ModuleType, device: str, model: nn.Module, tar
     names = ["ff.net.2"] if "ff.net.2" in targets else [f"attn1.to_{x}" for x in "qkv"]
     layers = [block.get_submodule(name) for name in names]
     x = torch.randn(2, 5, layers[0].in_features, device=device).bfloat16()
-    linears = ltx.integrations._linear.Linears(layers, x, block.attn1._ltx_kernels)
+    linears = ltx.integrations.linear.linears.Linears(layers, x, block.attn1._ltx_kernels)
     assert linears.scaled and not linears.fp8 and linears.packed == (len(layers) > 1)
     values, scales = ltx.quantize_rows(x)
     for name, layer, output in zip(names, layers, linears(x)):
@@ -151,7 +151,7 @@ def test_error_is_that_of_fp8(
     want = exactly(reference, inputs)
     error = distance(model(**inputs)[0], want)
     with monkeypatch.context() as patched_lora:
-        patched_lora.setattr(ltx.integrations._linear, "adapters_of", lambda *_: ("a test", []))
+        patched_lora.setattr(ltx.integrations.linear.linears, "adapters_of", lambda *_: ("a test", []))
         by_peft = distance(model(**inputs)[0], want)
     assert distance(want, bare) > 0.05
     assert without < error < 1.1 * by_peft < 1.6 * without

@@ -137,7 +137,7 @@ def test_restore_that_runs_out_of_memory(
     """A layer that cannot get its stock weight back stays in fp8 and works; a second restore finishes."""
     before, stock = state(model), model(**inputs)[0]
     ltx.optimize(model, precision="fp8", stock_weights="cpu")
-    part, full = ltx.integrations._fp8, model.transformer_blocks[0].attn1.to_q
+    part, full = ltx.integrations.linear.fp8, model.transformer_blocks[0].attn1.to_q
     held = part._held
 
     def no_memory(linear: nn.Module) -> Tensor:

@@ -41,7 +41,7 @@ class Again:
 
 @pytest.fixture(autouse=True)
 def graphs(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = ltx.integrations._graphs
+    module = ltx.integrations.replay.cuda_graphs
     if device == "cpu":
         monkeypatch.setattr(module, "DEVICE", "cpu")
         monkeypatch.setattr(module, "Captured", Again)

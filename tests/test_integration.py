@@ -1159,10 +1159,10 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> At
 
     # set_attention_backend of one model is for all of the process.
     monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
-    call, dispatch = ltx.integrations._attend, ltx.integrations._dispatch
+    call, dispatch = ltx.integrations.attention.engine, ltx.integrations.attention.choice
     if device == "cpu":
         monkeypatch.setattr(dispatch, "_op_pays", lambda query, *_: dispatch.has_tensor_cores(query.device))
-        monkeypatch.setattr(ltx.integrations._guards, "_capability", lambda _: (8, 0))
+        monkeypatch.setattr(ltx.integrations.engine.guards, "_capability", lambda _: (8, 0))
         monkeypatch.setattr(dispatch, "runs_kernel", lambda query, *_: query.dtype != torch.float32)
     calls = {"attention": 0, "qk_norm_cross_attention": 0}
 
@@ -1177,7 +1177,7 @@ def attends(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> At
 
     for home, name in ((dispatch, "attention"), (call, "qk_norm_cross_attention")):
         monkeypatch.setattr(home, name, counted(home, name))
-    replay = importlib.import_module(f"{ltx.__name__}.integrations._replay")
+    replay = importlib.import_module(f"{ltx.__name__}.integrations.replay.calls")
     monkeypatch.setattr(replay, "RECORD", "0")  # a replay calls ops without these functions
 
     def count(run: Callable[[], Any]) -> tuple[int, int]:
@@ -1228,8 +1228,8 @@ def test_attention_in_int8(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Self-attention of many tokens with heads of 128 columns takes it, and the report counts what does not."""
-    assert ltx.integrations._dispatch._INT8_TOKENS == 4608
-    monkeypatch.setattr(ltx.integrations._dispatch, "_INT8_TOKENS", tokens)
+    assert ltx.integrations.attention.choice._INT8_TOKENS == 4608
+    monkeypatch.setattr(ltx.integrations.attention.choice, "_INT8_TOKENS", tokens)
     heads = {"num_attention_heads": 2, "attention_head_dim": columns, "cross_attention_dim": 2 * columns}
     model, inputs = make_model(device, torch.bfloat16, **heads), make_inputs(device, torch.bfloat16)
     ltx.optimize(model)
@@ -1285,7 +1285,7 @@ def test_attention_follows_what_is_asked_of_diffusers(
     unmasked = {**inputs, "encoder_attention_mask": None}
     assert attends(lambda: model(**unmasked)) == (2 * in_kernel, 0)
     with monkeypatch.context() as slower:
-        slower.setattr(ltx.integrations._dispatch, "_kernel_pays", lambda *_: False)
+        slower.setattr(ltx.integrations.attention.choice, "_kernel_pays", lambda *_: False)
         assert attends(lambda: model(**unmasked)) == (in_kernel, 0)
     ltx.optimize(model, rounding="eager")
     assert attends(run) == (0, 0)
@@ -1346,7 +1346,7 @@ def test_rotary_table_is_made_once_per_shape(ltx: ModuleType, device: str) -> No
 
 def test_a_kept_value_goes_with_its_tensors(ltx: ModuleType) -> None:
     """Its memory is free when one of them is gone, also where nothing asks for it again."""
-    kept, limit = ltx.integrations._kept.kept, ltx.integrations._kept.KEPT
+    kept, limit = ltx.integrations.engine.kept.kept, ltx.integrations.engine.kept.KEPT
     site = type("Site", (), {"cache": {}})()
     first, *sources = (torch.zeros(1) for _ in range(limit + 2))
     tables = [kept(site, "table", (first, source), object) for source in sources]

@@ -378,8 +378,8 @@ def test_products_by_torch_are_counted(
     ((site,),) = ([site for site in report.sites if site.name == "torch.Linear"],)
     before = dict(site.remarks)
     rows = (torch.empty(1, device="meta"),) * 2
-    monkeypatch.setattr(ltx.integrations._fp8, "has_own_product", lambda device: False)
-    ltx.integrations._fp8.count_products([model.transformer_blocks[0].attn1.to_q], rows)
+    monkeypatch.setattr(ltx.integrations.linear.fp8, "has_own_product", lambda device: False)
+    ltx.integrations.linear.fp8.count_products([model.transformer_blocks[0].attn1.to_q], rows)
     assert dict(site.remarks) == {
         **before,
         "products by torch._scaled_mm": before.get("products by torch._scaled_mm", 0) + 1,

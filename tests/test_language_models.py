@@ -540,7 +540,7 @@ def test_encoders(ltx: ModuleType, device: str, prefix: str, dtype: torch.dtype)
 @pytest.fixture
 def ordinary(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """An encoder's result without recorded calls."""
-    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+    replay = sys.modules[f"{ltx.__name__}.integrations.replay.calls"]
 
     def run(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         with monkeypatch.context() as patch:
@@ -552,7 +552,7 @@ def ordinary(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 def recordings(ltx: ModuleType, model: Any) -> list[Any]:
     """What the blocks hold of their calls, of each signature: a recorded call, or the reason why there is none."""
-    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+    replay = sys.modules[f"{ltx.__name__}.integrations.replay.calls"]
     held = [replay.held(block).replays for block in model.encoder.block]
     return [call for replays in held if replays is not None for call in replays.calls.values()]
 

@@ -67,7 +67,7 @@ def test_no_further_from_fp64_than_peft(
     for parameter in ("weight", "bias") if bias and len(names) > 1 else ("weight",) if len(names) > 1 else ():
         bases = [getattr(module[name], "base_layer", module[name]) for name in names]
         importlib.import_module(f"{ltx.__name__}._linear").make_adjacent([getattr(base, parameter) for base in bases])
-    home, owner = ltx.integrations._linear, site()
+    home, owner = ltx.integrations.linear.linears, site()
     linears = home.Linears([module[name] for name in names], x, owner)
     assert linears.plain and not linears.direct and linears.packed == (len(names) > 1)
     results = linears(x)
@@ -92,7 +92,7 @@ def test_gelu(ltx: ModuleType, device: str, rows: int, rank: int) -> None:
     module = layers(device, torch.bfloat16, "q", "q", True, (rank,))
     x = torch.randn(rows, 64, device=device).bfloat16()
     theirs = nn.functional.gelu(module["q"](x), approximate="tanh")
-    home, owner = ltx.integrations._linear, site()
+    home, owner = ltx.integrations.linear.linears, site()
     output = home.linear_gelu_of(home.Linears([module["q"]], x, owner), x, "tanh")
     if rows == 4 or rank == 4:
         assert output is None and not owner.remarks
@@ -105,7 +105,7 @@ def test_gelu(ltx: ModuleType, device: str, rows: int, rank: int) -> None:
 def test_eager_rounding_keeps_the_bits(ltx: ModuleType, device: str) -> None:
     module = layers(device, torch.bfloat16, "q", "q", True, (8, 16))
     x = torch.randn(400, 64, device=device).bfloat16()
-    linears = ltx.integrations._linear.Linears([module["q"]], x, site("eager"))
+    linears = ltx.integrations.linear.linears.Linears([module["q"]], x, site("eager"))
     assert torch.equal(linears(x)[0], module["q"](x))
 
 
@@ -116,7 +116,7 @@ def test_adapters_of_another_dtype(ltx: ModuleType, device: str) -> None:
         if "lora_" in name:
             parameter.data = parameter.data.float()
     x = torch.randn(400, 64, device=device).bfloat16()
-    linears = ltx.integrations._linear.Linears([module["q"]], x, site())
+    linears = ltx.integrations.linear.linears.Linears([module["q"]], x, site())
     assert torch.equal(linears(x)[0], module["q"](x))
 
 
@@ -127,7 +127,7 @@ def test_adapters_with_a_bias(ltx: ModuleType, device: str) -> None:
         if name.endswith("bias"):
             parameter.add_(torch.randn_like(parameter))
     x = torch.randn(400, 64, device=device).bfloat16()
-    results = ltx.integrations._linear.Linears(list(module.values()), x, site())(x)
+    results = ltx.integrations.linear.linears.Linears(list(module.values()), x, site())(x)
     assert all(torch.equal(ours, layer(x)) for ours, layer in zip(results, module.values(), strict=True))
 
 
@@ -198,7 +198,7 @@ def test_error_is_not_above_pefts(ltx: ModuleType, device: str, monkeypatch: pyt
     model.set_adapters(["one", "two"], [0.7, -1.2])
     ours = model(**inputs)[0]
     with monkeypatch.context() as patched:
-        patched.setattr(ltx.integrations._linear, "adapters_of", lambda *_: ("a test", []))
+        patched.setattr(ltx.integrations.linear.linears, "adapters_of", lambda *_: ("a test", []))
         theirs = model(**inputs)[0]
     ltx.restore(model)
     doubles = {

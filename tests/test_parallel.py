@@ -506,7 +506,7 @@ def test_why_ranks_use_collectives(
     ltx: ModuleType, patches: dict[str, Any], others: list[Any], reason: str | None
 ) -> None:
     """One of two ranks, and what the other one says."""
-    peers = sys.modules[f"{ltx.__name__}.integrations._peers"]
+    peers = sys.modules[f"{ltx.__name__}.integrations.parallel.peer_memory"]
     if patches.get("make_window") in (lonely_window, joined_window):
         made = patches["make_window"]
         patches = {**patches, "make_window": lambda *arguments: peers.Window(*made())}
@@ -522,7 +522,7 @@ def test_why_ranks_use_collectives(
 
 
 def test_peer_memory_can_be_turned_off(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = sys.modules[f"{ltx.__name__}.integrations._peers"]
+    peers = sys.modules[f"{ltx.__name__}.integrations.parallel.peer_memory"]
     monkeypatch.setenv("LTX_KERNELS_PEER_MEMORY", "0")
     assert peers.why_not(torch.device("cuda", 0)) == "LTX_KERNELS_PEER_MEMORY is 0"
 

@@ -31,7 +31,7 @@ def torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def replay(ltx: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{ltx.__name__}.integrations._replay")
+    return importlib.import_module(f"{ltx.__name__}.integrations.replay.calls")
 
 
 def found(replay: ModuleType, model: nn.Module) -> list[Any]:

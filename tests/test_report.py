@@ -48,7 +48,7 @@ def test_op_calls_and_stock_calls_are_told_apart(ltx: ModuleType, device: str) -
 
 @pytest.fixture
 def report(ltx: ModuleType) -> Any:
-    return importlib.import_module(f"{ltx.__name__}.integrations._report").Report("Model")
+    return importlib.import_module(f"{ltx.__name__}.integrations.report").Report("Model")
 
 
 def test_what_is_left_alone_is_grouped_by_its_reason(report: Any) -> None:
@@ -66,7 +66,7 @@ def test_what_is_left_alone_is_grouped_by_its_reason(report: Any) -> None:
 
 
 def idle_module(ltx: ModuleType) -> Any:
-    return importlib.import_module(f"{ltx.__name__}.integrations._idle")
+    return importlib.import_module(f"{ltx.__name__}.integrations.idle")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_idle_share(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "_wall_us", wall)
     monkeypatch.setattr(module, "_device_work", work)
-    report = importlib.import_module(f"{ltx.__name__}.integrations._report").Report("Model")
+    report = importlib.import_module(f"{ltx.__name__}.integrations.report").Report("Model")
     monkeypatch.setattr(type(report), "_graph_lines", lambda self: ["graphs of Model: 1"] if graphs else [])
     assert "idle" not in str(report)
     assert report.idle_share(lambda: order.append("call")) == pytest.approx(share)

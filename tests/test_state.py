@@ -366,7 +366,7 @@ def _off(got: list[Tensor], want: list[Tensor]) -> float:
 
 def wrong(ltx: ModuleType, device: str, path: Path, only: Callable[[Change], bool] = lambda change: True) -> Any:
     """(number of changes that changed the stock model's result, descriptions of those that were not followed)."""
-    code = importlib.import_module(f"{ltx.__name__}.integrations._code")
+    code = importlib.import_module(f"{ltx.__name__}.integrations.engine.code")
     stock = path.make(device)
     model = copy.deepcopy(stock)
     ltx.optimize(model)
@@ -421,7 +421,7 @@ def test_every_piece_of_the_state_is_needed(
     ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:
     """Without one of them, the test above fails."""
-    state = importlib.import_module(f"{ltx.__name__}.integrations._state")
+    state = importlib.import_module(f"{ltx.__name__}.integrations.engine.state")
     whole = state.Snapshot.__init__
 
     def without(self: Any, *args: Any) -> None:

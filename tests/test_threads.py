@@ -100,7 +100,7 @@ def test_two_threads_optimize_and_restore(ltx: ModuleType, device: str) -> None:
 
 def test_a_call_that_does_not_end(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change waits for it, and then is refused whole."""
-    threads = importlib.import_module(f"{ltx.__name__}.integrations._threads")
+    threads = importlib.import_module(f"{ltx.__name__}.integrations.engine.threads")
     monkeypatch.setattr(threads, "LIMIT", 0.2)
     model, inputs = make_model(device), make_inputs(device)
     report = ltx.optimize(model)
@@ -129,7 +129,7 @@ def test_a_call_that_does_not_end(ltx: ModuleType, device: str, monkeypatch: pyt
 
 
 def test_a_call_that_begins_during_a_change_waits(ltx: ModuleType, device: str) -> None:
-    threads = importlib.import_module(f"{ltx.__name__}.integrations._threads")
+    threads = importlib.import_module(f"{ltx.__name__}.integrations.engine.threads")
     model, inputs = make_model(device), make_inputs(device)
     expected = call(model, inputs)
     with ThreadPoolExecutor(1) as pool:

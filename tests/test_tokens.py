@@ -71,7 +71,7 @@ def tokens(model: Any, ids: Tensor, cache: Any = None, mask: Tensor | None = Non
 
 def recordings(ltx: ModuleType, model: Any) -> list[Any]:
     """What the layers hold of their calls, of each signature: a recorded call, or the reason why there is none."""
-    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+    replay = sys.modules[f"{ltx.__name__}.integrations.replay.calls"]
     held = [replay.held(layer).replays for layer in text_model(model).layers]
     return [call for replays in held if replays is not None for call in replays.calls.values()]
 
@@ -83,7 +83,7 @@ def count(ltx: ModuleType, model: Any) -> int:
 @pytest.fixture
 def ordinary(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """`tokens` without recorded calls."""
-    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+    replay = sys.modules[f"{ltx.__name__}.integrations.replay.calls"]
 
     def run(*args: Any, **options: Any) -> Tensor:
         with monkeypatch.context() as patch:
@@ -150,7 +150,7 @@ def test_fp8_weights_follow_merged_adapters(ltx: ModuleType, device: str, monkey
     for model in models:
         ltx.optimize(model, precision="fp8", skip=())
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[f"{ltx.__name__}.integrations._replay"], "RECORD", "0")
+        patch.setattr(sys.modules[f"{ltx.__name__}.integrations.replay.calls"], "RECORD", "0")
         expected = [run(models[0]) for _ in range(3)]
     assert all(torch.equal(run(models[1]), logits) for logits in expected)
     tokens(models[1], ids)
@@ -230,7 +230,7 @@ def test_large_caches(
     """From a length on a token of several samples gets other memory: that is another recording."""
     model, ids = make("Llama", device), make_ids(device)
     ltx.optimize(model)
-    cache = sys.modules[f"{ltx.__name__}.integrations._cache"]
+    cache = sys.modules[f"{ltx.__name__}.integrations.causal.kv_cache"]
     monkeypatch.setattr(cache, "LARGE", 2 * 2 * 16 * (ids.shape[1] + 4))
     expected = ordinary(model, ids, count=9)
     assert torch.equal(tokens(model, ids, count=9), expected)
@@ -307,7 +307,7 @@ def test_prompts_without_a_cache(ltx: ModuleType, device: str, monkeypatch: pyte
     """They are recorded, and what their attention remarks at each call is counted once."""
     model, ids = make("Llama", device), make_ids(device)
     report = ltx.optimize(model)
-    causal = sys.modules[f"{ltx.__name__}.integrations._causal"]
+    causal = sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"]
 
     def attend(site: Any, *args: Any) -> None:
         site.remark("asked")
@@ -405,7 +405,7 @@ def test_masks_that_are_no_tensors(ltx: ModuleType, device: str, monkeypatch: py
 @pytest.mark.parametrize("asks", [lambda mask: mask.shape, lambda mask: mask.dim(), lambda mask: mask + 1])
 def test_other_code_may_not_read_what_changes(ltx: ModuleType, asks: Callable[[Tensor], Any]) -> None:
     """A line that reads a live argument outside of `as_one` ends the recording."""
-    replay = sys.modules[f"{ltx.__name__}.integrations._replay"]
+    replay = sys.modules[f"{ltx.__name__}.integrations.replay.calls"]
     recorder = replay._Recorder([], [], {"mask": (mask := torch.ones(2, 2))})
     with recorder:
         asks(mask)
@@ -535,7 +535,7 @@ def test_calls_that_stay_without_flash(
 ) -> None:
     model, ids = make("Llama", device), make_ids(device)
     ltx.optimize(model, rounding="eager" if case == "rounding" else "fp32")
-    monkeypatch.setattr(sys.modules[f"{ltx.__name__}.integrations._flash"], "SHORT", 9)
+    monkeypatch.setattr(sys.modules[f"{ltx.__name__}.integrations.causal.flash"], "SHORT", 9)
     with other_attention(case, model, monkeypatch):
         if case == "appended":
             cache = model(ids[:, :4], use_cache=True).past_key_values
@@ -575,7 +575,7 @@ MASKED = "attention of a token with a mask in groups of heads"
 @pytest.fixture
 def masked(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has the products of groups of heads computed on any device and in float32; the numbers of keys of its calls."""
-    home: Any = sys.modules[f"{ltx.__name__}.integrations._masked"]
+    home: Any = sys.modules[f"{ltx.__name__}.integrations.causal.padded_token"]
     own, lengths = home.attention, list[int]()
 
     def attention(site: Any, query: Tensor, key: Tensor, *others: Any) -> Tensor:

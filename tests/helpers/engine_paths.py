@@ -23,9 +23,9 @@ def block_descriptions(ltx: ModuleType, library: str) -> dict[str, list[Any]]:
     home, found = getattr(ltx.integrations, library), dict[str, list[Any]]()
     for info in pkgutil.iter_modules(home.__path__):
         for description in getattr(importlib.import_module(f"{home.__name__}.{info.name}"), "ENTRIES", ()):
-            if isinstance(description, ltx.integrations._block.Block):
+            if isinstance(description, ltx.integrations.blocks.block.Block):
                 for name in description.classes:
-                    found.setdefault(ltx.integrations._sites.short_name(name), []).append(description)
+                    found.setdefault(ltx.integrations.engine.sites.short_name(name), []).append(description)
     return found
 
 

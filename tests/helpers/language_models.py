@@ -133,7 +133,7 @@ def plain_flash(
 
     asked: Is called with the query [B, heads, S, D] and the window of each call.
     """
-    home: Any = sys.modules[f"{ltx.__name__}.integrations._flash"]
+    home: Any = sys.modules[f"{ltx.__name__}.integrations.causal.flash"]
 
     def attention(
         query: Tensor,

@@ -17,28 +17,28 @@ def defect(name: str, file: str, old: str, new: str, *tests: str) -> Mutation:
 TOOL_DEFECTS = [
     defect(
         "one reason shown of several for stock calls",
-        PACKAGE + "integrations/_report.py",
+        PACKAGE + "integrations/report.py",
         "for reason, count in reasons.items()]",
         "for reason, count in list(reasons.items())[:1]]",
         "report",
     ),
     defect(
         "stock calls counted as the ops' calls too",
-        PACKAGE + "integrations/_sites.py",
+        PACKAGE + "integrations/engine/sites.py",
         "            self.fallbacks[reason] += 1",
         "            self.fallbacks[reason] += 1\n            self.calls += 1",
         "report",
     ),
     defect(
         "reasons counted in the place of stock calls",
-        PACKAGE + "integrations/_report.py",
+        PACKAGE + "integrations/report.py",
         "str(sum(s.fallbacks.values()))",
         "str(len(s.fallbacks))",
         "report",
     ),
     defect(
         "modules left alone that the report does not count",
-        PACKAGE + "integrations/_report.py",
+        PACKAGE + "integrations/report.py",
         'f" and {len(names) - 3} more" if len(names) > 3 else ""',
         '""',
         "report",

@@ -17,19 +17,22 @@ from torch import nn
 
 from .._checks import ATTENTION_PRECISION, ROUNDING, choice
 from ..quant import fp8_obstacle
-from . import _fp8, _linear, _parallel, diffusers, transformers
-from ._attend import SHARED
-from ._batch import split_batch as split_batch
-from ._graphs import with_graphs
-from ._guards import class_of
-from ._lora import base_of
-from ._registry import entry_for
-from ._report import Report
-from ._rotary import keep_table_readers_together
-from ._sites import Entry, Plan, Site, install, short_name, uninstall_all, why_not
-from ._threads import alone
-from ._weights import File
-from .kernels import kernel_mapping as kernel_mapping
+from . import diffusers, transformers
+from .attention.engine import SHARED
+from .engine.guards import class_of
+from .engine.rotary_tables import keep_table_readers_together
+from .engine.sites import Entry, Plan, Site, install, short_name, uninstall_all, why_not
+from .engine.threads import alone
+from .hub_layers import kernel_mapping as kernel_mapping
+from .linear import fp8, linears
+from .linear.fp8_files import File
+from .linear.linears import pack
+from .linear.lora import base_of
+from .parallel import context
+from .parallel.guidance import split_batch as split_batch
+from .registry import entry_for
+from .replay.cuda_graphs import with_graphs
+from .report import Report
 
 LEVELS = ("norms", "block")
 PRECISIONS = ("native", "fp8")
@@ -132,11 +135,11 @@ def optimize(
                 "strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines)
             )
         for root in roots.values():
-            _parallel.check(root)
+            context.check(root)
         if graphs:
             _plan_graphs(plan, roots)
-        if stock_weights == _fp8.BESIDE and any(map(_fp8.is_offloaded, models.values())):
-            stock_weights = _fp8.HELD
+        if stock_weights == fp8.BESIDE and any(map(fp8.is_offloaded, models.values())):
+            stock_weights = fp8.HELD
         title = (
             f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
         )
@@ -151,13 +154,13 @@ def optimize(
         try:
             _install(plan, groups, rounding, attention, stock_weights, list(files.values()), report)
             for root in roots.values():
-                _parallel.follow(root, diffusers.PLANS.get(class_of(root)))
+                context.follow(root, diffusers.PLANS.get(class_of(root)))
         except BaseException:  # an interrupt as well: all or nothing
             with contextlib.suppress(RuntimeError) if files else contextlib.nullcontext():  # what was read stays
                 uninstall_all(roots.values())
             raise
         if groups:
-            report.notes.append(_fp8.finish(models.values(), groups, stock_weights))
+            report.notes.append(fp8.finish(models.values(), groups, stock_weights))
         replaced = {module for module, _ in plan.modules.values()}
         if replaced.isdisjoint(module for root in models.values() for module in root.modules()):
             where = f" in {', '.join(models)}" if replaced else ""  # beside the autoencoder
@@ -195,9 +198,9 @@ def _install(
     for put in puts:
         put()
     for linears in [] if files else groups:
-        _fp8.quantise_weights(linears, stock_weights)
+        fp8.quantise_weights(linears, stock_weights)
     if rounding == "fp32":
-        reasons = (_linear.pack(module, entry.packs(module)) for module, entry in plan.modules.values())
+        reasons = (pack(module, entry.packs(module)) for module, entry in plan.modules.values())
         unpacked = Counter(filter(None, reasons))
         report.notes += [f"not packed, {count} attentions: {reason}" for reason, count in unpacked.items()]
 
@@ -236,7 +239,7 @@ def _check_options(
     if precision not in PRECISIONS:
         raise ValueError(f'precision: expected "native" or "fp8", got {precision!r}')
     choice("rounding", ROUNDING, rounding)
-    if stock_weights not in _fp8.STOCK_WEIGHTS:
+    if stock_weights not in fp8.STOCK_WEIGHTS:
         raise ValueError(f'stock_weights: expected "beside", "cpu" or "free", got {stock_weights!r}')
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -248,11 +251,11 @@ def _check_options(
             raise ValueError(
                 f'precision: "fp8" goes with level "block" and rounding "fp32", got {level} and {rounding}'
             )
-    elif skip is not None or stock_weights != _fp8.BESIDE or weights is not None:
+    elif skip is not None or stock_weights != fp8.BESIDE or weights is not None:
         raise ValueError(f'skip, stock_weights and weights: expected precision "fp8" with them, got {precision!r}')
     if weights is not None and not isinstance(weights, (str, os.PathLike)):
         raise TypeError(f"weights: expected a folder, got {weights!r}")
-    if weights is not None and (skip is not None or stock_weights != _fp8.BESIDE):
+    if weights is not None and (skip is not None or stock_weights != fp8.BESIDE):
         raise ValueError("weights: expected neither skip nor stock_weights with it: the file says what is in fp8")
 
 
@@ -371,8 +374,8 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None, files: Mapping[str, File])
                 if name not in in_files if files else any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                     continue
                 linear: Any = base_of(block.get_submodule(path))
-                if class_of(linear) != _fp8.LINEAR_CLASS:
-                    plan.left_alone[name] = f"it is {class_of(linear)}, not {_fp8.LINEAR_CLASS}"
+                if class_of(linear) != fp8.LINEAR_CLASS:
+                    plan.left_alone[name] = f"it is {class_of(linear)}, not {fp8.LINEAR_CLASS}"
                     continue
                 obstacle = fp8_obstacle(linear.weight.device)
                 if obstacle:
@@ -380,11 +383,11 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None, files: Mapping[str, File])
                         f'precision: expected a GPU of compute capability 8.9 or newer for "fp8", got {obstacle}; '
                         "nothing was changed"
                     )
-                reason = "" if files else why_not(linear, _fp8.LINEAR)
+                reason = "" if files else why_not(linear, fp8.LINEAR)
                 if reason:
                     plan.left_alone[name] = reason
                 else:
-                    plan.modules[name] = linear, _fp8.LINEAR
+                    plan.modules[name] = linear, fp8.LINEAR
                     group.append(linear)
             if group:
                 groups.append(group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .._registry import entries_of, plans_of
+from ..registry import entries_of, plans_of
 
 ENTRIES = entries_of(__name__, __path__)
 PLANS = plans_of(__name__, __path__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .._attend import Attention
-from .._masks import KeyBias
-from .._rotary import Tables, halves
+from ..attention.engine import Attention
+from ..attention.masks import KeyBias
+from ..engine.rotary_tables import Tables, halves
 
 LTX2 = "diffusers.models.transformers.transformer_ltx2."
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .._feed_forward import feed_forward, ff_input
-from .._guards import children
-from .._linear import Input
-from .._stream import Stream, modulation
+from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.stream import Stream, modulation
+from ..engine.guards import children
+from ..linear.linears import Input
 from ._ltx2_attention import CROSS, SELF
 
 

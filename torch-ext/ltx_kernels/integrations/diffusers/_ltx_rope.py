@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._guards import ATTRIBUTE
-from .._kept import kept
-from .._rotary import Tables, compact, full_width
-from .._sites import Entry, parameters_of, site_of, stock_forward, why_stock
-from .._state import held
+from ..engine.guards import ATTRIBUTE
+from ..engine.kept import kept
+from ..engine.rotary_tables import Tables, compact, full_width
+from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
+from ..engine.state import held
 
 LTX = "diffusers.models.transformers.transformer_ltx."
 

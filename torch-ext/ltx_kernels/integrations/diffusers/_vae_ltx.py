@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._autoencoder import TORCH_MODULES, Form, Hidden, why_not_convolution
-from .._guards import class_of
+from ..blocks.autoencoder import TORCH_MODULES, Form, Hidden, why_not_convolution
+from ..engine.guards import class_of
 
 LTX = "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideo"
 LTX2 = "diffusers.models.autoencoders.autoencoder_kl_ltx2.LTX2Video"

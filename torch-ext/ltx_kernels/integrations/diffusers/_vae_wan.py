@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._autoencoder import TORCH_MODULES, VIDEO, Form, Hidden, why_not_convolution
-from .._guards import class_of
+from ..blocks.autoencoder import TORCH_MODULES, VIDEO, Form, Hidden, why_not_convolution
+from ..engine.guards import class_of
 
 WAN = "diffusers.models.autoencoders.autoencoder_kl_wan."
 FAMILIES = (f"{WAN}Wan", "diffusers.models.autoencoders.autoencoder_kl_qwenimage.QwenImage")

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention
-from .._rotary import Tables
-from .._stream import RMSNORM, modulation_by
+from ..attention.engine import Attention
+from ..blocks.stream import RMSNORM, modulation_by
+from ..engine.rotary_tables import Tables
 from .flux import ATTENTION as FLUX_ATTENTION
 from .flux import DOUBLE as FLUX_DOUBLE
 from .flux import SINGLE as FLUX_SINGLE

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .._kept import kept
-from .._rotary import Tables
-from .._sites import site_of
-from .._stream import modulation_of
+from ..blocks.stream import modulation_of
+from ..engine.kept import kept
+from ..engine.rotary_tables import Tables
+from ..engine.sites import site_of
 from .flux import DOUBLE, SINGLE, double, single
 
 CHROMA = "diffusers.models.transformers.transformer_chroma.Chroma"

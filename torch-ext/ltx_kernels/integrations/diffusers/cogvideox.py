@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention
-from .._block import Block
-from .._feed_forward import feed_forward, ff_input
-from .._guards import children
-from .._linear import concatenated
-from .._rotary import Tables, halves
-from .._stream import TORCH_LAYERNORM, Stream, modulation_by
+from ..attention.engine import Attention
+from ..blocks.block import Block
+from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation_by
+from ..engine.guards import children
+from ..engine.rotary_tables import Tables, halves
+from ..linear.linears import concatenated
 
 MODELS = "diffusers.models.transformers."
 NORM_ZERO = "diffusers.models.normalization.CogVideoXLayerNormZero"

@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention
-from .._block import Block
-from .._double import IMAGE, TEXT, Tokens, double_block
-from .._feed_forward import beside_mlp
-from .._guards import children
-from .._linear import all_readers, linears_of
-from .._masks import ScoresMask
-from .._rotary import Tables, halves
-from .._stream import TORCH_LAYERNORM, Mod, Stream, clipped, joint, modulation_by
+from ..attention.engine import Attention
+from ..attention.masks import ScoresMask
+from ..blocks.block import Block
+from ..blocks.feed_forward import beside_mlp
+from ..blocks.stream import TORCH_LAYERNORM, Mod, Stream, clipped, joint, modulation_by
+from ..engine.guards import children
+from ..engine.rotary_tables import Tables, halves
+from ..linear.linears import all_readers, linears_of
+from ._double_block import IMAGE, TEXT, Tokens, double_block
 
 FLUX = "diffusers.models.transformers.transformer_flux.Flux"
 ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"

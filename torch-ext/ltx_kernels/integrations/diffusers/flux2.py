@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .._block import Block
-from .._decoder import GatedMLP
-from .._double import IMAGE, TEXT, Tokens, double_block
-from .._guards import children
-from .._rotary import Tables
-from .._stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation
+from ..blocks.block import Block
+from ..blocks.stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation
+from ..causal.engine import GatedMLP
+from ..engine.guards import children
+from ..engine.rotary_tables import Tables
+from ._double_block import IMAGE, TEXT, Tokens, double_block
 from .flux import ATTENTION as FLUX1_ATTENTION
 
 FLUX2 = "diffusers.models.transformers.transformer_flux2."

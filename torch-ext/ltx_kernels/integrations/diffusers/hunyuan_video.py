@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention
-from .._block import Block
-from .._double import IMAGE, TEXT, Residual, Tokens, double_block
-from .._feed_forward import beside_mlp
-from .._guards import children
-from .._linear import linears_of
-from .._masks import PaddingMask
-from .._rotary import Tables, halves
-from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, joint, modulation_by
+from ..attention.engine import Attention
+from ..attention.masks import PaddingMask
+from ..blocks.block import Block
+from ..blocks.feed_forward import beside_mlp
+from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, Stream, joint, modulation_by
+from ..engine.guards import children
+from ..engine.rotary_tables import Tables, halves
+from ..linear.linears import linears_of
+from ._double_block import IMAGE, TEXT, Residual, Tokens, double_block
 
 MODELS = "diffusers.models.transformers.transformer_"
 NORMS = "diffusers.models.normalization."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .._masks import PaddingMask
+from ..attention.masks import PaddingMask
 from .hunyuan_video import ATTENTION as VIDEO_ATTENTION
 from .hunyuan_video import DOUBLE as VIDEO_DOUBLE
 

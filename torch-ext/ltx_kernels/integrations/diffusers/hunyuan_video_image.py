@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._double import IMAGE, TEXT, Tokens, double_block
-from .._guards import children
-from .._linear import Linears
-from .._rotary import Tables
-from .._stream import Mod, Stream, joint, modulation_by
+from ..blocks.stream import Mod, Stream, joint, modulation_by
+from ..engine.guards import children
+from ..engine.rotary_tables import Tables
+from ..linear.linears import Linears
+from ._double_block import IMAGE, TEXT, Tokens, double_block
 from .hunyuan_video import ATTENTION, MODELS, NORMS, single
 from .hunyuan_video import DOUBLE as VIDEO_DOUBLE
 from .hunyuan_video import SINGLE as VIDEO_SINGLE

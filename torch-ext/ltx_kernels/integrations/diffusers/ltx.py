@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._attend import Attention
-from .._block import Block
-from .._feed_forward import feed_forward, ff_input
-from .._guards import children
-from .._masks import KeyBias
-from .._parallel import Parallel, Splits
-from .._rotary import Tables
-from .._stream import RMSNORM, Stream, modulation
+from ..attention.engine import Attention
+from ..attention.masks import KeyBias
+from ..blocks.block import Block
+from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.stream import RMSNORM, Stream, modulation
+from ..engine.guards import children
+from ..engine.rotary_tables import Tables
+from ..parallel.context import Parallel, Splits
 from ._ltx_rope import LTX, ROPE, stock_tables, tables
 
 

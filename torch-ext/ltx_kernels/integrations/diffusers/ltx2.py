@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .._block import Block
-from .._parallel import Parallel, Splits
-from .._stream import RMSNORM
+from ..blocks.block import Block
+from ..blocks.stream import RMSNORM
+from ..parallel.context import Parallel, Splits
 from ._ltx2_attention import CROSS, LTX2, SELF
 from ._ltx2_modality import Modality
 

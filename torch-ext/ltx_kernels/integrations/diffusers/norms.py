@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ...glu import gelu, swiglu
 from ...norm import layernorm, rmsnorm
-from .._feed_forward import GELU, SWIGLU, why_not_swiglu
-from .._guards import NormModule, children, why_not_input, why_not_norm_call
-from .._linear import Linears, linear_gelu_of, may_overwrite
-from .._sites import Entry, site_of, stock_forward
-from .._stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM
+from ..blocks.feed_forward import GELU, SWIGLU, why_not_swiglu
+from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM
+from ..engine.guards import NormModule, children, why_not_input, why_not_norm_call
+from ..engine.sites import Entry, site_of, stock_forward
+from ..linear.linears import Linears, linear_gelu_of, may_overwrite
 
 
 def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._attend import Attention
-from .._block import Block
-from .._double import Tokens, double_block
-from .._guards import children
-from .._kept import kept
-from .._rotary import Tables
-from .._sites import site_of
-from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, chosen, clipped, modulation
+from ..attention.engine import Attention
+from ..blocks.block import Block
+from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, Stream, chosen, clipped, modulation
+from ..engine.guards import children
+from ..engine.kept import kept
+from ..engine.rotary_tables import Tables
+from ..engine.sites import site_of
+from ._double_block import Tokens, double_block
 
 # Names of a stream's first norm, second norm and feed-forward.
 IMAGE = ("img_norm1", "img_norm2", "img_mlp")

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention
-from .._block import Block
-from .._feed_forward import feed_forward, ff_input
-from .._guards import children
-from .._stream import RMSNORM, TORCH_LAYERNORM, Stream, modulation_by
+from ..attention.engine import Attention
+from ..blocks.block import Block
+from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, Stream, modulation_by
+from ..engine.guards import children
 
 NORMS = "diffusers.models.normalization."
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._rotary import Tables
+from ..engine.rotary_tables import Tables
 from .wan import BLOCK as WAN_BLOCK
 from .wan import SELF as WAN_SELF
 from .wan import forward, modulation

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...channels_last import channel_norm, pixel_shuffle_3d, unpatchify
-from .._autoencoder import Autoencoder, Form, Hidden
+from ..blocks.autoencoder import Autoencoder, Form, Hidden
 from ._vae_ltx import COMMON, LTX, LTX2, ltx2_form, ltx_form, modulation, resnet, why_not_ltx
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...channels_last import unpatchify
-from .._autoencoder import Autoencoder, Form, Hidden, space_to_depth
-from .._guards import class_of
+from ..blocks.autoencoder import Autoencoder, Form, Hidden, space_to_depth
+from ..engine.guards import class_of
 from ._vae_ltx import COMMON, LTX, LTX2, ltx2_form, ltx_form, resnet, why_not_ltx
 
 

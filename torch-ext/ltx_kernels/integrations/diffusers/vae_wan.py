@@ -9,9 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...channels_last import pixel_shuffle_3d, unpatchify
-from .._autoencoder import Autoencoder, Hidden
-from .._guards import class_of
-from ._vae_wan import COMMON, FAMILIES, FORM, WAN, Frames, as_images, as_video, check_call, middle, resnet, why_not_wan
+from ..blocks.autoencoder import Autoencoder, Hidden
+from ..engine.guards import class_of
+from ._vae_wan import (
+    COMMON,
+    FAMILIES,
+    FORM,
+    WAN,
+    Frames,
+    as_images,
+    as_video,
+    check_call,
+    middle,
+    resnet,
+    why_not_wan,
+)
 
 
 def _repeated(x: Tensor, times: tuple[int, int, int], parts: tuple[int, ...] = (1, 1, 1)) -> Tensor:

@@ -8,9 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...channels_last import unpatchify
-from .._autoencoder import Autoencoder, Hidden
-from .._guards import class_of
-from ._vae_wan import COMMON, FAMILIES, FORM, WAN, Frames, as_images, as_video, check_call, middle, resnet, why_not_wan
+from ..blocks.autoencoder import Autoencoder, Hidden
+from ..engine.guards import class_of
+from ._vae_wan import (
+    COMMON,
+    FAMILIES,
+    FORM,
+    WAN,
+    Frames,
+    as_images,
+    as_video,
+    check_call,
+    middle,
+    resnet,
+    why_not_wan,
+)
 
 
 def _downsample(module: Any, h: Hidden, frames: Frames) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .._attend import Attention
-from .._block import Block
-from .._feed_forward import feed_forward, ff_input
-from .._guards import children
-from .._masks import ScoresMask
-from .._rotary import Tables, halves
-from .._stream import FP32_LAYERNORM, Mod, Stream, modulation_of
+from ..attention.engine import Attention
+from ..attention.masks import ScoresMask
+from ..blocks.block import Block
+from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.stream import FP32_LAYERNORM, Mod, Stream, modulation_of
+from ..engine.guards import children
+from ..engine.rotary_tables import Tables, halves
 
 MODELS = "diffusers.models.transformers.transformer_"
 IDENTITY = "torch.nn.modules.linear.Identity"

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._attend import Attention
-from .._block import Block
-from .._decoder import GatedMLP
-from .._guards import children
-from .._kept import kept
-from .._masks import KeyMask
-from .._rotary import Tables
-from .._sites import site_of
-from .._stream import RMSNORM, Mod, Stream, chosen, modulation
+from ..attention.engine import Attention
+from ..attention.masks import KeyMask
+from ..blocks.block import Block
+from ..blocks.stream import RMSNORM, Mod, Stream, chosen, modulation
+from ..causal.engine import GatedMLP
+from ..engine.guards import children
+from ..engine.kept import kept
+from ..engine.rotary_tables import Tables
+from ..engine.sites import site_of
 
 Z_IMAGE = "diffusers.models.transformers.transformer_z_image."
 CONTROLNET = "diffusers.models.controlnets.controlnet_z_image."

@@ -5,7 +5,7 @@ One module holds one family, or the norms. Each lists what it knows in ``ENTRIES
 
 from __future__ import annotations
 
-from .._registry import entries_of
+from ..registry import entries_of
 from .norms import DIFFERENT as DIFFERENT
 from .norms import why_unknown as why_unknown
 

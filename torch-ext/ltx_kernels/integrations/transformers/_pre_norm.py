@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .._block import Block
-from .._decoder import LIVE, CausalAttention, GatedMLP
-from .._guards import children, is_idle
-from .._norms import NORMS
-from .._rotary import Tables
-from .._stream import Stream
+from ..blocks.block import Block
+from ..blocks.stream import Stream
+from ..causal.engine import LIVE, CausalAttention, GatedMLP
+from ..engine.guards import children, is_idle
+from ..engine.norm_forms import NORMS
+from ..engine.rotary_tables import Tables
 
 Options = dict[str, Any]
 

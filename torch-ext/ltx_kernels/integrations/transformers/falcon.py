@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...rope import apply_rotary_qk
-from .. import _flash, _masked
-from .._guards import children, why_not_input, why_not_tensor
-from .._norms import transformers_class as _class
-from .._replay import attention_is_replaced
-from .._rotary import Tables
-from .._sites import Entry, Site, site_of, stock_forward
+from ..causal import flash, padded_token
+from ..engine.guards import children, why_not_input, why_not_tensor
+from ..engine.norm_forms import transformers_class as _class
+from ..engine.rotary_tables import Tables
+from ..engine.sites import Entry, Site, site_of, stock_forward
+from ..replay.calls import attention_is_replaced
 
 
 def _heads(self: Any, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,10 +51,10 @@ def _token(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
     if query.shape[2] > 1 or torch.compiler.is_compiling() or attention_is_replaced() or site.rounding != "fp32":
         return None
     if mask is None:
-        return _flash.attention(query, key, value, is_causal=False) if _flash.takes(query, key, value) else None
-    if not _masked.takes(site, query, key, value, mask):
+        return flash.attention(query, key, value, is_causal=False) if flash.takes(query, key, value) else None
+    if not padded_token.takes(site, query, key, value, mask):
         return None
-    return _masked.attention(site, query, key, value, mask, query.shape[-1] ** -0.5)
+    return padded_token.attention(site, query, key, value, mask, query.shape[-1] ** -0.5)
 
 
 def attention_forward(

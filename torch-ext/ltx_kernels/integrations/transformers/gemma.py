@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .._block import Block
-from .._decoder import LIVE, CausalAttention, GatedMLP
-from .._guards import children
-from .._norms import OFFSET_NORMS
-from .._norms import transformers_class as _class
-from .._rotary import Tables
-from .._stream import Stream
+from ..blocks.block import Block
+from ..blocks.stream import Stream
+from ..causal.engine import LIVE, CausalAttention, GatedMLP
+from ..engine.guards import children
+from ..engine.norm_forms import OFFSET_NORMS
+from ..engine.norm_forms import transformers_class as _class
+from ..engine.rotary_tables import Tables
 from ._pre_norm import Options, layer_window
 
 NORMS = (

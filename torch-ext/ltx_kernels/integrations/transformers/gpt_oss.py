@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...glu import swiglu_clamped
-from .._decoder import CausalAttention
-from .._guards import why_not_input
-from .._norms import transformers_class as _class
-from .._sites import Entry, site_of
+from ..causal.engine import CausalAttention
+from ..engine.guards import why_not_input
+from ..engine.norm_forms import transformers_class as _class
+from ..engine.sites import Entry, site_of
 from ._pre_norm import Options, pre_norm_layer
 
 GATE = "_apply_gate"

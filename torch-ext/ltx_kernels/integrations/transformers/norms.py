@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from .._guards import class_of, name_of, why_not_input, why_not_norm_weight
-from .._norms import LANGUAGE_FORMS, NORMS, OFFSET_NORMS, form_of
-from .._norms import transformers_class as _class
-from .._sites import Entry, site_of, stock_forward
+from ..engine.guards import class_of, name_of, why_not_input, why_not_norm_weight
+from ..engine.norm_forms import LANGUAGE_FORMS, NORMS, OFFSET_NORMS, form_of
+from ..engine.norm_forms import transformers_class as _class
+from ..engine.sites import Entry, site_of, stock_forward
 
 
 def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .._block import Block
-from .._decoder import LIVE, CausalAttention, GatedMLP
-from .._guards import children
-from .._norms import NORMS
-from .._norms import transformers_class as _class
-from .._rotary import Tables
-from .._stream import Stream
+from ..blocks.block import Block
+from ..blocks.stream import Stream
+from ..causal.engine import LIVE, CausalAttention, GatedMLP
+from ..engine.guards import children
+from ..engine.norm_forms import NORMS
+from ..engine.norm_forms import transformers_class as _class
+from ..engine.rotary_tables import Tables
 
 ATTENTION = CausalAttention(
     (_class("olmo2", "Olmo2Attention"),), norms=("q_norm", "k_norm"), across_heads=True, casts=True

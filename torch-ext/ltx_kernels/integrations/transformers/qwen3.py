@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .._decoder import CausalAttention, GatedMLP
-from .._norms import transformers_class as _class
+from ..causal.engine import CausalAttention, GatedMLP
+from ..engine.norm_forms import transformers_class as _class
 from ._pre_norm import layer_window, pre_norm_layer
 
 QWEN3 = CausalAttention((_class("qwen3", "Qwen3Attention"),), norms=("q_norm", "k_norm"), options=layer_window)

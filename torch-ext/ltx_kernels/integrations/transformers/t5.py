@@ -14,14 +14,14 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from .._block import Block
-from .._decoder import GatedMLP
-from .._flash import HOME
-from .._guards import children, is_idle
-from .._norms import NORMS
-from .._norms import transformers_class as _class
-from .._replay import refuse
-from .._stream import Stream
+from ..blocks.block import Block
+from ..blocks.stream import Stream
+from ..causal.engine import GatedMLP
+from ..causal.flash import HOME
+from ..engine.guards import children, is_idle
+from ..engine.norm_forms import NORMS
+from ..engine.norm_forms import transformers_class as _class
+from ..replay.calls import refuse
 
 
 def _mlp(model: str, prefix: str) -> GatedMLP:

@@ -1,0 +1,1 @@
+"""How the attentions of diffusion models run: joint, self and cross."""

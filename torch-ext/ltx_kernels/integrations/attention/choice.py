@@ -1,0 +1,280 @@
+"""Who computes attention of query, key and value: this package's op, several ranks, or what the stock module calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..._checks import INT8_HEAD_DIM
+from ...attention import attention, runs_kernel
+from ..blocks.stream import TORCH_RMSNORM
+from ..engine.guards import has_tensor_cores, is_capturing
+from ..engine.kept import kept
+from ..engine.sites import Site
+from ..engine.state import attention_is_replaced
+from ..linear.linears import may_overwrite
+from ..parallel import context as context_parallel
+from ..replay.calls import others_take_functions, refuse
+from .masks import PaddingMask
+
+if TYPE_CHECKING:
+    from .engine import Attention
+
+# Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
+# (h200-tuning.json, 2 x 8064 queries of 32 heads: 128 keys of 64 columns 73 us with masked keys and 93 without, where
+# two norms and cuDNN's attention take 157; 256 keys 104 and 181 of 213; 128 keys of 128 columns, no mask, 163 of 181.)
+MOST_KEYS = 16384
+
+
+class Processor(Protocol):
+    """What diffusers' attention processors hold."""
+
+    _attention_backend: Any
+    _parallel_config: Any
+
+
+class AttentionModule(Protocol):
+    """What diffusers' attention modules hold, beside their submodules."""
+
+    heads: int
+    processor: Processor
+    training: bool
+    _modules: dict[str, nn.Module]
+    __dict__: dict[str, Any]
+
+
+def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:
+    """Whether qk_norm_cross_attention is the faster way: where it has tensor cores."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and head_dim in (64, 128)
+        and head_dim * keys <= MOST_KEYS
+        and has_tensor_cores(query.device)
+    )
+
+
+def _kernel_pays(query: Tensor, keys: int, masked: bool) -> bool:
+    """Whether a cross-attention takes the kernel of `attention`: where it was faster than torch's (h200-tuning.json).
+
+    Where samples and heads are few, the kernel is faster for at most 192 queries, because it divides their keys. With
+    more queries torch is faster with heads of 128 columns, unless it has to add a mask.
+    """
+    batch, queries, heads, width = query.shape
+    if queries <= 192 and not masked:
+        return batch * heads <= 64
+    return width == 64 or (masked and keys >= 256)
+
+
+def in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tensor, key: Tensor) -> bool:
+    """Whether a masked cross-attention goes through qk_norm_cross_attention."""
+    return (
+        spec.norm == TORCH_RMSNORM
+        and spec.across_heads
+        and parallel_config(spec, module, True) is None
+        and _op_pays(query, key.shape[1], query.shape[-1])
+        and _may_attend(site, module)
+    )
+
+
+def without_padding(
+    spec: PaddingMask, site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key and value without padding as far as it is the same for all samples, and the mask for the rest."""
+    valid = spec.valid(mask, key.shape[1])
+    lengths = _valid_lengths(site, mask, valid) if _may_read(module, mask) else ()
+    if lengths:
+        longest = max(lengths)
+        key, value, valid = key[:, :longest], value[:, :longest], valid[:, :longest]
+        if spec.of_text:
+            query = query[:, :longest]
+        if min(lengths) == longest:
+            return query, key, value, None
+    return query, key, value, valid[:, None, None]
+
+
+def _may_read(module: AttentionModule, mask: Tensor) -> bool:
+    """Whether the host may ask for a mask's contents, and rows be left out for them.
+
+    A compiled or captured graph serves other masks too. An inference tensor may change without a sign, so that every
+    block would have to ask. Other functions or devices may rely on all the rows.
+    """
+    if torch.compiler.is_compiling() or mask.is_inference() or others_take_functions() or is_capturing():
+        return False
+    return getattr(module.processor, "_parallel_config", None) is None
+
+
+def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
+    """The number of valid rows of each sample, read once for a mask; empty where these are not the first rows."""
+
+    def make() -> tuple[int, ...]:
+        counts = valid.sum(-1)
+        first = torch.arange(valid.shape[1], device=valid.device) < counts.unsqueeze(-1)
+        in_order, *lengths = torch.cat(((first == valid).all().view(1), counts)).tolist()
+        return tuple(lengths) if in_order else ()
+
+    return kept(site, ("valid lengths", valid.shape), (mask,), make)
+
+
+def _may_attend(site: Site, module: AttentionModule) -> bool:
+    """Whether an attention may go through an op of this package: nothing else was asked for.
+
+    Diffusers' dispatch chooses where a backend was set, and where somebody else takes calls of torch functions: for
+    perturbed attention guidance, for example, or where torch's scaled_dot_product_attention was replaced.
+    """
+    processor, backends = module.processor, site.settings["backends"]
+    return (
+        site.rounding == "fp32"
+        and getattr(processor, "_attention_backend", None) is None
+        and ((backends is None and site.settings["dispatch"] is None) or _is_native(backends))
+        and not others_take_functions()
+        and not attention_is_replaced()
+    )
+
+
+def _is_native(backends: Any) -> bool:
+    return backends is not None and backends.get_active_backend()[0] == "native"  # a str and an Enum
+
+
+def attend(
+    spec: Attention,
+    site: Site,
+    module: AttentionModule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keys: Tensor | None,
+    cross: bool,
+    out: Tensor | None = None,
+    ahead: context_parallel.Ahead | None = None,
+) -> tuple[Tensor, bool]:
+    """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
+
+    keys: The mask as one of keys, where it can be written so.
+    out: Where this package's op, or an exchange by copies, may write the result. Others return a tensor of their own.
+    ahead: The values, where `values_ahead` has sent them.
+    """
+    scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
+    fits = mask is None or keys is not None
+    parallel = parallel_config(spec, module, cross)
+    if parallel is None:
+        pays = not cross or _kernel_pays(query, key.shape[1], mask is not None)
+        if fits and pays and runs_kernel(query, key, value) and _may_attend(site, module):
+            return _own_attention(site, query, key, value, keys, cross, out), True
+        if not cross:
+            _remark_native(site, "not this package's kernel")
+        return _dispatched(site, module, query, key, value, scores_mask, None), False
+    context = context_parallel.context_of(parallel)
+    if context is None or (mask is not None and keys is None) or _needs_gradient(query, key, value):
+        if not cross:
+            _remark_native(site, "several ranks")
+        context_parallel.check_dispatch(context, mask)
+        return _dispatched(site, module, query, key, value, scores_mask, parallel), False
+
+    # Ranks may hold different numbers of keys, and have to decide alike.
+    may_attend = fits and not cross and _may_attend(site, module)
+
+    def overlaps(query: Tensor, key: Tensor, value: Tensor) -> bool:
+        return may_attend and runs_kernel(query, key, value)
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
+        if overlaps(query, key, value):
+            return _own_attention(site, query, key, value, mask, cross, out)
+        if not cross:
+            _remark_native(site, "not this package's kernel")
+        scores_mask = None if mask is None else mask[:, None, None]
+        output = _dispatched(site, module, query, key, value, scores_mask, None)
+        return output if out is None else out.copy_(output)
+
+    output = context_parallel.attend(
+        context,
+        query,
+        key,
+        value,
+        keys,
+        ahead=ahead,
+        out=out,
+        cross=cross,
+        compute=compute,
+        overlaps=overlaps,
+        in_place=may_overwrite(),
+    )
+    return output, overlaps(query, key, value)
+
+
+def values_ahead(
+    spec: Attention, module: AttentionModule, value: Tensor, mask: Tensor | None, keys: Tensor | None
+) -> context_parallel.Ahead | None:
+    """The values of a self-attention, sent ahead of query and key, or None where they travel together."""
+    parallel = parallel_config(spec, module, False)
+    if parallel is None or (mask is not None and keys is None):
+        return None
+    return context_parallel.send_ahead(context_parallel.context_of(parallel), value)
+
+
+# From so many tokens on int8 scores are faster than the model's dtype; fewer have not been timed (h200-attention.json).
+_INT8_TOKENS = 4608
+
+
+def _own_attention(
+    site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cross: bool, out: Tensor | None
+) -> Tensor:
+    """This package's attention, in 8 bits where `optimize` was told so, the op takes the call and the call gains."""
+    if site.settings["attention"] == "int8" and not cross:
+        columns, tokens = query.shape[-1], key.shape[1]
+        if mask is not None:
+            _remark_native(site, "a mask")
+        elif columns != INT8_HEAD_DIM:
+            _remark_native(site, f"heads of {columns} columns")
+        elif tokens < _INT8_TOKENS:
+            _remark_native(site, f"fewer than {_INT8_TOKENS} tokens")
+        else:
+            return attention(query, key, value, out=out, precision="int8")
+    return attention(query, key, value, mask=mask, out=out)
+
+
+def _remark_native(site: Site, reason: str) -> None:
+    if site.settings["attention"] == "int8":
+        site.remark(f"attention not in int8: {reason}")
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def parallel_config(spec: Attention, module: AttentionModule, cross: bool) -> Any:
+    """How the tokens of an attention lie on several ranks; None where this rank has all that it needs."""
+    if cross and not spec.parallel_cross:
+        return None
+    config = getattr(module.processor, "_parallel_config", None)
+    if config is not None:
+        refuse("ranks exchange tokens")
+    return config
+
+
+def _dispatched(
+    site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, parallel: Any
+) -> Tensor:
+    """Attention as the stock processor would have it computed."""
+    dispatch = site.settings["dispatch"]
+    if dispatch is None:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    backend = getattr(module.processor, "_attention_backend", None)
+    if not (_is_native(site.settings["backends"]) if backend is None else backend == "native"):
+        refuse("a backend of attention may run kernels or set modes that no torch function tells of")
+    output: Tensor = dispatch(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=0.0,
+        is_causal=False,
+        backend=backend,
+        parallel_config=parallel,
+    )
+    return output.to(query.dtype)

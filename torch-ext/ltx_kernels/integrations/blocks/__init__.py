@@ -1,0 +1,1 @@
+"""What transformer blocks and autoencoders are made of: residual streams, feed-forwards, MLPs."""

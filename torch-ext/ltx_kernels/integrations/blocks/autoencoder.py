@@ -1,0 +1,259 @@
+"""Encoders and decoders of video autoencoders: what every family of them needs.
+
+The convolutions stay cuDNN's, in channels-last memory and without their bias, which the next op adds. That op also adds
+the residual, normalises, modulates, activates, and writes the padding that the next convolution wants. Every step
+rounds where the stock modules round. Tiling, slicing and framewise decoding call the encoder or the decoder, so they
+run this too.
+
+The weights of the convolutions move into channels-last memory at the first call, because torch would copy them there in
+every call. They are the same parameters with the same values. `restore` and calls of the stock forward move them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...channels_last import channel_norm, channel_norm_residual
+from ..engine.guards import HOOK, class_of, hooked, is_ordinary, why_not_input
+from ..engine.sites import Entry, site_of, stock_forward
+from ..engine.state import remember
+
+VIDEO = torch.channels_last_3d
+OPS = ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify")
+TORCH_MODULES = frozenset(
+    f"torch.nn.modules.{name}" for name in ("container.ModuleList", "conv.Conv3d", "dropout.Dropout", "activation.SiLU")
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the modules of an encoder or decoder have in common."""
+
+    norm: str
+    eps: float
+    padding: tuple[int, int] = (0, 0)  # frames before and after
+    reflect: bool = False  # otherwise the convolutions pad with zeros
+
+    def conv(self, module: Any, padded: Tensor) -> Tensor:
+        """A convolution without its bias."""
+        conv = module.conv
+        return F.conv3d(padded, conv.weight, None, conv.stride, (0, 0, 0) if self.reflect else conv.padding)
+
+    def interior(self, padded: Tensor) -> Tensor:
+        """A padded tensor without its padding: a view."""
+        front, back = self.padding
+        x = padded[:, :, front : padded.shape[2] - back]
+        return x[..., 1:-1, 1:-1] if self.reflect else x
+
+
+class Hidden:
+    """The residual stream, and the branch that waits to be added to it: a convolution's output without its bias."""
+
+    def __init__(self, form: Form, branch: Tensor, bias: Tensor | None = None, **noise: Tensor) -> None:
+        self.form = form
+        self.stream: Tensor | None = None
+        self.add(branch, bias, **noise)
+
+    def add(self, branch: Tensor, bias: Tensor | None = None, **noise: Tensor) -> None:
+        self.branch: dict[str, Any] = {"input": branch, "bias": bias, **noise}
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the sum's shape, dtype and device."""
+        like: Tensor | None = self.branch.get("input", self.stream)
+        assert like is not None
+        return like
+
+    def norm(
+        self,
+        operands: Mapping[str, Tensor],
+        *,
+        activation: str = "silu",
+        last: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The normalised and activated sum, padded.
+
+        Args:
+            operands: The norm's weight or modulation, by `channel_norm`'s names.
+            last: Nothing else will read the sum, and the stream starts anew.
+            out: Where to write the result.
+        """
+        form = self.form
+        options: dict[str, Any] = {
+            "eps": form.eps,
+            "norm": form.norm,
+            "activation": activation,
+            "padding": form.padding,
+            "reflect": form.reflect,
+            "out": out,
+            **operands,
+        }
+        if last or not self.branch:
+            return channel_norm(**self._waiting(keep=not last), **options)
+        waiting = self._waiting(keep=True)
+        # The sum may take the branch's memory, which nothing else reads.
+        branch = waiting["input"]
+        dense = branch.is_contiguous(memory_format=VIDEO)
+        x, self.stream = channel_norm_residual(**waiting, **options, residual_out=branch if dense else None)
+        return x
+
+    def padded(self, padding: tuple[int, int] | None = None, out: Tensor | None = None) -> Tensor:
+        """The sum itself, padded as the form says or with other numbers of frames. The stream starts anew."""
+        form = self.form
+        frames = form.padding if padding is None else padding
+        waiting = self._waiting(keep=False)
+        return channel_norm(**waiting, norm="none", padding=frames, reflect=form.reflect, out=out)
+
+    def _waiting(self, keep: bool) -> dict[str, Any]:
+        """The operands of the sum; no branch waits from now on, and without `keep` the stream is empty."""
+        waiting = {**self.branch, "residual": self.stream} if self.branch else {"input": self.stream}
+        self.branch = {}
+        if not keep:
+            self.stream = None
+        return waiting
+
+
+def space_to_depth(x: Tensor, stride: Sequence[int]) -> Tensor:
+    """Moves frames, rows and columns into channels, in channels-last memory: `pixel_shuffle_3d` backwards."""
+    t, h, w = stride
+    x = x.unflatten(4, (-1, w)).unflatten(3, (-1, h)).unflatten(2, (-1, t))  # [B, C, T, t, H, h, W, w]
+    return x.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4, 7).movedim(-1, 1)
+
+
+# ---- The memory order of the weights
+
+MOVED = "_ltx_kernels_moved"  # a convolution whose weight was not in channels-last memory
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that run without their own forward: all but the embedders of the timestep."""
+    for name, part in module.named_modules():
+        if "time_embedder" not in name:
+            yield part
+
+
+def _move_weights(module: nn.Module) -> None:
+    for conv in _parts(module):
+        if isinstance(conv, (nn.Conv2d, nn.Conv3d)):
+            order = VIDEO if isinstance(conv, nn.Conv3d) else torch.channels_last
+            if not conv.weight.is_contiguous(memory_format=order):
+                with torch.inference_mode(False), torch.no_grad():
+                    conv.weight.data = conv.weight.data.contiguous(memory_format=order)
+                conv.__dict__[MOVED] = True
+
+
+def _move_weights_back(module: nn.Module) -> None:
+    for conv in _parts(module):
+        if conv.__dict__.get(MOVED, False) and isinstance(conv, (nn.Conv2d, nn.Conv3d)):
+            with torch.inference_mode(False), torch.no_grad():
+                conv.weight.data = conv.weight.data.contiguous()
+        conv.__dict__.pop(MOVED, None)
+
+
+# ---- What a family describes
+
+
+def why_not_convolution(conv: nn.Module, strided: bool = False) -> str:
+    """Why a convolution cannot run without its own forward; empty if it can, or if it is none.
+
+    strided: Whether it may skip voxels.
+    """
+    if not isinstance(conv, (nn.Conv2d, nn.Conv3d)):
+        return ""
+    skips = not strided and any(step != 1 for step in conv.stride)
+    if skips or any(step != 1 for step in conv.dilation) or conv.groups != 1:
+        return "it holds a convolution with a stride, dilation or groups"
+    return "it holds a convolution without bias" if conv.bias is None else ""
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """A class of encoders or decoders, and the forward that takes its place.
+
+    classes: Names of the classes, with their modules.
+    forward: The whole encoder or decoder, with the stock signature, on modules whose own forwards it does not call.
+    parameters: Names of the stock forward's, without self; the first is the tensor to encode or decode.
+    known: Classes that the modules below may have.
+    why_not: Why a module of other structure has to stay as it is; empty if it need not.
+    check: Why a call has to run stock, beside the modules' state: (module, arguments by name) to a reason or "".
+    keeps_frames: It reads and writes lists that it is given, so that a graph of its call would miss them.
+    """
+
+    classes: tuple[str, ...]
+    forward: Callable[..., Tensor]
+    parameters: tuple[str, ...]
+    known: frozenset[str]
+    why_not: Callable[[Any], str]
+    check: Callable[[Any, Mapping[str, Any]], str] = lambda module, arguments: ""
+    keeps_frames: bool = False
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+        compute, parameters = self.forward, self.parameters
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            reason = self._why_not_call(module, {**dict(zip(parameters, args)), **kwargs})
+            if reason:
+                if not torch.compiler.is_compiling():
+                    _move_weights_back(module)
+                return stock_forward(module, reason, *args, **kwargs)
+            site_of(module).count_call()
+            remember(module, "weights", _move_weights)
+            return compute(module, *args, **kwargs)
+
+        return Entry(
+            self.classes,
+            forward,
+            OPS,
+            parameters,
+            why_not=self._why_not_module,
+            release=_move_weights_back,
+            alone=True,
+            why_no_graph="it writes into a list that it is given" if self.keeps_frames else "",
+        )
+
+    def _why_not_module(self, module: nn.Module) -> str:
+        for part in _parts(module):
+            if class_of(part) not in self.known:
+                return f"it holds a {class_of(part)}"
+        return self.why_not(module)
+
+    def _why_not_state(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
+        """Why the modules as they are now cannot be read past their forwards; empty if they can."""
+        grad = torch.is_grad_enabled()
+        for part in _parts(module):
+            if part is not module and (hooked(part) == HOOK or "forward" in part.__dict__):
+                return f"a {type(part).__name__} has a hook or another forward"
+            if part is not module and hooked(part):
+                return f"a {type(part).__name__} {hooked(part)}"
+            if class_of(part) not in self.known:
+                return f"it holds a {class_of(part)}"
+            if isinstance(part, nn.Dropout) and part.training and part.p > 0:
+                return "dropout is on"
+            for name, parameter in part._parameters.items():
+                if parameter is None or name == "timestep_scale_multiplier":
+                    continue
+                if not is_ordinary(parameter) or parameter.dtype != dtype or parameter.device != device:
+                    return f"a {name} is not an ordinary parameter of {dtype} on {device}"
+                if grad and parameter.requires_grad:
+                    return "a gradient is needed"
+        return self.why_not(module)  # what it asks of the modules' attributes may have changed
+
+    def _why_not_call(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
+        if torch.compiler.is_compiling():
+            return "torch.compile fuses the autoencoder itself"
+        input: Tensor = arguments[self.parameters[0]]
+        reason = why_not_input(input)
+        if reason:
+            return reason
+        if input.dim() != 5 or input.numel() == 0:
+            return f"an input of shape {list(input.shape)}"
+        key = input.dtype, input.device
+        return self.check(module, arguments) or remember(module, key, self._why_not_state, *key)

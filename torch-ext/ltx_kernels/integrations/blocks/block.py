@@ -1,0 +1,204 @@
+"""What a model family says about its transformer blocks, and the guards that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Callable, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.guards import class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
+from ..engine.norm_forms import FORMS, LAYER, RMS, statistic
+from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
+from ..engine.state import remember
+from ..replay.calls import Live, replayed
+from .feed_forward import FEED_FORWARD
+
+
+class Part(Protocol):
+    """What describes a part of a block with linear layers: an attention, or an MLP."""
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]: ...
+
+
+@dataclass(frozen=True)
+class Block:
+    """A class of transformer blocks, and the forward that takes its place.
+
+    classes: Names of the classes, with their modules. Several where the bodies of their forwards are the same.
+    forward: The whole block on a `Stream`, with the stock signature. It calls submodules by the stock keyword names,
+        since hooks look for them.
+    parameters: Names of the stock forward's, without self, where `forward` does not spell them out.
+    renames: Parameters of `forward` to the stock forward's names for them, where these differ.
+    children: Names of submodules that every block has, beside those that the fields below name.
+    optional_children: Names of submodules that some blocks have.
+    streams: Arguments that are residual streams.
+    tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
+    norms: By path, the classes that a norm may have. `forward` reads its parameters and does not call it.
+    modules: By path, the classes that another module may have. `forward` reads its parts and does not call it.
+    attentions: By name, the description of each attention, or of another child that has an entry of its own.
+    feed_forwards: Names of modules that the forward hands to `feed_forward`.
+    linears: Groups of other linear layers that share an input, for fp8.
+    fp8_skip: Patterns of linear layers that fp8 leaves alone unless told otherwise, since they cost more than they
+        save.
+    casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have another dtype.
+    live: Arguments that may be others at every recorded call, such as keys and values of earlier tokens.
+    plain, asks: As in `Entry`.
+    check: A further reason why a call has to run stock: (block, arguments by name) to a reason or "".
+    ops: The public functions that `forward` may call. Empty: those for modulated norms.
+    roundings: As in `Entry`.
+    names: `parameters`, or what `forward` spells out.
+    """
+
+    classes: tuple[str, ...]
+    forward: Callable[..., Any]
+    parameters: tuple[str, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
+    children: frozenset[str] = frozenset()
+    optional_children: frozenset[str] = frozenset()
+    streams: tuple[str, ...] = ("hidden_states",)
+    tensors: tuple[str, ...] = ()
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attentions: Mapping[str, Part] = field(default_factory=dict)
+    feed_forwards: tuple[str, ...] = ()
+    linears: tuple[tuple[str, ...], ...] = ()
+    fp8_skip: tuple[str, ...] = ()
+    casts: bool = False
+    live: Live | None = None
+    plain: tuple[str, ...] = ()
+    asks: Callable[[nn.Module], Any] | None = None
+    check: Callable[[Any, Mapping[str, Any]], str] = lambda block, arguments: ""
+    ops: tuple[str, ...] = ()
+    roundings: tuple[str, ...] = ("fp32", "eager")
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", self.parameters or parameters_of(self.forward))
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+        compute, parameters = self.forward, self.names
+        own_names = {stock: name for name, stock in self.renames.items()}
+
+        def ordinary(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            named = {own_names.get(name, name): x for name, x in kwargs.items()} if own_names else kwargs
+            arguments = {**dict(zip(parameters, args)), **named} if args else named
+            reason = self._why_not_call(module, arguments)
+            if reason:
+                return stock_forward(module, reason, *args, **kwargs)
+            site = site_of(module)
+            site.count_call()
+            if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+                site.count_gradients()
+            return compute(module, *args, **named)
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return replayed(module, ordinary, args, kwargs, self.live)
+
+        return Entry(
+            self.classes,
+            forward,
+            self.ops or self._ops(),
+            tuple(self.renames.get(name, name) for name in parameters),
+            self._children(),
+            self.optional_children,
+            roundings=self.roundings,
+            why_not=self._why_not_module,
+            fp8=self._fp8_groups,
+            fp8_skip=self.fp8_skip,
+            apart=frozenset((*self.attentions, *self.feed_forwards)),
+            plain=self.plain,
+            asks=self.asks,
+            guarded=True,
+        )
+
+    def _ops(self) -> tuple[str, ...]:
+        kinds = {FORMS[name].statistic for classes in self.norms.values() for name in classes if name in FORMS}
+        norms = [name for kind, name in ((RMS, "rmsnorm"), (LAYER, "layernorm")) if kind in kinds]
+        forms = ("adaln", "gated_residual_adaln")
+        return tuple(sorted(["gated_residual", *(f"{form}_{norm}" for form in forms for norm in norms)]))
+
+    def _children(self) -> frozenset[str]:
+        """Names of the submodules that every block has."""
+        linears = (name for group in self.linears for name in group)
+        paths = (*self.norms, *self.modules, *self.attentions, *self.feed_forwards, *linears)
+        return self.children | {path.partition(".")[0] for path in paths} - self.optional_children
+
+    def _fp8_groups(self, module: nn.Module) -> list[tuple[str, ...]]:
+        """The linear layers that fp8 takes, those that share an input together."""
+        groups: list[tuple[str, ...]] = []
+        for name, spec in self.attentions.items():
+            attention = submodule(module, name)
+            groups += spec.groups(attention, name) if attention is not None else []
+        for name in self.feed_forwards:
+            if class_of(submodule(module, name)) == FEED_FORWARD:
+                groups += [(f"{name}.net.0.proj",), (f"{name}.net.2",)]
+        return [*groups, *self.linears]
+
+    def _why_not_module(self, module: nn.Module) -> str:
+        return self._why_not_norms(module) or self._why_not_tables(module)
+
+    def _why_not_norms(self, module: nn.Module) -> str:
+        for path, expected in self.modules.items():
+            passed = submodule(module, path)
+            if class_of(passed) not in expected:
+                return f"{path} is {class_of(passed)}"
+        for path, classes in self.norms.items():
+            norm = submodule(module, path)
+            if norm is None and path in self.optional_children:
+                continue
+            if norm is None or class_of(norm) not in classes:
+                return f"{path} is {class_of(norm)}"
+            if statistic(norm) and len(getattr(norm, "normalized_shape", (1,))) != 1:
+                return f"{path} normalises several dimensions"
+            if statistic(norm) == RMS and norm._parameters.get("bias") is not None:
+                return f"{path} has a bias"
+        return ""
+
+    def _why_not_tables(self, module: nn.Module) -> str:
+        for name in self.tensors:
+            if name not in self.names and name not in module._parameters:
+                return f"it has no parameter {name}"
+        return ""
+
+    def _why_not_state(self, module: nn.Module, input: Tensor) -> str:
+        """Why the block's own parameters and norms keep a call from running ops."""
+        reason = why_stock(module) or self._why_not_module(module)
+        if reason:
+            return reason
+        for name in self.tensors:
+            table = module._parameters.get(name)
+            if table is not None:
+                reason = why_not_tensor(name, table, input, self.casts)
+                if reason:
+                    return reason
+        for path in (*self.modules, *self.norms):
+            passed = submodule(module, path)
+            if passed is not None and hooked(passed):
+                return f"{path} {hooked(passed)}"
+        for path in self.norms:
+            norm = submodule(module, path)
+            if norm is None:
+                continue
+            reason = why_not_norm_weight(norm, input, self.casts)  # type: ignore[arg-type]
+            if reason:
+                return f"{path}: {reason}"
+        return ""
+
+    def _why_not_call(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
+        """Why a call has to run stock: tensors and modes are checked at every call, modules once for each state."""
+        input: Tensor = arguments[self.streams[0]]
+        reason = why_not_input(input)
+        if reason:
+            return reason
+        for name in self.streams[1:] + self.tensors:
+            tensor = arguments.get(name)
+            if tensor is not None:
+                reason = why_not_tensor(name, tensor, input, self.casts and name in self.tensors)
+                if reason:
+                    return reason
+        key = "block", input.dtype, input.device
+        return remember(module, key, self._why_not_state, input) or self.check(module, arguments)

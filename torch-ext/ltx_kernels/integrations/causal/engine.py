@@ -1,0 +1,481 @@
+"""Attention and MLP of language models: packed products, norm and rotation of query and key in one launch, gated MLP.
+
+`CausalAttention` and `GatedMLP` describe one class each, as `Attention` does for diffusion transformers. The cache of
+keys and values, the mask and the attention function stay the model's: the function is looked up at every call, as the
+stock forward does.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...glu import geglu, swiglu
+from ...quant import geglu_quant, swiglu_quant
+from ...rope import apply_rotary_qk, qk_norm_rope
+from ..engine.guards import (
+    ATTRIBUTE,
+    class_of,
+    hooked,
+    is_idle,
+    submodule,
+    why_not_input,
+    why_not_norm_weight,
+    why_not_tensor,
+)
+from ..engine.norm_forms import form_of
+from ..engine.rotary_tables import Tables
+from ..engine.sites import Entry, Site, site_of, stock_forward
+from ..engine.state import recall, remember
+from ..linear.fp8 import Rows, in_fp8
+from ..linear.linears import Input, Linears, dequantised, like_of, may_overwrite, unpack
+from ..replay.calls import Live, as_one, refuse
+from . import flash, own_kernel, padded_token, window
+from .kv_cache import empty_layer, fill, heads_first, is_filled, is_large
+
+# What activation modules compute, by the name of their class; FLUX.2's multiplies by the linear part as well.
+SILU, TANH, ERF = "silu", "tanh", "none"
+ACTIVATIONS = {
+    "torch.nn.modules.activation.SiLU": SILU,
+    "transformers.activations.SiLUActivation": SILU,
+    "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU": SILU,
+    "transformers.activations.GELUTanh": TANH,
+    "transformers.activations.NewGELUActivation": TANH,
+    "transformers.activations.FastGELUActivation": TANH,
+    "transformers.activations.GELUActivation": ERF,
+}
+
+
+def _arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(parameters, args)), **kwargs} if args else dict(kwargs)
+
+
+def _tensor(input: Input) -> Tensor:
+    return dequantised(input) if isinstance(input, tuple) else input
+
+
+# ---- Attention
+
+
+class _Projections:
+    """What both descriptions say of the linear layers that read a module's input."""
+
+    projections: tuple[str, ...]
+
+    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """Groups of linear layers whose weights should lie side by side."""
+        return (self.projections,) if len(self.projections) > 1 else ()
+
+
+@dataclass(frozen=True)
+class CausalAttention(_Projections):
+    """One class of attention modules with a cache, as `_attention` computes it.
+
+    classes: Names of the classes, with their modules.
+    parameters: Those of the stock forward, without self.
+    projections: Names of the layers for query, key and value; one name where a layer holds all three.
+    norms: Names of the norms of query and key; empty where there are none.
+    across_heads: A norm's mean is taken over all heads of a token.
+    half_tables: The model's tables hold each angle once. Otherwise their width is that of the columns that turn.
+    casts: The stock rotation casts its result to the input's dtype, so that the tables may have another one.
+    options: What the stock forward gives to the attention function beside scale, dropout and its own keywords, from
+        the module and the arguments of its forward.
+    """
+
+    classes: tuple[str, ...]
+    parameters: tuple[str, ...] = (
+        "hidden_states",
+        "position_embeddings",
+        "attention_mask",
+        "past_key_values",
+        "kwargs",
+    )
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    norms: tuple[str, ...] = ()
+    across_heads: bool = False
+    half_tables: bool = False
+    casts: bool = False
+    options: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = lambda module, arguments: {}
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.o_proj",)]
+
+    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
+        """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
+        first = module._modules.get(self.projections[0])
+        if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
+            return None
+        plan = _attention_plan(self, module, hidden_states)
+        return None if plan.reason else plan.projections
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _attention(self, module, _arguments(self.parameters, args, kwargs))
+
+        return Entry(
+            self.classes,
+            forward,
+            ("qk_norm_rope" if self.norms else "apply_rotary_qk",),
+            self.parameters,
+            frozenset((*self.projections, *self.norms, "o_proj")),
+            packs=self.packs,
+            release=lambda module: unpack(module, self.packs(module)),
+        )
+
+
+class _AttentionPlan:
+    """The layers of an attention in the forms that their state allows, or the reason why its calls run stock."""
+
+    __slots__ = ("norms", "output", "projections", "reason")
+
+    def __init__(self, spec: CausalAttention, module: nn.Module, input: Tensor) -> None:
+        modules = module._modules
+        self.norms = [cast(nn.Module, modules[name]) for name in spec.norms]
+        self.reason = _why_not_norms(spec, self.norms, input)
+        site = site_of(module)
+        pack = site.rounding == "fp32"
+        self.projections = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, site, pack)
+        self.output = Linears((cast(nn.Linear, modules["o_proj"]),), input, site)
+
+
+def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor) -> str:
+    for name, norm in zip(spec.norms, norms):
+        if form_of(norm) is None:
+            return f"{name} is {class_of(norm)}"
+        if hooked(norm):
+            return f"{name} {hooked(norm)}"
+        reason = why_not_norm_weight(norm, input)  # type: ignore[arg-type]
+        if reason:
+            return f"{name}: {reason}"
+    return "" if len({form_of(norm) for norm in norms}) < 2 else "its norms are of different classes"
+
+
+def _attention_plan(spec: CausalAttention, module: nn.Module, input: Tensor) -> _AttentionPlan:
+    def ask(module: nn.Module) -> _AttentionPlan:
+        return _AttentionPlan(spec, module, input)
+
+    return remember(module, ("attention", input.dtype, input.device), ask)
+
+
+def _known_plan(kind: str, module: nn.Module, rows: Rows) -> Any:
+    """The plan of a module that is handed rows of fp8, where `readers` has just asked for it; None elsewhere."""
+    return recall(module, (kind, torch.bfloat16, rows[1].device))
+
+
+def _why_not_tables(spec: CausalAttention, rope: Tables | None, input: Tensor) -> str:
+    if rope is None:
+        return "no rotary tables"
+    for name, table in zip(("cos", "sin"), rope):
+        reason = why_not_tensor(name, table, input, spec.casts)
+        if reason:
+            return reason
+    return ""
+
+
+_READ = ("hidden_states", "position_embeddings")  # arguments that query, key and value are made of
+
+
+def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) -> Any:
+    """The stock forward; a layer that asked `CausalAttention.readers` may hand over rows of fp8."""
+    input: Input = arguments["hidden_states"]
+    rope: Tables | None = arguments.get("position_embeddings")
+    like = like_of(input)
+    reason = why_not_input(like) or _why_not_tables(spec, rope, like)
+    if not reason:
+        found = _known_plan("attention", module, input) if isinstance(input, tuple) else None
+        plan = found or _attention_plan(spec, module, like)
+        reason = plan.reason
+    if reason:
+        return stock_forward(module, reason, **{**arguments, "hidden_states": _tensor(input)})
+    site = site_of(module)
+    query, key, value = _heads(spec, site, plan.projections, input, module)
+    assert rope is not None
+    cache = arguments.get("past_key_values")
+    # What the layers made is new, unless something else than this package called them.
+    fresh = plan.projections.packed or plan.projections.plain or plan.projections.scaled
+    out, empty, one_token = None, None, False
+    if fresh and may_overwrite():
+        empty = None if cache is None else empty_layer(cache, module.layer_idx, site.remark)
+        # torch chooses the kernels of attention and of the cache's torch.cat by the strides: one token of each sample
+        # gets stock's, where the cache is large.
+        one_token = query.shape[1] == 1 < query.shape[0] and is_large(cache, module.layer_idx)
+        # A cached view of a packed product would keep the query as well.
+        new_key = one_token or empty is not None
+        out = _heads_first_like(query) if one_token else query, _heads_first_like(key) if new_key else key
+    query, key = _norm_and_rotate(spec, site, plan, query, key, rope, out)
+    query, key = query.transpose(1, 2), key.transpose(1, 2)
+    contiguous = empty is not None or one_token
+    value = as_one(heads_first, value) if contiguous else value.transpose(1, 2)
+    others = {name: value for name, value in arguments.items() if name not in _READ}
+    if any(map(_may_be_written, others.values())):
+        refuse("the attention function may write to a list or a dict")
+    output, weights = as_one(functools.partial(_attend, spec), module, query, key, value, empty, others)
+    return plan.output(output.flatten(2))[0], weights
+
+
+def _may_be_written(argument: Any) -> bool:
+    """Whether an argument is, or holds, a list or a dict. A recording would hand a copy of it to the function."""
+    return type(argument) in (list, dict) or (type(argument) is tuple and any(map(_may_be_written, argument)))
+
+
+def _attend(
+    spec: CausalAttention,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    empty: Any,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Updates the cache and attends: (output [B, S, heads, D], what the model's function says of the weights).
+
+    query, key, value: [B, heads, S, D].
+    empty: The layer of the cache that takes keys and values as they are, or None.
+    arguments: Of the stock forward, without those that query, key and value were made of.
+    """
+    cache = arguments.get("past_key_values")
+    if empty is not None:
+        key, value = fill(empty, key, value)
+    elif cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    site = site_of(module)
+    home: Any = sys.modules[type(module).__module__]  # where the stock forward looks the functions up
+    function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation, home.eager_attention_forward
+    )
+    options = {name: value for name, value in arguments.items() if name not in spec.parameters}
+    options.update(spec.options(module, arguments))
+    mask: Tensor | None = arguments.get("attention_mask")
+    output: Tensor | None = None
+    if not module.training:
+        if mask is None:
+            output = own_kernel.attend(site, module, function, query, key, value, module.scaling, options)
+            if output is None:
+                output = flash.attend(site, module, function, query, key, value, module.scaling, options)
+        else:
+            output = window.attend(site, function, query, key, value, mask, module.scaling, options)
+            if output is None:
+                output = padded_token.attend(site, function, query, key, value, mask, module.scaling, options)
+    if output is not None:
+        return output, None
+    dropout = module.attention_dropout if module.training else 0.0
+    attended: tuple[Tensor, Tensor | None] = function(
+        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **options
+    )
+    return attended
+
+
+def _token_form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """What a recorded call of a decoder layer depends on of its cache; None where it is not one token of each sample.
+
+    What is done before the attention depends on the cache if that is empty, or large and for several samples.
+    """
+    cache, attention = kwargs.get("past_key_values"), block._modules["self_attn"]
+    if cache is None:
+        return False
+    hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
+    samples, tokens, _ = hidden_states.shape
+    if tokens > 1 or ATTRIBUTE not in attention.__dict__ or not is_filled(cache, attention.layer_idx):
+        return None
+    return samples > 1 and is_large(cache, attention.layer_idx)
+
+
+# Of decoder layers: a token's cache is another one for every text, and its mask grows from token to token.
+LIVE = Live(("past_key_values", "attention_mask"), _token_form)
+
+
+def _heads_first_like(heads: Tensor) -> Tensor:
+    """New memory for [B, S, heads, D], with all tokens of a head behind one another."""
+    batch, rows, count, width = heads.shape
+    return heads.new_empty(batch, count, rows, width).transpose(1, 2)
+
+
+def _heads(
+    spec: CausalAttention, site: Site, projections: Linears, input: Input, module: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, [B, S, heads, D]: views of one new tensor where one product makes them."""
+    outputs = projections(input)
+    width = module.head_dim
+    if len(outputs) == 1:
+        config = module.config
+        sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        outputs = outputs[0].split_with_sizes([size * width for size in sizes], -1)
+    elif not projections.packed and site.rounding == "fp32":
+        site.count_unpacked()
+    # `Tensor.unflatten` and `Tensor.split` are Python functions, which take the host longer.
+    query, key, value = (output.view(*output.shape[:-1], -1, width) for output in outputs)
+    return query, key, value
+
+
+def _norm_and_rotate(
+    spec: CausalAttention,
+    site: Site,
+    plan: _AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    rope: Tables,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    rotation: dict[str, Any] = {"layout": "half", "rotary_dim": None if spec.half_tables else rope[0].shape[-1]}
+    if not spec.norms:
+        site.count_call("apply_rotary_qk")
+        return apply_rotary_qk(query, key, *rope, **rotation, rounding=site.rounding, out=out)
+    query_norm, key_norm = plan.norms
+    form = form_of(query_norm)
+    assert form is not None
+    site.count_call("qk_norm_rope")
+    return qk_norm_rope(
+        query,
+        key,
+        query_norm._parameters["weight"],
+        key_norm._parameters["weight"],
+        *rope,
+        (form.eps_of(query_norm), form.eps_of(key_norm)),
+        across_heads=spec.across_heads,
+        weight_offset=form.offset,
+        cast_before_weight=form.twice,
+        **rotation,
+        rounding=site.rounding,
+        out=out,
+    )
+
+
+# ---- MLP
+
+
+@dataclass(frozen=True)
+class GatedMLP(_Projections):
+    """One class of gated MLPs, ``down(act(gate(x)) * up(x))``.
+
+    classes: Names of the classes, with their modules.
+    parameter: The name of the stock forward's input.
+    projections: Names of the layers for gate and up; one name where a layer holds both, gate first.
+    activation: The name of the activation module; empty where the forward itself computes SiLU.
+    down: The name of the last layer.
+    dropout: The name of a dropout before it; empty where there is none.
+    """
+
+    classes: tuple[str, ...]
+    parameter: str = "x"
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+    down: str = "down_proj"
+    dropout: str = ""
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        if class_of(module) not in self.classes:
+            return []
+        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
+
+    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
+        """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
+        first = module._modules.get(self.projections[0])
+        if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
+            return None
+        plan = _mlp_plan(self, module, hidden_states)
+        return None if plan.reason else plan.up
+
+    def adds(self, module: nn.Module) -> bool:
+        """Whether a module's forward takes ``addend``, a tensor that its output is added to in place."""
+        site = module.__dict__.get(ATTRIBUTE)
+        return site is not None and site.rounding == "fp32" and may_overwrite() and not hooked(module)
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+
+        def forward(module: nn.Module, *args: Any, addend: Tensor | None = None, **kwargs: Any) -> Tensor:
+            input = _arguments((self.parameter,), args, kwargs)[self.parameter]
+            return _mlp(self, module, input, addend)
+
+        return Entry(
+            self.classes,
+            forward,
+            ("swiglu", "geglu"),
+            (self.parameter,),
+            frozenset(filter(None, (*self.projections, self.down, self.activation, self.dropout))),
+            why_not=self._why_not_activation,
+            packs=self.packs,
+            release=lambda module: unpack(module, self.packs(module)),
+            description=self,
+        )
+
+    def _why_not_activation(self, module: nn.Module) -> str:
+        if not self.activation:
+            return ""
+        activation = submodule(module, self.activation)
+        return "" if class_of(activation) in ACTIVATIONS else f"{self.activation} is {class_of(activation)}"
+
+
+class _MLPPlan:
+    """The layers of an MLP in the forms that their state allows, or the reason why its calls run stock."""
+
+    __slots__ = ("activation", "down", "reason", "up")
+
+    def __init__(self, spec: GatedMLP, module: nn.Module, input: Tensor) -> None:
+        modules = module._modules
+        activation = modules[spec.activation] if spec.activation else None
+        self.activation = SILU if activation is None else ACTIVATIONS.get(class_of(activation), "")
+        self.reason = spec._why_not_activation(module)
+        for part in () if self.reason or activation is None else activation.modules():
+            self.reason = self.reason or (f"{spec.activation} {hooked(part)}" if hooked(part) else "")
+        dropout = modules.get(spec.dropout)
+        if dropout is not None and not is_idle(dropout):
+            self.reason = f"{spec.dropout} is active or has a hook"
+        site = site_of(module)
+        pack = site.rounding == "fp32"
+        self.up = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, site, pack)
+        down = cast(nn.Linear, modules[spec.down])
+        if getattr(getattr(down, "weight", None), "dtype", input.dtype) == torch.float32 != input.dtype:
+            self.reason = f"{spec.down} is in float32"  # T5 keeps it so, and casts before it
+        self.down = Linears((down,), input, site)
+
+
+def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:
+    def ask(module: nn.Module) -> _MLPPlan:
+        return _MLPPlan(spec, module, input)
+
+    return remember(module, ("mlp", input.dtype, input.device), ask)
+
+
+def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None) -> Tensor:
+    """The stock forward; a layer that asked `GatedMLP.readers` may hand over rows of fp8.
+
+    addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
+    """
+    plan = _known_plan("mlp", module, input) if isinstance(input, tuple) else None
+    reason = ""
+    if plan is None:
+        like = like_of(input)
+        reason = why_not_input(like)
+        if not reason:
+            plan = _mlp_plan(spec, module, like)
+            reason = plan.reason
+    if reason:
+        output = cast(Tensor, stock_forward(module, reason, _tensor(input)))
+        return output if addend is None else addend + output
+    assert plan is not None
+    site, up, down = site_of(module), plan.up, plan.down
+    gate_up = (up.together(input),) if up.packed else up(input)
+    if len(gate_up) == 2 and site.rounding == "fp32":
+        site.count_unpacked()
+    if plan.activation == SILU:
+        site.count_call("swiglu")
+        hidden: Input = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)
+    else:
+        site.count_call("geglu")
+        approximate = plan.activation
+        if down.fp8:
+            hidden = geglu_quant(*gate_up, approximate=approximate)
+        else:
+            hidden = geglu(*gate_up, approximate=approximate, rounding=site.rounding)
+    return down(hidden)[0] if addend is None else down.add_to(addend, hidden)

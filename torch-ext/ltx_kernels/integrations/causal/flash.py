@@ -1,0 +1,125 @@
+"""torch's flash attention for language models, called by its own name.
+
+scaled_dot_product_attention prefers cuDNN on Hopper GPUs. cuDNN plans a call for every number of keys that it has not
+met in the process, and every token of a text has one key more than the token before it. A plan takes the host longer
+than the rest of a token (h200-llm.json: first_decode_ms of the stock models, beside decode_ms). Flash attention needs
+no plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from ..engine.code import is_code_of
+from ..engine.guards import has_tensor_cores
+from ..engine.sites import Site
+from ..engine.state import attention_is_replaced
+from ..replay.calls import others_take_functions
+
+HOME = "transformers.integrations.sdpa_attention"
+WIDEST = 256  # columns of a head that it takes
+SHORT = 1024  # tokens of a prompt from which cuDNN is left to plan: it gains the more, the longer the prompt is
+# What changes the result of transformers' function beside its own arguments.
+CHANGES = ("softcap", "is_causal", "position_bias", "cache", "s_aux")
+
+
+def attend(
+    site: Site,
+    module: Any,
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    options: Mapping[str, Any],
+) -> Tensor | None:
+    """The attention [B, S, heads, D] of one token, or of all tokens of a short prompt, to itself and those before it.
+
+    None where the model's function has to compute it.
+
+    query, key, value: [B, heads, S, D].
+    function: What the model would call, without a mask.
+    options: What it would give to the function beside these tensors, the dropout and the scale.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or site.rounding != "fp32":
+        return None
+    length = query.shape[2]
+    if length > 1 and (length >= SHORT or key.shape[2] != length):
+        return None
+    if not is_plain(function, options) or not takes(query, key, value):
+        return None
+    site.remark("attention without a mask in torch's flash attention")
+    return attention(query, key, value, scale, is_causal=length > 1 and getattr(module, "is_causal", True))
+
+
+def is_plain(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Whether a function is transformers' own for torch's attention, and no option changes its result."""
+    home = sys.modules.get(HOME)
+    if home is None or function is not home.sdpa_attention_forward or attention_is_replaced():
+        return False
+    if not is_code_of(function, home):
+        return False
+    return all(options.get(name) is None for name in CHANGES)
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's flash attention takes [B, heads, S, D], and nobody has turned it off.
+
+    Where somebody takes calls of torch's functions, scaled_dot_product_attention is called for them.
+    """
+    return _has_flash(query, key, value) and not others_take_functions()
+
+
+def _has_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width % 8 == 0
+        and width <= WIDEST
+        and key.shape == value.shape
+        and key.shape[-1] == width
+        and query.shape[1] % key.shape[1] == 0
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.backends.cuda.is_flash_attention_available()
+        and has_tensor_cores(query.device)
+        and torch.version.hip is None
+    )
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    *,
+    is_causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """[B, S, heads, D] of [B, heads, S, D].
+
+    scale: Of the logits; None is 1 / sqrt(D).
+    window: How many keys a token attends to, itself included.
+    """
+    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    output: Tensor = torch.ops.aten._flash_attention_forward(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        is_causal,
+        False,
+        scale=scale,
+        **sides,
+    )[0]
+    return output

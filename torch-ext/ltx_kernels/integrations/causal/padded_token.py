@@ -1,0 +1,91 @@
+"""Attention of one token of each sample with a mask, in products of groups of heads.
+
+With a mask, transformers repeats keys and values for every head of the queries, which copies a whole cache at every
+token, and cuDNN plans for the new number of keys (`_flash`). Here the queries that share a head of keys are the rows of
+a product with the keys as they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from ..engine.guards import has_tensor_cores
+from ..engine.kept import kept
+from ..engine.sites import Site
+from ..replay.calls import others_take_functions
+from . import flash
+
+
+def attend(
+    site: Site,
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    options: Mapping[str, Any],
+) -> Tensor | None:
+    """The attention [B, 1, heads, D] of query [B, heads, 1, D], or None where the model's function has to compute it.
+
+    function: What the model would call.
+    options: What it would give to the function beside these tensors, the dropout and the scale.
+    """
+    if torch.compiler.is_compiling() or not takes(site, query, key, value, mask):
+        return None
+    window = options.get("sliding_window")
+    if window is not None and key.shape[2] >= window:  # few keys, and always the same number of them
+        return None
+    if not flash.is_plain(function, options):
+        return None
+    site.remark("attention of a token with a mask in groups of heads")
+    return attention(site, query, key, value, mask, scale)
+
+
+def takes(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Whether `attention` takes these tensors."""
+    if query.shape[2] != 1 or torch.is_grad_enabled() or site.rounding != "fp32":
+        return False
+    shapes = [torch.Size((batch, 1, 1, key.shape[2])) for batch in (1, query.shape[0])]
+    if type(mask) is not Tensor or mask.shape not in shapes:
+        return False
+    heads = query.shape[1] % key.shape[1] == 0 and key.shape == value.shape and key.shape[3] == query.shape[3]
+    return heads and mask.dtype in (torch.bool, query.dtype) and _has_products(query) and not others_take_functions()
+
+
+def _has_products(query: Tensor) -> bool:
+    """Whether torch has products of a query's dtype and device with results in float32."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and has_tensor_cores(query.device)
+
+
+def attention(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[B, 1, heads, D] of query [B, heads, 1, D], and key and value [B, groups, S, D]; the scores are in float32.
+
+    mask: [B or 1, 1, 1, S], True or a number to be added to the score.
+    """
+    batch, heads, _, width = query.shape
+    groups, length = key.shape[1:3]
+
+    def make() -> Tensor:
+        if mask.dtype == torch.bool:
+            bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+        else:
+            bias = mask.float()
+        return bias.expand(batch, groups, 1, length).reshape(-1, 1, length)
+
+    bias = kept(site, ("bias of a token", batch, groups), (mask,), make)
+    queries = query.reshape(-1, heads // groups, width)
+    scores = _scores(bias, queries, key.reshape(-1, length, width), scale)
+    weights = scores.softmax(-1).to(query.dtype)
+    return torch.bmm(weights, value.reshape(-1, length, width)).view(batch, 1, heads, width)
+
+
+def _scores(bias: Tensor, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    operands = bias.expand(-1, queries.shape[1], -1), queries, keys.transpose(1, 2)
+    if queries.dtype == torch.float32:
+        return torch.baddbmm(*operands, alpha=scale)
+    return torch.baddbmm(*operands, out_dtype=torch.float32, alpha=scale)

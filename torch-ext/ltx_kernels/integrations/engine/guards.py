@@ -1,0 +1,174 @@
+"""Whether the ops can stand in for modules at a call: hooks, parameters, modes.
+
+A call's guards ask about its tensors, the modes of the process (autocast, gradients, torch.func) and the modules that
+the fused code reads past their ``forward``. The first two are asked at every call. What is found out about modules is
+kept with all that it depends on: see `remember` in engine/state.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from ..._variant import COMPILED_DEVICE, constant_when_compiled
+from .code import patched
+
+ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
+RELEASE = "_ltx_kernels_release"  # a function of a whole model: what `restore` undoes there beside the forwards
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class NormModule(Protocol):
+    """A norm as torch and diffusers make it."""
+
+    eps: float | None
+    _parameters: dict[str, Tensor | None]
+
+
+def name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_of(value: object) -> str:
+    return name_of(type(value))
+
+
+def children(module: nn.Module, *names: str) -> tuple[Any, ...]:
+    """Submodules by name, where attribute access by nn.Module's __getattr__ is too slow: it takes ten times as long."""
+    return tuple(map(module._modules.__getitem__, names))
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule at a dotted path, None where there is none."""
+    found: nn.Module | None = module
+    for name in path.split("."):
+        found = None if found is None else found._modules.get(name)
+    return found
+
+
+HOOK = "has a hook"
+
+
+def hooked(module: nn.Module) -> str:
+    """Why calling the module does more than its class's own forward, or ours; empty if it does not."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return HOOK
+    code = patched(type(module))
+    if code:
+        return f"is patched: {code}"
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return ""
+    site = module.__dict__.get(ATTRIBUTE)
+    if site is not None and not torch.compiler.is_compiling() and type(module).forward is not site.stock:
+        return "is of a class with another forward"
+    if site is None or type(forward) is not types.MethodType:  # hooks are functools.partial
+        return HOOK
+    # torch.compile of torch 2.11 takes one function for two, so there the type has to do.
+    return HOOK if not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward else ""
+
+
+DROPOUT = "torch.nn.modules.dropout.Dropout"
+
+
+def is_idle(dropout: nn.Module) -> bool:
+    """Whether a dropout is torch's own, drops nothing now, and has no hook."""
+    return class_of(dropout) == DROPOUT and not dropout.training and not hooked(dropout)
+
+
+def is_ordinary(parameter: Tensor) -> bool:
+    """Whether a parameter is one of torch's own kind: not quantised, not distributed."""
+    return type(parameter) is nn.Parameter
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+@constant_when_compiled
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU is of compute capability 8.0 or newer, as torch's flash attention and this package's want it."""
+    return _capability(device) >= (8, 0)
+
+
+def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a module is nn.Linear and nothing else, with ordinary parameters that need no gradient."""
+    if type(module) is not nn.Linear or "forward" in module.__dict__ or hooked(module):
+        return False
+    grad = torch.is_grad_enabled()
+    for parameter in module._parameters.values():
+        if parameter is not None and (
+            not is_ordinary(parameter) or parameter.dtype != dtype or (grad and parameter.requires_grad)
+        ):
+            return False
+    return True
+
+
+def why_not_input(tensor: Tensor) -> str:
+    """Why ops cannot take a module's input now; empty if they can."""
+    if tensor.dtype not in _DTYPES:
+        return f"dtype {tensor.dtype}"
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return "a gradient is needed"
+    device = tensor.device.type
+    if device != COMPILED_DEVICE:
+        return f"the input is on {device}, and this build holds the kernels for {COMPILED_DEVICE}"
+    if torch.is_autocast_enabled(device):
+        return "autocast is on"
+    if not torch.compiler.is_compiling():
+        if type(tensor) is not Tensor:
+            return f"the input is a {type(tensor).__name__}"
+        if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+            return "a global forward hook is registered"
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "a transformation of torch.func is active"
+    return ""
+
+
+def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False) -> str:
+    """Why ops cannot read a parameter or an argument beside an input; empty if they can.
+
+    casts: The stock module casts its results to the input's dtype, so that the tensor may have another one.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) and not torch.compiler.is_compiling():
+        return f"{name} is a {type(tensor).__name__}"
+    if tensor.device != input.device:
+        return f"{name} is on {tensor.device}, not on {input.device}"
+    if tensor.dtype != input.dtype if not casts else tensor.dtype not in _DTYPES:
+        return f"{name} has dtype {tensor.dtype}, the input {input.dtype}"
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return "a gradient is needed"
+    return ""
+
+
+def why_not_norm_weight(module: NormModule, input: Tensor, casts: bool = False) -> str:
+    """Why a norm's weight and bias cannot go with an input now; empty if they can."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            reason = why_not_tensor(f"its {name}", parameter, input, casts)
+            if reason:
+                return reason
+    return ""
+
+
+def why_not_norm_call(module: nn.Module, input: Tensor) -> str:
+    """Why a norm's own call cannot run an op; empty if it can."""
+    return why_not_input(input) or why_not_norm_weight(module, input)  # type: ignore[arg-type]
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; None where torch does not count, as of tensors made in inference mode."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None

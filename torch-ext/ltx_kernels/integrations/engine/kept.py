@@ -1,0 +1,68 @@
+"""Values that are made of tensors once, and kept as long as these tensors are what they were."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any, Callable, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..replay.calls import refuse
+from .guards import is_capturing
+from .sites import Site
+
+Made = TypeVar("Made")
+
+KEPT = 4  # values that a site keeps of one kind: a multi-scale pipeline goes back and forth between two shapes
+
+# Values that a CUDA graph reads: they stay where they are, whatever happens to the module.
+_captured: list[Any] = []
+
+
+def kept(
+    site: Site,
+    key: Hashable,
+    sources: Sequence[Tensor],
+    make: Callable[[], Made],
+    views: Sequence[Tensor] = (),
+) -> Made:
+    """What ``make`` returns, from an earlier call with the same key and the same, unchanged tensors.
+
+    Nothing is kept under torch.compile, nor of inference tensors, which may be written to without a sign.
+
+    key: All that the result depends on beside tensors.
+    sources: The tensors that the value is made of, such as coordinates, angles or a mask. A weak reference to each, its
+        place and its version decide whether they are the same.
+    views: Further ones that are new views of the same memory at each call. The kept value holds them, so that nothing
+        else gets that memory; place, form and version decide.
+    """
+    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in (*sources, *views)):
+        return make()
+    refuse("a value is kept for the tensors that it is made of")
+    values = site.cache
+    forms = [(view.data_ptr(), view.shape, view.stride(), view.dtype, view._version) for view in views]
+    place = key, *forms, *((id(source), source.data_ptr(), source._version) for source in sources)
+    found = values.get(place)
+    capturing = is_capturing()
+    if found is not None and all(reference() is source for reference, source in zip(found[1], sources)):
+        if capturing:
+            _captured.append(found[0])
+        value: Made = found[0]
+        return value
+    made = make()
+    if not capturing:  # memory that is allocated during a capture belongs to the graph
+        for oldest in list(values)[: 1 - KEPT]:  # made at once: another thread may put a value into the dict meanwhile
+            values.pop(oldest, None)
+        gone = functools.partial(_drop, weakref.ref(site), place)
+        values[place] = made, tuple(weakref.ref(source, gone) for source in sources), tuple(views)
+    return made
+
+
+def _drop(site: weakref.ref[Site], place: Hashable, source: Any) -> None:
+    """A value's memory is free as soon as a tensor that it was made of is gone."""
+    owner = site()
+    if owner is not None:
+        owner.cache.pop(place, None)

@@ -1,0 +1,404 @@
+"""How `optimize` puts a function in the place of a module's forward, and what it remembers.
+
+A module that is replaced keeps its class, its parameters and its place. It gets a bound method as its ``forward``,
+below whatever hooks wrap it (accelerate's, diffusers'), and ``_ltx_kernels``: the site, which it shares with the other
+modules of its class. Both travel with a deepcopy, and ``restore`` takes both away.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import pickle
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from ..._variant import constant_when_compiled
+from .code import patched
+from .guards import ATTRIBUTE, RELEASE, class_of
+from .state import forget
+from .threads import alone
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+recording = threading.local()  # its `recorder` notes what this thread counts, for the replays of a call
+
+
+def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]:
+    """A replaced forward that runs the class's own where that was patched, and where the module was restored.
+
+    A wrapper may still call it then.
+
+    guarded: The function asks `why_stock` itself.
+    """
+
+    @functools.wraps(function)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if ATTRIBUTE in module.__dict__:
+            reason = "" if guarded else why_stock(module)
+            if not reason:
+                return function(module, *args, **kwargs)
+            site_of(module).count_fallback(reason)
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known about classes of modules: how to compute their forward, and which modules of them that fits."""
+
+    # Names of the classes with their modules; "class + processor class" for an attention that many models share.
+    classes: tuple[str, ...]
+    forward: Callable[..., Any]
+    ops: tuple[str, ...]  # the public functions that it calls
+    parameters: tuple[str, ...]  # of the stock forward, without self
+    children: frozenset[str] = frozenset()  # the names of the modules that the stock forward knows
+    # Names of modules that exist only with some options of the constructor.
+    optional_children: frozenset[str] = frozenset()
+    level: str = "block"  # the lowest level of `optimize` that replaces them: "norms" or "block"
+    roundings: tuple[str, ...] = ("fp32", "eager")
+    # Why a module cannot be replaced; empty if it can. What may change later is checked at every call instead.
+    why_not: Callable[[nn.Module], str] = lambda module: ""
+    # Settings of the site beside the rounding, read from the first module of the class.
+    settings: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
+    # `install` calls it, before it gives the module another forward.
+    prepare: Callable[[nn.Module], None] = lambda module: None
+    # Why `restore` cannot put a module back, and what it has to undo beside the forward.
+    why_not_restored: Callable[[nn.Module], str] = lambda module: ""
+    release: Callable[[nn.Module], None] = lambda module: None
+    # What `restore` has to undo once for each model that it is given.
+    release_root: Callable[[nn.Module], None] = lambda root: None
+    # Another class whose replaced modules make something that only modules of this class can read in its new form.
+    # `restore` takes both out together.
+    together_with: str = ""
+    # For a module that makes rotary tables in another form: the suffix of the names of the modules that read them.
+    table_readers: str = ""
+    # precision="fp8": the names of the linear layers below a module, in groups that read one input, and patterns of
+    # names that stay in their own precision unless `skip` is given.
+    fp8: Callable[[nn.Module], list[tuple[str, ...]]] = lambda module: []
+    fp8_skip: tuple[str, ...] = ()
+    # Names of children that have guards of their own: the module's snapshot does not look below them.
+    apart: frozenset[str] = frozenset()
+    # The Attention, GatedMLP or other description that made this entry, for code that asks a site for it.
+    description: Any = None
+    # Names of linear layers in groups: the weights of a group are moved into one storage, for one product.
+    packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
+    # Of blocks: names of classes that `optimize` does not replace. A recorded call may contain modules of them, because
+    # their forwards run torch functions alone.
+    plain: tuple[str, ...] = ()
+    # Of blocks: what a call depends on beside modules, modes and arguments. A recorded call is replayed while this
+    # function of the block gives the same answer. The function may `refuse` a recording.
+    asks: Callable[[nn.Module], Any] | None = None
+    # Nothing else is replaced in a model that holds such a module. The norms of an autoencoder, for example, would read
+    # channels as strided rows.
+    alone: bool = False
+    # Its forward asks `why_stock` by itself, where the answer stands from call to call.
+    guarded: bool = False
+    # Why no CUDA graph can hold calls of such a module; empty if one can.
+    why_no_graph: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forward", _or_stock(self.forward, self.guarded))
+
+
+def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's parameters, without self."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+@dataclass
+class Plan:
+    """What an `optimize` would do, by the modules' names."""
+
+    modules: dict[str, tuple[nn.Module, Entry]] = field(default_factory=dict)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    # Of each class that has no form with the rounding that was asked for: its modules, which stay stock.
+    rounded_otherwise: Counter[str] = field(default_factory=Counter)
+
+
+def short_name(class_name: str) -> str:
+    """A class with its library, for people: torch.RMSNorm is not diffusers.RMSNorm."""
+    parts = class_name.split(".")
+    return f"{parts[0]}.{parts[-1]}"
+
+
+class Site:
+    """The modules of one class in one optimized object: their settings, and what has happened at run time."""
+
+    def __init__(
+        self, entry: Entry, stock: Callable[..., Any], class_name: str, rounding: str, settings: dict[str, Any]
+    ) -> None:
+        self.entry, self.class_name, self.rounding, self.settings = entry, class_name, rounding, settings
+        # The class's own forward. It is kept here because torch.compile cannot look it up on the classes of blocks,
+        # which diffusers marks allow_in_graph.
+        self.stock = stock
+        self.modules = 0  # how many share the site
+        # The models that were given to `optimize`, and the classes that have to be restored together with this one.
+        self.roots: list[weakref.ref[nn.Module]] = []
+        self.partners: frozenset[str] = frozenset()
+        self.unpacked = 0  # calls of an attention in which projections ran one by one instead of as one GEMM
+        self.calls = 0  # calls that ran the package's ops
+        self.gradients = 0  # the part of `calls` in which ops may have run in plain torch, for a gradient
+        self.traces = 0  # traces of torch.compile that put the ops into a graph
+        self.chosen: set[str] = set()  # ops that `count_call` was told of, where calls of a class run different ones
+        self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward, by reason
+        self.remarks: Counter[str] = Counter()  # other events at calls, by text
+        self.cache: dict[Any, Any] = {}
+        # torch.compile treats a number as a constant, which all modules of a site share. `_count_trace` finds the site
+        # by it.
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+
+    @property
+    def name(self) -> str:
+        return short_name(self.class_name)
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The ops that calls have run; before the first call, all that they may run."""
+        return tuple(op for op in self.entry.ops if not self.chosen or op in self.chosen)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        copied = Site(self.entry, self.stock, self.class_name, self.rounding, dict(self.settings))
+        copied.modules, copied.partners = self.modules, self.partners
+        # A root that is copied with it becomes its copy. A part that is copied without its root has no roots.
+        copied.roots = [weakref.ref(memo[id(root())]) for root in self.roots if id(root()) in memo]
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError("an optimized model cannot be pickled: restore it first, or save its state_dict")
+
+    def count_call(self, *ops: str) -> None:
+        if torch.compiler.is_compiling():
+            _count_trace(self.number, "", *ops)
+        else:
+            self.calls += 1
+            self.chosen.update(ops)
+            _note(self, "calls")
+
+    def count_unpacked(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.unpacked += 1
+            _note(self, "unpacked")
+
+    def count_gradients(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.gradients += 1
+            _note(self, "gradients")
+
+    def count_fallback(self, reason: str) -> None:
+        if torch.compiler.is_compiling():
+            _count_trace(self.number, reason)
+        else:
+            self.fallbacks[reason] += 1
+            _note(self, "fallbacks")
+
+    def remark(self, text: str, count: int = 1) -> None:
+        """Counts something that happened at calls and is neither an op nor a stock forward."""
+        if torch.compiler.is_compiling():
+            _count_remark(self.number, f"{text} (compiled)", count)
+        else:
+            self.remarks[text] += count
+            _note(self, "remarks", text, count)
+
+
+def _note(site: Site, counter: str, text: str = "", count: int = 1) -> None:
+    """Tells a recording that a counter of a site has moved on."""
+    recorder = getattr(recording, "recorder", None)
+    if recorder is not None and not recorder.paused:
+        recorder.counts[site, counter, text] += count
+
+
+def site_of(module: nn.Module) -> Site:
+    """The site of a module that was replaced."""
+    site: Site = module.__dict__[ATTRIBUTE]
+    return site
+
+
+def why_stock(module: nn.Module) -> str:
+    """Why a replaced module has to run its class's forward at every call now; empty if it need not."""
+    # torch.compile cannot look the forward up on classes that diffusers marks allow_in_graph.
+    if not torch.compiler.is_compiling() and type(module).forward is not site_of(module).stock:
+        return "its class has another forward than it had"
+    return patched(type(module))
+
+
+def stock_forward(module: nn.Module, reason: str, *arguments: Any, **options: Any) -> Any:
+    """What the stock module would do, counted as a fallback."""
+    site = site_of(module)
+    site.count_fallback(reason)
+    # torch.compile cannot look the forward up on classes that diffusers marks allow_in_graph.
+    stock = site.stock if torch.compiler.is_compiling() else type(module).forward
+    return stock(module, *arguments, **options)
+
+
+@constant_when_compiled
+def _count_trace(number: int, reason: str, *ops: str) -> None:
+    """Runs while torch.compile traces, and leaves nothing in the graph."""
+    site = _by_number.get(number)
+    if site is None:
+        return
+    if reason:
+        site.fallbacks[f"{reason} (compiled)"] += 1
+    else:
+        site.traces += 1
+        site.chosen.update(ops)
+    _note(site, "traces")
+
+
+@constant_when_compiled
+def _count_remark(number: int, text: str, count: int) -> None:
+    site = _by_number.get(number)
+    if site is not None:
+        site.remarks[text] += count
+
+
+# ---- Installing and removing
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """(holder, key, forward) of every place that keeps a forward of the module; hooks keep the one they wrap."""
+    for key in ("forward", "_old_forward"):  # accelerate
+        if key in module.__dict__:
+            yield module.__dict__, key, module.__dict__[key]
+    registry = module.__dict__.get("_diffusers_hook")
+    for reference in getattr(registry, "_fn_refs", ()):
+        for key in ("forward", "original_forward"):
+            yield reference, key, getattr(reference, key, None)
+
+
+def _put(holder: Any, key: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[key] = value
+    else:
+        setattr(holder, key, value)
+
+
+def _is_bound(forward: Any, module: nn.Module, function: Any) -> bool:
+    return getattr(forward, "__func__", None) is function and getattr(forward, "__self__", None) is module
+
+
+def why_not(module: nn.Module, entry: Entry) -> str:
+    """Why a module of a known class has to stay as it is; empty if it need not."""
+    stock = type(module).forward
+    found = parameters_of(stock)
+    if found != entry.parameters:
+        return f"its forward takes ({', '.join(found)}), expected ({', '.join(entry.parameters)})"
+    reason = patched(type(module))
+    if reason:
+        return reason
+    children = frozenset(name for name, _ in module.named_children())
+    if entry.children and not entry.children <= children <= entry.children | entry.optional_children:
+        return f"it holds the modules {', '.join(sorted(children))}; expected {', '.join(sorted(entry.children))}"
+    if "forward" in module.__dict__ and not any(
+        _is_bound(forward, module, function) for _, _, forward in _slots(module) for function in (stock, entry.forward)
+    ):
+        return "its forward is patched already"
+    return entry.why_not(module)
+
+
+def install(module: nn.Module, site: Site) -> None:
+    stock, ours = type(module).forward, types.MethodType(site.entry.forward, module)
+    module.__dict__[ATTRIBUTE] = site  # first: whatever interrupts what follows, `uninstall` finds the module
+    site.modules += 1
+    site.entry.prepare(module)
+    if "forward" not in module.__dict__:
+        module.__dict__["forward"] = ours
+        return
+    for holder, key, forward in list(_slots(module)):
+        if _is_bound(forward, module, stock):
+            _put(holder, key, ours)
+
+
+def uninstall(module: nn.Module) -> None:
+    site = module.__dict__[ATTRIBUTE]
+    site.entry.release(module)
+    for holder, key, forward in list(_slots(module)):
+        if not _is_bound(forward, module, site.entry.forward):
+            continue
+        if holder is module.__dict__ and key == "forward":
+            del holder[key]
+        else:
+            _put(holder, key, types.MethodType(type(module).forward, module))
+    del module.__dict__[ATTRIBUTE]
+
+
+def _why_not_uninstall(root: nn.Module) -> str:
+    """Why what was replaced below a module cannot be taken out; empty if it can."""
+    ours = {name: module for name, module in root.named_modules() if ATTRIBUTE in module.__dict__}
+    found = {class_of(module) for module in ours.values()}
+    given = set(map(id, root.modules()))
+    for name, module in ours.items():
+        site: Site = module.__dict__[ATTRIBUTE]
+        reason = site.entry.why_not_restored(module)
+        if reason:
+            return f"{name or class_of(module)} cannot be restored, and nothing was: {reason}"
+        missing = sorted(site.partners - found)
+        if missing and not _is_whole(module, given):
+            return (
+                f"{name or class_of(module)} was optimized together with {missing[0]}, which is not in "
+                "the part that was given, and nothing was changed: give the whole model"
+            )
+    return ""
+
+
+def _is_whole(module: nn.Module, given: Container[int]) -> bool:
+    """Whether a module is given with a model that it was optimized in, or is in none of these any more.
+
+    given: The ids of the modules that were given.
+    """
+    references = (reference() for reference in site_of(module).roots)
+    roots = [root for root in references if root is not None]
+    return any(id(root) in given for root in roots) or all(
+        part is not module for root in roots for part in root.modules()
+    )
+
+
+def uninstall_all(roots: Iterable[nn.Module]) -> None:
+    """Takes every replaced forward below some modules out, or raises and takes none.
+
+    Memory for stock weights may run out on the way. All else is taken out then, and what was not works as before.
+    """
+    roots = list(roots)
+    with alone(roots):
+        _uninstall_all(roots)
+
+
+def _uninstall_all(roots: Sequence[nn.Module]) -> None:
+    failed: list[tuple[nn.Module, Exception]] = []
+    for root in roots:
+        reason = _why_not_uninstall(root)
+        if reason:
+            raise RuntimeError(reason)
+    for root in roots:
+        entries = dict.fromkeys(site_of(module).entry for module in root.modules() if ATTRIBUTE in module.__dict__)
+        for module in root.modules():
+            if ATTRIBUTE in module.__dict__:
+                try:
+                    uninstall(module)
+                except Exception as error:
+                    failed.append((module, error))
+            release = module.__dict__.pop(RELEASE, None)
+            if release is not None:
+                release(module)
+        for entry in entries:
+            entry.release_root(root)
+        forget(root)
+    if failed:
+        module, cause = failed[0]
+        name = next(name for root in roots for name, found in root.named_modules() if found is module)
+        raise RuntimeError(
+            f"{len(failed)} modules were not restored, and work as before: call restore again. The first is "
+            f"{name or class_of(module)}: {cause}"
+        ) from cause

@@ -1,0 +1,1 @@
+"""Linear layers: together in one product, in fp8, with adapters."""

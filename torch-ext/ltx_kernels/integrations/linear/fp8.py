@@ -1,0 +1,418 @@
+"""Linear layers with weights in fp8: where the fp8 and the stock weight are, and the layer's own forward.
+
+A weight is quantised once, per output channel. Where the stock weight stays beside, the fp8 one is a buffer that is not
+saved. Otherwise the fp8 values take the place of the parameter's data, so that whatever moves the model's parameters
+moves them, and the stock weight is held in the host's memory, or freed. The forward quantises its input row by row, so
+that whatever calls the layer works; a fused block hands over rows that an op has quantised already.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any, Callable, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...quant import has_own_product, multiply, quantize_rows, quantize_weight
+from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
+from ..engine.sites import Entry, site_of, stock_forward
+from .lora import base_of, is_lora, merged
+
+LINEAR_CLASS = "torch.nn.modules.linear.Linear"
+BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"  # the values of the argument `stock_weights`
+VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"  # names of buffers
+# Attributes of a quantised layer.
+STATE = "_ltx_fp8_of"  # HELD, FREED, or, with the stock weight BESIDE, the version that was quantised
+STOCK = "_ltx_fp8_stock"  # the stock weight, where it is HELD
+PARAMETER = "_ltx_fp8_parameter"  # the parameter that was quantised; it holds the fp8 values where they are not BESIDE
+HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading; what holds such a layer has it too
+MERGED = "_ltx_fp8_merged"  # the adapters that were merged into the stock weight when it was quantised
+
+ALONE = 'in fp8 alone (stock_weights="free" or weights=...)'
+
+Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
+
+
+def why_not_fp8(linear: nn.Linear) -> str:
+    """Why the weight of a linear layer cannot be quantised; empty if it can."""
+    if not is_ordinary(linear.weight) or linear.weight.device.type == "meta":
+        return f"its weight is no ordinary parameter ({type(linear.weight).__name__} on {linear.weight.device})"
+    if linear.in_features % 16 or linear.out_features % 16:
+        return f"fp8 GEMMs need multiples of 16, not {linear.in_features} x {linear.out_features}"
+    return ""
+
+
+def quantised_weight(linear: nn.Linear) -> Rows:
+    """The fp8 weight [out, in] and its scales [out]."""
+    values = linear._buffers.get(VALUES)
+    if values is None:
+        values = cast(Tensor, linear._parameters["weight"])
+    return values, cast(Tensor, linear._buffers[SCALES])
+
+
+def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str) -> None:
+    """Quantises the weights of layers that share an input. The fp8 weights lie one behind the other in one storage.
+
+    stock_weights: HELD moves the stock weights to the host. With BESIDE and FREED they stay; `finish` frees them.
+    """
+    quantised = [quantize_weight(linear.weight) for linear in linears]
+    _put_beside(linears, *(torch.cat(parts) for parts in zip(*quantised)))
+    for linear in linears if stock_weights == HELD else ():
+        linear.__dict__[STOCK] = linear.weight.data.cpu()
+        _replace(linear, HELD, linear.register_state_dict_post_hook(_save_stock))
+
+
+def put_loaded_weights(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) -> None:
+    """Gives layers fp8 weights that were quantised before, in the place of stock weights."""
+    for linear in linears:
+        if linear.weight.device.type == "meta":
+            empty = torch.empty(0, dtype=linear.weight.dtype, device=values.device)
+            linear._parameters["weight"] = nn.Parameter(empty, linear.weight.requires_grad)
+    _put_beside(linears, values, scales)
+    for linear in linears:
+        free_weight(linear)
+
+
+def _put_beside(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) -> None:
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.register_buffer(SCALES, scales[start:end], persistent=False)
+        linear.register_buffer(VALUES, values[start:end], persistent=False)
+        linear.__dict__[STATE] = version_of(linear.weight) or 0
+        linear.__dict__[PARAMETER] = linear.weight
+        start = end
+
+
+def quantise_again(linear: nn.Linear) -> None:
+    """Quantises the stock weight as it is now into the memory of the fp8 weight."""
+    for here, tensor in zip(quantised_weight(linear), quantize_weight(linear.weight)):
+        here.copy_(tensor)
+    linear.__dict__[STATE] = version_of(linear.weight) or 0
+    linear.__dict__[PARAMETER] = linear.weight
+
+
+def _held(linear: nn.Module) -> Tensor:
+    """The stock weight that is HELD, in the dtype that the model was converted to since."""
+    held, weight = cast(Tensor, linear.__dict__[STOCK]), linear._parameters["weight"]
+    if weight is None or weight.dtype == torch.float8_e4m3fn:
+        return held
+    return held.to(weight.dtype)
+
+
+def held_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
+    """The dtypes of the stock weights that are HELD, by the names of the parameters that hold fp8 values."""
+    return {f"{name}.weight": m.__dict__[STOCK].dtype for name, m in root.named_modules() if STOCK in m.__dict__}
+
+
+def free_weight(linear: nn.Linear) -> int:
+    """Frees a stock weight that lies beside the fp8 weight; returns its size in bytes."""
+    size = linear.weight.nbytes
+    _replace(linear, FREED, linear.register_state_dict_pre_hook(_refuse_to_save))
+    return size
+
+
+def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
+    """Makes the fp8 values the data of the layer's parameter, in the place of the stock weight."""
+    linear.weight.data = cast(Tensor, linear._buffers.pop(VALUES))
+    linear._non_persistent_buffers_set.discard(VALUES)
+    linear.__dict__["compute_dtype"] = torch.bfloat16  # peft makes adapters of this dtype instead of the weight's
+    linear.__dict__[STATE] = state
+    linear.__dict__[HANDLES] = list(handles)
+
+
+def drop_weights(linear: nn.Module) -> None:
+    """Undoes the quantisation for `restore`: the layer gets its stock weight back, and hooks and buffers go."""
+    state, values = linear.__dict__, linear._parameters["weight"]
+    if values is not None and STOCK in state:  # first, because memory may run out here
+        stock, is_ours = _held(linear), state.get(PARAMETER) is values
+        if is_ours:
+            values.data = stock.to(values.device)
+        elif values.dtype == torch.float8_e4m3fn:  # accelerate has put in another parameter, perhaps on "meta"
+            linear._parameters["weight"] = nn.Parameter(stock.to(values.device), values.requires_grad)
+    state.pop(PARAMETER, None)
+    state.pop(STOCK, None)
+    _remove_hooks(linear)
+    for name in (VALUES, SCALES):
+        linear._buffers.pop(name, None)
+        linear._non_persistent_buffers_set.discard(name)
+    if state.pop(STATE, BESIDE) == HELD:
+        state.pop("compute_dtype", None)
+    state.pop(MERGED, None)
+
+
+def is_replaced(linear: nn.Module) -> bool:
+    """Whether the parameter holds the fp8 values, and not the stock weight."""
+    return linear.__dict__.get(STATE) in (HELD, FREED)
+
+
+def is_freed(linear: nn.Module) -> bool:
+    return linear.__dict__.get(STATE) == FREED
+
+
+# ---- Saving and loading of stock weights
+
+
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError(
+        f"{prefix}weight is {ALONE} and cannot be saved as a stock weight: report.save_weights saves it in fp8"
+    )
+
+
+def _save_stock(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    state[f"{prefix}weight"] = _held(module)
+
+
+def _refuse_to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Runs before anything is loaded into the module that `load_state_dict` is called on, or below it."""
+    for path, linear in module.named_modules(remove_duplicate=False):
+        name = f"{prefix}{path}.weight" if path else f"{prefix}weight"
+        if is_replaced(linear) and name in state:
+            do = "load them into a new model" if is_freed(linear) else "restore the model, load, and optimize again"
+            raise RuntimeError(
+                f"state_dict: expected no stock weights of layers in fp8, got {name}, and nothing was loaded: {do}"
+            )
+
+
+def _guard_loading(root: nn.Module) -> None:
+    """Has `load_state_dict` of a model, and of every part that holds layers in fp8, refuse their stock weights."""
+    for module in root.modules():
+        if any(map(is_replaced, module.modules())):
+            handle = module.register_load_state_dict_pre_hook(_refuse_to_load)
+            module.__dict__.setdefault(HANDLES, []).append(handle)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for handle in module.__dict__.pop(HANDLES, ()):
+        handle.remove()
+
+
+# ---- The forward
+
+
+def _changed(linear: nn.Linear) -> bool:
+    """Whether the stock weight is not the one that was quantised. Writes through `.data` are not seen."""
+    if is_replaced(linear):
+        return False
+    # An offload of accelerate puts the same weight into a new parameter at every call.
+    if _is_exchanged(linear) and not any(map(_is_offload, _hooks(linear))):
+        return True
+    version = version_of(linear.weight) or 0
+    if version < linear.__dict__[STATE]:  # the weight is a copy, and its version counts from 0
+        linear.__dict__[STATE] = version
+    return version > linear.__dict__[STATE]
+
+
+def _is_exchanged(linear: nn.Module) -> bool:
+    """Whether a layer has another parameter than the one that was quantised, as in torch.func.functional_call.
+
+    torch.compile does not ask, because its parameters are stand-ins.
+    """
+    return not torch.compiler.is_compiling() and linear._parameters.get("weight") is not linear.__dict__[PARAMETER]
+
+
+def why_not_fp8_input(input: Tensor) -> str:
+    """Why the product of an input cannot be in fp8; empty if it can."""
+    if input.dtype != torch.bfloat16:
+        return f"fp8 takes bfloat16 activations, not {input.dtype}"
+    return why_not_input(input)
+
+
+def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
+    """Why the product with the fp8 weight cannot run; empty if it can."""
+    values, _ = quantised_weight(linear)
+    if is_replaced(linear) and _is_exchanged(linear):
+        return "another parameter is in the place of the fp8 weight"
+    if values.dtype != torch.float8_e4m3fn or values.device != input.device:
+        return "the fp8 weight was converted or is on another device"
+    if not torch.compiler.is_compiling() and _changed(linear):
+        return "the weight has changed since it was quantised: call optimize again"
+    return ""
+
+
+def count_products(linears: Iterable[nn.Linear], rows: Rows) -> None:
+    """Counts a product for each layer, and remarks those that torch._scaled_mm computes on a GPU."""
+    device = rows[0].device
+    by_torch = device.type != "cpu" and not has_own_product(device)
+    for linear in linears:
+        site = site_of(linear)
+        site.count_call()
+        if by_torch:
+            site.remark("products by torch._scaled_mm")
+
+
+def product(linear: nn.Linear, rows: Rows) -> Tensor:
+    """A layer's output of quantised rows."""
+    return multiply(*rows, *quantised_weight(linear), linear._parameters["bias"])
+
+
+def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    reason = why_not_fp8_input(input) or why_not_fp8_weight(self, input)
+    site = site_of(self)
+    if not reason:
+        rows = quantize_rows(input)
+        count_products((self,), rows)
+        return product(self, rows)
+    given = self._parameters["weight"]
+    if is_replaced(self) and _is_exchanged(self) and given is not None and given.dtype == input.dtype:
+        return cast(Tensor, stock_forward(self, reason, input))
+    if is_freed(self):
+        raise RuntimeError(
+            f"fp8 cannot run this call ({reason}), and the weight is {ALONE}: load the model again to run it stock"
+        )
+    if is_replaced(self):
+        site.count_fallback(reason)
+        return F.linear(input, _held(self).to(input.device), self.bias)
+    return cast(Tensor, stock_forward(self, reason, input))
+
+
+def _why_not_restored(linear: nn.Module) -> str:
+    return f"its weight is {ALONE}: load the model again" if is_freed(linear) else ""
+
+
+LINEAR = Entry(
+    (LINEAR_CLASS,),
+    _linear_forward,
+    ("quantize_rows", "scaled_linear"),
+    ("input",),
+    why_not=lambda module: why_not_fp8(cast(nn.Linear, module)),
+    why_not_restored=_why_not_restored,
+    release=drop_weights,
+    release_root=lambda root: _release_root(root),
+)
+
+
+def in_fp8(linear: nn.Module) -> bool:
+    """Whether a linear layer, or the one below its adapters, has fp8 weights."""
+    site = base_of(linear).__dict__.get(ATTRIBUTE)
+    return site is not None and site.entry is LINEAR
+
+
+# ---- Adapters that are merged into the stock weights
+
+# Methods of diffusers' models that write to weights through `.data`, which leaves `_version` as it is.
+_CHANGING = ("fuse_lora", "unfuse_lora", "unload_lora")
+
+
+def _follow(root: nn.Module) -> None:
+    """Wraps the methods of a model that merge adapters into stock weights, so that they quantise the weights again."""
+    for module in root.modules():
+        if is_lora(module) and in_fp8(module):
+            base_of(module).__dict__[MERGED] = merged(module)
+    for name in _CHANGING:
+        if hasattr(type(root), name):
+            root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
+
+
+def _follow_layers(root: nn.Module) -> None:
+    for module in root.modules():
+        if is_lora(module) and in_fp8(module):
+            follow_layer(module)
+
+
+def is_behind(layer: nn.Module) -> bool:
+    """Whether adapters were merged into a weight, or taken out, since it was quantised."""
+    return merged(layer) != base_of(layer).__dict__.get(MERGED, ())
+
+
+def follow_layer(layer: nn.Module) -> None:
+    """Quantises a weight again where it `is_behind`."""
+    if not is_behind(layer):
+        return
+    linear = cast(nn.Linear, base_of(layer))
+    if torch.compiler.is_compiling():
+        raise RuntimeError("adapters were merged into weights in fp8, or taken out: call optimize again")
+    quantise_again(linear)
+    linear.__dict__[MERGED] = merged(layer)
+    site_of(linear).remark("weights quantised again, since adapters were merged or taken out")
+
+
+def _following(name: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **options: Any) -> Any:
+        linears = [module for module in self.modules() if type(module) is nn.Linear and in_fp8(module)]
+        if name != "unload_lora" and any(map(is_replaced, linears)):
+            raise RuntimeError(
+                f'{name}: expected stock weights beside the fp8 ones, got stock_weights="cpu" or "free"; adapters run '
+                "beside fp8 weights without being fused"
+            )
+        _follow_layers(self)
+        result = getattr(type(self), name)(self, *args, **options)
+        _follow_layers(self)
+        if name == "unload_lora":
+            for linear in linears:
+                linear.__dict__.pop(MERGED, None)
+        return result
+
+    return method
+
+
+_FOLLOWING = {name: _following(name) for name in _CHANGING}
+
+
+# ---- Offload
+
+
+def is_offloaded(root: nn.Module) -> bool:
+    """Whether weights of a model wait in the host's memory for their turn on the device."""
+    return any(_is_offload(hook) for module in root.modules() for hook in _hooks(module))
+
+
+def _hooks(module: nn.Module) -> Iterable[Any]:
+    """The hooks of accelerate and diffusers on a module."""
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        yield from getattr(hook, "hooks", (hook,))
+    registry = module.__dict__.get("_diffusers_hook")
+    if registry is not None:
+        yield from registry.hooks.values()
+
+
+def _is_offload(hook: Any) -> bool:
+    name = type(hook).__name__
+    return name in ("CpuOffload", "GroupOffloadingHook") or (name == "AlignDevicesHook" and hook.offload)
+
+
+def _tell_offload(root: nn.Module) -> None:
+    """Applies a group offload with a stream again, because it keeps copies of the parameters that it found."""
+    home = sys.modules.get("diffusers.hooks.group_offloading")
+    again = getattr(home, "_maybe_remove_and_reapply_group_offloading", None)
+    groups = [hook.group for module in root.modules() for hook in _hooks(module) if hasattr(hook, "group")]
+    if again is not None and any(group.stream is not None for group in groups):
+        again(root)
+
+
+# ---- A whole model
+
+
+def finish(roots: Iterable[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
+    """The last step of `optimize`; returns the report's note about it. With FREED nothing can undo it."""
+    linears = [linear for group in groups for linear in group]
+    loaded = any(map(is_freed, linears))
+    freed = sum(map(free_weight, linears)) if stock_weights == FREED else 0
+    for root in roots:
+        _guard_loading(root)
+        _follow(root)
+        _tell_offload(root)
+    size = sum(tensor.nbytes for linear in linears for tensor in quantised_weight(linear))
+    text = f"fp8: {len(linears)} linear layers, {size / 2**20:.1f} MiB of weights"
+    if loaded:
+        return f"{text}, which were loaded: there is no restore"
+    if stock_weights == FREED:
+        return f"{text} in place of {freed / 2**20:.1f} MiB, which are freed: there is no restore"
+    if stock_weights == HELD:
+        held = sum(linear.__dict__[STOCK].nbytes for linear in linears)
+        return f"{text} in place of {held / 2**20:.1f} MiB, which are in the host's memory"
+    return f"{text} beside the stock ones"
+
+
+def _release_root(root: nn.Module) -> None:
+    for name in _CHANGING:
+        root.__dict__.pop(name, None)
+    for module in root.modules():
+        if not any(map(is_replaced, module.modules())):
+            _remove_hooks(module)
+    _tell_offload(root)

@@ -1,0 +1,218 @@
+"""Models in fp8 on disk: quantised once, and loaded without the stock weights of the quantised layers.
+
+A folder holds ``config.json`` as the model writes it, and one safetensors file with all parameters and buffers of the
+model. The weight of a quantised layer is there as its fp8 values, with its scales beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.guards import class_of
+from .fp8 import SCALES, held_dtypes, in_fp8, put_loaded_weights, quantised_weight
+
+FILE = "ltx_kernels_fp8.safetensors"
+FORMAT = "ltx-kernels fp8, version 1"
+
+
+def _safetensors(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            "weights in fp8 on disk: expected the package safetensors, which is not installed: pip install safetensors"
+        ) from error
+
+
+class Slot(NamedTuple):
+    """A tensor that a model's state_dict holds, and everywhere that the model keeps it."""
+
+    name: str
+    tensor: Tensor
+    places: list[tuple[dict[str, Any], str]]
+
+
+def _slots(root: nn.Module) -> list[Slot]:
+    found: dict[int, Slot] = {}
+    for path, module in root.named_modules():
+        for held, left_out in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
+            for key, tensor in held.items():
+                if tensor is not None and key not in left_out:
+                    slot = Slot(f"{path}.{key}" if path else key, tensor, [])
+                    found.setdefault(id(tensor), slot).places.append((held, key))
+    return list(found.values())
+
+
+def _linears(root: nn.Module) -> dict[str, nn.Linear]:
+    return {name: m for name, m in root.named_modules() if type(m) is nn.Linear and in_fp8(m)}
+
+
+def _tensors(root: nn.Module) -> dict[str, Tensor]:
+    """All that the file of a model holds."""
+    linears = _linears(root)
+    if not linears:
+        raise RuntimeError(f'save_weights: expected a model with precision "fp8", got {class_of(root)} without')
+    tensors = {slot.name: slot.tensor.detach() for slot in _slots(root)}
+    for name, linear in linears.items():
+        tensors[f"{name}.weight"], tensors[f"{name}.{SCALES}"] = quantised_weight(linear)
+    for name, tensor in tensors.items():
+        if ".base_layer." in name:
+            raise RuntimeError(f"save_weights: expected a model without adapters, got {name}: unload them first")
+        if tensor.device.type == "meta":
+            raise RuntimeError(f"save_weights: expected tensors with data, got {name} on meta, where an offload put it")
+    return tensors
+
+
+def save(models: Mapping[str, nn.Module], folder: Path) -> None:
+    """Writes models whose linear layers are in fp8, each into a folder of its name, which is made.
+
+    Files that are there already are replaced when all new ones are written.
+    """
+    tensors = {component: _tensors(root) for component, root in models.items()}
+    library = _safetensors("safetensors.torch")
+    for component in models:
+        path = folder / component
+        existing = next(path for path in (path, *path.parents) if path.exists())
+        if not existing.is_dir():
+            raise ValueError(f"folder: expected a folder, got the file {existing}")
+    with contextlib.ExitStack() as stack:
+        finished: list[tuple[Path, Path]] = []
+        for component, root in models.items():
+            (folder / component).mkdir(parents=True, exist_ok=True)
+            unfinished = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder / component)
+            path = Path(stack.enter_context(unfinished))
+            save_config = getattr(root, "save_config", None)  # diffusers'
+            if callable(save_config):
+                save_config(path)
+            contents = {name: tensor.contiguous() for name, tensor in tensors[component].items()}
+            metadata = {"format": "pt", "ltx_kernels": FORMAT, "class": class_of(root)}
+            library.save_file(contents, path / FILE, metadata=metadata)
+            finished += [(file, folder / component / file.name) for file in path.iterdir()]
+        for file, place in finished:
+            os.replace(file, place)
+
+
+class Expected(NamedTuple):
+    """What a file has to hold for one name."""
+
+    shape: list[int]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def _text(shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> str:
+    return f"{list(shape)} of {' or '.join(str(dtype).replace('torch.', '') for dtype in dtypes)}"
+
+
+class File:
+    """The file of a model in fp8, which is known to fit the model."""
+
+    def __init__(self, root: nn.Module, folder: Path) -> None:
+        self.root, self.path = root, folder / FILE
+        if not self.path.is_file():
+            raise FileNotFoundError(f"weights: expected a folder with {FILE} that save_weights wrote, got {folder}")
+        with self._open("cpu") as file:
+            metadata = file.metadata() or {}
+            written = metadata.get("ltx_kernels")
+            if written != FORMAT:
+                raise ValueError(f"weights: expected a file of {FORMAT}, got {written} in {self.path}")
+            if metadata.get("class") != class_of(root):
+                raise ValueError(f"weights: expected those of {class_of(root)}, got {metadata.get('class')}")
+            # safetensors gives views of the file, so that no data is read here.
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self.linears = {name[: -len(SCALES) - 1] for name in found if name.endswith(f".{SCALES}")}
+            self._check(found)
+
+    def _open(self, device: str) -> Any:
+        library = _safetensors("safetensors")
+        try:
+            return library.safe_open(self.path, framework="pt", device=device)
+        except library.SafetensorError as error:
+            raise ValueError(f"weights: expected a safetensors file, got {self.path}: {error}") from error
+
+    def _expected(self, found: dict[str, Tensor]) -> dict[str, Expected]:
+        """What the model needs, by name. Scales or a weight in e4m3fn say that the file has a layer in fp8."""
+        expected: dict[str, Expected] = {}
+        held = held_dtypes(self.root)
+        for slot in _slots(self.root):
+            shape, own = list(slot.tensor.shape), held.get(slot.name, slot.tensor.dtype)
+            layer, _, key = slot.name.rpartition(".")
+            in_file = found.get(slot.name)
+            is_e4m3 = in_file is not None and in_file.dtype == torch.float8_e4m3fn and own != torch.float8_e4m3fn
+            if key == "weight" and (layer in self.linears or is_e4m3):
+                expected[slot.name] = Expected(shape, (torch.float8_e4m3fn,))
+                expected[f"{layer}.{SCALES}"] = Expected(shape[:1], (torch.float32,))
+            elif slot.tensor.device.type == "meta" and own.is_floating_point:
+                # A model that is made without data has the default dtype, whatever it will run in.
+                expected[slot.name] = Expected(shape, tuple(dict.fromkeys((own, torch.bfloat16, torch.float32))))
+            else:
+                expected[slot.name] = Expected(shape, (own,))
+        return expected
+
+    def _check(self, found: dict[str, Tensor]) -> None:
+        expected = self._expected(found)
+        for name in sorted(expected.keys() | found.keys()):
+            want, got = expected.get(name), found.get(name)
+            if want is None or got is None or list(got.shape) != want.shape or got.dtype not in want.dtypes:
+                needs = "nothing" if want is None else _text(*want)
+                has = "nothing" if got is None else _text(got.shape, (got.dtype,))
+                raise ValueError(f"weights: {name}: expected {needs}, got {has} in {self.path}")
+        saved = {id(slot.tensor) for slot in _slots(self.root)}
+        for name, buffer in self.root.named_buffers():
+            if buffer.device.type == "meta" and id(buffer) not in saved:
+                raise ValueError(
+                    f"weights: expected buffers that no file holds to have data, got {name} on meta: make the model "
+                    "under accelerate.init_empty_weights()"
+                )
+
+    def read(self, groups: Sequence[Sequence[nn.Linear]]) -> list[Callable[[], None]]:
+        """Reads all tensors, each once; those of layers that share an input one behind the other.
+
+        The model stays as it is until the functions that this returns are called. These do not fail: they make no
+        tensors.
+        """
+        names = {id(module): name for name, module in self.root.named_modules()}
+        slots = _slots(self.root)
+        devices = [slot.tensor.device for slot in slots if slot.tensor.device.type != "meta"]
+        puts: list[Callable[[], None]] = []
+        with self._open(str(devices[0] if devices else torch.get_default_device())) as file:
+            in_groups: set[str] = set()
+            for linears in groups:
+                if id(linears[0]) not in names:
+                    continue  # of another component
+                paths = [names[id(linear)] for linear in linears]
+                in_groups.update(f"{path}.weight" for path in paths)
+                values = torch.cat([file.get_tensor(f"{path}.weight") for path in paths])
+                scales = torch.cat([file.get_tensor(f"{path}.{SCALES}") for path in paths])
+                puts.append(functools.partial(put_loaded_weights, linears, values, scales))
+            for slot in slots:
+                if slot.name not in in_groups:
+                    puts.append(functools.partial(_put, slot, _read(file, slot)))
+        return puts
+
+
+def _read(file: Any, slot: Slot) -> Tensor:
+    """The file's tensor for a slot, in memory of its own, where the slot's tensor is."""
+    read: Tensor = file.get_tensor(slot.name)
+    if read.untyped_storage().nbytes() > read.nbytes:  # the whole file's
+        read = read.clone()
+    return read if slot.tensor.device.type == "meta" else read.to(slot.tensor.device)
+
+
+def _put(slot: Slot, new: Tensor) -> None:
+    """Gives a parameter or buffer new data: it stays the one that it is, unless it is on meta."""
+    if slot.tensor.device.type != "meta":
+        slot.tensor.data = new
+        return
+    made = nn.Parameter(new, slot.tensor.requires_grad) if isinstance(slot.tensor, nn.Parameter) else new
+    for held, key in slot.places:
+        held[key] = made

@@ -1,0 +1,549 @@
+"""Linear layers of a model: several that read one input as one product, in their own precision or in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Union, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..._checks import requires_grad
+from ..._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
+from ..._ops import add_op_namespace_prefix
+from ...quant import multiply, quantize_rows
+from ..engine.guards import hooked, is_ordinary, plain_linear
+from ..engine.sites import Site, site_of
+from ..engine.state import recall, remember
+from ..replay.calls import refuse
+from .fp8 import Rows, count_products, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from .lora import (
+    LowRank,
+    adapters_of,
+    adapters_state,
+    add_up,
+    base_of,
+    fit_in_place,
+    is_lora,
+    low_ranks,
+    one_by_one,
+    widened,
+    widening_pays,
+)
+
+PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
+ROWS_OF_A_SAMPLE = 1024  # least rows for a product of one sample; a product of fewer leaves a large GPU partly idle
+
+Input = Union[Tensor, Rows]
+
+
+class _Stack(NamedTuple):
+    """Adjacent tensors as one along their first dimension, without holding the memory that they lie in."""
+
+    first: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Stack:
+        first = tensors[0]
+        return cls(first, (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]), first.stride())
+
+    def tensor(self) -> Tensor:
+        """RuntimeError where an offload has brought the tensors back to the same addresses, each in its own storage."""
+        return self.first.as_strided(self.shape, self.strides)
+
+
+class Linears:
+    """Linear layers that read one input, in the form that their state allows.
+
+    An object belongs to one state of the layers and one dtype and device of the input. `remember` keeps it as long as
+    that state holds. The active adapters of peft may change meanwhile; every call looks at them.
+
+    site: The replaced module that they belong to, where what happens to adapters is counted.
+    scaled: Their products are of fp8 weights, and one product where these are adjacent.
+    fp8: They take quantised rows: they are `scaled`, and no adapter is active.
+    plain: nn.Linear and nothing else but adapters, so that their weights can be used without calling them.
+    direct: They are `plain`, and no adapter is active.
+    packed: One product computes all their outputs, which are views of one new tensor.
+    sizes: The number of columns of each output, of layers that are packed unless peft computes their adapters.
+    even: They are packed, and all outputs have the same number of columns.
+    weights, scales, biases: The tensors of scaled or plain layers: one of each for every layer, but no scales of
+        plain layers. A layer without a bias has None.
+    """
+
+    __slots__ = (
+        *("_alone", "_compiling", "_given", "_known", "_packed", "_stacks", "biases", "modules", "plain"),
+        *("scaled", "scales", "site", "sizes", "weights"),
+    )
+
+    def __init__(
+        self, modules: Sequence[nn.Linear], input: Tensor, site: Site, pack: bool = True, parts: int = 1
+    ) -> None:
+        """parts: The number of outputs of equal width that one layer makes side by side."""
+        bases = cast("list[nn.Linear]", list(map(base_of, modules)))
+        hooks = any(map(hooked, modules))
+        self.site = site
+        # Quantised rows have no gradient. With gradients on, adapters may need one even where this input needs none, so
+        # each layer is called as a module and checks its own input.
+        self.scaled = not (hooks or torch.is_grad_enabled() or why_not_fp8_input(input)) and all(
+            in_fp8(base) and not hooked(base) and not why_not_fp8_weight(base, input) for base in bases
+        )
+        self.plain = not (hooks or self.scaled) and all(plain_linear(base, input.dtype) for base in bases)
+        known = self.scaled or self.plain
+        self.modules = tuple(bases if known else modules)
+        # With adapters, the layers as they are called.
+        self._given = tuple(modules) if known and any(map(is_lora, modules)) else ()
+        self._known: tuple[list[Hashable], str | list[list[LowRank]]] | None = None  # of a state of the adapters
+        self._compiling = torch.compiler.is_compiling()
+        self._packed = False
+        self.sizes: list[int] = []
+        self.weights: list[Tensor] = []
+        self.scales: list[Tensor] = []
+        self.biases: list[Tensor | None] = []
+        self._alone: tuple[Tensor, Tensor | None] | None = None  # weight and bias of a plain layer by itself
+        if not known:
+            return
+        self.biases = [linear._parameters["bias"] for linear in self.modules]
+        if self.scaled:
+            quantised = map(quantised_weight, self.modules)
+            self.weights, self.scales = map(list, zip(*quantised))
+        else:
+            self.weights = [cast(Tensor, linear._parameters["weight"]) for linear in self.modules]
+        if self.plain and len(self.modules) == parts == 1 and not self._given:
+            self._alone = self.weights[0], self.biases[0]
+        biases = self._given_biases()
+        if parts == 1 and (len(self.modules) == 1 or not pack or len(biases) not in (0, len(self.modules))):
+            return
+        self.sizes = [len(weight) // parts for weight in self.weights for _ in range(parts)]
+        groups = [group for group in (self.weights, self.scales, biases) if group]
+        if self._compiling:  # the ops ask for adjacency where they run
+            self._packed = True
+        elif all(map(adjacent, groups)):
+            self._packed = True
+            self._stacks = [_Stack.of(group) for group in groups]
+
+    @property
+    def fp8(self) -> bool:
+        return self.scaled and not self._adapters()
+
+    @property
+    def direct(self) -> bool:
+        return self.plain and not self._adapters()
+
+    @property
+    def packed(self) -> bool:
+        return self._packed and not (self._given and isinstance(self._adapters(), str))
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.sizes)) == 1 and self.packed
+
+    def _given_biases(self) -> list[Tensor]:
+        return [bias for bias in self.biases if bias is not None]
+
+    def stacked(self) -> list[Tensor] | None:
+        """Weight, scale of fp8 layers, and bias where they have one, of `packed` layers as one; None if they lie apart.
+
+        The addresses are those that this was made for, or `remember` would have made it anew.
+        """
+        try:
+            return [stack.tensor() for stack in self._stacks]
+        except RuntimeError:
+            return None
+
+    def _adapters(self) -> str | list[list[LowRank]]:
+        """What the active adapters of each layer add, empty if none is active; or why peft has to compute them."""
+        if not self._given:
+            return []
+        adapted = [given for given in self._given if is_lora(given)]
+        if self.scaled:
+            for given in adapted:
+                follow_layer(given)
+        if self._compiling:
+            return self._find_adapters()
+        state = list(map(adapters_state, adapted))
+        if self._known is None or self._known[0] != state:
+            with torch._C.DisableTorchFunction():  # a recording sees every question to a tensor
+                self._known = state, self._find_adapters()
+        return self._known[1]
+
+    def _find_adapters(self) -> str | list[list[LowRank]]:
+        found: list[list[LowRank]] = []
+        for given, weight in zip(self._given, self.weights):
+            reason, adapters = adapters_of(given, weight.device) if is_lora(given) else ("", [])
+            if reason:
+                return reason
+            found.append(adapters)
+        return found if any(found) else []
+
+    def _with_adapters(self, input: Input) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """(all outputs side by side where they are views of one tensor, the output of each layer)."""
+        adapters = self._adapters()
+        if isinstance(adapters, str):
+            refuse("peft computes adapters")
+            self._remark(f"adapters called by themselves: {adapters}", len(self._given))
+            tensor = dequantised(input) if isinstance(input, tuple) else input
+            return None, tuple(linear(tensor) for linear in self._given)
+        if not adapters:
+            whole = self._together(input) if self._packed else None
+            return whole, self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
+        self._count_adapters(adapters)
+        tensor = dequantised(input) if isinstance(input, tuple) else input
+        if self._fit_in_place(adapters):
+            return self._in_place(input, tensor, adapters)
+        whole = self._together(input) if self._packed else None
+        outputs = self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
+        return None, tuple(one_by_one(output, tensor, added) for output, added in zip(outputs, adapters))
+
+    def _fit_in_place(self, adapters: list[list[LowRank]]) -> bool:
+        dtype = torch.bfloat16 if self.scaled else self.weights[0].dtype
+        return may_overwrite() and self.site.rounding == "fp32" and fit_in_place(adapters, dtype)
+
+    def _in_place(
+        self, input: Input, tensor: Tensor, adapters: list[list[LowRank]]
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """`_with_adapters` in few passes over the outputs."""
+        rows, leading = tensor.reshape(-1, tensor.shape[-1]), tensor.shape[:-1]
+        quantised: Rows | None = None
+        if self.scaled:
+            values, scales = self._rows(input)
+            quantised = values.view(rows.shape), scales.view(-1, 1)
+        ranks = low_ranks(rows, adapters)
+        stacked = self.stacked() if self._packed else None
+        if stacked is not None:
+            layers = _Layers(
+                stacked[0], stacked[1] if self.scaled else None, stacked[-1] if self._given_biases() else None
+            )
+            whole = _sum(rows, quantised, layers, self.sizes, adapters, ranks).view(*leading, sum(self.sizes))
+            return whole, whole.split_with_sizes(self.sizes, -1)
+        outputs = []
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases)):
+            layers = _Layers(weight, self.scales[i] if self.scaled else None, bias)
+            output = _sum(rows, quantised, layers, [len(weight)], adapters[i : i + 1], ranks[i : i + 1])
+            outputs.append(output.view(*leading, len(weight)))
+        return None, tuple(outputs)
+
+    def widened(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(input, weight) of one plain layer with its adapters beside them, for one product; None: call the layer."""
+        adapters = self._adapters()
+        if not adapters:
+            return input, self.weights[0]
+        if isinstance(adapters, str) or not self._fit_in_place(adapters):
+            return None
+        rows = input.reshape(-1, input.shape[-1])
+        if not widening_pays(rows, self.weights[0], adapters, 2):
+            return None
+        self._count_adapters(adapters)
+        wide, weight = widened(rows, self.weights[0], adapters, low_ranks(rows, adapters))
+        return wide.view(*input.shape[:-1], wide.shape[1]), weight
+
+    def _count_adapters(self, adapters: list[list[LowRank]]) -> None:
+        self._remark("adapters beside fp8" if self.scaled else "adapters beside", sum(1 for found in adapters if found))
+
+    def _remark(self, text: str, count: int) -> None:
+        site = site_of(self.modules[0]) if self.scaled else self.site
+        site.remark(text, count)
+
+    def together(self, input: Input) -> Tensor:
+        """All outputs side by side, of layers that are `packed`."""
+        if not self._given:
+            return self._together(input)
+        whole, outputs = self._with_adapters(input)
+        return torch.cat(outputs, -1) if whole is None else whole
+
+    def writes(self, input: Input) -> bool:
+        """Whether `write` takes this input, of layers that are `packed`, without active adapters."""
+        return isinstance(input, Tensor) if self.direct else self.fp8
+
+    def write(self, input: Input, stacked: Sequence[Tensor], output: Tensor) -> None:
+        """Writes what `together` returns into rows [B, S, N] of a tensor, by a product for each sample.
+
+        stacked: The tensors of that method.
+        """
+        if not self.scaled:
+            _write_products(cast(Tensor, input), *stacked, output=output)
+            return
+        weight, weight_scales, *bias = stacked
+        values, scales = self._rows(input)
+        for i in range(len(output)):
+            multiply(values[i], scales[i], weight, weight_scales, bias[0] if bias else None, out=output[i])
+
+    def __call__(self, input: Input) -> tuple[Tensor, ...]:
+        """The output of each layer."""
+        if self._alone is not None:
+            return (self._one(cast(Tensor, input), *self._alone),)
+        if self._given:
+            return self._with_adapters(input)[1]
+        return self._together(input).split_with_sizes(self.sizes, -1) if self._packed else self._apart(input)
+
+    def _one(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None or not _lie_apart(input) or self.site.rounding != "fp32" or not may_overwrite():
+            return F.linear(input, weight, bias)
+        output = input.new_empty(*input.shape[:-1], len(weight))
+        _write_products(input, weight, bias, output=output)
+        return output
+
+    def add_to(self, total: Tensor, input: Input) -> Tensor:
+        """A contiguous tensor plus one layer's output, in the tensor's place, by one product where it can."""
+        if self._adapters():
+            return total.add_(self(input)[0])
+        if self.scaled:
+            rows = self._rows(input)
+            return multiply(*rows, self.weights[0], self.scales[0], self.biases[0], addend=total, out=total)
+        if self.plain and self.biases[0] is None:
+            tokens = cast(Tensor, input)
+            total.view(-1, total.shape[-1]).addmm_(tokens.reshape(-1, tokens.shape[-1]), self.weights[0].t())
+            return total
+        return total.add_(self(input)[0])
+
+    def _together(self, input: Input) -> Tensor:
+        if self._compiling:
+            if self.scaled:
+                return packed_scaled_linear_op(*self._rows(input), self.weights, self.scales, self._given_biases())
+            return packed_linear_op(cast(Tensor, input), self.weights, self._given_biases())
+        stacked = self.stacked()
+        if stacked is None:
+            return torch.cat(self._apart(input), -1)
+        if self.scaled:
+            values, scales = self._rows(input)
+            return multiply(values, scales, *stacked)  # type: ignore[arg-type]
+        return F.linear(input, *stacked)  # type: ignore[arg-type]
+
+    def _apart(self, input: Input) -> tuple[Tensor, ...]:
+        if self.scaled:
+            values, scales = self._rows(input)
+            groups = zip(self.weights, self.scales, self.biases)
+            return tuple([multiply(values, scales, *tensors) for tensors in groups])
+        if self.plain:
+            return tuple([F.linear(input, *tensors) for tensors in zip(self.weights, self.biases)])  # type: ignore[arg-type]
+        return tuple(linear(input) for linear in self.modules)
+
+    def _rows(self, input: Input) -> Rows:
+        rows = input if isinstance(input, tuple) else quantize_rows(input)
+        count_products(self.modules, rows)
+        return rows
+
+
+class _Layers(NamedTuple):
+    """Layers side by side, or one by itself."""
+
+    weight: Tensor  # [N, K]
+    scales: Tensor | None  # [N] in fp8
+    bias: Tensor | None
+
+
+def _sum(
+    rows: Tensor,
+    quantised: Rows | None,
+    layers: _Layers,
+    sizes: Sequence[int],
+    adapters: Sequence[Sequence[LowRank]],
+    ranks: Sequence[Sequence[Tensor]],
+) -> Tensor:
+    """The outputs [M, N] of linear layers with what their adapters add.
+
+    A product with an addend reads it as it writes its result, so the last product costs no further pass. Adding the
+    adapters after the layers' large product would read and write all outputs again. So the adapters' products come
+    first, with a bias, where every layer has adapters, and the layers' product is added to them.
+
+    rows, quantised: The input [M, K], and the same quantised for layers in fp8.
+    sizes, adapters, ranks: Of each layer, its width, active adapters, and what `low_ranks` returns.
+    """
+    weight, scales, bias = layers
+    if scales is None and all(adapters) and widening_pays(rows, weight, adapters, 1):
+        return F.linear(*widened(rows, weight, adapters, ranks), bias)
+    first = all(adapters) and (scales is not None or bias is None or len(adapters) == 1)
+
+    def product(total: Tensor | None) -> Tensor:
+        if scales is not None and quantised is not None:
+            return multiply(*quantised, weight, scales, bias, addend=total, out=total)
+        return F.linear(rows, weight, bias) if total is None else total.addmm_(rows, weight.t())
+
+    beta, done = 1, 0
+    if not first:
+        total = product(None)
+    elif scales is None and bias is not None:
+        _, up, _, scale = adapters[0][0]
+        total, done = torch.addmm(bias, ranks[0][0], up.t(), alpha=scale), 1
+    else:
+        total, beta = rows.new_empty(len(rows), len(weight)), 0
+    for output, low, added in zip(total.split_with_sizes(sizes, -1), ranks, adapters):
+        add_up(output, low[done:], added[done:], beta)
+    return product(total) if first else total
+
+
+def _lie_apart(input: Tensor) -> bool:
+    """Whether an input [B, S, K] cannot be viewed as a matrix [B * S, K], and has enough rows for a product per sample.
+
+    The rows of one of two streams in a joint tensor are an example. F.linear computes such a product without the bias,
+    and adds the bias in a second pass, which rounds once more.
+    """
+    if input.dim() != 3 or input.is_contiguous():
+        return False
+    samples, rows, _ = input.shape
+    return samples > 1 and rows >= ROWS_OF_A_SAMPLE and input.stride(0) != rows * input.stride(1)
+
+
+def _write_products(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, output: Tensor) -> None:
+    """Writes F.linear of an input [B, S, K] into rows [B, S, N] of a tensor, by a product for each sample."""
+    for i in range(len(output)):
+        if bias is None:
+            torch.mm(input[i], weight.t(), out=output[i])
+        else:
+            torch.addmm(bias, input[i], weight.t(), out=output[i])
+
+
+def may_overwrite() -> bool:
+    """Whether fresh tensors may be overwritten: torch.compile and autograd want new ones."""
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
+def linears_of(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
+    """Linear layers among a block's own children that read one input; the block's guards have just been asked."""
+    key = "linears", *names, input.dtype, input.device
+    found: Linears | None = recall(module, key)
+    return remember(module, key, _linears, names, input) if found is None else found
+
+
+def _linears(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
+    return Linears([cast(nn.Linear, module._modules[name]) for name in names], input, site_of(module))
+
+
+def all_readers(*groups: Linears | None) -> Linears | None:
+    """Groups that read one input, as ``into`` of a Stream's norm: rows are quantised only where all take them."""
+    return groups[0] if all(group is not None and group.fp8 for group in groups) else None
+
+
+def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor | None:
+    """One layer and GELU in one product; None where no product has it, or the layer has to be called."""
+    bias = linears.biases[0] if linears.plain else None
+    if bias is None or approximate != "tanh":
+        return None
+    if torch.is_grad_enabled() and requires_grad(input, linears.weights[0], bias):  # the product has no gradient
+        return None
+    operands = linears.widened(input)
+    if operands is None:
+        return None
+    function = linear_gelu_op if torch.compiler.is_compiling() else linear_gelu
+    return function(*operands, bias)
+
+
+def like_of(input: Input) -> Tensor:
+    """A tensor of the dtype and device of an input, which may be rows in fp8."""
+    return input[1].new_empty(0, dtype=torch.bfloat16) if isinstance(input, tuple) else input
+
+
+def dequantised(rows: Rows) -> Tensor:
+    """The tensor that quantised rows stand for."""
+    values, scales = rows
+    return (values.float() * scales).to(torch.bfloat16)
+
+
+def concatenated(first: Input, second: Input) -> Input:
+    """The rows [B, S + T, K] of two streams [B, S, K] and [B, T, K], quantised where both are."""
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        values, scales = (torch.cat(parts, 1) for parts in zip(first, second))
+        return values, scales
+    parts = [dequantised(rows) if isinstance(rows, tuple) else rows for rows in (first, second)]
+    return torch.cat(parts, 1)
+
+
+def joined(
+    first: Linears, input: Input, rows: slice, second: Linears, context: Tensor, rows2: slice, length: int
+) -> Tensor:
+    """The packed outputs of two groups of layers for two streams of tokens, as rows of one new tensor [B, length, N].
+
+    Products write to their rows of it; where one cannot, both are made and concatenated.
+    """
+    groups = (first, input, rows), (second, context, rows2)
+    stacked = [linears.stacked() if linears.writes(tokens) else None for linears, tokens, _ in groups]
+    if None not in stacked:
+        output = context.new_empty(context.shape[0], length, sum(first.sizes))
+        for (linears, tokens, part), tensors in zip(groups, stacked):
+            linears.write(tokens, cast("list[Tensor]", tensors), output[:, part])
+        return output
+    parts = first.together(input), second.together(context)
+    return torch.cat(parts if rows.start == 0 else parts[::-1], 1)
+
+
+def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
+    """Moves the weights of each group of linear layers below a module into one storage; returns why not, or ""."""
+    for names in groups:
+        linears = [cast(nn.Linear, base_of(module.get_submodule(name))) for name in names]
+        described = f"{', '.join(names[:-1])} or {names[-1]}"
+        if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
+            return f"{described} is no plain nn.Linear"
+        # fp8 weights are adjacent as they are made.
+        weights = [cast(nn.Parameter, linear.weight) for linear in linears if not in_fp8(linear)]
+        parameters = [*weights, *(linear.bias for linear in linears if linear.bias is not None)]
+        for p in parameters:
+            first = parameters[0]
+            if not is_ordinary(p) or p.is_inference() or (p.device, p.dtype) != (first.device, first.dtype):
+                return f"{described} has other than ordinary parameters of one device and dtype"
+            if p.device.type not in ("cuda", "cpu"):
+                return f"{described} is on {p.device}"
+        storages = [p.untyped_storage().nbytes() > p.nbytes for p in parameters]
+        if any(storages) and not adjacent(weights or parameters):
+            return f"{described} has parameters in a storage of somebody else's"
+        module.__dict__[PACKED] = True
+        if weights:
+            make_adjacent(weights)
+        if all(linear.bias is not None for linear in linears):
+            make_adjacent([linear.bias for linear in linears])
+    return ""
+
+
+def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Gives weights that `pack` has moved into one storage a storage each; they stay the parameters they are."""
+    if not module.__dict__.get(PACKED, False):
+        return
+    for names in groups:
+        found = (base_of(linear) for linear in map(module._modules.get, names) if linear is not None)
+        linears = [linear for linear in found if type(linear) is nn.Linear]
+        shared: dict[int, list[Tensor]] = {}
+        for parameter in (p for linear in linears for p in (None if in_fp8(linear) else linear.weight, linear.bias)):
+            if parameter is not None and is_ordinary(parameter) and parameter.device.type in ("cuda", "cpu"):
+                shared.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        for parameters in shared.values():
+            # `pack` made no storage that holds more than these parameters.
+            if len(parameters) > 1 and parameters[0].untyped_storage().nbytes() == sum(p.nbytes for p in parameters):
+                # All are copied before one is changed: memory may run out.
+                for parameter, data in zip(parameters, [parameter.data.clone() for parameter in parameters]):
+                    parameter.data = data
+    module.__dict__.pop(PACKED)
+
+
+def packed_scaled_linear(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor | None:
+    """``scaled_linear`` of several layers with one input, outputs side by side; None if their weights lie apart."""
+    if adjacent(weights) and adjacent(weight_scales) and (not biases or adjacent(biases)):
+        return multiply(values, scales, stacked(weights), stacked(weight_scales), stacked(biases) if biases else None)
+    return None
+
+
+@torch.library.custom_op(
+    add_op_namespace_prefix("packed_scaled_linear"),
+    mutates_args=(),
+    schema="(Tensor values, Tensor scales, Tensor[] weights, Tensor[] weight_scales, Tensor[] biases) -> Tensor",
+)
+def packed_scaled_linear_op(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    packed = packed_scaled_linear(values, scales, weights, weight_scales, biases)
+    if packed is not None:
+        return packed
+    outputs = [
+        multiply(values, scales, weight, weight_scales[i], biases[i] if biases else None)
+        for i, weight in enumerate(weights)
+    ]
+    return torch.cat(outputs, -1)
+
+
+@packed_scaled_linear_op.register_fake
+def _(
+    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    return values.new_empty(*values.shape[:-1], sum(w.shape[0] for w in weights), dtype=torch.bfloat16)

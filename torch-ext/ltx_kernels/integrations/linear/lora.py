@@ -1,0 +1,159 @@
+"""LoRA adapters of peft on linear layers: their low-rank products, beside the product of the layer itself.
+
+peft puts a layer of its own in the place of a linear layer, which becomes its ``base_layer``. The fused forwards look
+through it: without an active adapter the linear layer is the one that it was before, with the same bits. With active
+adapters, layers that read one input still take one product, and their adapters read the input together. In fp8 the
+input stays in bfloat16 for the adapters, and is quantised once for the fp8 product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..engine.guards import class_of, hooked, is_idle, plain_linear
+
+LORA_CLASS = "peft.tuners.lora.layer.Linear"
+IDENTITY = "torch.nn.modules.linear.Identity"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LoraLayer(Protocol):
+    """What is read of peft's layer."""
+
+    _modules: dict[str, nn.Module]
+    active_adapters: Sequence[str]
+    disable_adapters: bool
+    merged_adapters: Sequence[str]
+    lora_variant: Mapping[str, object]
+    scaling: Mapping[str, float]
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a linear layer: ``scale * F.linear(F.linear(x, down), up, bias)``."""
+
+    down: Tensor  # [rank, in]
+    up: Tensor  # [out, rank]
+    bias: Tensor | None
+    scale: float
+
+
+def is_lora(module: nn.Module) -> bool:
+    return class_of(module) == LORA_CLASS
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The linear layer itself, of one that may have adapters around it."""
+    base = module._modules.get("base_layer")
+    return module if base is None or not is_lora(module) else base
+
+
+def merged(module: nn.Module) -> tuple[str, ...]:
+    """The adapters that peft has added to the weight of the linear layer."""
+    return tuple(cast(LoraLayer, module).merged_adapters)
+
+
+def adapters_state(module: nn.Module) -> Hashable:
+    """What `adapters_of` finds out about a layer beside its modules and their parameters."""
+    layer = cast(LoraLayer, module)
+    scaling = layer.scaling
+    return (
+        layer.disable_adapters,
+        tuple(layer.merged_adapters),
+        tuple(layer.active_adapters),
+        tuple(layer.lora_variant),
+        tuple(scaling),
+        tuple(scaling.values()),
+    )
+
+
+def adapters_of(module: nn.Module, device: torch.device) -> tuple[str, list[LowRank]]:
+    """(why peft's layer has to be called as it is, what its active adapters add); both are empty if none is active."""
+    layer, found = cast(LoraLayer, module), []
+    if layer.disable_adapters:
+        return ("disabled adapters that are merged" if layer.merged_adapters else ""), []
+    if layer.merged_adapters:
+        return "", []
+    downs, ups, dropouts = (layer._modules[name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
+    for name in layer.active_adapters:
+        down, up, dropout = downs.get(name), ups.get(name), dropouts.get(name)
+        if down is None or up is None or dropout is None:
+            continue
+        if name in layer.lora_variant:
+            return f"{type(layer.lora_variant[name]).__name__} of peft", []
+        if not is_idle(dropout) and (class_of(dropout) != IDENTITY or hooked(dropout)):
+            return "a dropout of adapters that is active or has a hook", []
+        scale = layer.scaling[name]
+        if type(scale) not in (float, int):
+            return f"a scaling that is a {type(scale).__name__}", []
+        dtype = cast(Tensor, down._parameters["weight"]).dtype
+        if dtype not in _DTYPES or not (plain_linear(down, dtype) and plain_linear(up, dtype)):
+            return "adapters that are trained, quantised, hooked or of two dtypes", []
+        low_rank = LowRank(down.weight, up.weight, up.bias, scale)  # type: ignore[arg-type]
+        if low_rank.up.device != device:
+            return f"adapters on {low_rank.up.device}", []
+        found.append(low_rank)
+    return "", found
+
+
+def one_by_one(output: Tensor, input: Tensor, adapters: Sequence[LowRank]) -> Tensor:
+    """A linear layer's output [..., out] and what adapters add to it, of its input [..., in], in peft's own order."""
+    dtype = output.dtype
+    for down, up, bias, scale in adapters:
+        output = output + F.linear(F.linear(input.to(down.dtype), down), up, bias) * scale
+    return output.to(dtype)
+
+
+# ---- Fewer passes over the outputs. A layer's output is far larger than the low-rank products of its input, so that
+# peft's order costs reading and writing it three times.
+
+
+def fit_in_place(adapters: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> bool:
+    """Whether adapters of linear layers have no bias and the dtype of the layers' outputs."""
+    return all(up.dtype == dtype and bias is None for added in adapters for _, up, bias, _ in added)
+
+
+def low_ranks(rows: Tensor, adapters: Sequence[Sequence[LowRank]]) -> list[list[Tensor]]:
+    """``F.linear(rows, down)`` of each layer's adapters, [M, rank], by one product of rows [M, in]."""
+    downs = [adapter.down for added in adapters for adapter in added]
+    low = F.linear(rows, downs[0] if len(downs) == 1 else torch.cat(downs))
+    ranks = iter(low.split_with_sizes([down.shape[0] for down in downs], -1))
+    return [[next(ranks) for _ in added] for added in adapters]
+
+
+def add_up(output: Tensor, ranks: Sequence[Tensor], adapters: Sequence[LowRank], beta: int = 1) -> None:
+    """Writes ``beta * output`` plus a layer's adapters into output [M, out]; with beta=0 its contents are not read."""
+    for rank, (_, up, _, scale) in zip(ranks, adapters):
+        output.addmm_(rank, up.t(), beta=beta, alpha=scale)
+        beta = 1
+
+
+def widening_pays(rows: Tensor, weight: Tensor, adapters: Sequence[Sequence[LowRank]], passes: int) -> bool:
+    """Whether `widened` moves fewer elements than `passes` passes over the layer's output [M, out] would.
+
+    False for float32, because one long sum is less exact than peft's short ones.
+    """
+    moved, saved = (len(rows) + len(weight)) * weight.shape[1], passes * len(rows) * len(weight)
+    rank = sum(adapter.up.shape[1] for added in adapters for adapter in added)
+    # Where the rank is no multiple of 8, the wider product runs a slow kernel.
+    return rank % 8 == 0 and moved < saved and rows.dtype != torch.float32
+
+
+def widened(
+    rows: Tensor, weight: Tensor, adapters: Sequence[Sequence[LowRank]], ranks: Sequence[Sequence[Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """(rows, weight) of one product that computes layers and adapters: [M, in + rank] and [out, in + rank].
+
+    The low-rank products stand beside the rows, and the scaled `up` matrices beside the weight, so that
+    ``F.linear(rows, weight)`` adds what the adapters add within its sums.
+
+    weight: [out, in], the weights of all layers one below the other.
+    ranks: What `low_ranks` returns.
+    """
+    ups = [torch.cat([adapter.up * adapter.scale for adapter in added], 1) for added in adapters]
+    up = ups[0] if len(ups) == 1 else torch.block_diag(*ups)
+    return torch.cat([rows, *(rank for each in ranks for rank in each)], 1), torch.cat((weight, up), 1)

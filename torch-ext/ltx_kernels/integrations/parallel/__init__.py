@@ -1,0 +1,1 @@
+"""Attention and guidance over several GPUs."""

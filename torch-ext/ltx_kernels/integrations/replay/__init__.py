@@ -1,0 +1,1 @@
+"""Calls that are taken again: recorded calls and CUDA graphs."""

@@ -1,0 +1,249 @@
+"""CUDA graphs of whole modules: ``optimize(..., graphs=True)``.
+
+A step of a diffusion transformer is several hundred launches, and on a slow host the GPU waits for them. A CUDA graph
+launches them all at once. The first call of an input signature runs ordinarily, the second is captured, and later calls
+copy their inputs in, replay, and return copies of the results.
+
+A signature is the shapes, dtypes and strides of all tensors and the values of all other arguments. Graphs read the
+parameters where they lay at the capture: where the module or a parameter has changed, all graphs are dropped.
+A call that a graph cannot hold runs ordinarily, and the report counts it with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..engine.guards import class_of, hooked, is_capturing, is_ordinary
+from ..engine.sites import Entry, site_of
+from ..engine.state import HELD, Held, Snapshot, choices, held
+
+DEVICE = "cuda"
+LIMIT = 8  # graphs of a module: the one that was used least recently goes first
+FIRST = "the first call of its shapes"
+
+Function = Callable[..., Any]
+
+_one_capture = threading.Lock()  # torch can have one at a time in a process
+
+
+class Captured:
+    """One graph, with the tensors that it reads and writes."""
+
+    def __init__(self, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec, pool: Any) -> None:
+        self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(self.inputs, spec)
+        torch.cuda.synchronize()  # as the capture does at first: what ran before it is not part of its time
+        start = time.perf_counter()
+        torch.cuda.empty_cache()  # as the capture does, or its bytes would be fewer than they are
+        before = torch.cuda.memory_reserved()
+        self.graph, self.pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream()
+        torch.cuda.current_blas_handle()  # a thread makes its own at its first product, which no capture permits
+        try:
+            with _one_capture, torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
+                self.outputs = function(*args, **kwargs)
+        except BaseException:
+            try:
+                _end_capturing()
+            finally:
+                torch.cuda.set_stream(stream)  # torch stays in the stream of a capture that has failed
+            raise
+        self.bytes = torch.cuda.memory_reserved() - before
+        self.seconds = time.perf_counter() - start
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        for mine, given in zip(self.inputs, leaves):
+            if isinstance(mine, Tensor):
+                mine.copy_(given)
+        self.graph.replay()
+        return pytree.tree_map_only(Tensor, Tensor.clone, self.outputs)
+
+
+def _end_capturing() -> None:
+    """After a capture that has failed: torch then refuses random numbers and replays until another one ends well."""
+    with _one_capture, torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=DEVICE)
+
+
+class Graphs:
+    """The graphs of one module, by signature."""
+
+    def __init__(self) -> None:
+        self.captured: OrderedDict[Any, Captured | None] = OrderedDict()
+        self.refused: dict[Any, str] = {}  # signatures whose capture failed, and why
+        self.ordinary: Counter[str] = Counter()  # calls that were not replayed, by reason
+        self.replayed = 0
+        self.state: Snapshot | None = None  # of the module that the graphs are of
+        self.pool: Any = None
+        self.stream: Any = None
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return Graphs()
+
+    def run(self, module: nn.Module, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """What ``function(*args, **kwargs)`` returns; the module holds the parameters that it reads."""
+        if torch.compiler.is_compiling() or is_capturing():
+            return function(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        with self.lock:  # one call's inputs, launch and results at a time
+            reason = _why_not_call(leaves) or self._why_not_module(module)
+            if not reason:
+                try:
+                    key = spec, choices(), tuple(map(_described, leaves))
+                    hash(key)
+                except TypeError:
+                    reason = "an argument that cannot be compared"
+            replay = None if reason else self._graph(key, function, leaves, spec)
+            if replay is not None:
+                self.replayed += 1
+                return replay(leaves)
+            self.ordinary[reason or self.refused.get(key, FIRST)] += 1
+        return function(*args, **kwargs)
+
+    def _graph(self, key: Any, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Captured | None:
+        """The graph of a signature; None at its first call, and where its capture failed."""
+        if key in self.refused:
+            return None
+        if key not in self.captured:
+            self.captured[key] = None
+            while len(self.captured) > LIMIT:
+                self.captured.popitem(last=False)
+            return None
+        self.captured.move_to_end(key)
+        captured = self.captured[key]
+        if captured is None:
+            try:
+                captured = self.captured[key] = Captured(function, leaves, spec, self.pool)
+            except RuntimeError as error:
+                del self.captured[key]
+                self.pool = None  # torch takes the pool of a failed capture for one in use
+                first = error.__context__ or error  # the capture's end fails, too, and says only that
+                self.refused[key] = f"its capture failed: {str(first).splitlines()[0]}"
+                return None
+            self.pool = captured.pool
+        return captured
+
+    def _why_not_module(self, module: nn.Module) -> str:
+        """Why the module's state keeps its calls from being captured."""
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        if self.stream is None:
+            self.stream = stream
+        if stream != self.stream:
+            return "another stream than that of the first call"
+        if self.state is None or not self.state.holds(module):
+            self.captured.clear()
+            self.refused.clear()
+            self.pool = None  # torch does not take a pool again that no graph uses
+            obstacle = _obstacle(module)
+            self.state = None if obstacle else Snapshot(module)
+            return obstacle
+        return ""
+
+    def lines(self, name: str) -> list[str]:
+        """What the report says of a module's graphs."""
+        held = [captured for captured in self.captured.values() if captured is not None]
+        size = sum(captured.bytes for captured in held) / 2**20
+        slowest = f" captured in {max(one.seconds for one in held):.2f} s or less;" if held else ""
+        lines = [f"graphs of {name}: {len(held)}, {size:.0f} MiB;{slowest} {self.replayed} calls replayed"]
+        return lines + [f"not replayed, {count} x: {reason}" for reason, count in self.ordinary.items()]
+
+
+def graphs_of(module: nn.Module) -> Graphs | None:
+    found: Held | None = module.__dict__.get(HELD)
+    graphs: Graphs | None = None if found is None else found.graphs
+    return graphs
+
+
+def with_graphs(module: nn.Module, entry: Entry | None) -> Entry:
+    """The entry of a module whose calls are replayed: what it was replaced by, or else its stock forward."""
+    compute = None if entry is None else entry.forward
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        place = held(module)
+        if place.graphs is None:
+            place.graphs = Graphs()
+        graphs: Graphs = place.graphs
+        function = compute
+        if function is None:
+            site = site_of(module)
+            site.count_call()
+            function = site.stock
+        if entry is not None and entry.why_no_graph:
+            graphs.ordinary[entry.why_no_graph] += 1
+            return function(module, *args, **kwargs)
+        return graphs.run(module, functools.partial(function, module), *args, **kwargs)
+
+    def release(module: nn.Module) -> None:
+        held(module).graphs = None
+        if entry is not None:
+            entry.release(module)
+
+    if entry is not None:
+        return replace(entry, forward=forward, release=release)
+    parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return Entry((class_of(module),), forward, (), parameters, release=release)
+
+
+def _why_not_call(leaves: Sequence[Any]) -> str:
+    """Why a call cannot be captured, whatever the module's state."""
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    if torch.is_autocast_enabled(DEVICE):
+        return "autocast is on"
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return "a mode that watches torch's functions is active"
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        return "no tensor among its arguments"
+    for tensor in tensors:
+        if type(tensor) is not Tensor:
+            return f"an argument is a {type(tensor).__name__}"
+        if not _is_here(tensor):
+            return f"an argument is on {tensor.device}, not on the current GPU"
+    return ""
+
+
+def _is_here(tensor: Tensor) -> bool:
+    """Whether a tensor is on the device whose stream is captured."""
+    current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    return tensor.device.type == DEVICE and (tensor.device.index or 0) == current
+
+
+def _described(leaf: Any) -> Any:
+    """What of an argument belongs to the signature."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+    return type(leaf), leaf
+
+
+def _obstacle(module: nn.Module) -> str:
+    """Why no call of a module in this state can be captured."""
+    if getattr(module, "_parallel_config", None) is not None:
+        return "the model is parallel"
+    for part in module.modules():
+        if part is not module and hooked(part):
+            return f"a hook on a {type(part).__name__}"
+        if part.__dict__.get("_compiled_call_impl") is not None:
+            return "torch.compile"
+        if type(part).__module__.startswith("peft."):
+            return "LoRA layers: fuse them, and call optimize again"
+        if part.training:
+            return "training mode"
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and not is_ordinary(tensor) and type(tensor) is not Tensor:
+                return f"a parameter is a {type(tensor).__name__}"
+            if tensor is not None and not _is_here(tensor):
+                return f"a parameter is on {tensor.device}, not on the current GPU"
+    return "" if not (module._forward_hooks or module._forward_pre_hooks) else "a hook on the module"
