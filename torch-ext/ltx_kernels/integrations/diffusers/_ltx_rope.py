@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.guards import ATTRIBUTE
 from ..engine.kept import kept
 from ..engine.rotary_tables import Tables, compact, full_width
-from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
+from ..engine.sites import Entry, making_tables, parameters_of, site_of, stock_forward, why_stock
 from ..engine.state import held
 
 LTX = "diffusers.models.transformers.transformer_ltx."
@@ -38,22 +38,33 @@ def rope_forward(
     video_coords: Tensor | None = None,
 ) -> Tables:
     """The stock tables, each angle once: [B, S, D / 2], with B = 1 where the samples of a batch share them."""
-    site = site_of(self)
-    if not torch.compiler.is_compiling() and _has_stock_reader(self):
-        arguments = hidden_states, num_frames, height, width, rope_interpolation_scale, video_coords
-        return cast(Tables, stock_forward(self, "a stock attention reads its tables", *arguments))
+    arguments = hidden_states, num_frames, height, width, rope_interpolation_scale, video_coords
+    if torch.compiler.is_compiling():
+        return _tables(self, *arguments)
+    with making_tables:
+        if ATTRIBUTE not in self.__dict__:  # another thread has restored it
+            return cast(Tables, type(self).forward(self, *arguments))
+        if _has_stock_reader(self):
+            return cast(Tables, stock_forward(self, "a stock attention reads its tables", *arguments))
+        return _tables(self, *arguments)
+
+
+def _tables(
+    rope: Any, hidden_states: Tensor, num_frames: Any, height: Any, width: Any, scale: Any, video_coords: Tensor | None
+) -> Tables:
+    site = site_of(rope)
     site.count_call()
 
     def make() -> Tables:
         one = hidden_states[:1] if video_coords is None else hidden_states
-        cos, sin = site.stock(self, one, num_frames, height, width, rope_interpolation_scale, video_coords)
+        cos, sin = site.stock(rope, one, num_frames, height, width, scale, video_coords)
         return compact(cos), compact(sin)
 
-    scales = tuple(rope_interpolation_scale or ())
+    scales = tuple(scale or ())
     if any(isinstance(scale, Tensor) for scale in scales):
         return make()  # its value may change without a sign
-    model = self.dim, self.theta, self.patch_size, self.patch_size_t
-    base = self.base_num_frames, self.base_height, self.base_width
+    model = rope.dim, rope.theta, rope.patch_size, rope.patch_size_t
+    base = rope.base_num_frames, rope.base_height, rope.base_width
     key = model, base, num_frames, height, width, scales, hidden_states.device
     return kept(site, key, () if video_coords is None else (video_coords,), make)
 

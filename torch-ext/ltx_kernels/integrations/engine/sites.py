@@ -12,6 +12,7 @@ import inspect
 import itertools
 import pickle
 import threading
+import time
 import types
 import weakref
 from collections import Counter
@@ -26,31 +27,61 @@ from ..._variant import constant_when_compiled
 from .code import patched
 from .guards import ATTRIBUTE, RELEASE, class_of
 from .state import forget
-from .threads import alone
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
 recording = threading.local()  # its `recorder` notes what this thread counts, for the replays of a call
 
 
+# One thread at a time puts forwards into models and takes them out.
+changing = threading.RLock()
+making_tables = threading.RLock()  # held where tables are made that only replaced modules can read
+WAIT = 10.0  # most seconds that a change waits for a call in another thread
+
+
 def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]:
     """A replaced forward that runs the class's own where that was patched, and where the module was restored.
 
-    A wrapper may still call it then.
+    A wrapper may still call it then. A call that fails because another thread has restored the module says so.
 
     guarded: The function asks `why_stock` itself.
     """
 
-    @functools.wraps(function)
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if ATTRIBUTE in module.__dict__:
-            reason = "" if guarded else why_stock(module)
-            if not reason:
-                return function(module, *args, **kwargs)
-            site_of(module).count_fallback(reason)
+    def compute(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        reason = "" if guarded else why_stock(module)
+        if not reason:
+            return function(module, *args, **kwargs)
+        site_of(module).count_fallback(reason)
         return type(module).forward(module, *args, **kwargs)
 
+    @functools.wraps(function)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        site = module.__dict__.get(ATTRIBUTE)
+        if site is None:
+            return type(module).forward(module, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return compute(module, *args, **kwargs)
+        try:
+            return compute(module, *args, **kwargs)
+        except Exception as error:
+            if _is_in_place(module, site):
+                raise
+            raise RuntimeError(
+                f"another thread has restored or optimized this {type(module).__name__} during its call: "
+                "call the model again"
+            ) from error
+
     return forward
+
+
+def _is_in_place(module: nn.Module, site: Site) -> bool:
+    """Whether a module is replaced as it was, when no change is going on."""
+    ended = changing.acquire(timeout=WAIT)
+    try:
+        return module.__dict__.get(ATTRIBUTE) is site
+    finally:
+        if ended:
+            changing.release()
 
 
 @dataclass(frozen=True)
@@ -334,6 +365,22 @@ def uninstall(module: nn.Module) -> None:
     del module.__dict__[ATTRIBUTE]
 
 
+def _tables_of(site: Site) -> list[weakref.ref[Any]]:
+    """The tables that a site keeps, which it forgets."""
+    kept = list(site.cache.values())
+    site.cache.clear()
+    return [weakref.ref(table) for tables, *_ in kept for table in tables]
+
+
+def _wait_for_readers(tables: list[weakref.ref[Any]]) -> None:
+    """Returns when no call in another thread holds one of the tables, which stock modules cannot read."""
+    deadline = time.monotonic() + WAIT
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        if all(table() is None for table in tables):
+            return
+        time.sleep(0.001)
+
+
 def _why_not_uninstall(root: nn.Module) -> str:
     """Why what was replaced below a module cannot be taken out; empty if it can."""
     ours = {name: module for name, module in root.named_modules() if ATTRIBUTE in module.__dict__}
@@ -371,7 +418,7 @@ def uninstall_all(roots: Iterable[nn.Module]) -> None:
     Memory for stock weights may run out on the way. All else is taken out then, and what was not works as before.
     """
     roots = list(roots)
-    with alone(roots):
+    with changing:
         _uninstall_all(roots)
 
 
@@ -383,7 +430,14 @@ def _uninstall_all(roots: Sequence[nn.Module]) -> None:
             raise RuntimeError(reason)
     for root in roots:
         entries = dict.fromkeys(site_of(module).entry for module in root.modules() if ATTRIBUTE in module.__dict__)
-        for module in root.modules():
+        modules = list(root.modules())
+        makers = [module for module in modules if ATTRIBUTE in module.__dict__ and site_of(module).entry.table_readers]
+        for module in makers:
+            with making_tables:
+                tables = _tables_of(site_of(module))
+                uninstall(module)
+            _wait_for_readers(tables)
+        for module in modules:
             if ATTRIBUTE in module.__dict__:
                 try:
                     uninstall(module)
