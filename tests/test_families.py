@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import pkgutil
 import random
 import re
 from types import ModuleType
@@ -26,6 +25,7 @@ diffusers = pytest.importorskip("diffusers")
 from families import Family, families, randn, random_  # noqa: E402
 from families.left import LEFT, LEFT_BLOCKS  # noqa: E402
 from helpers.build import load_build  # noqa: E402
+from helpers.diffusers_models import models_of_diffusers  # noqa: E402
 from helpers.dispatch import PackageOps  # noqa: E402
 from helpers.engine_paths import block_descriptions, of_each_path, one_of_each_path, path_of, paths_of  # noqa: E402
 
@@ -87,28 +87,11 @@ def assert_ran(report: Any, family: Family) -> None:
     assert report.left_alone == {}
 
 
-def models_of_diffusers() -> dict[str, set[str]]:
-    """The transformers and ControlNets of the installed diffusers, and the classes of blocks beside each."""
-    base = importlib.import_module("diffusers.models.modeling_utils").ModelMixin
-    found: dict[str, set[str]] = {}
-    for package in map(importlib.import_module, ("diffusers.models.transformers", "diffusers.models.controlnets")):
-        for info in pkgutil.iter_modules(package.__path__):
-            module = importlib.import_module(f"{package.__name__}.{info.name}")
-            classes = {name: cls for name, cls in vars(module).items() if inspect.isclass(cls)}
-            blocks = {
-                f"{cls.__module__}.{name}"
-                for name, cls in classes.items()
-                if name.endswith("Block") and issubclass(cls, nn.Module)
-            }
-            own = (n for n, cls in classes.items() if issubclass(cls, base) and cls.__module__ == module.__name__)
-            found.update(dict.fromkeys(own, blocks))
-    return found
-
-
 def test_every_transformer_of_diffusers(ltx: ModuleType) -> None:
     """Each is in a family, or in the list of what is left at norm level with a reason; none is in both."""
     blocks = {name for name, entry in ltx.integrations.diffusers.ENTRIES.items() if entry.level == "block"}
-    models = models_of_diffusers()
+    found = models_of_diffusers("transformers", "controlnets")
+    models = {cls.__name__: {part for part in parts if part.endswith("Block")} for cls, parts in found.items()}
     assert len(models) > 70
     in_families = {name for name, of in models.items() if of & blocks}
     assert sorted(set(models) - in_families - set(LEFT)) == [], "in no family, and not in tests/families/left.py"

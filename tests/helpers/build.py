@@ -16,7 +16,7 @@ def local_kernels() -> dict[str, str]:
 # `nix run .#ci-test` names the build after the repository of build.toml, which is another for other publishers.
 REPO_ID = next((name for name in local_kernels() if name.endswith("/ltx-kernels")), "org/ltx-kernels")
 # A CUDA torch takes the CPU variant only where it is told to: for tests of that torch on a machine without a GPU.
-BACKEND = os.environ.get("LTX_KERNELS_BACKEND")
+BACKEND = os.environ.get("LTX_KERNELS_BACKEND") or None
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

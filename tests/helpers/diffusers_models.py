@@ -1,81 +1,52 @@
-"""A pytest plugin: diffusers' own tests of its LTX-Video transformer, on optimized models (`make test-diffusers`).
-
-Every model that a test constructs or loads goes through `optimize`, as a user's would: one that is constructed at once,
-one that is loaded when `from_pretrained` returns it. STOCK=1 leaves them alone: a test that fails there as well is not
-this package's. At the end stands how many models were optimized, and what their calls ran; where nothing ran the ops,
-the tests have shown nothing and count as failed.
-"""
+"""The models of the installed diffusers, those that the package knows, and the files of their tests in its source."""
 
 from __future__ import annotations
 
-import functools
-import os
-from collections import Counter
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-import pytest
-from diffusers import LTXVideoTransformer3DModel
-from kernels import get_kernel
+from torch import nn
 
-from .build import BACKEND, REPO_ID, use_own_build_by_default
-
-_reports: list[Any] = []
-_loading = 0
+PACKAGES = ("transformers", "controlnets", "autoencoders")
 
 
-def _optimize_all_models() -> None:
-    use_own_build_by_default()
-    ltx = get_kernel(REPO_ID, version=1, backend=BACKEND)
-    construct, load = LTXVideoTransformer3DModel.__init__, LTXVideoTransformer3DModel.from_pretrained.__func__
+def models_of_diffusers(*packages: str) -> dict[type, set[str]]:
+    """The classes of models in some packages of `diffusers.models`, and the names of the modules' classes beside each.
 
-    @functools.wraps(construct)
-    def constructed(self: Any, *args: Any, **options: Any) -> None:
-        construct(self, *args, **options)
-        if not _loading:
-            _reports.append(ltx.optimize(self))
-
-    @functools.wraps(load)
-    def loaded(cls: type, *args: Any, **options: Any) -> Any:
-        global _loading
-        _loading += 1  # also its configuration is what constructs it
-        try:
-            model = load(cls, *args, **options)
-        finally:
-            _loading -= 1
-        _reports.append(ltx.optimize(model[0] if isinstance(model, tuple) else model))
-        return model
-
-    LTXVideoTransformer3DModel.__init__ = constructed
-    LTXVideoTransformer3DModel.from_pretrained = classmethod(loaded)
+    These are classes that a model's module defines or imports, with their modules' names.
+    """
+    base = importlib.import_module("diffusers.models.modeling_utils").ModelMixin
+    found: dict[type, set[str]] = {}
+    for package in (importlib.import_module(f"diffusers.models.{name}") for name in packages):
+        for info in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{info.name}")
+            classes = {name: cls for name, cls in vars(module).items() if inspect.isclass(cls)}
+            parts = {f"{cls.__module__}.{name}" for name, cls in classes.items() if issubclass(cls, nn.Module)}
+            own = (cls for cls in classes.values() if issubclass(cls, base) and cls.__module__ == module.__name__)
+            found.update(dict.fromkeys(own, parts))
+    return found
 
 
-if not os.environ.get("STOCK"):
-    _optimize_all_models()
+def known_models(ltx: Any) -> dict[str, type]:
+    """The models that `optimize` does more in than norms and activations, by name.
+
+    Their modules hold a known class of blocks, or of encoders and decoders of autoencoders.
+    """
+    known = {
+        name
+        for name, entry in ltx.integrations.diffusers.ENTRIES.items()
+        if entry.alone or (entry.level == "block" and name.endswith("Block"))
+    }
+    return {cls.__name__: cls for cls, parts in models_of_diffusers(*PACKAGES).items() if parts & known}
 
 
-def _count() -> tuple[int, int, Counter[str]]:
-    """(calls that ran the ops, calls that torch.compile traced with them, calls of stock modules by reason)."""
-    sites = [site for report in _reports for site in report.sites]
-    fallbacks: Counter[str] = Counter()
-    for site in sites:
-        fallbacks.update({f"{site.name}: {reason}": count for reason, count in site.fallbacks.items()})
-    return sum(site.calls for site in sites), sum(site.traces for site in sites), fallbacks
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None):
-        raise pytest.UsageError("-n: expected one process, whose models are counted; got several")
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    calls, traces, fallbacks = _count()
-    terminalreporter.section("ltx-kernels")
-    terminalreporter.line(f"{len(_reports)} models optimized; {calls} calls ran the ops, {traces} more were traced")
-    for reason, count in fallbacks.most_common():
-        terminalreporter.line(f"stock calls, {count}: {reason}")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not os.environ.get("STOCK") and not session.config.option.collectonly and not sum(_count()[:2]):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+def files_of_tests(source: Path, models: Iterable[str]) -> dict[Path, list[str]]:
+    """The files of tests in diffusers' source that name one of some models, and the models that each names."""
+    names = re.compile(rf"\b({'|'.join(map(re.escape, models))})\b")
+    found = {file: sorted(set(names.findall(file.read_text()))) for file in source.glob("tests/models/*/test_*.py")}
+    return {file: found[file] for file in sorted(found) if found[file]}

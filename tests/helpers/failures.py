@@ -13,6 +13,16 @@ FAILURES = "LTX_TEST_FAILURES"  # the environment variable with the file's path
 LINES, COLUMNS = 4, 240
 
 
+def first_lines(report: Any) -> list[str]:
+    """What went wrong in a test that failed."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:  # of a worker that died, or of a file that cannot be imported
+        lines = report.longreprtext.strip().splitlines()[-1:]
+    else:
+        lines = [f"{Path(crash.path).name}:{crash.lineno}: {line}" for line in crash.message.splitlines()[:LINES]]
+    return [line[:COLUMNS] for line in lines]
+
+
 class Failures:
     """The plugin of pytest that writes the file."""
 
@@ -20,15 +30,9 @@ class Failures:
         self.path = path
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if not report.failed:
-            return
-        crash = getattr(report.longrepr, "reprcrash", None)
-        if crash is None:  # of a worker that died, or of a file that cannot be imported
-            lines = report.longreprtext.strip().splitlines()[-1:]
-        else:
-            lines = [f"{Path(crash.path).name}:{crash.lineno}: {line}" for line in crash.message.splitlines()[:LINES]]
-        with self.path.open("a") as file:
-            file.write(json.dumps([report.nodeid, [line[:COLUMNS] for line in lines]]) + "\n")
+        if report.failed:
+            with self.path.open("a") as file:
+                file.write(json.dumps([report.nodeid, first_lines(report)]) + "\n")
 
     pytest_collectreport = pytest_runtest_logreport
 
