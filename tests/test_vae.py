@@ -295,6 +295,25 @@ def test_restore_gives_everything_back(ltx, device, name):
     assert "forward" not in vae.decoder.__dict__ and "forward" not in vae.encoder.__dict__
 
 
+@pytest.mark.parametrize("name", ["ltx 0.9.5", "ltx2 2.0", "wan 2.1", "wan 2.2", "qwen image"])
+def test_made_in_inference_mode(ltx, device, name):
+    """Its weights stay inference tensors in either memory order, of which torch makes views in either mode."""
+    with torch.inference_mode():
+        vae = make_vae(name, device, torch.float32)
+        stock = decode(vae), encode(vae)
+        report = ltx.optimize(vae)
+        results = [run(vae) for run in (decode, encode)]
+    results += [decode(vae), encode(vae)]
+    assert calls(report) == calls(report, "encoder") == 2 * expected_calls(name) and not report.fallbacks
+    for result, wanted in zip(results, 2 * stock):
+        close(result, wanted)
+    assert all(parameter.is_inference() for parameter in vae.parameters())
+    report.restore()
+    with torch.inference_mode():
+        assert torch.equal(decode(vae), stock[0]) and torch.equal(encode(vae), stock[1])
+    assert torch.equal(decode(vae), stock[0]) and all(parameter.is_inference() for parameter in vae.parameters())
+
+
 def test_weights_of_the_users_own_order_stay(ltx, device):
     vae = make_vae("ltx2 2.0", device, torch.float32).to(memory_format=torch.channels_last_3d)
     weight = vae.decoder.conv_in.conv.weight

@@ -139,21 +139,28 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
+def _give_order(conv: Any, order: torch.memory_format) -> None:
+    """Moves a weight into memory of this order, which is an inference tensor's where the weight is one.
+
+    torch makes no views of a parameter of inference mode with other memory.
+    """
+    with torch.inference_mode(conv.weight.is_inference()), torch.no_grad():
+        conv.weight.data = conv.weight.data.contiguous(memory_format=order)
+
+
 def _move_weights(module: nn.Module) -> None:
     for conv in _parts(module):
         if isinstance(conv, (nn.Conv2d, nn.Conv3d)):
             order = VIDEO if isinstance(conv, nn.Conv3d) else torch.channels_last
             if not conv.weight.is_contiguous(memory_format=order):
-                with torch.inference_mode(False), torch.no_grad():
-                    conv.weight.data = conv.weight.data.contiguous(memory_format=order)
+                _give_order(conv, order)
                 conv.__dict__[MOVED] = True
 
 
 def _move_weights_back(module: nn.Module) -> None:
     for conv in _parts(module):
         if conv.__dict__.get(MOVED, False) and isinstance(conv, (nn.Conv2d, nn.Conv3d)):
-            with torch.inference_mode(False), torch.no_grad():
-                conv.weight.data = conv.weight.data.contiguous()
+            _give_order(conv, torch.contiguous_format)
         conv.__dict__.pop(MOVED, None)
 
 
