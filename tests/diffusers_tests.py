@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,17 +22,20 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
+from gpu import kill  # noqa: E402
 from helpers.build import BACKEND, REPO_ID, use_own_build_by_default  # noqa: E402
 from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
 SIDES = ("stock", "optimized")
 WORST_LAST = ("begun", "passed", "skipped", "failed")
+_running: set[Any] = set()  # processes
 
 
 @dataclass
@@ -125,14 +126,14 @@ def run(source: Path, file: Path, side: str, turn: int, options: argparse.Namesp
             errors="replace",
             start_new_session=True,
         )
+        _running.add(process)
         try:
             output, _ = process.communicate(timeout=options.timeout)
-        except BaseException as error:  # an interrupt as well: nothing stays behind
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        except subprocess.TimeoutExpired:
+            kill(process)
             output, _ = process.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        finally:
+            _running.discard(process)
         found = Run(seconds=round(time.perf_counter() - start, 1), output=output)
         return found.read(outcomes)
 
@@ -201,7 +202,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="of a process (3600)")
-    parser.add_argument("--output", type=Path, help="JSON to write")
+    parser.add_argument("--output", type=Path, help="JSON to write, after each process")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="handed to pytest")
     return parser.parse_args()
 
@@ -228,36 +229,42 @@ def main() -> int:
     print(f"{len(models)} known models; diffusers has no tests of {', '.join(untested) or 'none'}", flush=True)
     name_gpus()
     start = time.perf_counter()
-    runs: dict[str, dict[str, Run]] = {str(file.relative_to(source)): {} for file in chosen}
-    work = [(file, side) for file in chosen for side in SIDES]
+    runs: dict[str, dict[str, Run]] = {}
+
+    def write_output() -> None:
+        if options.output:
+            meta = {**common_meta(metadata, options.device), "k": options.k, "files": len(chosen)}
+            meta |= {"diffusers": version("diffusers"), "seconds": round(time.perf_counter() - start, 1)}
+            files = {
+                name: {side: {"seconds": run.seconds, "outcomes": run.outcomes} for side, run in sides.items()}
+                for name, sides in runs.items()
+            }
+            whole = {name: sides for name, sides in runs.items() if len(sides) == len(SIDES)}
+            write(options.output, meta, **verdict(whole)[1], files=files)
+
+    largest_first = sorted(chosen, key=lambda file: -file.stat().st_size)  # what takes long begins early
+    work = [(file, side) for file in largest_first for side in SIDES]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         running = {
             pool.submit(run, source, file, side, turn, options): (str(file.relative_to(source)), side)
             for turn, (file, side) in enumerate(work)
         }
-        for done, future in enumerate(concurrent.futures.as_completed(running), 1):
-            name, side = running[future]
-            found = runs[name][side] = future.result()
-            print(f"[{done}/{len(work)}] {name}, {side}: {found}, {found.seconds} s", flush=True)
-            if not found.end:
-                print(found.output[-6000:], flush=True)
-    text, values, good = verdict(runs)
+        try:
+            for done, future in enumerate(concurrent.futures.as_completed(running), 1):
+                name, side = running[future]
+                found = runs.setdefault(name, {})[side] = future.result()
+                print(f"[{done}/{len(work)}] {name}, {side}: {found}, {found.seconds} s", flush=True)
+                if not found.end:
+                    print(found.output[-6000:], flush=True)
+                write_output()
+        except BaseException:  # an interrupt as well: no process stays behind
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                kill(process)
+            raise
+    text, _, good = verdict(runs)
     seconds = round(time.perf_counter() - start, 1)
     print(f"\n{text}\n{'good' if good else 'NOT GOOD'}, {len(chosen)} files on {options.device}, {seconds} s")
-    if options.output:
-        meta = {
-            **common_meta(metadata, options.device),
-            "diffusers": next(
-                (run.end["diffusers"] for sides in runs.values() for run in sides.values() if run.end), None
-            ),
-            "k": options.k,
-            "seconds": seconds,
-        }
-        files = {
-            name: {side: {"seconds": run.seconds, "outcomes": run.outcomes} for side, run in sides.items()}
-            for name, sides in runs.items()
-        }
-        write(options.output, meta, **values, files=files)
     return 0 if good else 1
 
 

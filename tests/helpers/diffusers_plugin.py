@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 from diffusers.loaders.single_file_model import FromOriginalModelMixin
 from diffusers.models.modeling_utils import ModelMixin
@@ -97,7 +96,6 @@ def pytest_sessionfinish() -> None:
     for site in sites:
         stock_calls.update({f"{site.name}: {reason}": count for reason, count in site.fallbacks.items()})
     _write(
-        diffusers=diffusers.__version__,
         models=_models,
         calls=sum(site.calls for site in sites),
         traces=sum(site.traces for site in sites),
