@@ -330,7 +330,13 @@ FAULTS: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
 def plant(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     name, make = FAULTS[fault]
     parts = ltx.integrations
-    for module in (parts._attend, parts._dispatch, parts._stream, parts._linear, parts.diffusers.norms):
+    for module in (
+        parts.attention.engine,
+        parts.attention.choice,
+        parts.blocks.stream,
+        parts.linear.linears,
+        parts.diffusers.norms,
+    ):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, make(getattr(module, name)))
 
@@ -371,7 +377,7 @@ def test_demo_fails_where_stock_modules_run(
     ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = ltx.integrations
-    for module in (parts._block, parts._attend, parts._guards, parts.diffusers.norms):
+    for module in (parts.blocks.block, parts.attention.engine, parts.engine.guards, parts.diffusers.norms):
         monkeypatch.setattr(module, "why_not_input", lambda tensor: "it is Saturday")
     found = run_with_fault(ltx, device, tmp_path, monkeypatch, capsys)
     assert "fault: no compiled op ran" in found

@@ -369,7 +369,7 @@ def test_says_so_if_no_op_runs(
 ) -> None:
     monkeypatch.setattr(generate_video, "load_kernels", lambda device: ltx)
     parts = ltx.integrations
-    for module in (parts._block, parts._attend, parts._guards, parts.diffusers.norms):
+    for module in (parts.blocks.block, parts.attention.engine, parts.engine.guards, parts.diffusers.norms):
         monkeypatch.setattr(module, "why_not_input", lambda tensor: "it is Saturday")
     run = Run(capsys, tmp_path, device, "--components", "transformer")
     assert run.status == 1

@@ -254,7 +254,7 @@ def test_gradients_and_compiled_models_update(ltx: ModuleType, device: str) -> N
 @pytest.mark.parametrize("width", [128, 20, 6])
 def test_heads_first(ltx: ModuleType, device: str, dtype: torch.dtype, width: int) -> None:
     """Copies of views at any place, whatever their width."""
-    heads_first = _module(ltx, "_cache").heads_first
+    heads_first = _module(ltx, "causal.kv_cache").heads_first
     packed = torch.randn(2, 5, 7 * width + 3, device=device).to(dtype)
     for start in (0, 1, 2 * width):
         heads = packed[..., start : start + 3 * width].unflatten(-1, (3, width))
@@ -327,7 +327,7 @@ def test_one_token_of_each_sample_has_the_strides_of_stock(
     layers' one product are appended.
     """
     if large:
-        monkeypatch.setattr(_module(ltx, "_cache"), "LARGE", 1)
+        monkeypatch.setattr(_module(ltx, "causal.kv_cache"), "LARGE", 1)
     model, ids, seen, appended = make(family, device), make_ids(device), list[Any](), list[Tensor]()
     attention, cat = torch.nn.functional.scaled_dot_product_attention, torch.cat
 

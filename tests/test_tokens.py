@@ -478,7 +478,7 @@ def test_other_threads_do_not_count_in_a_recording(
 ) -> None:
     model, ids = make("Llama", device), make_ids(device)
     report = ltx.optimize(model)
-    decoder, sites = (sys.modules[f"{ltx.__name__}.integrations.{name}"] for name in ("_decoder", "_sites"))
+    decoder, sites = (sys.modules[f"{ltx.__name__}.integrations.{name}"] for name in ("causal.engine", "engine.sites"))
     compute, others = decoder._norm_and_rotate, list[threading.Thread]()
 
     @torch.no_grad()

@@ -21,7 +21,8 @@ from . import diffusers, transformers
 from .attention.engine import SHARED
 from .engine.guards import class_of
 from .engine.rotary_tables import keep_table_readers_together
-from .engine.sites import Entry, Plan, Site, changing, install, short_name, uninstall_all, why_not
+from .engine.sites import Entry, Plan, Site, install, short_name, uninstall_all, why_not
+from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
 from .linear.fp8_files import File
@@ -120,7 +121,7 @@ def optimize(
     if choice("attention", ATTENTION_PRECISION, attention) and (level != "block" or rounding != "fp32"):
         raise ValueError(f'attention: "int8" goes with level "block" and rounding "fp32", got {level} and {rounding}')
     replaceable = _roots(obj, components, _is_default)
-    with changing:
+    with one_at_a_time():
         roots = replaceable if level == "block" else _roots(obj, components, _is_denoiser)
         # An autoencoder has no layers in fp8 and no file, and is left out beside a transformer. By itself it is an
         # error.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.guards import ATTRIBUTE
 from ..engine.kept import kept
 from ..engine.rotary_tables import Tables, compact, full_width
-from ..engine.sites import Entry, making_tables, parameters_of, site_of, stock_forward, why_stock
+from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
 from ..engine.state import held
 
 LTX = "diffusers.models.transformers.transformer_ltx."
@@ -41,12 +41,9 @@ def rope_forward(
     arguments = hidden_states, num_frames, height, width, rope_interpolation_scale, video_coords
     if torch.compiler.is_compiling():
         return _tables(self, *arguments)
-    with making_tables:
-        if ATTRIBUTE not in self.__dict__:  # another thread has restored it
-            return cast(Tables, type(self).forward(self, *arguments))
-        if _has_stock_reader(self):
-            return cast(Tables, stock_forward(self, "a stock attention reads its tables", *arguments))
-        return _tables(self, *arguments)
+    if _has_stock_reader(self):
+        return cast(Tables, stock_forward(self, "a stock attention reads its tables", *arguments))
+    return _tables(self, *arguments)
 
 
 def _tables(

@@ -24,64 +24,46 @@ import torch
 from torch import nn
 
 from ..._variant import constant_when_compiled
+from . import threads
 from .code import patched
 from .guards import ATTRIBUTE, RELEASE, class_of
 from .state import forget
+
+PATIENCE = 10.0  # seconds that `restore` waits for a call in another thread that holds tables
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
 recording = threading.local()  # its `recorder` notes what this thread counts, for the replays of a call
 
 
-# One thread at a time puts forwards into models and takes them out.
-changing = threading.RLock()
-making_tables = threading.RLock()  # held where tables are made that only replaced modules can read
-WAIT = 10.0  # most seconds that a change waits for a call in another thread
-
-
 def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]:
     """A replaced forward that runs the class's own where that was patched, and where the module was restored.
 
-    A wrapper may still call it then. A call that fails because another thread has restored the module says so.
+    A wrapper may still call it then.
 
     guarded: The function asks `why_stock` itself.
     """
 
     def compute(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        reason = "" if guarded else why_stock(module)
-        if not reason:
-            return function(module, *args, **kwargs)
-        site_of(module).count_fallback(reason)
+        if ATTRIBUTE in module.__dict__:
+            reason = "" if guarded else why_stock(module)
+            if not reason:
+                return function(module, *args, **kwargs)
+            site_of(module).count_fallback(reason)
         return type(module).forward(module, *args, **kwargs)
 
     @functools.wraps(function)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        site = module.__dict__.get(ATTRIBUTE)
-        if site is None:
-            return type(module).forward(module, *args, **kwargs)
-        if torch.compiler.is_compiling():
+        thread = 0 if torch.compiler.is_compiling() else threads.enter()
+        if not thread:
             return compute(module, *args, **kwargs)
+        threads.begin(thread, module)
         try:
             return compute(module, *args, **kwargs)
-        except Exception as error:
-            if _is_in_place(module, site):
-                raise
-            raise RuntimeError(
-                f"another thread has restored or optimized this {type(module).__name__} during its call: "
-                "call the model again"
-            ) from error
+        finally:
+            threads.end(thread)
 
     return forward
-
-
-def _is_in_place(module: nn.Module, site: Site) -> bool:
-    """Whether a module is replaced as it was, when no change is going on."""
-    ended = changing.acquire(timeout=WAIT)
-    try:
-        return module.__dict__.get(ATTRIBUTE) is site
-    finally:
-        if ended:
-            changing.release()
 
 
 @dataclass(frozen=True)
@@ -365,20 +347,38 @@ def uninstall(module: nn.Module) -> None:
     del module.__dict__[ATTRIBUTE]
 
 
+def _uninstall_each(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Exception]]:
+    """Takes the replaced forwards of modules out; those that failed, with their errors."""
+    failed: list[tuple[nn.Module, Exception]] = []
+    for module in modules:
+        if ATTRIBUTE in module.__dict__:
+            try:
+                uninstall(module)
+            except Exception as error:
+                failed.append((module, error))
+        release = module.__dict__.pop(RELEASE, None)
+        if release is not None:
+            release(module)
+    return failed
+
+
+def _uninstall_maker(module: nn.Module) -> None:
+    """Restores a module that makes tables, and waits until no call in another thread holds one for its blocks."""
+    with threads.alone_with([module]):
+        tables = _tables_of(site_of(module))
+        uninstall(module)
+    deadline = time.monotonic() + PATIENCE
+    while threading.active_count() > 1 and any(table() is not None for table in tables):
+        if time.monotonic() > deadline:  # somebody else may hold it for good
+            return
+        time.sleep(0.001)
+
+
 def _tables_of(site: Site) -> list[weakref.ref[Any]]:
     """The tables that a site keeps, which it forgets."""
     kept = list(site.cache.values())
     site.cache.clear()
     return [weakref.ref(table) for tables, *_ in kept for table in tables]
-
-
-def _wait_for_readers(tables: list[weakref.ref[Any]]) -> None:
-    """Returns when no call in another thread holds one of the tables, which stock modules cannot read."""
-    deadline = time.monotonic() + WAIT
-    while threading.active_count() > 1 and time.monotonic() < deadline:
-        if all(table() is None for table in tables):
-            return
-        time.sleep(0.001)
 
 
 def _why_not_uninstall(root: nn.Module) -> str:
@@ -418,7 +418,7 @@ def uninstall_all(roots: Iterable[nn.Module]) -> None:
     Memory for stock weights may run out on the way. All else is taken out then, and what was not works as before.
     """
     roots = list(roots)
-    with changing:
+    with threads.one_at_a_time():
         _uninstall_all(roots)
 
 
@@ -428,24 +428,17 @@ def _uninstall_all(roots: Sequence[nn.Module]) -> None:
         reason = _why_not_uninstall(root)
         if reason:
             raise RuntimeError(reason)
+    with threads.alone_with(module for root in roots for module in root.modules() if ATTRIBUTE in module.__dict__):
+        pass  # a call that does not end is an error before anything is changed
     for root in roots:
         entries = dict.fromkeys(site_of(module).entry for module in root.modules() if ATTRIBUTE in module.__dict__)
         modules = list(root.modules())
-        makers = [module for module in modules if ATTRIBUTE in module.__dict__ and site_of(module).entry.table_readers]
-        for module in makers:
-            with making_tables:
-                tables = _tables_of(site_of(module))
-                uninstall(module)
-            _wait_for_readers(tables)
-        for module in modules:
-            if ATTRIBUTE in module.__dict__:
-                try:
-                    uninstall(module)
-                except Exception as error:
-                    failed.append((module, error))
-            release = module.__dict__.pop(RELEASE, None)
-            if release is not None:
-                release(module)
+        replaced = [module for module in modules if ATTRIBUTE in module.__dict__]
+        for module in replaced:
+            if site_of(module).entry.table_readers:
+                _uninstall_maker(module)
+        with threads.alone_with(replaced):
+            failed += _uninstall_each(modules)
         for entry in entries:
             entry.release_root(root)
         forget(root)
