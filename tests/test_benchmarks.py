@@ -613,6 +613,15 @@ def test_the_table_of_language_models() -> None:
     assert found["eager"] == ["4.00", "1.000", "0.750", "9.00", "1.000"]
 
 
+def test_psnr_of_a_step() -> None:
+    """A tenth of the range of the expected values everywhere is 20 dB."""
+    import steps
+
+    expected = torch.tensor([-1.0, 0.0, 3.0])
+    assert steps.psnr(expected + 0.4, expected) == pytest.approx(20.0)
+    assert steps.psnr(expected, expected) is None
+
+
 def test_slow_steps_make_short_turns() -> None:
     import steps
 

@@ -384,6 +384,27 @@ def test_wrong_defaults_are_found(ltx: ModuleType, rows: list[str], wrong: list[
     assert wrong_defaults(ltx, f"| `stock_weights` | where |\n|---|---|\n{table}") == wrong
 
 
+def wrong_capabilities(text: str, least: str) -> list[str]:
+    """Sentences, or cells of a table, that say of products in fp8 another compute capability than the least one."""
+    sentences = re.split(r"(?<=[.:;])\s+|\s\|\s", " ".join(text.split()))
+    of_fp8 = [sentence for sentence in sentences if re.search(r"\bfp8\b|`scaled_linear`", sentence)]
+    return [s for s in of_fp8 if set(re.findall(r"compute capability (\d+\.\d+)", s)) - {least}]
+
+
+def test_gpus_that_fp8_needs(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    def takes(major: int, minor: int) -> bool:
+        gpu = SimpleNamespace(name="GPU", major=major, minor=minor)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        return ltx.quant.fp8_obstacle(torch.device("cuda")) is None
+
+    least = next(f"{major}.{minor}" for major in range(7, 11) for minor in range(10) if takes(major, minor))
+    pages = {file: (ROOT / file).read_text() for file in FILES}
+    said = "`scaled_linear` needs compute capability"
+    assert f"{said} {least}" in pages["docs/fp8.md"]
+    assert {file: wrong_capabilities(page, least) for file, page in pages.items()} == {file: [] for file in pages}
+    assert wrong_capabilities(f"As always. {said} 1.0 on a GPU.", least) == [f"{said} 1.0 on a GPU."]
+
+
 def options_with_defaults(source: str) -> Iterator[tuple[str, str, str]]:
     """(option, its default by its help, its default by its code), where both are numbers or words."""
     for call in ast.walk(ast.parse(source)):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -407,6 +408,13 @@ def test_same_tokens_end_at_the_first_other_one(monkeypatch: pytest.MonkeyPatch,
     inject_llm.main(["tiny", *options])
     records = json.loads((tmp_path / "result.json").read_text())["records"]
     assert [record["same_tokens"] for record in records] == [8, 2]
+
+
+def test_tokens_of_every_text_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three texts that get a token in 4 ms get 750 a second."""
+    monkeypatch.setattr(inject_llm, "milliseconds", lambda *_: 4.0)
+    record = inject_llm.measure(mock.Mock(), torch.zeros(3, 8, dtype=torch.int64), 2, "cpu")
+    assert record == {"prefill_ms": 4.0, "decode_ms": 4.0, "tokens_per_s": 750.0}
 
 
 @pytest.mark.parametrize("options", [[], ["--rounding", "eager"], ["--kernelize", "--no-float32"]], ids=" ".join)

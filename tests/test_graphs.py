@@ -106,6 +106,21 @@ def test_a_bounded_number_is_kept(ltx: ModuleType, graphs: ModuleType, device: s
     assert len(state(graphs, model).captured) == graphs.LIMIT
 
 
+def test_the_graph_that_was_used_least_recently_goes(graphs: ModuleType, device: str) -> None:
+    held, module = graphs.Graphs(), nn.Identity().eval()
+
+    def is_replayed(size: int) -> bool:
+        before = held.replayed
+        held.run(module, torch.neg, torch.ones(size, device=device))
+        return bool(held.replayed > before)
+
+    for size in range(1, graphs.LIMIT + 1):
+        assert [is_replayed(size) for _ in range(2)] == [False, True]
+    assert is_replayed(1)
+    assert not is_replayed(graphs.LIMIT + 1)
+    assert is_replayed(1) and not is_replayed(2)
+
+
 def test_what_a_graph_cannot_hold_runs_ordinarily(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
     model = make_model(device)
     inputs = make_inputs(device)

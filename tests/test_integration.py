@@ -1358,6 +1358,26 @@ def test_a_kept_value_goes_with_its_tensors(ltx: ModuleType) -> None:
     assert not site.cache
 
 
+def test_what_is_kept_of_views(ltx: ModuleType, device: str) -> None:
+    """A new view of the same memory finds it, one of another place or form does not, and a write is seen."""
+    kept, site = ltx.integrations._kept.kept, type("Site", (), {"cache": {}})()
+    source, whole = torch.zeros(1, device=device), torch.arange(8.0, device=device)
+
+    def make(view: Callable[[], Tensor]) -> object:
+        return kept(site, "sums", (source,), object, views=(view(),))
+
+    first = make(lambda: whole[:4])
+    assert make(lambda: whole[:4]) is first
+    others = [make(lambda: whole[4:]), make(lambda: whole[:8:2]), make(lambda: whole[:4].view(torch.int32))]
+    assert first not in others and len(set(others)) == 3
+    assert make(lambda: whole[:4]) is first
+    whole[:4] += 1
+    second = make(lambda: whole[:4])
+    assert second is not first and make(lambda: whole[:4]) is second
+    source += 1
+    assert make(lambda: whole[:4]) is not second
+
+
 # ---- torch.compile, CUDA graphs
 
 

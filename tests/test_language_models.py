@@ -132,6 +132,19 @@ def test_the_gate_of_experts(ltx: ModuleType, device: str) -> None:
     assert torch.equal(model(ids).logits, stock)
 
 
+def test_alpha_and_limit_of_experts(ltx: ModuleType, device: str) -> None:
+    """All experts of transformers are made with the same numbers."""
+    model, ids = make(CASES["gpt-oss"], device), make_ids(device)
+    logits = [model(ids).logits]
+    for name, value in (("alpha", 0.4), ("limit", 0.02)):
+        for number, layer in enumerate(model.model.layers, 1):
+            setattr(layer.mlp.experts, name, value * number)
+        logits.append(model(ids).logits)
+        assert distance(*logits[-2:]) > 10 * CLOSE
+    ltx.optimize(model, strict=True)
+    assert distance(model(ids).logits, logits[-1]) < CLOSE
+
+
 @every_case
 @pytest.mark.parametrize("batch", [1, 3])
 def test_float32(ltx: ModuleType, device: str, case: Case, batch: int) -> None:

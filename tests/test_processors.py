@@ -44,6 +44,7 @@ IP_FLUX = {"joint_attention_kwargs": {"ip_hidden_states": [randn(2, 3, 32)]}}
 IP_SD3 = {"joint_attention_kwargs": {"ip_hidden_states": randn(2, 3, 32), "temb": randn(2, 32, seed=2)}}
 CASES = [
     ("flux", flux_ip_adapter, IP_FLUX, "FluxIPAdapterAttnProcessor"),
+    ("chroma", flux_ip_adapter, IP_FLUX, "FluxIPAdapterAttnProcessor"),
     ("sd3", sd3_ip_adapter, IP_SD3, "SD3IPAdapterJointAttnProcessor2_0"),
     ("sd3", perturbed, {}, "PAGJointAttnProcessor2_0"),
 ]
@@ -51,7 +52,9 @@ CASES = [
 
 @pytest.mark.host
 @pytest.mark.parametrize("order", ["processor first", "optimize first"])
-@pytest.mark.parametrize(("name", "prepare", "more", "processor"), CASES, ids=[case[3] for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "prepare", "more", "processor"), CASES, ids=[f"{case[0]}-{case[3]}" for case in CASES]
+)
 def test_other_processors(
     ltx: ModuleType, device: str, name: str, prepare: Any, more: dict[str, Any], processor: str, order: str
 ) -> None:

@@ -310,6 +310,19 @@ def test_weights_that_move_at_every_call(ltx: ModuleType, replay: ModuleType, de
     torch.testing.assert_close(model(**inputs)[0], expected)
 
 
+def test_changes_with_replays_between_them(ltx: ModuleType, replay: ModuleType, device: str) -> None:
+    """However often the weights move: recording goes on while its calls are replayed."""
+    model, inputs = make_model(device), make_inputs(device)
+    ltx.optimize(model)
+    expected = warm(model, inputs)
+    for _ in range(replay.CHANGES + 2):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        for _ in range(3):
+            torch.testing.assert_close(model(**inputs)[0], expected)
+        assert replays(replay, model) == TINY["num_layers"]
+
+
 def test_a_block_that_was_refused_is_looked_at_again(ltx: ModuleType, replay: ModuleType, device: str) -> None:
     model, inputs = make_model(device), make_inputs(device)
     handle = model.transformer_blocks[0].attn1.to_q.register_forward_hook(lambda module, args, output: output)

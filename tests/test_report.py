@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import time
-from types import ModuleType
+from collections import Counter
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,13 @@ def test_op_calls_and_stock_calls_are_told_apart(ltx: ModuleType, device: str) -
         "stock call of torch.RMSNorm, 2 x: a gradient is needed",
     ]
     report.restore()
+
+
+def test_stock_calls_of_all_sites_of_a_class_are_added_up(report: Any) -> None:
+    """Modules of one class may be of two sites, by their processors."""
+    counts = {"autocast is on": 1}, {"autocast is on": 2, "a gradient is needed": 3}
+    report.sites = [SimpleNamespace(name="torch.RMSNorm", fallbacks=Counter(count)) for count in counts]
+    assert report.fallbacks == {"torch.RMSNorm": {"autocast is on": 3, "a gradient is needed": 3}}
 
 
 @pytest.fixture

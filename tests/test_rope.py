@@ -257,6 +257,27 @@ def test_table_forms(ltx, device, dtype, layout, table):
         check(ltx, qk_norm_rope_case(make, SIZES, across_heads=False, key=key, **options))
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_tables_that_are_no_pair(ltx, device, count, name):
+    query, key = torch.randn(2, 1, 5, 2, 16, device=device).unbind()
+    tables = {"cos": torch.ones(5, 8, device=device), "sin": torch.zeros(5, 8, device=device)}
+    tables[name] = (tables[name],) * count
+    got = f"got tuple of {', '.join(['Tensor'] * count) or 'nothing'}"
+    for functions in (ltx, ltx.reference):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a tensor or a \(query, key\) pair of tensors, {got}$"):
+            functions.qk_norm_rope(query, key, None, None, *tables.values(), across_heads=False)
+
+
+def test_a_table_of_as_many_heads_as_tokens(ltx, device):
+    """It is [B, H, S, D]: no shape tells it from [B, S, H, D]."""
+    sizes = (2, 4, 4, 8)
+    make = Make(device, torch.float32)
+    for heads_first in (False, True):
+        check(ltx, rotary_case(make, sizes, heads_first=heads_first, table="[B, H, S, D/2]"))
+    check(ltx, qk_norm_rope_case(make, sizes, across_heads=False, table="[B, H, S, D/2]"))
+
+
 @every_dtype
 @pytest.mark.parametrize("across_heads", [True, False])
 @pytest.mark.parametrize(
