@@ -700,6 +700,20 @@ MUTATIONS = [
         "",
         tests=("errors",),
     ),
+    Mutation(
+        "the elements of an output and an operand taken for each other's size",
+        "torch-ext/tensor_checks.h",
+        "width_a_(element_size(a)), width_b_(element_size(b))",
+        "width_a_(element_size(b)), width_b_(element_size(a))",
+        tests=("inputs::test_overlaps_of_two_elements",),
+    ),
+    Mutation(
+        "a table of as many heads as tokens read the other way round",
+        "torch-ext/rope.cpp",
+        "table.size[2] == rows || table.size[1] != rows;",
+        "table.size[1] != rows;",
+        tests=("rope::test_a_table_of_as_many_heads_as_tokens",),
+    ),
     # fp8 and activations on the CPU
     Mutation(
         "fp8 rounded half up",
