@@ -752,7 +752,11 @@ def copy_sources(directory: Path) -> None:
     files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     for name in files.splitlines():
         source, copy = REPOSITORY / name, directory / name
-        if source.is_file() and not (copy.is_file() and copy.read_bytes() == source.read_bytes()):
+        if source.is_symlink():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if not copy.is_symlink():
+                copy.symlink_to(source.readlink())
+        elif source.is_file() and not (copy.is_file() and copy.read_bytes() == source.read_bytes()):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, copy)  # with its mode
 

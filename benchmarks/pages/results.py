@@ -54,7 +54,7 @@ def trust() -> str:
     tools = load("sanitize-h200")["tools"]
     faults = [process["faults"] for tool in tools.values() for process in tool.values()]
     found = "not all of them ended" if None in faults else sum(faults)
-    places = {"cuda": "the CUDA build", "cpu": "the CPU build", "tools": "tools, workflows, docs and examples"}
+    places = {"cuda": "the CUDA build", "cpu": "the CPU build", "tools": "what is not compiled"}
     planted = {place: load(f"mutations-{name}")["records"] for name, place in places.items()}
     caught = ", ".join(
         f"{sum(bool(record['caught_by']) for record in records)} of {len(records)} in {place}"
