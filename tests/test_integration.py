@@ -1360,7 +1360,7 @@ def test_a_kept_value_goes_with_its_tensors(ltx: ModuleType) -> None:
 
 def test_what_is_kept_of_views(ltx: ModuleType, device: str) -> None:
     """A new view of the same memory finds it, one of another place or form does not, and a write is seen."""
-    kept, site = ltx.integrations._kept.kept, type("Site", (), {"cache": {}})()
+    kept, site = ltx.integrations.engine.kept.kept, type("Site", (), {"cache": {}})()
     source, whole = torch.zeros(1, device=device), torch.arange(8.0, device=device)
 
     def make(view: Callable[[], Tensor]) -> object:
