@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -143,3 +144,11 @@ def cuda_graphs(cuda: str) -> str:
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         pytest.skip("no capture with PYTORCH_NO_CUDA_MEMORY_CACHING: it calls cudaMalloc")
     return cuda
+
+
+@pytest.fixture(autouse=True)
+def torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers' set_attention_backend is for all of the process: what a test has set ends with it."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is not None:
+        monkeypatch.setattr(dispatch._AttentionBackendRegistry, "_active_backend", dispatch.AttentionBackendName.NATIVE)

@@ -21,14 +21,6 @@ pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-@pytest.fixture(autouse=True)
-def torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """set_attention_backend of another test's model is for all of the process."""
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
-
-
 @pytest.fixture
 def replay(ltx: ModuleType) -> ModuleType:
     return importlib.import_module(f"{ltx.__name__}.integrations.replay.calls")
