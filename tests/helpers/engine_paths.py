@@ -29,15 +29,19 @@ def block_descriptions(ltx: ModuleType, library: str) -> dict[str, list[Any]]:
     return found
 
 
+def _ops(part: Any) -> tuple[str, ...]:
+    return getattr(part, "ops", ()) or part.entry().ops
+
+
 def path_of(block: Any) -> Hashable:
     """What computes a block: its streams, the public functions, its attentions and MLPs, other linear layers."""
 
     def kind(part: Any) -> tuple[Hashable, ...]:
         fields = (field for field in ATTENTION_FIELDS if getattr(part, field, None))
-        return type(part).__name__, part.entry().ops, len(part.projections), *fields
+        return type(part).__name__, _ops(part), len(part.projections), *fields
 
     parts = tuple(sorted(map(kind, block.attentions.values())))
-    return len(block.streams), block.entry().ops, parts, len(block.feed_forwards), bool(block.linears)
+    return len(block.streams), _ops(block), parts, len(block.feed_forwards), bool(block.linears)
 
 
 def paths_of(descriptions: Mapping[str, list[Any]], blocks: Iterable[str]) -> set[Hashable]:

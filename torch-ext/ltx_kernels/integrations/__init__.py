@@ -18,7 +18,7 @@ from torch import nn
 from .._checks import ATTENTION_PRECISION, ROUNDING, choice
 from ..quant import fp8_obstacle
 from . import diffusers, transformers
-from .attention.engine import SHARED
+from .attention.description import SHARED
 from .engine.guards import class_of
 from .engine.rotary_tables import keep_table_readers_together
 from .engine.sites import Entry, Plan, Site, install, short_name, uninstall_all, why_not

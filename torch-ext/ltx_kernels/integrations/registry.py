@@ -12,10 +12,12 @@ from typing import Union
 
 from torch import nn
 
-from .attention.engine import Attention
+from .attention.description import Attention
+from .attention.engine import entry_of as entry_of_attention
 from .blocks.autoencoder import Autoencoder
 from .blocks.block import Block
-from .causal.engine import CausalAttention, GatedMLP
+from .blocks.gated_mlp import GatedMLP
+from .causal.engine import CausalAttention
 from .engine.guards import class_of
 from .engine.sites import Entry
 from .parallel.context import Parallel
@@ -31,12 +33,19 @@ def entries_of(package: str, path: Iterable[str]) -> dict[str, Entry]:
         name = f"{package}.{module}"
         known: Iterable[Known] = importlib.import_module(name).ENTRIES
         for description in known:
-            entry = description if isinstance(description, Entry) else description.entry()
+            entry = entry_of(description)
             for key in entry.classes:
                 if key in found:
                     raise RuntimeError(f"{name}: {key} is known to another family already")
                 found[key] = entry
     return found
+
+
+def entry_of(known: Known) -> Entry:
+    """What `optimize` installs for what a family describes."""
+    if isinstance(known, Entry):
+        return known
+    return entry_of_attention(known) if isinstance(known, Attention) else known.entry()
 
 
 def plans_of(package: str, path: Iterable[str]) -> dict[str, Parallel]:

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._checks import INT8_HEAD_DIM
 from ...attention import attention, runs_kernel
 from ..blocks.stream import TORCH_RMSNORM
 from ..engine.guards import has_tensor_cores, is_capturing
 from ..engine.kept import kept
+from ..engine.recording import others_take_functions, refuse
 from ..engine.sites import Site
 from ..engine.state import attention_is_replaced
 from ..linear.linears import may_overwrite
 from ..parallel import context as context_parallel
-from ..replay.calls import others_take_functions, refuse
+from .description import Attention, AttentionModule
 from .masks import PaddingMask
-
-if TYPE_CHECKING:
-    from .engine import Attention
 
 # Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
 # (h200-tuning.json, 2 x 8064 queries of 32 heads: 128 keys of 64 columns 73 us with masked keys and 93 without, where
 # two norms and cuDNN's attention take 157; 256 keys 104 and 181 of 213; 128 keys of 128 columns, no mask, 163 of 181.)
 MOST_KEYS = 16384
-
-
-class Processor(Protocol):
-    """What diffusers' attention processors hold."""
-
-    _attention_backend: Any
-    _parallel_config: Any
-
-
-class AttentionModule(Protocol):
-    """What diffusers' attention modules hold, beside their submodules."""
-
-    heads: int
-    processor: Processor
-    training: bool
-    _modules: dict[str, nn.Module]
-    __dict__: dict[str, Any]
 
 
 def _op_pays(query: Tensor, keys: int, head_dim: int) -> bool:

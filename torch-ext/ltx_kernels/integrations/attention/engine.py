@@ -1,16 +1,15 @@
 """The attention of diffusion transformers: project, normalise and rotate query and key, attend, project.
 
-`Attention` describes one class of attention modules; this module computes any of them, with the layers that
-attention/plan.py finds and the kernel that attention/choice.py chooses. Query, key and value come out of one product
-where their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so that nothing
-is concatenated; norm and rotation are one launch, in place.
+`Attention` (attention/description.py) describes one class of attention modules; this module computes any of them, with
+the layers that attention/plan.py finds and the kernel that attention/choice.py chooses. Query, key and value come out
+of one product where their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so
+that nothing is concatenated; norm and rotation are one launch, in place.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Callable, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,196 +20,66 @@ from ...norm import rmsnorm
 from ...quant import gate_heads_quant, swiglu_quant
 from ...rope import apply_rotary, qk_norm_rope
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
-from ..engine.guards import ATTRIBUTE, hooked, submodule, why_not_input
+from ..engine.guards import ATTRIBUTE, hooked, why_not_input
 from ..engine.kept import kept
+from ..engine.recording import as_one
 from ..engine.rotary_tables import Tables, with_identity_rows
 from ..engine.sites import Entry, Site, site_of, stock_forward
 from ..engine.state import recall
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Input, Linears, dequantised, joined, unpack
 from ..parallel import context as context_parallel
-from ..replay.calls import as_one
-from .choice import AttentionModule, attend, in_one_op, parallel_config, values_ahead, without_padding
-from .masks import KeyBias, PaddingMask, ScoresMask
-from .plan import ADDED, ADDED_NORMS, ADDED_OUTPUT, AttentionPlan, in_features, plan_of, settings_of, why_not_module
-
-# Attention classes that many models share. The processor decides what they compute, so an entry names both.
-SHARED = ("diffusers.models.attention_processor.Attention",)
-# Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
-ROUND_ONCE = (TORCH_RMSNORM, TORCH_LAYERNORM)
-# Groups of layers with one input, and the layer that diffusers' fuse_qkv_projections makes of each group.
-FUSED = {
-    ("to_q", "to_k", "to_v"): "to_qkv",
-    ("to_k", "to_v"): "to_kv",
-    ADDED: "to_added_qkv",
-    ("add_k_proj", "add_v_proj"): "to_added_kv",
-}
-# Names of arguments that mean the same in the stock forward of every description.
-INPUTS = ("hidden_states", "encoder_hidden_states", "attention_mask")
+from .choice import attend, in_one_op, parallel_config, values_ahead, without_padding
+from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, FUSED, INPUTS, ROUND_ONCE, SHARED, Attention, AttentionModule
+from .masks import PaddingMask
+from .plan import AttentionPlan, plan_of, settings_of, why_not_module
 
 
-def _same_tables(module: AttentionModule, rope: Any) -> Any:
-    return rope
+def readers(module: nn.Module, hidden_states: Tensor) -> Linears | None:
+    """The linear layers that read the first input of an attention, if they may be handed quantised rows instead."""
+    site = module.__dict__.get(ATTRIBUTE)
+    if site is None or hooked(module):
+        return None
+    spec: Attention = site.entry.description
+    first = module._modules[spec.called(module, spec.projections[:1] if spec.cross else spec.projections)[0]]
+    if first is None or not in_fp8(first):
+        return None
+    plan = plan_of(spec, module, hidden_states)
+    if plan.reason or (plan.gate is not None and not plan.gate.fp8) or (spec.shared and plan.added is None):
+        return None
+    return plan.query if spec.cross else plan.all
 
 
-@dataclass(frozen=True)
-class Attention:
-    """One class of attention modules with one processor class, as this module computes it.
+def entry_of(spec: Attention) -> Entry:
+    """What `optimize` installs for a class of attention modules."""
 
-    processor: Name of the processor's class.
-    classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
-    parameters: Names of the stock forward's parameters, without self.
-    other_processors: Names of processor classes that compute the same unless they are given more arguments.
-    rope: The argument that holds the rotary tables; empty for an attention without any.
-    key_rope: The argument that holds other tables for the keys; then `tables` gets both arguments as a pair.
-    layout_of: The layout of a module, where modules of the class differ in it.
-    gate, gate_scale: A linear layer that gives every head of a row a logit; the head's output is multiplied by the
-        sigmoid of it and by the scale.
-    norm: Class of the norms of query and key, where a module has any; None: it may have none.
-    across_heads: A norm's mean is taken over all heads of a token.
-    layout: Of the rotation, as in `qk_norm_rope`: "interleaved" or "half".
-    projections, norms, output: Names of submodules; an output that a module does not have is left out.
-    added: Modules may have the layers of diffusers' names in `ADDED`, `ADDED_NORMS` and `ADDED_OUTPUT`, for the second
-        stream (the text) of a joint attention.
-    text_first: The rows of the second stream come before those of the first in the joint order.
-    fuses: The stock processor calls the layers that `fuse_qkv_projections` adds instead of those that they are made of.
-    shared: In a module without such projections, the second stream of a joint attention goes through the layers of
-        the first. A context is otherwise the keys and values of a cross-attention.
-    rotates_text: The rotation covers the second stream of a joint attention. Otherwise the tables hold the rows of the
-        first stream alone.
-    image: Names of the key projection, the value projection and the norm of an image. The queries attend to the image's
-        keys apart from the text's, and both results are added. Modules may lack these submodules.
-    text: With `image`, the number of text tokens: the context is the image's tokens and then these.
-    mlp: The SwiGLU module of an MLP beside the attention. Then `projections` names one layer, whose output holds query,
-        key, value, gate and linear part, and `output` names one layer, which reads heads and MLP side by side.
-    ignored: Arguments that the stock processor takes and does not read.
-    optional_children: Names of further submodules that some modules have.
-    mask: The form of the mask; None: a call with a mask runs stock.
-    tables: Turns the rope argument into (cos, sin) for the ops. For a joint attention that rotates both streams they
-        hold all rows, in joint order.
-    stock_rope: Turns the rope argument into what the stock forward takes, where another module was replaced to make
-        another form of it.
-    cross: The modules read keys and values from their second input; it decides which layers share an input in fp8.
-    parallel_cross: The stock processor hands the parallel configuration to a cross-attention as well.
-    check: A further reason why a call has to run stock: (module, hidden_states, encoder_hidden_states, rope) to a
-        reason, or "".
-    together_with: As in `Entry`.
-    """
+    def forward(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        if arguments:
+            options = {**dict(zip(spec.parameters, arguments)), **options}
+        input, context, mask = map(options.pop, INPUTS, (None, None, None))
+        return _forward(spec, module, input, context, mask, options)
 
-    processor: str
-    classes: tuple[str, ...] = SHARED
-    parameters: tuple[str, ...] = (*INPUTS, "cross_attention_kwargs")
-    other_processors: tuple[str, ...] = ()
-    rope: str = "image_rotary_emb"
-    key_rope: str = ""
-    layout_of: Callable[[Any], str] | None = None
-    gate: str = ""
-    gate_scale: float = 1.0
-    norm: str | None = TORCH_RMSNORM
-    across_heads: bool = False
-    layout: str = "interleaved"
-    projections: tuple[str, ...] = ("to_q", "to_k", "to_v")
-    norms: tuple[str, str] = ("norm_q", "norm_k")
-    output: str = "to_out"
-    added: bool = False
-    text_first: bool = True
-    fuses: bool = False
-    shared: bool = False
-    rotates_text: bool = True
-    image: tuple[str, ...] = ()
-    text: int = 0
-    mlp: str = ""
-    ignored: tuple[str, ...] = ()
-    optional_children: tuple[str, ...] = ()
-    mask: KeyBias | ScoresMask | None = None
-    tables: Callable[[Any, Any], Tables] = _same_tables
-    stock_rope: Callable[[Any, Any], Any] = _same_tables
-    cross: bool = False
-    parallel_cross: bool = True
-    check: Callable[[Any, Tensor, Tensor | None, Any], str] = lambda *_: ""
-    together_with: str = ""
-
-    @property
-    def children(self) -> frozenset[str]:
-        """Submodules that every module of the class has."""
-        return frozenset(self.projections)
-
-    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
-        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
-        q, *kv = self.projections
-        groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
-        groups += [self.image[:2], (self.output if self.mlp else f"{self.output}.0",)]
-        groups += [ADDED, (ADDED_OUTPUT,)] if self.added else []
-        return [
-            tuple(f"{prefix}.{name}" for name in self.called(module, group))
-            for group in groups
-            if group and all(name and submodule(module, name) is not None for name in group)
-        ]
-
-    def called(self, module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The layers that stand for some with the same input: the one that was fused from them, or themselves."""
-        fused = FUSED.get(names, "") if self.fuses and module.__dict__.get("fused_projections") else ""
-        return (fused,) if module._modules.get(fused) is not None else names
-
-    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
-        """The linear layers that read a module's first input, if they may be handed quantised rows instead of it."""
-        site = module.__dict__.get(ATTRIBUTE)
-        if site is None or hooked(module):
-            return None
-        first = module._modules[self.called(module, self.projections[:1] if self.cross else self.projections)[0]]
-        if first is None or not in_fp8(first):
-            return None
-        plan = plan_of(site.entry.description, module, hidden_states)
-        if plan.reason or (plan.gate is not None and not plan.gate.fp8) or (self.shared and plan.added is None):
-            return None
-        return plan.query if self.cross else plan.all
-
-    def entry(self) -> Entry:
-        """What `optimize` installs."""
-
-        def forward(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-            if arguments:
-                options = {**dict(zip(self.parameters, arguments)), **options}
-            input, context, mask = map(options.pop, INPUTS, (None, None, None))
-            return _forward(self, module, input, context, mask, options)
-
-        shared = {name: f"{name} + {self.processor}" for name in self.classes if name in SHARED}
-        return Entry(
-            tuple(shared.get(name, name) for name in self.classes),
-            forward,
-            self._ops(),
-            self.parameters,
-            self.children,
-            frozenset(
-                (
-                    *(self.output, *self.norms, *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if self.added else ())),
-                    *(*self.image, self.gate, self.mlp, *self.optional_children, *FUSED.values()),
-                    "processor",  # a module, as an IP-Adapter's processor is
-                )
-            ),
-            why_not=functools.partial(why_not_module, self),
-            settings=settings_of,
-            together_with=self.together_with,
-            packs=self.packs,
-            release=lambda module: unpack(module, self.packs(module)),
-            description=self,
-        )
-
-    def _ops(self) -> tuple[str, ...]:
-        apart = ("apply_rotary",) if self.rope and self.norm not in ROUND_ONCE else ()
-        gate = ("gate_heads",) if self.gate else ()
-        mlp = ("swiglu",) if self.mlp else ()
-        return ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm", *apart, *gate, *mlp)
-
-    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
-        """Groups of linear layers whose weights should lie side by side."""
-        if self.mlp:
-            return ()
-        to_q, to_k, _ = (cast(nn.Linear, module._modules[name]) for name in self.projections)
-        # A cross-attention finds the last two adjacent as well.
-        main = self.projections if in_features(to_q) == in_features(to_k) else self.projections[1:]
-        others = (ADDED if self.added else (), self.image[:2])
-        return (main, *(names for names in others if names and all(module._modules.get(name) for name in names)))
+    shared = {name: f"{name} + {spec.processor}" for name in spec.classes if name in SHARED}
+    return Entry(
+        tuple(shared.get(name, name) for name in spec.classes),
+        forward,
+        spec.ops,
+        spec.parameters,
+        spec.children,
+        frozenset(
+            (
+                *(spec.output, *spec.norms, *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if spec.added else ())),
+                *(*spec.image, spec.gate, spec.mlp, *spec.optional_children, *FUSED.values()),
+                "processor",  # a module, as an IP-Adapter's processor is
+            )
+        ),
+        why_not=functools.partial(why_not_module, spec),
+        settings=settings_of,
+        together_with=spec.together_with,
+        packs=spec.packs,
+        release=lambda module: unpack(module, spec.packs(module)),
+        description=spec,
+    )
 
 
 # ---- The call

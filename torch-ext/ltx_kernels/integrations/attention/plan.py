@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from ..blocks.gated_mlp import ACTIVATIONS, SILU
 from ..blocks.stream import TORCH_RMSNORM
-from ..causal.engine import ACTIVATIONS, SILU
 from ..engine.code import patched
 from ..engine.guards import children, class_of, hooked, is_idle, why_not_norm_weight
 from ..engine.sites import Site, site_of
 from ..engine.state import remember
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears, may_overwrite
-from .choice import AttentionModule
-
-if TYPE_CHECKING:
-    from .engine import Attention
-
-# The layers of a joint attention's second stream.
-ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
-ADDED_NORMS = ("norm_added_q", "norm_added_k")
-ADDED_OUTPUT = "to_add_out"
+from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, Attention, AttentionModule, in_features
 
 
 def why_not_module(spec: Attention, module: nn.Module) -> str:
@@ -192,7 +184,3 @@ def _make_plan(module: nn.Module, spec: Attention, input: Tensor) -> AttentionPl
     site = site_of(module)
     site.settings.update(settings_of(module))  # somebody may have exchanged diffusers' functions
     return AttentionPlan(spec, module, input, site)
-
-
-def in_features(linear: nn.Module | None) -> object:
-    return getattr(linear, "in_features", None)

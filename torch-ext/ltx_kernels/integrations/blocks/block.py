@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..engine.guards import class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
 from ..engine.norm_forms import FORMS, LAYER, RMS, statistic
+from ..engine.recording import Live
 from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
 from ..engine.state import remember
-from ..replay.calls import Live, replayed
+from ..replay.calls import replayed
 from .feed_forward import FEED_FORWARD
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ..._linear import linear_cat
 from ...glu import gelu, swiglu
 from ...quant import gelu_quant, swiglu_quant
-from ..causal.engine import GatedMLP
+from ..blocks.gated_mlp import GatedMLP
 from ..engine.guards import ATTRIBUTE, class_of, hooked, is_idle
+from ..engine.recording import as_one
 from ..engine.state import remember
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Input, Linears, like_of, linear_gelu_of
-from ..replay.calls import as_one
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"

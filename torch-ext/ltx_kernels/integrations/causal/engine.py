@@ -1,8 +1,7 @@
-"""Attention and MLP of language models: packed products, norm and rotation of query and key in one launch, gated MLP.
+"""Attention of language models: packed products, norm and rotation of query and key in one launch, a KV cache.
 
-`CausalAttention` and `GatedMLP` describe one class each, as `Attention` does for diffusion transformers. The cache of
-keys and values, the mask and the attention function stay the model's: the function is looked up at every call, as the
-stock forward does.
+`CausalAttention` describes one class, as `Attention` does for diffusion transformers. The cache of keys and values, the
+mask and the attention function stay the model's: the function is looked up at every call, as the stock forward does.
 """
 
 from __future__ import annotations
@@ -13,68 +12,31 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, cast
 
-import torch
 from torch import Tensor, nn
 
-from ...glu import geglu, swiglu
-from ...quant import geglu_quant, swiglu_quant
 from ...rope import apply_rotary_qk, qk_norm_rope
+from ..blocks.gated_mlp import Projections, arguments_by_name, known_plan
 from ..engine.guards import (
     ATTRIBUTE,
     class_of,
     hooked,
-    is_idle,
-    submodule,
     why_not_input,
     why_not_norm_weight,
     why_not_tensor,
 )
 from ..engine.norm_forms import form_of
+from ..engine.recording import Live, as_one, refuse
 from ..engine.rotary_tables import Tables
 from ..engine.sites import Entry, Site, site_of, stock_forward
-from ..engine.state import recall, remember
-from ..linear.fp8 import Rows, in_fp8
-from ..linear.linears import Input, Linears, dequantised, like_of, may_overwrite, unpack
-from ..replay.calls import Live, as_one, refuse
+from ..engine.state import remember
+from ..linear.fp8 import in_fp8
+from ..linear.linears import Input, Linears, as_tensor, like_of, may_overwrite, unpack
 from . import flash, own_kernel, padded_token, window
 from .kv_cache import empty_layer, fill, heads_first, is_filled, is_large
 
-# What activation modules compute, by the name of their class; FLUX.2's multiplies by the linear part as well.
-SILU, TANH, ERF = "silu", "tanh", "none"
-ACTIVATIONS = {
-    "torch.nn.modules.activation.SiLU": SILU,
-    "transformers.activations.SiLUActivation": SILU,
-    "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU": SILU,
-    "transformers.activations.GELUTanh": TANH,
-    "transformers.activations.NewGELUActivation": TANH,
-    "transformers.activations.FastGELUActivation": TANH,
-    "transformers.activations.GELUActivation": ERF,
-}
-
-
-def _arguments(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(parameters, args)), **kwargs} if args else dict(kwargs)
-
-
-def _tensor(input: Input) -> Tensor:
-    return dequantised(input) if isinstance(input, tuple) else input
-
-
-# ---- Attention
-
-
-class _Projections:
-    """What both descriptions say of the linear layers that read a module's input."""
-
-    projections: tuple[str, ...]
-
-    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
-        """Groups of linear layers whose weights should lie side by side."""
-        return (self.projections,) if len(self.projections) > 1 else ()
-
 
 @dataclass(frozen=True)
-class CausalAttention(_Projections):
+class CausalAttention(Projections):
     """One class of attention modules with a cache, as `_attention` computes it.
 
     classes: Names of the classes, with their modules.
@@ -119,7 +81,7 @@ class CausalAttention(_Projections):
         """What `optimize` installs."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return _attention(self, module, _arguments(self.parameters, args, kwargs))
+            return _attention(self, module, arguments_by_name(self.parameters, args, kwargs))
 
         return Entry(
             self.classes,
@@ -166,11 +128,6 @@ def _attention_plan(spec: CausalAttention, module: nn.Module, input: Tensor) -> 
     return remember(module, ("attention", input.dtype, input.device), ask)
 
 
-def _known_plan(kind: str, module: nn.Module, rows: Rows) -> Any:
-    """The plan of a module that is handed rows of fp8, where `readers` has just asked for it; None elsewhere."""
-    return recall(module, (kind, torch.bfloat16, rows[1].device))
-
-
 def _why_not_tables(spec: CausalAttention, rope: Tables | None, input: Tensor) -> str:
     if rope is None:
         return "no rotary tables"
@@ -191,11 +148,11 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     like = like_of(input)
     reason = why_not_input(like) or _why_not_tables(spec, rope, like)
     if not reason:
-        found = _known_plan("attention", module, input) if isinstance(input, tuple) else None
+        found = known_plan("attention", module, input) if isinstance(input, tuple) else None
         plan = found or _attention_plan(spec, module, like)
         reason = plan.reason
     if reason:
-        return stock_forward(module, reason, **{**arguments, "hidden_states": _tensor(input)})
+        return stock_forward(module, reason, **{**arguments, "hidden_states": as_tensor(input)})
     site = site_of(module)
     query, key, value = _heads(spec, site, plan.projections, input, module)
     assert rope is not None
@@ -347,135 +304,3 @@ def _norm_and_rotate(
         rounding=site.rounding,
         out=out,
     )
-
-
-# ---- MLP
-
-
-@dataclass(frozen=True)
-class GatedMLP(_Projections):
-    """One class of gated MLPs, ``down(act(gate(x)) * up(x))``.
-
-    classes: Names of the classes, with their modules.
-    parameter: The name of the stock forward's input.
-    projections: Names of the layers for gate and up; one name where a layer holds both, gate first.
-    activation: The name of the activation module; empty where the forward itself computes SiLU.
-    down: The name of the last layer.
-    dropout: The name of a dropout before it; empty where there is none.
-    """
-
-    classes: tuple[str, ...]
-    parameter: str = "x"
-    projections: tuple[str, ...] = ("gate_proj", "up_proj")
-    activation: str = "act_fn"
-    down: str = "down_proj"
-    dropout: str = ""
-
-    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
-        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
-        if class_of(module) not in self.classes:
-            return []
-        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
-
-    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
-        """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
-        first = module._modules.get(self.projections[0])
-        if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
-            return None
-        plan = _mlp_plan(self, module, hidden_states)
-        return None if plan.reason else plan.up
-
-    def adds(self, module: nn.Module) -> bool:
-        """Whether a module's forward takes ``addend``, a tensor that its output is added to in place."""
-        site = module.__dict__.get(ATTRIBUTE)
-        return site is not None and site.rounding == "fp32" and may_overwrite() and not hooked(module)
-
-    def entry(self) -> Entry:
-        """What `optimize` installs."""
-
-        def forward(module: nn.Module, *args: Any, addend: Tensor | None = None, **kwargs: Any) -> Tensor:
-            input = _arguments((self.parameter,), args, kwargs)[self.parameter]
-            return _mlp(self, module, input, addend)
-
-        return Entry(
-            self.classes,
-            forward,
-            ("swiglu", "geglu"),
-            (self.parameter,),
-            frozenset(filter(None, (*self.projections, self.down, self.activation, self.dropout))),
-            why_not=self._why_not_activation,
-            packs=self.packs,
-            release=lambda module: unpack(module, self.packs(module)),
-            description=self,
-        )
-
-    def _why_not_activation(self, module: nn.Module) -> str:
-        if not self.activation:
-            return ""
-        activation = submodule(module, self.activation)
-        return "" if class_of(activation) in ACTIVATIONS else f"{self.activation} is {class_of(activation)}"
-
-
-class _MLPPlan:
-    """The layers of an MLP in the forms that their state allows, or the reason why its calls run stock."""
-
-    __slots__ = ("activation", "down", "reason", "up")
-
-    def __init__(self, spec: GatedMLP, module: nn.Module, input: Tensor) -> None:
-        modules = module._modules
-        activation = modules[spec.activation] if spec.activation else None
-        self.activation = SILU if activation is None else ACTIVATIONS.get(class_of(activation), "")
-        self.reason = spec._why_not_activation(module)
-        for part in () if self.reason or activation is None else activation.modules():
-            self.reason = self.reason or (f"{spec.activation} {hooked(part)}" if hooked(part) else "")
-        dropout = modules.get(spec.dropout)
-        if dropout is not None and not is_idle(dropout):
-            self.reason = f"{spec.dropout} is active or has a hook"
-        site = site_of(module)
-        pack = site.rounding == "fp32"
-        self.up = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, site, pack)
-        down = cast(nn.Linear, modules[spec.down])
-        if getattr(getattr(down, "weight", None), "dtype", input.dtype) == torch.float32 != input.dtype:
-            self.reason = f"{spec.down} is in float32"  # T5 keeps it so, and casts before it
-        self.down = Linears((down,), input, site)
-
-
-def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:
-    def ask(module: nn.Module) -> _MLPPlan:
-        return _MLPPlan(spec, module, input)
-
-    return remember(module, ("mlp", input.dtype, input.device), ask)
-
-
-def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None) -> Tensor:
-    """The stock forward; a layer that asked `GatedMLP.readers` may hand over rows of fp8.
-
-    addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
-    """
-    plan = _known_plan("mlp", module, input) if isinstance(input, tuple) else None
-    reason = ""
-    if plan is None:
-        like = like_of(input)
-        reason = why_not_input(like)
-        if not reason:
-            plan = _mlp_plan(spec, module, like)
-            reason = plan.reason
-    if reason:
-        output = cast(Tensor, stock_forward(module, reason, _tensor(input)))
-        return output if addend is None else addend + output
-    assert plan is not None
-    site, up, down = site_of(module), plan.up, plan.down
-    gate_up = (up.together(input),) if up.packed else up(input)
-    if len(gate_up) == 2 and site.rounding == "fp32":
-        site.count_unpacked()
-    if plan.activation == SILU:
-        site.count_call("swiglu")
-        hidden: Input = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)
-    else:
-        site.count_call("geglu")
-        approximate = plan.activation
-        if down.fp8:
-            hidden = geglu_quant(*gate_up, approximate=approximate)
-        else:
-            hidden = geglu(*gate_up, approximate=approximate, rounding=site.rounding)
-    return down(hidden)[0] if addend is None else down.add_to(addend, hidden)

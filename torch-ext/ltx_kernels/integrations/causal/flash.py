@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..engine.code import is_code_of
 from ..engine.guards import has_tensor_cores
+from ..engine.recording import others_take_functions
 from ..engine.sites import Site
 from ..engine.state import attention_is_replaced
-from ..replay.calls import others_take_functions
 
 HOME = "transformers.integrations.sdpa_attention"
 WIDEST = 256  # columns of a head that it takes

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...attention import attention, runs_kernel
+from ..engine.recording import others_take_functions
 from ..engine.sites import Site
-from ..replay.calls import others_take_functions
 from .flash import is_plain
 
 LEAST = 256  # tokens of a prompt; `_flash` takes shorter ones

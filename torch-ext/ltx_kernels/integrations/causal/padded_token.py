@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..engine.guards import has_tensor_cores
 from ..engine.kept import kept
+from ..engine.recording import others_take_functions
 from ..engine.sites import Site
-from ..replay.calls import others_take_functions
 from . import flash
 
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..attention.engine import Attention
+from ..attention.description import Attention
+from ..attention.engine import readers
 from ..blocks.feed_forward import feed_forward, ff_input
 from ..blocks.stream import Stream
 from ..engine.guards import children
@@ -72,7 +73,7 @@ def double_block(
 ) -> tuple[Tensor, Tensor]:
     """(image, text) after a block. `module` is its attention, and `options` are further arguments of that."""
     attended, text_attended = module(
-        hidden_states=image.attention_input(attention.readers(module, image.like)),
+        hidden_states=image.attention_input(readers(module, image.like)),
         encoder_hidden_states=text.attention_input(),
         **options,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..attention.engine import Attention
+from ..attention.description import Attention
 from ..attention.masks import KeyBias
 from ..engine.rotary_tables import Tables, halves
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.engine import Attention
+from ..attention.description import Attention
 from ..blocks.stream import RMSNORM, modulation_by
 from ..engine.rotary_tables import Tables
 from .flux import ATTENTION as FLUX_ATTENTION

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.engine import Attention
+from ..attention.description import Attention
 from ..blocks.block import Block
 from ..blocks.feed_forward import feed_forward, ff_input
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation_by

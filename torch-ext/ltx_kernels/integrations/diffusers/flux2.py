@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..attention.engine import readers
 from ..blocks.block import Block
+from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation
-from ..causal.engine import GatedMLP
 from ..engine.guards import children
 from ..engine.rotary_tables import Tables
 from ._double_block import IMAGE, TEXT, Tokens, double_block
@@ -73,7 +74,7 @@ def single_forward(
         hidden_states = joint(encoder_hidden_states, hidden_states)
     shift, scale, gate = modulation(temb_mod, 3)
     h = Stream(self, hidden_states)
-    x = h.norm(norm, shift, scale, into=PARALLEL.readers(attn, hidden_states))
+    x = h.norm(norm, shift, scale, into=readers(attn, hidden_states))
     h.add(attn(hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})), gate)
     result = clipped(h.value())
     return (result[:, :text_seq_len], result[:, text_seq_len:]) if split_hidden_states else result

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.engine import Attention
+from ..attention.description import Attention
 from ..attention.masks import PaddingMask
 from ..blocks.block import Block
 from ..blocks.feed_forward import beside_mlp

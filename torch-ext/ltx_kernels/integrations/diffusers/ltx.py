@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..attention.engine import Attention
+from ..attention.description import Attention
+from ..attention.engine import readers
 from ..attention.masks import KeyBias
 from ..blocks.block import Block
 from ..blocks.feed_forward import feed_forward, ff_input
@@ -53,9 +54,9 @@ def block_forward(
     norm1, attn1, norm2, attn2, ff = children(self, "norm1", "attn1", "norm2", "attn2", "ff")
     shift1, scale1, gate1, shift2, scale2, gate2 = modulation(temb, 6, self.scale_shift_table)
     h = Stream(self, hidden_states)
-    x = h.norm(norm1, shift1, scale1, into=SELF.readers(attn1, hidden_states))
+    x = h.norm(norm1, shift1, scale1, into=readers(attn1, hidden_states))
     h.add(attn1(hidden_states=x, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb), gate1)
-    x = h.rows(into=CROSS.readers(attn2, hidden_states))
+    x = h.rows(into=readers(attn2, hidden_states))
     h.add(
         attn2(
             hidden_states=x,

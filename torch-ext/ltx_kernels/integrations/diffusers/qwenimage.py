@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.engine import Attention
+from ..attention.description import Attention
 from ..blocks.block import Block
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, Stream, chosen, clipped, modulation
 from ..engine.guards import children

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.engine import Attention
+from ..attention.description import Attention
+from ..attention.engine import readers
 from ..attention.masks import KeyMask
 from ..blocks.block import Block
+from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import RMSNORM, Mod, Stream, chosen, modulation
-from ..causal.engine import GatedMLP
 from ..engine.guards import children
 from ..engine.kept import kept
 from ..engine.rotary_tables import Tables
@@ -74,7 +75,7 @@ def block_forward(
     mods, index = _modulation(self, adaln_input, noise_mask, adaln_noisy, adaln_clean)
     scale1, gate1, scale2, gate2 = mods
     h = Stream(self, x, index)
-    rows = h.norm(norm1, None, scale1, into=ATTENTION.readers(attention, x))
+    rows = h.norm(norm1, None, scale1, into=readers(attention, x))
     h.add(attention(rows, attention_mask=attn_mask, freqs_cis=freqs_cis), gate1, norm2)
     rows = h.norm(ffn_norm1, None, scale2, into=MLP.readers(feed_forward, x))
     h.add(feed_forward(rows), gate2, ffn_norm2)

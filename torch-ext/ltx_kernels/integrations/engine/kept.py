@@ -10,8 +10,8 @@ from typing import Any, Callable, TypeVar
 import torch
 from torch import Tensor
 
-from ..replay.calls import refuse
 from .guards import is_capturing
+from .recording import refuse
 from .sites import Site
 
 Made = TypeVar("Made")

@@ -27,13 +27,13 @@ from ..._variant import constant_when_compiled
 from . import threads
 from .code import patched
 from .guards import ATTRIBUTE, RELEASE, class_of
+from .recording import recorder_of_thread
 from .state import forget
 
 PATIENCE = 10.0  # seconds that `restore` waits for a call in another thread that holds tables
 
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
-recording = threading.local()  # its `recorder` notes what this thread counts, for the replays of a call
 
 
 def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]:
@@ -228,7 +228,7 @@ class Site:
 
 def _note(site: Site, counter: str, text: str = "", count: int = 1) -> None:
     """Tells a recording that a counter of a site has moved on."""
-    recorder = getattr(recording, "recorder", None)
+    recorder = recorder_of_thread()
     if recorder is not None and not recorder.paused:
         recorder.counts[site, counter, text] += count
 

@@ -14,9 +14,9 @@ from ..._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, pac
 from ..._ops import add_op_namespace_prefix
 from ...quant import multiply, quantize_rows
 from ..engine.guards import hooked, is_ordinary, plain_linear
+from ..engine.recording import refuse
 from ..engine.sites import Site, site_of
 from ..engine.state import recall, remember
-from ..replay.calls import refuse
 from .fp8 import Rows, count_products, follow_layer, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
 from .lora import (
     LowRank,
@@ -433,6 +433,11 @@ def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor 
 def like_of(input: Input) -> Tensor:
     """A tensor of the dtype and device of an input, which may be rows in fp8."""
     return input[1].new_empty(0, dtype=torch.bfloat16) if isinstance(input, tuple) else input
+
+
+def as_tensor(input: Input) -> Tensor:
+    """The input itself, or the tensor that rows of fp8 stand for."""
+    return dequantised(input) if isinstance(input, tuple) else input
 
 
 def dequantised(rows: Rows) -> Tensor:

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext  # of a default device
 
 from ..._variant import COMPILED_DEVICE
 from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing
-from ..engine.sites import Site, recording
+from ..engine.recording import Live, thread
+from ..engine.sites import Site
 from ..engine.state import HELD, SIGNATURES, Held, Snapshot, attention_is_replaced, choices, held
 from ..linear.fp8 import in_fp8, is_behind
 from ..linear.lora import adapters_state, is_lora
@@ -95,17 +95,6 @@ _OTHERS = ("fallbacks", "gradients", "traces")  # counters of calls that ran a s
 _BEGUN = "begun"  # the variable of a recorded call's list that says whether a line may have read a live argument
 
 _NO_MARKS = str.maketrans("(),", "   ")  # leaves the names of a nested tuple of targets
-
-
-class Live(NamedTuple):
-    """Arguments of a block that may be others at every call: `as_one` hands them on, and no other line may read them.
-
-    names: The arguments. A call gives them by name, or it is not recorded.
-    form: (block, args, kwargs) to what a recorded call depends on of them; None where the call is not to be recorded.
-    """
-
-    names: tuple[str, ...]
-    form: Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Hashable]
 
 
 class _Line(NamedTuple):
@@ -361,37 +350,6 @@ def _compiled(source: str) -> types.CodeType:
     return compile(source, "<recorded call>", "exec")
 
 
-def _recorder() -> _Recorder | None:
-    return getattr(recording, "recorder", None)
-
-
-def refuse(reason: str) -> None:
-    """Ends the recording of the call that runs now: something that no guard checks decides what it does."""
-    recorder = None if torch.compiler.is_compiling() else _recorder()
-    if recorder is not None and not recorder.paused:
-        recorder.reason = recorder.reason or reason
-
-
-def as_one(function: Call, *args: Any) -> Any:
-    """``function(*args)``; a recording holds it as one line.
-
-    It is for functions that decide by more than the form of their tensors, because every replay calls them again.
-    """
-    recorder = None if torch.compiler.is_compiling() else _recorder()
-    return function(*args) if recorder is None else recorder.as_one(function, args)
-
-
-def others_take_functions() -> bool:
-    """Whether a torch function mode other than this module's recorder is active, and not for new tensors alone."""
-    depth: int = torch._C._len_torch_function_stack()
-    if depth <= (0 if _recorder() is None else 1):
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    modes = map(torch._C._get_function_stack_at, range(depth))
-    return not all(type(mode) in (_Recorder, DeviceContext) for mode in modes)
-
-
 class _Replay:
     """A recorded call: its function, what it adds to the sites' counters, and what `Entry.asks` answered."""
 
@@ -486,12 +444,12 @@ class Replays:
             return compute(), "an argument is given twice"
         recorder = _Recorder(tensors, weights, live)
         try:
-            recording.recorder = recorder
+            thread.recorder = recorder
             answer = None if self._asks is None else self._asks(module)
             with recorder:
                 result = compute()
         finally:
-            recording.recorder = None
+            thread.recorder = None
         if any(counter in _OTHERS for _, counter, _ in recorder.counts):
             recorder.reason = recorder.reason or "a call ran a stock forward"
         function = recorder.function(result)

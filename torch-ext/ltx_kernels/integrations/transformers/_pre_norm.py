@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ..blocks.block import Block
+from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
-from ..causal.engine import LIVE, CausalAttention, GatedMLP
+from ..causal.engine import LIVE, CausalAttention
 from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.rotary_tables import Tables

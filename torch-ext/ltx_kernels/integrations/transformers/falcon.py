@@ -18,7 +18,7 @@ from ..engine.guards import children, why_not_input, why_not_tensor
 from ..engine.norm_forms import transformers_class as _class
 from ..engine.rotary_tables import Tables
 from ..engine.sites import Entry, Site, site_of, stock_forward
-from ..replay.calls import attention_is_replaced
+from ..engine.state import attention_is_replaced
 
 
 def _heads(self: Any, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

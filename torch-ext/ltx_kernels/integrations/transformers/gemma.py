@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from ..blocks.block import Block
+from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
-from ..causal.engine import LIVE, CausalAttention, GatedMLP
+from ..causal.engine import LIVE, CausalAttention
 from ..engine.guards import children
 from ..engine.norm_forms import OFFSET_NORMS
 from ..engine.norm_forms import transformers_class as _class

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..causal.engine import CausalAttention, GatedMLP
+from ..blocks.gated_mlp import GatedMLP
+from ..causal.engine import CausalAttention
 from ..engine.norm_forms import transformers_class as _class
 from ._pre_norm import Options, layer_window, pre_norm_layer
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..causal.engine import CausalAttention, GatedMLP
+from ..blocks.gated_mlp import GatedMLP
+from ..causal.engine import CausalAttention
 from ..engine.norm_forms import transformers_class as _class
 from ._pre_norm import layer_window, pre_norm_layer
 

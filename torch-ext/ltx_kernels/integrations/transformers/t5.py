@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ..blocks.block import Block
+from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
-from ..causal.engine import GatedMLP
 from ..causal.flash import HOME
 from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.norm_forms import transformers_class as _class
-from ..replay.calls import refuse
+from ..engine.recording import refuse
 
 
 def _mlp(model: str, prefix: str) -> GatedMLP:

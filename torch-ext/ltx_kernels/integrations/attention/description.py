@@ -1,0 +1,174 @@
+"""What a family says about one class of attention modules: data, which attention/engine.py computes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Protocol, cast
+
+from torch import Tensor, nn
+
+from ..blocks.stream import TORCH_LAYERNORM, TORCH_RMSNORM
+from ..engine.guards import submodule
+from ..engine.rotary_tables import Tables
+from .masks import KeyBias, ScoresMask
+
+# The layers of a joint attention's second stream.
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
+ADDED_NORMS = ("norm_added_q", "norm_added_k")
+ADDED_OUTPUT = "to_add_out"
+# Attention classes that many models share. The processor decides what they compute, so an entry names both.
+SHARED = ("diffusers.models.attention_processor.Attention",)
+# Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
+ROUND_ONCE = (TORCH_RMSNORM, TORCH_LAYERNORM)
+# Groups of layers with one input, and the layer that diffusers' fuse_qkv_projections makes of each group.
+FUSED = {
+    ("to_q", "to_k", "to_v"): "to_qkv",
+    ("to_k", "to_v"): "to_kv",
+    ADDED: "to_added_qkv",
+    ("add_k_proj", "add_v_proj"): "to_added_kv",
+}
+# Names of arguments that mean the same in the stock forward of every description.
+INPUTS = ("hidden_states", "encoder_hidden_states", "attention_mask")
+
+
+def _same_tables(module: AttentionModule, rope: Any) -> Any:
+    return rope
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One class of attention modules with one processor class, as attention/engine.py computes it.
+
+    processor: Name of the processor's class.
+    classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
+    parameters: Names of the stock forward's parameters, without self.
+    other_processors: Names of processor classes that compute the same unless they are given more arguments.
+    rope: The argument that holds the rotary tables; empty for an attention without any.
+    key_rope: The argument that holds other tables for the keys; then `tables` gets both arguments as a pair.
+    layout_of: The layout of a module, where modules of the class differ in it.
+    gate, gate_scale: A linear layer that gives every head of a row a logit; the head's output is multiplied by the
+        sigmoid of it and by the scale.
+    norm: Class of the norms of query and key, where a module has any; None: it may have none.
+    across_heads: A norm's mean is taken over all heads of a token.
+    layout: Of the rotation, as in `qk_norm_rope`: "interleaved" or "half".
+    projections, norms, output: Names of submodules; an output that a module does not have is left out.
+    added: Modules may have the layers of diffusers' names in `ADDED`, `ADDED_NORMS` and `ADDED_OUTPUT`, for the second
+        stream (the text) of a joint attention.
+    text_first: The rows of the second stream come before those of the first in the joint order.
+    fuses: The stock processor calls the layers that `fuse_qkv_projections` adds instead of those that they are made of.
+    shared: In a module without such projections, the second stream of a joint attention goes through the layers of
+        the first. A context is otherwise the keys and values of a cross-attention.
+    rotates_text: The rotation covers the second stream of a joint attention. Otherwise the tables hold the rows of the
+        first stream alone.
+    image: Names of the key projection, the value projection and the norm of an image. The queries attend to the image's
+        keys apart from the text's, and both results are added. Modules may lack these submodules.
+    text: With `image`, the number of text tokens: the context is the image's tokens and then these.
+    mlp: The SwiGLU module of an MLP beside the attention. Then `projections` names one layer, whose output holds query,
+        key, value, gate and linear part, and `output` names one layer, which reads heads and MLP side by side.
+    ignored: Arguments that the stock processor takes and does not read.
+    optional_children: Names of further submodules that some modules have.
+    mask: The form of the mask; None: a call with a mask runs stock.
+    tables: Turns the rope argument into (cos, sin) for the ops. For a joint attention that rotates both streams they
+        hold all rows, in joint order.
+    stock_rope: Turns the rope argument into what the stock forward takes, where another module was replaced to make
+        another form of it.
+    cross: The modules read keys and values from their second input; it decides which layers share an input in fp8.
+    parallel_cross: The stock processor hands the parallel configuration to a cross-attention as well.
+    check: A further reason why a call has to run stock: (module, hidden_states, encoder_hidden_states, rope) to a
+        reason, or "".
+    together_with: As in `Entry`.
+    """
+
+    processor: str
+    classes: tuple[str, ...] = SHARED
+    parameters: tuple[str, ...] = (*INPUTS, "cross_attention_kwargs")
+    other_processors: tuple[str, ...] = ()
+    rope: str = "image_rotary_emb"
+    key_rope: str = ""
+    layout_of: Callable[[Any], str] | None = None
+    gate: str = ""
+    gate_scale: float = 1.0
+    norm: str | None = TORCH_RMSNORM
+    across_heads: bool = False
+    layout: str = "interleaved"
+    projections: tuple[str, ...] = ("to_q", "to_k", "to_v")
+    norms: tuple[str, str] = ("norm_q", "norm_k")
+    output: str = "to_out"
+    added: bool = False
+    text_first: bool = True
+    fuses: bool = False
+    shared: bool = False
+    rotates_text: bool = True
+    image: tuple[str, ...] = ()
+    text: int = 0
+    mlp: str = ""
+    ignored: tuple[str, ...] = ()
+    optional_children: tuple[str, ...] = ()
+    mask: KeyBias | ScoresMask | None = None
+    tables: Callable[[Any, Any], Tables] = _same_tables
+    stock_rope: Callable[[Any, Any], Any] = _same_tables
+    cross: bool = False
+    parallel_cross: bool = True
+    check: Callable[[Any, Tensor, Tensor | None, Any], str] = lambda *_: ""
+    together_with: str = ""
+
+    @property
+    def children(self) -> frozenset[str]:
+        """Submodules that every module of the class has."""
+        return frozenset(self.projections)
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        q, *kv = self.projections
+        groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
+        groups += [self.image[:2], (self.output if self.mlp else f"{self.output}.0",)]
+        groups += [ADDED, (ADDED_OUTPUT,)] if self.added else []
+        return [
+            tuple(f"{prefix}.{name}" for name in self.called(module, group))
+            for group in groups
+            if group and all(name and submodule(module, name) is not None for name in group)
+        ]
+
+    def called(self, module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The layers that stand for some with the same input: the one that was fused from them, or themselves."""
+        fused = FUSED.get(names, "") if self.fuses and module.__dict__.get("fused_projections") else ""
+        return (fused,) if module._modules.get(fused) is not None else names
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The public functions that calls may run."""
+        apart = ("apply_rotary",) if self.rope and self.norm not in ROUND_ONCE else ()
+        gate = ("gate_heads",) if self.gate else ()
+        mlp = ("swiglu",) if self.mlp else ()
+        return ("qk_norm_rope", "attention", "qk_norm_cross_attention", "rmsnorm", *apart, *gate, *mlp)
+
+    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """Groups of linear layers whose weights should lie side by side."""
+        if self.mlp:
+            return ()
+        to_q, to_k, _ = (cast(nn.Linear, module._modules[name]) for name in self.projections)
+        # A cross-attention finds the last two adjacent as well.
+        main = self.projections if in_features(to_q) == in_features(to_k) else self.projections[1:]
+        others = (ADDED if self.added else (), self.image[:2])
+        return (main, *(names for names in others if names and all(module._modules.get(name) for name in names)))
+
+
+def in_features(linear: nn.Module | None) -> object:
+    return getattr(linear, "in_features", None)
+
+
+class Processor(Protocol):
+    """What diffusers' attention processors hold."""
+
+    _attention_backend: Any
+    _parallel_config: Any
+
+
+class AttentionModule(Protocol):
+    """What diffusers' attention modules hold, beside their submodules."""
+
+    heads: int
+    processor: Processor
+    training: bool
+    _modules: dict[str, nn.Module]
+    __dict__: dict[str, Any]

@@ -1,0 +1,177 @@
+"""Gated MLPs, ``down(act(gate(x)) * up(x))``, of language models and of diffusion transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...glu import geglu, swiglu
+from ...quant import geglu_quant, swiglu_quant
+from ..engine.guards import ATTRIBUTE, class_of, hooked, is_idle, submodule, why_not_input
+from ..engine.sites import Entry, site_of, stock_forward
+from ..engine.state import recall, remember
+from ..linear.fp8 import Rows, in_fp8
+from ..linear.linears import Input, Linears, as_tensor, like_of, may_overwrite, unpack
+
+# What activation modules compute, by the name of their class; FLUX.2's multiplies by the linear part as well.
+SILU, TANH, ERF = "silu", "tanh", "none"
+ACTIVATIONS = {
+    "torch.nn.modules.activation.SiLU": SILU,
+    "transformers.activations.SiLUActivation": SILU,
+    "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU": SILU,
+    "transformers.activations.GELUTanh": TANH,
+    "transformers.activations.NewGELUActivation": TANH,
+    "transformers.activations.FastGELUActivation": TANH,
+    "transformers.activations.GELUActivation": ERF,
+}
+
+
+def arguments_by_name(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(parameters, args)), **kwargs} if args else dict(kwargs)
+
+
+class Projections:
+    """What both descriptions say of the linear layers that read a module's input."""
+
+    projections: tuple[str, ...]
+
+    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """Groups of linear layers whose weights should lie side by side."""
+        return (self.projections,) if len(self.projections) > 1 else ()
+
+
+def known_plan(kind: str, module: nn.Module, rows: Rows) -> Any:
+    """The plan of a module that is handed rows of fp8, where `readers` has just asked for it; None elsewhere."""
+    return recall(module, (kind, torch.bfloat16, rows[1].device))
+
+
+@dataclass(frozen=True)
+class GatedMLP(Projections):
+    """One class of gated MLPs, ``down(act(gate(x)) * up(x))``.
+
+    classes: Names of the classes, with their modules.
+    parameter: The name of the stock forward's input.
+    projections: Names of the layers for gate and up; one name where a layer holds both, gate first.
+    activation: The name of the activation module; empty where the forward itself computes SiLU.
+    down: The name of the last layer.
+    dropout: The name of a dropout before it; empty where there is none.
+    """
+
+    classes: tuple[str, ...]
+    parameter: str = "x"
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+    down: str = "down_proj"
+    dropout: str = ""
+
+    def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
+        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        if class_of(module) not in self.classes:
+            return []
+        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
+
+    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
+        """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
+        first = module._modules.get(self.projections[0])
+        if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
+            return None
+        plan = _mlp_plan(self, module, hidden_states)
+        return None if plan.reason else plan.up
+
+    def adds(self, module: nn.Module) -> bool:
+        """Whether a module's forward takes ``addend``, a tensor that its output is added to in place."""
+        site = module.__dict__.get(ATTRIBUTE)
+        return site is not None and site.rounding == "fp32" and may_overwrite() and not hooked(module)
+
+    def entry(self) -> Entry:
+        """What `optimize` installs."""
+
+        def forward(module: nn.Module, *args: Any, addend: Tensor | None = None, **kwargs: Any) -> Tensor:
+            input = arguments_by_name((self.parameter,), args, kwargs)[self.parameter]
+            return _mlp(self, module, input, addend)
+
+        return Entry(
+            self.classes,
+            forward,
+            ("swiglu", "geglu"),
+            (self.parameter,),
+            frozenset(filter(None, (*self.projections, self.down, self.activation, self.dropout))),
+            why_not=self._why_not_activation,
+            packs=self.packs,
+            release=lambda module: unpack(module, self.packs(module)),
+            description=self,
+        )
+
+    def _why_not_activation(self, module: nn.Module) -> str:
+        if not self.activation:
+            return ""
+        activation = submodule(module, self.activation)
+        return "" if class_of(activation) in ACTIVATIONS else f"{self.activation} is {class_of(activation)}"
+
+
+class _MLPPlan:
+    """The layers of an MLP in the forms that their state allows, or the reason why its calls run stock."""
+
+    __slots__ = ("activation", "down", "reason", "up")
+
+    def __init__(self, spec: GatedMLP, module: nn.Module, input: Tensor) -> None:
+        modules = module._modules
+        activation = modules[spec.activation] if spec.activation else None
+        self.activation = SILU if activation is None else ACTIVATIONS.get(class_of(activation), "")
+        self.reason = spec._why_not_activation(module)
+        for part in () if self.reason or activation is None else activation.modules():
+            self.reason = self.reason or (f"{spec.activation} {hooked(part)}" if hooked(part) else "")
+        dropout = modules.get(spec.dropout)
+        if dropout is not None and not is_idle(dropout):
+            self.reason = f"{spec.dropout} is active or has a hook"
+        site = site_of(module)
+        pack = site.rounding == "fp32"
+        self.up = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, site, pack)
+        down = cast(nn.Linear, modules[spec.down])
+        if getattr(getattr(down, "weight", None), "dtype", input.dtype) == torch.float32 != input.dtype:
+            self.reason = f"{spec.down} is in float32"  # T5 keeps it so, and casts before it
+        self.down = Linears((down,), input, site)
+
+
+def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:
+    def ask(module: nn.Module) -> _MLPPlan:
+        return _MLPPlan(spec, module, input)
+
+    return remember(module, ("mlp", input.dtype, input.device), ask)
+
+
+def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None) -> Tensor:
+    """The stock forward; a layer that asked `GatedMLP.readers` may hand over rows of fp8.
+
+    addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
+    """
+    plan = known_plan("mlp", module, input) if isinstance(input, tuple) else None
+    reason = ""
+    if plan is None:
+        like = like_of(input)
+        reason = why_not_input(like)
+        if not reason:
+            plan = _mlp_plan(spec, module, like)
+            reason = plan.reason
+    if reason:
+        output = cast(Tensor, stock_forward(module, reason, as_tensor(input)))
+        return output if addend is None else addend + output
+    assert plan is not None
+    site, up, down = site_of(module), plan.up, plan.down
+    gate_up = (up.together(input),) if up.packed else up(input)
+    if len(gate_up) == 2 and site.rounding == "fp32":
+        site.count_unpacked()
+    if plan.activation == SILU:
+        site.count_call("swiglu")
+        hidden: Input = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)
+    else:
+        site.count_call("geglu")
+        approximate = plan.activation
+        if down.fp8:
+            hidden = geglu_quant(*gate_up, approximate=approximate)
+        else:
+            hidden = geglu(*gate_up, approximate=approximate, rounding=site.rounding)
+    return down(hidden)[0] if addend is None else down.add_to(addend, hidden)
