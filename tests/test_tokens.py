@@ -478,7 +478,9 @@ def test_other_threads_do_not_count_in_a_recording(
 ) -> None:
     model, ids = make("Llama", device), make_ids(device)
     report = ltx.optimize(model)
-    decoder, sites = (sys.modules[f"{ltx.__name__}.integrations.{name}"] for name in ("causal.engine", "engine.sites"))
+    decoder, recording = (
+        sys.modules[f"{ltx.__name__}.integrations.{name}"] for name in ("causal.engine", "engine.recording")
+    )
     compute, others = decoder._norm_and_rotate, list[threading.Thread]()
 
     @torch.no_grad()
@@ -486,7 +488,7 @@ def test_other_threads_do_not_count_in_a_recording(
         model(ids)
 
     def interrupted(*args: Any) -> Any:
-        if getattr(sites.recording, "recorder", None) is not None:
+        if recording.recorder_of_thread() is not None:
             others.append(threading.Thread(target=prompt))
             others[-1].start()
             others[-1].join()

@@ -35,16 +35,15 @@ from .masks import PaddingMask
 from .plan import AttentionPlan, plan_of, settings_of, why_not_module
 
 
-def readers(module: nn.Module, hidden_states: Tensor) -> Linears | None:
+def readers(spec: Attention, module: nn.Module, hidden_states: Tensor) -> Linears | None:
     """The linear layers that read the first input of an attention, if they may be handed quantised rows instead."""
     site = module.__dict__.get(ATTRIBUTE)
     if site is None or hooked(module):
         return None
-    spec: Attention = site.entry.description
     first = module._modules[spec.called(module, spec.projections[:1] if spec.cross else spec.projections)[0]]
     if first is None or not in_fp8(first):
         return None
-    plan = plan_of(spec, module, hidden_states)
+    plan = plan_of(site.entry.description, module, hidden_states)
     if plan.reason or (plan.gate is not None and not plan.gate.fp8) or (spec.shared and plan.added is None):
         return None
     return plan.query if spec.cross else plan.all

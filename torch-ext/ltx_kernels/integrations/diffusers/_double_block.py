@@ -73,7 +73,7 @@ def double_block(
 ) -> tuple[Tensor, Tensor]:
     """(image, text) after a block. `module` is its attention, and `options` are further arguments of that."""
     attended, text_attended = module(
-        hidden_states=image.attention_input(readers(module, image.like)),
+        hidden_states=image.attention_input(readers(attention, module, image.like)),
         encoder_hidden_states=text.attention_input(),
         **options,
     )

@@ -12,6 +12,7 @@ from ..blocks.feed_forward import feed_forward, ff_input
 from ..blocks.stream import Stream, modulation
 from ..engine.guards import children
 from ..linear.linears import Input
+from ._ltx2_attention import CROSS, SELF
 
 
 def _prompt(text: Tensor, table: Tensor, temb: Tensor | None) -> Tensor:
@@ -53,21 +54,21 @@ class Modality:
     def attend_to_itself(self, options: Mapping[str, Any]) -> None:
         norm1, attn1 = self.modules[:2]
         shift, scale, gate = self.attn1
-        x = self.stream.norm(norm1, shift, scale, into=readers(attn1, self.value))
+        x = self.stream.norm(norm1, shift, scale, into=readers(SELF, attn1, self.value))
         tokens = {"encoder_hidden_states": None, "query_rotary_emb": self.rope, "attention_mask": self.mask}
         self.stream.add(attn1(hidden_states=x, **tokens, **options), gate)
 
     def attend_to_prompt(self) -> None:
         norm2, attn2 = self.modules[2:4]
         shift, scale, gate = self.query or (None, None, None)
-        x = self.stream.norm(norm2, shift, scale, into=readers(attn2, self.value))
+        x = self.stream.norm(norm2, shift, scale, into=readers(CROSS, attn2, self.value))
         text = {"encoder_hidden_states": self.text, "query_rotary_emb": None, "attention_mask": self.text_mask}
         self.stream.add(attn2(x, **text), gate)
 
     def exchange(self, reads: bool, gives: bool) -> tuple[Input | None, Input | None]:
         """The stream normalised for its attention to the other stream, and for the other's to it."""
         norm, attn = self.modules[6:]
-        into = readers(attn, self.value) if reads else None
+        into = readers(CROSS, attn, self.value) if reads else None
         if reads and gives:
             return self.stream.norm_pair(norm, self.reads, self.gives, into)
         query = self.stream.norm(norm, *self.reads, into) if reads else None

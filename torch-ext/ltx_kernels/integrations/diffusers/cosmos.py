@@ -59,10 +59,10 @@ def block_forward(
         hidden_states = hidden_states + extra_pos_emb
     h = Stream(self, hidden_states)
     shift, scale, gate = _modulation(norm1, embedded_timestep, temb)
-    x = h.norm(norm1._modules["norm"], shift, scale, into=readers(attn1, hidden_states))
+    x = h.norm(norm1._modules["norm"], shift, scale, into=readers(SELF, attn1, hidden_states))
     h.add(attn1(x, image_rotary_emb=image_rotary_emb), gate)
     shift, scale, gate = _modulation(norm2, embedded_timestep, temb)
-    x = h.norm(norm2._modules["norm"], shift, scale, into=readers(attn2, hidden_states))
+    x = h.norm(norm2._modules["norm"], shift, scale, into=readers(CROSS, attn2, hidden_states))
     h.add(attn2(x, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask), gate)
     shift, scale, gate = _modulation(norm3, embedded_timestep, temb)
     h.add(feed_forward(ff, h.norm(norm3._modules["norm"], shift, scale, into=ff_input(ff, hidden_states))), gate)

@@ -53,7 +53,7 @@ def single(block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, 
     shift, scale, gate = mods
     h = Stream(block, both)
     up, out = linears_of(block, ("proj_mlp",), both), linears_of(block, ("proj_out",), both)
-    x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, readers(attn, both)))
+    x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, readers(ATTENTION, attn, both)))
     h.add(beside_mlp(out, attn(hidden_states=x, **options), up, x, act_mlp), gate)
     return clipped(h.value())
 

@@ -74,7 +74,7 @@ def single_forward(
         hidden_states = joint(encoder_hidden_states, hidden_states)
     shift, scale, gate = modulation(temb_mod, 3)
     h = Stream(self, hidden_states)
-    x = h.norm(norm, shift, scale, into=readers(attn, hidden_states))
+    x = h.norm(norm, shift, scale, into=readers(PARALLEL, attn, hidden_states))
     h.add(attn(hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})), gate)
     result = clipped(h.value())
     return (result[:, :text_seq_len], result[:, text_seq_len:]) if split_hidden_states else result

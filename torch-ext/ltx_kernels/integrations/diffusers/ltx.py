@@ -54,9 +54,9 @@ def block_forward(
     norm1, attn1, norm2, attn2, ff = children(self, "norm1", "attn1", "norm2", "attn2", "ff")
     shift1, scale1, gate1, shift2, scale2, gate2 = modulation(temb, 6, self.scale_shift_table)
     h = Stream(self, hidden_states)
-    x = h.norm(norm1, shift1, scale1, into=readers(attn1, hidden_states))
+    x = h.norm(norm1, shift1, scale1, into=readers(SELF, attn1, hidden_states))
     h.add(attn1(hidden_states=x, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb), gate1)
-    x = h.rows(into=readers(attn2, hidden_states))
+    x = h.rows(into=readers(CROSS, attn2, hidden_states))
     h.add(
         attn2(
             hidden_states=x,

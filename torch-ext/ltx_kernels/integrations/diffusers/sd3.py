@@ -47,11 +47,11 @@ def block_forward(
         text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation_by(
             norm1_context, temb, 6
         )
-    into = readers(attn, hidden_states)
+    into = readers(ATTENTION, attn, hidden_states)
     if second:
         attn2 = self.attn2
         shift, scale, gate = second
-        into2 = readers(attn2, hidden_states)
+        into2 = readers(ATTENTION, attn2, hidden_states)
         x, x2 = image.norm_pair(norm1.norm, (shift1, scale1), (shift, scale), into, into2)
     else:
         x = image.norm(norm1.norm, shift1, scale1, into=into)

@@ -75,7 +75,7 @@ def block_forward(
     mods, index = _modulation(self, adaln_input, noise_mask, adaln_noisy, adaln_clean)
     scale1, gate1, scale2, gate2 = mods
     h = Stream(self, x, index)
-    rows = h.norm(norm1, None, scale1, into=readers(attention, x))
+    rows = h.norm(norm1, None, scale1, into=readers(ATTENTION, attention, x))
     h.add(attention(rows, attention_mask=attn_mask, freqs_cis=freqs_cis), gate1, norm2)
     rows = h.norm(ffn_norm1, None, scale2, into=MLP.readers(feed_forward, x))
     h.add(feed_forward(rows), gate2, ffn_norm2)
