@@ -74,6 +74,30 @@ def test_restore_while_other_threads_call(ltx: ModuleType, device: str, make: An
     close(run(), expected)
 
 
+def test_restore_waits_for_a_table_that_is_no_longer_kept(ltx: ModuleType, device: str) -> None:
+    """As where two threads make the table of one shape: the site keeps one of them."""
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    call(model, inputs)
+    released: list[float] = []
+    hidden = torch.zeros(1, 8, 64, device=device)
+    held = [model.rope(hidden, num_frames=2, height=2, width=2)]
+    for number in range(3, 9):  # the site keeps a few shapes
+        model.rope(hidden, num_frames=number, height=2, width=2)
+
+    def release() -> None:
+        time.sleep(0.3)
+        released.append(time.monotonic())
+        held.clear()
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(release)
+        report.restore()
+        ended = time.monotonic()
+        future.result()
+    assert ended >= released[0] and ended - released[0] < 5
+
+
 @pytest.mark.usefixtures("switching")
 def test_two_threads_optimize_and_restore(ltx: ModuleType, device: str) -> None:
     model, inputs = make_model(device), make_inputs(device)

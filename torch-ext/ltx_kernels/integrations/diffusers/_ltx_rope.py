@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..engine.guards import ATTRIBUTE
+from ..engine.guards import ATTRIBUTE, is_capturing
 from ..engine.kept import kept
 from ..engine.rotary_tables import Tables, compact, full_width
 from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
@@ -43,7 +43,14 @@ def rope_forward(
         return _tables(self, *arguments)
     if _has_stock_reader(self):
         return cast(Tables, stock_forward(self, "a stock attention reads its tables", *arguments))
-    return _tables(self, *arguments)
+    made = _tables(self, *arguments)
+    handed_out = site_of(self).handed_out
+    if is_capturing():  # the graph holds the tables for good, and no block will look at them
+        for table in made:
+            handed_out.pop(id(table), None)
+    else:
+        handed_out.update((id(table), table) for table in made)
+    return made
 
 
 def _tables(

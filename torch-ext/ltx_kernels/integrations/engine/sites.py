@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._variant import constant_when_compiled
 from . import threads
@@ -167,6 +167,8 @@ class Site:
         self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward, by reason
         self.remarks: Counter[str] = Counter()  # other events at calls, by text
         self.cache: dict[Any, Any] = {}
+        # By id, tables of a form that only replaced modules read: `restore` waits until no call holds one.
+        self.handed_out: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # torch.compile treats a number as a constant, which all modules of a site share. `_count_trace` finds the site
         # by it.
         self.number = next(_numbers)
@@ -364,21 +366,15 @@ def _uninstall_each(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Excep
 
 def _uninstall_maker(module: nn.Module) -> None:
     """Restores a module that makes tables, and waits until no call in another thread holds one for its blocks."""
+    site = site_of(module)
     with threads.alone_with([module]):
-        tables = _tables_of(site_of(module))
         uninstall(module)
+    site.cache.clear()
     deadline = time.monotonic() + PATIENCE
-    while threading.active_count() > 1 and any(table() is not None for table in tables):
+    while threading.active_count() > 1 and len(site.handed_out):
         if time.monotonic() > deadline:  # somebody else may hold it for good
             return
         time.sleep(0.001)
-
-
-def _tables_of(site: Site) -> list[weakref.ref[Any]]:
-    """The tables that a site keeps, which it forgets."""
-    kept = list(site.cache.values())
-    site.cache.clear()
-    return [weakref.ref(table) for tables, *_ in kept for table in tables]
 
 
 def _why_not_uninstall(root: nn.Module) -> str:
