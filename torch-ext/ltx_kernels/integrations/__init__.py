@@ -21,7 +21,7 @@ from . import diffusers, transformers
 from .attention.description import SHARED
 from .engine.guards import class_of
 from .engine.rotary_tables import keep_table_readers_together
-from .engine.sites import Entry, Plan, Site, install, short_name, uninstall_all, why_not
+from .engine.sites import Entry, Selection, Site, install, short_name, uninstall_all, why_not
 from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
@@ -127,32 +127,32 @@ def optimize(
         # error.
         models = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
         files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in models.items()}
-        plan = _plan(roots, level, rounding)
-        groups = _plan_fp8(plan, skip, files) if precision == "fp8" else []
-        if strict and plan.left_alone:
-            lines = [f"{name or 'the model'}: {reason}" for name, reason in plan.left_alone.items()]
+        selection = _select(roots, level, rounding)
+        groups = _select_fp8(selection, skip, files) if precision == "fp8" else []
+        if strict and selection.left_alone:
+            lines = [f"{name or 'the model'}: {reason}" for name, reason in selection.left_alone.items()]
             raise RuntimeError(
                 "strict: nothing was changed, because these would be left alone:\n  " + "\n  ".join(lines)
             )
         for root in roots.values():
             context.check(root)
         if graphs:
-            _plan_graphs(plan, roots)
+            _select_graphs(selection, roots)
         if stock_weights == fp8.BESIDE and any(map(fp8.is_offloaded, models.values())):
             stock_weights = fp8.HELD
         title = (
             f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
         )
-        report = Report(title, left_alone=plan.left_alone)
+        report = Report(title, left_alone=selection.left_alone)
         report.notes += [
             f'stock with rounding "{rounding}": {count} {short_name(name)}'
-            for name, count in plan.rounded_otherwise.items()
+            for name, count in selection.rounded_otherwise.items()
         ]
         uninstall_all(replaceable.values())
         report._roots = [weakref.ref(root) for root in roots.values()]
         report._in_files = {name: weakref.ref(root) for name, root in models.items()}
         try:
-            _install(plan, groups, rounding, attention, stock_weights, list(files.values()), report)
+            _install(selection, groups, rounding, attention, stock_weights, list(files.values()), report)
             for root in roots.values():
                 context.follow(root, diffusers.PLANS.get(class_of(root)))
         except BaseException:  # an interrupt as well: all or nothing
@@ -161,7 +161,7 @@ def optimize(
             raise
         if groups:
             report.notes.append(fp8.finish(models.values(), groups, stock_weights))
-        replaced = {module for module, _ in plan.modules.values()}
+        replaced = {module for module, _ in selection.modules.values()}
         if replaced.isdisjoint(module for root in models.values() for module in root.modules()):
             where = f" in {', '.join(models)}" if replaced else ""  # beside the autoencoder
             warnings.warn(f"ltx-kernels: nothing was replaced{where}\n{report}", stacklevel=2)
@@ -170,7 +170,7 @@ def optimize(
 
 @torch.inference_mode(False)  # what is made here outlives the call, and must not be inference tensors
 def _install(
-    plan: Plan,
+    selection: Selection,
     groups: Sequence[Sequence[nn.Linear]],
     rounding: str,
     attention: str,
@@ -180,7 +180,7 @@ def _install(
 ) -> None:
     """Puts everything in its place that can be taken out again."""
     sites: dict[tuple[str, Entry], Site] = {}
-    for module, entry in plan.modules.values():
+    for module, entry in selection.modules.values():
         name = class_of(module)
         if (name, entry) not in sites:
             settings = {**entry.settings(module), "attention": attention}
@@ -200,7 +200,7 @@ def _install(
     for linears in [] if files else groups:
         fp8.quantise_weights(linears, stock_weights)
     if rounding == "fp32":
-        reasons = (pack(module, entry.packs(module)) for module, entry in plan.modules.values())
+        reasons = (pack(module, entry.packs(module)) for module, entry in selection.modules.values())
         unpacked = Counter(filter(None, reasons))
         report.notes += [f"not packed, {count} attentions: {reason}" for reason, count in unpacked.items()]
 
@@ -311,8 +311,8 @@ def _roots(
     return {name: modules[name] for name in components}
 
 
-def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
-    plan = Plan()
+def _select(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Selection:
+    selection = Selection()
     seen: set[nn.Module] = set()  # a pipeline may hold one model under two names
     for component, root in roots.items():
         known = root in seen
@@ -324,45 +324,49 @@ def _plan(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Plan:
                 reason = transformers.why_unknown(module)
                 if level == "block" and diffusers.is_block(root, module):
                     reason = f"{class_of(module)} is not known: its norms and attentions alone"
-                if name.rpartition(".")[0] in plan.modules and class_of(module) in SHARED:
+                if name.rpartition(".")[0] in selection.modules and class_of(module) in SHARED:
                     reason = f"its processor is {class_of(module.processor)}"
                 if reason:
-                    plan.left_alone[name] = reason
+                    selection.left_alone[name] = reason
                 continue
             if (level == "norms" and entry.level != "norms") or (alone and not entry.alone):
                 continue
             if rounding not in entry.roundings:
-                plan.rounded_otherwise[class_of(module)] += 1
+                selection.rounded_otherwise[class_of(module)] += 1
                 continue
             known = True
             reason = why_not(module, entry)
             if reason:
-                plan.left_alone[name] = reason
+                selection.left_alone[name] = reason
             else:
-                plan.modules[name] = module, entry
+                selection.modules[name] = module, entry
         if not known:
-            plan.left_alone[component] = f"nothing in {class_of(root)} is of a class that is known at level {level}"
+            selection.left_alone[component] = (
+                f"nothing in {class_of(root)} is of a class that is known at level {level}"
+            )
     if not roots:
         missing = f"none of the components {', '.join(DENOISERS)}, and no {AUTOENCODER} that is known at level {level}"
-        plan.left_alone["the pipeline"] = f"it has {missing}"
-    keep_table_readers_together(plan)
-    return plan
+        selection.left_alone["the pipeline"] = f"it has {missing}"
+    keep_table_readers_together(selection)
+    return selection
 
 
-def _plan_graphs(plan: Plan, roots: Mapping[str, nn.Module]) -> None:
+def _select_graphs(selection: Selection, roots: Mapping[str, nn.Module]) -> None:
     """Has calls of whole components replayed; of an autoencoder, whose own calls are several, its decoder's."""
     for component, root in roots.items():
-        alone = {n: m for n, (m, entry) in plan.modules.items() if entry.alone and any(m is p for p in root.modules())}
+        alone = {
+            n: m for n, (m, entry) in selection.modules.items() if entry.alone and any(m is p for p in root.modules())
+        }
         for name, module in (alone or {component: root}).items():
-            _, entry = plan.modules.get(name, (module, None))
-            plan.modules[name] = module, with_graphs(module, entry)
+            _, entry = selection.modules.get(name, (module, None))
+            selection.modules[name] = module, with_graphs(module, entry)
 
 
-def _plan_fp8(plan: Plan, skip: Sequence[str] | None, files: Mapping[str, File]) -> list[list[nn.Linear]]:
-    """Adds the linear layers of known blocks to the plan; those that share an input, together."""
+def _select_fp8(selection: Selection, skip: Sequence[str] | None, files: Mapping[str, File]) -> list[list[nn.Linear]]:
+    """Adds the linear layers of known blocks to the selection; those that share an input, together."""
     groups = []
     in_files = {".".join(filter(None, (component, name))) for component, file in files.items() for name in file.linears}
-    for block_name, (block, entry) in list(plan.modules.items()):
+    for block_name, (block, entry) in list(selection.modules.items()):
         patterns = entry.fp8_skip if skip is None else skip
         for paths in entry.fp8(block):
             part = block.get_submodule(paths[0].partition(".")[0])
@@ -375,7 +379,7 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None, files: Mapping[str, File])
                     continue
                 linear: Any = base_of(block.get_submodule(path))
                 if class_of(linear) != fp8.LINEAR_CLASS:
-                    plan.left_alone[name] = f"it is {class_of(linear)}, not {fp8.LINEAR_CLASS}"
+                    selection.left_alone[name] = f"it is {class_of(linear)}, not {fp8.LINEAR_CLASS}"
                     continue
                 obstacle = fp8_obstacle(linear.weight.device)
                 if obstacle:
@@ -385,14 +389,14 @@ def _plan_fp8(plan: Plan, skip: Sequence[str] | None, files: Mapping[str, File])
                     )
                 reason = "" if files else why_not(linear, fp8.LINEAR)
                 if reason:
-                    plan.left_alone[name] = reason
+                    selection.left_alone[name] = reason
                 else:
-                    plan.modules[name] = linear, fp8.LINEAR
+                    selection.modules[name] = linear, fp8.LINEAR
                     group.append(linear)
             if group:
                 groups.append(group)
-    missing = sorted(in_files - plan.modules.keys())
+    missing = sorted(in_files - selection.modules.keys())
     if missing:
-        reason = plan.left_alone.get(missing[0], "it is in no block that is known here")
+        reason = selection.left_alone.get(missing[0], "it is in no block that is known here")
         raise ValueError(f"weights: {missing[0]} is in fp8 in the file and cannot be here: {reason}")
     return groups

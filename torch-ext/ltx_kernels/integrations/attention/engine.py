@@ -1,7 +1,7 @@
 """The attention of diffusion transformers: project, normalise and rotate query and key, attend, project.
 
 `Attention` (attention/description.py) describes one class of attention modules; this module computes any of them, with
-the layers that attention/plan.py finds and the kernel that attention/choice.py chooses. Query, key and value come out
+the layers that attention/layers.py finds and the kernel that attention/choice.py chooses. Query, key and value come out
 of one product where their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so
 that nothing is concatenated; norm and rotation are one launch, in place.
 """
@@ -31,8 +31,8 @@ from ..linear.linears import Input, Linears, dequantised, joined, unpack
 from ..parallel import context as context_parallel
 from .choice import attend, in_one_op, parallel_config, values_ahead, without_padding
 from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, FUSED, INPUTS, ROUND_ONCE, SHARED, Attention, AttentionModule
+from .layers import AttentionLayers, layers_of, settings_of, why_not_module
 from .masks import PaddingMask
-from .plan import AttentionPlan, plan_of, settings_of, why_not_module
 
 
 def readers(spec: Attention, module: nn.Module, hidden_states: Tensor) -> Linears | None:
@@ -43,10 +43,10 @@ def readers(spec: Attention, module: nn.Module, hidden_states: Tensor) -> Linear
     first = module._modules[spec.called(module, spec.projections[:1] if spec.cross else spec.projections)[0]]
     if first is None or not in_fp8(first):
         return None
-    plan = plan_of(site.entry.description, module, hidden_states)
-    if plan.reason or (plan.gate is not None and not plan.gate.fp8) or (spec.shared and plan.added is None):
+    layers = layers_of(site.entry.description, module, hidden_states)
+    if layers.reason or (layers.gate is not None and not layers.gate.fp8) or (spec.shared and layers.added is None):
         return None
-    return plan.query if spec.cross else plan.all
+    return layers.query if spec.cross else layers.all
 
 
 def entry_of(spec: Attention) -> Entry:
@@ -114,17 +114,19 @@ def _forward(
     if key_rope is not None:
         rope = rope, key_rope
     site = site_of(module)
-    if isinstance(input, tuple):  # `readers` has found the plan and checked the module; the arguments are checked here
+    if isinstance(
+        input, tuple
+    ):  # `readers` has found the layers and checked the module; the arguments are checked here
         like = dequantised(input) if torch.compiler.is_compiling() else input[1]
-        plan = recall(module, ("attention", torch.bfloat16, input[1].device)) or plan_of(
+        layers = recall(module, ("attention", torch.bfloat16, input[1].device)) or layers_of(
             spec, module, dequantised(input)
         )
-        reason = plan.reason or _why_not_call(spec, module, like, context, mask, rope, options)
+        reason = layers.reason or _why_not_call(spec, module, like, context, mask, rope, options)
     else:
         reason = _why_not_call(spec, module, input, context, mask, rope, options)
         if not reason:
-            plan = plan_of(spec, module, input)
-            reason = plan.reason
+            layers = layers_of(spec, module, input)
+            reason = layers.reason
     if reason:
         parallel = parallel_config(spec, cast(AttentionModule, module), context is not None)
         if parallel is not None:
@@ -139,9 +141,9 @@ def _forward(
         }
         inputs = {name: value for name, value in zip(INPUTS, (tensor, context, mask)) if name in spec.parameters}
         return stock_forward(module, reason, **inputs, **named, **options)
-    if context is not None and (plan.added is not None or spec.shared):
-        return _joint(spec, site, module, plan, input, context, mask, rope)
-    return _single(spec, site, module, plan, input, context, mask, rope)
+    if context is not None and (layers.added is not None or spec.shared):
+        return _joint(spec, site, module, layers, input, context, mask, rope)
+    return _single(spec, site, module, layers, input, context, mask, rope)
 
 
 def _project(site: Site, linears: Linears, input: Input, heads: int) -> tuple[Tensor, ...]:
@@ -156,7 +158,7 @@ def _project(site: Site, linears: Linears, input: Input, heads: int) -> tuple[Te
 def _norm_and_rotate(
     spec: Attention,
     site: Site,
-    plan: AttentionPlan,
+    layers: AttentionLayers,
     stream: int,
     query: Tensor,
     key: Tensor,
@@ -168,18 +170,18 @@ def _norm_and_rotate(
     stream: 0, or 1 for the second stream of a joint attention, which has norms of its own.
     fresh: The caller owns the memory of query and key, so that it may be overwritten.
     """
-    normed = len(plan.eps) > stream
+    normed = len(layers.eps) > stream
     places = slice(2 * stream, 2 * stream + 2)
-    query_weight, key_weight = plan.weights[places] if normed else (None, None)
-    eps = plan.eps[stream] if normed else None
-    out = (query, key) if fresh and plan.in_place else None
+    query_weight, key_weight = layers.weights[places] if normed else (None, None)
+    eps = layers.eps[stream] if normed else None
+    out = (query, key) if fresh and layers.in_place else None
     one_op = _rotates_in_one_op(spec, site)
     if one_op and normed and rope is None and not spec.across_heads:
         # One launch for both norms; the table is one row, which stays in the cache.
         rope = as_one(_identity, site, query)
     if rope is not None and one_op and normed:
         layer = spec.norm == TORCH_LAYERNORM
-        query_bias, key_bias = plan.biases[places] if layer else (None, None)
+        query_bias, key_bias = layers.biases[places] if layer else (None, None)
         return qk_norm_rope(
             query,
             key,
@@ -191,12 +193,12 @@ def _norm_and_rotate(
             norm="layer" if layer else "rms",
             query_bias=query_bias,
             key_bias=key_bias,
-            layout=plan.layout,
+            layout=layers.layout,
             rounding=site.rounding,
             out=out,
         )
     return tuple(  # type: ignore[return-value]
-        _norm_then_rotate(spec, site, plan, x, weight, eps, rope, normed)
+        _norm_then_rotate(spec, site, layers, x, weight, eps, rope, normed)
         for x, weight in ((query, query_weight), (key, key_weight))
     )
 
@@ -207,11 +209,11 @@ def _rotates_in_one_op(spec: Attention, site: Site) -> bool:
     return spec.norm in ROUND_ONCE or (spec.norm == RMSNORM and site.rounding == "fp32")
 
 
-def _ops_before(spec: Attention, site: Site, plan: AttentionPlan, rotated: bool) -> tuple[str, ...]:
+def _ops_before(spec: Attention, site: Site, layers: AttentionLayers, rotated: bool) -> tuple[str, ...]:
     """The ops that `_norm_and_rotate` runs."""
-    if plan.eps and (rotated or not spec.across_heads) and _rotates_in_one_op(spec, site):
+    if layers.eps and (rotated or not spec.across_heads) and _rotates_in_one_op(spec, site):
         return ("qk_norm_rope",)
-    return (*(("rmsnorm",) if plan.eps else ()), *(("apply_rotary",) if rotated else ()))
+    return (*(("rmsnorm",) if layers.eps else ()), *(("apply_rotary",) if rotated else ()))
 
 
 def _identity(site: Site, query: Tensor) -> Tables:
@@ -228,7 +230,7 @@ def _identity(site: Site, query: Tensor) -> Tables:
 def _norm_then_rotate(
     spec: Attention,
     site: Site,
-    plan: AttentionPlan,
+    layers: AttentionLayers,
     x: Tensor,
     weight: Tensor | None,
     eps: float | None,
@@ -241,7 +243,7 @@ def _norm_then_rotate(
         rounding = "fp32" if spec.norm == TORCH_RMSNORM else site.rounding
         x = rmsnorm(rows, weight, eps, rounding=rounding).view_as(x)
     if rope is not None:
-        x = apply_rotary(x, *rope, layout=plan.layout, rounding=site.rounding)
+        x = apply_rotary(x, *rope, layout=layers.layout, rounding=site.rounding)
     return x
 
 
@@ -249,7 +251,7 @@ def _single(
     spec: Attention,
     site: Site,
     module: Any,
-    plan: AttentionPlan,
+    layers: AttentionLayers,
     input: Input,
     context: Tensor | None,
     mask: Tensor | None,
@@ -258,50 +260,52 @@ def _single(
     """Self-attention, and cross-attention to a context."""
     heads = module.heads
     image: tuple[Tensor, ...] = ()
-    if plan.image is not None and context is not None:
+    if layers.image is not None and context is not None:
         length = context.shape[1] - spec.text
-        image = _project(site, plan.image, context[:, :length], heads)
+        image = _project(site, layers.image, context[:, :length], heads)
         context = context[:, length:]
     gate_up: Tensor | None = None
     both: Tensor | None = None
     out: Tensor | None = None
     if spec.mlp:
-        (outputs,) = plan.all(input)
+        (outputs,) = layers.all(input)
         qkv, gate_up = outputs.split([3 * module.inner_dim, outputs.shape[-1] - 3 * module.inner_dim], -1)
         query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
-        fresh = plan.all.plain or plan.all.scaled
-        assert plan.out is not None
-        if plan.in_place and not plan.out.fp8:
+        fresh = layers.all.plain or layers.all.scaled
+        assert layers.out is not None
+        if layers.in_place and not layers.out.fp8:
             both = outputs.new_empty(*outputs.shape[:-1], module.inner_dim + gate_up.shape[-1] // 2)
             out = both[..., : module.inner_dim].unflatten(-1, (heads, -1))
     elif context is None:
-        query, key, value = _project(site, plan.all, input, heads)
-        fresh = plan.all.packed
+        query, key, value = _project(site, layers.all, input, heads)
+        fresh = layers.all.packed
     else:
-        (query,) = _project(site, plan.query, input, heads)
-        key, value = _project(site, plan.context, context, heads)
-        fresh = plan.context.packed
+        (query,) = _project(site, layers.query, input, heads)
+        key, value = _project(site, layers.context, context, heads)
+        fresh = layers.context.packed
     tables = None if rope is None else as_one(spec.tables, module, rope)
     keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
     if keys is not None and tables is None and in_one_op(spec, site, module, query, key):
-        site.count_call("qk_norm_cross_attention", *(("gate_heads",) if plan.gate is not None else ()))
-        query_weight, key_weight = plan.weights
-        output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, plan.eps[0], mask=keys)
-        return _output(plan, _gated(spec, site, plan, input, output))
+        site.count_call("qk_norm_cross_attention", *(("gate_heads",) if layers.gate is not None else ()))
+        query_weight, key_weight = layers.weights
+        output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, layers.eps[0], mask=keys)
+        return _output(layers, _gated(spec, site, layers, input, output))
     ahead = None if context is not None else values_ahead(spec, module, value, mask, keys)
-    query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, fresh)
+    query, key = _norm_and_rotate(spec, site, layers, 0, query, key, tables, fresh)
     output, own = attend(spec, site, module, query, key, value, mask, keys, context is not None, out, ahead)
     if image:
-        key = _norm_then_rotate(spec, site, plan, image[0], plan.weights[-1], plan.eps[-1], None, spec.norm is not None)
+        key = _norm_then_rotate(
+            spec, site, layers, image[0], layers.weights[-1], layers.eps[-1], None, spec.norm is not None
+        )
         output = output + attend(spec, site, module, query, key, image[1], None, None, True)[0]
-    _count(spec, site, plan, tables is not None, own)
+    _count(spec, site, layers, tables is not None, own)
     if gate_up is None:
-        return _output(plan, _gated(spec, site, plan, input, output))
-    return _output_beside_mlp(site, plan, output, gate_up, both, out)
+        return _output(layers, _gated(spec, site, layers, input, output))
+    return _output_beside_mlp(site, layers, output, gate_up, both, out)
 
 
 def _output_beside_mlp(
-    site: Site, plan: AttentionPlan, heads: Tensor, gate_up: Tensor, both: Tensor | None, out: Tensor | None
+    site: Site, layers: AttentionLayers, heads: Tensor, gate_up: Tensor, both: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """The output layer's result, where the layer reads heads [B, S, heads, D] and an MLP's SwiGLU side by side.
 
@@ -309,24 +313,24 @@ def _output_beside_mlp(
     both: Memory for the layer's input, [B, S, heads * D + I], or None.
     out: The columns of `both` for the heads, in which the attention may have written them already.
     """
-    assert plan.out is not None
-    if plan.out.fp8:
-        return plan.out(swiglu_quant(gate_up, prefix=heads.flatten(2)))[0]
+    assert layers.out is not None
+    if layers.out.fp8:
+        return layers.out(swiglu_quant(gate_up, prefix=heads.flatten(2)))[0]
     if both is None or out is None:
         both = torch.cat((heads.flatten(2), swiglu(gate_up, rounding=site.rounding)), -1)
     else:
         if heads is not out:
             out.copy_(heads)
         swiglu(gate_up, rounding=site.rounding, out=both[..., -(gate_up.shape[-1] // 2) :])
-    return plan.out(both)[0]
+    return layers.out(both)[0]
 
 
-def _gated(spec: Attention, site: Site, plan: AttentionPlan, input: Input, output: Tensor) -> Input:
+def _gated(spec: Attention, site: Site, layers: AttentionLayers, input: Input, output: Tensor) -> Input:
     """The output [B, S, heads, D], each head times its gate; quantised rows where the output layer reads these."""
-    if plan.gate is None:
+    if layers.gate is None:
         return output
-    (logits,) = plan.gate(input)
-    if plan.out is not None and plan.out.fp8:
+    (logits,) = layers.gate(input)
+    if layers.out is not None and layers.out.fp8:
         return gate_heads_quant(output, logits, spec.gate_scale)
     return gate_heads(output, logits, spec.gate_scale, rounding=site.rounding)
 
@@ -335,14 +339,14 @@ def _joint(
     spec: Attention,
     site: Site,
     module: Any,
-    plan: AttentionPlan,
+    layers: AttentionLayers,
     input: Input,
     context: Tensor,
     mask: Tensor | None,
     rope: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of two streams to both; (first, second) as the stock processors return them."""
-    heads, added = module.heads, plan.added
+    heads, added = module.heads, layers.added
     second = context.shape[1]
     first = (input[0] if isinstance(input, tuple) else input).shape[1]
     rows, rows2 = slice(0, first), slice(first, first + second)
@@ -352,24 +356,24 @@ def _joint(
     if tables is not None and not spec.rotates_text:
         tables = as_one(with_identity_rows, site, tables, second, spec.text_first)
     if added is None:
-        query, key, value = _project_both(site, plan, cast(Tensor, input), rows, context, rows2, heads)
-        query, key = _norm_and_rotate(spec, site, plan, 0, query, key, tables, plan.all.packed)
-    elif plan.in_place and plan.all.even and added.even and plan.all.sizes == added.sizes:
-        packed = joined(plan.all, input, rows, added, context, rows2, first + second)
+        query, key, value = _project_both(site, layers, cast(Tensor, input), rows, context, rows2, heads)
+        query, key = _norm_and_rotate(spec, site, layers, 0, query, key, tables, layers.all.packed)
+    elif layers.in_place and layers.all.even and added.even and layers.all.sizes == added.sizes:
+        packed = joined(layers.all, input, rows, added, context, rows2, first + second)
         query, key, value = packed.unflatten(-1, (3, heads, -1)).unbind(-3)
         for stream, part in enumerate((rows, rows2)):
             mine = None if tables is None else (_rows(tables[0], part), _rows(tables[1], part))
             query_part, key_part = query[:, part], key[:, part]
-            new = _norm_and_rotate(spec, site, plan, stream, query_part, key_part, mine, True)
+            new = _norm_and_rotate(spec, site, layers, stream, query_part, key_part, mine, True)
             if new[0] is not query_part:
                 query_part.copy_(new[0])
                 key_part.copy_(new[1])
     else:
         streams = []
-        for stream, (linears, tokens, part) in enumerate(((plan.all, input, rows), (added, context, rows2))):
+        for stream, (linears, tokens, part) in enumerate(((layers.all, input, rows), (added, context, rows2))):
             q, k, v = _project(site, linears, tokens, heads)
             mine = None if tables is None else (_rows(tables[0], part), _rows(tables[1], part))
-            streams.append((*_norm_and_rotate(spec, site, plan, stream, q, k, mine, linears.packed), v))
+            streams.append((*_norm_and_rotate(spec, site, layers, stream, q, k, mine, linears.packed), v))
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
     if mask is not None and isinstance(spec.mask, PaddingMask):
@@ -378,25 +382,25 @@ def _joint(
         seen = mask
     keys = None if seen is None or spec.mask is None else spec.mask.of_keys(seen)
     output, own = attend(spec, site, module, query, key, value, seen, keys, False)
-    _count(spec, site, plan, tables is not None, own)
+    _count(spec, site, layers, tables is not None, own)
     if added is None:
-        both = _output(plan, output)
+        both = _output(layers, output)
         return both[:, rows], both[:, rows2]
-    result = _output(plan, output[:, rows])
+    result = _output(layers, output[:, rows])
     text = output[:, rows2].flatten(2)
     if mask is not None and isinstance(spec.mask, PaddingMask):
         text = spec.mask.text_of(text, mask)
-    if plan.added_out is not None:
-        (text,) = plan.added_out(text)
+    if layers.added_out is not None:
+        (text,) = layers.added_out(text)
     return result, text
 
 
 def _project_both(
-    site: Site, plan: AttentionPlan, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
+    site: Site, layers: AttentionLayers, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
 ) -> tuple[Tensor, ...]:
     """Query, key and value, [B, S + T, heads, D], of two streams that go through the same layers."""
-    linears = plan.all
-    if plan.in_place and linears.even and linears.direct:
+    linears = layers.all
+    if layers.in_place and linears.even and linears.direct:
         packed = joined(linears, input, rows, linears, context, rows2, input.shape[1] + context.shape[1])
         return packed.unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
     streams = (input, context) if rows.start == 0 else (context, input)
@@ -408,20 +412,20 @@ def _rows(table: Tensor, rows: slice) -> Tensor:
     return table[..., rows, :]
 
 
-def _output(plan: AttentionPlan, heads: Input) -> Tensor:
+def _output(layers: AttentionLayers, heads: Input) -> Tensor:
     """The output layer's result, of heads [B, S, heads, D] or of their quantised rows."""
     rows = heads.flatten(2) if isinstance(heads, Tensor) else heads
-    if plan.out is None:
+    if layers.out is None:
         assert isinstance(rows, Tensor)
         return rows
-    (output,) = plan.out(rows)
-    return output if plan.dropout is None else plan.dropout(output)
+    (output,) = layers.out(rows)
+    return output if layers.dropout is None else layers.dropout(output)
 
 
-def _count(spec: Attention, site: Site, plan: AttentionPlan, rotated: bool, own: bool) -> None:
-    ops = plan.ops.get((rotated, own))
+def _count(spec: Attention, site: Site, layers: AttentionLayers, rotated: bool, own: bool) -> None:
+    ops = layers.ops.get((rotated, own))
     if ops is None:
         mlp = ("swiglu",) if spec.mlp else ()
-        ops = (*_ops_before(spec, site, plan, rotated), *(("attention",) if own else ()), *mlp)
-        plan.ops[rotated, own] = ops
+        ops = (*_ops_before(spec, site, layers, rotated), *(("attention",) if own else ()), *mlp)
+        layers.ops[rotated, own] = ops
     site.count_call(*ops)

@@ -43,8 +43,8 @@ class Projections:
         return (self.projections,) if len(self.projections) > 1 else ()
 
 
-def known_plan(kind: str, module: nn.Module, rows: Rows) -> Any:
-    """The plan of a module that is handed rows of fp8, where `readers` has just asked for it; None elsewhere."""
+def known_layers(kind: str, module: nn.Module, rows: Rows) -> Any:
+    """The layers of a module that is handed rows of fp8, where `readers` has just asked for them; None elsewhere."""
     return recall(module, (kind, torch.bfloat16, rows[1].device))
 
 
@@ -78,8 +78,8 @@ class GatedMLP(Projections):
         first = module._modules.get(self.projections[0])
         if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
             return None
-        plan = _mlp_plan(self, module, hidden_states)
-        return None if plan.reason else plan.up
+        layers = _layers_of(self, module, hidden_states)
+        return None if layers.reason else layers.up
 
     def adds(self, module: nn.Module) -> bool:
         """Whether a module's forward takes ``addend``, a tensor that its output is added to in place."""
@@ -112,7 +112,7 @@ class GatedMLP(Projections):
         return "" if class_of(activation) in ACTIVATIONS else f"{self.activation} is {class_of(activation)}"
 
 
-class _MLPPlan:
+class MLPLayers:
     """The layers of an MLP in the forms that their state allows, or the reason why its calls run stock."""
 
     __slots__ = ("activation", "down", "reason", "up")
@@ -136,9 +136,9 @@ class _MLPPlan:
         self.down = Linears((down,), input, site)
 
 
-def _mlp_plan(spec: GatedMLP, module: nn.Module, input: Tensor) -> _MLPPlan:
-    def ask(module: nn.Module) -> _MLPPlan:
-        return _MLPPlan(spec, module, input)
+def _layers_of(spec: GatedMLP, module: nn.Module, input: Tensor) -> MLPLayers:
+    def ask(module: nn.Module) -> MLPLayers:
+        return MLPLayers(spec, module, input)
 
     return remember(module, ("mlp", input.dtype, input.device), ask)
 
@@ -148,28 +148,28 @@ def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None)
 
     addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
     """
-    plan = known_plan("mlp", module, input) if isinstance(input, tuple) else None
+    layers = known_layers("mlp", module, input) if isinstance(input, tuple) else None
     reason = ""
-    if plan is None:
+    if layers is None:
         like = like_of(input)
         reason = why_not_input(like)
         if not reason:
-            plan = _mlp_plan(spec, module, like)
-            reason = plan.reason
+            layers = _layers_of(spec, module, like)
+            reason = layers.reason
     if reason:
         output = cast(Tensor, stock_forward(module, reason, as_tensor(input)))
         return output if addend is None else addend + output
-    assert plan is not None
-    site, up, down = site_of(module), plan.up, plan.down
+    assert layers is not None
+    site, up, down = site_of(module), layers.up, layers.down
     gate_up = (up.together(input),) if up.packed else up(input)
     if len(gate_up) == 2 and site.rounding == "fp32":
         site.count_unpacked()
-    if plan.activation == SILU:
+    if layers.activation == SILU:
         site.count_call("swiglu")
         hidden: Input = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)
     else:
         site.count_call("geglu")
-        approximate = plan.activation
+        approximate = layers.activation
         if down.fp8:
             hidden = geglu_quant(*gate_up, approximate=approximate)
         else:

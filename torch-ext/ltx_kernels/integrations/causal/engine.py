@@ -15,7 +15,7 @@ from typing import Any, Callable, cast
 from torch import Tensor, nn
 
 from ...rope import apply_rotary_qk, qk_norm_rope
-from ..blocks.gated_mlp import Projections, arguments_by_name, known_plan
+from ..blocks.gated_mlp import Projections, arguments_by_name, known_layers
 from ..engine.guards import (
     ATTRIBUTE,
     class_of,
@@ -74,8 +74,8 @@ class CausalAttention(Projections):
         first = module._modules.get(self.projections[0])
         if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
             return None
-        plan = _attention_plan(self, module, hidden_states)
-        return None if plan.reason else plan.projections
+        layers = _layers_of(self, module, hidden_states)
+        return None if layers.reason else layers.projections
 
     def entry(self) -> Entry:
         """What `optimize` installs."""
@@ -94,7 +94,7 @@ class CausalAttention(Projections):
         )
 
 
-class _AttentionPlan:
+class CausalLayers:
     """The layers of an attention in the forms that their state allows, or the reason why its calls run stock."""
 
     __slots__ = ("norms", "output", "projections", "reason")
@@ -121,9 +121,9 @@ def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor)
     return "" if len({form_of(norm) for norm in norms}) < 2 else "its norms are of different classes"
 
 
-def _attention_plan(spec: CausalAttention, module: nn.Module, input: Tensor) -> _AttentionPlan:
-    def ask(module: nn.Module) -> _AttentionPlan:
-        return _AttentionPlan(spec, module, input)
+def _layers_of(spec: CausalAttention, module: nn.Module, input: Tensor) -> CausalLayers:
+    def ask(module: nn.Module) -> CausalLayers:
+        return CausalLayers(spec, module, input)
 
     return remember(module, ("attention", input.dtype, input.device), ask)
 
@@ -148,17 +148,17 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     like = like_of(input)
     reason = why_not_input(like) or _why_not_tables(spec, rope, like)
     if not reason:
-        found = known_plan("attention", module, input) if isinstance(input, tuple) else None
-        plan = found or _attention_plan(spec, module, like)
-        reason = plan.reason
+        found = known_layers("attention", module, input) if isinstance(input, tuple) else None
+        layers = found or _layers_of(spec, module, like)
+        reason = layers.reason
     if reason:
         return stock_forward(module, reason, **{**arguments, "hidden_states": as_tensor(input)})
     site = site_of(module)
-    query, key, value = _heads(spec, site, plan.projections, input, module)
+    query, key, value = _heads(spec, site, layers.projections, input, module)
     assert rope is not None
     cache = arguments.get("past_key_values")
     # What the layers made is new, unless something else than this package called them.
-    fresh = plan.projections.packed or plan.projections.plain or plan.projections.scaled
+    fresh = layers.projections.packed or layers.projections.plain or layers.projections.scaled
     out, empty, one_token = None, None, False
     if fresh and may_overwrite():
         empty = None if cache is None else empty_layer(cache, module.layer_idx, site.remark)
@@ -168,7 +168,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
         # A cached view of a packed product would keep the query as well.
         new_key = one_token or empty is not None
         out = _heads_first_like(query) if one_token else query, _heads_first_like(key) if new_key else key
-    query, key = _norm_and_rotate(spec, site, plan, query, key, rope, out)
+    query, key = _norm_and_rotate(spec, site, layers, query, key, rope, out)
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     contiguous = empty is not None or one_token
     value = as_one(heads_first, value) if contiguous else value.transpose(1, 2)
@@ -176,7 +176,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     if any(map(_may_be_written, others.values())):
         refuse("the attention function may write to a list or a dict")
     output, weights = as_one(functools.partial(_attend, spec), module, query, key, value, empty, others)
-    return plan.output(output.flatten(2))[0], weights
+    return layers.output(output.flatten(2))[0], weights
 
 
 def _may_be_written(argument: Any) -> bool:
@@ -276,7 +276,7 @@ def _heads(
 def _norm_and_rotate(
     spec: CausalAttention,
     site: Site,
-    plan: _AttentionPlan,
+    layers: CausalLayers,
     query: Tensor,
     key: Tensor,
     rope: Tables,
@@ -286,7 +286,7 @@ def _norm_and_rotate(
     if not spec.norms:
         site.count_call("apply_rotary_qk")
         return apply_rotary_qk(query, key, *rope, **rotation, rounding=site.rounding, out=out)
-    query_norm, key_norm = plan.norms
+    query_norm, key_norm = layers.norms
     form = form_of(query_norm)
     assert form is not None
     site.count_call("qk_norm_rope")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix
 from .kept import kept
-from .sites import Plan, Site, site_of
+from .sites import Selection, Site, site_of
 
 Tables = tuple[Tensor, Tensor]  # cos, sin
 
@@ -70,21 +70,21 @@ def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tabl
     return kept(site, ("identity rows", rows, first), rope, make)
 
 
-def keep_table_readers_together(plan: Plan) -> None:
+def keep_table_readers_together(selection: Selection) -> None:
     """Leaves a module that makes compact tables as it is, unless all that read them know that form.
 
     The readers are the modules of the same model whose names end in the entry's ``table_readers``.
     """
-    for name, (_, entry) in list(plan.modules.items()):
+    for name, (_, entry) in list(selection.modules.items()):
         if not entry.table_readers:
             continue
         model = name[: name.rfind(".") + 1]
         readers = [
-            other for other in plan.left_alone if other.startswith(model) and other.endswith(entry.table_readers)
+            other for other in selection.left_alone if other.startswith(model) and other.endswith(entry.table_readers)
         ]
         if readers:
-            del plan.modules[name]
-            plan.left_alone[name] = f"{readers[0]}, which reads its table, is left alone"
-        elif not any(other.startswith(model) and other.endswith(entry.table_readers) for other in plan.modules):
-            del plan.modules[name]
-            plan.left_alone[name] = "what reads its table is not in the part that was given"
+            del selection.modules[name]
+            selection.left_alone[name] = f"{readers[0]}, which reads its table, is left alone"
+        elif not any(other.startswith(model) and other.endswith(entry.table_readers) for other in selection.modules):
+            del selection.modules[name]
+            selection.left_alone[name] = "what reads its table is not in the part that was given"

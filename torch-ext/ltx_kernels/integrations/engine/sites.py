@@ -130,8 +130,8 @@ def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 @dataclass
-class Plan:
-    """What an `optimize` would do, by the modules' names."""
+class Selection:
+    """What `optimize` will replace, and what it leaves alone and why, by the modules' names."""
 
     modules: dict[str, tuple[nn.Module, Entry]] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is known about an attention module before a call: why it stays stock, or its layers in the forms to use."""
+"""The layers of an attention module in the forms that its state allows, or why its calls run stock."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def settings_of(module: nn.Module) -> Mapping[str, Any]:
     return {"dispatch": dispatch, "backends": backends}
 
 
-class AttentionPlan:
+class AttentionLayers:
     """The layers of an attention module in the forms that their state allows, or the reason why its calls run stock.
 
     reason: Why calls run stock; empty if they do not. Where it is set, other fields may be missing.
@@ -93,7 +93,7 @@ class AttentionPlan:
 
     def __init__(self, spec: Attention, module: nn.Module, input: Tensor, site: Site) -> None:
         """input: A tensor of the dtype and device of the calls."""
-        self.reason = _why_not_plan(spec, module, input)
+        self.reason = _why_not_layers(spec, module, input)
         if self.reason:
             return
         self.in_place = may_overwrite()
@@ -151,7 +151,7 @@ class AttentionPlan:
             self.eps.append(norms[0].eps)
 
 
-def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
+def _why_not_layers(spec: Attention, module: nn.Module, input: Tensor) -> str:
     processor = cast(AttentionModule, module).processor
     if class_of(processor) not in (spec.processor, *spec.other_processors):
         return f"the processor is {class_of(processor)}"
@@ -175,12 +175,12 @@ def _why_not_plan(spec: Attention, module: nn.Module, input: Tensor) -> str:
     return reason
 
 
-def plan_of(spec: Attention, module: nn.Module, input: Tensor) -> AttentionPlan:
-    """The plan of a module for inputs of this dtype and device; it is kept as long as the module's state holds."""
-    return remember(module, ("attention", input.dtype, input.device), _make_plan, spec, input)
+def layers_of(spec: Attention, module: nn.Module, input: Tensor) -> AttentionLayers:
+    """The layers of a module for inputs of this dtype and device; they are kept as long as the module's state holds."""
+    return remember(module, ("attention", input.dtype, input.device), _make_layers, spec, input)
 
 
-def _make_plan(module: nn.Module, spec: Attention, input: Tensor) -> AttentionPlan:
+def _make_layers(module: nn.Module, spec: Attention, input: Tensor) -> AttentionLayers:
     site = site_of(module)
     site.settings.update(settings_of(module))  # somebody may have exchanged diffusers' functions
-    return AttentionPlan(spec, module, input, site)
+    return AttentionLayers(spec, module, input, site)
