@@ -19,7 +19,8 @@ TEST_JOBS ?= 2
 VARIANTS ?= build
 # Under another torch: loading, every op, its errors, and torch.compile; with what a user of the ops has, and no more.
 TORCH_VERSIONS ?= 2.11 2.13 newest
-TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading build_headers norm adaln rope glu quant errors compile)
+TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading norm adaln rope glu quant errors compile)
+TORCH_TESTS += tests/project/test_build_headers.py
 NEWEST_TESTS ?= $(patsubst %,tests/test_%.py,layers language_models kv_cache sliding_windows causal_prompts)
 RECORDED_TESTS ?= $(patsubst %,tests/test_%.py,families language_models tokens kv_cache integration integration_fp8 lora)
 STATIC := $(CURDIR)/build/static-libstdcxx
@@ -95,7 +96,7 @@ test-versions: build  ## the same under torch 2.11, 2.13 and the newest: gigabyt
 
 test-static: $(READY)  ## build the CPU variant with libstdc++ linked statically, then test its exports and errors
 	$(BUILD) --backend cpu --static-libstdcxx
-	LTX_KERNELS_VARIANTS="$(STATIC)" $(PY) -m pytest tests/test_build_variants.py -k exports $(PYTEST_ARGS)
+	LTX_KERNELS_VARIANTS="$(STATIC)" $(PY) -m pytest tests/project/test_build_variants.py -k exports $(PYTEST_ARGS)
 	LTX_KERNELS_BACKEND=cpu LOCAL_KERNELS="org/ltx-kernels=$(STATIC)" \
 	  $(PY) -m pytest $(XDIST) $(STATIC_TESTS) $(PYTEST_ARGS)
 
@@ -165,7 +166,7 @@ nix-build:  ## build one VARIANT=torch-... with Nix, into VARIANTS
 	$(RELEASE) collect result $(VARIANT) "$(VARIANTS)"
 
 check-variants: $(READY)  ## check each variant in VARIANTS: layout, metadata, digest, symbols, device code
-	LTX_KERNELS_VARIANTS="$(VARIANTS)" $(RUN) -m pytest tests/test_build_variants.py $(PYTEST_ARGS)
+	LTX_KERNELS_VARIANTS="$(VARIANTS)" $(RUN) -m pytest tests/project/test_build_variants.py $(PYTEST_ARGS)
 
 check-complete:  ## is every variant of a release in VARIANTS, from one clean commit, fit to publish?
 	$(RELEASE) complete "$(VARIANTS)"

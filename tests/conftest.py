@@ -89,7 +89,7 @@ def pytest_report_header() -> list[str]:
     """Which builds are tested though the sources have changed."""
     if not (ROOT / "tools").is_dir():  # a Nix build
         return []
-    from build_checks import builder
+    from helpers.build_checks import builder
 
     project = builder.load_project()
     tested = [path.parent for path in sorted((build_directory() or ROOT).glob("torch-*/metadata.json"))]

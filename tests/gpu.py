@@ -47,6 +47,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
 from helpers.failures import FAILURES, read_failures  # noqa: E402
+from helpers.files import path_of  # noqa: E402
 from helpers.gpus import name_gpus, take_turns  # noqa: E402
 
 PARTS = ["mutations", "forced", "models", "ptx", "sanitizers", "fuzz", "tests", "large", "devices"]
@@ -236,7 +237,7 @@ def main() -> int:
         return Job(part, "", command, processes)
 
     def tests(suite: str, file: str, *arguments: str, processes: int = 1, room: int = 1, **environment: str) -> Job:
-        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"tests/test_{file}.py", *arguments]
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", path_of(file), *arguments]
         if processes > 1:
             command += ["-n", str(processes), "--dist", "worksteal"]
         return Job(suite, f"test_{file}", command, max(processes, room), environment)

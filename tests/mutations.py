@@ -28,6 +28,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
 
+from helpers.files import path_of  # noqa: E402
 from helpers.mutation import Mutation  # noqa: E402
 from helpers.tool_defects import TOOL_DEFECTS  # noqa: E402
 
@@ -805,7 +806,7 @@ def first_failure(
         module, *test = name.split("::")
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *extra]
         process = subprocess.run(
-            [*pytest, "::".join([f"tests/test_{module}.py", *test])],
+            [*pytest, "::".join([path_of(module), *test])],
             cwd=sources,
             env={
                 **os.environ,
@@ -819,12 +820,12 @@ def first_failure(
             check=False,
         )
         if process.returncode != 0:
-            if failed := re.search(r"^FAILED tests/(.*?)(?: - |$)", process.stdout, re.MULTILINE):
+            if failed := re.search(r"^FAILED tests/(?:project/)?(.*?)(?: - |$)", process.stdout, re.MULTILINE):
                 return failed[1]
             if "ERROR tests/" in process.stdout:
                 print(f"{built}: does not load\n{process.stdout[-2000:]}", flush=True)
                 return None
-            died = re.search(r"tests/test_\w+\.py\", line \d+ in (test_\w+)", process.stderr)  # faulthandler's stack
+            died = re.search(r"/test_\w+\.py\", line \d+ in (test_\w+)", process.stderr)  # faulthandler's stack
             return f"test_{module}.py::{died[1] if died else '?'} (status {process.returncode})"
     return None
 

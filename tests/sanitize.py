@@ -43,7 +43,7 @@ def marked_tests() -> list[list[str]]:
     """file::function of the tests that are marked, as processes run them; found in the text, for pytest would take a
     process and torch."""
     found = []
-    for file in sorted((REPOSITORY / "tests").glob("test_*.py")):
+    for file in sorted((REPOSITORY / "tests").rglob("test_*.py")):
         text = file.read_text()
         names = re.findall(r"^def (test_\w+)", text, re.MULTILINE) if WHOLE_FILE in text else ONE_TEST.findall(text)
         found += [[f"{file}::{name}" for name in names[i : i + TOGETHER]] for i in range(0, len(names), TOGETHER)]

@@ -16,7 +16,6 @@ from types import ModuleType
 import pytest
 import test_quant
 import torch
-from build_checks import ROOT, builder
 from helpers import (
     DTYPES,
     MODEL_INDEX,
@@ -32,6 +31,7 @@ from helpers import (
     norm_case,
     without_index,
 )
+from helpers.build_checks import ROOT, builder
 from mutations import copy_sources
 
 pytestmark = pytest.mark.slow

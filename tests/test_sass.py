@@ -1,7 +1,7 @@
 """The machine code of the CUDA kernels: 16-byte accesses where they are meant, no local memory, no reduction under a
 predicate, the device guard.
 
-tests/test_build_variants.py reads what ptxas says of registers and spills.
+tests/project/test_build_variants.py reads what ptxas says of registers and spills.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from build_checks import built_variant, dynamic_symbols, fatbin_archs, library_of
+from helpers.build_checks import built_variant, dynamic_symbols, fatbin_archs, library_of
 
 ACCESS = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?(LDG|STG|LDL|STL)\b([.\w]*)")
 GUARDED_REDUCTION = re.compile(r"\*/\s+@!?U?P\w+\s+REDUX\b")

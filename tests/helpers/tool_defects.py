@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutation import Mutation
 
-BUILD, RELEASE, SERVER = "tools/build.py", "tools/release.py", "tests/hub_server.py"
+BUILD, RELEASE, SERVER = "tools/build.py", "tools/release.py", "tests/project/hub_server.py"
 RELEASE_YML, BUILD_YML = ".github/workflows/release.yml", ".github/workflows/build.yml"
 PACKAGE = "torch-ext/ltx_kernels/"
 DEMO, COMMAND_LINE = "examples/demo.py", "examples/command_line.py"

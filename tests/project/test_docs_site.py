@@ -13,7 +13,7 @@ from types import ModuleType
 from urllib.parse import unquote
 
 import pytest
-from build_checks import ROOT
+from helpers.build_checks import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 import docs_site

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_checks import ROOT, builder, built_variant, make_tiny_project, release, run_build, run_python
+from helpers.build_checks import ROOT, builder, built_variant, make_tiny_project, release, run_build, run_python
 from hub_server import HubServer, Repository
 
 pytest.importorskip("kernels")

@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import kernels_demo as demo  # noqa: E402

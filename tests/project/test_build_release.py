@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_checks import PACKAGE, ROOT, builder, built_variant, release
+from helpers.build_checks import PACKAGE, ROOT, builder, built_variant, release
 
 
 def test_api_against_the_last_release():

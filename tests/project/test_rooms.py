@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "torch-ext" / "ltx_kernels" / "integrations"
+PACKAGE = Path(__file__).resolve().parents[2] / "torch-ext" / "ltx_kernels" / "integrations"
 # From the ground up. A room imports from its own files and from rooms before it. The registry finds the families, and
 # belongs to their floor.
 FLOORS = (

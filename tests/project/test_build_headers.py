@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_checks import ROOT, builder
+from helpers.build_checks import ROOT, builder
 
 BINDINGS = [source for source in builder.load_project().torch_src if source.endswith(".cpp")]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_checks import PACKAGE, ROOT, builder, built_variant
+from helpers.build_checks import PACKAGE, ROOT, builder, built_variant
 
 PROJECT = builder.load_project()
 DOCS = sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))

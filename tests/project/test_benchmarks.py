@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers.dispatch import Namespaces
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import op_cases  # noqa: E402

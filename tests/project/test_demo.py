@@ -20,7 +20,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import demo  # noqa: E402

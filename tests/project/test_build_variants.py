@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from build_checks import (
+from helpers.build_checks import (
     PACKAGE,
     ROOT,
     assert_exports_its_entry_alone,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from build_checks import PACKAGE, ROOT, builder
+from helpers.build_checks import PACKAGE, ROOT, builder
 
 PYTHON_FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "_ops.py")
 TOML = builder.read_toml(ROOT / "build.toml")

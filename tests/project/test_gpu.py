@@ -26,6 +26,8 @@ from gpu import (
     run_all,
 )
 from helpers.failures import FAILURES, read_failures
+from helpers.files import TESTS as DIRECTORY
+from helpers.files import path_of
 from helpers.gpus import VISIBLE, take_turns
 
 TESTS = """
@@ -90,7 +92,7 @@ def test_counts_and_names_of_tests(tmp_path: Path, arguments: list[str]) -> None
         dies = "def test_dies(): import os; os._exit(3)\n"
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text(TESTS + dies)
-    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    path = f"import sys; sys.path.insert(0, {str(DIRECTORY)!r})\n"
     (tmp_path / "tests" / "conftest.py").write_text(
         path + "from helpers.failures import name_failures as pytest_configure\n"
     )
@@ -112,7 +114,7 @@ def test_every_file_that_takes_a_device_is_run() -> None:
     takes_device = re.compile(r"def test_\w+\([^)]*\b(device|cuda|cuda_graphs)\b")
     found = {
         path.stem.removeprefix("test_")
-        for path in Path(__file__).parent.glob("test_*.py")
+        for path in DIRECTORY.rglob("test_*.py")
         if takes_device.search(path.read_text())
     }
     assert found - {*FILES, *MODELS_FILES} == ELSEWHERE & found
@@ -123,9 +125,8 @@ def test_every_file_has_tests_for_a_gpu() -> None:
     """What --on-device leaves of them: not those that take no device, nor those that are marked `host`."""
     files = {file for file in [*FILES, *MODELS_FILES] if file not in OF_THE_VARIANT}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *chosen("")]
-    paths = [f"tests/test_{file}.py" for file in sorted({*files, *ELSEWHERE & {"completeness"}})]
-    root = Path(__file__).resolve().parents[1]
-    process = subprocess.run([*command, *paths], cwd=root, capture_output=True, text=True, check=True)
+    paths = [path_of(file) for file in sorted({*files, *ELSEWHERE & {"completeness"}})]
+    process = subprocess.run([*command, *paths], cwd=DIRECTORY.parent, capture_output=True, text=True, check=True)
     tests = {line.partition("[")[0] for line in process.stdout.splitlines() if "::" in line}
     assert {re.split(r"test_|\.py", test)[1] for test in tests} == files
     assert "tests/test_errors.py::test_op" in tests

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_checks import ROOT
+from helpers.build_checks import ROOT
 
 yaml = pytest.importorskip("yaml")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_checks import ROOT
+from helpers.build_checks import ROOT
 
 FILES = [
     "README.md",
@@ -33,11 +33,11 @@ FILES = [
 ]
 # Python blocks that need a Hub or a language model, and the test that runs every one of them.
 RUN_ELSEWHERE = {
-    "CARD.md": "tests/test_hub.py::test_docs_snippets",
-    "docs/hub.md": "tests/test_hub.py::test_docs_snippets",
+    "CARD.md": "tests/project/test_hub.py::test_docs_snippets",
+    "docs/hub.md": "tests/project/test_hub.py::test_docs_snippets",
     "docs/layers.md": "tests/test_layers.py::test_docs",
     "docs/parallel.md": "tests/test_parallel.py::run_docs",
-    "skills/cuda-kernels/references/kernel-templates.md": "tests/test_skills.py::templates",
+    "skills/cuda-kernels/references/kernel-templates.md": "tests/project/test_skills.py::templates",
 }
 REASONS = ("needs a GPU", "needs the network")
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from build_checks import ROOT
+from helpers.build_checks import ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
@@ -70,7 +70,7 @@ def test_lint_after_a_demo(tmp_path: Path):
     (tmp_path / "demo").mkdir()
     (tmp_path / "tests").mkdir()
     shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
-    shutil.copyfile(ROOT / "tests" / "test_demo.py", tmp_path / "tests" / "test_demo.py")
+    shutil.copyfile(Path(__file__).with_name("test_demo.py"), tmp_path / "tests" / "test_demo.py")
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=I", "tests"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
@@ -85,7 +85,7 @@ def test_checkout_in_a_path_with_a_space(tmp_path: Path):
     checkout = tmp_path / "a checkout"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(checkout)], check=True)
     options = ["SYSTEM=1", f"PYTHON={sys.executable}", "BACKEND=cpu", "MODEL=tiny", "N=50"]
-    tests = "PYTEST_ARGS=tests/test_loading.py tests/test_build_variants.py -k cpu"
+    tests = "PYTEST_ARGS=tests/test_loading.py tests/project/test_build_variants.py -k cpu"
     given = ("LOCAL_KERNELS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
     environment = {k: v for k, v in os.environ.items() if k not in given}
     for target in ("demo", "test", "fuzz"):

@@ -1,6 +1,6 @@
 """skills/: what the folders hold, that their scripts run, and that the kernel templates compile and are right.
 
-The Python blocks of their pages run in tests/test_docs.py.
+The Python blocks of their pages run in tests/project/test_docs.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from build_checks import ROOT, builder
+from helpers.build_checks import ROOT, builder
 from torch import Tensor
 
 SKILLS = sorted(path.parent for path in (ROOT / "skills").glob("*/SKILL.md"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_checks import ROOT
+from helpers.build_checks import ROOT
 
 pytest.importorskip("jupytext")
 pytest.importorskip("transformers")
@@ -143,7 +143,7 @@ def test_short_form_runs(
 @pytest.fixture(scope="module")
 def own(ltx: ModuleType, backend: str, device: str, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     import kernels
-    from build_checks import builder
+    from helpers.build_checks import builder
 
     folder = tmp_path_factory.mktemp("own_kernel")
     arguments = ["--project", str(ROOT / "examples/own_kernel"), "--output", str(folder)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_checks import (
+from helpers.build_checks import (
     ROOT,
     assert_exports_its_entry_alone,
     builder,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from build_checks import ROOT, builder, built_variant, release
+from helpers.build_checks import ROOT, builder, built_variant, release
 
 # The revision of huggingface/kernels whose build.toml edition and contract this project is written to.
 KERNEL_BUILDER = "8ac69fc542a4306eade0759ef7c45b4f2ae57df0"
