@@ -245,6 +245,30 @@ def z_image_inputs(model: Any, make: Make, height: int, width: int, text: int) -
     }
 
 
+def mochi_inputs(model: Any, make: Make, frames: int, height: int, width: int, text: int, valid: int) -> Inputs:
+    mask = make.ones(2, text).bool()
+    mask[:, valid:] = False
+    return {
+        "hidden_states": make(2, model.config.in_channels, (frames - 1) // 6 + 1, height // 8, width // 8),
+        "encoder_hidden_states": make(2, text, model.config.text_embed_dim),
+        "timestep": make.full(500.0, 2),
+        "encoder_attention_mask": mask,
+    }
+
+
+def flux3_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    rows, columns = height // 16, width // 16
+    text_ids = make.ids(text, 4)
+    text_ids[:, 3] = torch.arange(text, device=make.device)
+    return {
+        "hidden_states": make(1, rows * columns, model.config.in_channels),
+        "encoder_hidden_states": make(1, text, model.config.joint_attention_dim),
+        "timestep": make.full(0.5, 1),
+        "img_ids": make.grid_ids(rows, columns, 4),
+        "txt_ids": text_ids,
+    }
+
+
 LTX2 = {"rope_type": "split"}
 LTX23 = {
     **LTX2,
@@ -401,5 +425,26 @@ MODELS = {
         {"n_layers": 2, "dim": 64, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32, "axes_dims": [8, 12, 12]},
         TINY_IMAGE,
         graphs=False,
+    ),
+    "mochi": Model(
+        "MochiTransformer3DModel",
+        "85 frames 480x848",
+        {},
+        mochi_inputs,
+        {"frames": 85, "height": 480, "width": 848, "text": 256, "valid": 60},
+        {"num_layers": 2, "num_attention_heads": 3, "attention_head_dim": 16, "pooled_projection_dim": 48}
+        | {"text_embed_dim": 32, "time_embed_dim": 16},
+        {"frames": 7, "height": 64, "width": 64, "text": 8, "valid": 5},
+        graphs=False,
+    ),
+    "flux3": Model(
+        "Flux3Transformer2DModel",
+        "1024x1024",
+        {},
+        flux3_inputs,
+        {**IMAGE, "text": 512},
+        {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
+        | {"joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)},
+        TINY_IMAGE,
     ),
 }

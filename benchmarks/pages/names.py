@@ -49,6 +49,8 @@ MODELS = {
     "sd35": Model("Stable Diffusion 3.5 large", "sd3"),
     "hyvideo15": Model("HunyuanVideo 1.5", "hunyuan_video15"),
     "cogvideox": Model("CogVideoX-5B", "cogvideox"),
+    "mochi": Model("Mochi 1", "mochi"),
+    "flux3": Model("FLUX.3", "flux3"),
     "zimage": Model("Z-Image", "z_image"),
 }
 # The models of benchmarks/llm.py.

@@ -25,6 +25,8 @@ class Family:
     fp8: Linear layers that precision="fp8" takes.
     one_graph: torch.compile takes the stock model as one graph.
     stock_calls: Reasons that are expected in the report: what the family cannot fuse.
+    left_alone: Reasons why `optimize` replaces some modules by nothing, such as an attention that no description fits.
+    idle: How many of the blocks these inputs do not call.
     not_recorded: Why the report says that calls of the blocks are not recorded; empty where they are.
     """
 
@@ -37,6 +39,8 @@ class Family:
     first_block_cache: bool = False
     one_graph: bool = True
     stock_calls: tuple[str, ...] = ()
+    left_alone: tuple[str, ...] = ()
+    idle: int = 0
     not_recorded: str = ""
 
 

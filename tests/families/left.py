@@ -27,7 +27,6 @@ LEFT: dict[str, str] = {
             "Cosmos3OmniTransformer",
             "EasyAnimateTransformer3DModel",
             "ErnieImageTransformer2DModel",
-            "Flux3Transformer2DModel",
             "GlmImageTransformer2DModel",
             "HeliosTransformer3DModel",
             "HunyuanDiT2DControlNetModel",
@@ -46,7 +45,6 @@ LEFT: dict[str, str] = {
             "MiniMaxH3Transformer3DModel",
             "MiniMaxMusic3RVQDepthDecoder",
             "MiniMaxMusic3Transformer1DModel",
-            "MochiTransformer3DModel",
             "MotifVideoTransformer3DModel",
             "OmniGenTransformer2DModel",
             "PRXTransformer2DModel",
@@ -100,7 +98,6 @@ LEFT: dict[str, str] = {
 WELL_KNOWN = (
     "PixArtTransformer2DModel",
     "DiTTransformer2DModel",
-    "MochiTransformer3DModel",
     "Kandinsky5Transformer3DModel",
 )
 

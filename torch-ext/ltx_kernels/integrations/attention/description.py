@@ -7,8 +7,9 @@ from typing import Any, Callable, Protocol, cast
 
 from torch import Tensor, nn
 
-from ..blocks.stream import TORCH_LAYERNORM, TORCH_RMSNORM
+from ..blocks.stream import TORCH_RMSNORM
 from ..engine.guards import submodule
+from ..engine.norm_forms import FORMS
 from ..engine.rotary_tables import Tables
 from .masks import KeyBias, ScoresMask
 
@@ -19,7 +20,7 @@ ADDED_OUTPUT = "to_add_out"
 # Attention classes that many models share. The processor decides what they compute, so an entry names both.
 SHARED = ("diffusers.models.attention_processor.Attention",)
 # Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
-ROUND_ONCE = (TORCH_RMSNORM, TORCH_LAYERNORM)
+ROUND_ONCE = tuple(name for name, form in FORMS.items() if not (form.twice or form.offset))
 # Groups of layers with one input, and the layer that diffusers' fuse_qkv_projections makes of each group.
 FUSED = {
     ("to_q", "to_k", "to_v"): "to_qkv",
@@ -74,6 +75,8 @@ class Attention:
         another form of it.
     cross: The modules read keys and values from their second input; it decides which layers share an input in fp8.
     parallel_cross: The stock processor hands the parallel configuration to a cross-attention as well.
+    casts: The stock processor casts query and key to the value's dtype after norm and rotation, so that the norms'
+        weights may have another dtype than the input.
     check: A further reason why a call has to run stock: (module, hidden_states, encoder_hidden_states, rope) to a
         reason, or "".
     together_with: As in `Entry`.
@@ -109,6 +112,7 @@ class Attention:
     stock_rope: Callable[[Any, Any], Any] = _same_tables
     cross: bool = False
     parallel_cross: bool = True
+    casts: bool = False
     check: Callable[[Any, Tensor, Tensor | None, Any], str] = lambda *_: ""
     together_with: str = ""
 

@@ -165,7 +165,7 @@ def _why_not_layers(spec: Attention, module: nn.Module, input: Tensor) -> str:
             assert norm is not None
             if hooked(norm):
                 return f"{name} {hooked(norm)}"
-            reason = reason or why_not_norm_weight(norm, input)  # type: ignore[arg-type]
+            reason = reason or why_not_norm_weight(norm, input, spec.casts)  # type: ignore[arg-type]
             reason = f"{name}: {reason}" if reason else ""
     if spec.mlp and not reason:
         activation = cast(nn.Module, module._modules[spec.mlp])

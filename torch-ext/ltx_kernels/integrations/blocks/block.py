@@ -34,7 +34,7 @@ class Block:
     parameters: Names of the stock forward's, without self, where `forward` does not spell them out.
     renames: Parameters of `forward` to the stock forward's names for them, where these differ.
     children: Names of submodules that every block has, beside those that the fields below name.
-    optional_children: Names of submodules that some blocks have.
+    optional_children: Names of submodules that some blocks have; also paths of `norms` and `modules`.
     streams: Arguments that are residual streams.
     tensors: Arguments and parameters of the block that ops read beside the streams: modulation and its table.
     norms: By path, the classes that a norm may have. `forward` reads its parameters and does not call it.
@@ -145,6 +145,8 @@ class Block:
     def _why_not_norms(self, module: nn.Module) -> str:
         for path, expected in self.modules.items():
             passed = submodule(module, path)
+            if passed is None and path in self.optional_children:
+                continue
             if class_of(passed) not in expected:
                 return f"{path} is {class_of(passed)}"
         for path, classes in self.norms.items():

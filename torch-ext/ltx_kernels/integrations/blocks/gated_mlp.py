@@ -16,12 +16,14 @@ from ..engine.state import recall, remember
 from ..linear.fp8 import Rows, in_fp8
 from ..linear.linears import Input, Linears, as_tensor, like_of, may_overwrite, unpack
 
-# What activation modules compute, by the name of their class; FLUX.2's multiplies by the linear part as well.
+# What activation modules compute, by the name of their class. Those of FLUX.2 and FLUX.3 also
+# multiply by the linear part.
 SILU, TANH, ERF = "silu", "tanh", "none"
 ACTIVATIONS = {
     "torch.nn.modules.activation.SiLU": SILU,
     "transformers.activations.SiLUActivation": SILU,
     "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU": SILU,
+    "diffusers.models.transformers.transformer_flux3.Flux3SwiGLU": SILU,
     "transformers.activations.GELUTanh": TANH,
     "transformers.activations.NewGELUActivation": TANH,
     "transformers.activations.FastGELUActivation": TANH,

@@ -17,6 +17,7 @@ TORCH_RMSNORM = "torch.nn.modules.normalization.RMSNorm"
 TORCH_LAYERNORM = "torch.nn.modules.normalization.LayerNorm"
 RMSNORM = "diffusers.models.normalization.RMSNorm"
 FP32_LAYERNORM = "diffusers.models.normalization.FP32LayerNorm"
+MOCHI_RMSNORM = "diffusers.models.normalization.MochiRMSNorm"
 
 Rows = tuple[Tensor, Tensor]
 
@@ -120,6 +121,7 @@ FORMS: Mapping[str, Form] = {
     RMSNORM: Form(twice=True),
     TORCH_LAYERNORM: Form(LAYER),
     FP32_LAYERNORM: Form(LAYER),
+    MOCHI_RMSNORM: Form(),
     **LANGUAGE_FORMS,
 }
 

@@ -56,13 +56,13 @@ def halves(attention: Any, rope: Tables) -> Tables:
 
 
 def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tables:
-    """Both tables [S, W] with rows of a rotation by nothing before the others (``first``) or after them."""
+    """Both tables [..., S, W] with rows of a rotation by nothing before the others (``first``) or after them."""
 
     def make() -> Tables:
         cos, sin = rope
-        more = cos.new_ones(rows, cos.shape[-1]), sin.new_zeros(rows, sin.shape[-1])
-        pairs = zip(more, rope) if first else zip(rope, more)
-        cos, sin = (torch.cat(pair) for pair in pairs)
+        shape = *cos.shape[:-2], rows, cos.shape[-1]
+        pairs = zip((cos.new_ones(shape), sin.new_zeros(shape)), rope)
+        cos, sin = (torch.cat(pair if first else pair[::-1], -2) for pair in pairs)
         return cos, sin
 
     if torch.compiler.is_compiling():  # tensors of a graph have no identity to torch 2.11
