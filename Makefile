@@ -2,7 +2,7 @@
 #   PYTHON=/path/to/python   interpreter to make the environment with (default: the first usable one)
 #   VENV=dir                 where the environment is (default: .venv)
 #   SYSTEM=1                 no environment: use python3 (or PYTHON) and the torch that is installed there
-#   BACKEND=cpu|cuda         build this backend alone (default: what this machine can build; for demo: can run)
+#   BACKEND=cpu|cuda         build this backend alone (default: what this machine can build; for demo, test: can run)
 #   BUILD_ARGS=...           more arguments for tools/build.py, for example --cuda-from-pypi
 #   PYTEST_ARGS=...          more arguments for pytest, for example "-k rope -x"
 #   MODEL=...                handed to examples/demo.py
@@ -50,8 +50,11 @@ LOCAL := LOCAL_KERNELS="org/ltx-kernels=$(CURDIR)/build"
 RUN := $(LOCAL) HF_HUB_DISABLE_TELEMETRY=1 $(PY)
 RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
+STARTED := $(shell date +%s)
+# After the tests: how long it took with environment and build, and what was left out. The status is that of the tests.
+TOOK = status=$$?; echo "make $@ took $$(($$(date +%s) - $(STARTED))) s. Not run: $(1)."; exit $$status
 
-.PHONY: help setup build test test-all test-torch test-versions test-static test-recorded test-newest test-diffusers
+.PHONY: help setup build test test-variants test-all test-torch test-versions test-static test-recorded test-newest test-diffusers
 .PHONY: fuzz notebooks sanitize demo docs lint actionlint format check-all nix-matrix nix-build check-variants
 .PHONY: check-complete check-release sign card upload gpu-job case-study clean distclean
 .DEFAULT_GOAL := help
@@ -66,8 +69,11 @@ demo: $(READY)  ## build what this machine can run, then run examples/demo.py (M
 	$(BUILD) $(or $(BACKEND_ARG),--this-machine) $(BUILD_ARGS)
 	$(if $(MODEL),MODEL="$(MODEL)") $(RUN) examples/demo.py
 
-test: build  ## build every variant this machine can, then run the tests but the slow ones
-	$(RUN) -m pytest $(XDIST) -m "not slow" $(PYTEST_ARGS)
+test: $(READY)  ## build what this machine can run, then run the tests of a few minutes
+	$(BUILD) $(or $(BACKEND_ARG),--this-machine) $(BUILD_ARGS)
+	LTX_KERNELS_THIS_MACHINE=1 $(RUN) -m pytest $(XDIST) -m "not slow and not every_family" $(PYTEST_ARGS); \
+	  $(call TOOK,variants for other machines (CUDA without a GPU) and further families of each engine path: \
+	  make test-variants; slow tests and other versions of torch: make check-all)
 
 ##@ Develop
 
@@ -82,6 +88,9 @@ endif
 
 build: $(READY)  ## build every variant this machine can into build/
 	$(BUILD) $(BACKEND_ARG) $(BUILD_ARGS)
+
+test-variants: build  ## build every variant this machine can, then run all tests but the slow ones
+	$(RUN) -m pytest $(XDIST) -m "not slow" $(PYTEST_ARGS)
 
 test-all: build  ## build, then run all tests
 	$(RUN) -m pytest $(XDIST) $(PYTEST_ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ use_own_build_by_default()
 def pytest_configure(config: pytest.Config) -> None:
     for marker in (
         "kernels_ci: the fast subset, under 60 s in all",
-        "slow: minutes, or tens of gigabytes",
+        "slow: minutes, tens of gigabytes, or one more model of the same path through the engine",
+        "every_path: one more path through the engine, of a kind that `make test` runs once (helpers/engine_paths.py)",
         "host: takes the device, but its subject is code that runs on the host, the same for every device",
         "sanitize: every op, dtype and geometry in small, for compute-sanitizer",
     ):
@@ -48,6 +50,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     of_device = {item for item in of_device if item.get_closest_marker("host") is None}
     config.hook.pytest_deselected(items=[item for item in items if item not in of_device])
     items[:] = [item for item in items if item in of_device]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_take_interrupts() -> Iterator[None]:
+    """Under nohup and in the background of a script SIGINT is ignored, and programs inherit that, but no handler."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="module")

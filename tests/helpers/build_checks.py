@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,9 @@ from tools import release as release  # noqa: E402
 
 # Where the variants are that are looked at: those of Nix, gathered from other machines, or this machine's own.
 VARIANTS = Path(os.environ.get("LTX_KERNELS_VARIANTS") or ROOT / "build").resolve()
+# Set by `make test`, which builds what this machine can run: another variant may be missing, older than the sources, or
+# without the code of some GPUs. Its tests are skipped then.
+THIS_MACHINE = bool(os.environ.get("LTX_KERNELS_THIS_MACHINE"))
 
 
 def built_variants(backend: str) -> list[Path]:
@@ -29,11 +33,31 @@ def built_variants(backend: str) -> list[Path]:
     return sorted(VARIANTS.glob(f"torch-stable-abi211-{compute}-*-linux"))
 
 
+def cuda_version(variant: Path) -> tuple[int, int]:
+    match = re.search(r"-cu(\d+)(\d)-", variant.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+def skip_if_old(variant: Path) -> None:
+    if THIS_MACHINE and builder.is_stale(builder.load_project(), variant):
+        pytest.skip(f"NOT RUN: {variant.name} was made from other sources (make test-variants)")
+
+
 def built_variant(backend: str) -> Path:
-    """Directory of a built variant. CPU must be there; CUDA where it can be built, and always in CI."""
+    """Directory of a built variant. CPU must be there; CUDA where it can be built, and always in CI.
+
+    For `make test` it is enough that the variant is there that this machine runs.
+    """
     found = built_variants(backend)
     if found:
+        skip_if_old(found[-1])
+        archs = json.loads((found[-1] / "metadata.json").read_text())["backend"].get("archs")
+        if THIS_MACHINE and archs and archs != builder.load_project().capabilities(cuda_version(found[-1])):
+            pytest.skip(f"NOT RUN: {found[-1].name} has the code of {' '.join(archs)} alone (make test-variants)")
         return found[-1]
+    if THIS_MACHINE:
+        pytest.skip(f"NOT RUN: no {backend} variant in {VARIANTS} (make test-variants)")
     if VARIANTS != ROOT / "build":
         pytest.skip(f"NOT RUN: no {backend} variant in {VARIANTS}")
     if backend == "cuda" and not os.environ.get("CI") and builder.find_cuda() is None:

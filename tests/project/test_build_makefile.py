@@ -61,7 +61,9 @@ def test_the_demo_builds_what_this_machine_runs(spaced: Path):
     build = r"^\S*python\S* tools/build\.py (.*?) *$"
     assert re.findall(build, make(spaced, "-n", "demo"), re.M) == ["--this-machine"]
     assert re.findall(build, make(spaced, "-n", "demo", "BACKEND=cuda"), re.M) == ["--backend cuda"]
-    assert re.findall(build, make(spaced, "-n", "test"), re.M) == [""]
+    assert re.findall(build, make(spaced, "-n", "test"), re.M) == ["--this-machine"]
+    assert re.findall(build, make(spaced, "-n", "test", "BACKEND=cpu"), re.M) == ["--backend cpu"]
+    assert re.findall(build, make(spaced, "-n", "test-variants"), re.M) == [""]
 
 
 def test_lint_after_a_demo(tmp_path: Path):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +23,7 @@ from helpers import (
     assert_close_to_eager,
     assert_close_to_fp64,
     assert_same_bits,
+    build_checks,
     check,
     check_everywhere,
     check_out,
@@ -25,6 +33,7 @@ from helpers import (
     ulp,
     unchanged,
 )
+from helpers.files import TESTS
 from helpers.memory import GUARD
 from torch import Tensor
 
@@ -198,3 +207,60 @@ def test_faults_of_outputs(ltx: Any) -> None:
 
     with pytest.raises(AssertionError, match="wrote outside"):
         check_out(SimpleNamespace(rmsnorm=too_wide), case, "contiguous")
+
+
+PROGRAM = """
+import signal, subprocess, sys
+
+def test_program():
+    code = "import signal; exit(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+def test_this_process():
+    signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_programs_take_interrupts_where_they_are_ignored(tmp_path: Path) -> None:
+    """As under nohup: the programs that tests start can be interrupted, and the tests go on."""
+    (tmp_path / "test_it.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "test_it.py"]
+    process = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN),
+    )
+    assert process.returncode == 0 and "2 passed" in process.stdout, process.stdout + process.stderr
+
+
+def test_variants_that_a_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing variant is a failure, but one that `make test` does not build is a skip with its reason."""
+    monkeypatch.setattr(build_checks, "ROOT", tmp_path)
+    monkeypatch.setattr(build_checks, "VARIANTS", tmp_path / "build")
+    monkeypatch.setattr(build_checks, "THIS_MACHINE", False)
+    monkeypatch.setenv("CI", "true")
+    for backend in ("cpu", "cuda"):
+        with pytest.raises(pytest.fail.Exception, match=f"^no {backend} variant"):
+            build_checks.built_variant(backend)
+    monkeypatch.setattr(build_checks, "THIS_MACHINE", True)
+    with pytest.raises(pytest.skip.Exception, match=r"^NOT RUN: no cuda variant in .* \(make test-variants\)"):
+        build_checks.built_variant("cuda")
+    variant = tmp_path / "build" / "torch-stable-abi211-cu130-x86_64-linux"
+    variant.mkdir(parents=True)
+    every = build_checks.builder.load_project().capabilities((13, 0))
+    for archs, told in ((["9.0"], r"^NOT RUN: .* has the code of 9\.0 alone"), (every, None)):
+        (variant / "metadata.json").write_text(json.dumps({"backend": {"type": "cuda", "archs": archs}}))
+        if told is None:
+            assert build_checks.built_variant("cuda") == variant
+            continue
+        with pytest.raises(pytest.skip.Exception, match=told):
+            build_checks.built_variant("cuda")
+    monkeypatch.setattr(build_checks.builder, "is_stale", lambda *_: True)
+    with pytest.raises(pytest.skip.Exception, match=r"^NOT RUN: .* was made from other sources"):
+        build_checks.built_variant("cuda")
+    monkeypatch.setattr(build_checks, "THIS_MACHINE", False)
+    assert build_checks.built_variant("cuda") == variant
