@@ -42,7 +42,10 @@ SYSTEMS = tuple(RUNNERS)
 CUDA_VERSIONS = ((12, 6), (13, 0), (13, 2))
 PLACEHOLDER = "org/ltx-kernels"
 # Files that tell the world where the package lives. Docs and tests use the placeholder as an example.
-NAMES_ITS_HOME = ("build.toml", "pyproject.toml", "CITATION.cff", "SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml")
+NAMES_ITS_HOME = (
+    "build.toml", "pyproject.toml", "engines/pyproject.toml", "CITATION.cff", "SECURITY.md",
+    ".github/ISSUE_TEMPLATE/config.yml",
+)  # fmt: skip
 TABLE_MARKS = ("<!-- variants -->", "<!-- /variants -->")
 
 

@@ -432,8 +432,8 @@ def test_helps_tell_the_default():
 
 # ---- Shell
 
-# Programs that need a network or another machine, beside `make` and this repository's scripts.
-ELSEWHERE = {"pip", "nix", "hf", "kernels", "ncu", "nsys"}
+# Programs that need a network, a GPU or another machine, beside `make` and this repository's scripts.
+ELSEWHERE = {"pip", "nix", "hf", "kernels", "ncu", "nsys", "sglang", "vllm"}
 SHELL = {"cp", "export", "mkdir"}
 
 
