@@ -729,17 +729,17 @@ def test_rows_of_a_stream_have_a_product_for_each_sample(
     family, home = FAMILIES["sd3-35large"], ltx.integrations.linear.linears
     model, inputs = make(family, device), cast(family.inputs(3), device, torch.float32)
     stock = run(model, inputs)
-    apart, write = [], home._write_products
+    apart, write = [], home.write_products
 
     def watched(input: Tensor, *arguments: Any, **options: Any) -> None:
         if not input.is_contiguous():
             apart.append(tuple(input.shape[:2]))
         write(input, *arguments, **options)
 
-    monkeypatch.setattr(home, "_write_products", watched)
+    monkeypatch.setattr(home, "write_products", watched)
     ltx.optimize(model, rounding=rounding)
     assert distance(run(model, inputs), stock) < CLOSE and not apart  # too few rows
-    monkeypatch.setattr(home, "ROWS_OF_A_SAMPLE", 1)
+    monkeypatch.setattr(ltx.integrations.linear.products, "ROWS_OF_A_SAMPLE", 1)
     assert distance(run(model, inputs), stock) < CLOSE
     # Output layers of three blocks. The last block has none for the text.
     assert apart == ([] if rounding == "eager" else [(3, 16), (3, 5), (3, 16), (3, 5), (3, 16)])

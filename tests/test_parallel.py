@@ -343,7 +343,7 @@ def _in_float32(case: Case) -> torch.Tensor:
 def _run(case: Case, ltx: ModuleType, rank: int, world: int) -> str:
     """What went wrong in one case; empty if nothing did."""
     home = f"{ltx.__name__}.integrations"
-    names = "attention.choice", "parallel.context", "parallel.peer_memory"
+    names = "attention.choice", "parallel.attention", "parallel.peer_memory"
     dispatch, parallel, peers = (sys.modules[f"{home}.{name}"] for name in names)
     family = families()[case.family]
     model: Any = random_(family.make()).to(case.dtype)

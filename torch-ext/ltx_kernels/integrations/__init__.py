@@ -26,8 +26,8 @@ from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
 from .linear.fp8_files import File
-from .linear.linears import pack
 from .linear.lora import base_of
+from .linear.packing import pack
 from .parallel import context
 from .parallel.guidance import split_batch as split_batch
 from .registry import entry_for

@@ -16,8 +16,9 @@ from ..engine.kept import kept
 from ..engine.recording import others_take_functions, refuse
 from ..engine.sites import Site
 from ..engine.state import attention_is_replaced
-from ..linear.linears import may_overwrite
-from ..parallel import context as context_parallel
+from ..linear.products import may_overwrite
+from ..parallel import attention as rank_attention
+from ..parallel.ranks import context_of
 from .description import Attention, AttentionModule
 from .masks import PaddingMask
 
@@ -131,7 +132,7 @@ def attend(
     keys: Tensor | None,
     cross: bool,
     out: Tensor | None = None,
-    ahead: context_parallel.Ahead | None = None,
+    ahead: rank_attention.Ahead | None = None,
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
 
@@ -149,11 +150,11 @@ def attend(
         if not cross:
             _remark_native(site, "not this package's kernel")
         return _dispatched(site, module, query, key, value, scores_mask, None), False
-    context = context_parallel.context_of(parallel)
+    context = context_of(parallel)
     if context is None or (mask is not None and keys is None) or _needs_gradient(query, key, value):
         if not cross:
             _remark_native(site, "several ranks")
-        context_parallel.check_dispatch(context, mask)
+        rank_attention.check_dispatch(context, mask)
         return _dispatched(site, module, query, key, value, scores_mask, parallel), False
 
     # Ranks may hold different numbers of keys, and have to decide alike.
@@ -171,7 +172,7 @@ def attend(
         output = _dispatched(site, module, query, key, value, scores_mask, None)
         return output if out is None else out.copy_(output)
 
-    output = context_parallel.attend(
+    output = rank_attention.attend(
         context,
         query,
         key,
@@ -189,12 +190,12 @@ def attend(
 
 def values_ahead(
     spec: Attention, module: AttentionModule, value: Tensor, mask: Tensor | None, keys: Tensor | None
-) -> context_parallel.Ahead | None:
+) -> rank_attention.Ahead | None:
     """The values of a self-attention, sent ahead of query and key, or None where they travel together."""
     parallel = parallel_config(spec, module, False)
     if parallel is None or (mask is not None and keys is None):
         return None
-    return context_parallel.send_ahead(context_parallel.context_of(parallel), value)
+    return rank_attention.send_ahead(context_of(parallel), value)
 
 
 # From so many tokens on int8 scores are faster than the model's dtype; fewer have not been timed (h200-attention.json).

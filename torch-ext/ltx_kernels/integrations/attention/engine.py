@@ -27,8 +27,11 @@ from ..engine.rotary_tables import Tables, with_identity_rows
 from ..engine.sites import Entry, Site, site_of, stock_forward
 from ..engine.state import recall
 from ..linear.fp8 import in_fp8
-from ..linear.linears import Input, Linears, dequantised, joined, unpack
-from ..parallel import context as context_parallel
+from ..linear.linears import Linears, joined
+from ..linear.packing import unpack
+from ..linear.products import Input, dequantised
+from ..parallel import attention as rank_attention
+from ..parallel.ranks import context_of
 from .choice import attend, in_one_op, parallel_config, values_ahead, without_padding
 from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, FUSED, INPUTS, ROUND_ONCE, SHARED, Attention, AttentionModule
 from .layers import AttentionLayers, layers_of, settings_of, why_not_module
@@ -131,7 +134,7 @@ def _forward(
         parallel = parallel_config(spec, cast(AttentionModule, module), context is not None)
         if parallel is not None:
             masks = (mask, options.get("encoder_hidden_states_mask"))
-            context_parallel.check_dispatch(context_parallel.context_of(parallel), *masks)
+            rank_attention.check_dispatch(context_of(parallel), *masks)
         tensor = dequantised(input) if isinstance(input, tuple) else input
         tables = (rope, None) if key_rope is None else rope
         named = {

@@ -15,7 +15,8 @@ from ..engine.guards import children, class_of, hooked, is_idle, why_not_norm_we
 from ..engine.sites import Site, site_of
 from ..engine.state import remember
 from ..linear.fp8 import in_fp8
-from ..linear.linears import Linears, may_overwrite
+from ..linear.linears import Linears
+from ..linear.products import may_overwrite
 from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, Attention, AttentionModule, in_features
 
 

@@ -20,7 +20,8 @@ from ..engine.guards import ATTRIBUTE, class_of, hooked, is_idle
 from ..engine.recording import as_one
 from ..engine.state import remember
 from ..linear.fp8 import in_fp8
-from ..linear.linears import Input, Linears, like_of, linear_gelu_of
+from ..linear.linears import Linears, linear_gelu_of
+from ..linear.products import Input, like_of
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"

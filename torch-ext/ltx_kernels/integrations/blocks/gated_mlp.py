@@ -14,7 +14,9 @@ from ..engine.guards import ATTRIBUTE, class_of, hooked, is_idle, submodule, why
 from ..engine.sites import Entry, site_of, stock_forward
 from ..engine.state import recall, remember
 from ..linear.fp8 import Rows, in_fp8
-from ..linear.linears import Input, Linears, as_tensor, like_of, may_overwrite, unpack
+from ..linear.linears import Linears
+from ..linear.packing import unpack
+from ..linear.products import Input, as_tensor, like_of, may_overwrite
 
 # What activation modules compute, by the name of their class. Those of FLUX.2 and FLUX.3 also
 # multiply by the linear part.

@@ -45,7 +45,8 @@ from ..engine.norm_forms import RMSNORM as RMSNORM
 from ..engine.norm_forms import TORCH_LAYERNORM as TORCH_LAYERNORM
 from ..engine.norm_forms import TORCH_RMSNORM as TORCH_RMSNORM
 from ..engine.recording import as_one
-from ..linear.linears import Input, Linears
+from ..linear.linears import Linears
+from ..linear.products import Input
 
 
 class Mod(NamedTuple):

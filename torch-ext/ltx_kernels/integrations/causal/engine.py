@@ -30,7 +30,9 @@ from ..engine.rotary_tables import Tables
 from ..engine.sites import Entry, Site, site_of, stock_forward
 from ..engine.state import remember
 from ..linear.fp8 import in_fp8
-from ..linear.linears import Input, Linears, as_tensor, like_of, may_overwrite, unpack
+from ..linear.linears import Linears
+from ..linear.packing import unpack
+from ..linear.products import Input, as_tensor, like_of, may_overwrite
 from . import flash, own_kernel, padded_token, window
 from .kv_cache import empty_layer, fill, heads_first, is_filled, is_large
 

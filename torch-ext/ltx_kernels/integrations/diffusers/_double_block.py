@@ -16,7 +16,8 @@ from ..attention.engine import readers
 from ..blocks.feed_forward import feed_forward, ff_input
 from ..blocks.stream import Stream
 from ..engine.guards import children
-from ..linear.linears import Input, Linears
+from ..linear.linears import Linears
+from ..linear.products import Input
 
 # Names of a stream's first norm, second norm and feed-forward, in most families.
 IMAGE = ("norm1", "norm2", "ff")

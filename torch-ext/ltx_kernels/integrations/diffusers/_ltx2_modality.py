@@ -11,7 +11,7 @@ from ..attention.engine import readers
 from ..blocks.feed_forward import feed_forward, ff_input
 from ..blocks.stream import Stream, modulation
 from ..engine.guards import children
-from ..linear.linears import Input
+from ..linear.products import Input
 from ._ltx2_attention import CROSS, SELF
 
 

@@ -17,7 +17,7 @@ from ..blocks.feed_forward import feed_forward, ff_input
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation_by
 from ..engine.guards import children
 from ..engine.rotary_tables import Tables, halves
-from ..linear.linears import concatenated
+from ..linear.products import concatenated
 
 MODELS = "diffusers.models.transformers."
 NORM_ZERO = "diffusers.models.normalization.CogVideoXLayerNormZero"

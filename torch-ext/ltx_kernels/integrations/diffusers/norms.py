@@ -13,7 +13,8 @@ from ..blocks.feed_forward import GELU, SWIGLU, why_not_swiglu
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM
 from ..engine.guards import NormModule, children, why_not_input, why_not_norm_call
 from ..engine.sites import Entry, site_of, stock_forward
-from ..linear.linears import Linears, linear_gelu_of, may_overwrite
+from ..linear.linears import Linears, linear_gelu_of
+from ..linear.products import may_overwrite
 
 
 def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:

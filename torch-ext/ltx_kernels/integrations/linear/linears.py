@@ -1,19 +1,18 @@
-"""Linear layers of a model: several that read one input as one product, in their own precision or in fp8."""
+"""Linear layers that read one input: one product or several, in their own precision or in fp8, with LoRA adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Union, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._checks import requires_grad
-from ..._linear import adjacent, linear_gelu, linear_gelu_op, make_adjacent, packed_linear_op, stacked
-from ..._ops import add_op_namespace_prefix
+from ..._linear import adjacent, linear_gelu, linear_gelu_op, packed_linear_op
 from ...quant import multiply, quantize_rows
-from ..engine.guards import hooked, is_ordinary, plain_linear
+from ..engine.guards import hooked, plain_linear
 from ..engine.recording import refuse
 from ..engine.sites import Site, site_of
 from ..engine.state import recall, remember
@@ -22,7 +21,6 @@ from .lora import (
     LowRank,
     adapters_of,
     adapters_state,
-    add_up,
     base_of,
     fit_in_place,
     is_lora,
@@ -31,11 +29,8 @@ from .lora import (
     widened,
     widening_pays,
 )
-
-PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
-ROWS_OF_A_SAMPLE = 1024  # least rows for a product of one sample; a product of fewer leaves a large GPU partly idle
-
-Input = Union[Tensor, Rows]
+from .packing import packed_scaled_linear_op
+from .products import Input, Layers, dequantised, lie_apart, may_overwrite, product_with_adapters, write_products
 
 
 class _Stack(NamedTuple):
@@ -213,15 +208,19 @@ class Linears:
         ranks = low_ranks(rows, adapters)
         stacked = self.stacked() if self._packed else None
         if stacked is not None:
-            layers = _Layers(
+            layers = Layers(
                 stacked[0], stacked[1] if self.scaled else None, stacked[-1] if self._given_biases() else None
             )
-            whole = _sum(rows, quantised, layers, self.sizes, adapters, ranks).view(*leading, sum(self.sizes))
+            whole = product_with_adapters(rows, quantised, layers, self.sizes, adapters, ranks).view(
+                *leading, sum(self.sizes)
+            )
             return whole, whole.split_with_sizes(self.sizes, -1)
         outputs = []
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases)):
-            layers = _Layers(weight, self.scales[i] if self.scaled else None, bias)
-            output = _sum(rows, quantised, layers, [len(weight)], adapters[i : i + 1], ranks[i : i + 1])
+            layers = Layers(weight, self.scales[i] if self.scaled else None, bias)
+            output = product_with_adapters(
+                rows, quantised, layers, [len(weight)], adapters[i : i + 1], ranks[i : i + 1]
+            )
             outputs.append(output.view(*leading, len(weight)))
         return None, tuple(outputs)
 
@@ -263,7 +262,7 @@ class Linears:
         stacked: The tensors of that method.
         """
         if not self.scaled:
-            _write_products(cast(Tensor, input), *stacked, output=output)
+            write_products(cast(Tensor, input), *stacked, output=output)
             return
         weight, weight_scales, *bias = stacked
         values, scales = self._rows(input)
@@ -279,10 +278,10 @@ class Linears:
         return self._together(input).split_with_sizes(self.sizes, -1) if self._packed else self._apart(input)
 
     def _one(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is None or not _lie_apart(input) or self.site.rounding != "fp32" or not may_overwrite():
+        if bias is None or not lie_apart(input) or self.site.rounding != "fp32" or not may_overwrite():
             return F.linear(input, weight, bias)
         output = input.new_empty(*input.shape[:-1], len(weight))
-        _write_products(input, weight, bias, output=output)
+        write_products(input, weight, bias, output=output)
         return output
 
     def add_to(self, total: Tensor, input: Input) -> Tensor:
@@ -326,80 +325,6 @@ class Linears:
         return rows
 
 
-class _Layers(NamedTuple):
-    """Layers side by side, or one by itself."""
-
-    weight: Tensor  # [N, K]
-    scales: Tensor | None  # [N] in fp8
-    bias: Tensor | None
-
-
-def _sum(
-    rows: Tensor,
-    quantised: Rows | None,
-    layers: _Layers,
-    sizes: Sequence[int],
-    adapters: Sequence[Sequence[LowRank]],
-    ranks: Sequence[Sequence[Tensor]],
-) -> Tensor:
-    """The outputs [M, N] of linear layers with what their adapters add.
-
-    A product with an addend reads it as it writes its result, so the last product costs no further pass. Adding the
-    adapters after the layers' large product would read and write all outputs again. So the adapters' products come
-    first, with a bias, where every layer has adapters, and the layers' product is added to them.
-
-    rows, quantised: The input [M, K], and the same quantised for layers in fp8.
-    sizes, adapters, ranks: Of each layer, its width, active adapters, and what `low_ranks` returns.
-    """
-    weight, scales, bias = layers
-    if scales is None and all(adapters) and widening_pays(rows, weight, adapters, 1):
-        return F.linear(*widened(rows, weight, adapters, ranks), bias)
-    first = all(adapters) and (scales is not None or bias is None or len(adapters) == 1)
-
-    def product(total: Tensor | None) -> Tensor:
-        if scales is not None and quantised is not None:
-            return multiply(*quantised, weight, scales, bias, addend=total, out=total)
-        return F.linear(rows, weight, bias) if total is None else total.addmm_(rows, weight.t())
-
-    beta, done = 1, 0
-    if not first:
-        total = product(None)
-    elif scales is None and bias is not None:
-        _, up, _, scale = adapters[0][0]
-        total, done = torch.addmm(bias, ranks[0][0], up.t(), alpha=scale), 1
-    else:
-        total, beta = rows.new_empty(len(rows), len(weight)), 0
-    for output, low, added in zip(total.split_with_sizes(sizes, -1), ranks, adapters):
-        add_up(output, low[done:], added[done:], beta)
-    return product(total) if first else total
-
-
-def _lie_apart(input: Tensor) -> bool:
-    """Whether an input [B, S, K] cannot be viewed as a matrix [B * S, K], and has enough rows for a product per sample.
-
-    The rows of one of two streams in a joint tensor are an example. F.linear computes such a product without the bias,
-    and adds the bias in a second pass, which rounds once more.
-    """
-    if input.dim() != 3 or input.is_contiguous():
-        return False
-    samples, rows, _ = input.shape
-    return samples > 1 and rows >= ROWS_OF_A_SAMPLE and input.stride(0) != rows * input.stride(1)
-
-
-def _write_products(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, output: Tensor) -> None:
-    """Writes F.linear of an input [B, S, K] into rows [B, S, N] of a tensor, by a product for each sample."""
-    for i in range(len(output)):
-        if bias is None:
-            torch.mm(input[i], weight.t(), out=output[i])
-        else:
-            torch.addmm(bias, input[i], weight.t(), out=output[i])
-
-
-def may_overwrite() -> bool:
-    """Whether fresh tensors may be overwritten: torch.compile and autograd want new ones."""
-    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-
-
 def linears_of(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
     """Linear layers among a block's own children that read one input; the block's guards have just been asked."""
     key = "linears", *names, input.dtype, input.device
@@ -430,31 +355,6 @@ def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor 
     return function(*operands, bias)
 
 
-def like_of(input: Input) -> Tensor:
-    """A tensor of the dtype and device of an input, which may be rows in fp8."""
-    return input[1].new_empty(0, dtype=torch.bfloat16) if isinstance(input, tuple) else input
-
-
-def as_tensor(input: Input) -> Tensor:
-    """The input itself, or the tensor that rows of fp8 stand for."""
-    return dequantised(input) if isinstance(input, tuple) else input
-
-
-def dequantised(rows: Rows) -> Tensor:
-    """The tensor that quantised rows stand for."""
-    values, scales = rows
-    return (values.float() * scales).to(torch.bfloat16)
-
-
-def concatenated(first: Input, second: Input) -> Input:
-    """The rows [B, S + T, K] of two streams [B, S, K] and [B, T, K], quantised where both are."""
-    if isinstance(first, tuple) and isinstance(second, tuple):
-        values, scales = (torch.cat(parts, 1) for parts in zip(first, second))
-        return values, scales
-    parts = [dequantised(rows) if isinstance(rows, tuple) else rows for rows in (first, second)]
-    return torch.cat(parts, 1)
-
-
 def joined(
     first: Linears, input: Input, rows: slice, second: Linears, context: Tensor, rows2: slice, length: int
 ) -> Tensor:
@@ -471,84 +371,3 @@ def joined(
         return output
     parts = first.together(input), second.together(context)
     return torch.cat(parts if rows.start == 0 else parts[::-1], 1)
-
-
-def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
-    """Moves the weights of each group of linear layers below a module into one storage; returns why not, or ""."""
-    for names in groups:
-        linears = [cast(nn.Linear, base_of(module.get_submodule(name))) for name in names]
-        described = f"{', '.join(names[:-1])} or {names[-1]}"
-        if not all(type(linear) is nn.Linear and not hooked(linear) for linear in linears):
-            return f"{described} is no plain nn.Linear"
-        # fp8 weights are adjacent as they are made.
-        weights = [cast(nn.Parameter, linear.weight) for linear in linears if not in_fp8(linear)]
-        parameters = [*weights, *(linear.bias for linear in linears if linear.bias is not None)]
-        for p in parameters:
-            first = parameters[0]
-            if not is_ordinary(p) or p.is_inference() or (p.device, p.dtype) != (first.device, first.dtype):
-                return f"{described} has other than ordinary parameters of one device and dtype"
-            if p.device.type not in ("cuda", "cpu"):
-                return f"{described} is on {p.device}"
-        storages = [p.untyped_storage().nbytes() > p.nbytes for p in parameters]
-        if any(storages) and not adjacent(weights or parameters):
-            return f"{described} has parameters in a storage of somebody else's"
-        module.__dict__[PACKED] = True
-        if weights:
-            make_adjacent(weights)
-        if all(linear.bias is not None for linear in linears):
-            make_adjacent([linear.bias for linear in linears])
-    return ""
-
-
-def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Gives weights that `pack` has moved into one storage a storage each; they stay the parameters they are."""
-    if not module.__dict__.get(PACKED, False):
-        return
-    for names in groups:
-        found = (base_of(linear) for linear in map(module._modules.get, names) if linear is not None)
-        linears = [linear for linear in found if type(linear) is nn.Linear]
-        shared: dict[int, list[Tensor]] = {}
-        for parameter in (p for linear in linears for p in (None if in_fp8(linear) else linear.weight, linear.bias)):
-            if parameter is not None and is_ordinary(parameter) and parameter.device.type in ("cuda", "cpu"):
-                shared.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-        for parameters in shared.values():
-            # `pack` made no storage that holds more than these parameters.
-            if len(parameters) > 1 and parameters[0].untyped_storage().nbytes() == sum(p.nbytes for p in parameters):
-                # All are copied before one is changed: memory may run out.
-                for parameter, data in zip(parameters, [parameter.data.clone() for parameter in parameters]):
-                    parameter.data = data
-    module.__dict__.pop(PACKED)
-
-
-def packed_scaled_linear(
-    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor | None:
-    """``scaled_linear`` of several layers with one input, outputs side by side; None if their weights lie apart."""
-    if adjacent(weights) and adjacent(weight_scales) and (not biases or adjacent(biases)):
-        return multiply(values, scales, stacked(weights), stacked(weight_scales), stacked(biases) if biases else None)
-    return None
-
-
-@torch.library.custom_op(
-    add_op_namespace_prefix("packed_scaled_linear"),
-    mutates_args=(),
-    schema="(Tensor values, Tensor scales, Tensor[] weights, Tensor[] weight_scales, Tensor[] biases) -> Tensor",
-)
-def packed_scaled_linear_op(
-    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    packed = packed_scaled_linear(values, scales, weights, weight_scales, biases)
-    if packed is not None:
-        return packed
-    outputs = [
-        multiply(values, scales, weight, weight_scales[i], biases[i] if biases else None)
-        for i, weight in enumerate(weights)
-    ]
-    return torch.cat(outputs, -1)
-
-
-@packed_scaled_linear_op.register_fake
-def _(
-    values: Tensor, scales: Tensor, weights: Sequence[Tensor], weight_scales: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    return values.new_empty(*values.shape[:-1], sum(w.shape[0] for w in weights), dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..engine.guards import class_of
-from .context import all_gather
+from .ranks import all_gather
 
 ATTRIBUTE = "_ltx_kernels_batch"
 
