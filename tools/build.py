@@ -251,10 +251,41 @@ def _torch_path() -> Path | None:
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.origin is not None:
             candidates.append(Path(spec.origin).parent)
-        # pip's isolated builds run this interpreter with its site-packages removed from sys.path.
-        bases = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
-        candidates += [Path(base) / "torch" for base in bases]
+        candidates += [directory / "torch" for directory in _site_directories()]
     return next((path for path in candidates if (path / "version.py").is_file()), None)
+
+
+def _site_directories() -> list[Path]:
+    """Where the environment that is installed into may have its packages, the likeliest first.
+
+    pip's isolated builds run its interpreter with these directories removed from sys.path. uv's run an environment of
+    their own, so that the user's is found through PATH, which it is in while it is active, or as `.venv`.
+    """
+    prefixes = [Path(sys.prefix)]
+    prefixes += [Path(entry).parent for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
+    here = Path(os.environ.get("PWD") or ".")
+    prefixes += [directory / ".venv" for directory in (here, *here.parents)]
+    found: list[Path] = []
+    for prefix in prefixes:
+        settings = prefix / "pyvenv.cfg"
+        if prefix != Path(sys.prefix) and not settings.is_file():
+            continue
+        bases = [str(prefix)]
+        if settings.is_file() and re.search(r"(?im)^include-system-site-packages\s*=\s*true", settings.read_text()):
+            bases.append(sys.base_prefix)
+        found += map(Path, site.getsitepackages(bases))
+    found += [Path(sysconfig.get_path("platlib")), Path(site.getusersitepackages())]
+    return [linked for directory in dict.fromkeys(found) for linked in (directory, *_linked(directory))]
+
+
+def _linked(directory: Path) -> list[Path]:
+    """The directories that the .pth files of one add to sys.path."""
+    lines = [
+        line.strip()
+        for file in sorted(directory.glob("*.pth"))
+        for line in file.read_text(errors="replace").splitlines()
+    ]
+    return [directory / line for line in lines if line and not line.startswith(("#", "import ", "import\t"))]
 
 
 def find_cuda() -> Cuda | None:
@@ -820,24 +851,45 @@ def build_variant(
 
 
 def build_for_pip(project: Project) -> Path:
-    """Build the one variant that serves the installed torch best; its directory.
+    """Build the one variant that this machine runs; its directory.
 
-    With CUDA, for the GPUs of this machine, or what LTX_KERNELS_ARCH names; without either for all of build.toml.
-    Its ops have an id of their own, so that it can be loaded beside the same sources' build/<variant>.
+    LTX_KERNELS_BACKEND chooses another, and LTX_KERNELS_ARCH names the architectures of a CUDA variant. Its ops have an
+    id of their own, so that it can be loaded beside the same sources' build/<variant>.
     """
     torch = find_torch(min(project.stable_abi.values()))
-    cuda = find_cuda() if torch.cuda is not None and "cuda" in project.backends else None
-    if cuda is not None and torch.cuda is not None and cuda.version[0] != parse_version(torch.cuda)[0]:
-        print(f"torch is for CUDA {torch.cuda}, nvcc is {cuda.version[0]}.{cuda.version[1]}: building for the CPU")
+    archs = _archs_for_pip(project, torch)
+    gencode_flags(archs or ())
+    print(f"Building for {torch.path}, torch {torch.version}.", flush=True)
+    if archs is None:
+        print("It is the CPU variant, which takes about a minute.", flush=True)
         cuda = None
+    else:
+        cuda = _cuda_of(torch, "set LTX_KERNELS_BACKEND=cpu for the CPU variant")
+        print(f"It is the CUDA variant for {', '.join(archs) or 'all architectures'}, which takes minutes.", flush=True)
     backend = "cpu" if cuda is None else "cuda"
-    asked = re.split(r"[,; ]+", os.environ.get("LTX_KERNELS_ARCH", "").strip())
-    archs = () if cuda is None else tuple(filter(None, asked)) or tuple(native_archs())
-    gencode_flags(archs)
-    options = Options(archs=archs, suffix="pip")
+    options = Options(archs=archs or (), suffix="pip")
     result = build_variant(project, backend, torch, cuda, project.root / "build" / "pip", options)
     assert result.path is not None
     return result.path
+
+
+def _archs_for_pip(project: Project, torch: Torch) -> tuple[str, ...] | None:
+    """The architectures to compile for, none for all of build.toml; None for the CPU variant."""
+    backend = os.environ.get("LTX_KERNELS_BACKEND", "")
+    asked = tuple(filter(None, re.split(r"[,; ]+", os.environ.get("LTX_KERNELS_ARCH", ""))))
+    if backend not in ("", *project.backends):
+        raise BuildError(f"LTX_KERNELS_BACKEND: expected {' or '.join(sorted(project.backends))}, got {backend}")
+    if backend == "cpu" and asked:
+        raise BuildError(f"LTX_KERNELS_ARCH: expected nothing beside LTX_KERNELS_BACKEND=cpu, got {' '.join(asked)}")
+    if torch.cuda is None and (asked or backend == "cuda"):
+        name = "LTX_KERNELS_ARCH" if asked else "LTX_KERNELS_BACKEND=cuda"
+        raise BuildError(
+            f"{name}: expected a torch for CUDA, got torch {torch.version}: install one first, or unset it"
+        )
+    if backend == "cpu" or "cuda" not in project.backends:
+        return None
+    archs = asked or (tuple(native_archs()) if torch.cuda is not None else ())
+    return archs if archs or backend == "cuda" else None
 
 
 def install_generated(project: Project, files: Sequence[Path]) -> None:
@@ -904,6 +956,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _cuda_of(torch: Torch, otherwise: str) -> Cuda:
+    """The toolkit that torch's CUDA version asks for.
+
+    otherwise: What else the user can do where it is missing.
+    """
+    cuda = find_cuda()
+    if cuda is None or torch.cuda is None or cuda.version[0] != parse_version(torch.cuda)[0]:
+        found = "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)" if cuda is None else f"an nvcc of CUDA {cuda.version[0]}"
+        raise BuildError(
+            f"this machine has a torch for CUDA {torch.cuda} and {found}: install that CUDA toolkit, or {otherwise}"
+        )
+    return cuda
+
+
 def choose_for_this_machine(project: Project, args: argparse.Namespace) -> None:
     """Set backend, architectures and output to what this machine's torch and GPUs can run."""
     if args.backend or args.arch or args.sanitize or args.static_libstdcxx:
@@ -914,15 +980,7 @@ def choose_for_this_machine(project: Project, args: argparse.Namespace) -> None:
     torch = find_torch(min(project.stable_abi.values()))
     archs = native_archs() if torch.cuda is not None else []
     if archs and not args.cuda_from_pypi:
-        cuda = find_cuda()
-        if cuda is None or torch.cuda is None or cuda.version[0] != parse_version(torch.cuda)[0]:
-            found = (
-                "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)" if cuda is None else f"an nvcc of CUDA {cuda.version[0]}"
-            )
-            raise BuildError(
-                f"this machine has a GPU, a torch for CUDA {torch.cuda} and {found}: "
-                "install that CUDA toolkit, or a compiler by --cuda-from-pypi"
-            )
+        _cuda_of(torch, "a compiler by --cuda-from-pypi")
     args.backend, args.arch = (["cuda"], archs) if archs else (["cpu"], [])
     args.output = args.output or project.root / "build"
     print(

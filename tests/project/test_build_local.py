@@ -431,19 +431,89 @@ def test_a_source_archive_holds_what_a_build_reads(tmp_path: Path):
 def test_pip_builds_for_the_gpus_of_this_machine(
     project: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Not for every architecture, which takes minutes; LTX_KERNELS_ARCH names others."""
     cuda = builder.find_cuda()
     assert cuda is not None
     monkeypatch.setenv("LTX_KERNELS_TORCH", str(stand_in_torch(tmp_path / "torch", f"{cuda.version[0]}.0")))
     tiny = builder.load_project(project)
-    for gpus, asked, held in (
-        ([], "", {("sm", 80), ("sm", 90), ("ptx", 90)}),
-        (["8.9"], "", {("sm", 89)}),
-        (["8.9"], "8.0; 9.0+PTX", {("sm", 80), ("sm", 90), ("ptx", 90)}),
-    ):
-        stand_in_gpus(machine, *gpus)
-        monkeypatch.setenv("LTX_KERNELS_ARCH", asked)
-        assert fatbin_archs(library_of(builder.build_for_pip(tiny)))[0] == held
+    stand_in_gpus(machine, "8.9")
+    assert fatbin_archs(library_of(builder.build_for_pip(tiny)))[0] == {("sm", 89)}
+    monkeypatch.setenv("LTX_KERNELS_ARCH", "8.0; 9.0+PTX")
+    assert fatbin_archs(library_of(builder.build_for_pip(tiny)))[0] == {("sm", 80), ("sm", 90), ("ptx", 90)}
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "gpus", "backend", "archs", "expected"),
+    [
+        (None, [], "", "", None),
+        ("13.0", [], "", "", None),  # a toolkit without a GPU: a laptop, a login node
+        ("13.0", ["8.9", "9.0"], "", "", ("8.9", "9.0")),
+        (None, ["9.0"], "", "", None),
+        ("13.0", ["9.0"], "cpu", "", None),
+        ("13.0", [], "cuda", "", ()),  # all architectures of build.toml
+        ("13.0", ["9.0"], "cuda", "", ("9.0",)),
+        ("13.0", [], "", "8.0, 9.0+PTX", ("8.0", "9.0+PTX")),
+        ("13.0", [], "rocm", "", "LTX_KERNELS_BACKEND: expected cpu or cuda, got rocm"),
+        ("13.0", [], "cpu", "9.0", "LTX_KERNELS_ARCH: expected nothing beside LTX_KERNELS_BACKEND=cpu, got 9.0"),
+        (None, [], "cuda", "", "LTX_KERNELS_BACKEND=cuda: expected a torch for CUDA, got torch"),
+        (None, [], "", "9.0", "LTX_KERNELS_ARCH: expected a torch for CUDA, got torch"),
+    ],
+)
+def test_which_variant_pip_builds(
+    project: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    torch_cuda: str | None, gpus: list[str], backend: str, archs: str, expected: object,
+):  # fmt: skip
+    """What this machine runs: the CPU variant where there is no GPU, unless the user asks for something else."""
+    monkeypatch.setenv("LTX_KERNELS_TORCH", str(stand_in_torch(tmp_path / "torch", torch_cuda)))
+    monkeypatch.setenv("LTX_KERNELS_BACKEND", backend)
+    monkeypatch.setenv("LTX_KERNELS_ARCH", archs)
+    stand_in_gpus(machine, *gpus)
+    tiny, found = builder.load_project(project), builder.find_torch((2, 11))
+    if isinstance(expected, str):
+        with pytest.raises(builder.BuildError, match=re.escape(expected)):
+            builder.build_for_pip(tiny)
+    else:
+        assert builder._archs_for_pip(tiny, found) == expected
+
+
+def test_pip_without_the_toolkit_of_torch(
+    project: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No CPU variant by surprise on a machine with a GPU."""
+    stand_in_gpus(machine, "9.0")
+    monkeypatch.setenv("LTX_KERNELS_TORCH", str(stand_in_torch(tmp_path / "torch", "11.8")))
+    with pytest.raises(builder.BuildError, match=r"for CUDA 11\.8 and .*: install .*, or set LTX_KERNELS_BACKEND=cpu"):
+        builder.build_for_pip(builder.load_project(project))
+
+
+@pytest.mark.parametrize("place", ["own", "pth", "system", "active", "folder"])
+def test_where_torch_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str):
+    """In an isolated build, whose interpreter does not import torch: pip's, or one of another environment, as uv's."""
+    user, elsewhere = tmp_path / "user", tmp_path / "elsewhere"
+    options = ["--system-site-packages"] if place == "system" else []
+    for directory in (user, elsewhere):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", *options, str(directory)], check=True)
+    (packages,) = (user / "lib").glob("python*/site-packages")
+    base = tmp_path / "base"
+    holder = {"pth": tmp_path / "linked", "system": base / packages.relative_to(user)}.get(place, packages)
+    stand_in = holder / "torch"
+    stand_in.parent.mkdir(parents=True, exist_ok=True)
+    stand_in_torch(stand_in, None)
+    if place == "pth":
+        (packages / "linked.pth").write_text(f"# a comment\nimport sys\n{holder}\n")
+    monkeypatch.delenv("LTX_KERNELS_TORCH", raising=False)
+    monkeypatch.setattr(builder.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "prefix", str(elsewhere if place in ("active", "folder") else user))
+    monkeypatch.setattr(sys, "base_prefix", str(base))
+    monkeypatch.setattr(builder.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    monkeypatch.setattr(builder.site, "getusersitepackages", lambda: str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", f"{user / 'bin'}:/usr/bin" if place == "active" else "/usr/bin")
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.setenv("PWD", str(project))
+    assert (builder._torch_path() == stand_in) == (place != "folder")
+    if place == "folder":
+        (tmp_path / ".venv").symlink_to(user)
+        assert builder._torch_path() == tmp_path / ".venv" / stand_in.relative_to(user)
 
 
 def test_editable_install_sees_edits(project: Path, tmp_path: Path):
