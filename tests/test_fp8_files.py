@@ -303,11 +303,13 @@ def test_a_file_that_cannot_be_read_to_its_end(
 @pytest.mark.host
 def test_options(ltx: ModuleType, device: str, tmp_path: Path) -> None:
     model = make_model(device, torch.bfloat16)
+    with ltx.optimize(model, precision="fp8") as report:
+        report.save_weights(tmp_path)
     for options, error, text in (
         ({"weights": tmp_path}, ValueError, 'skip, stock_weights and weights: expected precision "fp8"'),
-        ({"precision": "fp8", "weights": tmp_path, "skip": []}, ValueError, "weights: expected neither skip"),
-        ({"precision": "fp8", "weights": tmp_path, "stock_weights": "cpu"}, ValueError, "weights: expected neither"),
-        ({"precision": "fp8", "weights": 3}, TypeError, "weights: expected a folder, got 3"),
+        ({"precision": "fp8", "weights": tmp_path, "skip": []}, ValueError, "weights: expected no skip with it"),
+        ({"precision": "fp8", "weights": tmp_path, "stock_weights": "cpu"}, ValueError, "weights: expected no stock_w"),
+        ({"precision": "fp8", "weights": 3}, TypeError, "weights: expected a path, or a path for each component, got"),
     ):
         with pytest.raises(error, match=text):
             ltx.optimize(model, **options)

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Callable
 
 import torch
@@ -25,7 +24,7 @@ from .engine.sites import Entry, Selection, Site, install, short_name, uninstall
 from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
-from .linear.fp8_files import File
+from .linear.checkpoints import Weights, open_weights
 from .linear.lora import base_of
 from .linear.packing import pack
 from .parallel import context
@@ -52,7 +51,7 @@ def optimize(
     components: Sequence[str] | None = None,
     skip: Sequence[str] | None = None,
     stock_weights: str = "beside",
-    weights: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
     graphs: bool = False,
     strict: bool = False,
 ) -> Report:
@@ -95,9 +94,12 @@ def optimize(
             in the host's memory, until `restore`. The fp8 weights take their place in the parameters, so that an
             offload moves only these. "free": nowhere. There is no `restore` then, and the model's own
             ``save_pretrained`` fails.
-        weights: With "fp8", a folder that `Report.save_weights` wrote. All tensors of each component but an autoencoder
-            are read from it, and nothing is quantised. The model may be on "meta". `restore` has nothing to give back
-            then.
+        weights: With "fp8", weights to load that are in fp8 already: a folder that `Report.save_weights` wrote, or a
+            checkpoint in scaled fp8 as other programs write it (docs/checkpoints.md), as a safetensors file or the
+            index of its shards, in its authors' names or diffusers'. A pipeline takes a path for each component that is
+            no autoencoder: ``weights={"transformer": FILE}``. All tensors of these components are read from it, and
+            nothing is quantised. The model may be on "meta". `restore` has nothing to give back then. The file says
+            which layers are in fp8; with another program's, `skip` names layers to multiply by their scales instead.
         graphs: Replay calls of each component (of an autoencoder: of its encoder and its decoder), or of the module
             given, as CUDA graphs: the first call of an input signature runs ordinarily, the second is captured, later
             ones launch all kernels at once. Worth it where the host is the limit: short clips, few tokens, fp8. A call
@@ -126,7 +128,7 @@ def optimize(
         # An autoencoder has no layers in fp8 and no file, and is left out beside a transformer. By itself it is an
         # error.
         models = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
-        files = {} if weights is None else {name: File(root, Path(weights) / name) for name, root in models.items()}
+        files = {} if weights is None else open_weights(models, weights, skip)
         selection = _select(roots, level, rounding)
         groups = _select_fp8(selection, skip, files) if precision == "fp8" else []
         if strict and selection.left_alone:
@@ -136,6 +138,7 @@ def optimize(
             )
         for root in roots.values():
             context.check(root)
+        codes = "" if files else _codes_without_scales(selection)
         if graphs:
             _select_graphs(selection, roots)
         if stock_weights == fp8.BESIDE and any(map(fp8.is_offloaded, models.values())):
@@ -148,6 +151,9 @@ def optimize(
             f'stock with rounding "{rounding}": {count} {short_name(name)}'
             for name, count in selection.rounded_otherwise.items()
         ]
+        if codes:
+            report.notes.append(codes)
+            warnings.warn(f"ltx-kernels: {codes}", stacklevel=2)
         uninstall_all(replaceable.values())
         report._roots = [weakref.ref(root) for root in roots.values()]
         report._in_files = {name: weakref.ref(root) for name, root in models.items()}
@@ -159,6 +165,8 @@ def optimize(
             with contextlib.suppress(RuntimeError) if files else contextlib.nullcontext():  # what was read stays
                 uninstall_all(roots.values())
             raise
+        for component, file in files.items():
+            report.notes += _notes_of(selection, component, file, skip)
         if groups:
             report.notes.append(fp8.finish(models.values(), groups, stock_weights))
         replaced = {module for module, _ in selection.modules.values()}
@@ -175,7 +183,7 @@ def _install(
     rounding: str,
     attention: str,
     stock_weights: str,
-    files: Sequence[File],
+    files: Sequence[Weights],
     report: Report,
 ) -> None:
     """Puts everything in its place that can be taken out again."""
@@ -253,10 +261,11 @@ def _check_options(
             )
     elif skip is not None or stock_weights != fp8.BESIDE or weights is not None:
         raise ValueError(f'skip, stock_weights and weights: expected precision "fp8" with them, got {precision!r}')
-    if weights is not None and not isinstance(weights, (str, os.PathLike)):
-        raise TypeError(f"weights: expected a folder, got {weights!r}")
-    if weights is not None and (skip is not None or stock_weights != fp8.BESIDE):
-        raise ValueError("weights: expected neither skip nor stock_weights with it: the file says what is in fp8")
+    paths = weights.values() if isinstance(weights, Mapping) else [weights]
+    if weights is not None and not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        raise TypeError(f"weights: expected a path, or a path for each component, got {weights!r}")
+    if weights is not None and stock_weights != fp8.BESIDE:
+        raise ValueError("weights: expected no stock_weights with it: there are none beside the file's")
 
 
 def _check_names(argument: str, what: str, names: Sequence[str]) -> None:
@@ -311,6 +320,19 @@ def _roots(
     return {name: modules[name] for name in components}
 
 
+def _notes_of(selection: Selection, component: str, file: Weights, skip: Sequence[str] | None) -> list[str]:
+    """What the report says about a file of weights."""
+    start = f"{component}." if component else ""
+    names = {
+        n[len(start) :] for n, (_, entry) in selection.modules.items() if entry is fp8.LINEAR and n.startswith(start)
+    }
+    patterns = (
+        {pattern for _, entry in selection.modules.values() for pattern in entry.fp8_skip} if skip is None else ()
+    )
+    default = sum(any(fnmatch.fnmatchcase(start + name, pattern) for pattern in patterns) for name in names)
+    return file.notes(names, default)
+
+
 def _select(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Selection:
     selection = Selection()
     seen: set[nn.Module] = set()  # a pipeline may hold one model under two names
@@ -351,6 +373,18 @@ def _select(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Select
     return selection
 
 
+def _codes_without_scales(selection: Selection) -> str:
+    """What the report says of a model whose scales were lost on loading; asked of one layer of each block."""
+    for name, (block, entry) in selection.modules.items():
+        for path in next(iter(entry.fp8(block)), ())[:1]:
+            if fp8.holds_codes(base_of(block.get_submodule(path))):
+                return (
+                    f"{name}.{path}: its weights look like fp8 codes without their scales, so that results are wrong: "
+                    'load the file with optimize(..., precision="fp8", weights=FILE)'
+                )
+    return ""
+
+
 def _select_graphs(selection: Selection, roots: Mapping[str, nn.Module]) -> None:
     """Has calls of whole components replayed; of an autoencoder, whose own calls are several, its decoder's."""
     for component, root in roots.items():
@@ -362,10 +396,16 @@ def _select_graphs(selection: Selection, roots: Mapping[str, nn.Module]) -> None
             selection.modules[name] = module, with_graphs(module, entry)
 
 
-def _select_fp8(selection: Selection, skip: Sequence[str] | None, files: Mapping[str, File]) -> list[list[nn.Linear]]:
+def _select_fp8(
+    selection: Selection, skip: Sequence[str] | None, files: Mapping[str, Weights]
+) -> list[list[nn.Linear]]:
     """Adds the linear layers of known blocks to the selection; those that share an input, together."""
     groups = []
-    in_files = {".".join(filter(None, (component, name))) for component, file in files.items() for name in file.linears}
+    in_files, needed = set[str](), set[str]()
+    for component, file in files.items():
+        names = {".".join(filter(None, (component, name))) for name in file.linears}
+        in_files |= names
+        needed |= names if file.all_or_error else set()
     for block_name, (block, entry) in list(selection.modules.items()):
         patterns = entry.fp8_skip if skip is None else skip
         for paths in entry.fp8(block):
@@ -387,7 +427,7 @@ def _select_fp8(selection: Selection, skip: Sequence[str] | None, files: Mapping
                         f'precision: expected a GPU of compute capability 8.9 or newer for "fp8", got {obstacle}; '
                         "nothing was changed"
                     )
-                reason = "" if files else why_not(linear, fp8.LINEAR)
+                reason = fp8.why_not_shape(linear) if files else why_not(linear, fp8.LINEAR)
                 if reason:
                     selection.left_alone[name] = reason
                 else:
@@ -395,7 +435,7 @@ def _select_fp8(selection: Selection, skip: Sequence[str] | None, files: Mapping
                     group.append(linear)
             if group:
                 groups.append(group)
-    missing = sorted(in_files - selection.modules.keys())
+    missing = sorted(needed - selection.modules.keys())
     if missing:
         reason = selection.left_alone.get(missing[0], "it is in no block that is known here")
         raise ValueError(f"weights: {missing[0]} is in fp8 in the file and cannot be here: {reason}")

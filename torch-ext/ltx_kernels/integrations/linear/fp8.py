@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._checks import E4M3_MAX
 from ...quant import has_own_product, multiply, quantize_rows, quantize_weight
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward
@@ -41,9 +42,31 @@ def why_not_fp8(linear: nn.Linear) -> str:
     """Why the weight of a linear layer cannot be quantised; empty if it can."""
     if not is_ordinary(linear.weight) or linear.weight.device.type == "meta":
         return f"its weight is no ordinary parameter ({type(linear.weight).__name__} on {linear.weight.device})"
+    return why_not_shape(linear)
+
+
+def why_not_shape(linear: nn.Linear) -> str:
+    """Why a layer has no products in fp8, whatever its weight is; empty if it has."""
     if linear.in_features % 16 or linear.out_features % 16:
         return f"fp8 GEMMs need multiples of 16, not {linear.in_features} x {linear.out_features}"
     return ""
+
+
+def holds_codes(linear: nn.Module) -> bool:
+    """Whether a weight looks like the values of a scaled fp8 checkpoint, which were loaded without their scales.
+
+    Then every element is a number of e4m3, and the largest is near the end of its range: at 448, or above half of it
+    where scales are powers of two. No weight that was trained or made at random is so.
+    """
+    weight = linear._parameters.get("weight")
+    if weight is None or not is_ordinary(weight) or not weight.is_floating_point() or not weight.numel():
+        return False
+    if weight.device.type == "meta" or is_replaced(linear):
+        return False
+    with torch.no_grad():
+        floats = weight if weight.dtype.itemsize > 1 else weight.bfloat16()
+        largest = max(map(abs, map(float, torch.aminmax(floats))))
+        return E4M3_MAX / 2 <= largest <= E4M3_MAX and bool((floats.to(torch.float8_e4m3fn).to(floats) == floats).all())
 
 
 def quantised_weight(linear: nn.Linear) -> Rows:

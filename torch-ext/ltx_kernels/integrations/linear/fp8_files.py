@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,36 +19,33 @@ from torch import Tensor, nn
 
 from ..engine.guards import class_of
 from .fp8 import SCALES, held_dtypes, in_fp8, put_loaded_weights, quantised_weight
+from .tensor_files import open_file, safetensors
 
 FILE = "ltx_kernels_fp8.safetensors"
 FORMAT = "ltx-kernels fp8, version 1"
 
 
-def _safetensors(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            "weights in fp8 on disk: expected the package safetensors, which is not installed: pip install safetensors"
-        ) from error
-
-
 class Slot(NamedTuple):
-    """A tensor that a model's state_dict holds, and everywhere that the model keeps it."""
+    """A tensor that a model's state_dict holds, all its names there, and everywhere that the model keeps it."""
 
-    name: str
+    names: list[str]
     tensor: Tensor
     places: list[tuple[dict[str, Any], str]]
 
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
-def _slots(root: nn.Module) -> list[Slot]:
+
+def slots_of(root: nn.Module) -> list[Slot]:
     found: dict[int, Slot] = {}
-    for path, module in root.named_modules():
+    for path, module in root.named_modules(remove_duplicate=False):
         for held, left_out in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
             for key, tensor in held.items():
                 if tensor is not None and key not in left_out:
-                    slot = Slot(f"{path}.{key}" if path else key, tensor, [])
-                    found.setdefault(id(tensor), slot).places.append((held, key))
+                    slot = found.setdefault(id(tensor), Slot([], tensor, []))
+                    slot.names.append(f"{path}.{key}" if path else key)
+                    slot.places.append((held, key))
     return list(found.values())
 
 
@@ -62,7 +58,7 @@ def _tensors(root: nn.Module) -> dict[str, Tensor]:
     linears = _linears(root)
     if not linears:
         raise RuntimeError(f'save_weights: expected a model with precision "fp8", got {class_of(root)} without')
-    tensors = {slot.name: slot.tensor.detach() for slot in _slots(root)}
+    tensors = {slot.name: slot.tensor.detach() for slot in slots_of(root)}
     for name, linear in linears.items():
         tensors[f"{name}.weight"], tensors[f"{name}.{SCALES}"] = quantised_weight(linear)
     for name, tensor in tensors.items():
@@ -79,7 +75,7 @@ def save(models: Mapping[str, nn.Module], folder: Path) -> None:
     Files that are there already are replaced when all new ones are written.
     """
     tensors = {component: _tensors(root) for component, root in models.items()}
-    library = _safetensors("safetensors.torch")
+    library = safetensors("safetensors.torch")
     for component in models:
         path = folder / component
         existing = next(path for path in (path, *path.parents) if path.exists())
@@ -102,6 +98,23 @@ def save(models: Mapping[str, nn.Module], folder: Path) -> None:
             os.replace(file, place)
 
 
+def check_buffers(root: nn.Module) -> None:
+    """ValueError where a buffer that no file holds has no data."""
+    saved = {id(slot.tensor) for slot in slots_of(root)}
+    for name, buffer in root.named_buffers():
+        if buffer.device.type == "meta" and id(buffer) not in saved:
+            raise ValueError(
+                f"weights: expected buffers that no file holds to have data, got {name} on meta: make the model "
+                "under accelerate.init_empty_weights()"
+            )
+
+
+def device_of(root: nn.Module) -> torch.device:
+    """Where a model is; of one on "meta", torch's default device."""
+    devices = (slot.tensor.device for slot in slots_of(root) if slot.tensor.device.type != "meta")
+    return next(devices, torch.get_default_device())
+
+
 class Expected(NamedTuple):
     """What a file has to hold for one name."""
 
@@ -114,13 +127,17 @@ def _text(shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> str:
 
 
 class File:
-    """The file of a model in fp8, which is known to fit the model."""
+    """The file of a model in fp8 that `save` wrote, which is known to fit the model.
 
-    def __init__(self, root: nn.Module, folder: Path) -> None:
-        self.root, self.path = root, folder / FILE
-        if not self.path.is_file():
-            raise FileNotFoundError(f"weights: expected a folder with {FILE} that save_weights wrote, got {folder}")
-        with self._open("cpu") as file:
+    Attributes:
+        linears: The names of the layers in fp8.
+    """
+
+    all_or_error = True  # each of `linears` has to be in fp8
+
+    def __init__(self, root: nn.Module, path: Path) -> None:
+        self.root, self.path = root, path
+        with open_file(self.path) as file:
             metadata = file.metadata() or {}
             written = metadata.get("ltx_kernels")
             if written != FORMAT:
@@ -132,18 +149,11 @@ class File:
             self.linears = {name[: -len(SCALES) - 1] for name in found if name.endswith(f".{SCALES}")}
             self._check(found)
 
-    def _open(self, device: str) -> Any:
-        library = _safetensors("safetensors")
-        try:
-            return library.safe_open(self.path, framework="pt", device=device)
-        except library.SafetensorError as error:
-            raise ValueError(f"weights: expected a safetensors file, got {self.path}: {error}") from error
-
     def _expected(self, found: dict[str, Tensor]) -> dict[str, Expected]:
         """What the model needs, by name. Scales or a weight in e4m3fn say that the file has a layer in fp8."""
         expected: dict[str, Expected] = {}
         held = held_dtypes(self.root)
-        for slot in _slots(self.root):
+        for slot in slots_of(self.root):
             shape, own = list(slot.tensor.shape), held.get(slot.name, slot.tensor.dtype)
             layer, _, key = slot.name.rpartition(".")
             in_file = found.get(slot.name)
@@ -166,13 +176,10 @@ class File:
                 needs = "nothing" if want is None else _text(*want)
                 has = "nothing" if got is None else _text(got.shape, (got.dtype,))
                 raise ValueError(f"weights: {name}: expected {needs}, got {has} in {self.path}")
-        saved = {id(slot.tensor) for slot in _slots(self.root)}
-        for name, buffer in self.root.named_buffers():
-            if buffer.device.type == "meta" and id(buffer) not in saved:
-                raise ValueError(
-                    f"weights: expected buffers that no file holds to have data, got {name} on meta: make the model "
-                    "under accelerate.init_empty_weights()"
-                )
+        check_buffers(self.root)
+
+    def notes(self, in_fp8: set[str], left_by_default: int) -> list[str]:
+        return []
 
     def read(self, groups: Sequence[Sequence[nn.Linear]]) -> list[Callable[[], None]]:
         """Reads all tensors, each once; those of layers that share an input one behind the other.
@@ -181,10 +188,9 @@ class File:
         tensors.
         """
         names = {id(module): name for name, module in self.root.named_modules()}
-        slots = _slots(self.root)
-        devices = [slot.tensor.device for slot in slots if slot.tensor.device.type != "meta"]
+        slots = slots_of(self.root)
         puts: list[Callable[[], None]] = []
-        with self._open(str(devices[0] if devices else torch.get_default_device())) as file:
+        with open_file(self.path, str(device_of(self.root))) as file:
             in_groups: set[str] = set()
             for linears in groups:
                 if id(linears[0]) not in names:
@@ -196,7 +202,7 @@ class File:
                 puts.append(functools.partial(put_loaded_weights, linears, values, scales))
             for slot in slots:
                 if slot.name not in in_groups:
-                    puts.append(functools.partial(_put, slot, _read(file, slot)))
+                    puts.append(functools.partial(put, slot, _read(file, slot)))
         return puts
 
 
@@ -208,7 +214,7 @@ def _read(file: Any, slot: Slot) -> Tensor:
     return read if slot.tensor.device.type == "meta" else read.to(slot.tensor.device)
 
 
-def _put(slot: Slot, new: Tensor) -> None:
+def put(slot: Slot, new: Tensor) -> None:
     """Gives a parameter or buffer new data: it stays the one that it is, unless it is on meta."""
     if slot.tensor.device.type != "meta":
         slot.tensor.data = new
