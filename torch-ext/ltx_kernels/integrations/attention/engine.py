@@ -20,7 +20,7 @@ from ...norm import rmsnorm
 from ...quant import gate_heads_quant, swiglu_quant
 from ...rope import apply_rotary, qk_norm_rope
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
-from ..engine.guards import ATTRIBUTE, hooked, why_not_input
+from ..engine.guards import hooked, why_not_input
 from ..engine.kept import kept
 from ..engine.recording import as_one
 from ..engine.rotary_tables import Tables, with_identity_rows
@@ -38,18 +38,15 @@ from .layers import AttentionLayers, layers_of, settings_of, why_not_module
 from .masks import PaddingMask
 
 
-def readers(spec: Attention, module: nn.Module, hidden_states: Tensor) -> Linears | None:
-    """The linear layers that read the first input of an attention, if they may be handed quantised rows instead."""
-    site = module.__dict__.get(ATTRIBUTE)
-    if site is None or hooked(module):
+def _readers(spec: Attention, described: Attention, module: nn.Module, input: Tensor) -> Linears | None:
+    """As `Entry.readers`: the block's description tells whether the context goes to other layers than the input."""
+    first = module._modules[spec.called(module, spec.projections[:1] if described.cross else spec.projections)[0]]
+    if first is None or not in_fp8(first) or hooked(module):
         return None
-    first = module._modules[spec.called(module, spec.projections[:1] if spec.cross else spec.projections)[0]]
-    if first is None or not in_fp8(first):
-        return None
-    layers = layers_of(site.entry.description, module, hidden_states)
+    layers = layers_of(spec, module, input)
     if layers.reason or (layers.gate is not None and not layers.gate.fp8) or (spec.shared and layers.added is None):
         return None
-    return layers.query if spec.cross else layers.all
+    return layers.query if described.cross else layers.all
 
 
 def entry_of(spec: Attention) -> Entry:
@@ -80,7 +77,7 @@ def entry_of(spec: Attention) -> Entry:
         together_with=spec.together_with,
         packs=spec.packs,
         release=lambda module: unpack(module, spec.packs(module)),
-        description=spec,
+        readers=functools.partial(_readers, spec),
     )
 
 
@@ -110,7 +107,7 @@ def _forward(
 ) -> Any:
     """Computes a call of a module, or runs its stock forward for a reason.
 
-    A block that asked `Attention.readers` may hand over quantised rows instead of a tensor.
+    A block that asked `Entry.readers` may hand over quantised rows instead of a tensor.
     """
     rope = options.pop(spec.rope, None)
     key_rope = options.pop(spec.key_rope, None)

@@ -9,13 +9,14 @@ from typing import Any, Callable, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..engine.guards import class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
+from ..engine.guards import ATTRIBUTE, class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
 from ..engine.norm_forms import FORMS, LAYER, RMS, statistic
 from ..engine.recording import Live
 from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
 from ..engine.state import remember
+from ..linear.linears import linears_of
 from ..replay.calls import replayed
-from .feed_forward import FEED_FORWARD
+from .feed_forward import FEED_FORWARD, readers
 
 
 class Part(Protocol):
@@ -114,7 +115,26 @@ class Block:
             plain=self.plain,
             asks=self.asks,
             guarded=True,
+            takes_rows=self.takes_rows,
         )
+
+    def takes_rows(self, module: nn.Module, names: str | tuple[str, ...], like: Tensor) -> bool:
+        """Whether all these children, which read one result, may be handed quantised rows of it instead of a tensor.
+
+        like: A tensor of the result's dtype and device.
+        """
+        return all(self._takes_rows(module, name, like) for name in ((names,) if isinstance(names, str) else names))
+
+    def _takes_rows(self, module: nn.Module, name: str, like: Tensor) -> bool:
+        child: Any = module._modules[name]
+        if name in self.attentions:
+            replaced = ATTRIBUTE in child.__dict__
+            linears = site_of(child).entry.readers(self.attentions[name], child, like) if replaced else None
+        elif name in self.feed_forwards:
+            linears = readers(child, like)
+        else:
+            linears = linears_of(module, (name,), like)
+        return linears is not None and linears.fp8
 
     def _ops(self) -> tuple[str, ...]:
         kinds = {FORMS[name].statistic for classes in self.norms.values() for name in classes if name in FORMS}

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..._linear import linear_cat
 from ...glu import gelu, swiglu
 from ...quant import gelu_quant, swiglu_quant
-from ..blocks.gated_mlp import GatedMLP
 from ..engine.guards import ATTRIBUTE, class_of, hooked, is_idle
 from ..engine.recording import as_one
 from ..engine.state import remember
@@ -70,14 +69,11 @@ def _known(ff: nn.Module, input: Tensor) -> _Layers | None:
     return None if hooked(ff) else remember(ff, (input.dtype, input.device), _layers, input)
 
 
-def ff_input(ff: nn.Module, hidden_states: Tensor) -> Linears | None:
-    """The linear layers that read the input of a feed-forward, if they may be handed quantised rows instead."""
-    site = ff.__dict__.get(ATTRIBUTE)
-    if site is not None and isinstance(site.entry.description, GatedMLP):
-        return site.entry.description.readers(ff, hidden_states)
+def readers(ff: nn.Module, input: Tensor) -> Linears | None:
+    """As `Entry.readers`."""
     if not any(map(in_fp8, _first(ff))):
         return None
-    layers = _known(ff, hidden_states)
+    layers = _known(ff, input)
     return None if layers is None else layers.up
 
 
@@ -89,7 +85,7 @@ def _first(ff: nn.Module) -> Iterable[nn.Module]:
 
 
 def feed_forward(ff: nn.Module, input: Input) -> Tensor:
-    """``ff(input)``, of a tensor or of the rows that `ff_input` allowed."""
+    """``ff(input)``, of a tensor, or of quantised rows where `readers` allowed them."""
     layers = _known(ff, like_of(input))
     if layers is None:
         return cast(Tensor, ff(input))

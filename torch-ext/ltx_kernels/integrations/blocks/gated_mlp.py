@@ -77,12 +77,12 @@ class GatedMLP(Projections):
             return []
         return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
 
-    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
-        """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
+    def readers(self, module: nn.Module, input: Tensor) -> Linears | None:
+        """As `Entry.readers`."""
         first = module._modules.get(self.projections[0])
-        if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
+        if first is None or not in_fp8(first) or hooked(module):
             return None
-        layers = _layers_of(self, module, hidden_states)
+        layers = _layers_of(self, module, input)
         return None if layers.reason else layers.up
 
     def adds(self, module: nn.Module) -> bool:
@@ -106,7 +106,7 @@ class GatedMLP(Projections):
             why_not=self._why_not_activation,
             packs=self.packs,
             release=lambda module: unpack(module, self.packs(module)),
-            description=self,
+            readers=GatedMLP.readers,
         )
 
     def _why_not_activation(self, module: nn.Module) -> str:

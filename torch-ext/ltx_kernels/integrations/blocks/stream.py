@@ -7,7 +7,7 @@ their quantising forms: where the linear layers that read a result hold fp8 weig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +38,17 @@ from ...quant import (
     norm_gated_residual_norm_quant,
     quantize_rows,
 )
-from ..engine.guards import ATTRIBUTE, NormModule, children
+from ..engine.guards import NormModule, children
 from ..engine.norm_forms import FP32_LAYERNORM as FP32_LAYERNORM
 from ..engine.norm_forms import LAYER, RMS, Form, form_of
 from ..engine.norm_forms import RMSNORM as RMSNORM
 from ..engine.norm_forms import TORCH_LAYERNORM as TORCH_LAYERNORM
 from ..engine.norm_forms import TORCH_RMSNORM as TORCH_RMSNORM
 from ..engine.recording import as_one
-from ..linear.linears import Linears
+from ..engine.sites import site_of
 from ..linear.products import Input
+
+Readers = Union[str, tuple[str, ...], None]  # names of a block's children
 
 
 class Mod(NamedTuple):
@@ -130,11 +132,11 @@ class Stream:
     """The residual stream of a block, [B, S, H].
 
     `add` only remembers a branch. The next `norm`, `rows` or `value` adds it, in the launch that it needs anyway.
-    ``into`` names the linear layers that read a result (`Linears`). Where they hold fp8 weights the result is quantised
-    rows, (values, scales), and otherwise a tensor; `Linears` takes both.
+    ``into`` names the children of the block that read a result. Where all of them hold fp8 weights, the result is
+    quantised rows, (values, scales), and otherwise a tensor. Attentions, feed-forwards and `Linears` support both.
     """
 
-    __slots__ = ("_branch", "_branch_norm", "_first", "_gate", "_index", "_value", "rounding")
+    __slots__ = ("_branch", "_branch_norm", "_first", "_gate", "_index", "_module", "_value", "rounding")
 
     def __init__(self, module: nn.Module, value: Tensor, index: Tensor | None = None) -> None:
         """Starts with the value [B, S, H] that a block is given.
@@ -143,8 +145,8 @@ class Stream:
         index: [B, S] or [S], the row of every modulation that a token takes; the modulations are then [B, rows, H].
             None: the modulations are as `Mod` says.
         """
-        self._index = index
-        self.rounding: str = module.__dict__[ATTRIBUTE].rounding
+        self._module, self._index = module, index
+        self.rounding: str = site_of(module).rounding
         self._first = self._value = value
         self._branch: Tensor | None = None
         self._branch_norm: nn.Module | None = None
@@ -199,9 +201,15 @@ class Stream:
                 self._value = gated_residual(branch, self._value, gate.value, **tables, rounding=self.rounding)
         return self._value
 
-    def rows(self, into: Linears | None = None) -> Input:
-        """The stream for the linear layers that read it."""
-        if into is None or not into.fp8:
+    def _quantises(self, into: Readers) -> bool:
+        """Whether the readers of a result want it quantised."""
+        if into is None:
+            return False
+        return site_of(self._module).entry.takes_rows(self._module, into, self._value)
+
+    def rows(self, into: Readers = None) -> Input:
+        """The stream for the layers that read it."""
+        if not self._quantises(into):
             return self.value()
         gate = self._gate
         if self._branch is None or gate is None or self._branch_norm is not None:
@@ -211,9 +219,7 @@ class Stream:
         values, scales, self._value = gated_residual_quant(branch, self._value, gate.value, **tables)
         return values, scales
 
-    def norm(
-        self, norm: nn.Module, shift: Mod | None = None, scale: Mod | None = None, into: Linears | None = None
-    ) -> Input:
+    def norm(self, norm: nn.Module, shift: Mod | None = None, scale: Mod | None = None, into: Readers = None) -> Input:
         """The stream normalised as a norm module does, times 1 + scale, plus shift.
 
         A norm of torch.nn.Identity gives the stream itself. A shift needs a scale beside it.
@@ -221,7 +227,7 @@ class Stream:
         form = form_of(norm)
         if form is None:  # torch.nn.Identity, or the guards would have run the stock block
             return self.rows(into)
-        quantises = into is not None and into.fp8
+        quantises = self._quantises(into)
         if self._branch is not None and self._branch_norm is not None:
             before = form_of(self._branch_norm)
             if form == before and form.rounding(self.rounding) == self.rounding:
@@ -310,8 +316,8 @@ class Stream:
         norm: nn.Module,
         first: tuple[Mod, Mod],
         second: tuple[Mod, Mod],
-        into: Linears | None = None,
-        into2: Linears | None = None,
+        into: Readers = None,
+        into2: Readers = None,
     ) -> tuple[Input, Input]:
         """The stream normalised once and modulated twice, by (shift, scale) each, in one launch.
 
@@ -319,8 +325,8 @@ class Stream:
         """
         form, module = form_of(norm), cast(NormModule, norm)
         assert form is not None  # or the guards would have run the stock block
-        quantises = into is not None and into.fp8
-        if quantises != (into2 is not None and into2.fp8):
+        quantises = self._quantises(into)
+        if quantises != self._quantises(into2):
             self.value()
             return self.norm(norm, *first, into), self.norm(norm, *second, into2)
         layer, weight = form.statistic == LAYER, module._parameters.get("weight")

@@ -71,12 +71,12 @@ class CausalAttention(Projections):
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.o_proj",)]
 
-    def readers(self, module: nn.Module, hidden_states: Tensor) -> Linears | None:
-        """The linear layers that read a module's input, if they may be handed quantised rows instead of it."""
+    def readers(self, module: nn.Module, input: Tensor) -> Linears | None:
+        """As `Entry.readers`."""
         first = module._modules.get(self.projections[0])
-        if ATTRIBUTE not in module.__dict__ or first is None or not in_fp8(first) or hooked(module):
+        if first is None or not in_fp8(first) or hooked(module):
             return None
-        layers = _layers_of(self, module, hidden_states)
+        layers = _layers_of(self, module, input)
         return None if layers.reason else layers.projections
 
     def entry(self) -> Entry:
@@ -93,6 +93,7 @@ class CausalAttention(Projections):
             frozenset((*self.projections, *self.norms, "o_proj")),
             packs=self.packs,
             release=lambda module: unpack(module, self.packs(module)),
+            readers=CausalAttention.readers,
         )
 
 

@@ -11,12 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..attention.description import Attention
-from ..attention.engine import readers
-from ..blocks.feed_forward import feed_forward, ff_input
-from ..blocks.stream import Stream
+from ..blocks.feed_forward import feed_forward
+from ..blocks.stream import Readers, Stream
 from ..engine.guards import children
-from ..linear.linears import Linears
 from ..linear.products import Input
 
 # Names of a stream's first norm, second norm and feed-forward, in most families.
@@ -27,7 +24,7 @@ TEXT = ("norm1_context", "norm2_context", "ff_context")
 class Residual(Protocol):
     """A residual stream: a `Stream`, or several of them for parts of the rows."""
 
-    def norm(self, norm: nn.Module, shift: Any, scale: Any, into: Linears | None = None, /) -> Input: ...
+    def norm(self, norm: nn.Module, shift: Any, scale: Any, into: Readers = None, /) -> Input: ...
 
     def add(self, branch: Tensor, gate: Any, /) -> None: ...
 
@@ -53,28 +50,26 @@ class Tokens:
         stream: What holds the rows, where it is no `Stream`.
         """
         norm1, self.norm2, self.ff = children(block, *names)
-        self.norm1 = norm1._modules.get("norm", norm1)
-        self.like = value
+        self.norm1, self.ff_name = norm1._modules.get("norm", norm1), names[2]
         self.shift1, self.scale1, self.gate1, self.shift2, self.scale2, self.gate2 = mods
         self.stream: Residual = Stream(block, value) if stream is None else stream
 
-    def attention_input(self, into: Linears | None = None) -> Input:
+    def attention_input(self, into: Readers = None) -> Input:
         return self.stream.norm(self.norm1, self.shift1, self.scale1, into)
 
     def finish(self, attended: Tensor) -> Tensor:
         """The stream after the attention's result and the feed-forward."""
         self.stream.add(attended, self.gate1)
-        rows = self.stream.norm(self.norm2, self.shift2, self.scale2, ff_input(self.ff, self.like))
+        rows = self.stream.norm(self.norm2, self.shift2, self.scale2, self.ff_name)
         self.stream.add(feed_forward(self.ff, rows), self.gate2)
         return self.stream.value()
 
 
-def double_block(
-    attention: Attention, module: nn.Module, image: Tokens, text: Tokens, options: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """(image, text) after a block. `module` is its attention, and `options` are further arguments of that."""
-    attended, text_attended = module(
-        hidden_states=image.attention_input(readers(attention, module, image.like)),
+def double_block(block: nn.Module, image: Tokens, text: Tokens, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(image, text) after a block. `options` are further arguments of its attention, ``attn``."""
+    (attn,) = children(block, "attn")
+    attended, text_attended = attn(
+        hidden_states=image.attention_input(into="attn"),
         encoder_hidden_states=text.attention_input(),
         **options,
     )

@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.engine import readers
-from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import Stream, modulation
 from ..engine.guards import children
 from ..linear.products import Input
-from ._ltx2_attention import CROSS, SELF
 
 
 def _prompt(text: Tensor, table: Tensor, temb: Tensor | None) -> Tensor:
@@ -29,10 +27,10 @@ class Modality:
 
     def __init__(self, block: Any, given: Mapping[str, Any], kind: str, other: str) -> None:
         prefix, suffix = ("", "") if kind == "video" else ("audio_", "_audio")
-        names = (prefix + name for name in ("norm1", "attn1", "norm2", "attn2", "norm3", "ff"))
-        self.modules = children(block, *names, f"{other}_to_{kind}_norm", f"{other}_to_{kind}_attn")
-        self.value: Tensor = given[prefix + "hidden_states"]
-        self.stream = Stream(block, self.value)
+        names = [prefix + name for name in ("norm1", "attn1", "norm2", "attn2", "norm3", "ff")]
+        self.names = *names, f"{other}_to_{kind}_norm", f"{other}_to_{kind}_attn"
+        self.modules = children(block, *self.names)
+        self.stream = Stream(block, given[prefix + "hidden_states"])
         self.text: Tensor = given[prefix + "encoder_hidden_states"]
         tables = block._parameters
         if block.cross_attn_adaln:
@@ -54,21 +52,20 @@ class Modality:
     def attend_to_itself(self, options: Mapping[str, Any]) -> None:
         norm1, attn1 = self.modules[:2]
         shift, scale, gate = self.attn1
-        x = self.stream.norm(norm1, shift, scale, into=readers(SELF, attn1, self.value))
+        x = self.stream.norm(norm1, shift, scale, into=self.names[1])
         tokens = {"encoder_hidden_states": None, "query_rotary_emb": self.rope, "attention_mask": self.mask}
         self.stream.add(attn1(hidden_states=x, **tokens, **options), gate)
 
     def attend_to_prompt(self) -> None:
         norm2, attn2 = self.modules[2:4]
         shift, scale, gate = self.query or (None, None, None)
-        x = self.stream.norm(norm2, shift, scale, into=readers(CROSS, attn2, self.value))
+        x = self.stream.norm(norm2, shift, scale, into=self.names[3])
         text = {"encoder_hidden_states": self.text, "query_rotary_emb": None, "attention_mask": self.text_mask}
         self.stream.add(attn2(x, **text), gate)
 
     def exchange(self, reads: bool, gives: bool) -> tuple[Input | None, Input | None]:
         """The stream normalised for its attention to the other stream, and for the other's to it."""
-        norm, attn = self.modules[6:]
-        into = readers(CROSS, attn, self.value) if reads else None
+        norm, into = self.modules[6], self.names[7]
         if reads and gives:
             return self.stream.norm_pair(norm, self.reads, self.gives, into)
         query = self.stream.norm(norm, *self.reads, into) if reads else None
@@ -82,6 +79,6 @@ class Modality:
     def feed_forward(self) -> Tensor:
         norm3, ff = self.modules[4:6]
         shift, scale, gate = self.mlp
-        x = self.stream.norm(norm3, shift, scale, into=ff_input(ff, self.value))
+        x = self.stream.norm(norm3, shift, scale, into=self.names[5])
         self.stream.add(feed_forward(ff, x), gate)
         return self.stream.value()

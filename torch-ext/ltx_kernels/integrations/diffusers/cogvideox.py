@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention.description import Attention
 from ..blocks.block import Block
-from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation_by
 from ..engine.guards import children
 from ..engine.rotary_tables import Tables, halves
@@ -52,9 +52,8 @@ def block_forward(
     video.add(video_branch, gate)
     text.add(text_branch, text_gate)
     shift, scale, gate, text_shift, text_scale, text_gate = modulation_by(norm2, temb, 6)
-    into = ff_input(ff, hidden_states)
-    text_rows = text.norm(norm2._modules["norm"], text_shift, text_scale, into=into)
-    video_rows = video.norm(norm2._modules["norm"], shift, scale, into=into)
+    text_rows = text.norm(norm2._modules["norm"], text_shift, text_scale, into="ff")
+    video_rows = video.norm(norm2._modules["norm"], shift, scale, into="ff")
     branch = feed_forward(ff, concatenated(text_rows, video_rows))
     length = encoder_hidden_states.shape[1]
     video.add(branch[:, length:], gate)

@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.description import Attention
-from ..attention.engine import readers
 from ..attention.masks import ScoresMask
 from ..blocks.block import Block
-from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, Mod, Stream, modulation
 from ..engine.guards import children
 from ..engine.rotary_tables import Tables
@@ -59,13 +58,13 @@ def block_forward(
         hidden_states = hidden_states + extra_pos_emb
     h = Stream(self, hidden_states)
     shift, scale, gate = _modulation(norm1, embedded_timestep, temb)
-    x = h.norm(norm1._modules["norm"], shift, scale, into=readers(SELF, attn1, hidden_states))
+    x = h.norm(norm1._modules["norm"], shift, scale, into="attn1")
     h.add(attn1(x, image_rotary_emb=image_rotary_emb), gate)
     shift, scale, gate = _modulation(norm2, embedded_timestep, temb)
-    x = h.norm(norm2._modules["norm"], shift, scale, into=readers(CROSS, attn2, hidden_states))
+    x = h.norm(norm2._modules["norm"], shift, scale, into="attn2")
     h.add(attn2(x, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask), gate)
     shift, scale, gate = _modulation(norm3, embedded_timestep, temb)
-    h.add(feed_forward(ff, h.norm(norm3._modules["norm"], shift, scale, into=ff_input(ff, hidden_states))), gate)
+    h.add(feed_forward(ff, h.norm(norm3._modules["norm"], shift, scale, into="ff")), gate)
     result = h.value()
     if controlnet_residual is not None:
         result = result + controlnet_residual

@@ -12,14 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.description import Attention
-from ..attention.engine import readers
 from ..attention.masks import ScoresMask
 from ..blocks.block import Block
 from ..blocks.feed_forward import beside_mlp
 from ..blocks.stream import TORCH_LAYERNORM, Mod, Stream, clipped, joint, modulation_by
 from ..engine.guards import children
 from ..engine.rotary_tables import Tables, halves
-from ..linear.linears import all_readers, linears_of
+from ..linear.linears import linears_of
 from ._double_block import IMAGE, TEXT, Tokens, double_block
 
 FLUX = "diffusers.models.transformers.transformer_flux.Flux"
@@ -43,7 +42,7 @@ def double(
 ) -> tuple[Tensor, Tensor]:
     """The body of a double block: (text, image). `options` are the attention's."""
     sides = Tokens(block, image, IMAGE, mods), Tokens(block, text, TEXT, text_mods)
-    image, text = double_block(ATTENTION, block._modules["attn"], *sides, options)
+    image, text = double_block(block, *sides, options)
     return clipped(text), image
 
 
@@ -53,7 +52,7 @@ def single(block: Any, both: Tensor, mods: Sequence[Mod], options: Mapping[str, 
     shift, scale, gate = mods
     h = Stream(block, both)
     up, out = linears_of(block, ("proj_mlp",), both), linears_of(block, ("proj_out",), both)
-    x = h.norm(norm._modules["norm"], shift, scale, into=all_readers(up, readers(ATTENTION, attn, both)))
+    x = h.norm(norm._modules["norm"], shift, scale, into=("proj_mlp", "attn"))
     h.add(beside_mlp(out, attn(hidden_states=x, **options), up, x, act_mlp), gate)
     return clipped(h.value())
 

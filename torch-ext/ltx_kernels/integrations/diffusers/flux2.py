@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.engine import readers
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation
@@ -54,7 +53,7 @@ def double_forward(
     image = Tokens(self, hidden_states, IMAGE, modulation(temb_mod_img, 6))
     text = Tokens(self, encoder_hidden_states, TEXT, modulation(temb_mod_txt, 6))
     options = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    hidden_states, encoder_hidden_states = double_block(ATTENTION, self._modules["attn"], image, text, options)
+    hidden_states, encoder_hidden_states = double_block(self, image, text, options)
     return clipped(encoder_hidden_states), hidden_states
 
 
@@ -74,7 +73,7 @@ def single_forward(
         hidden_states = joint(encoder_hidden_states, hidden_states)
     shift, scale, gate = modulation(temb_mod, 3)
     h = Stream(self, hidden_states)
-    x = h.norm(norm, shift, scale, into=readers(PARALLEL, attn, hidden_states))
+    x = h.norm(norm, shift, scale, into="attn")
     h.add(attn(hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})), gate)
     result = clipped(h.value())
     return (result[:, :text_seq_len], result[:, text_seq_len:]) if split_hidden_states else result

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..attention.description import Attention
-from ..attention.engine import readers
 from ..attention.masks import ScoresMask
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
@@ -22,7 +21,6 @@ from ..engine.kept import kept
 from ..engine.recording import as_one
 from ..engine.rotary_tables import Tables, halves
 from ..engine.sites import site_of
-from ..linear.linears import all_readers
 
 FLUX3 = "diffusers.models.transformers.transformer_flux3.Flux3"
 
@@ -48,7 +46,7 @@ def _body(block: Any, tokens: Tensor, temb_mod: Tensor, rope: Tables) -> Tensor:
     norm, attn, ff = children(block, "norm", "attn", "ff")
     shift, scale, gate = modulation(temb_mod, 3)
     h = Stream(block, tokens)
-    x = h.norm(norm, shift, scale, into=all_readers(readers(ATTENTION, attn, tokens), MLP.readers(ff, tokens)))
+    x = h.norm(norm, shift, scale, into=("attn", "ff"))
     h.add(attn(hidden_states=x, image_rotary_emb=rope) + ff(x), gate)
     return h.value()
 

@@ -51,8 +51,7 @@ def double_forward(
     mods, text_mods = (modulation_by(norm, temb, 6) for norm in children(self, "norm1", "norm1_context"))
     video, text = Tokens(self, hidden_states, IMAGE, mods), Tokens(self, encoder_hidden_states, TEXT, text_mods)
     options = {"attention_mask": attention_mask, "image_rotary_emb": freqs_cis}
-    # The classes of attention differ in their masks alone.
-    return double_block(ATTENTION, self._modules["attn"], video, text, options)
+    return double_block(self, video, text, options)
 
 
 def single(

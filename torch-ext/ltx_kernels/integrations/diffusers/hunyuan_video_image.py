@@ -12,13 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..blocks.stream import Mod, Stream, joint, modulation_by
+from ..blocks.stream import Mod, Readers, Stream, joint, modulation_by
 from ..engine.guards import children
 from ..engine.rotary_tables import Tables
-from ..linear.linears import Linears
 from ._double_block import IMAGE, TEXT, Tokens, double_block
-from .hunyuan_video import ATTENTION, MODELS, NORMS, single
 from .hunyuan_video import DOUBLE as VIDEO_DOUBLE
+from .hunyuan_video import MODELS, NORMS, single
 from .hunyuan_video import SINGLE as VIDEO_SINGLE
 
 Pair = tuple[Mod, Mod]  # of the first frame, and of the rest
@@ -32,7 +31,7 @@ class _Frames:
         self.first = first
         self.streams = Stream(block, value[:, :first]), Stream(block, value[:, first:])
 
-    def norm(self, norm: Any, shifts: Pair, scales: Pair, into: Linears | None = None) -> Tensor:
+    def norm(self, norm: Any, shifts: Pair, scales: Pair, into: Readers = None) -> Tensor:
         """The rows as a tensor, whatever reads them: two launches write them."""
         rows = map(Stream.norm, self.streams, (norm, norm), shifts, scales)
         return torch.cat(cast("list[Tensor]", list(rows)), 1)
@@ -62,7 +61,7 @@ def double_forward(
     video = Tokens(self, hidden_states, IMAGE, mods, _Frames(self, hidden_states, num_tokens))
     text = Tokens(self, encoder_hidden_states, TEXT, modulation_by(norm1_context, temb, 6))
     options = {"attention_mask": attention_mask, "image_rotary_emb": freqs_cis}
-    return double_block(ATTENTION, self._modules["attn"], video, text, options)
+    return double_block(self, video, text, options)
 
 
 def single_forward(

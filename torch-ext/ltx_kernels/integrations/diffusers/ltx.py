@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attention.description import Attention
-from ..attention.engine import readers
 from ..attention.masks import KeyBias
 from ..blocks.block import Block
-from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import RMSNORM, Stream, modulation
 from ..engine.guards import children
 from ..engine.rotary_tables import Tables
@@ -54,9 +53,9 @@ def block_forward(
     norm1, attn1, norm2, attn2, ff = children(self, "norm1", "attn1", "norm2", "attn2", "ff")
     shift1, scale1, gate1, shift2, scale2, gate2 = modulation(temb, 6, self.scale_shift_table)
     h = Stream(self, hidden_states)
-    x = h.norm(norm1, shift1, scale1, into=readers(SELF, attn1, hidden_states))
+    x = h.norm(norm1, shift1, scale1, into="attn1")
     h.add(attn1(hidden_states=x, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb), gate1)
-    x = h.rows(into=readers(CROSS, attn2, hidden_states))
+    x = h.rows(into="attn2")
     h.add(
         attn2(
             hidden_states=x,
@@ -65,7 +64,7 @@ def block_forward(
             image_rotary_emb=None,
         )
     )
-    x = h.norm(norm2, shift2, scale2, into=ff_input(ff, hidden_states))
+    x = h.norm(norm2, shift2, scale2, into="ff")
     h.add(feed_forward(ff, x), gate2)
     return h.value()
 

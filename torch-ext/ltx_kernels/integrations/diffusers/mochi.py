@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ..attention.description import Attention
-from ..attention.engine import readers
 from ..attention.masks import PaddingMask
 from ..blocks.block import Block
-from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import RMSNORM, Mod, Stream, modulation_by
 from ..engine.guards import children
 from ..engine.kept import kept
@@ -67,12 +66,12 @@ def _tanh(gate: Mod) -> Mod:
     return Mod(gate.value.tanh())
 
 
-def _finish(h: Stream, block: Any, attended: Tensor, mods: list[Mod], names: tuple[str, ...], like: Tensor) -> Tensor:
+def _finish(h: Stream, block: Any, attended: Tensor, mods: list[Mod], names: tuple[str, ...]) -> Tensor:
     """A stream after the attention's result and the feed-forward. names: norm2, norm3, ff, norm4."""
     gate1, scale2, gate2 = mods
     norm2, norm3, ff, norm4 = children(block, *names)
     h.add(attended, _tanh(gate1), norm2._modules["norm"])
-    rows = h.norm(norm3._modules["norm"], None, scale2, into=ff_input(ff, like))
+    rows = h.norm(norm3._modules["norm"], None, scale2, into=names[2])
     h.add(feed_forward(ff, rows), _tanh(gate2), norm4._modules["norm"])
     return h.value()
 
@@ -100,15 +99,15 @@ def block_forward(
         text_scale, *text_mods = modulation_by(norm1_context, temb, 4)
         text_norm = norm1_context._modules["norm"]
     attended, text_attended = attn(
-        hidden_states=video.norm(norm1._modules["norm"], None, scale, into=readers(ATTENTION, attn, hidden_states)),
+        hidden_states=video.norm(norm1._modules["norm"], None, scale, into="attn1"),
         encoder_hidden_states=text.norm(text_norm, None, text_scale),
         image_rotary_emb=image_rotary_emb,
         attention_mask=encoder_attention_mask,
     )
-    result = _finish(video, self, attended, mods, VIDEO, hidden_states)
+    result = _finish(video, self, attended, mods, VIDEO)
     if self.context_pre_only:
         return result, encoder_hidden_states
-    return result, _finish(text, self, text_attended, text_mods, TEXT, encoder_hidden_states)
+    return result, _finish(text, self, text_attended, text_mods, TEXT)
 
 
 MODULATED = (MOCHI + "ModulatedRMSNorm",)

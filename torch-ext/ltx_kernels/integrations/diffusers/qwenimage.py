@@ -64,7 +64,7 @@ def block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    img_mod, txt_mod, attn = children(self, "img_mod", "txt_mod", "attn")
+    img_mod, txt_mod = children(self, "img_mod", "txt_mod")
     values = img_mod(temb)
     if modulate_index is not None:
         values, modulate_index = chosen(values.unflatten(0, (2, -1)).transpose(0, 1), modulate_index)  # of [B, 2, 6 H]
@@ -74,7 +74,7 @@ def block_forward(
     text = Tokens(self, encoder_hidden_states, TEXT, modulation(txt_mod(temb), 6))
     options = {"encoder_hidden_states_mask": encoder_hidden_states_mask, "image_rotary_emb": image_rotary_emb}
     options.update(joint_attention_kwargs or {})
-    hidden_states, encoder_hidden_states = double_block(ATTENTION, attn, image, text, options)
+    hidden_states, encoder_hidden_states = double_block(self, image, text, options)
     return clipped(encoder_hidden_states), clipped(hidden_states)
 
 

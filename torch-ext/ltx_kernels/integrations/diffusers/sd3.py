@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.description import Attention
-from ..attention.engine import readers
 from ..blocks.block import Block
-from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, Stream, modulation_by
 from ..engine.guards import children
 
@@ -47,14 +46,12 @@ def block_forward(
         text_shift1, text_scale1, text_gate1, text_shift2, text_scale2, text_gate2 = modulation_by(
             norm1_context, temb, 6
         )
-    into = readers(ATTENTION, attn, hidden_states)
     if second:
         attn2 = self.attn2
         shift, scale, gate = second
-        into2 = readers(ATTENTION, attn2, hidden_states)
-        x, x2 = image.norm_pair(norm1.norm, (shift1, scale1), (shift, scale), into, into2)
+        x, x2 = image.norm_pair(norm1.norm, (shift1, scale1), (shift, scale), "attn", "attn2")
     else:
-        x = image.norm(norm1.norm, shift1, scale1, into=into)
+        x = image.norm(norm1.norm, shift1, scale1, into="attn")
     image_branch, text_branch = attn(
         hidden_states=x,
         encoder_hidden_states=text.norm(norm1_context.norm, text_shift1, text_scale1),
@@ -63,13 +60,13 @@ def block_forward(
     image.add(image_branch, gate1)
     if second:
         image.add(attn2(hidden_states=x2, **options), gate)
-    x = image.norm(norm2, shift2, scale2, into=ff_input(ff, hidden_states))
+    x = image.norm(norm2, shift2, scale2, into="ff")
     image.add(feed_forward(ff, x), gate2)
     if self.context_pre_only:
         return None, image.value()
     norm2_context, ff_context = children(self, "norm2_context", "ff_context")
     text.add(text_branch, text_gate1)
-    x = text.norm(norm2_context, text_shift2, text_scale2, into=ff_input(ff_context, encoder_hidden_states))
+    x = text.norm(norm2_context, text_shift2, text_scale2, into="ff_context")
     text.add(feed_forward(ff_context, x), text_gate2)
     return text.value(), image.value()
 

@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.description import Attention
-from ..attention.engine import readers
 from ..attention.masks import ScoresMask
 from ..blocks.block import Block
-from ..blocks.feed_forward import feed_forward, ff_input
+from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import FP32_LAYERNORM, Mod, Stream, modulation_of
 from ..engine.guards import children
 from ..engine.rotary_tables import Tables, halves
@@ -69,9 +68,9 @@ def forward(block: Any, value: Tensor, text: Tensor, mods: list[Any], rotary_emb
     norm1, attn1, norm2, attn2, norm3, ffn = children(block, "norm1", "attn1", "norm2", "attn2", "norm3", "ffn")
     shift1, scale1, gate1, shift2, scale2, gate2 = mods
     h = Stream(block, value)
-    h.add(attn1(h.norm(norm1, shift1, scale1, into=readers(SELF, attn1, value)), None, mask, rotary_emb), gate1)
-    h.add(attn2(h.norm(norm2, into=readers(CROSS, attn2, value)), text, None, None))
-    h.add(feed_forward(ffn, h.norm(norm3, shift2, scale2, into=ff_input(ffn, value))), gate2)
+    h.add(attn1(h.norm(norm1, shift1, scale1, into="attn1"), None, mask, rotary_emb), gate1)
+    h.add(attn2(h.norm(norm2, into="attn2"), text, None, None))
+    h.add(feed_forward(ffn, h.norm(norm3, shift2, scale2, into="ffn")), gate2)
     return h.value()
 
 

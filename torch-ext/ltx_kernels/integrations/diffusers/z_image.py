@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..attention.description import Attention
-from ..attention.engine import readers
 from ..attention.masks import KeyMask
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
@@ -75,9 +74,9 @@ def block_forward(
     mods, index = _modulation(self, adaln_input, noise_mask, adaln_noisy, adaln_clean)
     scale1, gate1, scale2, gate2 = mods
     h = Stream(self, x, index)
-    rows = h.norm(norm1, None, scale1, into=readers(ATTENTION, attention, x))
+    rows = h.norm(norm1, None, scale1, into="attention")
     h.add(attention(rows, attention_mask=attn_mask, freqs_cis=freqs_cis), gate1, norm2)
-    rows = h.norm(ffn_norm1, None, scale2, into=MLP.readers(feed_forward, x))
+    rows = h.norm(ffn_norm1, None, scale2, into="feed_forward")
     h.add(feed_forward(rows), gate2, ffn_norm2)
     return h.value()
 

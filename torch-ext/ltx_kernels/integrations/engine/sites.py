@@ -102,8 +102,11 @@ class Entry:
     fp8_skip: tuple[str, ...] = ()
     # Names of children that have guards of their own: the module's snapshot does not look below them.
     apart: frozenset[str] = frozenset()
-    # The Attention, GatedMLP or other description that made this entry, for code that asks a site for it.
-    description: Any = None
+    # (the block's description of a child, the child, input) to the linear layers that read an input like this, if they
+    # may be handed quantised rows instead of it.
+    readers: Callable[[Any, nn.Module, Tensor], Any] = lambda described, module, input: None
+    # Of blocks, for a `Stream`: (block, names of children, input) to whether all these children take quantised rows.
+    takes_rows: Callable[[nn.Module, Any, Tensor], bool] = lambda module, names, input: False
     # Names of linear layers in groups: the weights of a group are moved into one storage, for one product.
     packs: Callable[[nn.Module], tuple[tuple[str, ...], ...]] = lambda module: ()
     # Of blocks: names of classes that `optimize` does not replace. A recorded call may contain modules of them, because

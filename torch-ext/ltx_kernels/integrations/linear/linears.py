@@ -336,11 +336,6 @@ def _linears(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:
     return Linears([cast(nn.Linear, module._modules[name]) for name in names], input, site_of(module))
 
 
-def all_readers(*groups: Linears | None) -> Linears | None:
-    """Groups that read one input, as ``into`` of a Stream's norm: rows are quantised only where all take them."""
-    return groups[0] if all(group is not None and group.fp8 for group in groups) else None
-
-
 def linear_gelu_of(linears: Linears, input: Tensor, approximate: str) -> Tensor | None:
     """One layer and GELU in one product; None where no product has it, or the layer has to be called."""
     bias = linears.biases[0] if linears.plain else None

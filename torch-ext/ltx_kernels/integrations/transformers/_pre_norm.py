@@ -58,7 +58,7 @@ def pre_norm_layer(
         norm1, attn, norm2, ff = children(self, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
         h = Stream(self, hidden_states)
         attended = attn(
-            hidden_states=h.norm(norm1, into=attention.readers(attn, hidden_states)),
+            hidden_states=h.norm(norm1, into="self_attn"),
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -67,7 +67,7 @@ def pre_norm_layer(
             **kwargs,
         )
         h.add(dropped(self, "resid_attn_dropout", attended[0]))
-        rows = h.norm(norm2, into=None if mlp is None else mlp.readers(ff, hidden_states))
+        rows = h.norm(norm2, into=None if mlp is None else "mlp")
         own = h.own()
         if own is not None and mlp is not None and mlp.adds(ff) and not drops(self, "resid_mlp_dropout"):
             return ff(rows, addend=own)

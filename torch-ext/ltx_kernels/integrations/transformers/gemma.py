@@ -48,7 +48,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
         attn, ff = children(self, "self_attn", "mlp")
         h = Stream(self, hidden_states)
         attended = attn(
-            hidden_states=h.norm(norm1, into=attention.readers(attn, hidden_states)),
+            hidden_states=h.norm(norm1, into="self_attn"),
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -56,7 +56,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
             **kwargs,
         )
         h.add(attended[0], norm=norm2)
-        h.add(ff(h.norm(norm3, into=mlp.readers(ff, hidden_states))), norm=norm4)
+        h.add(ff(h.norm(norm3, into="mlp")), norm=norm4)
         return h.value()
 
     return Block(

@@ -36,7 +36,7 @@ def layer_forward(
     )
     h = Stream(self, hidden_states)
     attended = attn(
-        hidden_states=h.rows(into=ATTENTION.readers(attn, hidden_states)),
+        hidden_states=h.rows(into="self_attn"),
         attention_mask=attention_mask,
         position_ids=position_ids,
         past_key_values=past_key_values,
@@ -45,7 +45,7 @@ def layer_forward(
         **kwargs,
     )
     h.add(attended[0], norm=norm1)
-    h.add(ff(h.rows(into=MLP.readers(ff, hidden_states))), norm=norm2)
+    h.add(ff(h.rows(into="mlp")), norm=norm2)
     return h.value()
 
 
