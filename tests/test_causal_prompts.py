@@ -170,7 +170,7 @@ def test_default_device(ltx: ModuleType, device: str, prompts: list[int], scope:
 @pytest.mark.parametrize("option", ["softcap", "is_causal", "position_bias", "cache", "s_aux", "sliding_window"])
 def test_options_that_change_the_result(ltx: ModuleType, device: str, option: str) -> None:
     """Alone among these, a window of at least the prompt changes nothing."""
-    home: Any = sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"]
+    home, calls = (sys.modules[f"{ltx.__name__}.integrations.causal.{name}"] for name in ("own_kernel", "call"))
     function = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     model = make("Llama", device)
     report = ltx.optimize(model)
@@ -181,7 +181,7 @@ def test_options_that_change_the_result(ltx: ModuleType, device: str, option: st
     def attends(module: Any = module, function: Any = function, **options: Any) -> bool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(home, "runs_kernel", lambda *_: True)
-            return home.attend(site, module, function, *heads, 0.1, options) is not None
+            return home.attend(calls.FunctionCall(site, module, function, *heads, None, 0.1, options)) is not None
 
     assert attends() and attends(**{option: None}) and attends(sliding_window=300)
     assert not attends(**{option: 299 if option == "sliding_window" else False})

@@ -309,8 +309,8 @@ def test_prompts_without_a_cache(ltx: ModuleType, device: str, monkeypatch: pyte
     report = ltx.optimize(model)
     causal = sys.modules[f"{ltx.__name__}.integrations.causal.own_kernel"]
 
-    def attend(site: Any, *args: Any) -> None:
-        site.remark("asked")
+    def attend(call: Any) -> None:
+        call.site.remark("asked")
 
     monkeypatch.setattr(causal, "attend", attend)
     expected = model(ids, use_cache=False).logits

@@ -27,13 +27,14 @@ from ..engine.guards import (
 from ..engine.norm_forms import form_of
 from ..engine.recording import Live, as_one, refuse
 from ..engine.rotary_tables import Tables
-from ..engine.sites import Entry, Site, site_of, stock_forward
+from ..engine.sites import Entry, site_of, stock_forward
 from ..engine.state import remember
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears
 from ..linear.packing import unpack
 from ..linear.products import Input, as_tensor, like_of, may_overwrite
 from . import flash, own_kernel, padded_token, window
+from .call import FunctionCall
 from .kv_cache import empty_layer, fill, heads_first, is_filled, is_large
 
 
@@ -100,13 +101,14 @@ class CausalAttention(Projections):
 class CausalLayers:
     """The layers of an attention in the forms that their state allows, or the reason why its calls run stock."""
 
-    __slots__ = ("norms", "output", "projections", "reason")
+    __slots__ = ("norms", "output", "projections", "reason", "site", "spec")
 
     def __init__(self, spec: CausalAttention, module: nn.Module, input: Tensor) -> None:
         modules = module._modules
+        self.spec, self.site = spec, site_of(module)
         self.norms = [cast(nn.Module, modules[name]) for name in spec.norms]
         self.reason = _why_not_norms(spec, self.norms, input)
-        site = site_of(module)
+        site = self.site
         pack = site.rounding == "fp32"
         self.projections = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, site, pack)
         self.output = Linears((cast(nn.Linear, modules["o_proj"]),), input, site)
@@ -156,22 +158,21 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
         reason = layers.reason
     if reason:
         return stock_forward(module, reason, **{**arguments, "hidden_states": as_tensor(input)})
-    site = site_of(module)
-    query, key, value = _heads(spec, site, layers.projections, input, module)
+    query, key, value = _heads(layers, module, input)
     assert rope is not None
     cache = arguments.get("past_key_values")
     # What the layers made is new, unless something else than this package called them.
     fresh = layers.projections.packed or layers.projections.plain or layers.projections.scaled
     out, empty, one_token = None, None, False
     if fresh and may_overwrite():
-        empty = None if cache is None else empty_layer(cache, module.layer_idx, site.remark)
+        empty = None if cache is None else empty_layer(cache, module.layer_idx, layers.site.remark)
         # torch chooses the kernels of attention and of the cache's torch.cat by the strides: one token of each sample
         # gets stock's, where the cache is large.
         one_token = query.shape[1] == 1 < query.shape[0] and is_large(cache, module.layer_idx)
         # A cached view of a packed product would keep the query as well.
         new_key = one_token or empty is not None
         out = _heads_first_like(query) if one_token else query, _heads_first_like(key) if new_key else key
-    query, key = _norm_and_rotate(spec, site, layers, query, key, rope, out)
+    query, key = _norm_and_rotate(layers, query, key, rope, out)
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     contiguous = empty is not None or one_token
     value = as_one(heads_first, value) if contiguous else value.transpose(1, 2)
@@ -185,6 +186,10 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
 def _may_be_written(argument: Any) -> bool:
     """Whether an argument is, or holds, a list or a dict. A recording would hand a copy of it to the function."""
     return type(argument) in (list, dict) or (type(argument) is tuple and any(map(_may_be_written, argument)))
+
+
+# What may compute attention in the place of the model's function, in this order: each says for itself whether it does.
+CANDIDATES = (own_kernel, flash, window, padded_token)
 
 
 def _attend(
@@ -207,7 +212,6 @@ def _attend(
         key, value = fill(empty, key, value)
     elif cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
-    site = site_of(module)
     home: Any = sys.modules[type(module).__module__]  # where the stock forward looks the functions up
     function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, home.eager_attention_forward
@@ -215,18 +219,12 @@ def _attend(
     options = {name: value for name, value in arguments.items() if name not in spec.parameters}
     options.update(spec.options(module, arguments))
     mask: Tensor | None = arguments.get("attention_mask")
-    output: Tensor | None = None
     if not module.training:
-        if mask is None:
-            output = own_kernel.attend(site, module, function, query, key, value, module.scaling, options)
-            if output is None:
-                output = flash.attend(site, module, function, query, key, value, module.scaling, options)
-        else:
-            output = window.attend(site, function, query, key, value, mask, module.scaling, options)
-            if output is None:
-                output = padded_token.attend(site, function, query, key, value, mask, module.scaling, options)
-    if output is not None:
-        return output, None
+        call = FunctionCall(site_of(module), module, function, query, key, value, mask, module.scaling, options)
+        for candidate in CANDIDATES:
+            output = candidate.attend(call)
+            if output is not None:
+                return output, None
     dropout = module.attention_dropout if module.training else 0.0
     attended: tuple[Tensor, Tensor | None] = function(
         module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **options
@@ -259,32 +257,25 @@ def _heads_first_like(heads: Tensor) -> Tensor:
     return heads.new_empty(batch, count, rows, width).transpose(1, 2)
 
 
-def _heads(
-    spec: CausalAttention, site: Site, projections: Linears, input: Input, module: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(layers: CausalLayers, module: Any, input: Input) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, [B, S, heads, D]: views of one new tensor where one product makes them."""
-    outputs = projections(input)
+    outputs = layers.projections(input)
     width = module.head_dim
     if len(outputs) == 1:
         config = module.config
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         outputs = outputs[0].split_with_sizes([size * width for size in sizes], -1)
-    elif not projections.packed and site.rounding == "fp32":
-        site.count_unpacked()
+    elif not layers.projections.packed and layers.site.rounding == "fp32":
+        layers.site.count_unpacked()
     # `Tensor.unflatten` and `Tensor.split` are Python functions, which take the host longer.
     query, key, value = (output.view(*output.shape[:-1], -1, width) for output in outputs)
     return query, key, value
 
 
 def _norm_and_rotate(
-    spec: CausalAttention,
-    site: Site,
-    layers: CausalLayers,
-    query: Tensor,
-    key: Tensor,
-    rope: Tables,
-    out: tuple[Tensor, Tensor] | None,
+    layers: CausalLayers, query: Tensor, key: Tensor, rope: Tables, out: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
+    spec, site = layers.spec, layers.site
     rotation: dict[str, Any] = {"layout": "half", "rotary_dim": None if spec.half_tables else rope[0].shape[-1]}
     if not spec.norms:
         site.count_call("apply_rotary_qk")

@@ -8,63 +8,29 @@ no plan.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from typing import Any, Callable
-
 import torch
 from torch import Tensor
 
-from ..engine.code import is_code_of
 from ..engine.guards import has_tensor_cores
 from ..engine.recording import others_take_functions
-from ..engine.sites import Site
-from ..engine.state import attention_is_replaced
+from .call import FunctionCall
 
-HOME = "transformers.integrations.sdpa_attention"
 WIDEST = 256  # columns of a head that it takes
 SHORT = 1024  # tokens of a prompt from which cuDNN is left to plan: it gains the more, the longer the prompt is
-# What changes the result of transformers' function beside its own arguments.
-CHANGES = ("softcap", "is_causal", "position_bias", "cache", "s_aux")
 
 
-def attend(
-    site: Site,
-    module: Any,
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    options: Mapping[str, Any],
-) -> Tensor | None:
-    """The attention [B, S, heads, D] of one token, or of all tokens of a short prompt, to itself and those before it.
-
-    None where the model's function has to compute it.
-
-    query, key, value: [B, heads, S, D].
-    function: What the model would call, without a mask.
-    options: What it would give to the function beside these tensors, the dropout and the scale.
-    """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or site.rounding != "fp32":
+def attend(call: FunctionCall) -> Tensor | None:
+    """The attention of one token, or of all tokens of a short prompt, to itself and those before it."""
+    if call.mask is not None or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
+    query, key, value = call.query, call.key, call.value
     length = query.shape[2]
-    if length > 1 and (length >= SHORT or key.shape[2] != length):
+    if call.site.rounding != "fp32" or (length > 1 and (length >= SHORT or key.shape[2] != length)):
         return None
-    if not is_plain(function, options) or not takes(query, key, value):
+    if not call.is_plain() or not takes(query, key, value):
         return None
-    site.remark("attention without a mask in torch's flash attention")
-    return attention(query, key, value, scale, is_causal=length > 1 and getattr(module, "is_causal", True))
-
-
-def is_plain(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
-    """Whether a function is transformers' own for torch's attention, and no option changes its result."""
-    home = sys.modules.get(HOME)
-    if home is None or function is not home.sdpa_attention_forward or attention_is_replaced():
-        return False
-    if not is_code_of(function, home):
-        return False
-    return all(options.get(name) is None for name in CHANGES)
+    call.site.remark("attention without a mask in torch's flash attention")
+    return attention(query, key, value, call.scale, is_causal=length > 1 and getattr(call.module, "is_causal", True))
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -1,14 +1,11 @@
 """Attention of one token of each sample with a mask, in products of groups of heads.
 
-With a mask, transformers repeats keys and values for every head of the queries, which copies a whole cache at every
-token, and cuDNN plans for the new number of keys (`_flash`). Here the queries that share a head of keys are the rows of
-a product with the keys as they lie.
+With a mask, transformers repeats keys and values for every head of the queries, which copies a whole KV cache at every
+token, and cuDNN plans for the new number of keys (see causal/flash.py). Here the queries that share a head of keys
+(GQA) are the rows of a product with the keys as they lie.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -17,33 +14,24 @@ from ..engine.guards import has_tensor_cores
 from ..engine.kept import kept
 from ..engine.recording import others_take_functions
 from ..engine.sites import Site
-from . import flash
+from .call import FunctionCall
 
 
-def attend(
-    site: Site,
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    options: Mapping[str, Any],
-) -> Tensor | None:
-    """The attention [B, 1, heads, D] of query [B, heads, 1, D], or None where the model's function has to compute it.
-
-    function: What the model would call.
-    options: What it would give to the function beside these tensors, the dropout and the scale.
-    """
-    if torch.compiler.is_compiling() or not takes(site, query, key, value, mask):
+def attend(call: FunctionCall) -> Tensor | None:
+    """The attention of one token of each sample."""
+    mask = call.mask
+    if mask is None or torch.compiler.is_compiling():
         return None
-    window = options.get("sliding_window")
+    site, query, key, value = call.site, call.query, call.key, call.value
+    if not takes(site, query, key, value, mask):
+        return None
+    window = call.options.get("sliding_window")
     if window is not None and key.shape[2] >= window:  # few keys, and always the same number of them
         return None
-    if not flash.is_plain(function, options):
+    if not call.is_plain():
         return None
     site.remark("attention of a token with a mask in groups of heads")
-    return attention(site, query, key, value, mask, scale)
+    return attention(site, query, key, value, mask, call.scale)
 
 
 def takes(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:

@@ -7,44 +7,32 @@ but the window, torch's flash attention computes the same and skips what is outs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Callable
-
 import torch
 from torch import Tensor
 
 from ..engine.guards import is_capturing
 from ..engine.kept import kept
-from ..engine.sites import Site
 from . import flash
+from .call import FunctionCall
 
 
-def attend(
-    site: Site,
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    options: Mapping[str, Any],
-) -> Tensor | None:
-    """The attention [B, S, heads, D] of [B, heads, S, D], or None where the model's function has to compute it.
-
-    function: What the model would call.
-    options: What it would give to the function beside these tensors, the dropout and the scale.
-    """
-    window = options.get("sliding_window")
+def attend(call: FunctionCall) -> Tensor | None:
+    """The attention of a prompt, longer than the window, whose mask is that window."""
+    mask = call.mask
+    if mask is None:
+        return None
+    query, key, value = call.query, call.key, call.value
+    window = call.options.get("sliding_window")
     length = query.shape[2]
     # Under torch.compile the length is not asked for: a graph holds for one answer.
     if window is None or length == 1 or torch.compiler.is_compiling() or length < window or key.shape[2] != length:
         return None
-    if not flash.is_plain(function, options) or not flash.takes(query, key, value) or is_capturing():
+    if not call.is_plain() or not flash.takes(query, key, value) or is_capturing():
         return None  # the host may not ask for a mask's contents in a capture: the graph serves other masks, too
-    if not kept(site, ("window", window, length), (mask,), lambda: _is_window(mask, window, length)):
+    if not kept(call.site, ("window", window, length), (mask,), lambda: _is_window(mask, window, length)):
         return None
-    site.remark("attention in a window without its mask")
-    return flash.attention(query, key, value, scale, window=window)
+    call.site.remark("attention in a window without its mask")
+    return flash.attention(query, key, value, call.scale, window=window)
 
 
 def _is_window(mask: Tensor, window: int, length: int) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
-from ..causal.flash import HOME
+from ..causal.call import HOME
 from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.norm_forms import transformers_class as _class
