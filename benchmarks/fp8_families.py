@@ -25,7 +25,7 @@ import diffusers
 import torch
 from model_shapes import MODELS, Inputs, Make
 from models import block_lists, first_blocks, floats, one_tensor
-from result_files import write
+from result_files import kept_records, write
 from runs import begin
 from steps import error, first_line, free_memory
 from torch import nn
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as reason:  # the others are still measured; the exit status says that one was not
             failed = True
             console.print(f"[red]{name} failed[/red]: {first_line(reason)}")
-        write(output, meta, records)
+        write(output, meta, kept_records(output, meta, records, ("model",)))
         free_memory(options.device)
     console.print(str(output), highlight=False, soft_wrap=True)
     return int(failed)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from model_shapes import MODELS, Make, Model
 from models import make_model, one_tensor
-from result_files import DTYPES, write
+from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from runs import add_options, begin, empty_table
 from steps import label, synchronize
@@ -43,6 +43,7 @@ DEEP: dict[
     "qwen": ("qwen", {"num_layers": 60, **TINY, "axes_dims_rope": (16, 24, 24)}),
 }
 WARM_UP = 5
+IDENTITY = ("model", "config", "op")  # what a record measures
 
 
 def deep(name: str) -> Model:
@@ -190,10 +191,10 @@ def main(arguments: list[str] | None = None) -> int:
         with torch.no_grad():
             for model in options.models:
                 records += measure(model, ltx, options)
-                write(output, meta, records)
+                write(output, meta, kept_records(output, meta, records, IDENTITY))
             if not options.no_ops:
                 records += measure_ops(ltx, options)
-                write(output, meta, records)
+                write(output, meta, kept_records(output, meta, records, IDENTITY))
     finally:
         torch.set_num_threads(threads)
     print_tables(records, console)

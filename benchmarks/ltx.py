@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from result_files import DTYPES, write
+from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
@@ -51,6 +51,7 @@ from torch import Tensor, nn
 
 TINY = {"num_layers": 2, "num_attention_heads": 4, "cross_attention_dim": 256, "caption_channels": 64}
 TEXT_TOKENS = 128
+IDENTITY = ("frames", "height", "width", "batch", "config")  # what a record measures
 PROMPTS = 10, 60  # how many of them are not padding: a short negative prompt and an ordinary one
 TEMPORAL, SPATIAL, FRAME_RATE = 8, 32, 25  # the VAE's compression
 COLOURS = {"GEMM": "#4C72B0", "attention": "#8172B3", "this package": "#55A868", "elementwise": "#DD8452"}
@@ -240,10 +241,12 @@ def main(arguments: list[str] | None = None) -> int:
             shape = {"frames": frames, "height": options.height, "width": options.width, "batch": options.batch}
             measured = measure_frames(model, exact, ltx, inputs, frames, chosen, options, progress)
             records += [{**shape, **record} for record in measured]
-            write(output, meta, records)
+            shown = kept_records(output, meta, records, IDENTITY)
+            write(output, meta, shown)
     if options.device == "cuda":
         size = f"batch {options.batch}, {options.height}x{options.width}, {options.dtype}"
-        groups = {f"{n} frames": [r for r in records if r["frames"] == n] for n in options.frames}
+        sizes = sorted({record["frames"] for record in shown})
+        groups = {f"{n} frames": [r for r in shown if r["frames"] == n] for n in sizes}
         draw(groups, output, f"LTX-Video 2B, {size}, {meta['device']}")
     print_table(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)

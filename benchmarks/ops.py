@@ -1,7 +1,8 @@
 """Times the ops on an NVIDIA GPU beside a copy of the same bytes, plain torch, torch.compile, Liger and QuACK.
 
     python tools/build.py --backend cuda
-    python benchmarks/ops.py [--dtype bf16] [--only NAME] [--no-compile] [--jobs N] [--output PATH] [--update]
+    python benchmarks/ops.py [--dtype bf16] [--only PART] [--cases NAME] [--no-compile] [--jobs N] [--output PATH]
+    python benchmarks/ops.py --update --only rmsnorm    # the file keeps its other cases
 
 Columns: `ours`, in the default rounding; `copy`, a device copy that reads and writes as many bytes in all, in whole
 pages, the fastest that a copy gets; `eager`, the package's reference in plain torch, rounding in the input's dtype as
@@ -167,6 +168,8 @@ def load_peers() -> tuple[dict[str, ModuleType], dict[str, str]]:
 
 def earlier(path: Path, meta: dict[str, Any], selected: Sequence[Case]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(what an earlier result says of its run, its cases that are not measured now)."""
+    if not path.exists():
+        return meta, []
     result = json.loads(path.read_text())
     for key in ("device", "torch", "cuda"):
         if result["meta"][key] != meta[key]:
@@ -217,6 +220,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="SUBSTRING", help="only cases with one of these in `op shape`"
     )
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help='only these, such as "rmsnorm 1024x2048 bf16"')
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes most of the time")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes that compile ahead")
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="for what compiles ahead (120)")
@@ -227,6 +231,10 @@ def main() -> None:
         sys.exit("benchmarks/ops.py needs an NVIDIA GPU and a torch that can use it; for the CPU: benchmarks/cpu.py")
     selected = [case for case in cases() if options.dtype in (None, case.dtype)]
     selected = [case for case in selected if any(part in case.name for part in options.only)]
+    if options.cases is not None:
+        if unknown := set(options.cases) - {case.name for case in selected}:
+            parser.error(f"--cases: expected names of cases, got {', '.join(sorted(unknown))}")
+        selected = [case for case in selected if case.name in options.cases]
     if not selected:
         sys.exit("no such case")
     ltx, package = load_package()

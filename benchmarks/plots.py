@@ -35,8 +35,12 @@ PRODUCTS = (CROSS_ATTENTION, ATTENTION)  # of matrices: no copy is their floor
 TOP = 2.0  # where the scale of times in copies ends
 
 
+READ: set[str] = set()  # the files that `load` has read
+
+
 def load(name: str) -> Any:
     """A file of results."""
+    READ.add(name)
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 

@@ -10,6 +10,7 @@ sentence carries a comment with the file and the key that it comes from, and its
 `key=value` picks the one record with this value (`key~text`: whose value contains the text; `key=`: which lacks it; a
 shape is 2x8064x2048), and the last word names the field, with dots for what lies deeper. Without a `key=` the field is
 one of the whole file.
+Below a table whose figures are older than their sources a sentence says so (pages/marks.py).
 Fields and numbers may be joined by ` / ` and ` * `, from left to right; what picks the record stands before the first.
 """
 
@@ -25,7 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import pages
+from pages.marks import TOLD, mark
 from pages.writing import BLOCKS, REPOSITORY, at, load
+from plots import READ
+from sources import HistoryError
 
 for module in pkgutil.iter_modules(pages.__path__):  # each adds its functions to BLOCKS
     importlib.import_module(f"{pages.__name__}.{module.name}")
@@ -95,13 +99,24 @@ def with_block(text: str, name: str, written: str) -> str:
     return before + begin + written + end + after
 
 
+def marked(page: str, name: str) -> str:
+    """The text of a page's block, with a sentence about the figures in it that are older than their sources."""
+    READ.clear()
+    written = BLOCKS[page, name]()
+    sentence = "" if (page, name) in TOLD else mark(READ)
+    return f"{written}\n{sentence}" if sentence else written
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if a page is not what the results say")
     arguments = parser.parse_args()
     wanted = {page: page.read_text() for page in _pages()}
-    for (name, block), write in BLOCKS.items():
-        wanted[REPOSITORY / name] = with_block(wanted[REPOSITORY / name], block, write())
+    try:
+        for name, block in BLOCKS:
+            wanted[REPOSITORY / name] = with_block(wanted[REPOSITORY / name], block, marked(name, block))
+    except HistoryError as error:
+        sys.exit(f"benchmarks/readme.py needs the repository with all of its commits (git fetch --unshallow): {error}")
     wanted = {page: with_figures(text) for page, text in wanted.items()}
     stale = {page: text for page, text in wanted.items() if page.read_text() != text}
     if arguments.check and stale:

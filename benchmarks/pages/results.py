@@ -1,37 +1,29 @@
 """What concerns every result file: the list of them, and the tests in short."""
 
-import re
 from pathlib import Path
 
 from plots import RESULTS
+from records import is_ledger, program_of
 
-from pages.writing import REPOSITORY, Record, block, commits_of, device_of, load, table, text
-
-# Result files that are not named after their program.
-PROGRAMS = {"suites": "tests/gpu.py", "gates": "benchmarks/ops.py"}
+from pages.marks import of_file
+from pages.writing import Record, block, commits_of, device_of, load, table, text
 
 
-def program_of(name: str) -> str:
-    """The program that writes a result file, by the file's name; empty for trials that have none."""
-    words = [word for word in name.split("-") if not re.fullmatch(r"h\d00(x\d)?|cpu|cuda|tools", word)]
-    if "tuning" in words:
-        return ""
-    for count in range(len(words), 0, -1):
-        found = "_".join(words[:count])
-        paths = [PROGRAMS.get(found, ""), f"benchmarks/{found}.py", f"tests/{found}.py"]
-        for path in filter(None, paths):
-            if (REPOSITORY / path).exists():
-                return path
-    return ""
+def script_of(name: str) -> str:
+    """The program that writes a result file; empty for trials that have none."""
+    if is_ledger(name):
+        return "benchmarks/measure.py"
+    program = program_of(name)
+    return program.script if program else ""
 
 
 @block("docs/benchmarks.md", "files")
 def files() -> str:
-    """Every result file, with its program, device, commits and date."""
+    """Every result file: its program, device, commits and date, and how much of it is older than its sources."""
 
     def row(path: Path) -> Record:
         meta = load(path.stem)["meta"]
-        program = program_of(path.stem)
+        program = script_of(path.stem)
         return {
             "name": path.name,
             "program": f"[{program}](../{program})" if program else "trials by hand",
@@ -39,10 +31,11 @@ def files() -> str:
             "torch": meta.get("torch"),
             "commits": commits_of(path.stem),
             "date": meta.get("date", "")[:10],
+            "older": of_file(path.stem),
         }
 
-    head = "| file | written by | on | torch | commits | date |"
-    cells = "| [{name}](../benchmarks/results/{name}) | {program} | {device} | {torch} | {commits} | {date} |"
+    head = "| file | written by | on | torch | commits | date | older than their sources |"
+    cells = "| [{name}](../benchmarks/results/{name}) | {program} | {device} | {torch} | {commits} | {date} | {older} |"
     return text(table(head, cells, map(row, sorted(RESULTS.glob("*.json")))))
 
 

@@ -1,0 +1,492 @@
+"""The sources that a measurement depends on, found by reading them, in the working tree or in a commit.
+
+A measurement is made by a program of benchmarks/ or tests/, of some public functions or of `optimize` with some models.
+Its sources are
+
+- the definitions that the program's `main` reaches, in its own file and in those that it imports. Of a table of models
+  by name only the entry of the measured one counts, and of a list of cases only what its entries call: the record names
+  its case;
+- the Python files of the package that these functions are in and import. For `optimize`: those of the families that
+  know the models, with all that they import;
+- the bindings of the ops that these files call, and the kernels that the bindings launch, with the files and the flags
+  that build.toml has for each.
+
+Comments, docstrings and the form of the code do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import posixpath
+import re
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import tomllib
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FOLDERS = ("benchmarks", "examples", "kernel_src", "tests", "torch-ext")
+SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
+PACKAGE = "torch-ext/ltx_kernels/"
+INTEGRATIONS = PACKAGE + "integrations/"
+PROGRAM_FOLDERS = ("benchmarks", "examples", "tests")  # where a program finds what it imports
+Parts = dict[str, str]  # what a measurement depends on, by name: a file, or "FILE: DEFINITION"
+
+
+class HistoryError(Exception):
+    """The history of the repository is not here, or lacks a commit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A version of the repository's sources: the paths, and how their text is read."""
+
+    paths: Collection[str]
+    read: Callable[[str], str]
+
+    def under(self, folder: str, *suffixes: str) -> list[str]:
+        return [path for path in self.paths if path.startswith(folder) and path.endswith(suffixes)]
+
+
+def working_tree(root: Path = REPOSITORY) -> Tree:
+    files = [*(path for folder in FOLDERS for path in (root / folder).rglob("*")), root / "build.toml"]
+    names = {str(path.relative_to(root)) for path in files if path.suffix in SUFFIXES or path.name == "build.toml"}
+    generated = {PACKAGE + "_ops.py", "torch-ext/registration.h"}
+    return Tree(sorted(names - generated), functools.cache(lambda path: (root / path).read_text()))
+
+
+class History:
+    """The commits of a repository; a text that several of them share is read once."""
+
+    def __init__(self, root: Path = REPOSITORY) -> None:
+        self.root = root
+        self.process: subprocess.Popen[bytes] | None = None
+        self.blob = functools.cache(self._blob)
+        self.tree = functools.cache(self._tree)
+        self.named = functools.cache(self._named)
+
+    def git(self, *arguments: str) -> str:
+        command = ["git", "-C", str(self.root), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[0]
+            raise HistoryError(f"git {' '.join(arguments)}: {reason}") from error
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether this is a repository with all of its commits, and not a folder in another one."""
+        try:
+            top, shallow = self.git("rev-parse", "--show-toplevel", "--is-shallow-repository").split("\n")[:2]
+        except HistoryError:
+            return False
+        return Path(top).resolve() == self.root.resolve() and shallow == "false"
+
+    @functools.cached_property
+    def commits(self) -> dict[str, int]:
+        """When each commit before the checked-out one was made, in seconds; the newest stands first."""
+        lines = self.git("log", "--format=%H %ct").splitlines()
+        return {commit: int(seconds) for commit, seconds in (line.split() for line in lines)}
+
+    def _named(self, commit: str) -> str | None:
+        """The whole name of a commit; None for one that is not in the history, and for a dirty tree."""
+        if not re.fullmatch("[0-9a-f]{7,40}", commit):
+            return None
+        return next((name for name in self.commits if name.startswith(commit)), None)
+
+    def _tree(self, commit: str) -> Tree:
+        blobs: dict[str, str] = {}
+        for line in self.git("ls-tree", "-r", "-z", commit, "--", *FOLDERS, "build.toml").split("\0"):
+            about, _, path = line.partition("\t")
+            if path.endswith(SUFFIXES) or path == "build.toml":
+                blobs[path] = about.split()[2]
+        return Tree(blobs, lambda path: self.blob(blobs[path]))
+
+    def _blob(self, name: str) -> str:
+        if self.process is None:
+            command = ["git", "-C", str(self.root), "cat-file", "--batch"]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(f"{name}\n".encode())
+        self.process.stdin.flush()
+        size = int(self.process.stdout.readline().split()[2])
+        return self.process.stdout.read(size + 1)[:-1].decode()
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+            self.process = None
+
+
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """Python without its docstrings."""
+    module = ast.parse(text)
+    for node in ast.walk(module):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(node.body) > 1:
+                node.body = node.body[1:]
+    return module
+
+
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')", re.DOTALL)
+
+
+def without_comments(text: str) -> str:
+    """C++ or CUDA without its comments; strings stay."""
+    return COMMENT.sub(lambda match: match[1] or "", text)
+
+
+@functools.cache
+def code_of(name: str, text: str) -> str:
+    """What counts of a part's text: the code without comments, docstrings and spaces."""
+    if name.endswith(".py"):
+        return ast.dump(parsed(text))
+    if name.endswith(SUFFIXES):
+        return " ".join(without_comments(text).split())
+    return text
+
+
+def digest(parts: Parts) -> str:
+    """A name of the code of these parts."""
+    code = "\0".join(f"{name}\0{code_of(name, text)}" for name, text in sorted(parts.items()))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured.
+
+    program: The file of the program, in the repository.
+    keys: How the program's tables name what is measured. Without keys all of a table counts.
+    functions: Public functions that the program does not name itself.
+    everything: Whether all sources of the package count, as they do for tests.
+    files: More files that count whole.
+    """
+
+    program: str
+    keys: frozenset[str] = frozenset()
+    functions: frozenset[str] = frozenset()
+    backend: str = "cuda"
+    everything: bool = False
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What a measurement depends on in one version of the repository."""
+
+    tree: Tree
+    known: dict[Any, Any] = field(default_factory=dict)  # what was found before, by the question
+
+    def of(self, subject: Subject) -> Parts:
+        """The parts that a measurement depends on in this version."""
+        return {name: self.part(name, subject.keys) or "" for name in self._once(self._names, subject)}
+
+    def unchanged(self, subject: Subject, parts: Parts) -> bool:
+        """Whether parts of another version are the same in this one."""
+
+        def is_same(name: str, text: str) -> bool:
+            mine = self.part(name, subject.keys)
+            return mine is not None and (mine == text or code_of(name, mine) == code_of(name, text))
+
+        return all(is_same(name, text) for name, text in parts.items())
+
+    def part(self, name: str, keys: frozenset[str]) -> str | None:
+        """The text of a part; None where this version lacks it."""
+        path, _, definition = name.partition(": ")
+        if path not in self.tree.paths:
+            return None
+        if path == "build.toml":
+            kernel = self.builds.get(definition)
+            return None if kernel is None else repr(kernel)
+        if not definition:
+            return self.tree.read(path)
+        return self.module(path).reached(definition, keys).code if definition in self.module(path).names else None
+
+    def module(self, path: str) -> _Module:
+        return cast("_Module", self._once(_Module, self.tree, path))
+
+    def _once(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        key = question.__name__, *(one for one in arguments if one is not self.tree)
+        if key not in self.known:
+            self.known[key] = question(*arguments)
+        return self.known[key]
+
+    def _names(self, subject: Subject) -> list[str]:
+        if subject.program not in self.tree.paths:
+            return []
+        files = {path for path in subject.files if path in self.tree.paths}
+        program, functions, words = self.of_program(subject.program, subject.keys)
+        if subject.everything:
+            files |= {path for path in self.tree.paths if path.startswith(("kernel_src/", "torch-ext/"))}
+        else:
+            classes = frozenset(word for word in words if word in modules_of_classes())
+            files |= self._once(self.of_functions, frozenset(functions | subject.functions), classes, subject.backend)
+        return [*sorted(program), *sorted(files)]
+
+    def of_program(self, path: str, keys: frozenset[str]) -> tuple[set[str], set[str], set[str]]:
+        """(the definitions that `main` of a program reaches, the public functions that they name, all their words)."""
+        names = self.module(path).names
+        waiting = [(path, name) for name in (("main",) if "main" in names else names)]
+        found, functions, words = set[str](), set[str](), set[str]()
+        while waiting:
+            path, name = waiting.pop()
+            if f"{path}: {name}" in found or name not in self.module(path).names:
+                continue
+            found.add(f"{path}: {name}")
+            reached = self.module(path).reached(name, keys)
+            functions |= reached.functions
+            words |= reached.words
+            waiting += reached.references
+        return found, functions, words
+
+    def of_functions(self, functions: frozenset[str], classes: frozenset[str], backend: str) -> set[str]:
+        """The files behind public functions, and behind `optimize` of models of these classes."""
+        reference = {PACKAGE + "reference.py"} if "reference" in functions else set()
+        python = self.closure(self.public[function] for function in functions if function in self.public)
+        if "optimize" in functions:
+            python |= self.closure([INTEGRATIONS + "__init__.py", *self.families(classes)])
+        calls = {name for path in python for name in re.findall(r'\bop\(\s*"(\w+)"', self.tree.read(path))}
+        return python | reference | self._once(self.of_ops, frozenset(calls), backend)
+
+    @functools.cached_property
+    def public(self) -> dict[str, str]:
+        """The file of each public function."""
+        modules = [path for path in self.tree.under(PACKAGE, ".py") if path.count("/") == 2 and "/_" not in path]
+        return {
+            node.name: path
+            for path in modules
+            if not path.endswith("/reference.py")
+            for node in parsed(self.tree.read(path)).body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        }
+
+    def closure(self, roots: Iterable[str]) -> set[str]:
+        """Python files of the package with all that they import, but for the families that the registry imports."""
+        found: set[str] = set()
+        waiting = [path for path in roots if path in self.tree.paths]
+        while waiting:
+            path = waiting.pop()
+            if path in found:
+                continue
+            found.add(path)
+            if path != INTEGRATIONS + "registry.py":
+                waiting += self._once(self.imports, path)
+        return found
+
+    def imports(self, path: str) -> list[str]:
+        """The files of the package that a file imports, but for the package's own __init__.py."""
+        found: list[str] = []
+        for node in ast.walk(parsed(self.tree.read(path))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                folder = path
+                for _ in range(node.level):
+                    folder = posixpath.dirname(folder)
+                base = posixpath.join(folder, *(node.module or "").split("."))
+                for name in (base, *(f"{base.rstrip('/')}/{alias.name}" for alias in node.names)):
+                    candidates = (f"{name.rstrip('/')}.py", f"{name.rstrip('/')}/__init__.py")
+                    found += [file for file in candidates if file in self.tree.paths]
+        return [file for file in found if file != PACKAGE + "__init__.py"]
+
+    def families(self, classes: Collection[str]) -> list[str]:
+        """The files of the families that know these classes of libraries; all families where there are none."""
+        folders = tuple(f"{INTEGRATIONS}{library}/" for library in ("diffusers", "transformers"))
+        known = [path for path in self.tree.under(INTEGRATIONS, ".py") if path.startswith(folders)]
+        files = [path for path in known if not Path(path).name.startswith("_")]
+        found = []
+        for module in sorted({modules_of_classes()[name] for name in classes}):
+            stem = re.sub("^(transformer|modeling|configuration)_", "", module)
+            named = re.compile(rf'\b{module}\b|"{stem}"')
+            speaking = {path for path in known if Path(path).stem == stem or named.search(self.tree.read(path))}
+            # Families share files whose names begin with an underscore.
+            found += [
+                path for path in files if speaking & {path, *(f for f in self._once(self.imports, path) if "/_" in f)}
+            ]
+        return found or files
+
+    def of_ops(self, names: Collection[str], backend: str) -> set[str]:
+        """The bindings of ops, and what they launch."""
+        if not names:
+            return set()
+        defined = re.compile(rf"^[\w:<>, ]*\b(?:{'|'.join(sorted(names))})(?:_out)?\(", re.MULTILINE)
+        bindings = [path for path in self.tree.under("torch-ext/", ".cpp") if path != "torch-ext/torch_binding.cpp"]
+        bindings = [path for path in bindings if defined.search(self.tree.read(path))]
+        launched = {name for path in bindings for name in re.findall(r"\bltx::(\w+)\(", self.tree.read(path))}
+        return self.included(bindings) | self.of_kernels(launched, backend)
+
+    def included(self, paths: Iterable[str]) -> set[str]:
+        """C++ files with the headers that they include."""
+        found, waiting = set[str](), list(paths)
+        while waiting:
+            path = waiting.pop()
+            if path in found:
+                continue
+            found.add(path)
+            for name in re.findall(r'^#include "([^"]+)"', self.tree.read(path), re.MULTILINE):
+                candidates = (posixpath.normpath(posixpath.join(posixpath.dirname(path), name)), f"kernel_src/{name}")
+                waiting += [file for file in candidates if file in self.tree.paths]
+        return found
+
+    @functools.cached_property
+    def builds(self) -> dict[str, Any]:
+        """The kernels of build.toml, by their names."""
+        return cast("dict[str, Any]", tomllib.loads(self.tree.read("build.toml")).get("kernel", {}))
+
+    def of_kernels(self, functions: Collection[str], backend: str) -> set[str]:
+        """The files and the flags of the kernels that these functions launch, and of others that those call."""
+        kernels = {  # what build.toml says of each source of kernels
+            path: (name, build["src"])
+            for name, build in self.builds.items()
+            for path in build["src"]
+            if build["backend"] == backend and path.endswith((".cu", ".cpp"))
+        }
+        paths = [path for path in kernels if path in self.tree.paths]
+        texts = {path: without_comments(self.tree.read(path)) for path in paths}
+        paths = self.tree.under("kernel_src/", ".h", ".cuh")
+        headers = {path: without_comments(self.tree.read(path)) for path in paths}
+        declaration = re.compile(r"^[\w:<>&*, ]+ \*?(\w+)\([^;{}()]*\);", re.MULTILINE)
+        declared = {name for text in (*headers.values(), *texts.values()) for name in declaration.findall(text)}
+        definition = re.compile(r"^[\w:<>&*, ]+ \*?(\w+)\([^;{}()]*\) \{", re.MULTILINE)
+        unnamed = re.compile(r"^namespace \{$.*?^\}  // namespace$", re.MULTILINE | re.DOTALL)
+        home: dict[str, set[str]] = {}
+        for path in texts:
+            for name in definition.findall(unnamed.sub("", self.tree.read(path))):
+                home.setdefault(name, set()).add(path)
+        found: set[str] = set()
+        waiting, seen = set(functions), set[str]()
+        while waiting:
+            name = waiting.pop()
+            seen.add(name)
+            for path in home.get(name, set()) - found:
+                found.add(path)
+                read = [texts[path], *(headers[file] for file in kernels[path][1] if file in headers)]
+                calls = (re.findall(r"\b(\w+)(?:<[^;(){}]*>)?\(", declaration.sub("", text)) for text in read)
+                called = {call for of_one in calls for call in of_one}
+                waiting |= (called & declared) - seen - set(definition.findall(texts[path]))
+        files = {file for path in found for file in kernels[path][1] if file in self.tree.paths}
+        return files | {f"build.toml: {kernels[path][0]}" for path in found}
+
+
+@functools.cache
+def modules_of_classes() -> Mapping[str, str]:
+    """The module, by its last name, of each class of the models that are installed with diffusers and transformers."""
+    found: dict[str, str] = {}
+    for library, pattern in (("diffusers", "models/**/*.py"), ("transformers", "models/*/modeling_*.py"),
+                             ("transformers", "models/*/configuration_*.py")):  # fmt: skip
+        spec = importlib.util.find_spec(library)
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            for path in sorted(Path(place).glob(pattern)):
+                for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE):
+                    found.setdefault(name, path.stem)
+    return found
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """What a definition is made of, and what it refers to."""
+
+    code: str
+    words: frozenset[str]
+    functions: frozenset[str]  # of the package
+    references: tuple[tuple[str, str], ...]  # (file, definition)
+
+
+class _Module:
+    """The definitions of a Python file, and what it imports of the repository."""
+
+    def __init__(self, tree: Tree, path: str) -> None:
+        self.path = path
+        self.names: dict[str, list[ast.stmt]] = {}
+        self.imported: dict[str, tuple[str, str]] = {}  # (file, name in it; empty: the module)
+        self.known: dict[tuple[str, frozenset[str]], _Reached] = {}
+        places = dict.fromkeys((posixpath.dirname(path), *PROGRAM_FOLDERS))
+
+        def file_of(name: str) -> str | None:
+            files = (f"{place}/{name.replace('.', '/')}{end}" for place in places for end in (".py", "/__init__.py"))
+            return next((file for file in files if file in tree.paths), None)
+
+        body = parsed(tree.read(path)).body
+        for node in (n for top in body for n in ast.walk(top)):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if file := file_of(alias.name):
+                        self.imported[alias.asname or alias.name] = file, ""
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    if file := file_of(f"{node.module}.{alias.name}"):
+                        self.imported[alias.asname or alias.name] = file, ""
+                    elif file := file_of(node.module):
+                        self.imported[alias.asname or alias.name] = file, alias.name
+        for top in body:
+            for name in _defined(top):
+                self.names.setdefault(name, []).append(top)
+
+    def reached(self, name: str, keys: frozenset[str]) -> _Reached:
+        """What a definition refers to, of a table as far as the keys name it."""
+        is_table = any(_table(node) is not None for node in self.names[name])
+        key = name, keys if is_table else frozenset[str]()
+        if key not in self.known:
+            self.known[key] = self._reached([_counted(node, keys) for node in self.names[name]])
+        return self.known[key]
+
+    def _reached(self, counted: list[tuple[ast.AST, bool]]) -> _Reached:
+        words, functions, references = set[str](), set[str](), dict[tuple[str, str], None]()
+        for node in (inner for top, _ in counted for inner in ast.walk(top)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words.add(node.value)
+            elif isinstance(node, ast.Name):
+                words.add(node.id)
+                file, name = self.imported.get(node.id, (self.path, node.id))
+                references[file, name] = None
+            elif isinstance(node, ast.Attribute):
+                words.add(node.attr)
+                if "ltx" in (getattr(node.value, "id", ""), getattr(node.value, "attr", "")):
+                    functions.add(node.attr)
+                file, name = self.imported.get(getattr(node.value, "id", ""), ("", "a name"))
+                if not name:
+                    references[file, node.attr] = None
+        code = "\n".join(ast.dump(node) for node, is_part in counted if is_part)
+        return _Reached(code, frozenset(words), frozenset(functions), tuple(references))
+
+
+def _table(node: ast.stmt) -> ast.expr | None:
+    """The dict, list or comprehension that a statement names."""
+    value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+    return value if isinstance(value, (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.ListComp)) else None
+
+
+def _counted(node: ast.stmt, keys: Collection[str]) -> tuple[ast.AST, bool]:
+    """(what counts of a definition, whether its own text counts, and not what it refers to alone)."""
+    value = _table(node)
+    if not keys or value is None:
+        return node, True
+    if isinstance(value, ast.Dict):
+        mine = [v for k, v in zip(value.keys, value.values) if isinstance(k, ast.Constant) and k.value in keys]
+        return (ast.Tuple(mine, ast.Load()), True) if mine else (node, True)
+    elements = value.elts if isinstance(value, (ast.List, ast.Tuple, ast.Set)) else [value]
+    constants = [{n.value for n in ast.walk(e) if isinstance(n, ast.Constant)} for e in elements]
+    mine = [element for element, found in zip(elements, constants) if found & set(keys)]
+    if mine:
+        return ast.Tuple(mine, ast.Load()), False
+    if not any(isinstance(one, str) for found in constants for one in found):
+        return ast.Tuple([], ast.Load()), False  # sizes: a record names its own
+    return node, True
+
+
+def _defined(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+    elif isinstance(node, (ast.If, ast.With, ast.Try, ast.For)):
+        for inner in (n for n in ast.walk(node) if isinstance(n, ast.stmt) and n is not node):
+            yield from _defined(inner)

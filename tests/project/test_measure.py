@@ -1,0 +1,435 @@
+"""benchmarks/measure.py: what is older than its sources, in which order it is measured, and what ends a call."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BENCHMARKS = REPOSITORY / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import measure  # noqa: E402
+import op_cases  # noqa: E402
+import records  # noqa: E402
+import result_files  # noqa: E402
+import sources  # noqa: E402
+import staleness  # noqa: E402
+
+RESULTS = BENCHMARKS / "results"
+FILES = {
+    "build.toml": """
+        [kernel.norm]
+        backend = "cuda"
+        src = ["kernel_src/norm.cu", "kernel_src/ltx/rows.cuh"]
+        [kernel.rope]
+        backend = "cuda"
+        src = ["kernel_src/rope.cu"]
+    """,
+    "kernel_src/norm.cu": "namespace ltx {\nvoid norm(const Params& p) {\n  launch(p);  // once\n}\n}\n",
+    "kernel_src/rope.cu": "namespace ltx {\nvoid rotary(const Params& p) {\n}\n}\n",
+    "kernel_src/ltx/rows.cuh": "constexpr int kRows = 4;\n",
+    "torch-ext/norm.cpp": "Tensor norm(const Tensor& x) {\n  ltx::norm(p);\n}\n",
+    "torch-ext/rope.cpp": "Tensor rope(const Tensor& x) {\n  ltx::rotary(p);\n}\n",
+    "torch-ext/ltx_kernels/norm.py": '"""Norms."""\n\n_norm = op("norm")\n\n\ndef rmsnorm(x):\n    return _norm(x)\n',
+    "torch-ext/ltx_kernels/rope.py": '_rope = op("rope")\n\n\ndef rope_1d(x):\n    return _rope(x)\n',
+    "benchmarks/shared.py": "def helper():\n    return 1\n\n\ndef other():\n    return 2\n",
+    # Writes after each case, as the real programs do. A case may fail, or take its time.
+    "benchmarks/program.py": '''
+        """A program."""
+        import argparse, json, pathlib, sys, time
+        from shared import helper
+
+        CASES = {"a": ("rmsnorm", 0), "b": ("rmsnorm", 0), "slow": ("rmsnorm", 60), "bad": ("rmsnorm", 0)}
+
+
+        def main():
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--cases", nargs="+")
+            parser.add_argument("--output", type=pathlib.Path)
+            options = parser.parse_args()
+            helper()
+            for case in options.cases:
+                if case == "bad":
+                    sys.exit("ValueError: a bad case")
+                time.sleep(CASES[case][1])
+                path = options.output
+                result = json.loads(path.read_text()) if path.exists() else {"records": []}
+                kept = [record for record in result["records"] if record["name"] != case]
+                commit = (pathlib.Path(__file__).parent / "commit").read_text()
+                new = {"name": case, "commit": commit, "date": f"2026-01-02T00:00:0{len(kept)}+00:00"}
+                path.write_text(json.dumps({"meta": {"device": "gpu"}, "records": [*kept, new]}))
+
+
+        if __name__ == "__main__":
+            main()
+    ''',
+}
+
+
+class Fake:
+    """A repository with a program of four cases, of which a machine has measured what `measured` says."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.results = root, root / "benchmarks/results"
+        for name, text in FILES.items():
+            self.write(name, textwrap.dedent(text))
+        self.cases = ["a", "b"]
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        text = (self.root / name).read_text()
+        assert old in text
+        self.write(name, text.replace(old, new))
+
+    def git(self, *arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(self.root), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit(self) -> str:
+        """The sources as a commit, which is what the program then names."""
+        if not (self.root / ".git").exists():
+            self.git("init", "-q")
+        self.git("add", "-A")
+        self.git("commit", "-q", "--allow-empty", "-m", "x")
+        commit = self.git("rev-parse", "HEAD")
+        self.write("benchmarks/commit", commit)
+        return commit
+
+    def measured(self, **dates: str) -> None:
+        commit = (self.root / "benchmarks/commit").read_text()
+        of = [{"name": name, "commit": commit, "date": date} for name, date in dates.items()]
+        self.write("benchmarks/results/gpu-program.json", json.dumps({"meta": {"device": "gpu"}, "records": of}))
+
+    def queue(self, **options: str) -> measure.Queue:
+        program = records.Program(
+            "benchmarks/program.py",
+            "{machine}-program",
+            lambda record: str(record["name"]),
+            flag="--cases",
+            keys=lambda name: (name,),
+            functions=lambda name, of: {"rmsnorm"},
+        )
+        cases = self.cases
+
+        class Listed(records.Program):
+            def listed(self) -> list[str]:
+                return cases
+
+        program = Listed(**{field: getattr(program, field) for field in program.__dataclass_fields__})
+        return measure.Queue(self.root, self.results, self.results, ["gpu"], programs=[program], **options)
+
+    def reasons(self) -> dict[str, str]:
+        return {one.job.name: one.reason for one in self.queue().waiting()}
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    fake = Fake(tmp_path)
+    fake.commit()
+    fake.measured(a="2026-01-01T00:00:00+00:00", b="2026-01-01T00:00:00+00:00")
+    return fake
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("kernel_src/norm.cu", "launch(p);", "launch(p, 2);"),
+        ("kernel_src/ltx/rows.cuh", "4", "8"),
+        ("torch-ext/norm.cpp", "ltx::norm(p)", "ltx::norm(q)"),
+        ("torch-ext/ltx_kernels/norm.py", "return _norm(x)", "return _norm(x.contiguous())"),
+        ("benchmarks/shared.py", "return 1", "return 3"),
+        ("build.toml", '"kernel_src/ltx/rows.cuh"', '"kernel_src/ltx/rows.cuh", "kernel_src/rope.cu"'),
+    ],
+)
+def test_a_change_of_a_source_makes_a_record_stale(fake: Fake, name: str, old: str, new: str) -> None:
+    assert fake.reasons() == {}
+    fake.edit(name, old, new)
+    assert fake.reasons().keys() == {"a", "b"}
+    assert all(re.fullmatch("its sources changed after [0-9a-f]{7}", reason) for reason in fake.reasons().values())
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("kernel_src/norm.cu", "// once", "// one time"),
+        ("kernel_src/rope.cu", "rotary(const Params& p) {", "rotary(const Params& p) {\n  launch(p);"),
+        ("torch-ext/ltx_kernels/norm.py", '"""Norms."""', '"""RMSNorm."""'),
+        ("torch-ext/ltx_kernels/rope.py", "return _rope(x)", "return _rope(x, 1)"),
+        ("benchmarks/shared.py", "return 2", "return 4"),
+        ("benchmarks/program.py", '"slow": ("rmsnorm", 60)', '"slow": ("rmsnorm", 61)'),
+    ],
+)
+def test_other_changes_do_not(fake: Fake, name: str, old: str, new: str) -> None:
+    """Comments, docstrings, other kernels, other functions of shared files, other entries of a table of cases."""
+    fake.edit(name, old, new)
+    assert fake.reasons() == {}
+
+
+def test_an_entry_of_a_table_is_of_its_own_case(fake: Fake) -> None:
+    fake.edit("benchmarks/program.py", '"a": ("rmsnorm", 0)', '"a": ("rmsnorm", 0.5)')
+    assert fake.reasons().keys() == {"a"}
+
+
+def test_a_commit_that_the_history_lacks(fake: Fake) -> None:
+    fake.write("benchmarks/commit", "0" * 40)
+    fake.measured(a="2026-01-01T00:00:00+00:00", b="2026-01-01T00:00:00+00:00")
+    assert set(fake.reasons().values()) == {f"of {'0' * 40}, which is not in the history"}
+
+
+def test_what_was_never_measured_comes_first_and_then_the_oldest(fake: Fake) -> None:
+    fake.cases = ["a", "b", "new"]
+    shutil.rmtree(fake.root / ".git")
+    fake.measured(a="2026-01-03T00:00:00+00:00", b="2026-01-02T00:00:00+00:00")
+    assert [one.job.name for one in fake.queue().waiting()] == ["new", "b", "a"]
+
+
+def test_a_call_measures_and_says_of_which_commit_all_records_are(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    commit = fake.commit()
+    assert measure.work(fake.queue(), 60) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"all 2 records of gpu are of commit {commit[:7]}"
+    assert fake.reasons() == {}
+    calls = json.loads((fake.results / "gpu-queue.json").read_text())["records"]
+    assert [call["job"] for call in calls] == ["program: a", "program: b"]
+    assert all(call["commit"] == commit and call["seconds"] >= 0 for call in calls)
+
+
+def test_records_of_several_commits_that_hold(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    first = fake.git("rev-parse", "HEAD")
+    fake.edit("kernel_src/rope.cu", "rotary", "turning")
+    second = fake.commit()
+    fake.cases = ["a", "b", "slow"]
+    fake.edit("benchmarks/program.py", '"slow": ("rmsnorm", 60)', '"slow": ("rmsnorm", 0)')
+    assert measure.work(fake.queue(), 60) == 0
+    text = f"all 3 records of gpu are as new as their sources, of the commits {first[:7]}, {second[:7]}"
+    assert capsys.readouterr().out.splitlines()[-1] == text
+
+
+def test_the_next_call_goes_on_where_the_limit_ended_one(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.cases = ["a", "b", "slow", "other"]
+    fake.edit("benchmarks/program.py", '"bad": (', '"other": (')
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    names = [one.job.name for one in fake.queue().waiting()]
+    assert names == ["slow", "other", "a", "b"]
+    assert measure.work(fake.queue(), 4) == 0
+    printed = capsys.readouterr().out
+    assert "program: slow: stopped after" in printed and "left on gpu: 4 of 4 jobs, about" in printed
+    assert "3 of which no time is known" in printed
+    # What was stopped waits until the others are measured, and until there is more time.
+    assert [one.job.name for one in fake.queue().waiting()] == ["other", "a", "b", "slow"]
+    assert measure.work(fake.queue(), 60, only=["other", ": a", ": b"]) == 0
+    assert "all 3 records of gpu are of commit" in capsys.readouterr().out
+    (left,) = fake.queue().waiting()
+    assert left.job.name == "slow" and left.seconds is not None and left.seconds > 1
+    assert measure.work(fake.queue(), 1) == 0
+    assert "program: slow takes about" in capsys.readouterr().out
+
+
+def test_a_kill_loses_what_runs_and_nothing_before(fake: Fake) -> None:
+    """The first case is in the file, and up to date, though the process that measured it was killed in the second."""
+    fake.cases = ["a", "slow"]
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    queue = fake.queue()
+    jobs = {job.name: job for job in queue.jobs()}
+    done, failed = queue.run([jobs["a"], jobs["slow"]], 4)
+    assert (done, failed) == ({"program: a"}, {})
+    assert fake.reasons().keys() == {"b", "slow"}
+
+
+def test_a_failure_does_not_end_the_call(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.cases = ["bad", "a", "b"]
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    assert measure.work(fake.queue(), 60) == 1
+    printed = capsys.readouterr().out
+    assert "failed: program: bad: status 1: ValueError: a bad case" in printed
+    assert "left on gpu: 1 of 3 jobs" in printed
+    fake.edit("kernel_src/norm.cu", "launch(p, 2);", "launch(p, 3);")
+    waiting = fake.queue().waiting()
+    assert [one.job.name for one in waiting][-1] == "bad" and waiting[-1].failed
+    assert measure.work(fake.queue(), 60, listed=True) == 0
+    assert "the last call failed: status 1" in capsys.readouterr().out
+
+
+def test_without_the_history_the_digests_of_earlier_calls_count(fake: Fake) -> None:
+    """A machine may have a copy of the files alone."""
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    assert measure.work(fake.queue(), 60) == 0
+    shutil.rmtree(fake.root / ".git")
+    assert fake.reasons() == {}
+    fake.edit("kernel_src/norm.cu", "// once", "// twice")
+    assert fake.reasons() == {}
+    fake.edit("kernel_src/norm.cu", "launch(p, 2);", "launch(p, 3);")
+    assert fake.reasons().keys() == {"a", "b"}
+    (fake.results / "gpu-queue.json").unlink()
+    assert set(fake.reasons().values()) == {"not measured by this command, and the repository's history is not here"}
+
+
+def test_estimates_are_of_earlier_calls(fake: Fake) -> None:
+    fake.cases = ["a", "b", "slow"]
+    queue = fake.queue()
+    jobs = {job.name: job for job in queue.jobs()}
+    assert queue.estimate(jobs["a"]) is None
+    queue.note(jobs["a"], seconds=10.0)
+    queue.note(jobs["b"], seconds=30.0, stopped=True)
+    queue = fake.queue()
+    assert queue.estimate(jobs["a"]) == 10
+    assert queue.estimate(jobs["b"]) == pytest.approx(36)
+    assert queue.estimate(jobs["slow"]) == 10  # the median of the same program's that ended
+
+
+def test_a_dry_run_prints_the_calls(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    before = (fake.results / "gpu-program.json").read_text()
+    assert measure.work(fake.queue(), 60, dry=True) == 0
+    call, left = capsys.readouterr().out.splitlines()
+    assert call.endswith(f"--output {fake.results / 'gpu-program.json'} --cases a b") and left.startswith(
+        "left on gpu: 2"
+    )
+    assert (fake.results / "gpu-program.json").read_text() == before
+
+
+def test_every_result_file_is_known() -> None:
+    unknown = [path.name for path in RESULTS.glob("*.json") if staleness.is_unknown(path.stem)]
+    assert not unknown, "name the program in PROGRAMS of benchmarks/records.py, or the trial in its BY_HAND"
+    assert staleness.is_unknown("h200-no-such-program")
+    assert records.is_by_hand("h200-gemm-tuning") and not records.is_by_hand("h200-ops")
+
+
+def test_every_record_has_a_job() -> None:
+    """Each record of a program's file is what one of its calls measures, with options that the program has."""
+    jobs = staleness.jobs_in(RESULTS)
+    found = {(job.file, job.name) for job in jobs}
+    for path in RESULTS.glob("*.json"):
+        program = records.program_of(path.stem)
+        if program is not None and path.stem.removesuffix("-profile") == path.stem:
+            assert {(path.stem, program.job_of(record)) for record in records.records_in(path)} <= found, path
+    shared = (BENCHMARKS / "runs.py").read_text()
+    for job in jobs:
+        program = (REPOSITORY / job.program.script).read_text() + shared
+        for option in filter(None, (*job.options, job.program.flag, "--output")):
+            assert not option.startswith("--") or f'"{option.partition("=")[0]}"' in program, (job.title, option)
+
+
+def test_the_function_of_a_case_is_in_its_name() -> None:
+    """Its sources are found by it."""
+    assert {case.name for case in op_cases.cases() if records.function_of(case.op) != case.function} == set()
+
+
+@pytest.fixture(scope="module")
+def present() -> sources.Sources:
+    return sources.Sources(sources.working_tree())
+
+
+def test_every_function_leads_to_its_kernel(present: sources.Sources) -> None:
+    kernels = {
+        "rmsnorm": "norm", "layernorm": "norm", "adaln_rmsnorm_pair": "norm_pair",
+        "norm_gated_residual_norm": "norm_branch",
+        "qk_norm_rope": "rope", "apply_rotary": "rope", "rope_3d": "rope", "attention": "attention_hopper",
+        "qk_norm_cross_attention": "attention", "swiglu": "glu", "gate_heads": "glu", "gelu": "glu",
+        "rmsnorm_quant": "norm_quant", "quantize_rows": "quant", "gelu_quant": "quant", "channel_norm": "channels_last",
+    }  # fmt: skip
+    for function, kernel in kernels.items():
+        assert f"kernel_src/{kernel}.cu" in present.of_functions(frozenset([function]), frozenset(), "cuda"), function
+    files = present.of_functions(frozenset(["rmsnorm"]), frozenset(), "cuda")
+    assert not files & {"kernel_src/rope.cu", "kernel_src/glu.cu", "kernel_src/attention.cu"}
+    assert "kernel_src/cpu/norm.cpp" in present.of_functions(frozenset(["rmsnorm"]), frozenset(), "cpu")
+    functions = {case.function for case in op_cases.cases()}
+    assert functions <= present.public.keys()
+
+
+@pytest.mark.parametrize(
+    "program, name, family",
+    [
+        ("models", "flux", "diffusers/flux.py"),
+        ("models", "sd35", "diffusers/sd3.py"),
+        ("models", "hyvideo15", "diffusers/hunyuan_video15.py"),
+        ("models", "cogvideox", "diffusers/cogvideox.py"),
+        ("vae", "wan decode 49x512x768 bf16", "diffusers/vae_wan.py"),
+        ("llm", "gemma3-12b 512x1 of 48 layers", "transformers/gemma.py"),
+        ("clip", "ltx2 distilled 121x512x768", "diffusers/ltx2.py"),
+    ],
+)
+def test_a_model_leads_to_its_family(present: sources.Sources, program: str, name: str, family: str) -> None:
+    (known,) = [one for one in records.PROGRAMS if one.file == f"{{machine}}-{program}"]
+    parts = present.of(records.Job(known, "h200", name).subject)
+    assert sources.INTEGRATIONS + family in parts
+    assert sources.INTEGRATIONS + "diffusers/bria.py" not in parts  # another family
+    assert "kernel_src/rope.cu" in parts and "benchmarks/steps.py: synchronize" in parts
+
+
+def test_list_runs() -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "measure.py"),
+        "--list",
+        "--machine",
+        "h100-80gb-hbm3",
+        "--only",
+        "attention",
+    ]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "attention: ltx49 (" in process.stdout and "attention: wan (never measured)" in process.stdout
+    assert re.search(r"^left on h100-80gb-hbm3: \d+ of \d+ jobs", process.stdout, re.MULTILINE)
+    assert not list(RESULTS.glob("*-queue.json"))
+
+
+def test_only_this_machine_can_be_measured() -> None:
+    with pytest.raises(SystemExit):
+        measure.main(["--machine", "h200"])
+
+
+def test_builds_of_other_sources_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "stale_builds", lambda root: ["torch-cpu"])
+    with pytest.raises(SystemExit, match=r"torch-cpu: made from other sources; run python tools/build.py"):
+        measure.main([])
+
+
+@pytest.mark.parametrize("place", ["kernel_src/rope.cu", "torch-ext/ltx_kernels/integrations/engine/sites.py"])
+def test_an_edit_changes_no_page(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page says of stale figures follows from the result files and the history alone."""
+    import readme
+    from pages import marks
+
+    if not sources.History().is_whole:
+        pytest.skip("needs the repository with all of its commits")
+    read: Callable[[Path], str] = Path.read_text
+    opened = []
+
+    def edited(path: Path, *arguments: str) -> str:
+        opened.append(str(path))
+        return read(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", edited)
+    marks._jobs.cache_clear()
+    assert "have changed since they were measured" in readme.marked("docs/profiling.md", "counters")
+    assert not any(path.endswith(place) for path in opened)
+    assert any(path.endswith(".json") for path in opened)
+
+
+def test_a_file_is_written_as_others_are(tmp_path: Path) -> None:
+    program = records.Program("benchmarks/ops.py", "{machine}-ops")
+    queue = measure.Queue(REPOSITORY, tmp_path, tmp_path, ["gpu"], programs=[program])
+    queue.note(records.Job(program, "gpu", ""), seconds=1.0)
+    text = (tmp_path / "gpu-queue.json").read_text()
+    assert text == result_files.as_text(json.loads(text)) and records.is_ledger("gpu-queue")
