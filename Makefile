@@ -35,13 +35,13 @@ ifdef SYSTEM
   PY := $(PYTHON)
   BIN :=
   READY :=
-  XDIST := $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n $(TEST_JOBS)")
+  XDIST := $(shell $(PY) -c 'import xdist' 2>/dev/null && echo "-n $(TEST_JOBS) --dist worksteal")
 else
   PY := $(VENV)/bin/python
   BIN := $(VENV)/bin/
   # Named after the pins: other pins, another file, and the set-up is done again.
   READY := $(VENV)/.ready-$(shell cat requirements/torch.txt requirements/dev.txt | cksum | cut -d' ' -f1)
-  XDIST := -n $(TEST_JOBS)
+  XDIST := -n $(TEST_JOBS) --dist worksteal
 endif
 
 BACKEND_ARG := $(if $(BACKEND),--backend $(BACKEND))
@@ -54,8 +54,8 @@ STARTED := $(shell date +%s)
 # After the tests: how long it took with environment and build, and what was left out. The status is that of the tests.
 TOOK = status=$$?; echo "make $@ took $$(($$(date +%s) - $(STARTED))) s. Not run: $(1)."; exit $$status
 
-.PHONY: help setup build test test-variants test-all test-torch test-versions test-static test-recorded test-newest test-diffusers
-.PHONY: fuzz notebooks sanitize demo docs lint actionlint format check-all nix-matrix nix-build check-variants
+.PHONY: help setup build test test-variants test-all test-torch test-versions test-static test-recorded test-newest
+.PHONY: test-diffusers fuzz notebooks sanitize demo docs lint actionlint format check-all nix-matrix nix-build check-variants
 .PHONY: check-complete check-release sign card upload gpu-job case-study clean distclean
 .DEFAULT_GOAL := help
 
@@ -71,9 +71,9 @@ demo: $(READY)  ## build what this machine can run, then run examples/demo.py (M
 
 test: $(READY)  ## build what this machine can run, then run the tests of a few minutes
 	$(BUILD) $(or $(BACKEND_ARG),--this-machine) $(BUILD_ARGS)
-	LTX_KERNELS_THIS_MACHINE=1 $(RUN) -m pytest $(XDIST) -m "not slow and not every_family" $(PYTEST_ARGS); \
-	  $(call TOOK,variants for other machines (CUDA without a GPU) and further families of each engine path: \
-	  make test-variants; slow tests and other versions of torch: make check-all)
+	LTX_KERNELS_THIS_MACHINE=1 $(RUN) -m pytest $(XDIST) -m "not slow and not extended" $(PYTEST_ARGS); \
+	  $(call TOOK,variants for other machines (CUDA without a GPU) and extended tests (torch.compile on every path \
+	  of the engine, more builds): make test-variants; slow tests and other versions of torch: make check-all)
 
 ##@ Develop
 

@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in (
         "kernels_ci: the fast subset, under 60 s in all",
         "slow: minutes, tens of gigabytes, or one more model of the same path through the engine",
-        "every_path: one more path through the engine, of a kind that `make test` runs once (helpers/engine_paths.py)",
+        "extended: seconds for one more kind of what `make test` runs in another kind; make test-variants runs it",
         "host: takes the device, but its subject is code that runs on the host, the same for every device",
         "sanitize: every op, dtype and geometry in small, for compute-sanitizer",
     ):

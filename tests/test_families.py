@@ -28,7 +28,15 @@ from families.left import LEFT, LEFT_BLOCKS, WELL_KNOWN  # noqa: E402
 from helpers.build import load_build  # noqa: E402
 from helpers.diffusers_models import models_of_diffusers  # noqa: E402
 from helpers.dispatch import PackageOps  # noqa: E402
-from helpers.engine_paths import block_descriptions, of_each_path, one_of_each_path, path_of, paths_of  # noqa: E402
+from helpers.engine_paths import (  # noqa: E402
+    block_descriptions,
+    few_with_every_part,
+    of_each_path,
+    one_of_each_path,
+    parts_of,
+    path_of,
+    paths_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
@@ -37,8 +45,11 @@ FAMILIES = families()
 CLOSE = 1e-5 if torch.cuda.is_available() else 1e-6
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 DESCRIPTIONS = block_descriptions(load_build(), "diffusers")
-FIRST = one_of_each_path(DESCRIPTIONS, {name: family.blocks for name, family in FAMILIES.items()})
+BLOCKS = {name: family.blocks for name, family in FAMILIES.items()}
+FIRST = one_of_each_path(DESCRIPTIONS, BLOCKS)
+FEW = few_with_every_part(DESCRIPTIONS, BLOCKS, FIRST)
 every_path = of_each_path("family", FAMILIES, FIRST)
+every_compiled_path = of_each_path("family", FAMILIES, FIRST, FEW)
 
 
 def make(family: Family, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -135,6 +146,25 @@ def test_every_path_has_a_family_that_is_not_slow() -> None:
     changes = {"streams": ("a", "b"), "ops": ("rmsnorm",), "attentions": gated, "linears": (("a",),)}
     changed = {path_of(dataclasses.replace(block, **{name: value})) for name, value in changes.items()}
     assert len(changed) == len(changes) and path_of(block) not in changed
+
+
+def test_few_families_have_every_part_of_every_path() -> None:
+    """Whatever differs in the description of a block is another part."""
+    parts = {name: set().union(*map(parts_of, paths_of(DESCRIPTIONS, blocks))) for name, blocks in BLOCKS.items()}
+    assert set().union(*parts.values()) == set().union(*(parts[name] for name in FEW))
+    assert FEW <= FIRST and len(FEW) < len(FIRST) / 2
+    (block,) = DESCRIPTIONS["diffusers.LTXVideoTransformerBlock"]
+    streams, ops, attentions, feed_forwards, linears = path_of(block)
+    kind, own_ops, *others = attentions[0]
+    changed = [
+        (9, ops, attentions, feed_forwards, linears),
+        (streams, (*ops, "new_op"), attentions, feed_forwards, linears),
+        (streams, ops, ((kind, (*own_ops, "new_op"), *others),), feed_forwards, linears),
+        (streams, ops, ((kind, own_ops, *others, "new_field"),), feed_forwards, linears),
+        (streams, ops, (("NewAttention", own_ops, *others),), feed_forwards, linears),
+        (streams, ops, attentions, 9, linears),
+    ]
+    assert all(parts_of(path) - set().union(*parts.values()) for path in changed)
 
 
 @every_family
@@ -427,7 +457,7 @@ def test_faults_would_show(ltx: ModuleType, device: str, family: Family) -> None
                 parameter.copy_(kept)
 
 
-@every_path
+@every_compiled_path
 def test_compile(ltx: ModuleType, device: str, family: Family) -> None:
     model, inputs = make(family, device), cast(family.inputs(2), device, torch.float32)
     stock = run(model, inputs)

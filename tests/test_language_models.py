@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 from helpers.build import load_build  # noqa: E402
-from helpers.engine_paths import block_descriptions, of_each_path, one_of_each_path  # noqa: E402
+from helpers.engine_paths import block_descriptions, few_with_every_part, of_each_path, one_of_each_path  # noqa: E402
 from helpers.language_models import (  # noqa: E402
     FALCONS,
     LAYERS,
@@ -99,8 +99,10 @@ CASES = {
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 BLOCKS = {name: [f"transformers.{replaced}" for replaced in case.replaced] for name, case in CASES.items()}
-FIRST = one_of_each_path(block_descriptions(load_build(), "transformers"), BLOCKS)
+DESCRIPTIONS = block_descriptions(load_build(), "transformers")
+FIRST = one_of_each_path(DESCRIPTIONS, BLOCKS)
 every_path = of_each_path("case", CASES, FIRST)
+every_compiled_path = of_each_path("case", CASES, FIRST, few_with_every_part(DESCRIPTIONS, BLOCKS, FIRST))
 
 
 def make(case: Case, device: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
@@ -373,7 +375,7 @@ def test_training_runs_stock(ltx: ModuleType, device: str, case: Case) -> None:
     assert report.sites[0].calls == calls + LAYERS
 
 
-@every_path
+@every_compiled_path
 def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
     model, ids = make(case, device), make_ids(device)
     stock = model(ids, use_cache=False).logits
@@ -387,7 +389,7 @@ def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
         assert distance(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < CLOSE
 
 
-@every_path
+@every_compiled_path
 def test_compiled_generation(ltx: ModuleType, device: str, case: Case) -> None:
     report = compiled_generation(ltx, make(case, device), make_ids(device))
     assert all(site.traces for site in report.sites) and report.fallbacks == {}

@@ -310,7 +310,7 @@ def replaced_by(layer: type[nn.Module], model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3", marks=pytest.mark.extended)])
 def test_kernelize(ltx: ModuleType, device: str, family: str, mode: Mode) -> None:
     ids = make_ids(device)
     training = Mode.TRAINING in mode

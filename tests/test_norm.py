@@ -290,7 +290,21 @@ def test_expanded_input(ltx, device, op):
     + [(op, "vector") for op, tensors in NORM_OPS.items() if set(tensors) & set(MODULATORS)],
 )
 @every_dtype
-@pytest.mark.parametrize("width", [1, 3, 33, 64, 250, 1024, 2050, 4096, 8192, 16384, 40000, 70000])
+@pytest.mark.parametrize(
+    "width",
+    [
+        1,
+        3,
+        33,
+        64,
+        250,
+        1024,
+        2050,
+        4096,
+        8192,
+        *(pytest.param(n, marks=pytest.mark.extended) for n in (16384, 40000, 70000)),
+    ],
+)
 def test_same_row_same_bits(ltx, device, op, modulation, dtype, width):
     """Each row with modulators of its own, and all with the same."""
     rows = 9

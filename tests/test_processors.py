@@ -120,7 +120,9 @@ def test_fused_projections_are_unfused(ltx: ModuleType, device: str, name: str) 
     assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), stock))
 
 
-@pytest.mark.parametrize("name", ["flux", "flux2", "wan-t2v", "wan-i2v"])
+@pytest.mark.parametrize(
+    "name", ["flux", "flux2", *(pytest.param(f"wan-{x}", marks=pytest.mark.extended) for x in ("t2v", "i2v"))]
+)
 def test_fused_projections_under_compile(ltx: ModuleType, device: str, name: str) -> None:
     model = make(FAMILIES[name], device)
     inputs = cast(FAMILIES[name].inputs(1), device, torch.float32)

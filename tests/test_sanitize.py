@@ -128,7 +128,7 @@ def test_attention(ltx, device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.extended)])
 def test_plain_attention(ltx, device, dtype, width):
     """The kernel that such heads have on Hopper: parts of tiles, several tiles for a block, tiles cut between blocks,
     masks, keys in pieces, and rows that it computes once more, for an infinite key."""

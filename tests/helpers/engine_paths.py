@@ -1,7 +1,9 @@
 """Which models take the same path through the engine, told by the descriptions of their blocks.
 
 Hooks, adapters, offload, caches and torch.compile meet code that blocks share. One model of each path tests that code
-in `make test`, and the others are marked slow. Tests of the numbers run on every model.
+in `make test`, and the others are marked slow. torch.compile takes seconds for each model: `make test` compiles a few
+models that together have every part of every path, and the models of other paths are marked extended. Tests of the
+numbers run on every model.
 """
 
 from __future__ import annotations
@@ -49,6 +51,29 @@ def paths_of(descriptions: Mapping[str, list[Any]], blocks: Iterable[str]) -> se
     return {path_of(block) for name in blocks for block in descriptions.get(name, ())}
 
 
+def parts_of(path: Any) -> set[Hashable]:
+    """What a path is made of: each choice that the descriptions make, whatever stands beside it."""
+    streams, ops, attentions, feed_forwards, linears = path
+    fields = {(kind, field) for kind, own_ops, *others in attentions for field in (*own_ops, *others)}
+    return {("streams", streams), ("feed-forwards", feed_forwards), ("linears", linears), *ops, *fields}
+
+
+def few_with_every_part(
+    descriptions: Mapping[str, list[Any]], models: Mapping[str, Iterable[str]], chosen: set[str]
+) -> set[str]:
+    """Of the chosen models, with the names of their blocks, few that together have every part of every path."""
+
+    def parts(name: str) -> set[Hashable]:
+        return set[Hashable]().union(*map(parts_of, paths_of(descriptions, models[name])))
+
+    left, few = {name: parts(name) for name in sorted(chosen)}, set[str]()
+    while any(left.values()):
+        most = max(left, key=lambda name: len(left[name]))
+        few.add(most)
+        left = {name: others - left[most] for name, others in left.items()}
+    return few
+
+
 def one_of_each_path(descriptions: Mapping[str, list[Any]], models: Mapping[str, Iterable[str]]) -> set[str]:
     """Of models, with the names of their blocks, those that together take every path; short names come first."""
     chosen, taken = set[str](), set[Hashable]()
@@ -60,7 +85,14 @@ def one_of_each_path(descriptions: Mapping[str, list[Any]], models: Mapping[str,
     return chosen
 
 
-def of_each_path(argument: str, models: Mapping[str, Any], chosen: set[str]) -> pytest.MarkDecorator:
-    """Runs a test on every model; those that are not chosen are marked slow."""
-    marked = [pytest.param(model, marks=[] if n in chosen else pytest.mark.slow) for n, model in models.items()]
-    return pytest.mark.parametrize(argument, marked, ids=models)
+def of_each_path(
+    argument: str, models: Mapping[str, Any], chosen: set[str], few: set[str] | None = None
+) -> pytest.MarkDecorator:
+    """Runs a test on every model; those that are not chosen are marked slow, those of these beside few extended."""
+
+    def mark(name: str) -> list[pytest.MarkDecorator]:
+        if name not in chosen:
+            return [pytest.mark.slow]
+        return [] if few is None or name in few else [pytest.mark.extended]
+
+    return pytest.mark.parametrize(argument, [pytest.param(m, marks=mark(n)) for n, m in models.items()], ids=models)

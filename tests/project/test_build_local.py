@@ -141,6 +141,7 @@ def test_identity_follows_git(project: Path):
     assert (cpu_variant(project) / "extra.py").is_file()
 
 
+@pytest.mark.extended
 def test_two_dirty_builds_in_one_process(project: Path, tmp_path: Path):
     run_build(project, "--backend", "cpu")
     first = tmp_path / "first"
@@ -153,6 +154,7 @@ def test_two_dirty_builds_in_one_process(project: Path, tmp_path: Path):
     assert run_python(LOAD + code) == "[2.0, 2.0, 2.0] [6.0, 6.0, 6.0] [2.0, 2.0, 2.0]\n"
 
 
+@pytest.mark.extended
 def test_options_change_the_identity(project: Path):
     run_build(project, "--backend", "cpu")
     run_build(project, "--backend", "cpu", "--suffix", "mine", "--output", str(project / "other"))
@@ -160,6 +162,7 @@ def test_options_change_the_identity(project: Path):
     assert mine == f"{plain}_mine"
 
 
+@pytest.mark.extended
 def test_static_libstdcxx(project: Path):
     """libstdc++ is in the library then, and none of it is visible."""
     edit(project / "kernel_src/cpu/add.cpp", '#include "ltx/add.h"', '#include <iostream>\n#include "ltx/add.h"')
@@ -173,6 +176,7 @@ def test_static_libstdcxx(project: Path):
     assert ops_id(cpu_variant(project)) != ops_id(cpu_variant(project, "build/static-libstdcxx"))
 
 
+@pytest.mark.extended
 def test_sanitizers(project: Path):
     result = run_build(project, "--sanitize", "address,undefined")
     variant = cpu_variant(project, "build/sanitized")
@@ -192,6 +196,7 @@ def test_sanitizers(project: Path):
 
 
 @needs_nvcc
+@pytest.mark.extended
 def test_cuda_architectures(project: Path):
     run_build(project, "--backend", "cuda")
     (variant,) = (project / "build").glob("torch-stable-abi211-cu*-linux")
@@ -411,6 +416,7 @@ def source_archive(project: Path, output: Path) -> Path:
     return archive
 
 
+@pytest.mark.extended
 def test_pip_install_from_a_source_archive(project: Path, tmp_path: Path):
     archive = source_archive(project, tmp_path / "dist")
     shutil.rmtree(project)
@@ -428,6 +434,7 @@ def test_a_source_archive_holds_what_a_build_reads(tmp_path: Path):
 
 
 @needs_nvcc
+@pytest.mark.extended
 def test_pip_builds_for_the_gpus_of_this_machine(
     project: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -516,6 +523,7 @@ def test_where_torch_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert builder._torch_path() == tmp_path / ".venv" / stand_in.relative_to(user)
 
 
+@pytest.mark.extended
 def test_editable_install_sees_edits(project: Path, tmp_path: Path):
     python = virtual_environment(tmp_path / "venv")
     pip_install(python, "--editable", str(project))

@@ -106,6 +106,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+needs_runs = pytest.mark.extended  # seven processes of half a minute in all
+
+
 @pytest.fixture(scope="module")
 def runs(source: Path, device: str) -> dict[tuple[str, str], Run]:
     """What the runner's processes find in each fake file, with stock and with optimized models."""
@@ -136,6 +139,7 @@ def judge(
     return main
 
 
+@needs_runs
 def test_what_passes_on_both(judge: Any, capsys: pytest.CaptureFixture[str]) -> None:
     status, result = judge("good")
     assert status == 0
@@ -145,6 +149,7 @@ def test_what_passes_on_both(judge: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert "Pass with stock models alone: none" in capsys.readouterr().out
 
 
+@needs_runs
 def test_what_fails_on_optimized_models_alone(judge: Any, capsys: pytest.CaptureFixture[str]) -> None:
     status, result = judge("good", "bad")
     assert status == 1
@@ -160,6 +165,7 @@ def test_what_fails_on_optimized_models_alone(judge: Any, capsys: pytest.Capture
     assert "planted" in text and "on purpose" in text and "NOT GOOD" in text
 
 
+@needs_runs
 def test_a_process_that_dies(judge: Any, capsys: pytest.CaptureFixture[str]) -> None:
     status, result = judge("good", "dies")
     assert status == 1
@@ -179,6 +185,7 @@ def test_where_nothing_ran_the_ops() -> None:
     assert verdict({"file": runs})[2]
 
 
+@needs_runs
 def test_a_file_that_cannot_be_imported(runs: dict[tuple[str, str], Run]) -> None:
     broken = runs[name_of("broken"), "optimized"]
     assert broken.outcomes == {name_of("broken"): "failed"} and "NoSuchName" in broken.lines[name_of("broken")][0]
@@ -211,6 +218,7 @@ def test_compare(stock: str | None, optimized: str | None, where: str | None) ->
     assert [name for name, tests in vars(found).items() if tests] == ([where] if where else [])
 
 
+@needs_runs
 def test_no_file_is_an_error(source: Path, judge: Any) -> None:
     with pytest.raises(SystemExit, match="expected files"):
         judge("no such file")

@@ -121,6 +121,7 @@ def test_every_file_that_takes_a_device_is_run() -> None:
     assert not ELSEWHERE & {*FILES, *MODELS_FILES}
 
 
+@pytest.mark.extended
 def test_every_file_has_tests_for_a_gpu() -> None:
     """What --on-device leaves of them: not those that take no device, nor those that are marked `host`."""
     files = {file for file in [*FILES, *MODELS_FILES] if file not in OF_THE_VARIANT}
