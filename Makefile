@@ -125,7 +125,6 @@ fuzz: build  ## build, then run N random calls (50000) and write what they measu
 	$(RUN) tests/fuzz.py --cases $(N) $(FUZZ_ARGS)
 
 notebooks: build  ## build, then run the notebooks on this machine's GPU and store their outputs
-	$(PY) -m pip install -qq -r requirements/notebooks.txt
 	$(RUN) notebooks/make.py --execute
 
 case-study: $(READY)  ## build for this machine's GPU, measure what docs/case-study.md quotes, write the pages

@@ -19,9 +19,15 @@ import jupytext
 import nbformat
 
 NOTEBOOKS = Path(__file__).resolve().parent
-NOT_RUN = (
-    "*The outputs of an H200 are not stored yet. `make notebooks` on a machine with a GPU runs this notebook and "
-    "stores them.*"
+NOT_RUN = "*The outputs of a GPU are not stored yet. `make notebooks` on a machine with a GPU makes them.*"
+HOW_TO_OPEN = (
+    "To run it yourself: in a clone of the repository `make demo` makes an environment and a build for this machine. "
+    "Then choose `.venv` as the kernel in an editor, or `.venv/bin/pip install jupyterlab` and "
+    "`.venv/bin/jupyter lab notebooks`."
+)
+OFFLINE = (
+    "The machine that made the outputs had no network, so that the cell on the Hub names this package's build. With a "
+    "network it prints `fetched`, and the kernel of kernels-community takes part in the race."
 )
 
 
@@ -30,9 +36,9 @@ def sources() -> list[Path]:
 
 
 def notebook_of(source: Path, note: str = NOT_RUN) -> Any:
-    """The source as a notebook without outputs, with a note on where it ran below its title."""
+    """The source as a notebook without outputs, with a note below its title: where it ran, and how to open it."""
     notebook = jupytext.read(source)
-    notebook.cells.insert(1, nbformat.v4.new_markdown_cell(note))
+    notebook.cells.insert(1, nbformat.v4.new_markdown_cell(f"{note}\n\n{HOW_TO_OPEN}"))
     for number, cell in enumerate(notebook.cells):
         cell.id = f"{source.stem}-{number}"
     notebook.metadata = nbformat.from_dict({
@@ -53,15 +59,19 @@ def is_current(source: Path) -> bool:
     return path.exists() and same_cells(nbformat.read(path, as_version=4), notebook_of(source))
 
 
+def outputs_of(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
 def tidy(notebook: Any) -> None:
     """Drops warnings of libraries, and what names this machine's folders."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-        for output in cell.get("outputs", ()):
-            text = output.get("data", {}).get("text/plain")
-            if text is not None:
-                output.data["text/plain"] = text.replace(f"{NOTEBOOKS.parent}/", "")
+    for output in outputs_of(notebook):
+        text = output.get("data", {}).get("text/plain")
+        if text is not None:
+            output.data["text/plain"] = text.replace(f"{NOTEBOOKS.parent}/", "")
 
 
 def execute(source: Path, short: bool) -> Any:
@@ -70,10 +80,9 @@ def execute(source: Path, short: bool) -> Any:
     from nbclient import NotebookClient
 
     sys.path.insert(0, str(NOTEBOOKS.parent / "benchmarks"))
-    from cpu import meta
-    from result_files import load_package
+    from result_files import common_meta, load_package
 
-    facts = meta(load_package()[1], "cuda" if torch.cuda.is_available() else "cpu")
+    facts = common_meta(load_package()[1], "cuda" if torch.cuda.is_available() else "cpu")
     commit = (facts["commit"] or "unknown")[:7]
     note = f"*The outputs are of {facts['device']}, torch {facts['torch']}, commit {commit}, {facts['date'][:10]}.*"
     notebook = notebook_of(source, note)
@@ -82,6 +91,8 @@ def execute(source: Path, short: bool) -> Any:
             if "parameters" in cell.metadata.get("tags", ()):
                 cell.source = "SHORT = True"
     NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    if any("going on with this package's build" in output.get("text", "") for output in outputs_of(notebook)):
+        notebook.cells[1].source += f" {OFFLINE}"
     tidy(notebook)
     return notebook
 

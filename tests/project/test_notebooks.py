@@ -90,8 +90,13 @@ def test_stored_outputs_are_of_a_gpu(name: str) -> None:
     nbformat.validate(book)
     if any(cell.get("outputs") for cell in book.cells):
         assert book.cells[1].source.startswith("*The outputs are of NVIDIA ")
+        offline = any(
+            "going on with this package's build" in output.get("text", "") for output in make.outputs_of(book)
+        )
+        assert (make.OFFLINE in book.cells[1].source) == offline
     else:
-        assert book.cells[1].source == make.NOT_RUN
+        assert book.cells[1].source.startswith(make.NOT_RUN)
+    assert make.HOW_TO_OPEN in book.cells[1].source
 
 
 def test_what_is_stored_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +109,21 @@ def test_what_is_stored_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         with pytest.raises(SystemExit):
             make.main(arguments)
         assert expected in capsys.readouterr().err
+
+
+def test_a_notebook_is_executed(ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `make notebooks` does, in its short form: cells, outputs, pictures, and the note on where it ran."""
+    pytest.importorskip("nbclient")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert make.main(["--execute", "--short", "--only", "beginner", "--output", str(tmp_path)]) == 0
+    book = nbformat.read(tmp_path / "beginner.ipynb", as_version=4)
+    nbformat.validate(book)
+    note = book.cells[1].source
+    assert note.startswith("*The outputs are of ") and make.HOW_TO_OPEN in note and make.OFFLINE in note
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in code)
+    pictures = [output for output in make.outputs_of(book) if "image/png" in output.get("data", {})]
+    assert len(pictures) == 4
 
 
 @pytest.mark.parametrize("name", SOURCES)
