@@ -6,6 +6,7 @@ Only the standard library is imported here, so that `--help` and wrong arguments
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import math
 import os
@@ -26,8 +27,10 @@ OFFLOADS = ("none", "model", "sequential", "group")
 # how torchao registers its classes. None of that is about these examples.
 FOREIGN_LOGGERS = ("torchao", "diffusers.quantizers.torchao.torchao_quantizer", "torch.utils._pytree")
 
+BUILD = ROOT / "build"
+NAMED = "LOCAL_KERNELS" in os.environ  # the user names a build
 # `get_kernel` then takes the local build, unless the user names another.
-os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
+os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={BUILD}")
 
 
 class ExampleError(RuntimeError):
@@ -35,7 +38,10 @@ class ExampleError(RuntimeError):
 
 
 def load_kernels(device: Any) -> ModuleType:
-    """The package for a torch.device, or for the name of one: the local build, unless LOCAL_KERNELS names another."""
+    """The package for a torch.device, or for the name of one: the build that LOCAL_KERNELS names, or else the one in
+    build/, or else the package that pip installed."""
+    if not NAMED and not any(BUILD.glob("torch-*")) and is_installed():
+        return importlib.import_module("ltx_kernels")
     from kernels import get_kernel
 
     try:
@@ -43,8 +49,15 @@ def load_kernels(device: Any) -> ModuleType:
     except Exception as error:
         raise ExampleError(
             f"{REPO_ID} could not be loaded: {error}\n"
-            f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}; `make build` or `python tools/build.py` fills build/"
+            f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}, and pip has not installed the package. In {ROOT}, "
+            "`make build` or `python tools/build.py --this-machine` fills build/, and `pip install .` installs it"
         ) from error
+
+
+def is_installed() -> bool:
+    """Whether `import ltx_kernels` gives this package; another one has the same name, and no compiled ops."""
+    spec = importlib.util.find_spec("ltx_kernels")
+    return spec is not None and spec.origin is not None and Path(spec.origin).with_name("_ops.py").is_file()
 
 
 def start(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from command_line import REPO_ID, at_least, new_file, start
+from command_line import at_least, load_kernels, new_file, start
 from llm_shapes import CONFIGS, DTYPES, SHAPES
 
 
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 # ruff: noqa: E402
 import torch
-from kernels import Mode, get_kernel, kernelize, use_kernel_mapping
+from kernels import Mode, kernelize, use_kernel_mapping
 from llm_models import Configured, configure, has_liger, load_model
 from rich.console import Console
 from rich.table import Table
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
-    ltx = get_kernel(REPO_ID, version=1, backend="cpu" if device == "cpu" else None)
+    ltx = load_kernels(device)
     model = load_model(args.model, getattr(torch, DTYPES[args.dtype]), device)
     prompt = torch.randint(0, model.config.get_text_config().vocab_size, (args.batch, args.prompt)).to(device)
     keep = min(args.prompt, 64)  # tokens whose logits are compared

@@ -24,7 +24,7 @@ It prints the report, with the calls that ran the ops, and what `restore` leaves
 
 import argparse
 
-from command_line import start  # sets LOCAL_KERNELS to build/, unless it is set
+from command_line import load_kernels, start
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", nargs="?", default="tiny")
@@ -33,7 +33,6 @@ if __name__ == "__main__":
 
 # ruff: noqa: E402
 import torch
-from kernels import get_kernel
 from ltx_pipeline import load_pipeline, quiet
 
 
@@ -41,7 +40,7 @@ def main() -> None:
     model = parser.parse_args().model
     quiet()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ltx = get_kernel("org/ltx-kernels", version=1, backend="cpu" if device.type == "cpu" else None)
+    ltx = load_kernels(device)  # get_kernel("org/ltx-kernels", version=1), or `import ltx_kernels as ltx` after pip
     pipe = load_pipeline(model, device, torch.bfloat16)
 
     report = ltx.optimize(pipe)

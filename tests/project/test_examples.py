@@ -152,6 +152,23 @@ def test_baseline_needs_no_build(device: str, tmp_path: Path, monkeypatch: pytes
     assert "make build" in capsys.readouterr().out
 
 
+def test_the_installed_package_serves_where_nothing_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import ltx_kernels` where pip installed this package, and not another one of the same name."""
+    package = tmp_path / "ltx_kernels"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ltx_kernels", raising=False)
+    monkeypatch.setattr(command_line, "NAMED", False)
+    monkeypatch.setattr(command_line, "BUILD", tmp_path / "build")
+    monkeypatch.setenv("LOCAL_KERNELS", f"org/ltx-kernels={tmp_path / 'build'}")
+    with pytest.raises(command_line.ExampleError, match=r"pip has not installed .*`pip install \.` installs"):
+        command_line.load_kernels("cpu")
+    (package / "_ops.py").touch()
+    assert command_line.load_kernels("cpu").__file__ == str(package / "__init__.py")
+    monkeypatch.delitem(sys.modules, "ltx_kernels")
+
+
 def test_same_clip_with_and_without(device: str) -> None:
     np.testing.assert_allclose(clip(device), clip(device, "--no-optimized-kernels"), atol=2e-3)
 
