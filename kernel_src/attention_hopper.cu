@@ -30,9 +30,9 @@
 //
 // Key and value may have fewer heads than the query: consecutive heads of the query share one (`group`).
 //
-// Causal attention (kCausal) ends each tile's keys behind its last query, and leaves out the keys behind each row. Its
+// Causal attention (kCausal) skips the keys after a tile's last query, and leaves out the keys after each row. Its
 // tiles then differ in length, and none is cut. They are ordered from the longest to the shortest, and tiles of one
-// length lie behind one another, so that the heads that share keys run at the same time. Every block takes one tile of
+// length follow one another, so that the heads that share keys run at the same time. Every block takes one tile of
 // each round, in even rounds from the first block to the last and in odd rounds from the last to the first: that evens
 // out what the blocks compute.
 //
@@ -776,7 +776,7 @@ struct Scales<true> {
     }
     keys = a.integers.key_scale + sequence * a.key_tiles * kKeyScales + threadIdx.x % kKeyScales;
   }
-  // Asked for before the product, there when it ends. The compiler would move an ordinary load behind the product.
+  // Asked for before the product, there when it ends. The compiler would move an ordinary load after the product.
   __device__ __forceinline__ void load(int tile) {
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(key) : "l"(keys + tile * kKeyScales));
   }

@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(register_threads(G), 1)
 }
 
 // operands: the gate, and what it multiplies (not for gelu). width: of the whole row. The first prefix_threads threads
-// own the prefix, and the others the columns behind it, so that a warp has columns of one kind.
+// own the prefix, and the others the columns after it, so that a warp has columns of one kind.
 template <int kOperands>
 struct GluRowParams {
   RowPointer operands[kOperands];
@@ -342,7 +342,7 @@ constexpr int glu_register_threads(bool gated) {
 #endif
 }
 
-// kActivation: of gelu. Rows with an `up` choose at run time: without a branch behind the loads, ptxas puts the last of
+// kActivation: of gelu. Rows with an `up` choose at run time: without a branch after the loads, ptxas puts the last of
 // them after the first one's use (H200, swiglu 5376x8192, of a copy's time: 1.09, with the branch 1.04). kPrefix: rows
 // begin with columns that stay as they are, and have no bias, whose code would take registers that they do not have.
 template <typename T, bool kGated, Activation kActivation, int kPacks, bool kPrefix = false>
@@ -551,7 +551,7 @@ __global__ void __launch_bounds__(kGeneralThreads, 1)
     up += i * p.up.stride[d];
     if constexpr (kPrefix) prefix += i * p.prefix.stride[d];
   });
-  // Zeros before the first column, as behind the last one.
+  // Zeros before the first column, as after the last one.
   const auto get = [&](const RowView& view, int64_t row, int64_t column, float (&x)[kWidth]) {
     if constexpr (kPrefix) {
 #pragma unroll

@@ -98,7 +98,7 @@ __device__ __forceinline__ void rotate(float (&x)[kColumns]) {
   }
 }
 
-// Of numbers up to `most`. Of numbers that are not finite the scale is NaN, and so become the scores.
+// The scale of values of magnitude up to `most`. It is NaN if `most` is not finite: the scores are then NaN, too.
 __device__ __forceinline__ QuantScale integer_scale(float most) {
   if (!(most < INFINITY)) return {NAN, 0.f};
   const float scale = fmaxf(most * (1.f / 127.f), kMinScale);

@@ -79,7 +79,8 @@ __device__ __forceinline__ void enter_cluster() {
 #endif
 }
 
-// What the blocks of a cluster, at most 16, have of the row that they share: every block gets all of it. Once a kernel.
+// What the blocks of a cluster, at most 16, have of the row that they share: every block gets all of it.
+// A kernel calls it at most once.
 __device__ __forceinline__ void exchange(const float2& part, uint32_t blocks, float2 (&parts)[16]) {
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();

@@ -18,7 +18,7 @@ from .glu import gelu
 
 
 def adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Whether contiguous tensors lie one behind the other in one storage.
+    """Whether contiguous tensors lie side by side in one storage.
 
     It is asked at every call: moving a model, and replacing or merging weights, gives parameters a storage each.
     """
@@ -32,7 +32,7 @@ def adjacent(tensors: Sequence[Tensor]) -> bool:
 
 
 def make_adjacent(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Moves parameters into one storage, one behind the other. They stay the parameters they are."""
+    """Moves parameters into one storage, side by side. They stay the parameters they are."""
     if adjacent([p.data for p in parameters]):
         return
     with torch.no_grad():

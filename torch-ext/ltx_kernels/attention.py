@@ -1,4 +1,4 @@
-"""Attention: of any heads, and to few keys, such as the tokens of a prompt, with the norm of query and key."""
+"""Attention without a matrix of scores, and cross-attention to a short prompt with the norms of query and key."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def attention(
     bfloat16, values below 2^-66 may lose digits. A row has the same bits whatever other rows, heads and samples the
     call has. One thing makes a difference: calls of at most 192 queries divide their keys among more multiprocessors,
     and may give a row other bits than calls of more queries; with ``is_causal`` they do not. Keys that do not count
-    cost almost nothing where they come in runs of 128 or more, as behind a padded prompt.
+    cost almost nothing where they come in runs of 128 or more, as after a padded prompt.
 
     Args:
         query: [B, S, heads, D]; float32, float16 or bfloat16; any strides.

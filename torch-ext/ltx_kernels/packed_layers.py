@@ -61,7 +61,7 @@ class GeGLUMLP(nn.Module):
 
 
 class RMSNormSwiGLUMLP(nn.Module):
-    """`RMSNorm` of `layers` and then `SwiGLUMLP`, in the place of a norm and the MLP behind it.
+    """`RMSNorm` of `layers` and then `SwiGLUMLP`, in the place of a norm and the MLP after it.
 
     Equivalent to::
 

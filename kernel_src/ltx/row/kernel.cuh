@@ -52,9 +52,9 @@ constexpr bool keeps_packs(Statistic s, Fusion f, Output o, int packs, int threa
   return s == Statistic::kRms && f == Fusion::kModulate && has_whole_rows(o, threads) && packs > 2 &&
          count_vectors(known) == 2 && !wide;
 }
-// Whether rows pass the first cache by, which then has room for the vectors of other rows. An rms norm of a residual
-// stream is slower so (H200, rmsnorm_residual_quant 16384x4096, of a copy's time: 1.04, otherwise 1.00:
-// h200-quant-rows.json).
+// Whether loads of rows bypass the first-level cache, which then has room for the vectors of other rows. An rms norm of
+// a residual stream is slower with it (H200, rmsnorm_residual_quant 16384x4096, of a copy's time: 1.04 with it, 1.00
+// without: h200-quant-rows.json).
 constexpr bool passes_cache(Statistic s, Fusion f, Output o, int threads) {
   return has_whole_rows(o, threads) && !(s == Statistic::kRms && traits(f).reads_residual);
 }

@@ -1,6 +1,6 @@
 """The decoder layer of Llama and its kin: norm, attention, norm, gated MLP, two residual additions.
 
-The addition after the attention and the norm behind it are one launch. The layer returns the stream itself, which
+The addition after the attention and the norm after it are one launch. The layer returns the stream itself, which
 transformers records as a hidden state.
 """
 

@@ -1,4 +1,4 @@
-"""Gemma 2 and the text model of Gemma 3: a norm before and a norm behind attention and MLP; weights count from one.
+"""Gemma 2 and the text model of Gemma 3: a norm before and a norm after attention and MLP, with ``x * (1 + weight)``.
 
 Gemma 3 normalises query and key as well. Each layer gets the rotary tables of its own kind, sliding or full.
 """

@@ -1,4 +1,4 @@
-"""OLMo 2: norms stand behind attention and MLP alone; query and key are normalised over all heads."""
+"""OLMo 2: norms stand after attention and MLP alone; query and key are normalised over all heads."""
 
 from __future__ import annotations
 

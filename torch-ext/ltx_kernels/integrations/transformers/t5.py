@@ -1,6 +1,6 @@
 """Encoders of T5 and UMT5: norm, attention with a position bias, norm, gated MLP, two residual additions.
 
-The addition after the attention and the norm behind it are one launch, and so are the activation and the product of the
+The addition after the attention and the norm after it are one launch, and so are the activation and the product of the
 MLP. The attention is called as it is, and a recorded call holds its torch functions. In float16 the stock block runs,
 which clamps its stream.
 """
