@@ -310,18 +310,15 @@ FAULTS: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
         "layernorm",
         lambda op: lambda x, w, b, eps, **o: x.float() * x.float().square().mean(-1, True).rsqrt(),
     ),
-    "scale for shift": (
-        "adaln_rmsnorm",
-        lambda op: (
-            lambda x, w, scale, shift, eps, *, scale_table, shift_table, **o: op(
-                x, w, shift, scale, eps, scale_table=shift_table, shift_table=scale_table, **o
-            )
-        ),
+    # Of fused_norm(input, statistic, weight, bias, eps, weight_offset, scale, shift, residual, ...).
+    "scale for shift": ("fused_norm", lambda op: lambda *a, **k: op(*a[:6], *a[7:5:-1], *a[8:], **k)),
+    "no table": (
+        "fused_norm",
+        lambda op: lambda *a, **k: op(*a, **{**k, "gate": (k["gate"][0], None)}) if k.get("gate") else op(*a, **k),
     ),
-    "no table": ("gated_residual", lambda op: lambda *a, gate_table, **k: op(*a, **k)),
     "residual of before": (
-        "gated_residual_adaln_rmsnorm",
-        lambda op: lambda x, residual, *a, **k: (op(x, residual, *a, **k)[0], residual),
+        "fused_norm",
+        lambda op: lambda *a, **k: op(*a, **k) if len(a) < 9 or a[8] is None else (op(*a, **k)[0], a[8]),
     ),
     "relu": ("linear_gelu", lambda op: lambda x, w, b: torch.nn.functional.linear(x, w, b).relu()),
 }

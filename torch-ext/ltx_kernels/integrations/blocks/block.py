@@ -9,8 +9,9 @@ from typing import Any, Callable, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..._checks import LAYER, RMS
 from ..engine.guards import ATTRIBUTE, class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
-from ..engine.norm_forms import FORMS, LAYER, RMS, statistic
+from ..engine.norm_forms import FORMS, statistic
 from ..engine.recording import Live
 from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
 from ..engine.state import remember

@@ -1,49 +1,26 @@
 """The residual stream of a transformer block: a branch waits until the next op, which adds it and reads the sum.
 
-This is the one place that chooses among the ops for residual, gate, norm and modulation, and the only one that knows
-their quantising forms: where the linear layers that read a result hold fp8 weights, the op quantises it.
+This is the one place that decides what a launch computes: residual, gate, norm and modulation together, and quantised
+rows where the linear layers that read the result hold fp8 weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Union, cast
+from typing import NamedTuple, Union
 
 import torch
 from torch import Tensor, nn
 
-from ...adaln import (
-    adaln_layernorm,
-    adaln_layernorm_pair,
-    adaln_rmsnorm,
-    adaln_rmsnorm_pair,
-    gated_residual,
-    gated_residual_adaln_layernorm,
-    gated_residual_adaln_layernorm_pair,
-    gated_residual_adaln_rmsnorm,
-    gated_residual_adaln_rmsnorm_pair,
-)
-from ...norm import layernorm, norm_gated_residual_norm, norm_residual
-from ...quant import (
-    adaln_layernorm_pair_quant,
-    adaln_layernorm_quant,
-    adaln_rmsnorm_pair_quant,
-    adaln_rmsnorm_quant,
-    gated_residual_adaln_layernorm_pair_quant,
-    gated_residual_adaln_layernorm_quant,
-    gated_residual_adaln_rmsnorm_pair_quant,
-    gated_residual_adaln_rmsnorm_quant,
-    gated_residual_quant,
-    layernorm_quant,
-    norm_gated_residual_norm_quant,
-    quantize_rows,
-)
-from ..engine.guards import NormModule, children
+from ..._checks import RMS
+from ..._fused_norm import fused_norm, fused_norm_pair
+from ...quant import quantize_rows
+from ..engine.guards import children
 from ..engine.norm_forms import FP32_LAYERNORM as FP32_LAYERNORM
-from ..engine.norm_forms import LAYER, RMS, Form, form_of
 from ..engine.norm_forms import RMSNORM as RMSNORM
 from ..engine.norm_forms import TORCH_LAYERNORM as TORCH_LAYERNORM
 from ..engine.norm_forms import TORCH_RMSNORM as TORCH_RMSNORM
+from ..engine.norm_forms import form_of
 from ..engine.recording import as_one
 from ..engine.sites import site_of
 from ..linear.products import Input
@@ -60,9 +37,6 @@ class Mod(NamedTuple):
 
     value: Tensor
     table: Tensor | None = None
-
-
-_NOTHING: tuple[Tensor | None, Tensor | None] = None, None
 
 
 def modulation(temb: Tensor, count: int, table: Tensor | None = None) -> list[Mod]:
@@ -178,27 +152,25 @@ class Stream:
     def value(self) -> Tensor:
         """The stream as a tensor, with the waiting branch added."""
         if self._branch is not None:
-            branch, gate, self._branch = self._branch, self._gate, None
-            if self._branch_norm is not None:
-                norm, form = self._branch_norm, form_of(self._branch_norm)
+            branch, gate, norm, self._branch = self._branch, self._gate, self._branch_norm, None
+            if norm is not None:
+                form = form_of(norm)
                 assert form is not None
-                gate_value, gate_table = gate or _NOTHING
-                self._value = norm_residual(
+                _, self._value = fused_norm(
                     branch,
-                    self._value,
-                    norm._parameters.get("weight"),
-                    form.eps_of(norm),
-                    gate=gate_value,
-                    gate_table=gate_table,
-                    index=self._index,
                     weight_offset=form.offset,
+                    residual=self._value,
+                    gate=gate,
+                    branch_norm=(norm._parameters.get("weight"), form.eps_of(norm)),
+                    index=self._index,
                     rounding=self.rounding,
                 )
             elif gate is None:
                 self._value = self._value + branch
             else:
-                tables = {"gate_table": gate.table, "index": self._index}
-                self._value = gated_residual(branch, self._value, gate.value, **tables, rounding=self.rounding)
+                _, self._value = fused_norm(
+                    branch, residual=self._value, gate=gate, index=self._index, rounding=self.rounding
+                )
         return self._value
 
     def _quantises(self, into: Readers) -> bool:
@@ -215,9 +187,8 @@ class Stream:
         if self._branch is None or gate is None or self._branch_norm is not None:
             return quantize_rows(self.value())
         branch, self._branch = self._branch, None
-        tables = {"gate_table": gate.table, "index": self._index}
-        values, scales, self._value = gated_residual_quant(branch, self._value, gate.value, **tables)
-        return values, scales
+        rows, self._value = fused_norm(branch, residual=self._value, gate=gate, index=self._index, quantise=True)
+        return rows
 
     def norm(self, norm: nn.Module, shift: Mod | None = None, scale: Mod | None = None, into: Readers = None) -> Input:
         """The stream normalised as a norm module does, times 1 + scale, plus shift.
@@ -227,89 +198,40 @@ class Stream:
         form = form_of(norm)
         if form is None:  # torch.nn.Identity, or the guards would have run the stock block
             return self.rows(into)
-        quantises = self._quantises(into)
+        quantise = self._quantises(into)
+        rounding = self.rounding
+        branch_norm = None
         if self._branch is not None and self._branch_norm is not None:
-            before = form_of(self._branch_norm)
-            if form == before and form.rounding(self.rounding) == self.rounding:
-                return self._norm_of_normed_sum(form, self._branch_norm, norm, shift, scale, quantises)
-            self.value()
-        if form.statistic == RMS and scale is None and (self._branch is None or self._gate is None):
-            return self._rms(form, norm, quantises)
-        kind, module = form.statistic, cast(NormModule, norm)
+            if form == form_of(self._branch_norm) and form.rounding(rounding) == rounding:
+                branch_norm = self._branch_norm._parameters.get("weight"), form.eps_of(self._branch_norm)
+            else:
+                self.value()
+        plain = scale is None and branch_norm is None and (self._branch is None or self._gate is None)
+        if plain and form.statistic == RMS and not quantise:
+            rounding = form.rounding(rounding)
+            if rounding != self.rounding:
+                self.value()  # the sum rounds as the stock addition does, and the norm once
+        input, residual = self._value, None
         if self._branch is not None:
-            return self._norm_of_sum(kind, module, shift, scale, quantises)
-        x, rounding, parameters = self._value, self.rounding, module._parameters
-        weight, bias, eps = parameters.get("weight"), parameters.get("bias"), module.eps
-        if scale is None:
-            affine = x, weight, bias, cast(float, eps)
-            return layernorm_quant(*affine) if quantises else layernorm(*affine, rounding=rounding)
-        shift_value, shift_table = shift or _NOTHING
-        tables: dict[str, Any] = {"scale_table": scale.table, "shift_table": shift_table, "index": self._index}
-        if kind == LAYER:
-            operands = x, weight, scale.value, shift_value, bias, cast(float, eps)
-            if quantises:
-                return adaln_layernorm_quant(*operands, **tables)
-            return adaln_layernorm(*operands, **tables, rounding=rounding)
-        if quantises:
-            return adaln_rmsnorm_quant(x, weight, scale.value, shift_value, eps, **tables)
-        return adaln_rmsnorm(x, weight, scale.value, shift_value, eps, **tables, rounding=rounding)
-
-    def _rms(self, form: Form, norm: nn.Module, quantises: bool) -> Input:
-        """`norm` without modulation, of the stream and of a waiting branch without a gate."""
-        if self._branch is None:
-            if quantises:
-                return form.rms_quant(norm, self._value)
-            return form.rms(norm, self._value, self.rounding)
-        branch, self._branch = self._branch, None
-        result: Input
-        if quantises:
-            result, self._value = form.rms_of_sum_quant(norm, branch, self._value)
-        else:
-            result, self._value = form.rms_of_sum(norm, branch, self._value, self.rounding)
-        return result
-
-    def _norm_of_normed_sum(
-        self, form: Form, before: nn.Module, norm: nn.Module, shift: Mod | None, scale: Mod | None, quantises: bool
-    ) -> Input:
-        """`norm` of the stream and a waiting branch that is normalised first, in one launch."""
-        branch, self._branch = cast(Tensor, self._branch), None
-        gate, gate_table = self._gate or _NOTHING
-        scale_value, scale_table = scale or _NOTHING
-        shift_value, shift_table = shift or _NOTHING
-        operands = branch, self._value, gate, before._parameters.get("weight"), form.eps_of(before)
-        more = norm._parameters.get("weight"), scale_value, shift_value, form.eps_of(norm)
-        options: dict[str, Any] = {"weight_offset": form.offset, "gate_table": gate_table}
-        options.update(scale_table=scale_table, shift_table=shift_table, index=self._index)
-        if quantises:
-            values, scales, self._value = norm_gated_residual_norm_quant(*operands, *more, **options)
-            return values, scales
-        result, self._value = norm_gated_residual_norm(*operands, *more, **options, rounding=self.rounding)
-        return result
-
-    def _norm_of_sum(
-        self, kind: str, module: NormModule, shift: Mod | None, scale: Mod | None, quantises: bool
-    ) -> Input:
-        """`norm` of the stream and the waiting branch, in one launch."""
-        branch, self._branch = cast(Tensor, self._branch), None
-        weight, bias, eps = module._parameters.get("weight"), module._parameters.get("bias"), module.eps
-        gate, gate_table = self._gate or _NOTHING
-        scale_value, scale_table = scale or _NOTHING
-        shift_value, shift_table = shift or _NOTHING
-        tables: dict[str, Any] = {"gate_table": gate_table, "scale_table": scale_table, "shift_table": shift_table}
-        tables["index"] = self._index
-        operands = branch, self._value, gate, weight, scale_value, shift_value
-        if kind == LAYER:
-            affine = bias, cast(float, eps)
-            if quantises:
-                values, scales, self._value = gated_residual_adaln_layernorm_quant(*operands, *affine, **tables)
-                return values, scales
-            result, self._value = gated_residual_adaln_layernorm(*operands, *affine, **tables, rounding=self.rounding)
-            return result
-        if quantises:
-            values, scales, self._value = gated_residual_adaln_rmsnorm_quant(*operands, eps, **tables)
-            return values, scales
-        result, self._value = gated_residual_adaln_rmsnorm(*operands, eps, **tables, rounding=self.rounding)
-        return result
+            input, residual, self._branch = self._branch, self._value, None
+        parameters = norm._parameters
+        rows, self._value = fused_norm(
+            input,
+            form.statistic,
+            parameters.get("weight"),
+            parameters.get("bias"),
+            form.eps_of(norm),
+            form.offset,
+            scale,
+            shift,
+            residual,
+            self._gate,
+            branch_norm,
+            self._index,
+            rounding,
+            quantise,
+        )
+        return rows
 
     def norm_pair(
         self,
@@ -323,48 +245,28 @@ class Stream:
 
         It is two launches where the readers of one result alone take quantised rows.
         """
-        form, module = form_of(norm), cast(NormModule, norm)
+        form = form_of(norm)
         assert form is not None  # or the guards would have run the stock block
-        quantises = self._quantises(into)
-        if quantises != self._quantises(into2):
+        quantise = self._quantises(into)
+        if quantise != self._quantises(into2):
             self.value()
             return self.norm(norm, *first, into), self.norm(norm, *second, into2)
-        layer, weight = form.statistic == LAYER, module._parameters.get("weight")
-        (shift, scale), (shift2, scale2) = first, second
-        mods = scale.value, shift.value, scale2.value, shift2.value
-        after: tuple[Any, ...] = (module._parameters.get("bias"), module.eps) if layer else (module.eps,)
-        options: dict[str, Any] = {"scale_table": scale.table, "shift_table": shift.table, "index": self._index}
-        options.update(scale2_table=scale2.table, shift2_table=shift2.table)
-        if not quantises:
-            options["rounding"] = self.rounding
-        op: Any
-        if self._branch is None:
-            op = _PAIRS[layer, quantises]
-            results = op(self._value, weight, *mods, *after, **options)
-        else:
-            branch, self._branch = self._branch, None
-            gate, gate_table = self._gate or _NOTHING
-            op = _PAIRS_OF_SUM[layer, quantises]
-            *results, self._value = op(
-                branch, self._value, gate, weight, *mods, *after, gate_table=gate_table, **options
-            )
-        if quantises:
-            values, scales, values2, scales2 = results
-            return (values, scales), (values2, scales2)
-        one, two = results
+        input, residual = self._value, None
+        if self._branch is not None:
+            input, residual, self._branch = self._branch, self._value, None
+        parameters = norm._parameters
+        one, two, self._value = fused_norm_pair(
+            input,
+            form.statistic,
+            parameters.get("weight"),
+            parameters.get("bias"),
+            form.eps_of(norm),
+            first,
+            second,
+            residual=residual,
+            gate=self._gate,
+            index=self._index,
+            rounding=self.rounding,
+            quantise=quantise,
+        )
         return one, two
-
-
-# By whether the norm is a LayerNorm, and whether the op quantises.
-_PAIRS = {
-    (False, False): adaln_rmsnorm_pair,
-    (False, True): adaln_rmsnorm_pair_quant,
-    (True, False): adaln_layernorm_pair,
-    (True, True): adaln_layernorm_pair_quant,
-}
-_PAIRS_OF_SUM = {
-    (False, False): gated_residual_adaln_rmsnorm_pair,
-    (False, True): gated_residual_adaln_rmsnorm_pair_quant,
-    (True, False): gated_residual_adaln_layernorm_pair,
-    (True, True): gated_residual_adaln_layernorm_pair_quant,
-}

@@ -8,18 +8,15 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from ...norm import rmsnorm, rmsnorm_residual
-from ...quant import rmsnorm_quant, rmsnorm_residual_quant
+from ..._checks import LAYER, NONE, RMS
+from ...norm import rmsnorm
 from .guards import name_of
 
-RMS, LAYER = "rms", "layer"
 TORCH_RMSNORM = "torch.nn.modules.normalization.RMSNorm"
 TORCH_LAYERNORM = "torch.nn.modules.normalization.LayerNorm"
 RMSNORM = "diffusers.models.normalization.RMSNorm"
 FP32_LAYERNORM = "diffusers.models.normalization.FP32LayerNorm"
 MOCHI_RMSNORM = "diffusers.models.normalization.MochiRMSNorm"
-
-Rows = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Form:
     twice: The class rounds before the weight and again after it. The others round once, to the input's dtype.
     """
 
-    statistic: str = RMS
+    statistic: int = RMS
     eps: str = "eps"
     offset: float = 0.0
     twice: bool = False
@@ -48,26 +45,6 @@ class Form:
         """What an RMS norm gives for an input."""
         weight = norm._parameters.get("weight")
         return rmsnorm(input, weight, self.eps_of(norm), weight_offset=self.offset, rounding=self.rounding(rounding))
-
-    def rms_of_sum(self, norm: nn.Module, branch: Tensor, residual: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
-        """(the norm of the sum, the sum)."""
-        if rounding != self.rounding(rounding):  # the sum rounds as the stock addition does, and the norm once
-            residual = residual + branch
-            return self.rms(norm, residual, rounding), residual
-        weight = norm._parameters.get("weight")
-        return rmsnorm_residual(
-            branch, residual, weight, self.eps_of(norm), weight_offset=self.offset, rounding=rounding
-        )
-
-    def rms_quant(self, norm: nn.Module, input: Tensor) -> Rows:
-        return rmsnorm_quant(input, norm._parameters.get("weight"), self.eps_of(norm), weight_offset=self.offset)
-
-    def rms_of_sum_quant(self, norm: nn.Module, branch: Tensor, residual: Tensor) -> tuple[Rows, Tensor]:
-        weight = norm._parameters.get("weight")
-        values, scales, total = rmsnorm_residual_quant(
-            branch, residual, weight, self.eps_of(norm), weight_offset=self.offset
-        )
-        return (values, scales), total
 
 
 def transformers_class(model: str, name: str) -> str:
@@ -136,7 +113,7 @@ def form_of(norm: object) -> Form | None:
     return _forms[cls]
 
 
-def statistic(norm: object) -> str:
-    """RMS or LAYER; empty for a module of any other class."""
+def statistic(norm: object) -> int:
+    """RMS or LAYER; NONE for a module of any other class."""
     form = form_of(norm)
-    return "" if form is None else form.statistic
+    return NONE if form is None else form.statistic
