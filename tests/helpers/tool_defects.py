@@ -176,8 +176,8 @@ TOOL_DEFECTS = [
     defect(
         "a demo that builds every variant",
         "Makefile",
-        "$(or $(BACKEND_ARG),--this-machine)",
-        "$(BACKEND_ARG)",
+        "(MODEL=...)\n\t$(BUILD) $(or $(BACKEND_ARG),--this-machine)",
+        "(MODEL=...)\n\t$(BUILD) $(BACKEND_ARG)",
         "build_makefile",
     ),
     defect(
