@@ -55,8 +55,8 @@ STARTED := $(shell date +%s)
 TOOK = status=$$?; echo "make $@ took $$(($$(date +%s) - $(STARTED))) s. Not run: $(1)."; exit $$status
 
 .PHONY: help setup build test test-variants test-all test-torch test-versions test-static test-recorded test-newest
-.PHONY: test-diffusers fuzz notebooks sanitize demo docs lint actionlint format check-all nix-matrix nix-build check-variants
-.PHONY: check-complete check-release sign card upload gpu-job case-study clean distclean
+.PHONY: test-diffusers test-serving fuzz notebooks sanitize demo docs lint actionlint format check-all nix-matrix nix-build
+.PHONY: check-variants check-complete check-release sign card upload gpu-job case-study clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -123,6 +123,10 @@ test-diffusers: build  ## build, then diffusers' own tests of all known models, 
 
 fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
 	$(RUN) tests/fuzz.py --cases $(N) $(FUZZ_ARGS)
+
+test-serving: build  ## build, then install Ray and test examples/serve_ray.py with it, on the CPU
+	$(PY) -m pip install -qq -r requirements/serving.txt
+	$(RUN) -m pytest tests/project/test_serve_ray.py $(PYTEST_ARGS)
 
 notebooks: build  ## build, then run the notebooks on this machine's GPU and store their outputs
 	$(RUN) notebooks/make.py --execute

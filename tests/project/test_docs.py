@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {
     "docs/hub.md": "tests/project/test_hub.py::test_docs_snippets",
     "docs/layers.md": "tests/test_layers.py::test_docs",
     "docs/parallel.md": "tests/test_parallel.py::run_docs",
+    "docs/serving.md": "tests/project/test_serve_ray.py::test_ray_data_of_the_docs",
     "skills/cuda-kernels/references/kernel-templates.md": "tests/project/test_skills.py::templates",
 }
 REASONS = ("needs a GPU", "needs the network")
