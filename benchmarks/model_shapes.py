@@ -269,6 +269,40 @@ def flux3_inputs(model: Any, make: Make, height: int, width: int, text: int) -> 
     }
 
 
+def lumina2_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    return {
+        "hidden_states": make(1, model.config.in_channels, height // 8, width // 8),
+        "timestep": make.full(0.5, 1),
+        "encoder_hidden_states": make(1, text, model.config.cap_feat_dim),
+        "encoder_attention_mask": make.ones(1, text),
+    }
+
+
+def ideogram4_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    rows, columns = height // 16, width // 16
+    tokens = text + rows * columns
+    positions = torch.arange(text, device=make.device)[:, None].expand(text, 3)
+    grid = make.grid_ids(rows, columns, 3).long() + 65536  # where Ideogram 4 begins to count in an image
+    return {
+        "hidden_states": make(1, tokens, model.config.in_channels),
+        "timestep": make.full(0.5, 1),
+        "encoder_hidden_states": make(1, tokens, model.config.llm_features_dim),
+        "position_ids": torch.cat((positions, grid)).unsqueeze(0),
+        "segment_ids": make.ones(1, tokens),
+        "indicator": torch.cat((3 * make.ones(text), 2 * make.ones(rows * columns))).unsqueeze(0),  # text, image
+    }
+
+
+def bria_fibo2_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    config = model.config
+    bundles = 1 + len(config.injection_layer_ids)
+    return {
+        "hidden_states": make(1, config.in_channels, height // 8, width // 8),
+        "timestep": make.full(0.5, 1),
+        "encoder_hidden_states": make(1, bundles, text, config.cap_feat_dim),
+    }
+
+
 LTX2 = {"rope_type": "split"}
 LTX23 = {
     **LTX2,
@@ -446,5 +480,37 @@ MODELS = {
         {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
         | {"joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)},
         TINY_IMAGE,
+    ),
+    "lumina2": Model(
+        "Lumina2Transformer2DModel",
+        "1024x1024",
+        {"cap_feat_dim": 2304},
+        lumina2_inputs,
+        {**IMAGE, "text": 128},
+        {"num_layers": 2, "num_refiner_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_kv_heads": 2}
+        | {"axes_dim_rope": (4, 6, 6), "cap_feat_dim": 32, "multiple_of": 16},
+        TINY_IMAGE,
+        graphs=False,
+    ),
+    "ideogram4": Model(
+        "Ideogram4Transformer2DModel",
+        "2048x2048",
+        {},
+        ideogram4_inputs,
+        {"height": 2048, "width": 2048, "text": 512},
+        {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "intermediate_size": 64}
+        | {"adaln_dim": 32, "llm_features_dim": 32, "mrope_section": (4, 2, 2)},
+        TINY_IMAGE,
+    ),
+    "bria_fibo2": Model(
+        "BriaFibo2Transformer2DModel",
+        "1024x1024",
+        {},
+        bria_fibo2_inputs,
+        {**IMAGE, "text": 512},
+        {"dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "cap_feat_dim": 32, "axes_dims": (8, 12, 12)}
+        | {"injection_layer_ids": (1,), "perceiver_num_layers": 1},
+        TINY_IMAGE,
+        graphs=False,
     ),
 }

@@ -120,6 +120,11 @@ def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
     assert both.left_alone == {}
     assert {"diffusers.LTXVideoTransformerBlock", "transformers.T5Block"} <= {site.name for site in both.sites}
     ltx.restore(pipe)
+    for name in ("transformer_2", "transformer_ref", "unconditional_transformer"):  # second models of a pipeline
+        second = types.SimpleNamespace(components={name: copy.deepcopy(pipe.transformer)})
+        assert ltx.optimize(second).replaced["diffusers.LTXVideoTransformerBlock"] == len(
+            pipe.transformer.transformer_blocks
+        )
     with_controlnet = types.SimpleNamespace(components={**components, "controlnet": copy.deepcopy(pipe.transformer)})
     assert ltx.optimize(with_controlnet).replaced["diffusers.LTXVideoTransformerBlock"] == 2 * len(
         pipe.transformer.transformer_blocks

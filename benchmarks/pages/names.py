@@ -52,6 +52,9 @@ MODELS = {
     "mochi": Model("Mochi 1", "mochi"),
     "flux3": Model("FLUX.3", "flux3"),
     "zimage": Model("Z-Image", "z_image"),
+    "lumina2": Model("Lumina-Image 2.0", "lumina2"),
+    "ideogram4": Model("Ideogram 4", "ideogram4"),
+    "bria_fibo2": Model("Bria FIBO 2", "bria_fibo2"),
 }
 # The models of benchmarks/llm.py.
 LANGUAGE_MODELS = {

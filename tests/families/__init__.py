@@ -27,6 +27,7 @@ class Family:
     stock_calls: Reasons that are expected in the report: what the family cannot fuse.
     left_alone: Reasons why `optimize` replaces some modules by nothing, such as an attention that no description fits.
     idle: How many of the blocks these inputs do not call.
+    given_twice: How many of the blocks get one tensor as two arguments, so that their calls are not recorded.
     not_recorded: Why the report says that calls of the blocks are not recorded; empty where they are.
     """
 
@@ -41,6 +42,7 @@ class Family:
     stock_calls: tuple[str, ...] = ()
     left_alone: tuple[str, ...] = ()
     idle: int = 0
+    given_twice: int = 0
     not_recorded: str = ""
 
 
@@ -68,3 +70,8 @@ def random_(model: nn.Module, seed: int = 0) -> nn.Module:
 def randn(*shape: int, seed: int = 1) -> Tensor:
     """A random tensor of an input."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_time_in_dtype(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The timestep in the model's dtype, as the pipeline hands it over; the model does not cast it."""
+    return args, {**kwargs, "timestep": kwargs["timestep"].to(model.dtype)}

@@ -13,7 +13,7 @@ from diffusers import (
 )
 from torch import nn
 
-from . import Family, randn
+from . import Family, randn, with_time_in_dtype
 
 TEXT, GRID = 6, (2, 4, 4)  # latent frames, height, width
 TEXT_2, IMAGE = 4, 3
@@ -37,7 +37,7 @@ def make(**config: Any) -> nn.Module:
 def make_image() -> nn.Module:
     sizes = {**SIZES, "patch_size": (1, 1), "rope_axes_dim": (8, 8)}
     model = HunyuanImageTransformer2DModel(**sizes, num_single_layers=2)
-    model.register_forward_pre_hook(_with_time_in_dtype, with_kwargs=True)
+    model.register_forward_pre_hook(with_time_in_dtype, with_kwargs=True)
     return model
 
 
@@ -64,13 +64,8 @@ def padded(*lengths: int) -> torch.Tensor:
 
 def make_15() -> nn.Module:
     model = HunyuanVideo15Transformer3DModel(**SIZES, text_embed_2_dim=24, image_embed_dim=16)
-    model.register_forward_pre_hook(_with_time_in_dtype, with_kwargs=True)
+    model.register_forward_pre_hook(with_time_in_dtype, with_kwargs=True)
     return model
-
-
-def _with_time_in_dtype(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The timestep in the model's dtype, as the pipeline hands it over; the model does not cast it."""
-    return args, {**kwargs, "timestep": kwargs["timestep"].to(model.dtype)}
 
 
 def inputs_15(batch: int) -> dict[str, Any]:

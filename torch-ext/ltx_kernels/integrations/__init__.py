@@ -36,7 +36,7 @@ from .report import Report
 LEVELS = ("norms", "block")
 PRECISIONS = ("native", "fp8")
 # What a pipeline's call spends its time in, beside a video autoencoder. Text encoders run once: they have to be named.
-DENOISERS = ("transformer", "transformer_2", "unet", "controlnet")
+DENOISERS = ("transformer", "transformer_2", "transformer_ref", "unconditional_transformer", "unet", "controlnet")
 AUTOENCODER = "vae"
 ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
 
@@ -84,8 +84,8 @@ def optimize(
         rounding: "fp32" rounds each result once. "eager" rounds where the stock modules do, and leaves out what
             cannot: packed GEMMs, the GELU epilogue, and the single blocks of FLUX.1's and HunyuanVideo's families.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
-            unet, controlnet), as far as it has them, and with level "block" its autoencoder (vae), where it is one of
-            LTX-Video, LTX-2, Wan or Qwen-Image and not in float32.
+            transformer_ref, unconditional_transformer, unet, controlnet), as far as it has them, and with level "block"
+            its autoencoder (vae), where it is one of LTX-Video, LTX-2, Wan or Qwen-Image and not in float32.
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).

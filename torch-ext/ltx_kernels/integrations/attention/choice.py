@@ -56,6 +56,7 @@ def in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tenso
     return (
         spec.norm == TORCH_RMSNORM
         and spec.across_heads
+        and query.shape[2] == key.shape[2]
         and parallel_config(spec, module, True) is None
         and _op_pays(query, key.shape[1], query.shape[-1])
         and _may_attend(site, module)
@@ -136,6 +137,7 @@ def attend(
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
 
+    key, value: They may have fewer heads, which the query's heads share.
     keys: The mask as one of keys, where it can be written so.
     out: Where this package's op, or an exchange by copies, may write the result. Others return a tensor of their own.
     ahead: The values, where `values_ahead` has sent them.
@@ -147,6 +149,8 @@ def attend(
         pays = not cross or _kernel_pays(query, key.shape[1], mask is not None)
         if fits and pays and runs_kernel(query, key, value) and _may_attend(site, module):
             return _own_attention(site, query, key, value, keys, cross, out), True
+    key, value = _for_each_head(query, key), _for_each_head(query, value)
+    if parallel is None:
         if not cross:
             _remark_native(site, "not this package's kernel")
         return _dispatched(site, module, query, key, value, scores_mask, None), False
@@ -188,6 +192,47 @@ def attend(
     return output, overlaps(query, key, value)
 
 
+def attend_segments(
+    spec: Attention, site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> Tensor:
+    """Self-attention [B, S, heads, D] with a `SegmentMask`: two segments at most attend without the mask."""
+    start = _last_segment(site, module, mask)
+    if start is None:
+        return attend(spec, site, module, query, key, value, mask, None, False)[0]
+    parts = [
+        attend(spec, site, module, query[:, rows], key[:, rows], value[:, rows], None, None, False)
+        for rows in ([slice(0, start)] if start else []) + [slice(start, None)]
+    ]
+    if any(own for _, own in parts):
+        site.chosen.add("attention")
+    return parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], 1)
+
+
+def _last_segment(site: Site, module: AttentionModule, mask: Tensor) -> int | None:
+    """Where the last of two segments of every sample begins, read once for a mask [B, 1, S, S]; 0 where there is one.
+
+    None: the segments are others, or the host may not read the mask.
+    """
+    if not _may_read(module, mask):
+        return None
+
+    def make() -> int | None:
+        first = mask[:, 0, 0]  # the rows that row 0 sees
+        start = first[0].sum()
+        two = (torch.arange(first.shape[1], device=mask.device) < start) == first
+        found = two.all() & ((first.unsqueeze(-1) == first.unsqueeze(-2)) == mask[:, 0]).all()
+        fits, length = torch.stack((found.to(start.dtype), start)).tolist()
+        return length % first.shape[1] if fits else None
+
+    return kept(site, "first segment", (mask,), make)
+
+
+def _for_each_head(query: Tensor, x: Tensor) -> Tensor:
+    """Keys or values [B, T, key heads, D] with a copy for each head of the query, as the stock processors make them."""
+    times = query.shape[2] // x.shape[2]
+    return x if times == 1 else x.repeat_interleave(times, 2)
+
+
 def values_ahead(
     spec: Attention, module: AttentionModule, value: Tensor, mask: Tensor | None, keys: Tensor | None
 ) -> rank_attention.Ahead | None:
@@ -210,6 +255,8 @@ def _own_attention(
         columns, tokens = query.shape[-1], key.shape[1]
         if mask is not None:
             _remark_native(site, "a mask")
+        elif key.shape[2] != query.shape[2]:
+            _remark_native(site, "fewer heads of keys than of queries")
         elif columns != INT8_HEAD_DIM:
             _remark_native(site, f"heads of {columns} columns")
         elif tokens < _INT8_TOKENS:

@@ -52,7 +52,10 @@ class Attention:
     norm: Class of the norms of query and key, where a module has any; None: it may have none.
     across_heads: A norm's mean is taken over all heads of a token.
     layout: Of the rotation, as in `qk_norm_rope`: "interleaved" or "half".
-    projections, norms, output: Names of submodules; an output that a module does not have is left out.
+    heads: The attribute with the number of the query's heads. Keys and values may have fewer, which queries share.
+    projections, norms: Names of submodules.
+    output: The path of the output layer, or of a list that holds it and the dropout after it. Modules may lack it. Name
+        the layer itself, as in "to_out.0", where the stock processor calls no dropout.
     added: Modules may have the layers of diffusers' names in `ADDED`, `ADDED_NORMS` and `ADDED_OUTPUT`, for the second
         stream (the text) of a joint attention.
     text_first: The rows of the second stream come before those of the first in the joint order.
@@ -96,6 +99,7 @@ class Attention:
     layout: str = "interleaved"
     projections: tuple[str, ...] = ("to_q", "to_k", "to_v")
     norms: tuple[str, str] = ("norm_q", "norm_k")
+    heads: str = "heads"
     output: str = "to_out"
     added: bool = False
     text_first: bool = True
@@ -125,13 +129,18 @@ class Attention:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         q, *kv = self.projections
         groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
-        groups += [self.image[:2], (self.output if self.mlp else f"{self.output}.0",)]
+        groups += [self.image[:2], (self.output_layer(module),)]
         groups += [ADDED, (ADDED_OUTPUT,)] if self.added else []
         return [
             tuple(f"{prefix}.{name}" for name in self.called(module, group))
             for group in groups
             if group and all(name and submodule(module, name) is not None for name in group)
         ]
+
+    def output_layer(self, module: nn.Module) -> str:
+        """The path of the output layer."""
+        first = f"{self.output}.0"
+        return self.output if submodule(module, first) is None else first
 
     def called(self, module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
         """The layers that stand for some with the same input: the one that was fused from them, or themselves."""
@@ -161,6 +170,10 @@ def in_features(linear: nn.Module | None) -> object:
     return getattr(linear, "in_features", None)
 
 
+def out_features(linear: nn.Module | None) -> int | None:
+    return getattr(linear, "out_features", None)
+
+
 class Processor(Protocol):
     """What diffusers' attention processors hold."""
 
@@ -171,7 +184,6 @@ class Processor(Protocol):
 class AttentionModule(Protocol):
     """What diffusers' attention modules hold, beside their submodules."""
 
-    heads: int
     processor: Processor
     training: bool
     _modules: dict[str, nn.Module]

@@ -32,10 +32,10 @@ from ..linear.packing import unpack
 from ..linear.products import Input, dequantised
 from ..parallel import attention as rank_attention
 from ..parallel.ranks import context_of
-from .choice import attend, in_one_op, parallel_config, values_ahead, without_padding
+from .choice import attend, attend_segments, in_one_op, parallel_config, values_ahead, without_padding
 from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, FUSED, INPUTS, ROUND_ONCE, SHARED, Attention, AttentionModule
 from .layers import AttentionLayers, layers_of, settings_of, why_not_module
-from .masks import PaddingMask
+from .masks import PaddingMask, SegmentMask
 
 
 def _readers(spec: Attention, described: Attention, module: nn.Module, input: Tensor) -> Linears | None:
@@ -67,7 +67,11 @@ def entry_of(spec: Attention) -> Entry:
         spec.children,
         frozenset(
             (
-                *(spec.output, *spec.norms, *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if spec.added else ())),
+                *(
+                    spec.output.partition(".")[0],
+                    *spec.norms,
+                    *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if spec.added else ()),
+                ),
                 *(*spec.image, spec.gate, spec.mlp, *spec.optional_children, *FUSED.values()),
                 "processor",  # a module, as an IP-Adapter's processor is
             )
@@ -107,8 +111,12 @@ def _forward(
 ) -> Any:
     """Computes a call of a module, or runs its stock forward for a reason.
 
-    A block that asked `Entry.readers` may hand over quantised rows instead of a tensor.
+    A block that asked `Entry.readers` may hand over quantised rows instead of a tensor. A self-attention may get its
+    input a second time, as the context.
     """
+    twice = context is not None and context is input and not (spec.added or spec.shared)
+    if twice:
+        context = None
     rope = options.pop(spec.rope, None)
     key_rope = options.pop(spec.key_rope, None)
     if key_rope is not None:
@@ -139,20 +147,28 @@ def _forward(
             for name, table in zip((spec.rope, spec.key_rope), tables)
             if table is not None
         }
-        inputs = {name: value for name, value in zip(INPUTS, (tensor, context, mask)) if name in spec.parameters}
+        given = tensor, tensor if twice else context, mask
+        inputs = {name: value for name, value in zip(INPUTS, given) if name in spec.parameters}
         return stock_forward(module, reason, **inputs, **named, **options)
     if context is not None and (layers.added is not None or spec.shared):
         return _joint(spec, site, module, layers, input, context, mask, rope)
     return _single(spec, site, module, layers, input, context, mask, rope)
 
 
-def _project(site: Site, linears: Linears, input: Input, heads: int) -> tuple[Tensor, ...]:
-    """The output of each layer, [B, S, heads, D]; views of one new tensor where the layers are packed."""
+def _project(site: Site, linears: Linears, input: Input, heads: int, width: int = 0) -> tuple[Tensor, ...]:
+    """The output of each layer, [B, S, heads, D]; views of one new tensor where the layers are packed.
+
+    heads: Of the first layer. The others have as many as their width gives.
+    width: D, where the first layer may have fewer heads.
+    """
     if linears.even:
-        return linears.together(input).unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
+        shape = len(linears.sizes), -1 if width else heads, width or -1
+        return linears.together(input).unflatten(-1, shape).unbind(-3)
     if not linears.packed and len(linears.modules) > 1 and site.rounding == "fp32":
         site.count_unpacked()
-    return tuple([x.unflatten(-1, (heads, -1)) for x in linears(input)])
+    outputs = linears(input)
+    width = width or outputs[0].shape[-1] // heads
+    return tuple([x.unflatten(-1, (-1, width)) for x in outputs])
 
 
 def _norm_and_rotate(
@@ -178,7 +194,7 @@ def _norm_and_rotate(
     one_op = _rotates_in_one_op(spec, site)
     if one_op and normed and rope is None and not spec.across_heads:
         # One launch for both norms; the table is one row, which stays in the cache.
-        rope = as_one(_identity, site, query)
+        rope = as_one(_identity, site, query, key)
     if rope is not None and one_op and normed:
         layer = spec.norm == TORCH_LAYERNORM
         query_bias, key_bias = layers.biases[places] if layer else (None, None)
@@ -216,15 +232,16 @@ def _ops_before(spec: Attention, site: Site, layers: AttentionLayers, rotated: b
     return (*(("rmsnorm",) if layers.eps else ()), *(("apply_rotary",) if rotated else ()))
 
 
-def _identity(site: Site, query: Tensor) -> Tables:
-    """Tables of a rotation by angle 0, [S, D / 2], for a query [B, S, heads, D]."""
+def _identity(site: Site, query: Tensor, key: Tensor) -> Tables:
+    """Tables of a rotation by angle 0, [rows, D / 2], for the rows of a query and a key [B, S, heads, D]."""
     width, device = query.shape[-1] // 2, query.device
+    rows = max(query.shape[1], key.shape[1])
 
     def make() -> Tables:
         return torch.ones(1, width, device=device), torch.zeros(1, width, device=device)
 
     cos, sin = kept(site, ("identity", width, device), (), make)
-    return cos.expand(query.shape[1], width), sin.expand(query.shape[1], width)
+    return cos.expand(rows, width), sin.expand(rows, width)
 
 
 def _norm_then_rotate(
@@ -258,7 +275,7 @@ def _single(
     rope: Any,
 ) -> Tensor:
     """Self-attention, and cross-attention to a context."""
-    heads = module.heads
+    heads = layers.heads
     image: tuple[Tensor, ...] = ()
     if layers.image is not None and context is not None:
         length = context.shape[1] - spec.text
@@ -281,7 +298,7 @@ def _single(
         fresh = layers.all.packed
     else:
         (query,) = _project(site, layers.query, input, heads)
-        key, value = _project(site, layers.context, context, heads)
+        key, value = _project(site, layers.context, context, heads, query.shape[-1])
         fresh = layers.context.packed
     tables = None if rope is None else as_one(spec.tables, module, rope)
     keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
@@ -290,8 +307,13 @@ def _single(
         query_weight, key_weight = layers.weights
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, layers.eps[0], mask=keys)
         return _output(layers, _gated(spec, site, layers, input, output))
-    ahead = None if context is not None else values_ahead(spec, module, value, mask, keys)
+    fewer = key.shape[2] != heads  # ranks exchange them with a copy for each head of the query
+    ahead = None if context is not None or fewer else values_ahead(spec, module, value, mask, keys)
     query, key = _norm_and_rotate(spec, site, layers, 0, query, key, tables, fresh)
+    if mask is not None and isinstance(spec.mask, SegmentMask):
+        output = as_one(functools.partial(attend_segments, spec, site, module), query, key, value, mask)
+        _count(spec, site, layers, tables is not None, False)
+        return _output(layers, _gated(spec, site, layers, input, output))
     output, own = attend(spec, site, module, query, key, value, mask, keys, context is not None, out, ahead)
     if image:
         key = _norm_then_rotate(
@@ -346,7 +368,7 @@ def _joint(
     rope: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of two streams to both; (first, second) as the stock processors return them."""
-    heads, added = module.heads, layers.added
+    heads, added = layers.heads, layers.added
     second = context.shape[1]
     first = (input[0] if isinstance(input, tuple) else input).shape[1]
     rows, rows2 = slice(0, first), slice(first, first + second)

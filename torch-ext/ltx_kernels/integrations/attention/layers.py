@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ..blocks.gated_mlp import ACTIVATIONS, SILU
 from ..blocks.stream import TORCH_RMSNORM
 from ..engine.code import patched
-from ..engine.guards import children, class_of, hooked, is_idle, why_not_norm_weight
+from ..engine.guards import children, class_of, hooked, is_idle, submodule, why_not_norm_weight
 from ..engine.sites import Site, site_of
 from ..engine.state import remember
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears
 from ..linear.products import may_overwrite
-from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, Attention, AttentionModule, in_features
+from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, Attention, AttentionModule, in_features, out_features
 
 
 def why_not_module(spec: Attention, module: nn.Module) -> str:
@@ -84,12 +84,13 @@ class AttentionLayers:
     eps: One for each such stream.
     layout: The rotation's layout.
     in_place: Fresh tensors may be overwritten.
+    heads: The number of the query's heads.
     ops: The ops of a call, by (rotated, computed by this package's attention).
     """
 
     __slots__ = (
-        *("added", "added_out", "all", "biases", "context", "dropout", "eps", "gate", "image"),
-        *("in_place", "layout", "ops", "out", "query", "reason", "weights"),
+        *("added", "added_out", "all", "biases", "context", "dropout", "eps", "gate", "heads"),
+        *("image", "in_place", "layout", "ops", "out", "query", "reason", "weights"),
     )
 
     def __init__(self, spec: Attention, module: nn.Module, input: Tensor, site: Site) -> None:
@@ -98,6 +99,7 @@ class AttentionLayers:
         if self.reason:
             return
         self.in_place = may_overwrite()
+        self.heads: int = getattr(module, spec.heads)
         self.ops: dict[tuple[bool, bool], tuple[str, ...]] = {}  # by what `_count` is told
         self._read_norms(spec, module)
         self.added = self.added_out = self.gate = self.image = self.out = self.dropout = None
@@ -116,7 +118,8 @@ class AttentionLayers:
             parts = len(names) if called != names else 1
             layers = [cast(nn.Linear, module._modules[name]) for name in called]
             made = Linears(layers, input, site, pack, parts)
-            if parts > 1 and not (type(layers[0]) is nn.Linear and (made.plain or made.scaled)):
+            even = len({out_features(module._modules[name]) for name in names}) == 1
+            if parts > 1 and not (even and type(layers[0]) is nn.Linear and (made.plain or made.scaled)):
                 self.reason = f"{called[0]}, which fuse_qkv_projections made, cannot be taken as one product"
             if parts > 1 and made.plain and in_fp8(cast(nn.Module, module._modules[names[0]])):
                 site.remark(f"{called[0]} in its own precision: it was fused after optimize")
@@ -134,11 +137,11 @@ class AttentionLayers:
             self.added_out = Linears((cast(nn.Linear, module._modules[ADDED_OUTPUT]),), input, site)
         if spec.image and module._modules.get(spec.image[0]) is not None:
             self.image = linears(spec.image[:2])
-        out = module._modules.get(spec.output) if spec.output else None
+        out = submodule(module, spec.output)
         if out is not None:
-            projection, dropout = children(out, "0", "1")
-            self.out = Linears((projection,), input, site)
-            if not is_idle(dropout):
+            self.out = Linears((cast(nn.Linear, submodule(module, spec.output_layer(module))),), input, site)
+            dropout = out._modules.get("1")
+            if dropout is not None and not is_idle(dropout):
                 self.dropout = dropout
 
     def _read_norms(self, spec: Attention, module: nn.Module) -> None:
@@ -157,9 +160,9 @@ def _why_not_layers(spec: Attention, module: nn.Module, input: Tensor) -> str:
     if class_of(processor) not in (spec.processor, *spec.other_processors):
         return f"the processor is {class_of(processor)}"
     own = module.__dict__
-    if "inner_dim" in own and own.get("heads", 0) * own.get("head_dim", 0) not in (0, own["inner_dim"]):
-        return "its heads and head_dim do not make its inner_dim"
-    reason = patched(type(processor)) or _why_not_norms(spec, module)
+    if "inner_dim" in own and own.get(spec.heads, 0) * own.get("head_dim", 0) not in (0, own["inner_dim"]):
+        return f"its {spec.heads} and head_dim do not make its inner_dim"
+    reason = _why_not_heads(spec, module) or patched(type(processor)) or _why_not_norms(spec, module)
     for pair in [] if reason else _norm_pairs(spec, module):
         for name in pair:
             norm = module._modules[name]
@@ -174,6 +177,19 @@ def _why_not_layers(spec: Attention, module: nn.Module, input: Tensor) -> str:
             next((f"{spec.mlp} {reason}" for reason in map(hooked, activation.modules()) if reason), "")
         )
     return reason
+
+
+def _why_not_heads(spec: Attention, module: nn.Module) -> str:
+    """Why query, key and value cannot be cut into heads of one width that the query's heads share evenly."""
+    sizes = [out_features(module._modules[name]) for name in spec.projections]
+    heads = getattr(module, spec.heads, 0)
+    if not isinstance(heads, int) or heads < 1:
+        return f"its {spec.heads} is {heads}"
+    if spec.mlp or None in sizes:
+        return ""
+    query, key, value = cast("list[int]", sizes)
+    fits = key == value and query % heads == 0 and key % (query // heads) == 0 and query % key == 0
+    return "" if fits else f"its query, key and value of {query}, {key} and {value} columns make no {heads} heads"
 
 
 def layers_of(spec: Attention, module: nn.Module, input: Tensor) -> AttentionLayers:

@@ -43,13 +43,26 @@ class ScoresMask:
 
 @dataclass(frozen=True)
 class KeyMask(ScoresMask):
-    """A mask [B, S] that says which keys are seen, or a mask of scores."""
+    """A mask [B, S] that says which keys are seen, as bool or as integers, or a mask of scores."""
 
     def for_scores(self, mask: Tensor) -> Tensor:
-        return mask[:, None, None, :] if mask.dim() == 2 else mask
+        seen = mask if mask.is_floating_point() else mask.bool()
+        return seen[:, None, None, :] if mask.dim() == 2 else seen
 
     def of_keys(self, mask: Tensor) -> Tensor | None:
         return super().of_keys(self.for_scores(mask))
+
+
+@dataclass(frozen=True)
+class SegmentMask(ScoresMask):
+    """A bool mask [B, 1, S, S] of a self-attention that lets each row see the rows of its own segment.
+
+    Where every sample has one segment, or padding of the same length and then one segment, each attends without a mask.
+    """
+
+    def why_not(self, mask: Tensor, keys: int | None) -> str:
+        fits = mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == mask.shape[3] and mask.dtype == torch.bool
+        return "" if fits else "a mask of another form than bool [B, 1, rows, rows]"
 
 
 @dataclass(frozen=True)

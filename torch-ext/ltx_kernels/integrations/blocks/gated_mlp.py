@@ -23,6 +23,7 @@ from ..linear.products import Input, as_tensor, like_of, may_overwrite
 SILU, TANH, ERF = "silu", "tanh", "none"
 ACTIVATIONS = {
     "torch.nn.modules.activation.SiLU": SILU,
+    "diffusers.models.activations.FP32SiLU": SILU,
     "transformers.activations.SiLUActivation": SILU,
     "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU": SILU,
     "diffusers.models.transformers.transformer_flux3.Flux3SwiGLU": SILU,

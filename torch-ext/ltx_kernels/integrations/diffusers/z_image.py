@@ -18,17 +18,10 @@ from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import RMSNORM, Mod, Stream, chosen, modulation
 from ..engine.guards import children
-from ..engine.kept import kept
-from ..engine.rotary_tables import Tables
-from ..engine.sites import site_of
+from ..engine.rotary_tables import of_complex
 
 Z_IMAGE = "diffusers.models.transformers.transformer_z_image."
 CONTROLNET = "diffusers.models.controlnets.controlnet_z_image."
-
-
-def _tables(attention: Any, rope: Tensor) -> Tables:
-    """[B, S, D / 2] each, of the stock complex numbers."""
-    return kept(site_of(attention), "complex", (rope,), lambda: (rope.real.contiguous(), rope.imag.contiguous()))
 
 
 ATTENTION = Attention(
@@ -36,7 +29,7 @@ ATTENTION = Attention(
     rope="freqs_cis",
     norm=RMSNORM,
     mask=KeyMask(),
-    tables=_tables,
+    tables=of_complex,
 )
 CONTROLNET_ATTENTION = replace(ATTENTION, processor=CONTROLNET + "ZSingleStreamAttnProcessor")
 MLP = GatedMLP(
@@ -44,13 +37,11 @@ MLP = GatedMLP(
 )
 
 
-def _modulation(
-    block: Any, temb: Tensor | None, noise_mask: Tensor | None, noisy: Tensor | None, clean: Tensor | None
-) -> tuple[list[Mod | None], Tensor | None]:
+def modulation_of_tokens(
+    linear: Any, temb: Tensor | None, noise_mask: Tensor | None, noisy: Tensor | None, clean: Tensor | None
+) -> tuple[list[Mod], Tensor | None]:
     """Scale and gate of the attention and of the MLP, and the index of the omni mode: clean tokens and noisy ones."""
-    if not block.modulation:
-        return [None] * 4, None
-    linear, index = block.adaLN_modulation, None
+    index = None
     if noise_mask is None:
         values = linear(temb)
     else:
@@ -71,7 +62,11 @@ def block_forward(
 ) -> Tensor:
     attention, feed_forward = children(self, "attention", "feed_forward")
     norm1, norm2, ffn_norm1, ffn_norm2 = children(self, "attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
-    mods, index = _modulation(self, adaln_input, noise_mask, adaln_noisy, adaln_clean)
+    mods: list[Any] = [None] * 4
+    index = None
+    if self.modulation:
+        linear = self._modules["adaLN_modulation"]
+        mods, index = modulation_of_tokens(linear, adaln_input, noise_mask, adaln_noisy, adaln_clean)
     scale1, gate1, scale2, gate2 = mods
     h = Stream(self, x, index)
     rows = h.norm(norm1, None, scale1, into="attention")

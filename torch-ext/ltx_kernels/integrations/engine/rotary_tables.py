@@ -55,6 +55,25 @@ def halves(attention: Any, rope: Tables) -> Tables:
     return kept(site_of(attention), "halves", rope, make)
 
 
+def first_halves(attention: Any, rope: Tables) -> Tables:
+    """Both tables of the layout "half", whose two halves of columns are equal, without the second half."""
+    width = rope[0].shape[-1] // 2
+
+    def make() -> Tables:
+        return rope[0][..., :width].contiguous(), rope[1][..., :width].contiguous()
+
+    return kept(site_of(attention), "first halves", rope, make)
+
+
+def of_complex(attention: Any, rope: Tensor) -> Tables:
+    """Both tables, [B, S, D / 2] in float32, of complex numbers cos + i sin."""
+
+    def make() -> Tables:
+        return rope.real.float().contiguous(), rope.imag.float().contiguous()
+
+    return kept(site_of(attention), "complex", (rope,), make)
+
+
 def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tables:
     """Both tables [..., S, W] with rows of a rotation by nothing before the others (``first``) or after them."""
 
