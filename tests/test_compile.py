@@ -47,7 +47,7 @@ def samples(ltx: Any, device: str) -> dict[torch.dtype, dict[str, list[tuple[Any
     return {dtype: op_samples(ltx, device, dtype) for dtype in DTYPES}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)], ids=str)
 @pytest.mark.parametrize("name", CALLED_EVERYWHERE)
 def test_opcheck(ltx: Any, samples: Any, name: str, dtype: torch.dtype) -> None:
     assert len(samples[dtype][name]) > 1
@@ -55,6 +55,7 @@ def test_opcheck(ltx: Any, samples: Any, name: str, dtype: torch.dtype) -> None:
         torch.library.opcheck(getattr(ltx._ops.ops, name).default, arguments)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", CALLED_EVERYWHERE)
 def test_opcheck_out(ltx: Any, samples: Any, name: str) -> None:
     for arguments in samples[torch.bfloat16][name]:
@@ -525,6 +526,7 @@ def test_gradients_compile(ltx: Any, device: str, case: Case) -> None:
     torch.testing.assert_close(gradients(results, tensors), gradients(expected, tensors))
 
 
+@pytest.mark.extended
 @pytest.mark.host
 def test_gradients_compile_once_for_dynamic_shapes(ltx: Any, device: str, case: Case) -> None:
     compiled = torch.compile(lambda *t: case.call(ltx, *t), backend="aot_eager", fullgraph=True, dynamic=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("diffusers")
-from test_families import cast, every_family, make, run  # noqa: E402
+from test_families import cast, every_path, make, run  # noqa: E402
 from test_families import distance as distances  # noqa: E402
 from test_integration import LAYERS, distance, exactly, make_inputs, make_model, patched  # noqa: E402
 from test_integration_fp8 import SKIPPED, with_quantised_weights  # noqa: E402
@@ -309,6 +309,7 @@ def test_adapters_in_training(ltx: ModuleType, model: nn.Module, inputs: dict[st
 # ---- Compiled, and other families
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], compiler: str) -> None:
     report = ltx.optimize(model, precision="fp8")
@@ -323,7 +324,7 @@ def test_compile(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], comp
     assert LINEAR not in report.fallbacks
 
 
-@every_family
+@every_path
 def test_families(ltx: ModuleType, device: str, family: Any) -> None:
     """Every layer that fp8 takes has its adapter beside it, in both orders, and the bare bits come back."""
     inputs = cast(family.inputs(1), device, torch.bfloat16)

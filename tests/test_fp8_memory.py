@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 from diffusers.hooks import group_offloading
-from test_families import cast, every_family, make, run
+from test_families import cast, every_path, make, run
 from test_families import distance as distances
 from test_integration import (
     LAYERS,
@@ -345,7 +345,7 @@ def test_group_offload_with_a_stream(
     assert_same({name: tensor.cpu() for name, tensor in state(model).items()}, before)
 
 
-@every_family
+@every_path
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
 def test_families(ltx: ModuleType, device: str, family: Any, moved: list[int], kind: str) -> None:
     """Every family's fp8 weights move in place of the stock ones, and its dtype is what it was."""

@@ -728,7 +728,7 @@ def test_recorded_encoders_with_an_ordinary_mlp(
     assert all(torch.equal(result, ordinary(model, ids)) for result in results)
 
 
-@pytest.mark.parametrize("prefix", ["T5", "UMT5"])
+@pytest.mark.parametrize("prefix", ["T5", pytest.param("UMT5", marks=pytest.mark.extended)])
 def test_compiled_encoders(ltx: ModuleType, device: str, prefix: str) -> None:
     """One graph for prompts of all lengths after the second."""
     model, ids = make_encoder(prefix, device, torch.float32), make_ids(device)

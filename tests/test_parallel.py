@@ -471,7 +471,7 @@ def _worker(rank: int, world: int, port: int, ltx_path: str) -> None:
         raise AssertionError("\n".join(wrong))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.extended) for n in (3, 4))])
 def test_ranks_equal_one_process(ltx: ModuleType, backend: str, world: int) -> None:
     """LTX-Video's stock model fails under Ulysses, and is wrong under ring; LTX-2's fails everywhere."""
     if backend != "cpu":
@@ -528,6 +528,7 @@ def test_peer_memory_can_be_turned_off(ltx: ModuleType, monkeypatch: pytest.Monk
     assert peers.why_not(torch.device("cuda", 0)) == "LTX_KERNELS_PEER_MEMORY is 0"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("memory", ["0", "1"])
 def test_benchmark(ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
     """Two ranks of benchmarks/parallel.py, in small: its records, and what it makes of them.
@@ -631,6 +632,7 @@ def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:
     assert parallel.in_order(records) == [*records[::-1][:3], records[1], records[0]]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["ulysses", "ring", "guidance"])
 def test_example(ltx: ModuleType, backend: str, tmp_path: Path, mode: str) -> None:
     """Two ranks of generate_video.py make the clip that one makes, and the first one alone writes it."""

@@ -822,7 +822,9 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
 
 
 @pytest.mark.parametrize("name", OPS)
-@every_dtype
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.extended) for dtype in DTYPES[1:])], ids=str
+)
 def test_opcheck(ltx, device, name, dtype):
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     for sample in op_samples(name, device, dtype):

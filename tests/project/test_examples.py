@@ -218,6 +218,7 @@ def test_without_guidance(device: str) -> None:
     assert np.abs(alone - clip(device)).max() > 2e-2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("optimized", [True, False])
 def test_compile(device: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, optimized: bool) -> None:
     """Traced and run, but not compiled, which takes minutes; the test below compiles."""

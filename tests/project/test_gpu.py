@@ -83,7 +83,13 @@ def test_no_more_processes_than_there_is_room_for(tmp_path: Path) -> None:
     assert d < c_end
 
 
-@pytest.mark.parametrize("arguments", [[], ["-n", "2", "--dist", "worksteal"]], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param([], id="alone"),
+        pytest.param(["-n", "2", "--dist", "worksteal"], id="xdist", marks=pytest.mark.extended),
+    ],
+)
 def test_counts_and_names_of_tests(tmp_path: Path, arguments: list[str]) -> None:
     """Each failure is named as it happens, that of a worker which dies too."""
     dies = ""
