@@ -72,8 +72,8 @@ demo: $(READY)  ## build what this machine can run, then run examples/demo.py (M
 test: $(READY)  ## build what this machine can run, then run the tests of a few minutes
 	$(BUILD) $(or $(BACKEND_ARG),--this-machine) $(BUILD_ARGS)
 	LTX_KERNELS_THIS_MACHINE=1 $(RUN) -m pytest $(XDIST) -m "not slow and not extended" $(PYTEST_ARGS); \
-	  $(call TOOK,variants for other machines (CUDA without a GPU) and extended tests (torch.compile on every path \
-	  of the engine, more builds): make test-variants; slow tests and other versions of torch: make check-all)
+	  $(call TOOK,CUDA variants without a GPU and extended tests: make test-variants; every family of each path \
+	  and other slow tests: make check-all)
 
 ##@ Develop
 

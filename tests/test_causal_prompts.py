@@ -260,6 +260,7 @@ def test_exported_layers(ltx: ModuleType, device: str, prompts: list[int], lengt
         assert distance(exported(x[:, :rows]), Layer()(x[:, :rows])) < CLOSE
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 def test_compiled_models(ltx: ModuleType, device: str, prompts: list[int], family: str) -> None:
     """In one graph with the model's mask, which transformers makes for every prompt while it is traced."""

@@ -47,7 +47,8 @@ def samples(ltx: Any, device: str) -> dict[torch.dtype, dict[str, list[tuple[Any
     return {dtype: op_samples(ltx, device, dtype) for dtype in DTYPES}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)], ids=str)
+@pytest.mark.extended
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", CALLED_EVERYWHERE)
 def test_opcheck(ltx: Any, samples: Any, name: str, dtype: torch.dtype) -> None:
     assert len(samples[dtype][name]) > 1
@@ -409,6 +410,7 @@ def test_inductor_compiles_it(ltx: Any, device: str) -> None:
     torch.testing.assert_close(compiled(*tensors), case.call(ltx, *tensors), rtol=0, atol=0)
 
 
+@pytest.mark.extended
 @pytest.mark.host
 def test_dynamic_shapes_compile_once(ltx: Any, device: str, case: Case) -> None:
     compiled = torch.compile(lambda *t: case.call(ltx, *t), backend="aot_eager", fullgraph=True, dynamic=True)

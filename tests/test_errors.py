@@ -830,6 +830,7 @@ def test_meta(ltx: Any, error: Error) -> None:
     assert raised(lambda: error.call(ltx, maker("meta"))) == error.text
 
 
+@pytest.mark.extended
 @pytest.mark.host
 def test_compile(ltx: Any, device: str, error: Error) -> None:
     torch.compiler.reset()

@@ -1309,6 +1309,7 @@ def test_self_attention_that_needs_a_gradient(ltx: ModuleType, device: str, atte
     assert report.sites[0].calls > 0
 
 
+@pytest.mark.extended
 def test_attention_in_ops_compiles(ltx: ModuleType, device: str, attends: Attends) -> None:
     dtype = torch.bfloat16
     model, inputs = make_model(device, dtype, **HEADS_OF_64), make_inputs(device, dtype)
@@ -1463,6 +1464,7 @@ def test_compile_of_stock_calls(ltx: ModuleType, device: str, reason: str) -> No
     assert report.fallbacks[BLOCK] == {f"{reason} (compiled)": LAYERS}
 
 
+@pytest.mark.extended
 def test_optimize_after_compile(ltx: ModuleType, device: str) -> None:
     """A compiled model that is optimized, and restored, runs what it holds at the time."""
     model, inputs = make_model(device), make_inputs(device)

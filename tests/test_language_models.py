@@ -102,7 +102,7 @@ BLOCKS = {name: [f"transformers.{replaced}" for replaced in case.replaced] for n
 DESCRIPTIONS = block_descriptions(load_build(), "transformers")
 FIRST = one_of_each_path(DESCRIPTIONS, BLOCKS)
 every_path = of_each_path("case", CASES, FIRST)
-every_compiled_path = of_each_path("case", CASES, FIRST, few_with_every_part(DESCRIPTIONS, BLOCKS, FIRST))
+every_compiled_path = of_each_path("case", CASES, few_with_every_part(DESCRIPTIONS, BLOCKS, FIRST))
 
 
 def make(case: Case, device: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
@@ -323,6 +323,7 @@ def _tensor_parallel(rank: int, port: int, ltx_path: str, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.extended
 def test_tensor_parallel(ltx: ModuleType, backend: str, tmp_path: Path) -> None:
     """Linear layers that are split over ranks are called as they are, and the report says so."""
     if backend != "cpu":
@@ -375,6 +376,7 @@ def test_training_runs_stock(ltx: ModuleType, device: str, case: Case) -> None:
     assert report.sites[0].calls == calls + LAYERS
 
 
+@pytest.mark.extended
 @every_compiled_path
 def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
     model, ids = make(case, device), make_ids(device)
@@ -389,6 +391,7 @@ def test_compile(ltx: ModuleType, device: str, case: Case) -> None:
         assert distance(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < CLOSE
 
 
+@pytest.mark.extended
 @every_compiled_path
 def test_compiled_generation(ltx: ModuleType, device: str, case: Case) -> None:
     report = compiled_generation(ltx, make(case, device), make_ids(device))

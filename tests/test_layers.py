@@ -309,8 +309,10 @@ def replaced_by(layer: type[nn.Module], model: nn.Module) -> int:
     return sum(getattr(m.forward, "__func__", None) is layer.forward for m in model.modules())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=pytest.mark.extended if Mode.TORCH_COMPILE in m else []) for m in MODES], ids=str
+)
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_kernelize(ltx: ModuleType, device: str, family: str, mode: Mode) -> None:
     ids = make_ids(device)
     training = Mode.TRAINING in mode

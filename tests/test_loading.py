@@ -93,6 +93,7 @@ def python_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
 
 
+@pytest.mark.extended
 def test_one_build_from_two_folders(folders):
     """As pip's and the Hub's cache may have it: torch ends a process that registers its ops twice."""
     (folders / "third_name").symlink_to("first_copy")
@@ -111,6 +112,7 @@ def test_one_build_from_two_folders(folders):
     assert (run.returncode, run.stdout) == (0, "loaded\n"), run.stderr
 
 
+@pytest.mark.extended
 def test_another_library_of_the_same_name(folders):
     """Of sources that are the same, compiled in another way: an error that names both files; the first one works on."""
     (library,) = (folders / "second_copy").glob("*.so")
@@ -130,6 +132,7 @@ def test_another_library_of_the_same_name(folders):
     assert first == second and str(library) in first and str(folders / "first_copy" / library.name) in first
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("count", [0, 2])
 def test_one_library_beside_the_package(folders, count):
     (library,) = (folders / "first_copy").glob("*.so")

@@ -239,6 +239,7 @@ def test_trained_adapters_get_their_gradients(ltx: ModuleType, device: str) -> N
     assert all(distance(grads[0][name], grads[1][name]) < 1e-4 for name in grads[1])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile(ltx: ModuleType, device: str, compiler: str) -> None:
     model, inputs = make_model(device), make_inputs(device)

@@ -471,7 +471,8 @@ def _worker(rank: int, world: int, port: int, ltx_path: str) -> None:
         raise AssertionError("\n".join(wrong))
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.extended) for n in (3, 4))])
+@pytest.mark.extended
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_ranks_equal_one_process(ltx: ModuleType, backend: str, world: int) -> None:
     """LTX-Video's stock model fails under Ulysses, and is wrong under ring; LTX-2's fails everywhere."""
     if backend != "cpu":
@@ -633,7 +634,7 @@ def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("mode", ["ulysses", "ring", "guidance"])
+@pytest.mark.parametrize("mode", ["ulysses", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ring", "guidance"))])
 def test_example(ltx: ModuleType, backend: str, tmp_path: Path, mode: str) -> None:
     """Two ranks of generate_video.py make the clip that one makes, and the first one alone writes it."""
     if backend != "cpu":

@@ -121,7 +121,7 @@ def test_fused_projections_are_unfused(ltx: ModuleType, device: str, name: str) 
 
 
 @pytest.mark.parametrize(
-    "name", ["flux", "flux2", *(pytest.param(f"wan-{x}", marks=pytest.mark.extended) for x in ("t2v", "i2v"))]
+    "name", ["flux", *(pytest.param(n, marks=pytest.mark.slow) for n in ("flux2", "wan-t2v", "wan-i2v"))]
 )
 def test_fused_projections_under_compile(ltx: ModuleType, device: str, name: str) -> None:
     model = make(FAMILIES[name], device)

@@ -23,6 +23,7 @@ def test_random_calls(ltx, device, family):
     assert tally.cases >= 0.9 * CASES * fuzz.FAMILIES[family][1]
 
 
+@pytest.mark.extended
 def test_every_function_is_called(ltx, device):
     """But those that call others of them, or torch's own matrix products."""
     found = set()

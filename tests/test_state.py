@@ -115,6 +115,7 @@ PATHS: dict[str, Callable[[], Path]] = {
     "text encoder": _t5,
     "autoencoder": _autoencoder,
 }
+LONG = {"two streams", "autoencoder"}  # a quarter of a minute and more, the others seconds
 
 
 class Change(NamedTuple):
@@ -395,7 +396,9 @@ def wrong(ltx: ModuleType, device: str, path: Path, only: Callable[[Change], boo
     return counted, failures
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended if name in LONG else []) for name in PATHS]
+)
 def test_every_change_is_followed(ltx: ModuleType, device: str, name: str) -> None:
     if device == "cuda" and name == "text encoder":
         pytest.skip("a position out of range, which a change can make, ends a process's use of its GPU")
@@ -416,7 +419,10 @@ PIECES: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize(
+    "piece",
+    ["attributes", *(pytest.param(name, marks=pytest.mark.extended) for name in PIECES if name != "attributes")],
+)
 def test_every_piece_of_the_state_is_needed(
     ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:

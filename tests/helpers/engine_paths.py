@@ -2,8 +2,7 @@
 
 Hooks, adapters, offload, caches and torch.compile meet code that blocks share. One model of each path tests that code
 in `make test`, and the others are marked slow. torch.compile takes seconds for each model: `make test` compiles a few
-models that together have every part of every path, and the models of other paths are marked extended. Tests of the
-numbers run on every model.
+models that together have every part of every path. Tests of the numbers run on every model.
 """
 
 from __future__ import annotations
@@ -86,13 +85,8 @@ def one_of_each_path(descriptions: Mapping[str, list[Any]], models: Mapping[str,
 
 
 def of_each_path(
-    argument: str, models: Mapping[str, Any], chosen: set[str], few: set[str] | None = None
+    argument: str, models: Mapping[str, Any], chosen: set[str], others: pytest.MarkDecorator = pytest.mark.slow
 ) -> pytest.MarkDecorator:
-    """Runs a test on every model; those that are not chosen are marked slow, those of these beside few extended."""
-
-    def mark(name: str) -> list[pytest.MarkDecorator]:
-        if name not in chosen:
-            return [pytest.mark.slow]
-        return [] if few is None or name in few else [pytest.mark.extended]
-
-    return pytest.mark.parametrize(argument, [pytest.param(m, marks=mark(n)) for n, m in models.items()], ids=models)
+    """Runs a test on every model; those that are not chosen are marked slow, or as `others` says."""
+    marked = [pytest.param(model, marks=[] if n in chosen else others) for n, model in models.items()]
+    return pytest.mark.parametrize(argument, marked, ids=models)

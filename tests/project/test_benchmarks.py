@@ -724,6 +724,7 @@ def test_autoencoders_are_timed_by_half(ltx: ModuleType, tmp_path: Path) -> None
     assert all(record[f"{record['half']}_ms"] > 0 for record in records)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("cpu_kernels")
 def test_memory_by_offload(ltx: ModuleType, tmp_path: Path) -> None:
     """fp8 halves what an offload moves of the quantised layers, and holds their stock weights beside."""

@@ -98,6 +98,7 @@ def test_a_python_edit_compiles_one_file(project: Path):
     assert "# edited" in (cpu_variant(project) / "__init__.py").read_text()
 
 
+@pytest.mark.extended
 def test_a_broken_source_leaves_the_variant_alone(project: Path):
     run_build(project, "--backend", "cpu")
     variant = cpu_variant(project)
@@ -123,6 +124,7 @@ def test_an_undefined_function_fails_the_build(project: Path):
     assert not list((project / "build").glob("torch-*"))
 
 
+@pytest.mark.extended
 def test_identity_follows_git(project: Path):
     git(project, "init", "-q")
     git(project, "add", "-A")
@@ -141,7 +143,7 @@ def test_identity_follows_git(project: Path):
     assert (cpu_variant(project) / "extra.py").is_file()
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_two_dirty_builds_in_one_process(project: Path, tmp_path: Path):
     run_build(project, "--backend", "cpu")
     first = tmp_path / "first"
@@ -154,7 +156,7 @@ def test_two_dirty_builds_in_one_process(project: Path, tmp_path: Path):
     assert run_python(LOAD + code) == "[2.0, 2.0, 2.0] [6.0, 6.0, 6.0] [2.0, 2.0, 2.0]\n"
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_options_change_the_identity(project: Path):
     run_build(project, "--backend", "cpu")
     run_build(project, "--backend", "cpu", "--suffix", "mine", "--output", str(project / "other"))
@@ -162,7 +164,7 @@ def test_options_change_the_identity(project: Path):
     assert mine == f"{plain}_mine"
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_static_libstdcxx(project: Path):
     """libstdc++ is in the library then, and none of it is visible."""
     edit(project / "kernel_src/cpu/add.cpp", '#include "ltx/add.h"', '#include <iostream>\n#include "ltx/add.h"')
@@ -176,7 +178,7 @@ def test_static_libstdcxx(project: Path):
     assert ops_id(cpu_variant(project)) != ops_id(cpu_variant(project, "build/static-libstdcxx"))
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_sanitizers(project: Path):
     result = run_build(project, "--sanitize", "address,undefined")
     variant = cpu_variant(project, "build/sanitized")
@@ -196,7 +198,7 @@ def test_sanitizers(project: Path):
 
 
 @needs_nvcc
-@pytest.mark.extended
+@pytest.mark.slow
 def test_cuda_architectures(project: Path):
     run_build(project, "--backend", "cuda")
     (variant,) = (project / "build").glob("torch-stable-abi211-cu*-linux")
@@ -389,6 +391,7 @@ def python_output(python: Path, code: str) -> str:
 USE = "import torch, ltx_kernels; print(ltx_kernels.add_one(torch.ones(2)).tolist())\n"
 
 
+@pytest.mark.extended
 def test_pip_install_beside_a_local_build(project: Path, tmp_path: Path):
     """The pip package and a build of the same sources have different ops, so that one process can load both."""
     python = virtual_environment(tmp_path / "venv")
@@ -416,7 +419,7 @@ def source_archive(project: Path, output: Path) -> Path:
     return archive
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_pip_install_from_a_source_archive(project: Path, tmp_path: Path):
     archive = source_archive(project, tmp_path / "dist")
     shutil.rmtree(project)
@@ -434,7 +437,7 @@ def test_a_source_archive_holds_what_a_build_reads(tmp_path: Path):
 
 
 @needs_nvcc
-@pytest.mark.extended
+@pytest.mark.slow
 def test_pip_builds_for_the_gpus_of_this_machine(
     project: Path, machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -523,7 +526,7 @@ def test_where_torch_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert builder._torch_path() == tmp_path / ".venv" / stand_in.relative_to(user)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_editable_install_sees_edits(project: Path, tmp_path: Path):
     python = virtual_environment(tmp_path / "venv")
     pip_install(python, "--editable", str(project))

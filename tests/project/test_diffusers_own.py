@@ -106,7 +106,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-needs_runs = pytest.mark.extended  # seven processes of half a minute in all
+needs_runs = pytest.mark.slow  # seven processes of half a minute in all
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "fetch_community", lambda: (None, "no network here"))
 
 
+@pytest.mark.extended
 def test_every_race(
     ltx: ModuleType, traced_compile: list[Any], offline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_notebook_is_executed(ltx: ModuleType, tmp_path: Path, monkeypatch: py
     assert len(pictures) == 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", SOURCES)
 def test_short_form_runs(
     ltx: ModuleType,
