@@ -303,6 +303,19 @@ def bria_fibo2_inputs(model: Any, make: Make, height: int, width: int, text: int
     }
 
 
+def ace_step_inputs(model: Any, make: Make, seconds: int, text: int) -> Inputs:
+    config = model.config
+    tokens = 25 * seconds  # of the autoencoder; two make one of the model
+    width = config.audio_acoustic_hidden_dim
+    return {
+        "hidden_states": make(1, tokens, width),
+        "timestep": make.full(0.5, 1),
+        "timestep_r": make.full(0.5, 1),
+        "encoder_hidden_states": make(1, text, config.encoder_hidden_size or config.hidden_size),
+        "context_latents": make(1, tokens, config.in_channels - width),
+    }
+
+
 LTX2 = {"rope_type": "split"}
 LTX23 = {
     **LTX2,
@@ -512,5 +525,15 @@ MODELS = {
         | {"injection_layer_ids": (1,), "perceiver_num_layers": 1},
         TINY_IMAGE,
         graphs=False,
+    ),
+    "ace_step": Model(
+        "AceStepTransformer1DModel",
+        "120 s",
+        {},
+        ace_step_inputs,
+        {"seconds": 120, "text": 512},
+        {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
+        {"seconds": 1, "text": 8},
     ),
 }

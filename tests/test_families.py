@@ -464,6 +464,17 @@ def test_heads_that_do_not_fit_run_stock(ltx: ModuleType, device: str) -> None:
     assert report.fallbacks["diffusers.Attention"] == {reason: 1}
 
 
+@pytest.mark.host
+def test_a_flash_backend_gets_the_window_of_ace_step(ltx: ModuleType, device: str) -> None:
+    """The stock processor hands it the window, which no mask holds then: such an attention runs stock."""
+    model, inputs = make(FAMILIES["ace_step"], device), cast(FAMILIES["ace_step"].inputs(1), device, torch.float32)
+    report = ltx.optimize(model)
+    model.layers[1].self_attn.processor._attention_backend = "flash"
+    with contextlib.suppress(Exception):  # nothing on a CPU has the backend
+        run(model, inputs)
+    assert report.fallbacks["diffusers.AceStepAttention"] == {"a flash backend of attention": 1}
+
+
 def test_blocks_of_the_controlnet_of_cosmos(ltx: ModuleType, device: str) -> None:
     """The model itself cannot run here: it resizes a mask by torchvision."""
     from diffusers.models.transformers import transformer_cosmos

@@ -54,6 +54,7 @@ MODELS = {
     "zimage": Model("Z-Image", "z_image"),
     "lumina2": Model("Lumina-Image 2.0", "lumina2"),
     "ideogram4": Model("Ideogram 4", "ideogram4"),
+    "ace_step": Model("ACE-Step 1.5", "ace_step"),
     "bria_fibo2": Model("Bria FIBO 2", "bria_fibo2"),
 }
 # The models of benchmarks/llm.py.

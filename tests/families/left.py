@@ -16,7 +16,6 @@ CACHE = "its attention keeps keys and values, or segments of its own"
 LEFT: dict[str, str] = {
     **dict.fromkeys(
         (
-            "AceStepTransformer1DModel",
             "AllegroTransformer3DModel",
             "AnyFlowFARTransformer3DModel",
             "AnyFlowTransformer3DModel",
