@@ -42,7 +42,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, kernel_times, synchronize, view_of, weight_bytes
+from steps import COLUMNS, kernel_times, precision_of, synchronize, view_of, weight_bytes
 from torch import nn
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -168,8 +168,7 @@ def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
     elif config != "stock":
         graphs = config.endswith("graphs")
         ltx.optimize(made, components=("text_encoder", "vae"), graphs=graphs)
-        precision = "fp8" if "fp8" in config else "native"
-        ltx.optimize(made, components=("transformer",), precision=precision, graphs=graphs)
+        ltx.optimize(made, components=("transformer",), graphs=graphs, **precision_of(config))
     return made
 
 

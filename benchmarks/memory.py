@@ -8,6 +8,10 @@
 parameters and buffers. `host_gb` is what waits in the host's memory beside them: the stock weights of quantised layers.
 `fits` names the cards that have more memory than the peak and RESERVE_GB for everything else.
 
+In fp8 without an offload, `optimize_s` and `restore_s` are the seconds of these calls on a model that is on the GPU,
+and `optimize_peak_gb` and `restore_peak_gb` the most that it held meanwhile. "kernels_fp8" is the default,
+which copies the stock weights of quantised layers to the host. "kernels_fp8_beside" leaves them on the GPU.
+
 With `--blocks` a group offload is measured with the first blocks alone. With all blocks the peak is the same, since the
 GPU never holds more than two groups. Time, `moved_gb` and `host_gb` are left out of these records.
 
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +38,8 @@ from runs import add_options, begin, empty_table
 from steps import first_line, free_memory, label
 from torch import nn
 
-CONFIGS = ("baseline", "kernels", "kernels_fp8")
+BESIDE = "kernels_fp8_beside"
+CONFIGS = ("baseline", "kernels", "kernels_fp8", BESIDE)
 CARDS_GB = (12, 16, 24)
 RESERVE_GB = 1.5  # the CUDA context, the allocator's gaps and what the desktop takes
 
@@ -63,12 +69,30 @@ OFFLOADS = ("none", "model", "blocks", "leaves")
 GROUPED = ("blocks", "leaves")
 
 
-def prepare(model: nn.Module, config: str, mode: str, device: str, ltx: ModuleType) -> None:
-    if config == "kernels_fp8":
-        ltx.optimize(model, precision="fp8", stock_weights="cpu")
+def timed(what: str, call: Callable[[], Any], device: str) -> dict[str, float]:
+    """The seconds of a call on a GPU, and the most memory that it held; nothing on a CPU."""
+    if device != "cuda":
+        call()
+        return {}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated()
+    return {f"{what}_s": round(seconds, 2), f"{what}_peak_gb": round(peak / 2**30, 3)}
+
+
+def prepare(model: nn.Module, config: str, mode: str, device: str, ltx: ModuleType) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if config.startswith("kernels_fp8"):
+        options = {"stock_weights": "beside"} if config == BESIDE else {}
+        measured = timed("optimize", lambda: ltx.optimize(model, precision="fp8", **options), device)
+        found = measured if mode == "none" else {}  # with an offload the model is in the host's memory
     offload(model, mode, device)
     if config == "kernels":
         ltx.optimize(model)
+    return found
 
 
 def held(model: nn.Module, ltx: ModuleType) -> int:
@@ -86,7 +110,7 @@ def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: 
     if mode != "none":
         model.to("cpu")
     free_memory(device)
-    prepare(model, config, mode, device, ltx)
+    of_optimize = prepare(model, config, mode, device, ltx)
     torch.manual_seed(1)
     inputs = known.inputs(model, Make(dtype, device), **(known.tiny_shape if options.tiny else known.shape))
     found: dict[str, Any] = {
@@ -113,7 +137,10 @@ def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: 
                 found["step_ms"] = round(1e3 * (time.perf_counter() - start), 2)
             found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
             found["fits"] = [card for card in CARDS_GB if found["peak_gb"] + RESERVE_GB <= card]
-    return found
+    if of_optimize:
+        of_optimize |= timed("restore", lambda: ltx.restore(model), device)
+    kept = {key: value for key, value in of_optimize.items() if not (options.no_times and key.endswith("_s"))}
+    return {**found, **kept}
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
@@ -147,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         for model in options.models:
             measured = []
             for config in options.configs:
-                for mode in options.offload:
+                for mode in options.offload if config != BESIDE else [m for m in options.offload if m == "none"]:
                     try:
                         measured.append({**record(model, config, mode, options, ltx), **of_the_run})
                     except Exception as reason:  # the others are still measured; the exit status says that one was not

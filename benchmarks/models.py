@@ -54,6 +54,7 @@ from steps import (
     free_memory,
     label,
     measure,
+    precision_of,
     profile,
     quantise_with_torchao,
     view_of,
@@ -90,8 +91,7 @@ def first_blocks(model: nn.Module, count: int) -> nn.Module:
 def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     model = view_of(model)
     if config.startswith("kernels"):
-        precision, attention = "fp8" if "fp8" in config else "native", "int8" if "int8" in config else "native"
-        ltx.optimize(model, precision=precision, attention=attention)
+        ltx.optimize(model, attention="int8" if "int8" in config else "native", **precision_of(config))
     elif config.startswith("torchao"):
         quantise_with_torchao(model, list(block_lists(model).values()))
     if config.endswith("compile"):

@@ -79,6 +79,11 @@ def view_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
 
 
+def precision_of(config: str) -> dict[str, str]:
+    """`optimize`'s arguments for a `view_of` a model: in fp8 the shared parameters keep the stock weights."""
+    return {"precision": "fp8", "stock_weights": "beside"} if "fp8" in config else {}
+
+
 def quantise_with_torchao(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
     """Dynamic quantisation per row of the linear layers of the blocks; of LTX-Video's unless others are given."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_

@@ -126,7 +126,7 @@ def test_offloaded_autoencoder(ltx: ModuleType, device: str) -> None:
     vae = pytest.importorskip("test_vae").make_vae("ltx 0.9.5", "cpu", torch.bfloat16)
     accelerate.cpu_offload_with_hook(vae, device)
     pipeline = Pipeline(transformer=make_model(device, torch.bfloat16), vae=vae)
-    report = ltx.optimize(pipeline, precision="fp8")
+    report = ltx.optimize(pipeline, precision="fp8", stock_weights="beside")
     assert "beside the stock ones" in str(report) and "diffusers.LTXVideoDecoder3d" in report.replaced
 
 
@@ -308,7 +308,11 @@ def test_options(ltx: ModuleType, device: str, tmp_path: Path) -> None:
     for options, error, text in (
         ({"weights": tmp_path}, ValueError, 'skip, stock_weights and weights: expected precision "fp8"'),
         ({"precision": "fp8", "weights": tmp_path, "skip": []}, ValueError, "weights: expected no skip with it"),
-        ({"precision": "fp8", "weights": tmp_path, "stock_weights": "cpu"}, ValueError, "weights: expected no stock_w"),
+        (
+            {"precision": "fp8", "weights": tmp_path, "stock_weights": "beside"},
+            ValueError,
+            "weights: expected no stock_w",
+        ),
         ({"precision": "fp8", "weights": 3}, TypeError, "weights: expected a path, or a path for each component, got"),
     ):
         with pytest.raises(error, match=text):

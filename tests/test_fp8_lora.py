@@ -83,7 +83,7 @@ def test_layers_against_fp64(ltx: ModuleType, device: str, model: nn.Module, tar
     values, scales = ltx.quantize_rows(x)
     for name, layer, output in zip(names, layers, linears(x)):
         base = layer.base_layer if name in targets else layer
-        weight = base.ltx_fp8_values.double() * base.ltx_fp8_scales.double()[:, None]
+        weight = base.weight.double() * base.ltx_fp8_scales.double()[:, None]
         want = nn.functional.linear(values.double() * scales.double(), weight, base.bias.double())
         slack = want.abs() + base.bias.double().abs()
         if name in targets:
@@ -233,12 +233,18 @@ def unmerge(model: nn.Module) -> None:
             module.unmerge()
 
 
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
 @pytest.mark.parametrize("undo", [lambda model: model.unfuse_lora(), unmerge], ids=["model", "pipeline"])
 def test_fused_and_unfused(
-    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], undo: Callable[[nn.Module], None]
+    ltx: ModuleType,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    undo: Callable[[nn.Module], None],
+    stock_weights: str,
 ) -> None:
     """The fp8 weights follow, since they are quantised again; whether or not a call comes between."""
-    report = ltx.optimize(model, precision="fp8")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
     plain = model(**inputs)[0]
     add(model)
     beside = model(**inputs)[0]
@@ -254,8 +260,40 @@ def test_fused_and_unfused(
     assert remarks(report)[again] == 3 * IN_FP8 * LAYERS
     assert report.fallbacks == {}
     optimized = model(**inputs)[0]
+    assert (model.transformer_blocks[0].attn1.to_q.weight.dtype == torch.float8_e4m3fn) == (stock_weights == "cpu")
     ltx.optimize(model, precision="fp8")
     assert torch.equal(model(**inputs)[0], optimized)
+    ltx.restore(model)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and all(
+        name.endswith(("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight", "proj.weight"))
+        or ".net.2." in name
+        for name in changed
+    )
+
+
+def test_weights_are_held_again(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """The stock weights are on the device while adapters are merged into them, and on the host before and after."""
+    linear = model.transformer_blocks[0].attn1.to_q
+    before = linear.weight.detach().clone()
+    ltx.optimize(model, precision="fp8")
+    plain = model(**inputs)[0]
+    add(model)
+    for _ in range(2):
+        assert linear.weight.dtype == torch.float8_e4m3fn
+        model.fuse_lora()
+        assert linear.weight.dtype == torch.bfloat16 and not torch.equal(linear.weight, before)
+        model.unfuse_lora()
+    model.unload_lora()
+    assert linear.weight.dtype == torch.float8_e4m3fn
+    state = model.state_dict()["transformer_blocks.0.attn1.to_q.weight"]
+    assert distance(state.to(before.device), before) < 0.01
+    with pytest.raises(RuntimeError, match="expected no stock weights of layers in fp8, got weight"):
+        linear.load_state_dict({"weight": before}, strict=False)
+    assert distance(model(**inputs)[0], plain) < 0.05
+    ltx.restore(model)
+    assert distance(linear.weight, before) < 0.01
+    assert "_ltx_fp8_back" not in vars(linear) and not linear._state_dict_hooks
 
 
 def test_fused_before(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -280,7 +318,7 @@ def test_freed_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]
     ltx.optimize(model, precision="fp8", stock_weights="free")
     add(model)
     assert torch.equal(model(**inputs)[0], want)
-    with pytest.raises(RuntimeError, match="fuse_lora: expected stock weights beside the fp8 ones"):
+    with pytest.raises(RuntimeError, match=r"^fuse_lora: expected stock weights, which are freed: adapters run beside"):
         model.fuse_lora()
     assert torch.equal(model(**inputs)[0], want)
 

@@ -69,11 +69,11 @@ def quantised_bytes(model: nn.Module) -> tuple[int, int]:
 def test_held(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
     """The bits of fp8 with the stock weights beside; the model carries fp8 weights alone, and gets its own back."""
     before, size = state(model), carried(model)
-    report = ltx.optimize(model, precision="fp8")
+    ltx.optimize(model, precision="fp8", stock_weights="beside")
     want = model(**inputs)[0]
     stock, fp8 = quantised_bytes(model)
     assert carried(model) == size + fp8
-    report = ltx.optimize(model, precision="fp8", stock_weights="cpu")
+    report = ltx.optimize(model, precision="fp8")
     assert torch.equal(model(**inputs)[0], want)
     assert carried(model) == size - stock + fp8
     assert report.fallbacks == {} and "one by one" not in str(report) and "in the host's memory" in str(report)
@@ -86,6 +86,22 @@ def test_held(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None
     linear = model.transformer_blocks[0].attn1.to_q
     assert vars(linear).keys() == vars(nn.Linear(1, 1)).keys()
     assert not (linear._state_dict_hooks or linear._load_state_dict_pre_hooks or linear._state_dict_pre_hooks)
+
+
+@pytest.mark.parametrize("stock_weights", ["cpu", "free"])
+def test_shared_weights_stay(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str) -> None:
+    """A parameter that another module reads as well keeps its data, of the device and the dtype that it has."""
+    first, second = (block.attn1 for block in model.transformer_blocks)
+    second.to_q.weight = first.to_q.weight
+    first.norm_of_weights = nn.Module()
+    first.norm_of_weights.weight = first.to_k.weight
+    ltx.optimize(model, precision="fp8", stock_weights="beside")
+    want = model(**inputs)[0]
+    report = ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    assert torch.equal(model(**inputs)[0], want)
+    dtypes = [attention.get_submodule(name).weight.dtype for attention in (first, second) for name in ("to_q", "to_k")]
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn]
+    assert "(3 beside the stock ones, which other modules share)" in str(report)
 
 
 def test_held_weights_are_saved(ltx: ModuleType, model: nn.Module, tmp_path: Any) -> None:
@@ -203,8 +219,9 @@ def test_adapters_beside_replaced_weights(
     lora.add(model)
     assert model.transformer_blocks[0].attn1.to_q.lora_A["default"].weight.dtype == torch.bfloat16
     assert torch.equal(model(**inputs)[0], want)
-    with pytest.raises(RuntimeError, match="fuse_lora: expected stock weights beside the fp8 ones"):
-        model.fuse_lora()
+    if stock_weights == "free":
+        with pytest.raises(RuntimeError, match=r"^fuse_lora: expected stock weights, which are freed"):
+            model.fuse_lora()
 
 
 # ---- Offload
@@ -238,7 +255,7 @@ def test_group_offload_moves_fp8(
     model = make_model("cpu", torch.bfloat16)
     if order == "offload first":
         offload_groups(kind)(model, device)
-        report = ltx.optimize(model, precision="fp8")
+        report = ltx.optimize(model, precision="fp8", stock_weights="beside")
     else:
         report = ltx.optimize(model, precision="fp8", stock_weights="cpu")
         offload_groups(kind)(model, device)

@@ -131,7 +131,7 @@ def test_float32_runs_stock(ltx: ModuleType, device: str) -> None:
 
 
 def test_changed_weights_are_noticed(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
-    report = ltx.optimize(model, precision="fp8")
+    report = ltx.optimize(model, precision="fp8", stock_weights="beside")
     before = model(**inputs)[0]
     state = {name: value * 0.5 for name, value in model.state_dict().items()}
     assert not any("fp8" in name for name in state)
@@ -184,7 +184,7 @@ def test_weights_exchanged_below_a_hook_that_offloads_nothing(
         linear, accelerate.hooks.AlignDevicesHook(execution_device=device, offload=False)
     )
     other = nn.Parameter(linear.weight * 3, requires_grad=False)
-    report = ltx.optimize(model, precision="fp8")
+    report = ltx.optimize(model, precision="fp8", stock_weights="beside")
     model(**inputs)
     assert "torch.Linear" not in report.fallbacks
     linear.weight = other
@@ -252,7 +252,7 @@ def test_freed_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.parameters()}
         return sum(storages.values())
 
-    ltx.optimize(model, precision="fp8")
+    ltx.optimize(model, precision="fp8", stock_weights="beside")
     want, before = model(**inputs)[0], held()
     ltx.restore(model)
     report = ltx.optimize(model, precision="fp8", stock_weights="free")
@@ -274,7 +274,7 @@ def test_weights_that_are_stored_in_fp8(ltx: ModuleType, device: str, inputs: di
     stock = model(**inputs)[0]
     report = ltx.optimize(model, precision="fp8")
     linear = model.transformer_blocks[0].attn1.to_q
-    assert torch.equal(linear.ltx_fp8_values.float(), linear.weight.float())
+    assert torch.equal(linear.weight.float(), vars(linear)["_ltx_fp8_stock"].to(linear.weight.device).float())
     assert distance(model(**inputs)[0], stock) < 0.1
     assert report.replaced["torch.Linear"] == LINEARS * LAYERS
 
@@ -335,7 +335,7 @@ def test_options_that_do_not_go_together(ltx: ModuleType, model: nn.Module) -> N
 
 
 def test_old_gpu(ltx: ModuleType, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ltx.integrations, "fp8_obstacle", lambda device: "NVIDIA A100 (8.0)")
+    monkeypatch.setattr(ltx.integrations.selection, "fp8_obstacle", lambda device: "NVIDIA A100 (8.0)")
     with pytest.raises(RuntimeError, match=r"precision: expected .* 8.9 or newer .* got NVIDIA A100 \(8.0\)"):
         ltx.optimize(model, precision="fp8")
     assert patched(model) == []

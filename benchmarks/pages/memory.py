@@ -19,7 +19,7 @@ def memory() -> str:
         f"One step on one {result['meta']['device']}, bf16, random weights ({link('h200-memory')}, "
         "`python benchmarks/memory.py`). A card needs "
         f"{result['meta']['reserve_gb']} GiB beside the peak. Groups are moved on a stream of their own. In fp8 the "
-        "stock weights wait in the host's memory."
+        "stock weights wait in the host's memory, as is the default."
         + (f" Rows with groups and without a time ran the first {shallow} blocks of each kind." if shallow else ""),
         table(
             head,
@@ -31,4 +31,18 @@ def memory() -> str:
             weights=lambda record: whole[record["model"], record["config"]]["moved_gb"],
             cards=lambda record: f"{', '.join(map(str, record['fits']))} GB" if record["fits"] else "none of them",
         ),
+    )
+
+
+@block("docs/fp8.md", "stock weights")
+def stock_weights() -> str:
+    """What it costs to keep the stock weights in the host's memory: seconds of `optimize` and `restore`."""
+    measured = [r for model in MODELS for r in records_of("h200-memory", model=model) if "optimize_s" in r]
+    if not measured:
+        return text("How long `optimize` and `restore` take with each of these has not been measured.")
+    head = "| model | | `optimize`, s | peak, GiB | `restore`, s | peak, GiB |"
+    row = "| {model} | {config} | {optimize_s:.1f} | {optimize_peak_gb:.2f} | {restore_s:.1f} | {restore_peak_gb:.2f} |"
+    return text(
+        f"`optimize` and `restore` of a model that is on the GPU ({link('h200-memory')}):",
+        table(head, row, measured, model=model_of, config=config_of),
     )

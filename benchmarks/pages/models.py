@@ -129,7 +129,8 @@ def fp8_models() -> str:
     )
     return text(
         f"One forward, from {link('h200-models')}, beside the same model in bf16 with this package. The error is the "
-        "distance of the first blocks of each kind from the model in float32:",
+        "distance of the first blocks of each kind from the model in float32. The memory of fp8 is that with "
+        '`stock_weights="beside"`:',
         table(head, row, rows, model=lambda row: model_of(row["fp8"]) + first_blocks(row["fp8"])),
         summary,
     )

@@ -316,7 +316,7 @@ TOOL_DEFECTS = [
     ),
     defect(
         "a hook that only moves inputs taken for an offload",
-        ENGINE + "linear/fp8.py",
+        ENGINE + "linear/offload.py",
         '"GroupOffloadingHook") or (name == "AlignDevicesHook" and hook.offload)',
         '"GroupOffloadingHook", "AlignDevicesHook")',
         "integration_fp8::test_weights_exchanged_below_a_hook_that_offloads_nothing",
@@ -466,8 +466,8 @@ TOOL_DEFECTS = [
     defect(
         "no default marked in a table of values",
         "docs/fp8.md",
-        '| `"beside"` (default) |',
-        '| `"beside"` |',
+        '| `"cpu"` (default) |',
+        '| `"cpu"` |',
         "docs::test_tables_of_values_mark_the_default",
     ),
     defect(

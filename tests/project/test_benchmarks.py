@@ -736,7 +736,8 @@ def test_memory_by_offload(ltx: ModuleType, tmp_path: Path) -> None:
     assert memory.main(["--tiny", "--device", "cpu", "--models", "wan", "--output", str(path)]) == 0
     records = json.loads(path.read_text())["records"]
     assert [(one["config"], one["offload"]) for one in records] == [
-        (config, mode) for config in memory.CONFIGS for mode in memory.OFFLOADS
+        *((config, mode) for config in memory.CONFIGS[:3] for mode in memory.OFFLOADS),
+        (memory.BESIDE, "none"),
     ]
     bf16, fp8 = ([one for one in records if one["config"] == config] for config in ("kernels", "kernels_fp8"))
     for plain, quantised in zip(bf16, fp8):

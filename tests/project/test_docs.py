@@ -374,9 +374,9 @@ def test_tables_of_values_mark_the_default(ltx: ModuleType):
 @pytest.mark.parametrize(
     ("rows", "wrong"),
     [
-        (['"beside"` (default)', '"cpu"`'], []),
-        (['"beside"`', '"cpu"`'], ["stock_weights"]),
-        (['"beside"`', '"cpu"` (default)'], ["stock_weights"]),
+        (['"cpu"` (default)', '"beside"`'], []),
+        (['"cpu"`', '"beside"`'], ["stock_weights"]),
+        (['"cpu"`', '"beside"` (default)'], ["stock_weights"]),
         (['"beside"` (default)', '"cpu"` (default)'], ["stock_weights"]),
     ],
 )

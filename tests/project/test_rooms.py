@@ -18,7 +18,8 @@ FLOORS = (
     ("blocks",),
     ("attention", "causal"),
     ("diffusers", "transformers", "registry", "hub_layers", "idle"),
-    ("report",),
+    ("report", "selection"),
+    ("quantizer",),
     ("",),
 )
 

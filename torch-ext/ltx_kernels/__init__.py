@@ -28,7 +28,7 @@ from .adaln import (
 from .attention import attention, qk_norm_cross_attention
 from .channels_last import channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify
 from .glu import gate_heads, geglu, gelu, swiglu, swiglu_clamped
-from .integrations import kernel_mapping, optimize, restore, split_batch
+from .integrations import LTXKernelsFp8Config, kernel_mapping, optimize, restore, split_batch
 from .norm import (
     layernorm,
     norm_gated_residual_norm,
@@ -63,6 +63,7 @@ from .rope import apply_rotary, apply_rotary_qk, qk_norm_rope, rope_1d, rope_3d
 __version__ = "1"  # `version` in build.toml: the version of the API
 
 __all__ = [
+    "LTXKernelsFp8Config",
     "adaln_layernorm",
     "adaln_layernorm_pair",
     "adaln_layernorm_pair_quant",

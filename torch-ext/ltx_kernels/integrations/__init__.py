@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import warnings
 import weakref
@@ -15,30 +14,33 @@ import torch
 from torch import nn
 
 from .._checks import ATTENTION_PRECISION, ROUNDING, choice
-from ..quant import fp8_obstacle
-from . import diffusers, transformers
-from .attention.description import SHARED
+from . import diffusers
 from .engine.guards import class_of
-from .engine.rotary_tables import keep_table_readers_together
-from .engine.sites import Entry, Selection, Site, install, short_name, uninstall_all, why_not
+from .engine.sites import Entry, Selection, Site, install, short_name, uninstall_all
 from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
-from .linear.checkpoints import Weights, open_weights
-from .linear.lora import base_of
+from .linear.checkpoints import Placed, Weights, open_weights
+from .linear.offload import is_offloaded
 from .linear.packing import pack
 from .parallel import context
 from .parallel.guidance import split_batch as split_batch
+from .quantizer import config_for_diffusers
 from .registry import entry_for
-from .replay.cuda_graphs import with_graphs
 from .report import Report
+from .selection import (
+    AUTOENCODER,
+    DENOISERS,
+    ENTRIES,
+    codes_without_scales,
+    notes_of,
+    select,
+    select_fp8,
+    select_graphs,
+)
 
 LEVELS = ("norms", "block")
 PRECISIONS = ("native", "fp8")
-# What a pipeline's call spends its time in, beside a video autoencoder. Text encoders run once: they have to be named.
-DENOISERS = ("transformer", "transformer_2", "transformer_ref", "unconditional_transformer", "unet", "controlnet")
-AUTOENCODER = "vae"
-ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
 
 
 def optimize(
@@ -50,7 +52,7 @@ def optimize(
     rounding: str = "fp32",
     components: Sequence[str] | None = None,
     skip: Sequence[str] | None = None,
-    stock_weights: str = "beside",
+    stock_weights: str = "cpu",
     weights: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
     graphs: bool = False,
     strict: bool = False,
@@ -89,11 +91,11 @@ def optimize(
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).
-        stock_weights: With "fp8", where the quantised layers keep their stock weights. "beside": where they are, so
-            that the model takes half as much memory again; in a model that is offloaded already it means "cpu". "cpu":
-            in the host's memory, until `restore`. The fp8 weights take their place in the parameters, so that an
-            offload moves only these. "free": nowhere. There is no `restore` then, and the model's own
-            ``save_pretrained`` fails.
+        stock_weights: With "fp8", where the quantised layers keep their stock weights. "cpu": in the host's memory,
+            until `restore`. The fp8 weights take their place in the parameters, so that the model needs less memory
+            than before and an offload moves only these. "beside": where they are, so that nothing is copied and the
+            model takes half as much memory again; in a model that is offloaded already it means "cpu". "free":
+            nowhere. There is no `restore` then, and the model's own ``save_pretrained`` fails.
         weights: With "fp8", weights to load that are in fp8 already: a folder that `Report.save_weights` wrote, or a
             checkpoint in scaled fp8 as other programs write it (docs/checkpoints.md), as a safetensors file or the
             index of its shards, in its authors' names or diffusers'. A pipeline takes a path for each component that is
@@ -129,8 +131,8 @@ def optimize(
         # error.
         models = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
         files = {} if weights is None else open_weights(models, weights, skip)
-        selection = _select(roots, level, rounding)
-        groups = _select_fp8(selection, skip, files) if precision == "fp8" else []
+        selection = select(roots, level, rounding)
+        groups = select_fp8(selection, skip, files) if precision == "fp8" else []
         if strict and selection.left_alone:
             lines = [f"{name or 'the model'}: {reason}" for name, reason in selection.left_alone.items()]
             raise RuntimeError(
@@ -138,10 +140,10 @@ def optimize(
             )
         for root in roots.values():
             context.check(root)
-        codes = "" if files else _codes_without_scales(selection)
+        codes = "" if files else codes_without_scales(selection)
         if graphs:
-            _select_graphs(selection, roots)
-        if stock_weights == fp8.BESIDE and any(map(fp8.is_offloaded, models.values())):
+            select_graphs(selection, roots)
+        if stock_weights == fp8.BESIDE and any(map(is_offloaded, models.values())):
             stock_weights = fp8.HELD
         title = (
             f"{type(obj).__name__}, level {level}, precision {precision}, attention {attention}, rounding {rounding}"
@@ -166,7 +168,7 @@ def optimize(
                 uninstall_all(roots.values())
             raise
         for component, file in files.items():
-            report.notes += _notes_of(selection, component, file, skip)
+            report.notes += notes_of(selection, component, file, skip)
         if groups:
             report.notes.append(fp8.finish(models.values(), groups, stock_weights))
         replaced = {module for module, _ in selection.modules.values()}
@@ -205,12 +207,41 @@ def _install(
     puts = [put for file in files for put in file.read(groups)]  # all is read before anything is put in its place
     for put in puts:
         put()
+    shared = fp8.shared_weights(filter(None, (reference() for reference in report._roots)))
     for linears in [] if files else groups:
-        fp8.quantise_weights(linears, stock_weights)
+        fp8.quantise_weights(linears, stock_weights, shared)
     if rounding == "fp32":
         reasons = (pack(module, entry.packs(module)) for module, entry in selection.modules.values())
         unpacked = Counter(filter(None, reasons))
         report.notes += [f"not packed, {count} attentions: {reason}" for reason, count in unpacked.items()]
+
+
+def LTXKernelsFp8Config(skip: Sequence[str] | None = None) -> Any:
+    """A quantization_config of diffusers: ``from_pretrained`` and ``from_single_file`` load a model into fp8.
+
+    The model is optimized then, as by ``optimize(model, precision="fp8")``, and no weight of a quantised layer was on
+    its device in bfloat16 but the one that was being quantised. A checkpoint in scaled fp8 keeps its values and scales
+    (docs/checkpoints.md). ``save_pretrained`` writes the weights in fp8. ``model.hf_quantizer.report`` is the report.
+
+    Equivalent to, but for the memory that it needs::
+
+        model = AutoModel.from_pretrained(repository, torch_dtype=torch.bfloat16).to("cuda")
+        ltx.optimize(model, precision="fp8", skip=skip, stock_weights="free")
+
+    Args:
+        skip: As in `optimize`, for checkpoints in bfloat16 and in scaled fp8.
+
+    Returns:
+        An object of a class that is registered with diffusers by the first call. A folder that ``save_pretrained``
+        wrote needs this call too before it is loaded.
+
+    Raises:
+        ImportError: diffusers is not installed.
+        ValueError, TypeError: ``skip`` is no list of patterns.
+    """
+    if skip is not None:
+        _check_names("skip", "patterns", skip)
+    return config_for_diffusers(skip, optimize)
 
 
 def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
@@ -259,12 +290,12 @@ def _check_options(
             raise ValueError(
                 f'precision: "fp8" goes with level "block" and rounding "fp32", got {level} and {rounding}'
             )
-    elif skip is not None or stock_weights != fp8.BESIDE or weights is not None:
+    elif skip is not None or stock_weights != fp8.HELD or weights is not None:
         raise ValueError(f'skip, stock_weights and weights: expected precision "fp8" with them, got {precision!r}')
     paths = weights.values() if isinstance(weights, Mapping) else [weights]
-    if weights is not None and not all(isinstance(path, (str, os.PathLike)) for path in paths):
+    if weights is not None and not all(isinstance(path, (str, os.PathLike, Placed)) for path in paths):
         raise TypeError(f"weights: expected a path, or a path for each component, got {weights!r}")
-    if weights is not None and stock_weights != fp8.BESIDE:
+    if weights is not None and stock_weights != fp8.HELD:
         raise ValueError("weights: expected no stock_weights with it: there are none beside the file's")
 
 
@@ -318,125 +349,3 @@ def _roots(
         if name not in modules:
             raise ValueError(f"components: expected names among {', '.join(modules)}, got {name!r}")
     return {name: modules[name] for name in components}
-
-
-def _notes_of(selection: Selection, component: str, file: Weights, skip: Sequence[str] | None) -> list[str]:
-    """What the report says about a file of weights."""
-    start = f"{component}." if component else ""
-    names = {
-        n[len(start) :] for n, (_, entry) in selection.modules.items() if entry is fp8.LINEAR and n.startswith(start)
-    }
-    patterns = (
-        {pattern for _, entry in selection.modules.values() for pattern in entry.fp8_skip} if skip is None else ()
-    )
-    default = sum(any(fnmatch.fnmatchcase(start + name, pattern) for pattern in patterns) for name in names)
-    return file.notes(names, default)
-
-
-def _select(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Selection:
-    selection = Selection()
-    seen: set[nn.Module] = set()  # a pipeline may hold one model under two names
-    for component, root in roots.items():
-        known = root in seen
-        modules = root.named_modules(memo=seen, prefix=component)
-        found = [(name, module, entry_for(ENTRIES, module)) for name, module in modules]
-        alone = any(entry is not None and entry.alone for _, _, entry in found)
-        for name, module, entry in found:
-            if entry is None:
-                reason = transformers.why_unknown(module)
-                if level == "block" and diffusers.is_block(root, module):
-                    reason = f"{class_of(module)} is not known: its norms and attentions alone"
-                if name.rpartition(".")[0] in selection.modules and class_of(module) in SHARED:
-                    reason = f"its processor is {class_of(module.processor)}"
-                if reason:
-                    selection.left_alone[name] = reason
-                continue
-            if (level == "norms" and entry.level != "norms") or (alone and not entry.alone):
-                continue
-            if rounding not in entry.roundings:
-                selection.rounded_otherwise[class_of(module)] += 1
-                continue
-            known = True
-            reason = why_not(module, entry)
-            if reason:
-                selection.left_alone[name] = reason
-            else:
-                selection.modules[name] = module, entry
-        if not known:
-            selection.left_alone[component] = (
-                f"nothing in {class_of(root)} is of a class that is known at level {level}"
-            )
-    if not roots:
-        missing = f"none of the components {', '.join(DENOISERS)}, and no {AUTOENCODER} that is known at level {level}"
-        selection.left_alone["the pipeline"] = f"it has {missing}"
-    keep_table_readers_together(selection)
-    return selection
-
-
-def _codes_without_scales(selection: Selection) -> str:
-    """What the report says of a model whose scales were lost on loading; asked of one layer of each block."""
-    for name, (block, entry) in selection.modules.items():
-        for path in next(iter(entry.fp8(block)), ())[:1]:
-            if fp8.holds_codes(base_of(block.get_submodule(path))):
-                return (
-                    f"{name}.{path}: its weights look like fp8 codes without their scales, so that results are wrong: "
-                    'load the file with optimize(..., precision="fp8", weights=FILE)'
-                )
-    return ""
-
-
-def _select_graphs(selection: Selection, roots: Mapping[str, nn.Module]) -> None:
-    """Has calls of whole components replayed; of an autoencoder, whose own calls are several, its decoder's."""
-    for component, root in roots.items():
-        alone = {
-            n: m for n, (m, entry) in selection.modules.items() if entry.alone and any(m is p for p in root.modules())
-        }
-        for name, module in (alone or {component: root}).items():
-            _, entry = selection.modules.get(name, (module, None))
-            selection.modules[name] = module, with_graphs(module, entry)
-
-
-def _select_fp8(
-    selection: Selection, skip: Sequence[str] | None, files: Mapping[str, Weights]
-) -> list[list[nn.Linear]]:
-    """Adds the linear layers of known blocks to the selection; those that share an input, together."""
-    groups = []
-    in_files, needed = set[str](), set[str]()
-    for component, file in files.items():
-        names = {".".join(filter(None, (component, name))) for name in file.linears}
-        in_files |= names
-        needed |= names if file.all_or_error else set()
-    for block_name, (block, entry) in list(selection.modules.items()):
-        patterns = entry.fp8_skip if skip is None else skip
-        for paths in entry.fp8(block):
-            part = block.get_submodule(paths[0].partition(".")[0])
-            if "processor" in part.__dict__ and entry_for(ENTRIES, part) is None:
-                continue  # the attention is not known, and stays as it is
-            group = []
-            for path in paths:
-                name = f"{block_name}.{path}" if block_name else path
-                if name not in in_files if files else any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-                    continue
-                linear: Any = base_of(block.get_submodule(path))
-                if class_of(linear) != fp8.LINEAR_CLASS:
-                    selection.left_alone[name] = f"it is {class_of(linear)}, not {fp8.LINEAR_CLASS}"
-                    continue
-                obstacle = fp8_obstacle(linear.weight.device)
-                if obstacle:
-                    raise RuntimeError(
-                        f'precision: expected a GPU of compute capability 8.9 or newer for "fp8", got {obstacle}; '
-                        "nothing was changed"
-                    )
-                reason = fp8.why_not_shape(linear) if files else why_not(linear, fp8.LINEAR)
-                if reason:
-                    selection.left_alone[name] = reason
-                else:
-                    selection.modules[name] = linear, fp8.LINEAR
-                    group.append(linear)
-            if group:
-                groups.append(group)
-    missing = sorted(needed - selection.modules.keys())
-    if missing:
-        reason = selection.left_alone.get(missing[0], "it is in no block that is known here")
-        raise ValueError(f"weights: {missing[0]} is in fp8 in the file and cannot be here: {reason}")
-    return groups

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...quant import quantize_weight
 from ..engine.guards import class_of
-from .fp8 import LINEAR_CLASS, held_dtypes, put_loaded_weights
+from .fp8 import LINEAR_CLASS, held_dtypes, put_loaded_weights, quantised_weight
 from .fp8_files import FILE, File, Slot, check_buffers, device_of, put, slots_of
 from .original_names import Piece, StandIn, converted, is_of_diffusers, pieces_of
 from .scaled_weights import E4M3, FLOATING, FP8, ScaledWeights, refuse
@@ -31,6 +31,8 @@ def open_weights(models: Mapping[str, nn.Module], weights: Any, skip: Sequence[s
     models: By the names of components, or one without a name.
     weights: What `optimize` was given: a path, or a path for each component.
     """
+    if isinstance(weights, Placed):
+        return dict.fromkeys(models, weights)
     if isinstance(weights, Mapping):
         if weights.keys() != models.keys():
             named = f"a path for each of {', '.join(models)}" if "" not in models else "a path, as obj is no pipeline"
@@ -196,7 +198,7 @@ class Checkpoint:
             start = 0
             for path, linear in zip(paths, linears):
                 stop = start + linear.out_features
-                self._read_fp8(path, values[start:stop], scales[start:stop])
+                read_fp8(self._rows(path), values[start:stop], scales[start:stop])
                 start = stop
             puts.append(functools.partial(put_loaded_weights, linears, values, scales))
         held = held_dtypes(self.root)
@@ -205,8 +207,12 @@ class Checkpoint:
             if name is not None and name not in in_groups:
                 dtype = self._dtype(slot, held.get(slot.name, slot.tensor.dtype))
                 to = device if slot.tensor.device.type == "meta" else slot.tensor.device
-                puts.append(functools.partial(put, slot, self._read(name, slot.tensor.shape, dtype, to)))
+                made = torch.empty(slot.tensor.shape, dtype=dtype, device=to)
+                puts.append(functools.partial(put, slot, read_multiplied(self._rows(name), made)))
         return puts
+
+    def _rows(self, name: str) -> Rows:
+        return [(self._weights, *piece) for piece in self._pieces[name]]
 
     def _dtype(self, slot: Slot, own: torch.dtype) -> torch.dtype:
         """The dtype that a tensor gets: its own, and of a model without data the one that diffusers loads it in."""
@@ -215,38 +221,66 @@ class Checkpoint:
         keep = getattr(self.root, "_keep_in_fp32_modules", None) if is_of_diffusers(self.root) else None
         return torch.float32 if set(keep or ()) & set(slot.name.split(".")) else torch.bfloat16
 
-    def _read_fp8(self, name: str, values: Tensor, scales: Tensor) -> None:
-        """Copies a weight's rows and scales, quantised by row where they are in e5m2."""
-        start = 0
-        for piece in self._pieces[name]:
-            stop = start + piece.stop - piece.start
-            found, of_rows = self._weights.values(*piece), self._weights.scales(*piece)
-            if found.dtype == torch.float8_e4m3fn:
-                values[start:stop].copy_(found)
-                scales[start:stop].copy_(of_rows)
-            else:
-                exact = found.to(values.device).float() * of_rows.to(values.device)[:, None]
-                for here, tensor in zip((values, scales), quantize_weight(exact)):
-                    here[start:stop].copy_(tensor)
-            start = stop
 
-    def _read(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor in memory of its own, multiplied by its scales where it has any."""
-        made = torch.empty(shape, dtype=dtype, device=device)
-        start = 0
-        for piece in self._pieces[name]:
-            stop = start + piece.stop - piece.start
-            found = self._weights.values(*piece)
-            if found.dtype.itemsize == 1 and found.dtype.is_floating_point:
-                scales = self._weights.scales(*piece).to(device)
-                shaped = scales.view(-1, *[1] * (found.dim() - 1)) if found.dim() else scales[0]
-                found = found.to(device).float() * shaped
-            (made if made.dim() == 0 else made[start:stop]).copy_(found)
-            start = stop
-        return made
+class Placed:
+    """Weights in fp8 that a model's parameters hold already, each with its scales in a buffer."""
+
+    all_or_error = True
+
+    def __init__(self, linears: set[str], notes: Sequence[str]) -> None:
+        self.linears, self._notes = linears, list(notes)
+
+    def notes(self, in_fp8: set[str], left_by_default: int) -> list[str]:
+        return self._notes
+
+    def read(self, groups: Sequence[Sequence[nn.Linear]]) -> list[Callable[[], None]]:
+        """Puts the weights of each group one behind the other."""
+        return [functools.partial(_join_weights, linears) for linears in groups]
 
 
-Weights = Union[File, Checkpoint]
+def _join_weights(linears: Sequence[nn.Linear]) -> None:
+    values, scales = (torch.cat(parts) for parts in zip(*map(quantised_weight, linears)))
+    put_loaded_weights(linears, values, scales, by_quantizer=True)
+
+
+# ---- Rows of a file
+
+
+Rows = Sequence[tuple[ScaledWeights, str, int, int]]  # of tensors by name, from one row to another
+
+
+def read_fp8(rows: Rows, values: Tensor, scales: Tensor) -> None:
+    """Copies rows of weights and their scales. Rows in e5m2 are quantised again."""
+    start = 0
+    for weights, name, low, high in rows:
+        stop = start + high - low
+        found, of_rows = weights.values(name, low, high), weights.scales(name, low, high)
+        if found.dtype == torch.float8_e4m3fn:
+            values[start:stop].copy_(found)
+            scales[start:stop].copy_(of_rows)
+        else:
+            exact = found.to(values.device).float() * of_rows.to(values.device)[:, None]
+            for here, tensor in zip((values, scales), quantize_weight(exact)):
+                here[start:stop].copy_(tensor)
+        start = stop
+
+
+def read_multiplied(rows: Rows, made: Tensor) -> Tensor:
+    """Copies rows of tensors, multiplied by their scales where they are in fp8."""
+    start = 0
+    for weights, name, low, high in rows:
+        stop = start + high - low
+        found = weights.values(name, low, high)
+        if name in weights.weights:
+            scales = weights.scales(name, low, high).to(made.device)
+            shaped = scales.view(-1, *[1] * (found.dim() - 1)) if found.dim() else scales[0]
+            found = found.to(made.device).float() * shaped
+        (made if made.dim() == 0 else made[start:stop]).copy_(found)
+        start = stop
+    return made
+
+
+Weights = Union[File, Checkpoint, Placed]
 
 
 def _join(component: str, name: str) -> str:

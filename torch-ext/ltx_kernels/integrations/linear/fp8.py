@@ -8,20 +8,20 @@ that whatever calls the layer works; a fused block hands over rows that an op ha
 
 from __future__ import annotations
 
-import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any, Callable, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._checks import E4M3_MAX
 from ...quant import has_own_product, multiply, quantize_rows, quantize_weight
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward
 from .lora import base_of, is_lora, merged
+from .offload import hooks_of, is_offload, tell_offload
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"  # the values of the argument `stock_weights`
@@ -31,6 +31,7 @@ STATE = "_ltx_fp8_of"  # HELD, FREED, or, with the stock weight BESIDE, the vers
 STOCK = "_ltx_fp8_stock"  # the stock weight, where it is HELD
 PARAMETER = "_ltx_fp8_parameter"  # the parameter that was quantised; it holds the fp8 values where they are not BESIDE
 HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading; what holds such a layer has it too
+BACK = "_ltx_fp8_back"  # set where the stock weight is HELD but for the time in which adapters are merged into it
 MERGED = "_ltx_fp8_merged"  # the adapters that were merged into the stock weight when it was quantised
 
 ALONE = 'in fp8 alone (stock_weights="free" or weights=...)'
@@ -52,23 +53,6 @@ def why_not_shape(linear: nn.Linear) -> str:
     return ""
 
 
-def holds_codes(linear: nn.Module) -> bool:
-    """Whether a weight looks like the values of a scaled fp8 checkpoint, which were loaded without their scales.
-
-    Then every element is a number of e4m3, and the largest is near the end of its range: at 448, or above half of it
-    where scales are powers of two. No weight that was trained or made at random is so.
-    """
-    weight = linear._parameters.get("weight")
-    if weight is None or not is_ordinary(weight) or not weight.is_floating_point() or not weight.numel():
-        return False
-    if weight.device.type == "meta" or is_replaced(linear):
-        return False
-    with torch.no_grad():
-        floats = weight if weight.dtype.itemsize > 1 else weight.bfloat16()
-        largest = max(map(abs, map(float, torch.aminmax(floats))))
-        return E4M3_MAX / 2 <= largest <= E4M3_MAX and bool((floats.to(torch.float8_e4m3fn).to(floats) == floats).all())
-
-
 def quantised_weight(linear: nn.Linear) -> Rows:
     """The fp8 weight [out, in] and its scales [out]."""
     values = linear._buffers.get(VALUES)
@@ -77,7 +61,14 @@ def quantised_weight(linear: nn.Linear) -> Rows:
     return values, cast(Tensor, linear._buffers[SCALES])
 
 
-def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str) -> None:
+def shared_weights(roots: Iterable[nn.Module]) -> set[int]:
+    """The ids of parameters that several modules hold. Their data stays, whatever `stock_weights` is."""
+    modules = {id(module): module for root in roots for module in root.modules()}
+    held = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
+    return {parameter for parameter, count in held.items() if count > 1}
+
+
+def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str, shared: Container[int]) -> None:
     """Quantises the weights of layers that share an input. The fp8 weights lie one behind the other in one storage.
 
     stock_weights: HELD moves the stock weights to the host. With BESIDE and FREED they stay; `finish` frees them.
@@ -85,12 +76,35 @@ def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str) -> None:
     quantised = [quantize_weight(linear.weight) for linear in linears]
     _put_beside(linears, *(torch.cat(parts) for parts in zip(*quantised)))
     for linear in linears if stock_weights == HELD else ():
-        linear.__dict__[STOCK] = linear.weight.data.cpu()
-        _replace(linear, HELD, linear.register_state_dict_post_hook(_save_stock))
+        if id(linear.weight) not in shared:
+            _hold(linear)
 
 
-def put_loaded_weights(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) -> None:
-    """Gives layers fp8 weights that were quantised before, in the place of stock weights."""
+def _hold(linear: nn.Linear) -> None:
+    """Moves a stock weight that lies beside the fp8 weight to the host's memory."""
+    linear.__dict__.pop(BACK, None)
+    linear.__dict__[STOCK] = linear.weight.data.cpu()
+    _replace(linear, HELD, linear.register_state_dict_post_hook(_save_stock))
+
+
+def _bring_back(linear: nn.Linear) -> None:
+    """Undoes `_hold` for as long as adapters are merged: the stock weight lies beside the fp8 weight."""
+    values = linear.weight.data
+    linear.weight.data = _held(linear).to(values.device)  # first, because memory may run out here
+    del linear.__dict__[STOCK], linear.__dict__["compute_dtype"]
+    _remove_hooks(linear)
+    linear.register_buffer(VALUES, values, persistent=False)
+    linear.__dict__[STATE] = version_of(linear.weight) or 0
+    linear.__dict__[BACK] = True
+
+
+def put_loaded_weights(
+    linears: Sequence[nn.Linear], values: Tensor, scales: Tensor, by_quantizer: bool = False
+) -> None:
+    """Gives layers fp8 weights that were quantised before, in the place of stock weights.
+
+    by_quantizer: The model's own ``save_pretrained`` writes them, since a quantizer of its library adds the scales.
+    """
     for linear in linears:
         if linear.weight.device.type == "meta":
             empty = torch.empty(0, dtype=linear.weight.dtype, device=values.device)
@@ -98,6 +112,8 @@ def put_loaded_weights(linears: Sequence[nn.Linear], values: Tensor, scales: Ten
     _put_beside(linears, values, scales)
     for linear in linears:
         free_weight(linear)
+        if by_quantizer:
+            _remove_hooks(linear)
 
 
 def _put_beside(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) -> None:
@@ -166,6 +182,7 @@ def drop_weights(linear: nn.Module) -> None:
     if state.pop(STATE, BESIDE) == HELD:
         state.pop("compute_dtype", None)
     state.pop(MERGED, None)
+    state.pop(BACK, None)
 
 
 def is_replaced(linear: nn.Module) -> bool:
@@ -222,7 +239,7 @@ def _changed(linear: nn.Linear) -> bool:
     if is_replaced(linear):
         return False
     # An offload of accelerate puts the same weight into a new parameter at every call.
-    if _is_exchanged(linear) and not any(map(_is_offload, _hooks(linear))):
+    if _is_exchanged(linear) and not any(map(is_offload, hooks_of(linear))):
         return True
     version = version_of(linear.weight) or 0
     if version < linear.__dict__[STATE]:  # the weight is a copy, and its version counts from 0
@@ -318,14 +335,17 @@ def in_fp8(linear: nn.Module) -> bool:
 # ---- Adapters that are merged into the stock weights
 
 # Methods of diffusers' models that write to weights through `.data`, which leaves `_version` as it is.
-_CHANGING = ("fuse_lora", "unfuse_lora", "unload_lora")
+_CHANGING = ("fuse_lora", "unfuse_lora", "unload_lora", "fuse_qkv_projections")
 
 
 def _follow(root: nn.Module) -> None:
     """Wraps the methods of a model that merge adapters into stock weights, so that they quantise the weights again."""
     for module in root.modules():
         if is_lora(module) and in_fp8(module):
-            base_of(module).__dict__[MERGED] = merged(module)
+            linear = cast(nn.Linear, base_of(module))
+            linear.__dict__[MERGED] = merged(module)
+            if merged(module) and linear.__dict__[STATE] == HELD:
+                _bring_back(linear)  # peft takes adapters out of a weight without asking
     for name in _CHANGING:
         if hasattr(type(root), name):
             root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
@@ -357,14 +377,21 @@ def follow_layer(layer: nn.Module) -> None:
 def _following(name: str) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **options: Any) -> Any:
         linears = [module for module in self.modules() if type(module) is nn.Linear and in_fp8(module)]
-        if name != "unload_lora" and any(map(is_replaced, linears)):
-            raise RuntimeError(
-                f'{name}: expected stock weights beside the fp8 ones, got stock_weights="cpu" or "free"; adapters run '
-                "beside fp8 weights without being fused"
-            )
+        if name != "unload_lora" and any(map(is_freed, linears)):
+            do = "adapters run beside the fp8 weights" if "lora" in name else "call it before optimize"
+            raise RuntimeError(f"{name}: expected stock weights, which are freed: {do}")
+        held = [linear for linear in linears if is_replaced(linear) and name != "unload_lora"]
+        for linear in held:
+            _bring_back(linear)
         _follow_layers(self)
         result = getattr(type(self), name)(self, *args, **options)
         _follow_layers(self)
+        back = [linear for linear in linears if BACK in linear.__dict__ and name != "fuse_lora"]
+        for linear in back:
+            _hold(linear)
+            _guard_loading(linear)
+        if held or back:
+            tell_offload(self)
         if name == "unload_lora":
             for linear in linears:
                 linear.__dict__.pop(MERGED, None)
@@ -376,58 +403,30 @@ def _following(name: str) -> Callable[..., Any]:
 _FOLLOWING = {name: _following(name) for name in _CHANGING}
 
 
-# ---- Offload
-
-
-def is_offloaded(root: nn.Module) -> bool:
-    """Whether weights of a model wait in the host's memory for their turn on the device."""
-    return any(_is_offload(hook) for module in root.modules() for hook in _hooks(module))
-
-
-def _hooks(module: nn.Module) -> Iterable[Any]:
-    """The hooks of accelerate and diffusers on a module."""
-    hook = module.__dict__.get("_hf_hook")
-    if hook is not None:
-        yield from getattr(hook, "hooks", (hook,))
-    registry = module.__dict__.get("_diffusers_hook")
-    if registry is not None:
-        yield from registry.hooks.values()
-
-
-def _is_offload(hook: Any) -> bool:
-    name = type(hook).__name__
-    return name in ("CpuOffload", "GroupOffloadingHook") or (name == "AlignDevicesHook" and hook.offload)
-
-
-def _tell_offload(root: nn.Module) -> None:
-    """Applies a group offload with a stream again, because it keeps copies of the parameters that it found."""
-    home = sys.modules.get("diffusers.hooks.group_offloading")
-    again = getattr(home, "_maybe_remove_and_reapply_group_offloading", None)
-    groups = [hook.group for module in root.modules() for hook in _hooks(module) if hasattr(hook, "group")]
-    if again is not None and any(group.stream is not None for group in groups):
-        again(root)
-
-
 # ---- A whole model
 
 
-def finish(roots: Iterable[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
+def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], stock_weights: str) -> str:
     """The last step of `optimize`; returns the report's note about it. With FREED nothing can undo it."""
     linears = [linear for group in groups for linear in group]
     loaded = any(map(is_freed, linears))
-    freed = sum(map(free_weight, linears)) if stock_weights == FREED else 0
+    shared = shared_weights(roots)
+    freed = sum(free_weight(linear) for linear in linears if stock_weights == FREED and id(linear.weight) not in shared)
     for root in roots:
         _guard_loading(root)
         _follow(root)
-        _tell_offload(root)
+        tell_offload(root)
     size = sum(tensor.nbytes for linear in linears for tensor in quantised_weight(linear))
     text = f"fp8: {len(linears)} linear layers, {size / 2**20:.1f} MiB of weights"
+    kept = sum(id(linear.weight) in shared for linear in linears)
+    if kept and stock_weights != BESIDE:
+        text += f" ({kept} beside the stock ones, which other modules share)"
     if loaded:
         return f"{text}, which were loaded: there is no restore"
     if stock_weights == FREED:
         return f"{text} in place of {freed / 2**20:.1f} MiB, which are freed: there is no restore"
     if stock_weights == HELD:
-        held = sum(linear.__dict__[STOCK].nbytes for linear in linears)
+        held = sum(linear.__dict__[STOCK].nbytes for linear in linears if STOCK in linear.__dict__)
         return f"{text} in place of {held / 2**20:.1f} MiB, which are in the host's memory"
     return f"{text} beside the stock ones"
 
@@ -438,4 +437,4 @@ def _release_root(root: nn.Module) -> None:
     for module in root.modules():
         if not any(map(is_replaced, module.modules())):
             _remove_hooks(module)
-    _tell_offload(root)
+    tell_offload(root)

@@ -69,7 +69,7 @@ class StandIn(Tensor):
         raise NotImplementedError(f"{name} of the tensor {args[0].pieces[0].source if args else ''}")
 
 
-_SAME = ("contiguous", "detach", "clone")
+_SAME = ("contiguous", "detach", "clone", "to")
 _JOINS = ("cat", "concat", "concatenate")
 _SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split")
 

@@ -22,9 +22,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .tensor_files import Header, TensorFiles
+from ..._checks import E4M3_MAX
+from ..engine.guards import is_ordinary
+from .fp8 import is_replaced
+from .tensor_files import Header, TensorDict, TensorFiles
 
 E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
 FP8 = (E4M3, E5M2)
@@ -68,18 +71,19 @@ class ScaledWeights:
     """The tensors of a model in a file, with the scales beside their weights.
 
     Attributes:
+        prefix: What the model's names begin with in the file.
         headers: All tensors of the model but scales and marks, by the file's names without a prefix.
         weights: Those in fp8.
         input_scales: The number of scales of inputs. Nothing reads them: each row of activations gets its own.
         others: Names of tensors of other parts of the file, such as an autoencoder.
     """
 
-    def __init__(self, files: TensorFiles) -> None:
+    def __init__(self, files: TensorFiles | TensorDict) -> None:
         self._files = files
         names = list(files.headers)
-        self._prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in names)), "")
-        of_model = {n[len(self._prefix) :]: files.headers[n] for n in names if n.startswith(self._prefix)}
-        self.others = [name for name in names if not name.startswith(self._prefix)]
+        self.prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in names)), "")
+        of_model = {n[len(self.prefix) :]: files.headers[n] for n in names if n.startswith(self.prefix)}
+        self.others = [name for name in names if not name.startswith(self.prefix)]
         self.headers: dict[str, Header] = {}
         self.weights: dict[str, Weight] = {}
         self.input_scales = 0
@@ -123,7 +127,7 @@ class ScaledWeights:
             )
 
     def _tensor(self, name: str) -> Tensor:
-        return self._files.tensor(self._prefix + name)
+        return self._files.tensor(self.prefix + name)
 
     def _of_metadata(self) -> dict[str, Mapping[str, Any]]:
         """ComfyUI's descriptions of layers in the file's metadata."""
@@ -134,11 +138,11 @@ class ScaledWeights:
             layers = dict(json.loads(text)["layers"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"weights: _quantization_metadata: expected JSON with layers, got {error!r}") from error
-        start = len(self._prefix)
+        start = len(self.prefix)
         return {
-            (name[start:] if name.startswith(self._prefix) else name): found
+            (name[start:] if name.startswith(self.prefix) else name): found
             for name, found in layers.items()
-            if name.startswith(self._prefix) or f"{self._prefix}{name}.weight" in self._files.headers
+            if name.startswith(self.prefix) or f"{self.prefix}{name}.weight" in self._files.headers
         }
 
     def _description(self, layer: str, name: str, header: Header) -> Mapping[str, Any]:
@@ -167,7 +171,7 @@ class ScaledWeights:
         if weight.dtype not in FP8:
             what = {"U8": "4-bit values, packed", "I8": "int8"}.get(weight.dtype, "no fp8")
             raise refuse(layer, f"{what} ({weight}, scales {header})")
-        if header.dtype in ("U8", "F8_E8M0"):
+        if header.dtype in ("U8", "F8_E8M0", "torch.float8_e8m0fnu"):
             raise refuse(layer, f"MXFP8 ({weight}, scales of blocks {header})")
         if header.dtype not in ("F32", "BF16", "F16"):
             raise refuse(layer, f"{weight}, scales {header}")
@@ -190,3 +194,20 @@ class ScaledWeights:
             return torch.ones(stop - start)
         found = self._tensor(scale).float().flatten()
         return found.expand(stop - start) if len(found) == 1 else found[start:stop]
+
+
+def holds_codes(linear: nn.Module) -> bool:
+    """Whether a weight looks like the values of a scaled fp8 checkpoint, which were loaded without their scales.
+
+    Then every element is a number of e4m3, and the largest is near the end of its range: at 448, or above half of it
+    where scales are powers of two. No weight that was trained or made at random is so.
+    """
+    weight = linear._parameters.get("weight")
+    if weight is None or not is_ordinary(weight) or not weight.is_floating_point() or not weight.numel():
+        return False
+    if weight.device.type == "meta" or is_replaced(linear):
+        return False
+    with torch.no_grad():
+        floats = weight if weight.dtype.itemsize > 1 else weight.bfloat16()
+        largest = max(map(abs, map(float, torch.aminmax(floats))))
+        return E4M3_MAX / 2 <= largest <= E4M3_MAX and bool((floats.to(torch.float8_e4m3fn).to(floats) == floats).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def safetensors(module: str) -> Any:
@@ -99,6 +101,21 @@ class TensorFiles:
         """A tensor on the CPU, which may be a view of the mapped file: copy what is kept."""
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
+
+
+class TensorDict:
+    """Tensors that are loaded already, as `TensorFiles`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.headers = {
+            name: Header(_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        }
+        self.metadata: dict[str, str] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
 
 
 def _shards(index: Path) -> dict[Path, list[str]]:

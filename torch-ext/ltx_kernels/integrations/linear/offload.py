@@ -1,0 +1,38 @@
+"""Offloads of accelerate and diffusers: which hooks they are, and how they learn of parameters that were exchanged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+def is_offloaded(root: nn.Module) -> bool:
+    """Whether weights of a model wait in the host's memory for their turn on the device."""
+    return any(is_offload(hook) for module in root.modules() for hook in hooks_of(module))
+
+
+def hooks_of(module: nn.Module) -> Iterable[Any]:
+    """The hooks of accelerate and diffusers on a module."""
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        yield from getattr(hook, "hooks", (hook,))
+    registry = module.__dict__.get("_diffusers_hook")
+    if registry is not None:
+        yield from registry.hooks.values()
+
+
+def is_offload(hook: Any) -> bool:
+    name = type(hook).__name__
+    return name in ("CpuOffload", "GroupOffloadingHook") or (name == "AlignDevicesHook" and hook.offload)
+
+
+def tell_offload(root: nn.Module) -> None:
+    """Applies a group offload with a stream again, because it keeps copies of the parameters that it found."""
+    home = sys.modules.get("diffusers.hooks.group_offloading")
+    again = getattr(home, "_maybe_remove_and_reapply_group_offloading", None)
+    groups = [hook.group for module in root.modules() for hook in hooks_of(module) if hasattr(hook, "group")]
+    if again is not None and any(group.stream is not None for group in groups):
+        again(root)

@@ -1,0 +1,239 @@
+"""Loading into fp8 by diffusers' own ``from_pretrained`` and ``from_single_file``.
+
+diffusers calls a quantizer for each tensor that it loads. This one quantises a weight as it arrives on its device, or
+keeps the fp8 values and scales of the file, so that no weight of a quantised layer is there in bfloat16 but the one
+that is being quantised. When all are loaded, `optimize` takes the weights as they are.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..quant import quantize_weight
+from .linear import fp8
+from .linear.checkpoints import Placed, read_fp8, read_multiplied
+from .linear.original_names import StandIn, pieces_of
+from .linear.scaled_weights import FP8, ScaledWeights
+from .linear.tensor_files import TensorDict, TensorFiles, safetensors
+from .selection import check_device, layers_for_fp8
+
+METHOD = "ltx_kernels_fp8"  # in a model's config.json
+SCALE = "weight_scale"  # beside a weight in a saved file, [out] in float32
+
+
+class Method(str, enum.Enum):
+    """diffusers reads ``quant_method.value``."""
+
+    FP8 = METHOD
+
+
+def config_for_diffusers(skip: Sequence[str] | None, optimize: Callable[..., Any]) -> Any:
+    """A configuration of diffusers, whose class is made and registered at the first call.
+
+    optimize: The function of this package.
+    """
+    return _classes(optimize)[0](skip=skip)
+
+
+@functools.cache
+def _classes(optimize: Callable[..., Any]) -> tuple[Any, Any]:
+    """The classes of the configuration and of the quantizer. diffusers is not imported before they are asked for."""
+    try:
+        auto = importlib.import_module("diffusers.quantizers.auto")
+        base = importlib.import_module("diffusers.quantizers.base").DiffusersQuantizer
+        mixin = importlib.import_module("diffusers.quantizers.quantization_config").QuantizationConfigMixin
+    except ImportError as error:
+        raise ImportError("LTXKernelsFp8Config: expected the package diffusers: pip install diffusers") from error
+    config = type("LTXKernelsFp8Config", (_Config, mixin), {})
+    quantizer = type("LTXKernelsFp8Quantizer", (_Quantizer, base), {"optimize": staticmethod(optimize)})
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = config
+    auto.AUTO_QUANTIZER_MAPPING[METHOD] = quantizer
+    return config, quantizer
+
+
+class _Config:
+    """What `LTXKernelsFp8Config` returns."""
+
+    def __init__(self, skip: Sequence[str] | None = None, quant_method: str = METHOD) -> None:
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method: expected {METHOD}, got {quant_method}")
+        self.quant_method = Method.FP8
+        self.skip = None if skip is None else list(skip)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": METHOD, "skip": self.skip}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class _Quantizer:
+    """The methods that diffusers calls, in this order; its own base class has the others.
+
+    Attributes:
+        report: What `optimize` reports of the loaded model.
+    """
+
+    optimize: Callable[..., Any]
+    use_keep_in_fp32_modules = True
+    is_serializable = True
+    is_trainable = False
+    is_compileable = True
+    supports_parallel_loading = False  # a weight and its scale may be in two shards
+
+    def __init__(self, quantization_config: Any, **options: Any) -> None:
+        super().__init__(quantization_config, **options)  # type: ignore[call-arg]
+        self.config = quantization_config
+        self.report: Any = None
+        # from_single_file leaves this at its default. A file that has nothing in fp8 is quantised.
+        self.in_fp8_already = options.get("pre_quantized", True)
+        self._layers: set[str] = set()  # the names of the layers that can be in fp8
+        self._kept: set[str] = set()  # those that are
+        self._waiting: dict[str, Tensor] = {}  # weights and scales whose other half comes with a later shard
+        self._keep: set[str] = set()  # parts of names that stay in float32
+        self._planned = False
+        self._multiplied = self._input_scales = 0
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def validate_environment(self, *others: Any, **options: Any) -> None:
+        safetensors("safetensors")
+        self.update_torch_dtype(options.get("torch_dtype"))
+
+    def update_torch_dtype(self, torch_dtype: Any) -> torch.dtype:
+        if torch_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"torch_dtype: expected torch.bfloat16 with LTXKernelsFp8Config, got {torch_dtype}")
+        return torch.bfloat16
+
+    def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
+        return torch.uint8  # accelerate counts bytes
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Puts stand-ins in the place of weights in fp8, which keep the scales through diffusers' converters."""
+        tensors = {**self._waiting, **state_dict}
+        if self._planned and self.in_fp8_already:  # one shard of several
+            self._waiting = _without_other_half(tensors)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in self._waiting}
+        weights = ScaledWeights(TensorDict(tensors))
+        self._input_scales += weights.input_scales
+        if not self._planned:  # the whole file
+            self.in_fp8_already = bool(weights.weights)
+        found: dict[str, Any] = {name: tensors[name] for name in weights.others}
+        for name, header in weights.headers.items():
+            full = weights.prefix + name
+            of_fp8 = name in weights.weights
+            found[full] = StandIn.of((weights, name), header.shape, torch.float8_e4m3fn) if of_fp8 else tensors[full]
+        return found
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        """Takes out scales, which are no tensors of the model. A missing one is an error before anything is read."""
+        known = set(loaded_keys)
+        for file in checkpoint_files if self.in_fp8_already else ():
+            for name, header in TensorFiles(Path(file)).headers.items():
+                layer, _, key = name.rpartition(".")
+                if key == "weight" and header.dtype in FP8 and f"{layer}.{SCALE}" not in known:
+                    raise ValueError(f"weights: {name}: expected {layer}.{SCALE} beside it, got nothing in {file}")
+        return [key for key in loaded_keys if not key.endswith(f".{SCALE}")]
+
+    def _process_model_before_weight_loading(
+        self,
+        model: nn.Module,
+        device_map: Mapping[str, Any] | None = None,
+        keep_in_fp32_modules: Sequence[str] = (),
+        **more: Any,
+    ) -> None:
+        for device in set(map(str, (device_map or {}).values())) - {"cpu", "disk"}:
+            check_device(torch.device("cuda", int(device)) if device.isdigit() else torch.device(device))
+        self._planned, self._keep = True, set(filter(None, keep_in_fp32_modules))
+        skip = self.config.skip
+        if self.in_fp8_already and skip is None:
+            skip = []  # the file says what is in fp8
+        self._layers = {name for name in layers_for_fp8(model, skip) if not self._keep & set(name.split("."))}
+
+    def check_if_quantized_param(
+        self, model: nn.Module, param_value: Tensor, param_name: str, state_dict: Any, **more: Any
+    ) -> bool:
+        layer, _, key = param_name.rpartition(".")
+        return isinstance(param_value, StandIn) or (
+            key == "weight" and layer in self._layers and not self.in_fp8_already
+        )
+
+    def create_quantized_param(
+        self,
+        model: nn.Module,
+        param_value: Tensor,
+        param_name: str,
+        target_device: Any,
+        *others: Any,
+        **more: Any,
+    ) -> None:
+        path, _, key = param_name.rpartition(".")
+        module, device = model.get_submodule(path), torch.device(target_device)
+        if isinstance(param_value, StandIn):
+            rows = [(*piece.source, piece.start, piece.stop) for piece in pieces_of(param_value)]
+            exact = self.config.skip is None and any(weights.weights[name].exact for weights, name, _, _ in rows)
+            if key != "weight" or path not in self._layers or exact:
+                in_float32 = bool(self._keep & set(param_name.split(".")))
+                dtype = torch.float32 if in_float32 else torch.bfloat16
+                made = read_multiplied(rows, torch.empty(param_value.shape, dtype=dtype, device=device))
+                module._parameters[key] = nn.Parameter(made, requires_grad=False)
+                self._multiplied += 1
+                return
+            values = torch.empty(param_value.shape, dtype=torch.float8_e4m3fn, device=device)
+            scales = torch.empty(len(values), dtype=torch.float32, device=device)
+            read_fp8(rows, values, scales)
+        else:
+            values, scales = quantize_weight(param_value.to(device))
+        module._parameters[key] = nn.Parameter(values, requires_grad=False)
+        module.register_buffer(fp8.SCALES, scales, persistent=False)
+        self._kept.add(path)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **more: Any) -> nn.Module:
+        empty = next((name for name, t in model.named_parameters() if t.device.type == "meta"), None)
+        if empty is not None:
+            raise ValueError(f"weights: {empty}: expected a tensor, got nothing in the checkpoint")
+        counts = (
+            (self._multiplied, "fp8 layers multiplied by their scales, because they stay in bf16"),
+            (self._input_scales, "static scales of inputs not used: each row gets its own"),
+        )
+        notes = [f"weights: {count} {text}" for count, text in counts if count]
+        self.report = type(self).optimize(model, precision="fp8", weights=Placed(self._kept, notes))
+        self._model = weakref.ref(model)
+        model.register_to_config(quantization_config=self.config)  # type: ignore[operator]
+        return model
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Tensor], safe_serialization: bool = True
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """For ``save_pretrained``: each scale behind its weight."""
+        model = None if self._model is None else self._model()
+        named = [] if model is None else list(model.named_modules())
+        linears = [(name, m) for name, m in named if type(m) is nn.Linear and fp8.in_fp8(m)]
+        scales = {f"{name}.weight": fp8.quantised_weight(linear)[1] for name, linear in linears}
+        found: dict[str, Tensor] = {}
+        for name, tensor in state_dict.items():
+            found[name] = tensor
+            if name in scales:
+                found[f"{name[: -len('.weight')]}.{SCALE}"] = scales[name]
+        return found, {}
+
+
+def _without_other_half(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in fp8 of a shard whose scales are in another one, and such scales."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer, _, key = name.rpartition(".")
+        in_fp8 = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+        if (key == "weight" and in_fp8 and f"{layer}.{SCALE}" not in tensors) or (
+            key == SCALE and f"{layer}.weight" not in tensors
+        ):
+            found[name] = tensor
+    return found

@@ -1,0 +1,170 @@
+"""What `optimize` takes of a model: modules of known classes, linear layers for fp8, calls for CUDA graphs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..quant import fp8_obstacle
+from . import diffusers, transformers
+from .attention.description import SHARED
+from .engine.guards import class_of
+from .engine.rotary_tables import keep_table_readers_together
+from .engine.sites import Entry, Selection, why_not
+from .linear import fp8
+from .linear.checkpoints import Weights
+from .linear.lora import base_of
+from .linear.scaled_weights import holds_codes
+from .registry import entry_for
+from .replay.cuda_graphs import with_graphs
+
+# What a pipeline's call spends its time in, beside a video autoencoder. Text encoders run once: they have to be named.
+DENOISERS = ("transformer", "transformer_2", "transformer_ref", "unconditional_transformer", "unet", "controlnet")
+AUTOENCODER = "vae"
+ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
+
+
+def notes_of(selection: Selection, component: str, file: Weights, skip: Sequence[str] | None) -> list[str]:
+    """What the report says about a file of weights."""
+    start = f"{component}." if component else ""
+    names = {
+        n[len(start) :] for n, (_, entry) in selection.modules.items() if entry is fp8.LINEAR and n.startswith(start)
+    }
+    patterns = (
+        {pattern for _, entry in selection.modules.values() for pattern in entry.fp8_skip} if skip is None else ()
+    )
+    default = sum(any(fnmatch.fnmatchcase(start + name, pattern) for pattern in patterns) for name in names)
+    return file.notes(names, default)
+
+
+def select(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Selection:
+    selection = Selection()
+    seen: set[nn.Module] = set()  # a pipeline may hold one model under two names
+    for component, root in roots.items():
+        known = root in seen
+        modules = root.named_modules(memo=seen, prefix=component)
+        found = [(name, module, entry_for(ENTRIES, module)) for name, module in modules]
+        alone = any(entry is not None and entry.alone for _, _, entry in found)
+        for name, module, entry in found:
+            if entry is None:
+                reason = transformers.why_unknown(module)
+                if level == "block" and diffusers.is_block(root, module):
+                    reason = f"{class_of(module)} is not known: its norms and attentions alone"
+                if name.rpartition(".")[0] in selection.modules and class_of(module) in SHARED:
+                    reason = f"its processor is {class_of(module.processor)}"
+                if reason:
+                    selection.left_alone[name] = reason
+                continue
+            if (level == "norms" and entry.level != "norms") or (alone and not entry.alone):
+                continue
+            if rounding not in entry.roundings:
+                selection.rounded_otherwise[class_of(module)] += 1
+                continue
+            known = True
+            reason = why_not(module, entry)
+            if reason:
+                selection.left_alone[name] = reason
+            else:
+                selection.modules[name] = module, entry
+        if not known:
+            selection.left_alone[component] = (
+                f"nothing in {class_of(root)} is of a class that is known at level {level}"
+            )
+    if not roots:
+        missing = f"none of the components {', '.join(DENOISERS)}, and no {AUTOENCODER} that is known at level {level}"
+        selection.left_alone["the pipeline"] = f"it has {missing}"
+    keep_table_readers_together(selection)
+    return selection
+
+
+def codes_without_scales(selection: Selection) -> str:
+    """What the report says of a model whose scales were lost on loading; asked of one layer of each block."""
+    for name, (block, entry) in selection.modules.items():
+        for path in next(iter(entry.fp8(block)), ())[:1]:
+            if holds_codes(base_of(block.get_submodule(path))):
+                return (
+                    f"{name}.{path}: its weights look like fp8 codes without their scales, so that results are wrong: "
+                    'load the file with optimize(..., precision="fp8", weights=FILE)'
+                )
+    return ""
+
+
+def select_graphs(selection: Selection, roots: Mapping[str, nn.Module]) -> None:
+    """Has calls of whole components replayed; of an autoencoder, whose own calls are several, its decoder's."""
+    for component, root in roots.items():
+        alone = {
+            n: m for n, (m, entry) in selection.modules.items() if entry.alone and any(m is p for p in root.modules())
+        }
+        for name, module in (alone or {component: root}).items():
+            _, entry = selection.modules.get(name, (module, None))
+            selection.modules[name] = module, with_graphs(module, entry)
+
+
+def _groups(selection: Selection) -> Iterator[tuple[Entry, dict[str, Any]]]:
+    """The linear layers that known blocks offer, by name: those that share an input, with the entry of their block."""
+    for block_name, (block, entry) in list(selection.modules.items()):
+        for paths in entry.fp8(block):
+            part = block.get_submodule(paths[0].partition(".")[0])
+            if "processor" in part.__dict__ and entry_for(ENTRIES, part) is None:
+                continue  # the attention is not known, and stays as it is
+            names = [f"{block_name}.{path}" if block_name else path for path in paths]
+            yield entry, {name: base_of(block.get_submodule(path)) for name, path in zip(names, paths)}
+
+
+def check_device(device: torch.device) -> None:
+    """RuntimeError where a device has no products in fp8."""
+    obstacle = fp8_obstacle(device)
+    if obstacle:
+        raise RuntimeError(
+            f'precision: expected a GPU of compute capability 8.9 or newer for "fp8", got {obstacle}; nothing was '
+            "changed"
+        )
+
+
+def layers_for_fp8(root: nn.Module, skip: Sequence[str] | None) -> set[str]:
+    """The names of the linear layers that precision="fp8" takes of a model, which may be on "meta"."""
+    return {
+        name
+        for entry, layers in _groups(select({"": root}, "block", "fp32"))
+        for name, linear in layers.items()
+        if class_of(linear) == fp8.LINEAR_CLASS
+        and not fp8.why_not_shape(linear)
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in (entry.fp8_skip if skip is None else skip))
+    }
+
+
+def select_fp8(selection: Selection, skip: Sequence[str] | None, files: Mapping[str, Weights]) -> list[list[nn.Linear]]:
+    """Adds the linear layers of known blocks to the selection; those that share an input, together."""
+    groups = []
+    in_files, needed = set[str](), set[str]()
+    for component, file in files.items():
+        names = {".".join(filter(None, (component, name))) for name in file.linears}
+        in_files |= names
+        needed |= names if file.all_or_error else set()
+    for entry, layers in _groups(selection):
+        patterns = entry.fp8_skip if skip is None else skip
+        group = []
+        for name, linear in layers.items():
+            if name not in in_files if files else any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                continue
+            if class_of(linear) != fp8.LINEAR_CLASS:
+                selection.left_alone[name] = f"it is {class_of(linear)}, not {fp8.LINEAR_CLASS}"
+                continue
+            check_device(linear.weight.device)
+            reason = fp8.why_not_shape(linear) if files else why_not(linear, fp8.LINEAR)
+            if reason:
+                selection.left_alone[name] = reason
+            else:
+                selection.modules[name] = linear, fp8.LINEAR
+                group.append(linear)
+        if group:
+            groups.append(group)
+    missing = sorted(needed - selection.modules.keys())
+    if missing:
+        reason = selection.left_alone.get(missing[0], "it is in no block that is known here")
+        raise ValueError(f"weights: {missing[0]} is in fp8 in the file and cannot be here: {reason}")
+    return groups
