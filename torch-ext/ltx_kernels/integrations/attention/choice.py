@@ -14,13 +14,12 @@ from ..blocks.stream import TORCH_RMSNORM
 from ..engine.guards import has_tensor_cores, is_capturing
 from ..engine.kept import kept
 from ..engine.recording import others_take_functions, refuse
-from ..engine.sites import Site
 from ..engine.state import attention_is_replaced
 from ..linear.products import may_overwrite
 from ..parallel import attention as rank_attention
 from ..parallel.ranks import context_of
-from .description import Attention, AttentionModule
-from .masks import PaddingMask
+from .call import Call
+from .masks import ALL_KEYS, PaddingMask, Seen
 
 # Elements of a head's keys up to which qk_norm_cross_attention is the faster way: 256 keys of 64 columns, 128 of 128.
 # (h200-tuning.json, 2 x 8064 queries of 32 heads: 128 keys of 64 columns 73 us with masked keys and 93 without, where
@@ -51,24 +50,24 @@ def _kernel_pays(query: Tensor, keys: int, masked: bool) -> bool:
     return width == 64 or (masked and keys >= 256)
 
 
-def in_one_op(spec: Attention, site: Site, module: AttentionModule, query: Tensor, key: Tensor) -> bool:
+def in_one_op(call: Call, query: Tensor, key: Tensor) -> bool:
     """Whether a masked cross-attention goes through qk_norm_cross_attention."""
     return (
-        spec.norm == TORCH_RMSNORM
-        and spec.across_heads
+        call.spec.norm == TORCH_RMSNORM
+        and call.spec.across_heads
         and query.shape[2] == key.shape[2]
-        and parallel_config(spec, module, True) is None
+        and parallel_config(call) is None
         and _op_pays(query, key.shape[1], query.shape[-1])
-        and _may_attend(site, module)
+        and _may_attend(call)
     )
 
 
 def without_padding(
-    spec: PaddingMask, site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    call: Call, spec: PaddingMask, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key and value without padding as far as it is the same for all samples, and the mask for the rest."""
     valid = spec.valid(mask, key.shape[1])
-    lengths = _valid_lengths(site, mask, valid) if _may_read(module, mask) else ()
+    lengths = _valid_lengths(call, mask, valid) if _may_read(call, mask) else ()
     if lengths:
         longest = max(lengths)
         key, value, valid = key[:, :longest], value[:, :longest], valid[:, :longest]
@@ -79,7 +78,7 @@ def without_padding(
     return query, key, value, valid[:, None, None]
 
 
-def _may_read(module: AttentionModule, mask: Tensor) -> bool:
+def _may_read(call: Call, mask: Tensor) -> bool:
     """Whether the host may ask for a mask's contents, and rows be left out for them.
 
     A compiled or captured graph serves other masks too. An inference tensor may change without a sign, so that every
@@ -87,10 +86,10 @@ def _may_read(module: AttentionModule, mask: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or mask.is_inference() or others_take_functions() or is_capturing():
         return False
-    return getattr(module.processor, "_parallel_config", None) is None
+    return getattr(call.module.processor, "_parallel_config", None) is None
 
 
-def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
+def _valid_lengths(call: Call, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
     """The number of valid rows of each sample, read once for a mask; empty where these are not the first rows."""
 
     def make() -> tuple[int, ...]:
@@ -99,20 +98,21 @@ def _valid_lengths(site: Site, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
         in_order, *lengths = torch.cat(((first == valid).all().view(1), counts)).tolist()
         return tuple(lengths) if in_order else ()
 
-    return kept(site, ("valid lengths", valid.shape), (mask,), make)
+    return kept(call.site, ("valid lengths", valid.shape), (mask,), make)
 
 
-def _may_attend(site: Site, module: AttentionModule) -> bool:
+def _may_attend(call: Call) -> bool:
     """Whether an attention may go through an op of this package: nothing else was asked for.
 
     Diffusers' dispatch chooses where a backend was set, and where somebody else takes calls of torch functions: for
     perturbed attention guidance, for example, or where torch's scaled_dot_product_attention was replaced.
     """
-    processor, backends = module.processor, site.settings["backends"]
+    settings = call.site.settings
+    backends = settings["backends"]
     return (
-        site.rounding == "fp32"
-        and getattr(processor, "_attention_backend", None) is None
-        and ((backends is None and site.settings["dispatch"] is None) or _is_native(backends))
+        call.site.rounding == "fp32"
+        and getattr(call.module.processor, "_attention_backend", None) is None
+        and ((backends is None and settings["dispatch"] is None) or _is_native(backends))
         and not others_take_functions()
         and not attention_is_replaced()
     )
@@ -123,57 +123,48 @@ def _is_native(backends: Any) -> bool:
 
 
 def attend(
-    spec: Attention,
-    site: Site,
-    module: AttentionModule,
+    call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    keys: Tensor | None,
-    cross: bool,
+    seen: Seen,
     out: Tensor | None = None,
     ahead: rank_attention.Ahead | None = None,
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
 
     key, value: They may have fewer heads, which the query's heads share.
-    keys: The mask as one of keys, where it can be written so.
     out: Where this package's op, or an exchange by copies, may write the result. Others return a tensor of their own.
     ahead: The values, where `values_ahead` has sent them.
     """
-    scores_mask = None if mask is None or spec.mask is None else spec.mask.for_scores(mask)
-    fits = mask is None or keys is not None
-    parallel = parallel_config(spec, module, cross)
+    form, parallel = call.spec.mask, parallel_config(call)
+    scores_mask = None if seen.mask is None or form is None else form.for_scores(seen.mask)
     if parallel is None:
-        pays = not cross or _kernel_pays(query, key.shape[1], mask is not None)
-        if fits and pays and runs_kernel(query, key, value) and _may_attend(site, module):
-            return _own_attention(site, query, key, value, keys, cross, out), True
+        pays = not call.cross or _kernel_pays(query, key.shape[1], seen.mask is not None)
+        if seen.of_keys and pays and runs_kernel(query, key, value) and _may_attend(call):
+            return _own_attention(call, query, key, value, seen.keys, out), True
     key, value = _for_each_head(query, key), _for_each_head(query, value)
     if parallel is None:
-        if not cross:
-            _remark_native(site, "not this package's kernel")
-        return _dispatched(site, module, query, key, value, scores_mask, None), False
+        _remark_native(call, "not this package's kernel")
+        return _dispatched(call, query, key, value, scores_mask, None), False
     context = context_of(parallel)
-    if context is None or (mask is not None and keys is None) or _needs_gradient(query, key, value):
-        if not cross:
-            _remark_native(site, "several ranks")
-        rank_attention.check_dispatch(context, mask)
-        return _dispatched(site, module, query, key, value, scores_mask, parallel), False
+    if context is None or not seen.of_keys or _needs_gradient(query, key, value):
+        _remark_native(call, "several ranks")
+        rank_attention.check_dispatch(context, seen.mask)
+        return _dispatched(call, query, key, value, scores_mask, parallel), False
 
     # Ranks may hold different numbers of keys, and have to decide alike.
-    may_attend = fits and not cross and _may_attend(site, module)
+    may_attend = not call.cross and _may_attend(call)
 
     def overlaps(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return may_attend and runs_kernel(query, key, value)
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor | None) -> Tensor:
         if overlaps(query, key, value):
-            return _own_attention(site, query, key, value, mask, cross, out)
-        if not cross:
-            _remark_native(site, "not this package's kernel")
+            return _own_attention(call, query, key, value, mask, out)
+        _remark_native(call, "not this package's kernel")
         scores_mask = None if mask is None else mask[:, None, None]
-        output = _dispatched(site, module, query, key, value, scores_mask, None)
+        output = _dispatched(call, query, key, value, scores_mask, None)
         return output if out is None else out.copy_(output)
 
     output = rank_attention.attend(
@@ -181,10 +172,10 @@ def attend(
         query,
         key,
         value,
-        keys,
+        seen.keys,
         ahead=ahead,
         out=out,
-        cross=cross,
+        cross=call.cross,
         compute=compute,
         overlaps=overlaps,
         in_place=may_overwrite(),
@@ -192,28 +183,26 @@ def attend(
     return output, overlaps(query, key, value)
 
 
-def attend_segments(
-    spec: Attention, site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
-) -> Tensor:
+def attend_segments(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Self-attention [B, S, heads, D] with a `SegmentMask`: two segments at most attend without the mask."""
-    start = _last_segment(site, module, mask)
+    start = _last_segment(call, mask)
     if start is None:
-        return attend(spec, site, module, query, key, value, mask, None, False)[0]
+        return attend(call, query, key, value, Seen(mask, None, False))[0]
     parts = [
-        attend(spec, site, module, query[:, rows], key[:, rows], value[:, rows], None, None, False)
+        attend(call, query[:, rows], key[:, rows], value[:, rows], ALL_KEYS)
         for rows in ([slice(0, start)] if start else []) + [slice(start, None)]
     ]
     if any(own for _, own in parts):
-        site.chosen.add("attention")
+        call.site.chosen.add("attention")
     return parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], 1)
 
 
-def _last_segment(site: Site, module: AttentionModule, mask: Tensor) -> int | None:
+def _last_segment(call: Call, mask: Tensor) -> int | None:
     """Where the last of two segments of every sample begins, read once for a mask [B, 1, S, S]; 0 where there is one.
 
     None: the segments are others, or the host may not read the mask.
     """
-    if not _may_read(module, mask):
+    if not _may_read(call, mask):
         return None
 
     def make() -> int | None:
@@ -224,7 +213,7 @@ def _last_segment(site: Site, module: AttentionModule, mask: Tensor) -> int | No
         fits, length = torch.stack((found.to(start.dtype), start)).tolist()
         return length % first.shape[1] if fits else None
 
-    return kept(site, "first segment", (mask,), make)
+    return kept(call.site, "first segment", (mask,), make)
 
 
 def _for_each_head(query: Tensor, x: Tensor) -> Tensor:
@@ -233,12 +222,10 @@ def _for_each_head(query: Tensor, x: Tensor) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, 2)
 
 
-def values_ahead(
-    spec: Attention, module: AttentionModule, value: Tensor, mask: Tensor | None, keys: Tensor | None
-) -> rank_attention.Ahead | None:
+def values_ahead(call: Call, value: Tensor, seen: Seen) -> rank_attention.Ahead | None:
     """The values of a self-attention, sent ahead of query and key, or None where they travel together."""
-    parallel = parallel_config(spec, module, False)
-    if parallel is None or (mask is not None and keys is None):
+    parallel = parallel_config(call)
+    if parallel is None or not seen.of_keys:
         return None
     return rank_attention.send_ahead(context_of(parallel), value)
 
@@ -248,53 +235,52 @@ _INT8_TOKENS = 4608
 
 
 def _own_attention(
-    site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cross: bool, out: Tensor | None
+    call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """This package's attention, in 8 bits where `optimize` was told so, the op takes the call and the call gains."""
-    if site.settings["attention"] == "int8" and not cross:
+    if call.site.settings["attention"] == "int8" and not call.cross:
         columns, tokens = query.shape[-1], key.shape[1]
         if mask is not None:
-            _remark_native(site, "a mask")
+            _remark_native(call, "a mask")
         elif key.shape[2] != query.shape[2]:
-            _remark_native(site, "fewer heads of keys than of queries")
+            _remark_native(call, "fewer heads of keys than of queries")
         elif columns != INT8_HEAD_DIM:
-            _remark_native(site, f"heads of {columns} columns")
+            _remark_native(call, f"heads of {columns} columns")
         elif tokens < _INT8_TOKENS:
-            _remark_native(site, f"fewer than {_INT8_TOKENS} tokens")
+            _remark_native(call, f"fewer than {_INT8_TOKENS} tokens")
         else:
             return attention(query, key, value, out=out, precision="int8")
     return attention(query, key, value, mask=mask, out=out)
 
 
-def _remark_native(site: Site, reason: str) -> None:
-    if site.settings["attention"] == "int8":
-        site.remark(f"attention not in int8: {reason}")
+def _remark_native(call: Call, reason: str) -> None:
+    """Counts a self-attention that `optimize` was asked to compute in int8, and that runs otherwise."""
+    if not call.cross and call.site.settings["attention"] == "int8":
+        call.site.remark(f"attention not in int8: {reason}")
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def parallel_config(spec: Attention, module: AttentionModule, cross: bool) -> Any:
+def parallel_config(call: Call) -> Any:
     """How the tokens of an attention lie on several ranks; None where this rank has all that it needs."""
-    if cross and not spec.parallel_cross:
+    if call.cross and not call.spec.parallel_cross:
         return None
-    config = getattr(module.processor, "_parallel_config", None)
+    config = getattr(call.module.processor, "_parallel_config", None)
     if config is not None:
         refuse("ranks exchange tokens")
     return config
 
 
-def _dispatched(
-    site: Site, module: AttentionModule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, parallel: Any
-) -> Tensor:
+def _dispatched(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, parallel: Any) -> Tensor:
     """Attention as the stock processor would have it computed."""
-    dispatch = site.settings["dispatch"]
+    dispatch = call.site.settings["dispatch"]
     if dispatch is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-    backend = getattr(module.processor, "_attention_backend", None)
-    if not (_is_native(site.settings["backends"]) if backend is None else backend == "native"):
+    backend = getattr(call.module.processor, "_attention_backend", None)
+    if not (_is_native(call.site.settings["backends"]) if backend is None else backend == "native"):
         refuse("a backend of attention may run kernels or set modes that no torch function tells of")
     output: Tensor = dispatch(
         query,

@@ -1,9 +1,9 @@
 """The attention of diffusion transformers: project, normalise and rotate query and key, attend, project.
 
-`Attention` (attention/description.py) describes one class of attention modules; this module computes any of them, with
-the layers that attention/layers.py finds and the kernel that attention/choice.py chooses. Query, key and value come out
-of one product where their weights lie side by side; two streams of tokens are projected into the rows of one buffer, so
-that nothing is concatenated; norm and rotation are one launch, in place.
+`Attention` (attention/description.py) describes one class of attention modules; this module computes a `Call` of any of
+them, with the layers that attention/layers.py finds and the kernel that attention/choice.py chooses. Query, key and
+value come out of one product where their weights lie side by side; two streams of tokens are projected into the rows of
+one buffer, so that nothing is concatenated; norm and rotation are one launch, in place.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..engine.guards import hooked, why_not_input
 from ..engine.kept import kept
 from ..engine.recording import as_one
 from ..engine.rotary_tables import Tables, with_identity_rows
-from ..engine.sites import Entry, Site, site_of, stock_forward
-from ..engine.state import recall
+from ..engine.sites import Entry, Site, stock_forward
 from ..linear.fp8 import in_fp8
-from ..linear.linears import Linears, joined
+from ..linear.linears import Linears, joined, kept_layers
 from ..linear.packing import unpack
-from ..linear.products import Input, dequantised
+from ..linear.products import Input, as_tensor
 from ..parallel import attention as rank_attention
 from ..parallel.ranks import context_of
+from .call import Call
 from .choice import attend, attend_segments, in_one_op, parallel_config, values_ahead, without_padding
-from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, FUSED, INPUTS, ROUND_ONCE, SHARED, Attention, AttentionModule
-from .layers import AttentionLayers, layers_of, settings_of, why_not_module
-from .masks import PaddingMask, SegmentMask
+from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, FUSED, INPUTS, ROUND_ONCE, SHARED, Attention
+from .layers import AttentionLayers, settings_of, why_not_module
+from .masks import ALL_KEYS, PaddingMask, SegmentMask
 
 
 def _readers(spec: Attention, described: Attention, module: nn.Module, input: Tensor) -> Linears | None:
@@ -43,7 +43,7 @@ def _readers(spec: Attention, described: Attention, module: nn.Module, input: Te
     first = module._modules[spec.called(module, spec.projections[:1] if described.cross else spec.projections)[0]]
     if first is None or not in_fp8(first) or hooked(module):
         return None
-    layers = layers_of(spec, module, input)
+    layers = kept_layers("attention", module, input, AttentionLayers, spec)
     if layers.reason or (layers.gate is not None and not layers.gate.fp8) or (spec.shared and layers.added is None):
         return None
     return layers.query if described.cross else layers.all
@@ -56,7 +56,8 @@ def entry_of(spec: Attention) -> Entry:
         if arguments:
             options = {**dict(zip(spec.parameters, arguments)), **options}
         input, context, mask = map(options.pop, INPUTS, (None, None, None))
-        return _forward(spec, module, input, context, mask, options)
+        ropes = options.pop(spec.rope, None), options.pop(spec.key_rope, None)
+        return _forward(Call(spec, module, input, context, mask, ropes), options)
 
     shared = {name: f"{name} + {spec.processor}" for name in spec.classes if name in SHARED}
     return Entry(
@@ -67,11 +68,8 @@ def entry_of(spec: Attention) -> Entry:
         spec.children,
         frozenset(
             (
-                *(
-                    spec.output.partition(".")[0],
-                    *spec.norms,
-                    *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if spec.added else ()),
-                ),
+                *(spec.output.partition(".")[0], *spec.norms),
+                *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if spec.added else ()),
                 *(*spec.image, spec.gate, spec.mlp, *spec.optional_children, *FUSED.values()),
                 "processor",  # a module, as an IP-Adapter's processor is
             )
@@ -88,114 +86,95 @@ def entry_of(spec: Attention) -> Entry:
 # ---- The call
 
 
-def _why_not_call(
-    spec: Attention, module: Any, input: Tensor, context: Tensor | None, mask: Tensor | None, rope: Any, more: Any
-) -> str:
+def _forward(call: Call, options: dict[str, Any]) -> Any:
+    """Computes a call of a module, or runs its stock forward for a reason.
+
+    A block that asked `Entry.readers` may hand over quantised rows instead of a tensor. A self-attention may get its
+    input a second time, as the context.
+
+    options: Further arguments.
+    """
+    spec = call.spec
+    reason = _why_not(call, options)
+    if not reason:
+        call.layers = kept_layers("attention", call.module, call.input, AttentionLayers, spec)
+        reason = call.layers.reason
+    if reason:
+        return _stock(call, reason, options)
+    if call.context is not None and (call.layers.added is not None or spec.shared):
+        call.cross = False
+        return _joint(call)
+    return _single(call)
+
+
+def _why_not(call: Call, options: dict[str, Any]) -> str:
+    """Why the arguments of a call keep it from running ops."""
+    spec, context, mask = call.spec, call.context, call.mask
+    input = call.input[1] if isinstance(call.input, tuple) else call.input  # the scales are on the rows' device, too
     reason = why_not_input(input)
     if reason:
         return reason
-    if more:
+    if options:
         unset = (None, False)
-        given = [n for n, v in more.items() if not any(v is u for u in unset) and n not in spec.ignored]
+        given = [n for n, v in options.items() if not any(v is u for u in unset) and n not in spec.ignored]
         if given:
             return f"arguments {', '.join(given)}"
     if mask is not None:
         if spec.mask is None:
             return "a mask"
         reason = spec.mask.why_not(mask, None if context is None else context.shape[1])
-    return reason or spec.check(module, input, context, rope)
+    return reason or spec.check(call.module, input, context, call.rope)
 
 
-def _forward(
-    spec: Attention, module: nn.Module, input: Input, context: Tensor | None, mask: Tensor | None, options: Any
-) -> Any:
-    """Computes a call of a module, or runs its stock forward for a reason.
-
-    A block that asked `Entry.readers` may hand over quantised rows instead of a tensor. A self-attention may get its
-    input a second time, as the context.
-    """
-    twice = context is not None and context is input and not (spec.added or spec.shared)
-    if twice:
-        context = None
-    rope = options.pop(spec.rope, None)
-    key_rope = options.pop(spec.key_rope, None)
-    if key_rope is not None:
-        rope = rope, key_rope
-    site = site_of(module)
-    if isinstance(
-        input, tuple
-    ):  # `readers` has found the layers and checked the module; the arguments are checked here
-        like = dequantised(input) if torch.compiler.is_compiling() else input[1]
-        layers = recall(module, ("attention", torch.bfloat16, input[1].device)) or layers_of(
-            spec, module, dequantised(input)
-        )
-        reason = layers.reason or _why_not_call(spec, module, like, context, mask, rope, options)
-    else:
-        reason = _why_not_call(spec, module, input, context, mask, rope, options)
-        if not reason:
-            layers = layers_of(spec, module, input)
-            reason = layers.reason
-    if reason:
-        parallel = parallel_config(spec, cast(AttentionModule, module), context is not None)
-        if parallel is not None:
-            masks = (mask, options.get("encoder_hidden_states_mask"))
-            rank_attention.check_dispatch(context_of(parallel), *masks)
-        tensor = dequantised(input) if isinstance(input, tuple) else input
-        tables = (rope, None) if key_rope is None else rope
-        named = {
-            name: spec.stock_rope(module, table)
-            for name, table in zip((spec.rope, spec.key_rope), tables)
-            if table is not None
-        }
-        given = tensor, tensor if twice else context, mask
-        inputs = {name: value for name, value in zip(INPUTS, given) if name in spec.parameters}
-        return stock_forward(module, reason, **inputs, **named, **options)
-    if context is not None and (layers.added is not None or spec.shared):
-        return _joint(spec, site, module, layers, input, context, mask, rope)
-    return _single(spec, site, module, layers, input, context, mask, rope)
+def _stock(call: Call, reason: str, options: dict[str, Any]) -> Any:
+    """The stock forward, counted as a fallback."""
+    spec = call.spec
+    parallel = parallel_config(call)
+    if parallel is not None:
+        rank_attention.check_dispatch(context_of(parallel), call.mask, options.get("encoder_hidden_states_mask"))
+    tensor = as_tensor(call.input)
+    inputs = zip(INPUTS, (tensor, tensor if call.twice else call.context, call.mask))
+    named = {name: value for name, value in inputs if name in spec.parameters}
+    ropes = zip((spec.rope, spec.key_rope), call.ropes)
+    named.update({name: spec.stock_rope(call.module, rope) for name, rope in ropes if rope is not None})
+    return stock_forward(call.module, reason, **named, **options)
 
 
-def _project(site: Site, linears: Linears, input: Input, heads: int, width: int = 0) -> tuple[Tensor, ...]:
+def _project(call: Call, linears: Linears, input: Input, width: int = 0) -> tuple[Tensor, ...]:
     """The output of each layer, [B, S, heads, D]; views of one new tensor where the layers are packed.
 
-    heads: Of the first layer. The others have as many as their width gives.
-    width: D, where the first layer may have fewer heads.
+    width: D, where the first layer is not the query's and may have fewer heads.
     """
+    heads = call.layers.heads
     if linears.even:
         shape = len(linears.sizes), -1 if width else heads, width or -1
         return linears.together(input).unflatten(-1, shape).unbind(-3)
-    if not linears.packed and len(linears.modules) > 1 and site.rounding == "fp32":
-        site.count_unpacked()
+    if not linears.packed and len(linears.modules) > 1 and call.site.rounding == "fp32":
+        call.site.count_unpacked()
     outputs = linears(input)
     width = width or outputs[0].shape[-1] // heads
     return tuple([x.unflatten(-1, (-1, width)) for x in outputs])
 
 
 def _norm_and_rotate(
-    spec: Attention,
-    site: Site,
-    layers: AttentionLayers,
-    stream: int,
-    query: Tensor,
-    key: Tensor,
-    rope: Tables | None,
-    fresh: bool,
+    call: Call, stream: int, query: Tensor, key: Tensor, rope: Tables | None, fresh: bool
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotation of query and key, [B, S, heads, D].
 
     stream: 0, or 1 for the second stream of a joint attention, which has norms of its own.
     fresh: The caller owns the memory of query and key, so that it may be overwritten.
     """
+    spec, layers = call.spec, call.layers
     normed = len(layers.eps) > stream
     places = slice(2 * stream, 2 * stream + 2)
     query_weight, key_weight = layers.weights[places] if normed else (None, None)
     eps = layers.eps[stream] if normed else None
     out = (query, key) if fresh and layers.in_place else None
-    one_op = _rotates_in_one_op(spec, site)
-    if one_op and normed and rope is None and not spec.across_heads:
+    one_op = normed and _rotates_in_one_op(call)
+    if one_op and rope is None and not spec.across_heads:
         # One launch for both norms; the table is one row, which stays in the cache.
-        rope = as_one(_identity, site, query, key)
-    if rope is not None and one_op and normed:
+        rope = as_one(_identity, call.site, query, key)
+    if one_op and rope is not None:
         layer = spec.norm == TORCH_LAYERNORM
         query_bias, key_bias = layers.biases[places] if layer else (None, None)
         return qk_norm_rope(
@@ -210,26 +189,25 @@ def _norm_and_rotate(
             query_bias=query_bias,
             key_bias=key_bias,
             layout=layers.layout,
-            rounding=site.rounding,
+            rounding=call.site.rounding,
             out=out,
         )
-    return tuple(  # type: ignore[return-value]
-        _norm_then_rotate(spec, site, layers, x, weight, eps, rope, normed)
-        for x, weight in ((query, query_weight), (key, key_weight))
-    )
+    query = _norm_then_rotate(call, query, query_weight, eps, rope)
+    return query, _norm_then_rotate(call, key, key_weight, eps, rope)
 
 
-def _rotates_in_one_op(spec: Attention, site: Site) -> bool:
+def _rotates_in_one_op(call: Call) -> bool:
     """Whether norm and rotation are one launch."""
     # In "eager" the op rounds once after the weight, as torch's norm does and diffusers' does not.
-    return spec.norm in ROUND_ONCE or (spec.norm == RMSNORM and site.rounding == "fp32")
+    return call.spec.norm in ROUND_ONCE or (call.spec.norm == RMSNORM and call.site.rounding == "fp32")
 
 
-def _ops_before(spec: Attention, site: Site, layers: AttentionLayers, rotated: bool) -> tuple[str, ...]:
+def _ops_before(call: Call, rotated: bool) -> tuple[str, ...]:
     """The ops that `_norm_and_rotate` runs."""
-    if layers.eps and (rotated or not spec.across_heads) and _rotates_in_one_op(spec, site):
+    normed = bool(call.layers.eps)
+    if normed and (rotated or not call.spec.across_heads) and _rotates_in_one_op(call):
         return ("qk_norm_rope",)
-    return (*(("rmsnorm",) if layers.eps else ()), *(("apply_rotary",) if rotated else ()))
+    return (*(("rmsnorm",) if normed else ()), *(("apply_rotary",) if rotated else ()))
 
 
 def _identity(site: Site, query: Tensor, key: Tensor) -> Tables:
@@ -244,199 +222,171 @@ def _identity(site: Site, query: Tensor, key: Tensor) -> Tables:
     return cos.expand(rows, width), sin.expand(rows, width)
 
 
-def _norm_then_rotate(
-    spec: Attention,
-    site: Site,
-    layers: AttentionLayers,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float | None,
-    rope: Tables | None,
-    normed: bool,
-) -> Tensor:
-    if normed:
-        rows = x.flatten(-2) if spec.across_heads else x
+def _norm_then_rotate(call: Call, x: Tensor, weight: Tensor | None, eps: float | None, rope: Tables | None) -> Tensor:
+    """weight: Of the norm; None where there is none."""
+    if weight is not None:
+        rows = x.flatten(-2) if call.spec.across_heads else x
         # torch.nn.RMSNorm rounds once, as "fp32" does.
-        rounding = "fp32" if spec.norm == TORCH_RMSNORM else site.rounding
+        rounding = "fp32" if call.spec.norm == TORCH_RMSNORM else call.site.rounding
         x = rmsnorm(rows, weight, eps, rounding=rounding).view_as(x)
     if rope is not None:
-        x = apply_rotary(x, *rope, layout=layers.layout, rounding=site.rounding)
+        x = apply_rotary(x, *rope, layout=call.layers.layout, rounding=call.site.rounding)
     return x
 
 
-def _single(
-    spec: Attention,
-    site: Site,
-    module: Any,
-    layers: AttentionLayers,
-    input: Input,
-    context: Tensor | None,
-    mask: Tensor | None,
-    rope: Any,
-) -> Tensor:
+def _single(call: Call) -> Tensor:
     """Self-attention, and cross-attention to a context."""
-    heads = layers.heads
+    layers, module, context = call.layers, call.module, call.context
     image: tuple[Tensor, ...] = ()
     if layers.image is not None and context is not None:
-        length = context.shape[1] - spec.text
-        image = _project(site, layers.image, context[:, :length], heads)
+        length = context.shape[1] - call.spec.text
+        image = _project(call, layers.image, context[:, :length])
         context = context[:, length:]
     gate_up: Tensor | None = None
     both: Tensor | None = None
     out: Tensor | None = None
-    if spec.mlp:
-        (outputs,) = layers.all(input)
-        qkv, gate_up = outputs.split([3 * module.inner_dim, outputs.shape[-1] - 3 * module.inner_dim], -1)
-        query, key, value = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
+    if call.spec.mlp:
+        (outputs,) = layers.all(call.input)
+        width: int = module.inner_dim
+        qkv, gate_up = outputs.split([3 * width, outputs.shape[-1] - 3 * width], -1)
+        query, key, value = qkv.unflatten(-1, (3, layers.heads, -1)).unbind(-3)
         fresh = layers.all.plain or layers.all.scaled
         assert layers.out is not None
         if layers.in_place and not layers.out.fp8:
-            both = outputs.new_empty(*outputs.shape[:-1], module.inner_dim + gate_up.shape[-1] // 2)
-            out = both[..., : module.inner_dim].unflatten(-1, (heads, -1))
+            both = outputs.new_empty(*outputs.shape[:-1], width + gate_up.shape[-1] // 2)
+            out = both[..., :width].unflatten(-1, (layers.heads, -1))
     elif context is None:
-        query, key, value = _project(site, layers.all, input, heads)
+        query, key, value = _project(call, layers.all, call.input)
         fresh = layers.all.packed
     else:
-        (query,) = _project(site, layers.query, input, heads)
-        key, value = _project(site, layers.context, context, heads, query.shape[-1])
+        (query,) = _project(call, layers.query, call.input)
+        key, value = _project(call, layers.context, context, query.shape[-1])
         fresh = layers.context.packed
-    tables = None if rope is None else as_one(spec.tables, module, rope)
-    keys = None if mask is None or spec.mask is None else spec.mask.of_keys(mask)
-    if keys is not None and tables is None and in_one_op(spec, site, module, query, key):
-        site.count_call("qk_norm_cross_attention", *(("gate_heads",) if layers.gate is not None else ()))
+    tables = None if call.rope is None else as_one(call.spec.tables, module, call.rope)
+    seen = call.seen(call.mask)
+    if seen.keys is not None and tables is None and in_one_op(call, query, key):
+        call.site.count_call("qk_norm_cross_attention", *(("gate_heads",) if layers.gate is not None else ()))
         query_weight, key_weight = layers.weights
-        output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, layers.eps[0], mask=keys)
-        return _output(layers, _gated(spec, site, layers, input, output))
-    fewer = key.shape[2] != heads  # ranks exchange them with a copy for each head of the query
-    ahead = None if context is not None or fewer else values_ahead(spec, module, value, mask, keys)
-    query, key = _norm_and_rotate(spec, site, layers, 0, query, key, tables, fresh)
-    if mask is not None and isinstance(spec.mask, SegmentMask):
-        output = as_one(functools.partial(attend_segments, spec, site, module), query, key, value, mask)
-        _count(spec, site, layers, tables is not None, False)
-        return _output(layers, _gated(spec, site, layers, input, output))
-    output, own = attend(spec, site, module, query, key, value, mask, keys, context is not None, out, ahead)
+        output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, layers.eps[0], mask=seen.keys)
+        return _output(call, _gated(call, output))
+    fewer = key.shape[2] != layers.heads  # ranks exchange them with a copy for each head of the query
+    ahead = None if call.cross or fewer else values_ahead(call, value, seen)
+    query, key = _norm_and_rotate(call, 0, query, key, tables, fresh)
+    if call.mask is not None and isinstance(call.spec.mask, SegmentMask):
+        attend_now = functools.partial(attend_segments, call.without_arguments())
+        output = as_one(attend_now, query, key, value, call.mask)
+        _count(call, tables is not None, False)
+        return _output(call, _gated(call, output))
+    output, own = attend(call, query, key, value, seen, out, ahead)
     if image:
-        key = _norm_then_rotate(
-            spec, site, layers, image[0], layers.weights[-1], layers.eps[-1], None, spec.norm is not None
-        )
-        output = output + attend(spec, site, module, query, key, image[1], None, None, True)[0]
-    _count(spec, site, layers, tables is not None, own)
+        key = _norm_then_rotate(call, image[0], layers.weights[-1], layers.eps[-1], None)
+        output = output + attend(call, query, key, image[1], ALL_KEYS)[0]
+    _count(call, tables is not None, own)
     if gate_up is None:
-        return _output(layers, _gated(spec, site, layers, input, output))
-    return _output_beside_mlp(site, layers, output, gate_up, both, out)
+        return _output(call, _gated(call, output))
+    return _output_beside_mlp(call, output, gate_up, both, out)
 
 
-def _output_beside_mlp(
-    site: Site, layers: AttentionLayers, heads: Tensor, gate_up: Tensor, both: Tensor | None, out: Tensor | None
-) -> Tensor:
+def _output_beside_mlp(call: Call, heads: Tensor, gate_up: Tensor, both: Tensor | None, out: Tensor | None) -> Tensor:
     """The output layer's result, where the layer reads heads [B, S, heads, D] and an MLP's SwiGLU side by side.
 
     gate_up: The input of the SwiGLU, [B, S, 2 I].
     both: Memory for the layer's input, [B, S, heads * D + I], or None.
     out: The columns of `both` for the heads, in which the attention may have written them already.
     """
-    assert layers.out is not None
-    if layers.out.fp8:
-        return layers.out(swiglu_quant(gate_up, prefix=heads.flatten(2)))[0]
+    output, rounding = call.layers.out, call.site.rounding
+    assert output is not None
+    if output.fp8:
+        return output(swiglu_quant(gate_up, prefix=heads.flatten(2)))[0]
     if both is None or out is None:
-        both = torch.cat((heads.flatten(2), swiglu(gate_up, rounding=site.rounding)), -1)
+        both = torch.cat((heads.flatten(2), swiglu(gate_up, rounding=rounding)), -1)
     else:
         if heads is not out:
             out.copy_(heads)
-        swiglu(gate_up, rounding=site.rounding, out=both[..., -(gate_up.shape[-1] // 2) :])
-    return layers.out(both)[0]
+        swiglu(gate_up, rounding=rounding, out=both[..., -(gate_up.shape[-1] // 2) :])
+    return output(both)[0]
 
 
-def _gated(spec: Attention, site: Site, layers: AttentionLayers, input: Input, output: Tensor) -> Input:
+def _gated(call: Call, output: Tensor) -> Input:
     """The output [B, S, heads, D], each head times its gate; quantised rows where the output layer reads these."""
+    layers, scale = call.layers, call.spec.gate_scale
     if layers.gate is None:
         return output
-    (logits,) = layers.gate(input)
+    (logits,) = layers.gate(call.input)
     if layers.out is not None and layers.out.fp8:
-        return gate_heads_quant(output, logits, spec.gate_scale)
-    return gate_heads(output, logits, spec.gate_scale, rounding=site.rounding)
+        return gate_heads_quant(output, logits, scale)
+    return gate_heads(output, logits, scale, rounding=call.site.rounding)
 
 
-def _joint(
-    spec: Attention,
-    site: Site,
-    module: Any,
-    layers: AttentionLayers,
-    input: Input,
-    context: Tensor,
-    mask: Tensor | None,
-    rope: Any,
-) -> tuple[Tensor, Tensor]:
+def _joint(call: Call) -> tuple[Tensor, Tensor]:
     """Attention of two streams to both; (first, second) as the stock processors return them."""
-    heads, added = layers.heads, layers.added
+    spec, layers = call.spec, call.layers
+    input, added, context = call.input, layers.added, cast(Tensor, call.context)
     second = context.shape[1]
     first = (input[0] if isinstance(input, tuple) else input).shape[1]
     rows, rows2 = slice(0, first), slice(first, first + second)
     if spec.text_first:
         rows, rows2 = slice(second, first + second), slice(0, second)
-    tables = None if rope is None else as_one(spec.tables, module, rope)
+    tables = None if call.rope is None else as_one(spec.tables, call.module, call.rope)
     if tables is not None and not spec.rotates_text:
-        tables = as_one(with_identity_rows, site, tables, second, spec.text_first)
+        tables = as_one(with_identity_rows, call.site, tables, second, spec.text_first)
     if added is None:
-        query, key, value = _project_both(site, layers, cast(Tensor, input), rows, context, rows2, heads)
-        query, key = _norm_and_rotate(spec, site, layers, 0, query, key, tables, layers.all.packed)
+        query, key, value = _project_both(call, rows, rows2)
+        query, key = _norm_and_rotate(call, 0, query, key, tables, layers.all.packed)
     elif layers.in_place and layers.all.even and added.even and layers.all.sizes == added.sizes:
         packed = joined(layers.all, input, rows, added, context, rows2, first + second)
-        query, key, value = packed.unflatten(-1, (3, heads, -1)).unbind(-3)
+        query, key, value = packed.unflatten(-1, (3, layers.heads, -1)).unbind(-3)
         for stream, part in enumerate((rows, rows2)):
-            mine = None if tables is None else (_rows(tables[0], part), _rows(tables[1], part))
             query_part, key_part = query[:, part], key[:, part]
-            new = _norm_and_rotate(spec, site, layers, stream, query_part, key_part, mine, True)
+            new = _norm_and_rotate(call, stream, query_part, key_part, _rows(tables, part), True)
             if new[0] is not query_part:
                 query_part.copy_(new[0])
                 key_part.copy_(new[1])
     else:
         streams = []
         for stream, (linears, tokens, part) in enumerate(((layers.all, input, rows), (added, context, rows2))):
-            q, k, v = _project(site, linears, tokens, heads)
-            mine = None if tables is None else (_rows(tables[0], part), _rows(tables[1], part))
-            streams.append((*_norm_and_rotate(spec, site, layers, stream, q, k, mine, linears.packed), v))
+            q, k, v = _project(call, linears, tokens)
+            streams.append((*_norm_and_rotate(call, stream, q, k, _rows(tables, part), linears.packed), v))
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
-    if mask is not None and isinstance(spec.mask, PaddingMask):
-        query, key, value, seen = without_padding(spec.mask, site, module, query, key, value, mask)
-    else:
-        seen = mask
-    keys = None if seen is None or spec.mask is None else spec.mask.of_keys(seen)
-    output, own = attend(spec, site, module, query, key, value, seen, keys, False)
-    _count(spec, site, layers, tables is not None, own)
+    mask, padding = call.mask, spec.mask if isinstance(spec.mask, PaddingMask) else None
+    if mask is not None and padding is not None:
+        query, key, value, mask = without_padding(call, padding, query, key, value, mask)
+    output, own = attend(call, query, key, value, call.seen(mask))
+    _count(call, tables is not None, own)
     if added is None:
-        both = _output(layers, output)
+        both = _output(call, output)
         return both[:, rows], both[:, rows2]
-    result = _output(layers, output[:, rows])
+    result = _output(call, output[:, rows])
     text = output[:, rows2].flatten(2)
-    if mask is not None and isinstance(spec.mask, PaddingMask):
-        text = spec.mask.text_of(text, mask)
+    if call.mask is not None and padding is not None:
+        text = padding.text_of(text, call.mask)
     if layers.added_out is not None:
         (text,) = layers.added_out(text)
     return result, text
 
 
-def _project_both(
-    site: Site, layers: AttentionLayers, input: Tensor, rows: slice, context: Tensor, rows2: slice, heads: int
-) -> tuple[Tensor, ...]:
-    """Query, key and value, [B, S + T, heads, D], of two streams that go through the same layers."""
-    linears = layers.all
-    if layers.in_place and linears.even and linears.direct:
+def _project_both(call: Call, rows: slice, rows2: slice) -> tuple[Tensor, ...]:
+    """Query, key and value, [B, S + T, heads, D], of two streams that go through the same layers.
+
+    rows, rows2: The places of the first stream and of the second in the joint order.
+    """
+    linears, input, context = call.layers.all, cast(Tensor, call.input), cast(Tensor, call.context)
+    if call.layers.in_place and linears.even and linears.direct:
         packed = joined(linears, input, rows, linears, context, rows2, input.shape[1] + context.shape[1])
-        return packed.unflatten(-1, (len(linears.sizes), heads, -1)).unbind(-3)
+        return packed.unflatten(-1, (len(linears.sizes), call.layers.heads, -1)).unbind(-3)
     streams = (input, context) if rows.start == 0 else (context, input)
-    return _project(site, linears, joint(*streams), heads)
+    return _project(call, linears, joint(*streams))
 
 
-def _rows(table: Tensor, rows: slice) -> Tensor:
-    """Rows of a table [S, W], [B, S, W], or [B, heads, S, W]."""
-    return table[..., rows, :]
+def _rows(tables: Tables | None, rows: slice) -> Tables | None:
+    """Rows of tables [S, W], [B, S, W], or [B, heads, S, W]."""
+    return None if tables is None else (tables[0][..., rows, :], tables[1][..., rows, :])
 
 
-def _output(layers: AttentionLayers, heads: Input) -> Tensor:
+def _output(call: Call, heads: Input) -> Tensor:
     """The output layer's result, of heads [B, S, heads, D] or of their quantised rows."""
-    rows = heads.flatten(2) if isinstance(heads, Tensor) else heads
+    layers, rows = call.layers, heads.flatten(2) if isinstance(heads, Tensor) else heads
     if layers.out is None:
         assert isinstance(rows, Tensor)
         return rows
@@ -444,10 +394,10 @@ def _output(layers: AttentionLayers, heads: Input) -> Tensor:
     return output if layers.dropout is None else layers.dropout(output)
 
 
-def _count(spec: Attention, site: Site, layers: AttentionLayers, rotated: bool, own: bool) -> None:
-    ops = layers.ops.get((rotated, own))
+def _count(call: Call, rotated: bool, own: bool) -> None:
+    ops = call.layers.ops.get((rotated, own))
     if ops is None:
-        mlp = ("swiglu",) if spec.mlp else ()
-        ops = (*_ops_before(spec, site, layers, rotated), *(("attention",) if own else ()), *mlp)
-        layers.ops[rotated, own] = ops
-    site.count_call(*ops)
+        mlp = ("swiglu",) if call.spec.mlp else ()
+        ops = (*_ops_before(call, rotated), *(("attention",) if own else ()), *mlp)
+        call.layers.ops[rotated, own] = ops
+    call.site.count_call(*ops)

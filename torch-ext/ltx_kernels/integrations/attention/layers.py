@@ -12,8 +12,7 @@ from ..blocks.gated_mlp import ACTIVATIONS, SILU
 from ..blocks.stream import TORCH_RMSNORM
 from ..engine.code import patched
 from ..engine.guards import children, class_of, hooked, is_idle, submodule, why_not_norm_weight
-from ..engine.sites import Site, site_of
-from ..engine.state import remember
+from ..engine.sites import site_of
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears
 from ..linear.products import may_overwrite
@@ -93,8 +92,10 @@ class AttentionLayers:
         *("image", "in_place", "layout", "ops", "out", "query", "reason", "weights"),
     )
 
-    def __init__(self, spec: Attention, module: nn.Module, input: Tensor, site: Site) -> None:
+    def __init__(self, module: nn.Module, spec: Attention, input: Tensor) -> None:
         """input: A tensor of the dtype and device of the calls."""
+        site = site_of(module)
+        site.settings.update(settings_of(module))  # somebody may have exchanged diffusers' functions
         self.reason = _why_not_layers(spec, module, input)
         if self.reason:
             return
@@ -190,14 +191,3 @@ def _why_not_heads(spec: Attention, module: nn.Module) -> str:
     query, key, value = cast("list[int]", sizes)
     fits = key == value and query % heads == 0 and key % (query // heads) == 0 and query % key == 0
     return "" if fits else f"its query, key and value of {query}, {key} and {value} columns make no {heads} heads"
-
-
-def layers_of(spec: Attention, module: nn.Module, input: Tensor) -> AttentionLayers:
-    """The layers of a module for inputs of this dtype and device; they are kept as long as the module's state holds."""
-    return remember(module, ("attention", input.dtype, input.device), _make_layers, spec, input)
-
-
-def _make_layers(module: nn.Module, spec: Attention, input: Tensor) -> AttentionLayers:
-    site = site_of(module)
-    site.settings.update(settings_of(module))  # somebody may have exchanged diffusers' functions
-    return AttentionLayers(spec, module, input, site)

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Seen(NamedTuple):
+    """The keys that queries see: all of them, or those of a mask."""
+
+    mask: Tensor | None
+    keys: Tensor | None  # the mask as one of keys, [B, T]; None where it cannot be written so
+    of_keys: bool  # ops that read a mask of keys, or none, can compute this
+
+
+ALL_KEYS = Seen(None, None, True)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from ...glu import gelu, swiglu
 from ...quant import gelu_quant, swiglu_quant
 from ..engine.guards import ATTRIBUTE, class_of, hooked, is_idle
 from ..engine.recording import as_one
-from ..engine.state import remember
 from ..linear.fp8 import in_fp8
-from ..linear.linears import Linears, linear_gelu_of
-from ..linear.products import Input, like_of
+from ..linear.linears import Linears, kept_layers, linear_gelu_of
+from ..linear.products import Input
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
@@ -65,8 +64,8 @@ def why_not_swiglu(module: nn.Module) -> str:
     return f"its activation {reason}" if reason else ""
 
 
-def _known(ff: nn.Module, input: Tensor) -> _Layers | None:
-    return None if hooked(ff) else remember(ff, (input.dtype, input.device), _layers, input)
+def _known(ff: nn.Module, input: Input) -> _Layers | None:
+    return None if hooked(ff) else kept_layers("feed-forward", ff, input, _layers)
 
 
 def readers(ff: nn.Module, input: Tensor) -> Linears | None:
@@ -86,7 +85,7 @@ def _first(ff: nn.Module) -> Iterable[nn.Module]:
 
 def feed_forward(ff: nn.Module, input: Input) -> Tensor:
     """``ff(input)``, of a tensor, or of quantised rows where `readers` allowed them."""
-    layers = _known(ff, like_of(input))
+    layers = _known(ff, input)
     if layers is None:
         return cast(Tensor, ff(input))
     layers.count_call()

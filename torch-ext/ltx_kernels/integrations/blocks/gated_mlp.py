@@ -12,11 +12,10 @@ from ...glu import geglu, swiglu
 from ...quant import geglu_quant, swiglu_quant
 from ..engine.guards import ATTRIBUTE, class_of, hooked, is_idle, submodule, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward
-from ..engine.state import recall, remember
-from ..linear.fp8 import Rows, in_fp8
-from ..linear.linears import Linears
+from ..linear.fp8 import in_fp8
+from ..linear.linears import Linears, kept_layers
 from ..linear.packing import unpack
-from ..linear.products import Input, as_tensor, like_of, may_overwrite
+from ..linear.products import Input, as_tensor, may_overwrite
 
 # What activation modules compute, by the name of their class. Those of FLUX.2 and FLUX.3 also
 # multiply by the linear part.
@@ -46,11 +45,6 @@ class Projections:
     def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
         """Groups of linear layers whose weights should lie side by side."""
         return (self.projections,) if len(self.projections) > 1 else ()
-
-
-def known_layers(kind: str, module: nn.Module, rows: Rows) -> Any:
-    """The layers of a module that is handed rows of fp8, where `readers` has just asked for them; None elsewhere."""
-    return recall(module, (kind, torch.bfloat16, rows[1].device))
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class GatedMLP(Projections):
         first = module._modules.get(self.projections[0])
         if first is None or not in_fp8(first) or hooked(module):
             return None
-        layers = _layers_of(self, module, input)
+        layers = kept_layers("mlp", module, input, MLPLayers, self)
         return None if layers.reason else layers.up
 
     def adds(self, module: nn.Module) -> bool:
@@ -122,7 +116,7 @@ class MLPLayers:
 
     __slots__ = ("activation", "down", "reason", "up")
 
-    def __init__(self, spec: GatedMLP, module: nn.Module, input: Tensor) -> None:
+    def __init__(self, module: nn.Module, spec: GatedMLP, input: Tensor) -> None:
         modules = module._modules
         activation = modules[spec.activation] if spec.activation else None
         self.activation = SILU if activation is None else ACTIVATIONS.get(class_of(activation), "")
@@ -141,30 +135,18 @@ class MLPLayers:
         self.down = Linears((down,), input, site)
 
 
-def _layers_of(spec: GatedMLP, module: nn.Module, input: Tensor) -> MLPLayers:
-    def ask(module: nn.Module) -> MLPLayers:
-        return MLPLayers(spec, module, input)
-
-    return remember(module, ("mlp", input.dtype, input.device), ask)
-
-
 def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None) -> Tensor:
-    """The stock forward; a layer that asked `GatedMLP.readers` may hand over rows of fp8.
+    """The stock forward; a layer that asked `Entry.readers` may hand over rows of fp8.
 
     addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
     """
-    layers = known_layers("mlp", module, input) if isinstance(input, tuple) else None
-    reason = ""
-    if layers is None:
-        like = like_of(input)
-        reason = why_not_input(like)
-        if not reason:
-            layers = _layers_of(spec, module, like)
-            reason = layers.reason
+    reason = why_not_input(input[1] if isinstance(input, tuple) else input)
+    if not reason:
+        layers = kept_layers("mlp", module, input, MLPLayers, spec)
+        reason = layers.reason
     if reason:
         output = cast(Tensor, stock_forward(module, reason, as_tensor(input)))
         return output if addend is None else addend + output
-    assert layers is not None
     site, up, down = site_of(module), layers.up, layers.down
     gate_up = (up.together(input),) if up.packed else up(input)
     if len(gate_up) == 2 and site.rounding == "fp32":

@@ -15,7 +15,7 @@ from typing import Any, Callable, cast
 from torch import Tensor, nn
 
 from ...rope import apply_rotary_qk, qk_norm_rope
-from ..blocks.gated_mlp import Projections, arguments_by_name, known_layers
+from ..blocks.gated_mlp import Projections, arguments_by_name
 from ..engine.guards import (
     ATTRIBUTE,
     class_of,
@@ -28,9 +28,8 @@ from ..engine.norm_forms import form_of
 from ..engine.recording import Live, as_one, refuse
 from ..engine.rotary_tables import Tables
 from ..engine.sites import Entry, site_of, stock_forward
-from ..engine.state import remember
 from ..linear.fp8 import in_fp8
-from ..linear.linears import Linears
+from ..linear.linears import Linears, kept_layers
 from ..linear.packing import unpack
 from ..linear.products import Input, as_tensor, like_of, may_overwrite
 from . import flash, own_kernel, padded_token, window
@@ -77,7 +76,7 @@ class CausalAttention(Projections):
         first = module._modules.get(self.projections[0])
         if first is None or not in_fp8(first) or hooked(module):
             return None
-        layers = _layers_of(self, module, input)
+        layers = kept_layers("attention", module, input, CausalLayers, self)
         return None if layers.reason else layers.projections
 
     def entry(self) -> Entry:
@@ -103,7 +102,7 @@ class CausalLayers:
 
     __slots__ = ("norms", "output", "projections", "reason", "site", "spec")
 
-    def __init__(self, spec: CausalAttention, module: nn.Module, input: Tensor) -> None:
+    def __init__(self, module: nn.Module, spec: CausalAttention, input: Tensor) -> None:
         modules = module._modules
         self.spec, self.site = spec, site_of(module)
         self.norms = [cast(nn.Module, modules[name]) for name in spec.norms]
@@ -126,13 +125,6 @@ def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor)
     return "" if len({form_of(norm) for norm in norms}) < 2 else "its norms are of different classes"
 
 
-def _layers_of(spec: CausalAttention, module: nn.Module, input: Tensor) -> CausalLayers:
-    def ask(module: nn.Module) -> CausalLayers:
-        return CausalLayers(spec, module, input)
-
-    return remember(module, ("attention", input.dtype, input.device), ask)
-
-
 def _why_not_tables(spec: CausalAttention, rope: Tables | None, input: Tensor) -> str:
     if rope is None:
         return "no rotary tables"
@@ -147,14 +139,13 @@ _READ = ("hidden_states", "position_embeddings")  # arguments that query, key an
 
 
 def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) -> Any:
-    """The stock forward; a layer that asked `CausalAttention.readers` may hand over rows of fp8."""
+    """The stock forward; a layer that asked `Entry.readers` may hand over rows of fp8."""
     input: Input = arguments["hidden_states"]
     rope: Tables | None = arguments.get("position_embeddings")
     like = like_of(input)
     reason = why_not_input(like) or _why_not_tables(spec, rope, like)
     if not reason:
-        found = known_layers("attention", module, input) if isinstance(input, tuple) else None
-        layers = found or _layers_of(spec, module, like)
+        layers = kept_layers("attention", module, input, CausalLayers, spec)
         reason = layers.reason
     if reason:
         return stock_forward(module, reason, **{**arguments, "hidden_states": as_tensor(input)})

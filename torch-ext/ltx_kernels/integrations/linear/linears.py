@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, Callable, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,18 @@ from .lora import (
     widening_pays,
 )
 from .packing import packed_scaled_linear_op
-from .products import Input, Layers, dequantised, lie_apart, may_overwrite, product_with_adapters, write_products
+from .products import (
+    Input,
+    Layers,
+    dequantised,
+    lie_apart,
+    like_of,
+    may_overwrite,
+    product_with_adapters,
+    write_products,
+)
+
+Made = TypeVar("Made")
 
 
 class _Stack(NamedTuple):
@@ -323,6 +334,20 @@ class Linears:
         rows = input if isinstance(input, tuple) else quantize_rows(input)
         count_products(self.modules, rows)
         return rows
+
+
+def kept_layers(kind: str, module: nn.Module, input: Input, make: Callable[..., Made], *arguments: Any) -> Made:
+    """``make(module, *arguments, input)`` for an input's dtype and device, kept as long as the module's state holds.
+
+    A block hands over quantised rows after it has asked for the layers that read them (`Entry.readers`). What was made
+    for that question is then taken without another look at the module.
+    """
+    if isinstance(input, tuple):
+        found: Made | None = recall(module, (kind, torch.bfloat16, input[1].device))
+        if found is not None:
+            return found
+        input = like_of(input)
+    return remember(module, (kind, input.dtype, input.device), make, *arguments, input)
 
 
 def linears_of(module: nn.Module, names: Sequence[str], input: Tensor) -> Linears:

@@ -1,0 +1,62 @@
+"""A call of an attention module: what the steps of attention/engine.py and attention/choice.py share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..engine.sites import site_of
+from ..linear.products import Input
+from .description import Attention
+from .layers import AttentionLayers
+from .masks import ALL_KEYS, Seen
+
+
+class Call:
+    """A call of an attention module.
+
+    spec: The description of the module's class.
+    module: The attention.
+    site: The replaced modules of that class, with their settings and counters.
+    layers: The module's layers in the forms that its state allows; they are set after the call's guards.
+    input, context, mask: The arguments of these meanings (`INPUTS` in attention/description.py).
+    twice: The context that was given is the input itself, so that this is a self-attention.
+    ropes: The arguments that hold rotary tables for query and key, and for the key alone; None where not given.
+    rope: The same as the functions of the description get it: one argument, or both where the key has its own.
+    cross: Keys and values come from the context alone.
+    """
+
+    __slots__ = ("context", "cross", "input", "layers", "mask", "module", "rope", "ropes", "site", "spec", "twice")
+
+    layers: AttentionLayers
+
+    def __init__(
+        self,
+        spec: Attention,
+        module: nn.Module,
+        input: Input,
+        context: Tensor | None,
+        mask: Tensor | None,
+        ropes: tuple[Any, Any],
+    ) -> None:
+        self.spec, self.site = spec, site_of(module)
+        self.module: Any = module
+        self.twice = context is not None and context is input and not (spec.added or spec.shared)
+        self.input, self.context, self.mask = input, None if self.twice else context, mask
+        self.ropes, self.rope = ropes, ropes[0] if ropes[1] is None else ropes
+        self.cross = self.context is not None
+
+    def without_arguments(self) -> Call:
+        """A call for `attend` in a recording, which must hold neither the tensors of this call nor the layers."""
+        nothing: Any = None
+        call = Call(self.spec, self.module, nothing, None, None, (None, None))
+        call.cross = self.cross
+        return call
+
+    def seen(self, mask: Tensor | None) -> Seen:
+        """What a mask lets the queries see."""
+        if mask is None:
+            return ALL_KEYS
+        keys = None if self.spec.mask is None else self.spec.mask.of_keys(mask)
+        return Seen(mask, keys, keys is not None)
