@@ -56,7 +56,7 @@ def test_opcheck(ltx: Any, samples: Any, name: str, dtype: torch.dtype) -> None:
         torch.library.opcheck(getattr(ltx._ops.ops, name).default, arguments)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLED_EVERYWHERE)
 def test_opcheck_out(ltx: Any, samples: Any, name: str) -> None:
     for arguments in samples[torch.bfloat16][name]:

@@ -529,7 +529,7 @@ def test_peer_memory_can_be_turned_off(ltx: ModuleType, monkeypatch: pytest.Monk
     assert peers.why_not(torch.device("cuda", 0)) == "LTX_KERNELS_PEER_MEMORY is 0"
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["0", "1"])
 def test_benchmark(ltx: ModuleType, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
     """Two ranks of benchmarks/parallel.py, in small: its records, and what it makes of them.
@@ -633,8 +633,8 @@ def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:
     assert parallel.in_order(records) == [*records[::-1][:3], records[1], records[0]]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("mode", ["ulysses", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ring", "guidance"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ulysses", "ring", "guidance"])
 def test_example(ltx: ModuleType, backend: str, tmp_path: Path, mode: str) -> None:
     """Two ranks of generate_video.py make the clip that one makes, and the first one alone writes it."""
     if backend != "cpu":

@@ -54,7 +54,7 @@ def run(ltx, device: str, *cases: Case, contiguous_alone: bool = False) -> None:
             check_everywhere(ltx, case.in_layout(layout), device, out_layout=layout, repeat=False, eager=False)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize("op", NORM_OPS)
 @every_dtype
 def test_norms(ltx, device, op, dtype):
@@ -128,7 +128,7 @@ def test_attention(ltx, device, dtype):
         run(ltx, device, case, contiguous_alone=dtype != torch.float32)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [64, 128])
 def test_plain_attention(ltx, device, dtype, width):
@@ -154,7 +154,7 @@ def test_plain_attention(ltx, device, dtype, width):
     run(ltx, device, pieces, lengths, contiguous_alone=True)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @every_dtype
 def test_many_rows(ltx, device, dtype):
     """More blocks than run at a time, for kernels that fetch what a later block reads."""

@@ -115,7 +115,7 @@ PATHS: dict[str, Callable[[], Path]] = {
     "text encoder": _t5,
     "autoencoder": _autoencoder,
 }
-LONG = {"two streams", "autoencoder"}  # a quarter of a minute and more, the others seconds
+LONG = {"two streams": pytest.mark.extended, "autoencoder": pytest.mark.slow}  # the others take seconds
 
 
 class Change(NamedTuple):
@@ -396,9 +396,7 @@ def wrong(ltx: ModuleType, device: str, path: Path, only: Callable[[Change], boo
     return counted, failures
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.extended if name in LONG else []) for name in PATHS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, [])) for name in PATHS])
 def test_every_change_is_followed(ltx: ModuleType, device: str, name: str) -> None:
     if device == "cuda" and name == "text encoder":
         pytest.skip("a position out of range, which a change can make, ends a process's use of its GPU")
@@ -421,7 +419,7 @@ PIECES: dict[str, Callable[[Any, Any], None]] = {
 
 @pytest.mark.parametrize(
     "piece",
-    ["attributes", *(pytest.param(name, marks=pytest.mark.extended) for name in PIECES if name != "attributes")],
+    ["attributes", *(pytest.param(name, marks=pytest.mark.slow) for name in PIECES if name != "attributes")],
 )
 def test_every_piece_of_the_state_is_needed(
     ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, piece: str

@@ -185,7 +185,7 @@ def test_has_kernel_and_missing_versions(client: Client):
     assert neither.startswith("ValueError: A kernel version or revision must be specified.")
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_new_commits_and_pins(client: Client, repository):
     """A version follows its branch; a revision stays. Nothing checks a file against the digest at load."""
     repo_id, served, files = repository
@@ -199,7 +199,7 @@ def test_new_commits_and_pins(client: Client, repository):
     assert client.run(get(repo_id, f"revision={first!r}") + changed) == "False\n"
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_offline(client: Client):
     """What get_kernel downloads does not serve offline, since a version is a branch; a whole snapshot of it does."""
     client.run(get(TRUSTED))
@@ -214,7 +214,7 @@ def test_offline(client: Client):
     assert client.hub.requests == []
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_vendored_directory(client: Client, tmp_path: Path):
     """A directory that `hf download --local-dir` made serves offline through LOCAL_KERNELS, without a trust check."""
     target = tmp_path / "vendored"
@@ -235,7 +235,7 @@ def make_project(directory: Path, repo_id: str) -> Path:
     return directory
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_lock(client: Client, repository, tmp_path: Path):
     """`kernels lock` writes the commit; get_locked_kernel keeps to it when the branch moves on."""
     repo_id, served, files = repository
@@ -323,7 +323,7 @@ def test_verification_finds_tampering(tampering: str, tmp_path: Path, verify: Mo
         assert {"byte": library.name, "extra file": "extra.py", "missing file": "rope.py"}[tampering] in str(violation)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_bytecode_passes_verification(tmp_path: Path, verify: ModuleType):
     """Planted bytecode runs though verification succeeds; it does not run from the copy that docs/hub.md makes."""
     variant = tmp_path / "planted" / built_variant("cpu").name
@@ -365,7 +365,7 @@ def test_the_server_keeps_to_its_store(hub: HubServer):
     assert connection.getresponse().read() == b"the card\n"
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_two_versions_in_one_process(client: Client, repository, tmp_path: Path):
     """Version 2 has other ops, and other ones of the same name; both are at work in one process."""
     repo_id, served, _ = repository
