@@ -316,6 +316,18 @@ def ace_step_inputs(model: Any, make: Make, seconds: int, text: int) -> Inputs:
     }
 
 
+def krea2_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    rows, columns = height // 16, width // 16
+    config = model.config
+    return {
+        "hidden_states": make(1, rows * columns, config.in_channels),
+        "encoder_hidden_states": make(1, text, config.num_text_layers, config.text_hidden_dim),
+        "timestep": make.full(0.5, 1),
+        "position_ids": torch.cat((make.ids(text, 3), make.grid_ids(rows, columns, 3))).float(),
+        "encoder_attention_mask": make.ones(1, text).bool(),
+    }
+
+
 LTX2 = {"rope_type": "split"}
 LTX23 = {
     **LTX2,
@@ -535,5 +547,16 @@ MODELS = {
         {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
         | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
         {"seconds": 1, "text": 8},
+    ),
+    "krea2": Model(
+        "Krea2Transformer2DModel",
+        "1024x1024",
+        {},
+        krea2_inputs,
+        {**IMAGE, "text": 512},
+        {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"intermediate_size": 96, "axes_dims_rope": (4, 6, 6), "text_hidden_dim": 32, "num_text_layers": 2}
+        | {"text_num_attention_heads": 2, "text_num_key_value_heads": 2, "text_intermediate_size": 48},
+        TINY_IMAGE,
     ),
 }

@@ -53,6 +53,7 @@ MODELS = {
     "mochi": Model("Mochi 1", "mochi"),
     "flux3": Model("FLUX.3", "flux3"),
     "zimage": Model("Z-Image", "z_image"),
+    "krea2": Model("Krea 2", "krea2"),
     "lumina2": Model("Lumina-Image 2.0", "lumina2"),
     "ideogram4": Model("Ideogram 4", "ideogram4"),
     "ace_step": Model("ACE-Step 1.5", "ace_step"),

@@ -35,7 +35,6 @@ LEFT: dict[str, str] = {
             "Kandinsky5Transformer3DModel",
             "Kandinsky6SRTransformer3DModel",
             "Kandinsky6Transformer3DModel",
-            "Krea2Transformer2DModel",
             "LongCatAudioDiTTransformer",
             "LuminaNextDiT2DModel",
             "MiniMaxH3Transformer3DModel",

@@ -20,7 +20,7 @@ ADDED_OUTPUT = "to_add_out"
 # Attention classes that many models share. The processor decides what they compute, so an entry names both.
 SHARED = ("diffusers.models.attention_processor.Attention",)
 # Norms of query and key that round once, as `qk_norm_rope` does in both roundings.
-ROUND_ONCE = tuple(name for name, form in FORMS.items() if not (form.twice or form.offset))
+ROUND_ONCE = tuple(name for name, form in FORMS.items() if not form.twice)
 # Groups of layers with one input, and the layer that diffusers' fuse_qkv_projections makes of each group.
 FUSED = {
     ("to_q", "to_k", "to_v"): "to_qkv",
@@ -47,8 +47,8 @@ class Attention:
     rope: The argument that holds the rotary tables; empty for an attention without any.
     key_rope: The argument that holds other tables for the keys; then `tables` gets both arguments as a pair.
     layout_of: The layout of a module, where modules of the class differ in it.
-    gate, gate_scale: A linear layer that gives every head of a row a logit; the head's output is multiplied by the
-        sigmoid of it and by the scale.
+    gate, gate_scale: A linear layer that gives every head of a row a logit, or every column of the heads; the output is
+        multiplied by the sigmoid of it and by the scale.
     norm: Class of the norms of query and key, where a module has any; None: it may have none.
     across_heads: A norm's mean is taken over all heads of a token.
     layout: Of the rotation, as in `qk_norm_rope`: "interleaved" or "half".
@@ -129,6 +129,9 @@ class Attention:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
         q, *kv = self.projections
         groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
+        gate = module._modules.get(self.gate)
+        if gate is not None and out_features(gate) == out_features(module._modules[q]):  # one for each column
+            groups[0] = (*groups[0], self.gate)
         groups += [self.image[:2], (self.output_layer(module),)]
         groups += [ADDED, (ADDED_OUTPUT,)] if self.added else []
         return [

@@ -19,9 +19,10 @@ from ...glu import gate_heads, swiglu
 from ...norm import rmsnorm
 from ...quant import gate_heads_quant, swiglu_quant
 from ...rope import apply_rotary, qk_norm_rope
-from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM, joint
+from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, joint
 from ..engine.guards import hooked, why_not_input
 from ..engine.kept import kept
+from ..engine.norm_forms import FORMS
 from ..engine.recording import as_one
 from ..engine.rotary_tables import Tables, with_identity_rows
 from ..engine.sites import Entry, Site, stock_forward
@@ -175,7 +176,7 @@ def _norm_and_rotate(
         # One launch for both norms; the table is one row, which stays in the cache.
         rope = as_one(_identity, call.site, query, key)
     if one_op and rope is not None:
-        layer = spec.norm == TORCH_LAYERNORM
+        layer, offset = spec.norm == TORCH_LAYERNORM, FORMS[cast(str, spec.norm)].offset
         query_bias, key_bias = layers.biases[places] if layer else (None, None)
         return qk_norm_rope(
             query,
@@ -188,6 +189,7 @@ def _norm_and_rotate(
             norm="layer" if layer else "rms",
             query_bias=query_bias,
             key_bias=key_bias,
+            weight_offset=offset,
             layout=layers.layout,
             rounding=call.site.rounding,
             out=out,
@@ -225,10 +227,9 @@ def _identity(site: Site, query: Tensor, key: Tensor) -> Tables:
 def _norm_then_rotate(call: Call, x: Tensor, weight: Tensor | None, eps: float | None, rope: Tables | None) -> Tensor:
     """weight: Of the norm; None where there is none."""
     if weight is not None:
-        rows = x.flatten(-2) if call.spec.across_heads else x
-        # torch.nn.RMSNorm rounds once, as "fp32" does.
-        rounding = "fp32" if call.spec.norm == TORCH_RMSNORM else call.site.rounding
-        x = rmsnorm(rows, weight, eps, rounding=rounding).view_as(x)
+        rows, form = x.flatten(-2) if call.spec.across_heads else x, FORMS[cast(str, call.spec.norm)]
+        rounding = form.rounding(call.site.rounding)
+        x = rmsnorm(rows, weight, eps, weight_offset=form.offset, rounding=rounding).view_as(x)
     if rope is not None:
         x = apply_rotary(x, *rope, layout=call.layers.layout, rounding=call.site.rounding)
     return x

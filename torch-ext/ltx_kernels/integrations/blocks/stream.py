@@ -6,6 +6,7 @@ rows where the linear layers that read the result hold fp8 weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Union
 
@@ -16,13 +17,14 @@ from ..._checks import RMS
 from ..._fused_norm import fused_norm, fused_norm_pair
 from ...quant import quantize_rows
 from ..engine.guards import children
+from ..engine.kept import kept
 from ..engine.norm_forms import FP32_LAYERNORM as FP32_LAYERNORM
 from ..engine.norm_forms import RMSNORM as RMSNORM
 from ..engine.norm_forms import TORCH_LAYERNORM as TORCH_LAYERNORM
 from ..engine.norm_forms import TORCH_RMSNORM as TORCH_RMSNORM
 from ..engine.norm_forms import form_of
 from ..engine.recording import as_one
-from ..engine.sites import site_of
+from ..engine.sites import Site, site_of
 from ..linear.products import Input
 
 Readers = Union[str, tuple[str, ...], None]  # names of a block's children
@@ -100,6 +102,11 @@ def _joint(first: Tensor, second: Tensor) -> Tensor:
     if neighbours:
         return first.as_strided((batch, length, width), (length * width, width, 1))
     return torch.cat((first, second), 1)
+
+
+def _with_offset(site: Site, offset: float, weight: Tensor) -> Tensor:
+    """A norm's weight, in float32, plus an offset."""
+    return kept(site, ("weight with offset", offset), (weight,), lambda: weight.float() + offset)
 
 
 class Stream:
@@ -215,13 +222,16 @@ class Stream:
         if self._branch is not None:
             input, residual, self._branch = self._branch, self._value, None
         parameters = norm._parameters
+        weight, offset = parameters.get("weight"), form.offset
+        if offset and weight is not None and scale is not None and residual is None:  # the op of these adds no offset
+            weight, offset = as_one(functools.partial(_with_offset, site_of(self._module), offset), weight), 0.0
         rows, self._value = fused_norm(
             input,
             form.statistic,
-            parameters.get("weight"),
+            weight,
             parameters.get("bias"),
             form.eps_of(norm),
-            form.offset,
+            offset,
             scale,
             shift,
             residual,
