@@ -97,6 +97,17 @@ def test_equal_values_of_other_types_have_graphs_of_their_own(graphs: ModuleType
     assert held.replayed == 2 * 3
 
 
+@pytest.mark.host
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_arguments_that_cannot_be_compared(graphs: ModuleType, device: str) -> None:
+    """A set has no hash, and a nested tensor no strides."""
+    held, module = graphs.Graphs(), nn.Identity().eval()
+    x = torch.eye(3, device=device)
+    for given in ({1}, torch.nested.nested_tensor([x, x[:2]])):
+        assert held.run(module, lambda x, given: x, x, given) is x
+    assert held.ordinary == {"an argument that cannot be compared": 2}
+
+
 def test_a_bounded_number_is_kept(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
     model = make_model(device)
     ltx.optimize(model, graphs=True)

@@ -26,6 +26,11 @@ def replay(ltx: ModuleType) -> ModuleType:
     return importlib.import_module(f"{ltx.__name__}.integrations.replay.calls")
 
 
+@pytest.fixture
+def recorders(ltx: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{ltx.__name__}.integrations.replay.recorder")
+
+
 def found(replay: ModuleType, model: nn.Module) -> list[Any]:
     """What the blocks hold of their calls, of each signature: a replay, or the reason why there is none."""
     blocks = [replay.held(block).replays for block in model.transformer_blocks]
@@ -327,10 +332,10 @@ def test_a_block_that_was_refused_is_looked_at_again(ltx: ModuleType, replay: Mo
     assert replays(replay, model) == TINY["num_layers"]
 
 
-def test_views_in_a_recorded_call(replay: ModuleType, device: str) -> None:
+def test_views_in_a_recorded_call(recorders: ModuleType, device: str) -> None:
     """Views of arguments, weights and results are of the memory that the replay finds, wherever it begins."""
     small = nn.Parameter(torch.randn(3, 4, 8, device=device), False)
-    large = nn.Parameter(torch.randn(replay.SMALL, device=device), False)
+    large = nn.Parameter(torch.randn(recorders.SMALL, device=device), False)
     arguments = torch.randn(4, 2, 3, 8, device=device)
 
     def compute(x: Tensor) -> tuple[Tensor, ...]:
@@ -345,21 +350,93 @@ def test_views_in_a_recorded_call(replay: ModuleType, device: str) -> None:
         return first @ one[:2], made[1:], copied, made.permute(2, 0, 1) + two[0, 0], many * second.sum(), second
 
     given = arguments[0]
-    recorder = replay._Recorder([given], [small, large], {})
+    recorder = recorders.Recorder([given], [small, large], {})
     with recorder:
         result = compute(given)
-    function = recorder.function(result)
-    assert callable(function), function
+    recording = recorder.recording(result)
+    assert not isinstance(recording, str), recording
+    function = recording.function
     for i in (3, 1):
         for weight in (small, large):
             weight.mul_(0.5)
         expected, found = compute(arguments[i]), function(arguments[i])
         assert all(torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in zip(found, expected))
     held = [value for value in function.__globals__.values() if isinstance(value, Tensor) and value is not large]
-    assert len(held) > 1 and all(tensor.untyped_storage().nbytes() <= replay.SMALL for tensor in held)
+    assert len(held) > 1 and all(tensor.untyped_storage().nbytes() <= recorders.SMALL for tensor in held)
     called = [function.__globals__[name] for name in function.__code__.co_names]
     assert called.count(torch.as_strided) == 5  # made's transpose, first, second, made[1:] and the last permutation
     assert Tensor.mul_ in called and Tensor.new_empty not in called
+
+
+@pytest.mark.host
+def test_what_cannot_be_written_down(recorders: ModuleType) -> None:
+    """A failure of the recorder is a reason, and never an error of the call that it watches."""
+    given = torch.eye(3)
+    recorder = recorders.Recorder([given], [], {})
+    with recorder:
+        result = given.to_sparse() @ given  # a sparse tensor has no storage
+    assert torch.equal(result, given)
+    assert recorder.recording(result).startswith("a call cannot be written down: ")
+    nested: Any = given
+    for _ in range(300):
+        nested = (nested,)
+    assert recorders.Recorder([given], [], {}).recording(nested).startswith("its lines cannot be compiled: ")
+
+
+@pytest.mark.host
+def test_a_recorder_that_fails(
+    ltx: ModuleType, recorders: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("no such line")
+
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    expected = model(**inputs)[0]
+    monkeypatch.setattr(recorders.Recorder, "_write", fail)
+    assert all(torch.equal(model(**inputs)[0], expected) for _ in range(3))
+    assert "a call cannot be written down: 'no such line'" in str(report)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError])
+def test_a_replay_that_fails_is_not_tried_again(
+    ltx: ModuleType, replay: ModuleType, device: str, error: type[Exception]
+) -> None:
+    tried = []
+
+    def fail(*_: Any) -> None:
+        tried.append(1)
+        raise error("gone")
+
+    model, inputs = make_model(device), make_inputs(device)
+    report = ltx.optimize(model)
+    expected = warm(model, inputs)
+    for call in found(replay, model):
+        call.function = fail
+    assert all(torch.equal(model(**inputs)[0], expected) for _ in range(3))
+    assert len(tried) == TINY["num_layers"] and "a replay failed: " in str(report)
+    (site,) = (site for site in report.sites if site.name.endswith("TransformerBlock"))
+    assert sum(count for text, count in site.remarks.items() if "ran ordinarily" in text) == TINY["num_layers"]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("kind", ["sparse", "nested", "mkldnn"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_an_address_or_strides(ltx: ModuleType, replay: ModuleType, kind: str) -> None:
+    """On a module beside its parameters they change nothing; among the parameters the block is not recorded."""
+    make = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "mkldnn": lambda: torch.eye(3).to_mkldnn(),
+    }[kind]
+    model, inputs = make_model("cpu"), make_inputs("cpu")
+    ltx.optimize(model)
+    expected = model(**inputs)[0]
+    model.transformer_blocks[0].note = make()
+    assert torch.equal(warm(model, inputs), expected) and replays(replay, model) == TINY["num_layers"]
+    model.transformer_blocks[0].register_buffer("further", make())
+    assert torch.equal(warm(model, inputs), expected) and replays(replay, model) == TINY["num_layers"] - 1
 
 
 def test_adapters_that_come_back(
@@ -376,7 +453,7 @@ def test_adapters_that_come_back(
         model.set_adapters(name)
         warm(model, inputs)
     with monkeypatch.context() as patch:
-        patch.setattr(replay, "_Recorder", None)
+        patch.setattr(replay, "Recorder", None)
         patch.setattr(replay, "Snapshot", None)
         for name in ("one", "two", "one"):
             model.set_adapters(name)

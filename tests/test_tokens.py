@@ -406,7 +406,7 @@ def test_masks_that_are_no_tensors(ltx: ModuleType, device: str, monkeypatch: py
 def test_other_code_may_not_read_what_changes(ltx: ModuleType, asks: Callable[[Tensor], Any]) -> None:
     """A line that reads a live argument outside of `as_one` ends the recording."""
     replay = sys.modules[f"{ltx.__name__}.integrations.replay.calls"]
-    recorder = replay._Recorder([], [], {"mask": (mask := torch.ones(2, 2))})
+    recorder = replay.Recorder([], [], {"mask": (mask := torch.ones(2, 2))})
     with recorder:
         asks(mask)
     assert recorder.reason

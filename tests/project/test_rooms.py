@@ -22,6 +22,7 @@ FLOORS = (
     ("quantizer",),
     ("",),
 )
+LINES = 450  # of a file at most: a longer one holds two subjects
 
 
 def files(package: Path) -> dict[str, Path]:
@@ -67,6 +68,12 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
     return next(filter(None, (walk(name, []) for name in sorted(graph))), [])
 
 
+def too_long(package: Path) -> dict[str, int]:
+    """The lines of the files that have more than `LINES`."""
+    lines = {name: len(path.read_text().splitlines()) for name, path in files(package).items()}
+    return {name: count for name, count in lines.items() if count > LINES}
+
+
 def upwards(graph: Mapping[str, set[str]]) -> list[str]:
     """Imports from a room of the same floor or of one above."""
     floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
@@ -87,7 +94,17 @@ def test_no_arrow_upwards() -> None:
     assert upwards(arrows(PACKAGE)) == []
 
 
-def test_names_and_sizes() -> None:
+def test_no_file_is_too_long() -> None:
+    assert too_long(PACKAGE) == {}
+
+
+def test_a_file_that_is_too_long_is_found(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text("\n" * (LINES + 1))
+    (tmp_path / "short.py").write_text("\n" * LINES)
+    assert too_long(tmp_path) == {"long": LINES + 1}
+
+
+def test_names() -> None:
     """Files of families that are shared by families begin with an underscore (registry.py); no others do."""
     found = files(PACKAGE)
     assert [

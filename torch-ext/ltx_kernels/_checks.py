@@ -19,7 +19,8 @@ from typing import Any, Callable, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from ._torch_private import forward_ad
 
 # The int codes of the op schemas (kernel_src/ltx/params.h).
 NONE, RMS, LAYER = 0, 1, 2

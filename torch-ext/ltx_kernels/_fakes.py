@@ -21,6 +21,7 @@ from torch import Tensor
 from . import _checks, reference
 from ._checks import RotaryInput, RotaryTable
 from ._ops import add_op_namespace_prefix, ops
+from ._torch_private import has_kernel
 from ._variant import COMPILED_DEVICE
 
 Outs = dict[str, Any]  # tensors
@@ -299,7 +300,7 @@ def _register(name: str) -> None:
         torch.library.register_fake(into_outs, lambda *arguments: run_into(False, *arguments))
 
     for device in ("cuda", "cpu"):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(functional, device.upper()):
+        if has_kernel(functional, device.upper()):
             continue
 
         def kernel(*arguments: Any, device: str = device) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._checks import check_linear_cat, check_types, no_given_outputs, requires_grad
 from ._ops import add_op_namespace_prefix
+from ._torch_private import addmm_gelu
 from .glu import gelu
 
 
@@ -89,7 +90,7 @@ def linear_gelu(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
     # On an H200 (5376x2048x8192, bf16) it saves torch.compile's separate GELU, 0.06 ms:
     # benchmarks/results/h200-ltx.json.
-    output = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+    output = addmm_gelu(bias, rows, weight.t())
     return output.view(*input.shape[:-1], weight.shape[0])
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Callable, TypeVar
 
-import torch
-
 from ._ops import add_op_namespace_prefix, ops
+from ._torch_private import MARKED_CONSTANT, has_kernel
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def _compiled_device() -> str | None:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = add_op_namespace_prefix("norm")
     return next((device for device in ("cuda", "cpu") if has_kernel(name, device.upper())), None)
 
@@ -27,5 +25,5 @@ def constant_when_compiled(function: Function) -> Function:
 
     This is what torch.compiler.assume_constant_result does, which would import torch._dynamo: 2 s for every user.
     """
-    vars(function)["_dynamo_marked_constant"] = True
+    vars(function)[MARKED_CONSTANT] = True
     return function

@@ -14,6 +14,7 @@ from . import reference
 from ._call import op
 from ._checks import FLOAT32_EPS, check_attention, check_type, check_types, is_int8, requires_grad
 from ._ops import ops
+from ._torch_private import is_func_wrapper
 from ._variant import COMPILED_DEVICE, constant_when_compiled
 
 _qk_norm_cross_attention = op("qk_norm_cross_attention")
@@ -50,7 +51,7 @@ def runs_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _aligned(x: Tensor) -> Tensor:
     """A tensor for torch's attention, which may give NaN on a GPU where heads do not begin at multiples of 16 bytes
     (torch 2.11, bfloat16). Where its place is not known, under torch.compile and torch.func, it stays as it is."""
-    if not x.is_cuda or torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if not x.is_cuda or torch.compiler.is_compiling() or is_func_wrapper(x):
         return x
     steps = [x.storage_offset(), *(x.stride(d) for d in range(3) if x.shape[d] > 1)]
     if all(step * x.element_size() % 16 == 0 for step in steps):

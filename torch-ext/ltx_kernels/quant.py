@@ -38,6 +38,7 @@ from ._checks import (
     requires_grad,
 )
 from ._ops import ops
+from ._torch_private import scaled_mm
 from ._variant import COMPILED_DEVICE, constant_when_compiled
 
 _norm_quant = op("norm_quant", gradient=False)
@@ -1101,7 +1102,7 @@ def multiply(
         _scaled_linear_out(out, values, scales, weight, weight_scales, bias, addend, use_fast_accum)
         return out
     channels, width = weight.shape
-    result = torch._scaled_mm(
+    result = scaled_mm(
         values.reshape(-1, width),
         weight.t(),
         scale_a=scales.reshape(-1, 1),

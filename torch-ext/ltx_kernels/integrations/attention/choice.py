@@ -14,7 +14,7 @@ from ..blocks.stream import TORCH_RMSNORM
 from ..engine.guards import has_tensor_cores, is_capturing
 from ..engine.kept import kept
 from ..engine.recording import others_take_functions, refuse
-from ..engine.state import attention_is_replaced
+from ..engine.signature import attention_is_replaced
 from ..linear.products import may_overwrite
 from ..parallel import attention as rank_attention
 from ..parallel.ranks import context_of

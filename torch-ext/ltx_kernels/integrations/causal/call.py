@@ -9,8 +9,8 @@ from typing import Any, Callable, NamedTuple
 from torch import Tensor
 
 from ..engine.code import is_code_of
+from ..engine.signature import attention_is_replaced
 from ..engine.sites import Site
-from ..engine.state import attention_is_replaced
 
 HOME = "transformers.integrations.sdpa_attention"
 # What changes the result of transformers' function beside its own arguments.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._torch_private import flash_attention
 from ..engine.guards import has_tensor_cores
 from ..engine.recording import others_take_functions
 from .call import FunctionCall
@@ -74,7 +75,7 @@ def attention(
     window: How many keys a token attends to, itself included.
     """
     sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    output: Tensor = torch.ops.aten._flash_attention_forward(
+    return flash_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -87,5 +88,4 @@ def attention(
         False,
         scale=scale,
         **sides,
-    )[0]
-    return output
+    )

@@ -1,1 +1,1 @@
-"""The ground floor: sites, guards, state, and what a call may keep. It imports none of the other rooms."""
+"""The ground floor: replaced forwards, guards, snapshots and signatures. It imports none of the other rooms."""

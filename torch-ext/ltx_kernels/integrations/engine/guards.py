@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
+from ..._torch_private import func_interpreter, has_global_hooks
 from ..._variant import COMPILED_DEVICE, constant_when_compiled
 from .code import patched
 
@@ -40,7 +40,7 @@ def class_of(value: object) -> str:
 
 
 def children(module: nn.Module, *names: str) -> tuple[Any, ...]:
-    """Submodules by name, where attribute access by nn.Module's __getattr__ is too slow: it takes ten times as long."""
+    """Submodules by name, because attribute access by nn.Module's __getattr__ takes ten times as long."""
     return tuple(map(module._modules.__getitem__, names))
 
 
@@ -70,7 +70,7 @@ def hooked(module: nn.Module) -> str:
         return "is of a class with another forward"
     if site is None or type(forward) is not types.MethodType:  # hooks are functools.partial
         return HOOK
-    # torch.compile of torch 2.11 takes one function for two, so there the type has to do.
+    # torch.compile of torch 2.11 makes two functions of one, so that under it the type has to do.
     return HOOK if not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward else ""
 
 
@@ -115,7 +115,7 @@ def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def why_not_input(tensor: Tensor) -> str:
-    """Why ops cannot take a module's input now; empty if they can."""
+    """Why ops do not support a module's input in this call; empty if they do."""
     if tensor.dtype not in _DTYPES:
         return f"dtype {tensor.dtype}"
     if torch.is_grad_enabled() and tensor.requires_grad:
@@ -128,9 +128,9 @@ def why_not_input(tensor: Tensor) -> str:
     if not torch.compiler.is_compiling():
         if type(tensor) is not Tensor:
             return f"the input is a {type(tensor).__name__}"
-        if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        if has_global_hooks():
             return "a global forward hook is registered"
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if func_interpreter() is not None:
             return "a transformation of torch.func is active"
     return ""
 

@@ -37,14 +37,14 @@ def kept(
     sources: The tensors that the value is made of, such as coordinates, angles or a mask. A weak reference to each, its
         place and its version decide whether they are the same.
     views: Further ones that are new views of the same memory at each call. The kept value holds them, so that nothing
-        else gets that memory; place, form and version decide.
+        else gets that memory; address, shape, strides, dtype and version decide.
     """
     if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in (*sources, *views)):
         return make()
     refuse("a value is kept for the tensors that it is made of")
     values = site.cache
-    forms = [(view.data_ptr(), view.shape, view.stride(), view.dtype, view._version) for view in views]
-    place = key, *forms, *((id(source), source.data_ptr(), source._version) for source in sources)
+    places = [(view.data_ptr(), view.shape, view.stride(), view.dtype, view._version) for view in views]
+    place = key, *places, *((id(source), source.data_ptr(), source._version) for source in sources)
     found = values.get(place)
     capturing = is_capturing()
     if found is not None and all(reference() is source for reference, source in zip(found[1], sources)):

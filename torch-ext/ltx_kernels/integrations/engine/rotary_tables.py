@@ -36,7 +36,7 @@ def _(table: Tensor) -> Tensor:
 
 
 def full_width(table: Tensor, width: int) -> Tensor:
-    """A table as the stock modules take it, from either form: each angle at both places of its pair."""
+    """A table in the stock layout, each angle at both places of its pair, from either layout."""
     return table if table.shape[-1] == width else table.repeat_interleave(2, -1)
 
 
@@ -90,7 +90,7 @@ def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tabl
 
 
 def keep_table_readers_together(selection: Selection) -> None:
-    """Leaves a module that makes compact tables as it is, unless all that read them know that form.
+    """Leaves a module that makes compact tables as it is, unless all that read them support that layout.
 
     The readers are the modules of the same model whose names end in the entry's ``table_readers``.
     """

@@ -91,10 +91,10 @@ class Entry:
     release: Callable[[nn.Module], None] = lambda module: None
     # What `restore` has to undo once for each model that it is given.
     release_root: Callable[[nn.Module], None] = lambda root: None
-    # Another class whose replaced modules make something that only modules of this class can read in its new form.
+    # Another class whose replaced modules make something in a layout that only modules of this class can read.
     # `restore` takes both out together.
     together_with: str = ""
-    # For a module that makes rotary tables in another form: the suffix of the names of the modules that read them.
+    # For a module that makes rotary tables in another layout: the suffix of the names of the modules that read them.
     table_readers: str = ""
     # precision="fp8": the names of the linear layers below a module, in groups that read one input, and patterns of
     # names that stay in their own precision unless `skip` is given.
@@ -138,7 +138,7 @@ class Selection:
 
     modules: dict[str, tuple[nn.Module, Entry]] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
-    # Of each class that has no form with the rounding that was asked for: its modules, which stay stock.
+    # Of each class that does not support the rounding that was asked for: its modules, which stay stock.
     rounded_otherwise: Counter[str] = field(default_factory=Counter)
 
 
@@ -170,7 +170,7 @@ class Site:
         self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward, by reason
         self.remarks: Counter[str] = Counter()  # other events at calls, by text
         self.cache: dict[Any, Any] = {}
-        # By id, tables of a form that only replaced modules read: `restore` waits until no call holds one.
+        # By id, tables in a layout that only replaced modules read: `restore` waits until no call holds one.
         self.handed_out: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # torch.compile treats a number as a constant, which all modules of a site share. `_count_trace` finds the site
         # by it.

@@ -5,7 +5,7 @@ and all attributes by name; hooks, submodules, parameters and buffers; where eac
 attributes hold, such as a processor or a configuration; the functions that the stock code looks up (`engine/code.py`);
 and diffusers' choice of an attention backend. Nothing of it is listed by name, so nothing can be missing from a list.
 
-What lasts for the whole process is asked at every call instead: see `choices`.
+What lasts for the whole process is asked at every call instead: see `signature.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from operator import is_
 from typing import Any, Callable, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._torch_private import function_modes, without_function_modes
 from .code import code_of
 from .guards import ATTRIBUTE, class_of, version_of
 
@@ -63,33 +63,6 @@ def forget(root: nn.Module) -> None:
     """Takes answers, recorded calls and graphs away from a module and all below it."""
     for part in root.modules():
         part.__dict__.pop(HELD, None)
-
-
-# ---- The choices of the process
-
-# Settings of torch by which it chooses kernels of attention and convolutions. These kernels differ in the strides of
-# their results, and a recorded call makes views with the strides that it has seen.
-_CHOICES: tuple[Callable[[], bool], ...] = tuple(
-    getattr(torch._C, f"_get_{name}")
-    for name in (
-        *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled", "math_sdp_enabled"),
-        *("overrideable_sdp_enabled", "fa3_sdp_enabled"),
-        *("cudnn_enabled", "mkldnn_enabled", "deterministic_algorithms"),
-    )
-    if hasattr(torch._C, f"_get_{name}")  # older versions of torch have fewer
-)
-
-
-def choices() -> tuple[Hashable, ...]:
-    """The choices of the process that a recorded call or a graph is valid for; they belong to its signature."""
-    chosen = [choice() for choice in _CHOICES]
-    order = torch._C._get_sdp_priority_order()
-    return torch.is_inference_mode_enabled(), F.scaled_dot_product_attention, *chosen, *order
-
-
-def attention_is_replaced() -> bool:
-    """Whether a function stands in the place of torch's scaled_dot_product_attention, as with SageAttention."""
-    return F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
 
 
 # ---- A module's state
@@ -156,7 +129,7 @@ class Snapshot:
         self._single = [tensor for *_, tensor in named if tensor.numel() == 1]
         self.tensors = [entry[-1] for entry in named]
         loose = [value for place in attributes for value in list(place.values()) if isinstance(value, Tensor)]
-        self._watched = [*self.tensors, *loose]
+        self._watched = [tensor for tensor in (*self.tensors, *loose) if is_strided(tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._watched))
         self._strides = list(map(Tensor.stride, self._watched))
         self._sizes = list(map(Tensor.numel, self._watched))
@@ -204,6 +177,16 @@ class Snapshot:
             )
         except Exception:  # something was exchanged for what cannot be compared, such as a tensor for another one
             return False
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor has an address and strides: sparse ones lack the one, nested ones the other."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_watched(tensor: Tensor) -> bool:
+    """Whether a snapshot sees when a parameter or a buffer gets other data."""
+    return type(tensor) in (nn.Parameter, Tensor) and is_strided(tensor)
 
 
 def _below(module: nn.Module, apart: frozenset[str] = frozenset()) -> Iterator[nn.Module]:
@@ -286,7 +269,7 @@ def _new_memory(module: nn.Module) -> Memory | None:
     if any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
         return None
     tensors = [t for part in parts for place in (part._parameters, part._buffers) for t in place.values()]
-    if any(t is not None and type(t) not in (nn.Parameter, Tensor) for t in tensors):
+    if any(t is not None and not is_watched(t) for t in tensors):
         return None
     found.memory = memory = Memory(module, apart)
     return memory
@@ -299,9 +282,9 @@ def remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *argu
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return ask(module, *arguments)
-    if not torch._C._len_torch_function_stack():
+    if not function_modes():
         return _remember(module, key, ask, *arguments)
-    with torch._C.DisableTorchFunction():  # what a function mode sees are a call's own functions
+    with without_function_modes():  # what a function mode sees are a call's own functions
         return _remember(module, key, ask, *arguments)
 
 

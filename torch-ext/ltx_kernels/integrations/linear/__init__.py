@@ -1,1 +1,1 @@
-"""Linear layers: together in one product, in fp8, with adapters."""
+"""Linear layers: several in one product, fp8 weights and files of them, LoRA adapters."""

@@ -69,7 +69,7 @@ def shared_weights(roots: Iterable[nn.Module]) -> set[int]:
 
 
 def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str, shared: Container[int]) -> None:
-    """Quantises the weights of layers that share an input. The fp8 weights lie one behind the other in one storage.
+    """Quantises the weights of layers that share an input. The fp8 weights are adjacent in one storage.
 
     stock_weights: HELD moves the stock weights to the host. With BESIDE and FREED they stay; `finish` frees them.
     """

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..._checks import requires_grad
 from ..._linear import adjacent, linear_gelu, linear_gelu_op, packed_linear_op
+from ..._torch_private import without_function_modes
 from ...quant import multiply, quantize_rows
 from ..engine.guards import hooked, plain_linear
 from ..engine.recording import refuse
@@ -62,14 +63,14 @@ class _Stack(NamedTuple):
 
 
 class Linears:
-    """Linear layers that read one input, in the form that their state allows.
+    """Linear layers that read one input, computed in the fastest way that their state allows.
 
     An object belongs to one state of the layers and one dtype and device of the input. `remember` keeps it as long as
     that state holds. The active adapters of peft may change meanwhile; every call looks at them.
 
     site: The replaced module that they belong to, where what happens to adapters is counted.
     scaled: Their products are of fp8 weights, and one product where these are adjacent.
-    fp8: They take quantised rows: they are `scaled`, and no adapter is active.
+    fp8: They read quantised rows: they are `scaled`, and no adapter is active.
     plain: nn.Linear and nothing else but adapters, so that their weights can be used without calling them.
     direct: They are `plain`, and no adapter is active.
     packed: One product computes all their outputs, which are views of one new tensor.
@@ -171,7 +172,7 @@ class Linears:
             return self._find_adapters()
         state = list(map(adapters_state, adapted))
         if self._known is None or self._known[0] != state:
-            with torch._C.DisableTorchFunction():  # a recording sees every question to a tensor
+            with without_function_modes():  # a recording sees every question to a tensor
                 self._known = state, self._find_adapters()
         return self._known[1]
 
@@ -264,7 +265,7 @@ class Linears:
         return torch.cat(outputs, -1) if whole is None else whole
 
     def writes(self, input: Input) -> bool:
-        """Whether `write` takes this input, of layers that are `packed`, without active adapters."""
+        """Whether `write` supports this input, of layers that are `packed`, without active adapters."""
         return isinstance(input, Tensor) if self.direct else self.fp8
 
     def write(self, input: Input, stacked: Sequence[Tensor], output: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 peft puts a layer of its own in the place of a linear layer, which becomes its ``base_layer``. The fused forwards look
 through it: without an active adapter the linear layer is the one that it was before, with the same bits. With active
-adapters, layers that read one input still take one product, and their adapters read the input together. In fp8 the
+adapters, layers that read one input still run as one product, and their adapters read the input together. In fp8 the
 input stays in bfloat16 for the adapters, and is quantised once for the fp8 product.
 """
 

@@ -15,6 +15,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._torch_private import without_subclasses
 from ..engine.guards import class_of
 
 
@@ -46,7 +47,7 @@ class StandIn(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             result = func(*args, **kwargs)
             name = getattr(func, "__name__", str(func))
             if name in _SAME:

@@ -98,14 +98,14 @@ def attend(
 ) -> Tensor:
     """Attention of this rank's queries [B, S, heads, D] to the keys [B, T, heads, D] of all ranks.
 
-    Every rank has to call it with the same config, flags and dtypes. Lengths may differ where the config says so.
+    Every rank has to call it with the same config, flags and dtypes. Lengths may differ where the config allows it.
 
     mask: [B, T] of this rank's keys, or [B, sum of all T] of those of all ranks, in the order of the ranks.
     ahead: The values, where `send_ahead` sends them already.
     out: Where the result may be written; the result is another tensor otherwise.
     cross: The keys are not those of the queries' tokens, so that their number may differ.
     compute: Attention on this rank.
-    overlaps: Whether this package's kernel takes such tensors and can attend before all keys have come.
+    overlaps: Whether this package's kernel supports such tensors and can attend before all keys have come.
     in_place: `compute` may be told where to write.
     """
     ulysses, ring = ranks_of(config, "ulysses"), ranks_of(config, "ring")

@@ -48,7 +48,7 @@ class Parallel:
     local: tuple[str, ...]
 
     def plan(self, root: nn.Module) -> dict[str, Any]:
-        """The plan as diffusers takes it."""
+        """The plan in diffusers' classes."""
         home = _hooks(root)
         plan: dict[str, Any] = {}
         for path, tensors in self.split(root).items():
@@ -96,9 +96,9 @@ def _carries(root: nn.Module, plan: Mapping[str, Any]) -> bool:
 def _split_arguments(
     hook: Any, names: tuple[str, ...], module: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """The pre_forward of diffusers' hook, for arguments that calls may leave out, and tensors that have two forms.
+    """The pre_forward of diffusers' hook, for optional arguments, and tensors of two numbers of dimensions.
 
-    diffusers' own raises for an argument that is left out, and warns of a tensor of another form. A tensor of one row
+    diffusers' own raises for a missing argument, and warns of a tensor with other dimensions. A tensor of one row
     beside others of more rows is for all tokens, and stays whole.
     """
     given = {**dict(zip(names, args)), **kwargs}

@@ -1,6 +1,6 @@
 """Guidance over ranks: every rank computes some samples of a model's batch, and attention exchanges nothing.
 
-Classifier-free guidance calls a model with a batch of two halves, with and without the prompt. Two ranks take a half
+Classifier-free guidance calls a model with a batch of two halves, with and without the prompt. Two ranks compute a half
 each and gather the results at the end of the call.
 """
 

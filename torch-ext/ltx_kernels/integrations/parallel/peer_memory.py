@@ -10,7 +10,6 @@ Where this is not possible, `peers_of` keeps the reason, and `_parallel` uses co
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import platform
 import weakref
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._torch_private import symmetric_memory
 from ..engine.guards import is_capturing
 
 OFF = "LTX_KERNELS_PEER_MEMORY"  # the variable of the environment that turns it off, as 0
@@ -48,7 +48,7 @@ class Window:
 class Peers:
     """The ranks of a group, with their window.
 
-    An attention takes two barriers, and these also keep the ranks from overwriting what another one still reads. The
+    An attention needs two barriers, and these also keep the ranks from overwriting what another one still reads. The
     barrier before outputs are read comes after every rank's attention, so that the next query may be written. The
     barrier after the next query is written comes after every rank has read its outputs.
     """
@@ -91,7 +91,7 @@ class Transfer:
         peers.follow_stream()
         self.peers = peers
         self.own: list[tuple[int, Tensor]] = []  # heads of this rank, which are copied when all others are on their way
-        # Outputs lie at the end. With tensors of any size, they lie behind the query, key and value of another call.
+        # Outputs lie at the end. With tensors of any size, they lie after the query, key and value of another call.
         parts = peers.window.parts
         self.inputs = [part[: 3 * like.nbytes].view(like.dtype).view(3, *shape) for part in parts]
         self.outputs = [part[part.nbytes - like.nbytes :].view(like.dtype).view(shape) for part in parts]
@@ -223,7 +223,7 @@ def why_not(device: torch.device) -> str:
 
 def make_window(group: Any, device: torch.device, nbytes: int) -> Window:
     """A window in torch.distributed's symmetric memory. Every rank of the group has to call it."""
-    home = importlib.import_module("torch.distributed._symmetric_memory")
+    home = symmetric_memory()
     memory = home.empty(nbytes, dtype=torch.uint8, device=device)
     handle = home.rendezvous(memory, group.group_name)
     mapped = getattr(handle, "get_remote_tensor", handle.get_buffer)  # of newer torch: of a tensor, not of its buffer

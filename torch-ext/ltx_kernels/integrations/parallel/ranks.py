@@ -72,7 +72,7 @@ class Ranks:
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """x [S, ...] of all ranks, [size S, ...], once the work that is returned too has been waited for."""
         result = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        # torch.compile takes collectives that end before they return.
+        # torch.compile supports collectives that end before they return.
         return result, all_gather(result, x, group=self.group, async_op=not torch.compiler.is_compiling())
 
 

@@ -1,1 +1,1 @@
-"""Calls that are taken again: recorded calls and CUDA graphs."""
+"""Calls that are captured once and replayed: recorded calls of blocks, and CUDA graphs of whole models."""

@@ -22,11 +22,12 @@ from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..._torch_private import COMPILED_CALL, dispatch_modes, function_modes, pytree
 from ..engine.guards import class_of, hooked, is_capturing, is_ordinary
+from ..engine.signature import signature
 from ..engine.sites import Entry, site_of
-from ..engine.state import HELD, Held, Snapshot, choices, held
+from ..engine.state import HELD, Held, Snapshot, held
 
 DEVICE = "cuda"
 LIMIT = 8  # graphs of a module: the one that was used least recently goes first
@@ -101,9 +102,9 @@ class Graphs:
             reason = _why_not_call(leaves) or self._why_not_module(module)
             if not reason:
                 try:
-                    key = spec, choices(), tuple(map(_described, leaves))
+                    key = spec, *signature(leaves, [], objects=True)
                     hash(key)
-                except TypeError:
+                except (TypeError, RuntimeError):
                     reason = "an argument that cannot be compared"
             replay = None if reason else self._graph(key, function, leaves, spec)
             if replay is not None:
@@ -128,7 +129,7 @@ class Graphs:
                 captured = self.captured[key] = Captured(function, leaves, spec, self.pool)
             except RuntimeError as error:
                 del self.captured[key]
-                self.pool = None  # torch takes the pool of a failed capture for one in use
+                self.pool = None  # torch regards the pool of a failed capture as in use
                 first = error.__context__ or error  # the capture's end fails, too, and says only that
                 self.refused[key] = f"its capture failed: {str(first).splitlines()[0]}"
                 return None
@@ -145,7 +146,7 @@ class Graphs:
         if self.state is None or not self.state.holds(module):
             self.captured.clear()
             self.refused.clear()
-            self.pool = None  # torch does not take a pool again that no graph uses
+            self.pool = None  # torch does not reuse a pool that no graph holds
             obstacle = _obstacle(module)
             self.state = None if obstacle else Snapshot(module)
             return obstacle
@@ -202,7 +203,7 @@ def _why_not_call(leaves: Sequence[Any]) -> str:
         return "gradients are on"
     if torch.is_autocast_enabled(DEVICE):
         return "autocast is on"
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if function_modes() or dispatch_modes():
         return "a mode that watches torch's functions is active"
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
@@ -221,13 +222,6 @@ def _is_here(tensor: Tensor) -> bool:
     return tensor.device.type == DEVICE and (tensor.device.index or 0) == current
 
 
-def _described(leaf: Any) -> Any:
-    """What of an argument belongs to the signature."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
-    return type(leaf), leaf
-
-
 def _obstacle(module: nn.Module) -> str:
     """Why no call of a module in this state can be captured."""
     if getattr(module, "_parallel_config", None) is not None:
@@ -235,7 +229,7 @@ def _obstacle(module: nn.Module) -> str:
     for part in module.modules():
         if part is not module and hooked(part):
             return f"a hook on a {type(part).__name__}"
-        if part.__dict__.get("_compiled_call_impl") is not None:
+        if part.__dict__.get(COMPILED_CALL) is not None:
             return "torch.compile"
         if type(part).__module__.startswith("peft."):
             return "LoRA layers: fuse them, and call optimize again"

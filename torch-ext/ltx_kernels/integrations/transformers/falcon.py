@@ -17,8 +17,8 @@ from ..causal import flash, padded_token
 from ..engine.guards import children, why_not_input, why_not_tensor
 from ..engine.norm_forms import transformers_class as _class
 from ..engine.rotary_tables import Tables
+from ..engine.signature import attention_is_replaced
 from ..engine.sites import Entry, Site, site_of, stock_forward
-from ..engine.state import attention_is_replaced
 
 
 def _heads(self: Any, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

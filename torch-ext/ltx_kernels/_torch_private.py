@@ -1,0 +1,105 @@
+"""The private names of torch that this package uses, each with what it is for; no other file names one.
+
+A new version of torch may change any of them. tests/test_torch_private.py asks each for what is expected of it, and
+tells which files need it. What every call asks is bound when the package is imported. What a single op or room needs is
+looked up when it is called, so that a torch without it breaks that op or room alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload as OpOverload  # an op as torch.ops has it: it has no name among torch's functions
+from torch.autograd import forward_ad as forward_ad  # its `_current_level` says whether forward-mode autograd is on
+from torch.nn.modules import module as _module
+from torch.utils import _pytree as pytree  # takes nested arguments apart and puts them together again  # noqa: F401
+from torch.utils._device import DeviceContext as DeviceContext  # the mode of a default device
+
+# ---- Modes of the process, which guards ask for at every call
+
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # how many watch or replace torch's functions
+function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at  # the mode at a depth
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many watch or replace torch's ops
+func_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func
+is_func_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # it has no address then
+without_function_modes = torch._C.DisableTorchFunction  # a context in which function modes see nothing
+without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context in which subclasses of Tensor see nothing
+# A context in which torch does not track which tensors are views. Inference runs it, so that views cost less time.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+own_attention: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # F's, unless somebody replaced it
+sdp_priority_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order  # of torch's kernels of attention
+
+# Settings of torch by which it chooses kernels of attention and convolutions.
+kernel_settings: tuple[Callable[[], bool], ...] = tuple(
+    getattr(torch._C, f"_get_{name}")
+    for name in (
+        *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled", "math_sdp_enabled"),
+        *("overrideable_sdp_enabled", "fa3_sdp_enabled"),
+        *("cudnn_enabled", "mkldnn_enabled", "deterministic_algorithms"),
+    )
+    if hasattr(torch._C, f"_get_{name}")  # older versions of torch have fewer
+)
+
+
+def has_global_hooks() -> bool:
+    """Whether a hook is registered for the forwards of all modules."""
+    return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
+
+
+# ---- Ops and tensors
+
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key  # (op, device in capitals)
+
+
+def storage_number(tensor: Tensor) -> int:
+    """A number for the memory that a tensor and its views share, while one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def op_of(overload: OpOverload) -> Callable[..., Any]:
+    """What an op calls in C++, without the look-ups before it."""
+    function: Callable[..., Any] = overload._op
+    return function
+
+
+def scaled_mm(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    """A product of fp8 matrices [M, K] and [K, N] with scales."""
+    return torch._scaled_mm(input, weight, **options)
+
+
+def addmm_gelu(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """``gelu(bias + rows @ weight, approximate="tanh")`` in one product, on a GPU."""
+    return torch._addmm_activation(bias, rows, weight, use_gelu=True)
+
+
+def flash_attention(*arguments: Any, **options: Any) -> Tensor:
+    """torch's flash attention, which has a window and takes fewer key heads than query heads."""
+    output: Tensor = torch.ops.aten._flash_attention_forward(*arguments, **options)[0]
+    return output
+
+
+def symmetric_memory() -> Any:
+    """The module that maps the memory of other GPUs."""
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+# ---- Attributes of torch's objects, which all files read where they need them
+
+# On a function: torch.compile calls it while it traces, and takes the result for a constant.
+MARKED_CONSTANT = "_dynamo_marked_constant"
+COMPILED_CALL = "_compiled_call_impl"  # on a module: what `Module.compile` has made; None if nothing
+
+ATTRIBUTES = {
+    "_parameters": "of a module, by name. Attribute access by nn.Module's __getattr__ takes ten times as long",
+    "_buffers": "of a module, by name",
+    "_modules": "of a module: its submodules, by name",
+    "_forward_hooks": "of a module, by number",
+    "_forward_pre_hooks": "of a module, by number",
+    "_non_persistent_buffers_set": "of a module: the names of buffers that state_dict leaves out",
+    "_version": "of a tensor: how often it was written to",
+    "_schema": "of an op: its arguments and results",
+    "_current_level": "of torch.autograd.forward_ad: below zero while forward-mode autograd is off",
+}

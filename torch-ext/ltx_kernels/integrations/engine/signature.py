@@ -1,0 +1,56 @@
+"""The signature of a call: what of its arguments and of the process a recorded call or a CUDA graph holds for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..._torch_private import kernel_settings, own_attention, sdp_priority_order
+
+PLAIN = (type(None), bool, int, float, str)  # types of arguments whose value belongs to the signature
+
+
+def signature(values: Iterable[Any], tensors: list[Tensor], objects: bool = False) -> tuple[Hashable, ...]:
+    """The choices of the process and what `values` are; the tensors in them are appended to `tensors`.
+
+    objects: Values of other types count by themselves; they may have no hash.
+
+    Raises:
+        TypeError: There is a value of a type that is not known, and `objects` is false.
+        RuntimeError: There is a tensor without strides, which is a nested one.
+    """
+    # Kernels of attention and convolutions differ in the strides of their results, and a recorded call makes views with
+    # the strides that it has seen.
+    settings = [setting() for setting in kernel_settings]
+    modes = torch.is_inference_mode_enabled(), F.scaled_dot_product_attention
+    return *modes, *settings, *sdp_priority_order(), *_described(values, tensors, objects)
+
+
+def _described(values: Iterable[Any], tensors: list[Tensor], objects: bool) -> list[Hashable]:
+    """`signature` of the values alone. It is written for speed, because every call of every block needs it."""
+    described: list[Hashable] = []
+    for value in values:
+        kind = type(value)
+        if kind is Tensor:
+            tensors.append(value)
+            described.append((value.shape, value.stride(), value.dtype, value.device, value.is_inference()))
+        elif kind in PLAIN:
+            described.append((kind, value))
+        elif kind in (tuple, list):
+            described.append((kind, *_described(value, tensors, objects)))
+        elif kind is dict:
+            described.append((kind, *value, *_described(value.values(), tensors, objects)))
+        elif objects:
+            described.append((kind, value))
+        else:
+            raise TypeError
+    return described
+
+
+def attention_is_replaced() -> bool:
+    """Whether a function stands in the place of torch's scaled_dot_product_attention, as with SageAttention."""
+    return F.scaled_dot_product_attention is not own_attention

@@ -1,0 +1,102 @@
+"""LTX_KERNELS_RECORD=check: compares the bits of a recorded call, run on copies, with those of the ordinary call."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch_private import storage_number
+from ..engine.guards import ATTRIBUTE
+from .recorder import Recording
+
+
+def compare(
+    module: nn.Module,
+    found: Recording,
+    again: Callable[[], tuple[Any, Recording | str]],
+    tensors: Sequence[Tensor],
+    live: Mapping[str, Any],
+) -> Any:
+    """The ordinary call's result; RuntimeError where a recorded call on copies of the arguments has another one.
+
+    again: Runs the ordinary call; its result, and another recording of it or the reason why there is none.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    given = [_copy_of(tensor, storages) for tensor in tensors]
+    mine = [_copy_of(value, storages) if type(value) is Tensor else copy.deepcopy(value) for value in live.values()]
+    replayed = found.run([*given, *mine, []] if live else given)
+    result, now = again()
+    pairs = list(_pairs(replayed, result, "result"))
+    for i, both in enumerate(zip(given, tensors)):
+        pairs += _pairs(*both, f"argument {i}")
+    for name, mine_too, theirs in zip(live, mine, live.values()):
+        pairs += _pairs(mine_too, theirs, name)
+    for place, one, other in pairs:
+        if not _same_bits(one, other):
+            why = f"{place}, {_described(one)} replayed and {_described(other)} computed"
+            raise RuntimeError(f"LTX_KERNELS_RECORD: {_path_of(module)}: {why}; {_first_difference(found, now)}")
+    return result
+
+
+def _copy_of(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A copy at the same place of a copy of its memory, which tensors that share it share again."""
+    number = storage_number(tensor)
+    if number not in storages:
+        storages[number] = tensor.untyped_storage().clone()
+    return tensor.new_empty(0).set_(storages[number], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _pairs(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(place, tensor, tensor) of the tensors in two results, or in two caches, of the same structure."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        yield place, one, other
+    elif isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        for i, pair in enumerate(zip(one, other)):
+            yield from _pairs(*pair, f"{place}[{i}]", depth)
+    elif isinstance(one, dict) and isinstance(other, dict):
+        for name in one.keys() & other.keys():
+            yield from _pairs(one[name], other[name], f"{place}.{name}", depth)
+    elif depth < 3 and type(one) is type(other) and hasattr(one, "__dict__"):
+        yield from _pairs(vars(one), vars(other), place, depth + 1)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
+        return False
+    bits = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())}"
+
+
+def _path_of(module: nn.Module) -> str:
+    """A block's class, and its place in the model that was optimized."""
+    roots = (reference() for reference in module.__dict__[ATTRIBUTE].roots)
+    names = (name for root in roots if root is not None for name, part in root.named_modules() if part is module)
+    return f"{type(module).__name__} {next(names, '')}".strip()
+
+
+def _first_difference(then: Recording, now: Recording | str) -> str:
+    """Where a recording and another one of the same call differ."""
+    if isinstance(now, str):
+        return f"the call is no longer recorded: {now}"
+    lines = zip_longest(then.source.splitlines(), now.source.splitlines(), fillvalue="nothing")
+    for number, (old, new) in enumerate(lines):
+        if old != new:
+            return f"line {number} of the recording is {old.strip()!r}, and would be {new.strip()!r}"
+        for name in re.findall(r"\w+", old):
+            one, other = then.function.__globals__.get(name), now.function.__globals__.get(name)
+            same = one is other or (type(one) is type(other) and not isinstance(one, Tensor) and one == other)
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                same = one.data_ptr() == other.data_ptr() and _same_bits(one, other)
+            if not same:
+                return f"line {number} of the recording, {old.strip()!r}, holds another {name}"
+    return "the recording would have the same lines"
