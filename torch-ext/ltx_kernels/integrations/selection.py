@@ -12,7 +12,7 @@ from torch import nn
 from ..quant import fp8_obstacle
 from . import diffusers, transformers
 from .attention.description import SHARED
-from .engine.guards import class_of
+from .engine.guards import class_of, submodule
 from .engine.rotary_tables import keep_table_readers_together
 from .engine.sites import Entry, Selection, why_not
 from .linear import fp8
@@ -85,7 +85,8 @@ def codes_without_scales(selection: Selection) -> str:
     """What the report says of a model whose scales were lost on loading; asked of one layer of each block."""
     for name, (block, entry) in selection.modules.items():
         for path in next(iter(entry.fp8(block)), ())[:1]:
-            if holds_codes(base_of(block.get_submodule(path))):
+            linear = submodule(block, path)  # None below a module of somebody else's
+            if linear is not None and holds_codes(base_of(linear)):
                 return (
                     f"{name}.{path}: its weights look like fp8 codes without their scales, so that results are wrong: "
                     'load the file with optimize(..., precision="fp8", weights=FILE)'
