@@ -245,6 +245,36 @@ def test_only_some_layers_in_fp8(ltx: ModuleType, device: str, ltx_model: nn.Mod
     assert_means(ltx, loaded, {name: tensor.float() for name, tensor in cast_all.items()})
 
 
+@pytest.mark.parametrize("spelling", ["comfy old", "comfy"])
+def test_language_models(ltx: ModuleType, device: str, tmp_path: Path, spelling: str) -> None:
+    """A model of transformers without data; its embedding and last layer are one parameter, once in the file."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    file, meant, metadata = scaled(state, spelling, "tensor", only=lambda name: "_proj" in name)
+    with accelerate.init_empty_weights():
+        loaded = transformers.LlamaForCausalLM(config).eval()
+    loaded.tie_weights()
+    loaded.model.rotary_emb.to(device)
+    with torch.device(device):
+        report = ltx.optimize(loaded, precision="fp8", weights=write(tmp_path / "a.safetensors", file, metadata))
+    assert len(assert_means(ltx, loaded, meant)) == report.replaced["torch.Linear"] == 2 * 7
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    model.load_state_dict(stock_of(model, meant), strict=False)
+    tokens = torch.arange(8, device=device)[None]
+    assert 0 < distance(loaded(tokens).logits, model.to(device)(tokens).logits) < 0.05
+
+
 class Pipeline:
     def __init__(self, **components: Any) -> None:
         self.components = components
