@@ -124,18 +124,18 @@ class Block:
 
         like: A tensor of the result's dtype and device.
         """
-        return all(self._takes_rows(module, name, like) for name in ((names,) if isinstance(names, str) else names))
-
-    def _takes_rows(self, module: nn.Module, name: str, like: Tensor) -> bool:
-        child: Any = module._modules[name]
-        if name in self.attentions:
-            replaced = ATTRIBUTE in child.__dict__
-            linears = site_of(child).entry.readers(self.attentions[name], child, like) if replaced else None
-        elif name in self.feed_forwards:
-            linears = readers(child, like)
-        else:
-            linears = linears_of(module, (name,), like)
-        return linears is not None and linears.fp8
+        for name in (names,) if isinstance(names, str) else names:
+            child: Any = module._modules[name]
+            if name in self.attentions:
+                replaced = ATTRIBUTE in child.__dict__
+                linears = site_of(child).entry.readers(self.attentions[name], child, like) if replaced else None
+            elif name in self.feed_forwards:
+                linears = readers(child, like)
+            else:
+                linears = linears_of(module, (name,), like)
+            if linears is None or not linears.fp8:
+                return False
+        return True
 
     def _ops(self) -> tuple[str, ...]:
         kinds = {FORMS[name].statistic for classes in self.norms.values() for name in classes if name in FORMS}
