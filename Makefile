@@ -21,7 +21,10 @@ VARIANTS ?= build
 TORCH_VERSIONS ?= 2.11 2.13 newest
 TORCH_TESTS ?= $(patsubst %,tests/test_%.py,loading norm adaln rope glu quant errors compile)
 TORCH_TESTS += tests/project/test_build_headers.py
-NEWEST_TESTS ?= $(patsubst %,tests/test_%.py,layers language_models kv_cache sliding_windows causal_prompts)
+NEWEST_TESTS ?= $(patsubst %,tests/test_%.py,layers language_models kv_cache sliding_windows causal_prompts families)
+ENGINES ?= sglang vllm-omni
+CPU_VARIANT := $(CURDIR)/build/torch-stable-abi211-cpu-$(shell uname -m)-linux
+ENGINE_TESTS ?= tests/test_engines.py tests/test_families.py
 RECORDED_TESTS ?= $(patsubst %,tests/test_%.py,families language_models tokens kv_cache integration integration_fp8 lora)
 STATIC := $(CURDIR)/build/static-libstdcxx
 STATIC_TESTS ?= tests/test_errors.py tests/test_wrong_types.py tests/test_plain_attention.py::test_errors
@@ -55,8 +58,9 @@ STARTED := $(shell date +%s)
 TOOK = status=$$?; echo "make $@ took $$(($$(date +%s) - $(STARTED))) s. Not run: $(1)."; exit $$status
 
 .PHONY: help setup build test test-variants test-all test-torch test-versions test-static test-recorded test-newest
-.PHONY: test-diffusers test-serving fuzz notebooks sanitize demo docs lint actionlint format check-all nix-matrix nix-build
-.PHONY: check-variants check-complete check-release sign card upload gpu-job case-study clean distclean
+.PHONY: test-engines engine-versions test-diffusers test-serving fuzz notebooks sanitize demo docs lint actionlint format
+.PHONY: check-all nix-matrix nix-build check-variants check-complete check-release sign card upload gpu-job case-study
+.PHONY: clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## show this help
@@ -112,9 +116,25 @@ test-static: $(READY)  ## build the CPU variant with libstdc++ linked statically
 test-recorded: build  ## build, then the tests of whole models with each recorded call checked against an ordinary one
 	LTX_KERNELS_RECORD=check $(RUN) -m pytest $(XDIST) -m "not slow" $(RECORDED_TESTS) $(PYTEST_ARGS)
 
-test-newest: build  ## build, then the tests of language models under the newest transformers and kernels
-	$(PY) -m pip install -qq --upgrade --no-deps --target .newest transformers kernels
+test-newest: build  ## build, then the tests of models under the newest diffusers, transformers and kernels
+	$(PY) -m pip install -qq --upgrade --no-deps --target .newest diffusers transformers kernels
 	PYTHONPATH=.newest $(RUN) -m pytest $(XDIST) -m "not slow" $(NEWEST_TESTS) $(PYTEST_ARGS)
+
+# kernels of sglang's version does not know the names of this package's variants, but loads one whose folder is named.
+test-engines: build  ## build, then the tests of engines/ and of all families under what each of ENGINES pins
+	for engine in $(ENGINES); do \
+	  $(PY) -m pip install -qq --upgrade --no-deps --target .engines/$$engine -r requirements/$$engine.txt && \
+	  PYTHONPATH="$(CURDIR)/.engines/$$engine" LOCAL_KERNELS="org/ltx-kernels=$(CPU_VARIANT)" \
+	  $(PY) -m pytest $(XDIST) -m "not slow" $(ENGINE_TESTS) $(PYTEST_ARGS) || exit 1; \
+	done
+
+engine-versions: test-engines  ## test-engines, then write what stays stock there into docs/serving.md
+	$(RUN) benchmarks/engine_versions.py "this project"
+	for engine in $(ENGINES); do \
+	  PYTHONPATH="$(CURDIR)/.engines/$$engine" LOCAL_KERNELS="org/ltx-kernels=$(CPU_VARIANT)" \
+	  $(PY) benchmarks/engine_versions.py $$engine || exit 1; \
+	done
+	$(RUN) benchmarks/readme.py
 
 test-diffusers: build  ## build, then diffusers' own tests of all known models, stock and optimized, compared
 	[ -d "$(DIFFUSERS_SOURCE)" ] || git clone -q --depth 1 --branch v$(DIFFUSERS_VERSION) \
@@ -159,14 +179,14 @@ actionlint: $(READY)  ## check the workflow files
 	  then $(BIN)actionlint -color; \
 	  else echo "NOT RUN: actionlint: $(ACTIONLINT) could not be installed"; [ -z "$$GITHUB_ACTIONS" ]; fi
 
-check-all: lint actionlint test-all test-recorded test-static test-versions  ## lint, and all tests, under every torch
+check-all: lint actionlint test-all test-recorded test-static test-versions test-newest test-engines  ## lint, and all tests, under every torch
 
 clean:  ## remove what was built
 	rm -rf build dist site torch-ext/*/_ops.py torch-ext/*/*.so
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## also the virtual environment and the downloaded CUDA compiler
-	rm -rf "$(VENV)" .venv-torch-* .venv-card .venv-docs .cuda .diffusers-*
+	rm -rf "$(VENV)" .venv-torch-* .venv-card .venv-docs .cuda .diffusers-* .newest .engines
 
 ##@ Release (docs/hub.md; the workflows in .github run these)
 

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from helpers.versions import missing_class
 from torch import Tensor, nn
+
+# Modules here whose models the installed diffusers lacks, each with the class that is missing.
+LACKING: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,11 @@ def families() -> dict[str, Family]:
     """The families by name, "module" or "module-case"."""
     found: dict[str, Family] = {}
     for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
+        try:
+            module = importlib.import_module(f"{__name__}.{info.name}")
+        except ImportError as error:
+            LACKING[info.name] = missing_class(error)
+            continue
         for case, family in getattr(module, "FAMILIES", {}).items():  # left.py has none
             found["-".join(filter(None, (info.name, case)))] = family
     return found

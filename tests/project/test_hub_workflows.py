@@ -46,7 +46,7 @@ def steps(workflow: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_there_are_four():
-    assert [w.name for w in WORKFLOWS] == ["build.yml", "gpu.yml", "release.yml", "test.yml"]
+    assert [w.name for w in WORKFLOWS] == ["build.yml", "gpu.yml", "nightly.yml", "release.yml", "test.yml"]
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda w: w.name)

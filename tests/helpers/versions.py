@@ -1,0 +1,65 @@
+"""Which of the known classes the installed diffusers and transformers have, and which stay stock under them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+from importlib.metadata import version
+from types import ModuleType
+
+from .build import ROOT
+
+REASONS = {"absent": "this version has no such class", "stock": "the forward of this version has other arguments"}
+
+
+def pinned() -> bool:
+    """Whether the installed diffusers is the one that this package is written for, of requirements/dev.txt."""
+    pins = (ROOT / "requirements" / "dev.txt").read_text()
+    return f"diffusers=={version('diffusers')}\n" in pins
+
+
+@functools.cache
+def states(ltx: ModuleType) -> dict[str, str]:
+    """For each class that `optimize` knows: "optimized", "stock" or "absent".
+
+    As `optimize` does, this compares the arguments of the forward. What else it compares, such as names of submodules,
+    is in the hands of the families' tests.
+    """
+    sites = importlib.import_module(ltx.integrations.engine.sites.__name__)
+    found = {}
+    for name, entry in ltx.integrations.ENTRIES.items():
+        module, _, cls = name.partition(" + ")[0].rpartition(".")
+        try:
+            forward = getattr(importlib.import_module(module), cls).forward
+        except (ImportError, AttributeError):
+            found[name] = "absent"
+        else:
+            found[name] = "optimized" if sites.parameters_of(forward) == entry.parameters else "stock"
+    return found
+
+
+def recorded() -> dict[str, list[str]] | None:
+    """Names of classes in these states under the installed versions, as the table of docs/serving.md has them."""
+    records = json.loads((ROOT / "benchmarks" / "results" / "engine-versions.json").read_text())["records"]
+    names = "diffusers", "transformers"
+    fits = (record for record in records if all(record[name] == version(name) for name in names))
+    return next(({state: record[state] for state in REASONS} for record in fits), None)
+
+
+def unfit(ltx: ModuleType, blocks: dict[str, int]) -> str:
+    """Why a family with these blocks cannot be tested under this version; empty if it can."""
+    short_name = ltx.integrations.engine.sites.short_name
+    for name, state in states(ltx).items():
+        if state != "optimized" and short_name(name) in blocks:
+            return f"{short_name(name)}: {REASONS[state]}"
+    return ""
+
+
+def missing_class(error: ImportError) -> str:
+    """The class that an import of diffusers did not find; the error is raised where it is about something else."""
+    match = re.match(r"cannot import name '(\w+)' from 'diffusers", str(error))
+    if match is None or pinned():
+        raise error
+    return match[1]
