@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from helpers.versions import REASONS, states
-from result_files import REPOSITORY, load_package, write
+from result_files import REPOSITORY, common_meta, load_package, write
 
 ENGINES = {"this project": "", "sglang": "sglang", "vllm-omni": "vllm-omni"}
 LIBRARIES = "diffusers", "transformers", "kernels"
@@ -42,8 +42,7 @@ def main() -> None:
     }
     records = json.loads(args.output.read_text())["records"] if args.output.exists() else []
     records = [*(one for one in records if one["engine"] != args.engine), record]
-    commit = package.get("provenance", {}).get("kernel", {}).get("commit")
-    write(args.output, {"commit": commit}, sorted(records, key=lambda one: list(ENGINES).index(one["engine"])))
+    write(args.output, common_meta(package), sorted(records, key=lambda one: list(ENGINES).index(one["engine"])))
     print(json.dumps(record))
 
 

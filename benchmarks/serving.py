@@ -115,6 +115,9 @@ class Load:
 def records_of(load: Load, clips: Clips) -> list[dict[str, Any]]:
     good = [number for number in range(load.requests) if not request_of(number)[1]]
     answered = [number for number in good if load.answers[number][0] == 200]
+    for number in sorted({*good} - {*answered}):
+        status, content, tries = load.answers[number]
+        print(f"lost: request {number}, status {status} after {tries} tries: {content.decode()}", file=sys.stderr)
     right = 0
     for index, shape in enumerate(SHAPES):
         of_shape = [number for number in answered if number % len(SHAPES) == index]
@@ -178,6 +181,8 @@ def main() -> None:
     meta = {**common_meta(package), "ray": ray.__version__, "requests": args.requests, "flat_from": FROM}
     write(args.output, meta, records)
     print(args.output.read_text())
+    if records[0]["right"] < records[0]["sent"]:
+        sys.exit("requests were lost or answered wrongly")
 
 
 if __name__ == "__main__":

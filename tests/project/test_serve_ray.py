@@ -90,6 +90,13 @@ def test_accepted(clips: Clips) -> None:
     assert clips.check({**REQUEST, "prompt": "x" * 127}) == SMALL  # and the end of the text
 
 
+def test_counting_tokens_leaves_the_pipelines_tokenizer_alone(clips: Clips, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are checked while another thread tokenizes, with other padding, which one tokenizer cannot do at once."""
+    with monkeypatch.context() as broken:
+        broken.setattr(clips.pipe, "tokenizer", None)
+        assert clips.check(REQUEST) == SMALL
+
+
 def test_a_prompt_that_the_pipeline_would_cut_is_refused(clips: Clips) -> None:
     """The pipeline reads the last character of the longest prompt that is accepted, and no further one."""
 
