@@ -25,7 +25,7 @@ LIBRARIES = "diffusers", "transformers", "kernels"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("engine", choices=ENGINES, nargs="?", default="this project")
     path = REPOSITORY / "benchmarks" / "results" / "engine-versions.json"
     parser.add_argument("--output", type=Path, default=path)
     args = parser.parse_args()

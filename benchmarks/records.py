@@ -236,6 +236,8 @@ PROGRAMS = [
     Program("benchmarks/lora.py", "{machine}-lora", in_place=False),
     Program("benchmarks/fp8_layers.py", "fp8-layers", machine="cpu", in_place=False),
     Program("benchmarks/fp8_numerics.py", "fp8-numerics", machine="cpu", in_place=False),
+    Program("benchmarks/serving.py", "cpu-serving", machine="cpu", in_place=False),
+    Program("benchmarks/engine_versions.py", "engine-versions", machine="cpu", in_place=False),
     Program("tests/fuzz.py", "fuzz-{machine}", options=lambda name, records: ["--no-shrink", "--resume"]),
     Program("tests/sanitize.py", "sanitize-{machine}", options=lambda name, records: ["--resume"]),
     Program(

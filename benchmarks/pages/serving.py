@@ -20,14 +20,15 @@ def versions() -> str:
                 r["kernels"],
                 str(r["optimized"]),
                 _names(r["stock"]),
-                _names(r["absent"]),
+                _names([name for name in r["absent"] if name.endswith("Block")]),
             ]
         )
-    return grid(
+    table = grid(
         "| versions of | diffusers | transformers | kernels | known classes that are replaced | that stay stock "
-        "| that do not exist there |",
+        "| blocks that do not exist there |",
         rows,
     )
+    return text(table)
 
 
 @block("docs/serving.md", "load")
@@ -40,12 +41,12 @@ def load_and_faults() -> str:
         if "refused" in record:
             rows.append([record["what"], str(record["sent"]), f"{record['refused']} refused with the reason"])
         elif "growth" in record:
-            memory.append(f"{record['what']} {record['growth']:.3f} x")
+            memory.append(f"{record['what'].removeprefix('memory of ')} {record['growth']:.3f} x")
     return text(
         f"{meta['requests']} requests by {accepted['clients']} clients, of {accepted['shapes']} shapes, to 2 replicas "
         f"of a tiny model on a CPU ({link('cpu-serving')}). After half of them one replica was killed, with "
         f"{accepted['in_flight_at_kill']} requests in flight; {accepted['sent_again']} were sent to another replica, "
         f"and {accepted['sent'] - accepted['answered']} were lost.",
         grid("| requests | sent | answered |", rows),
-        f"Memory from request {meta['flat_from']} on, the most beside the first: {', '.join(memory)}.",
+        f"Resident memory from request {meta['flat_from']} on, the most beside the first sample: {', '.join(memory)}.",
     )

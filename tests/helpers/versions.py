@@ -50,10 +50,12 @@ def recorded() -> dict[str, list[str]] | None:
 
 def unfit(ltx: ModuleType, blocks: dict[str, int]) -> str:
     """Why a family with these blocks cannot be tested under this version; empty if it can."""
-    short_name = ltx.integrations.engine.sites.short_name
-    for name, state in states(ltx).items():
-        if state != "optimized" and short_name(name) in blocks:
-            return f"{short_name(name)}: {REASONS[state]}"
+    by_name: dict[str, list[str]] = {}
+    for name, state in states(ltx).items():  # classes of several models may have one name
+        by_name.setdefault(ltx.integrations.engine.sites.short_name(name), []).append(state)
+    for name in blocks:
+        if "optimized" not in by_name[name]:
+            return f"{name}: {REASONS[by_name[name][0]]}"
     return ""
 
 

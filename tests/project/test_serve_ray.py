@@ -91,7 +91,7 @@ def test_accepted(clips: Clips) -> None:
 
 
 def test_counting_tokens_leaves_the_pipelines_tokenizer_alone(clips: Clips, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are checked while another thread tokenizes, with other padding, which one tokenizer cannot do at once."""
+    """Requests are checked while another thread tokenizes with other padding: one tokenizer cannot do both at once."""
     with monkeypatch.context() as broken:
         broken.setattr(clips.pipe, "tokenizer", None)
         assert clips.check(REQUEST) == SMALL
