@@ -54,8 +54,9 @@ def unfit(ltx: ModuleType, blocks: dict[str, int]) -> str:
     for name, state in states(ltx).items():  # classes of several models may have one name
         by_name.setdefault(ltx.integrations.engine.sites.short_name(name), []).append(state)
     for name in blocks:
-        if "optimized" not in by_name[name]:
-            return f"{name}: {REASONS[by_name[name][0]]}"
+        found = by_name.get(name, ["optimized"])  # an attention of many models is known by its processor too
+        if "optimized" not in found:
+            return f"{name}: {REASONS[found[0]]}"
     return ""
 
 
