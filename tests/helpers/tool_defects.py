@@ -365,7 +365,7 @@ TOOL_DEFECTS = [
     ),
     defect(
         "the first sample's rows of modulation for all, in plain torch",
-        PACKAGE + "reference.py",
+        PACKAGE + "_formulas.py",
         "    rows = index.long().expand(input.shape[:-1])\n",
         "    rows = index.long().expand(input.shape[:-1])\n"
         "    rows = rows[:1].expand_as(rows) if value.shape[:-2] == (1,) else rows\n",

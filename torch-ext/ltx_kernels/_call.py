@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from ._checks import check_type, no_given_outputs, no_gradient, requires_grad
-from ._fakes import in_torch
+from ._fakes import Mode, in_torch
 from ._ops import ops
 
 
@@ -51,7 +51,7 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
             no_gradient(*arguments[:tensors])
         if not torch.compiler.is_compiling():
             check_types(arguments)  # plain torch takes some wrong types for others
-        return plain({}, True, *arguments)
+        return plain(Mode(compute=True), *arguments)
 
     def check_types(arguments: Sequence[Any]) -> None:
         for argument, value in zip(schema.arguments, arguments):

@@ -427,7 +427,7 @@ def check_norm(
     residual_out: Tensor | None = None,
     float64: bool = False,
 ) -> None:
-    """The arguments of every op of the norm family, those of ``reference.norm_family``."""
+    """The arguments of every op of the norm family, those of ``_formulas.norm_family``."""
     if statistic is not None:
         _code("statistic", statistic, RMS, LAYER)
     _code("rounding", rounding, FP32, EAGER_WEIGHT)

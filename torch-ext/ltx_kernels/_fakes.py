@@ -4,50 +4,71 @@ A variant holds the kernels of one backend. For tensors on the other device (CPU
 reverse) its ops run the reference, and warn at the first use of each op. The Python functions run the reference, too,
 where a gradient is needed.
 
-`BODIES` has one function for each schema of torch-ext/torch_binding.cpp: ``body(outs, compute, **arguments)`` with the
-names of the schema. It checks the arguments, and returns the results, without contents unless ``compute``. ``outs``
-holds the given outputs by the names that the schema of the ``_out`` twin gives them. All else is read from the schema.
+`BODIES` has one function for each schema of torch-ext/torch_binding.cpp: ``body(mode, **arguments)`` with the names of
+the schema. It checks the arguments, and returns the results. All else is read from the schema.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any, Callable
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _checks, reference
+from . import _checks, _formulas
 from ._checks import RotaryInput, RotaryTable
 from ._ops import add_op_namespace_prefix, ops
 from ._torch_private import has_kernel
 from ._variant import COMPILED_DEVICE
 
-Outs = dict[str, Any]  # tensors
 Results = Sequence[Tensor]
+
+
+class Mode(NamedTuple):
+    """How a body runs.
+
+    compute: Whether the results have contents.
+    outs: The given outputs, by the names that the schema of the `_out` twin gives them.
+    float64: Whether float64 tensors are admitted.
+    """
+
+    compute: bool
+    outs: Mapping[str, Tensor] = {}
+    float64: bool = False
+
+
+def _checked(mode: Mode) -> dict[str, Any]:
+    """What the checks are told beside the arguments."""
+    return {**mode.outs, "float64": mode.float64}
+
+
+def _checked_pair(mode: Mode) -> dict[str, Any]:
+    """The same for ops whose outputs are a query and a key."""
+    return {"out": tuple(mode.outs.values()) or None, "float64": mode.float64}
 
 
 # ---- Norms
 
 
-def _norm(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
-    _checks.check_norm(input, **outs, **arguments)
-    if compute:
-        return reference.norm_family(input, **arguments)
+def _norm(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    _checks.check_norm(input, **_checked(mode), **arguments)
+    if mode.compute:
+        return _formulas.norm_family(input, **arguments)
     return [input.new_empty(input.shape) for _ in range(3)]
 
 
-def _adaln_norm(outs: Outs, compute: bool, *, gate: Any, gate_table: Any, **arguments: Any) -> Results:
-    return _norm(outs, compute, out_gate=gate, out_gate_table=gate_table, **arguments)
+def _adaln_norm(mode: Mode, *, gate: Any, gate_table: Any, **arguments: Any) -> Results:
+    return _norm(mode, out_gate=gate, out_gate_table=gate_table, **arguments)
 
 
-def _gated_residual(outs: Outs, compute: bool, **arguments: Any) -> Results:
-    return _norm(outs, compute, statistic=None, **arguments)
+def _gated_residual(mode: Mode, **arguments: Any) -> Results:
+    return _norm(mode, statistic=None, **arguments)
 
 
-def _norm_residual(outs: Outs, compute: bool, *, weight: Any, eps: float, **arguments: Any) -> Results:
-    return _norm(outs, compute, branch_weight=weight, branch_eps=eps, statistic=None, **arguments)
+def _norm_residual(mode: Mode, *, weight: Any, eps: float, **arguments: Any) -> Results:
+    return _norm(mode, branch_weight=weight, branch_eps=eps, statistic=None, **arguments)
 
 
 def _two_norms(weight1: Any, weight2: Any, eps1: float, eps2: float) -> dict[str, Any]:
@@ -55,9 +76,9 @@ def _two_norms(weight1: Any, weight2: Any, eps1: float, eps2: float) -> dict[str
 
 
 def _norm_residual_norm(
-    outs: Outs, compute: bool, *, weight1: Any, weight2: Any, eps1: float, eps2: float, **arguments: Any
+    mode: Mode, *, weight1: Any, weight2: Any, eps1: float, eps2: float, **arguments: Any
 ) -> Results:
-    return _norm(outs, compute, **_two_norms(weight1, weight2, eps1, eps2), **arguments)
+    return _norm(mode, **_two_norms(weight1, weight2, eps1, eps2), **arguments)
 
 
 def _quantised(input: Tensor, shape: Sequence[int]) -> Results:
@@ -68,65 +89,65 @@ def _quantised(input: Tensor, shape: Sequence[int]) -> Results:
     )
 
 
-def _norm_quant(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
-    _checks.check_norm_quant(input, **arguments)
-    if compute:
-        return reference.norm_family_quant(input, **arguments)
+def _norm_quant(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    _checks.check_norm_quant(input, float64=mode.float64, **arguments)
+    if mode.compute:
+        return _formulas.norm_family_quant(input, **arguments)
     *first, residual_out = _quantised(input, input.shape)
     second = _quantised(input, input.shape)[:2] if "scale2" in arguments else ()
     return (*first, *second, residual_out)
 
 
 def _norm_residual_norm_quant(
-    outs: Outs, compute: bool, *, weight1: Any, weight2: Any, eps1: float, eps2: float, **arguments: Any
+    mode: Mode, *, weight1: Any, weight2: Any, eps1: float, eps2: float, **arguments: Any
 ) -> Results:
-    return _norm_quant(outs, compute, **_two_norms(weight1, weight2, eps1, eps2), **arguments)
+    return _norm_quant(mode, **_two_norms(weight1, weight2, eps1, eps2), **arguments)
 
 
 # ---- Activations
 
 
-def _glu(outs: Outs, compute: bool, *, input: Tensor, gated: bool = True, **arguments: Any) -> Results:
-    shape = _checks.check_glu(input, gated=gated, **outs, **arguments)
-    return (reference.gated_unit(input, gated=gated, **arguments) if compute else input.new_empty(shape),)
+def _glu(mode: Mode, *, input: Tensor, gated: bool = True, **arguments: Any) -> Results:
+    shape = _checks.check_glu(input, gated=gated, **_checked(mode), **arguments)
+    return (_formulas.gated_unit(input, gated=gated, **arguments) if mode.compute else input.new_empty(shape),)
 
 
-def _swiglu_clamped(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
-    shape = _checks.check_swiglu_clamped(input, **outs, **arguments)
-    return (reference.clamped_unit(input, **arguments) if compute else input.new_empty(shape),)
+def _swiglu_clamped(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_swiglu_clamped(input, **_checked(mode), **arguments)
+    return (_formulas.clamped_unit(input, **arguments) if mode.compute else input.new_empty(shape),)
 
 
-def _gate_heads(outs: Outs, compute: bool, **arguments: Any) -> Results:
-    _checks.check_gate_heads(**arguments, **outs)
+def _gate_heads(mode: Mode, **arguments: Any) -> Results:
+    _checks.check_gate_heads(**arguments, **_checked(mode))
     input = arguments["input"]
-    return (reference.head_gates(**arguments) if compute else input.new_empty(input.shape),)
+    return (_formulas.head_gates(**arguments) if mode.compute else input.new_empty(input.shape),)
 
 
-def _gelu(outs: Outs, compute: bool, **arguments: Any) -> Results:
-    return _glu(outs, compute, gated=False, **arguments)
+def _gelu(mode: Mode, **arguments: Any) -> Results:
+    return _glu(mode, gated=False, **arguments)
 
 
-def _glu_quant(outs: Outs, compute: bool, *, input: Tensor, gated: bool = True, **arguments: Any) -> Results:
-    shape = _checks.check_glu_quant(input, gated=gated, **arguments)
-    return reference.gated_unit_quant(input, gated=gated, **arguments) if compute else _quantised(input, shape)
+def _glu_quant(mode: Mode, *, input: Tensor, gated: bool = True, **arguments: Any) -> Results:
+    shape = _checks.check_glu_quant(input, gated=gated, float64=mode.float64, **arguments)
+    return _formulas.gated_unit_quant(input, gated=gated, **arguments) if mode.compute else _quantised(input, shape)
 
 
-def _gelu_quant(outs: Outs, compute: bool, **arguments: Any) -> Results:
-    return _glu_quant(outs, compute, gated=False, **arguments)
+def _gelu_quant(mode: Mode, **arguments: Any) -> Results:
+    return _glu_quant(mode, gated=False, **arguments)
 
 
-def _gate_heads_quant(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
-    shape = _checks.check_gate_heads_quant(input, **arguments)
-    return reference.head_gates_quant(input, **arguments) if compute else _quantised(input, shape)
+def _gate_heads_quant(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_gate_heads_quant(input, float64=mode.float64, **arguments)
+    return _formulas.head_gates_quant(input, **arguments) if mode.compute else _quantised(input, shape)
 
 
 # ---- Linear layers
 
 
-def _scaled_linear(outs: Outs, compute: bool, *, use_fast_accum: bool, **arguments: Any) -> Results:
-    _checks.check_product(**arguments, **outs)
-    if compute:
-        return (reference.product(**arguments),)
+def _scaled_linear(mode: Mode, *, use_fast_accum: bool, **arguments: Any) -> Results:
+    _checks.check_product(**arguments, **mode.outs)
+    if mode.compute:
+        return (_formulas.product(**arguments),)
     values, weight = arguments["values"], arguments["weight"]
     return (values.new_empty((*values.shape[:-1], weight.shape[0]), dtype=torch.bfloat16),)
 
@@ -134,66 +155,66 @@ def _scaled_linear(outs: Outs, compute: bool, *, use_fast_accum: bool, **argumen
 # ---- Rotary
 
 
-def _rotary(compute: bool, operands: list[RotaryInput], tables: list[RotaryTable], **arguments: Any) -> Results:
-    if compute:
-        return reference.rotary(operands, tables, **arguments)
+def _rotary(mode: Mode, operands: list[RotaryInput], tables: list[RotaryTable], **arguments: Any) -> Results:
+    if mode.compute:
+        return _formulas.rotary(operands, tables, **arguments)
     return [torch.empty_like(operand.tensor) for operand in operands]
 
 
-def _rope(outs: Outs, compute: bool, *, interleaved: bool, **arguments: Any) -> Results:
-    operands = _checks.check_rope(**arguments, out=tuple(outs.values()) or None)
+def _rope(mode: Mode, *, interleaved: bool, **arguments: Any) -> Results:
+    operands = _checks.check_rope(**arguments, **_checked_pair(mode))
     angles = {name: arguments[name] for name in ("positions", "grid", "rope_dims", "theta_base")}
-    tables = [reference.computed_table(operand, **angles) for operand in operands] if compute else []
-    return _rotary(compute, operands, tables, interleaved=interleaved)
+    tables = [_formulas.computed_table(operand, **angles) for operand in operands] if mode.compute else []
+    return _rotary(mode, operands, tables, interleaved=interleaved)
 
 
-def _apply_rotary(outs: Outs, compute: bool, *, interleaved: bool, **arguments: Any) -> Results:
-    operands, tables = _checks.check_apply_rotary(**arguments, **outs)
-    return _rotary(compute, operands, tables, interleaved=interleaved, rounding=arguments["rounding"])
+def _apply_rotary(mode: Mode, *, interleaved: bool, **arguments: Any) -> Results:
+    operands, tables = _checks.check_apply_rotary(**arguments, **_checked(mode))
+    return _rotary(mode, operands, tables, interleaved=interleaved, rounding=arguments["rounding"])
 
 
-def _apply_rotary_qk(outs: Outs, compute: bool, *, interleaved: bool, **arguments: Any) -> Results:
-    operands, tables = _checks.check_apply_rotary_qk(**arguments, out=tuple(outs.values()) or None)
-    return _rotary(compute, operands, tables, interleaved=interleaved, rounding=arguments["rounding"])
+def _apply_rotary_qk(mode: Mode, *, interleaved: bool, **arguments: Any) -> Results:
+    operands, tables = _checks.check_apply_rotary_qk(**arguments, **_checked_pair(mode))
+    return _rotary(mode, operands, tables, interleaved=interleaved, rounding=arguments["rounding"])
 
 
-def _qk_norm_rope(outs: Outs, compute: bool, *, interleaved: bool, **arguments: Any) -> Results:
-    operands, tables = _checks.check_qk_norm_rope(**arguments, out=tuple(outs.values()) or None)
+def _qk_norm_rope(mode: Mode, *, interleaved: bool, **arguments: Any) -> Results:
+    operands, tables = _checks.check_qk_norm_rope(**arguments, **_checked_pair(mode))
     names = ("across_heads", "weight_offset", "statistic", "cast_before_weight", "rounding")
     norm = {name: arguments[name] for name in names}
-    return _rotary(compute, operands, tables, interleaved=interleaved, normalised=True, **norm)
+    return _rotary(mode, operands, tables, interleaved=interleaved, normalised=True, **norm)
 
 
 # ---- Attention
 
 
-def _qk_norm_cross_attention(outs: Outs, compute: bool, **arguments: Any) -> Results:
-    _checks.check_qk_norm_cross_attention(**arguments, **outs)
+def _qk_norm_cross_attention(mode: Mode, **arguments: Any) -> Results:
+    _checks.check_qk_norm_cross_attention(**arguments, **_checked(mode))
     query = arguments["query"]
-    return (reference.cross_attention(**arguments) if compute else query.new_empty(query.shape),)
+    return (_formulas.cross_attention(**arguments) if mode.compute else query.new_empty(query.shape),)
 
 
-def _attention(outs: Outs, compute: bool, *, query: Tensor, **arguments: Any) -> Results:
-    _checks.check_attention(query, **arguments, **outs)
-    if compute:
-        return reference.attention_with_lse(query, **arguments)
+def _attention(mode: Mode, *, query: Tensor, **arguments: Any) -> Results:
+    _checks.check_attention(query, **arguments, **_checked(mode))
+    if mode.compute:
+        return _formulas.attention_with_lse(query, **arguments)
     batch, queries, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((batch, heads, queries), dtype=torch.float32)
 
 
-def _attention_int8(outs: Outs, compute: bool, **arguments: Any) -> Results:
-    _checks.check_attention_int8(**arguments, **outs)
+def _attention_int8(mode: Mode, **arguments: Any) -> Results:
+    _checks.check_attention_int8(**arguments, **_checked(mode))
     query = arguments["query"]
-    return (reference.attention_int8(**arguments) if compute else query.new_empty(query.shape),)
+    return (_formulas.attention_int8(**arguments) if mode.compute else query.new_empty(query.shape),)
 
 
 # ---- Channels-last video
 
 
-def _channel_norm(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
-    shape = _checks.check_channel_norm(input, **outs, **arguments)
-    if compute:
-        return reference.channel_norm_family(input, **arguments)
+def _channel_norm(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_channel_norm(input, **_checked(mode), **arguments)
+    if mode.compute:
+        return _formulas.channel_norm_family(input, **arguments)
     return _new_video(input, shape), _new_video(input, input.shape)
 
 
@@ -201,14 +222,14 @@ def _new_video(input: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=torch.channels_last_3d)
 
 
-def _pixel_shuffle(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
-    shape = _checks.check_pixel_shuffle(input, **outs, **arguments)
-    return (reference.shuffled(input, **arguments) if compute else _new_video(input, shape),)
+def _pixel_shuffle(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_pixel_shuffle(input, **_checked(mode), **arguments)
+    return (_formulas.shuffled(input, **arguments) if mode.compute else _new_video(input, shape),)
 
 
-def _unpatchify(outs: Outs, compute: bool, *, input: Tensor, **arguments: Any) -> Results:
-    shape = _checks.check_unpatchify(input, **outs, **arguments)
-    return (reference.unpatched(input, **arguments) if compute else input.new_empty(shape),)
+def _unpatchify(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_unpatchify(input, **_checked(mode), **arguments)
+    return (_formulas.unpatched(input, **arguments) if mode.compute else input.new_empty(shape),)
 
 
 BODIES: dict[str, Callable[..., Results]] = {
@@ -265,16 +286,16 @@ def _warn_once(name: str, device: str) -> None:
     )
 
 
-def _argument_names(name: str) -> list[str]:
+def argument_names(name: str) -> list[str]:
     return [argument.name for argument in getattr(ops, name).default._schema.arguments]
 
 
 def in_torch(name: str) -> Callable[..., Any]:
-    """An op in plain torch, ``run(outs, compute, *arguments)`` with the arguments of its schema, in their order."""
-    names, results, body = _argument_names(name), len(getattr(ops, name).default._schema.returns), BODIES[name]
+    """An op in plain torch, ``run(mode, *arguments)`` with the arguments of its schema, in their order."""
+    names, results, body = argument_names(name), len(getattr(ops, name).default._schema.returns), BODIES[name]
 
-    def run(outs: Outs, compute: bool, *arguments: Any) -> Any:
-        outcome = body(outs, compute, **dict(zip(names, arguments)))
+    def run(mode: Mode, *arguments: Any) -> Any:
+        outcome = body(mode, **dict(zip(names, arguments)))
         return outcome[0] if results == 1 else tuple(outcome[:results])
 
     return run
@@ -285,17 +306,17 @@ def _register(name: str) -> None:
     # The `_out` twin takes its outputs and then the op's arguments. Quantising ops have no such twin.
     has_out = hasattr(ops, name + "_out")
     count = len(getattr(ops, name).default._schema.returns)
-    out_names = _argument_names(name + "_out")[:count] if has_out else []
+    out_names = argument_names(name + "_out")[:count] if has_out else []
     functional, into_outs = add_op_namespace_prefix(name), add_op_namespace_prefix(name + "_out")
 
     def run_into(compute: bool, *arguments: Any) -> None:
         outs = dict(zip(out_names, arguments))
-        results = run(outs, compute, *arguments[count:])
+        results = run(Mode(compute, outs), *arguments[count:])
         if compute:
             for out, result in zip(outs.values(), (results,) if count == 1 else results):
                 out.copy_(result)
 
-    torch.library.register_fake(functional, lambda *arguments: run({}, False, *arguments))
+    torch.library.register_fake(functional, lambda *arguments: run(Mode(False), *arguments))
     if has_out:
         torch.library.register_fake(into_outs, lambda *arguments: run_into(False, *arguments))
 
@@ -306,7 +327,7 @@ def _register(name: str) -> None:
         def kernel(*arguments: Any, device: str = device) -> Any:
             _warn_once(name, device)
             with torch.no_grad():
-                return run({}, True, *arguments)
+                return run(Mode(True), *arguments)
 
         def kernel_out(*arguments: Any, device: str = device) -> None:
             _warn_once(name, device)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
-from . import reference
+from . import _formulas
 from ._call import op
 from ._checks import FLOAT32_EPS, check_attention, check_type, check_types, is_int8, requires_grad
 from ._ops import ops
@@ -80,7 +80,7 @@ def _torchs_attention(
         return query.clone(memory_format=torch.contiguous_format)
     q, k, v = (_aligned(x).transpose(1, 2) for x in (query, key, value))
     grouped = _decided(query.shape[2] != key.shape[2])
-    mask = reference.key_mask(mask, key_lengths, key.shape[1])
+    mask = _formulas.key_mask(mask, key_lengths, key.shape[1])
     if mask is None:
         output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
         return output.transpose(1, 2).to(query.dtype).contiguous()
@@ -88,7 +88,7 @@ def _torchs_attention(
     addends = (mask if mask.dtype == torch.bool else mask.to(query.dtype))[:, None, None]
     if is_causal:
         # Only lengths come with it, so the mask is bool. A query that sees any key sees the first one.
-        addends = addends & reference.causal_mask(query, key)
+        addends = addends & _formulas.causal_mask(query, key)
     output = F.scaled_dot_product_attention(q, k, v, addends, scale=scale, enable_gqa=grouped).transpose(1, 2)
     # Some of torch's kernels give other numbers than zeros where no key counts.
     return output.to(query.dtype).where(counts.any(1)[:, None, None, None], 0.0).contiguous()
@@ -224,7 +224,7 @@ def attention(
         lse = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=torch.float32)
         return _attention_lse((out, lse), *arguments)
     if return_lse:
-        output, lse = reference.attention_with_lse(*arguments)
+        output, lse = _formulas.attention_with_lse(*arguments)
         return (output if out is None else out.copy_(output)), lse
     output = _torchs_attention(*arguments)
     return output if out is None else out.copy_(output)

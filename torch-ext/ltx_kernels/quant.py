@@ -18,7 +18,7 @@ import functools
 import torch
 from torch import Tensor
 
-from . import reference
+from . import _formulas
 from ._call import op
 from ._checks import (
     APPROXIMATE,
@@ -1093,7 +1093,7 @@ def multiply(
     if bias is not None and bias.dtype != out_dtype:
         bias = bias.to(out_dtype)
     if values.is_cpu:
-        result = reference.product(values, scales, weight, weight_scales, bias, addend, out_dtype)
+        result = _formulas.product(values, scales, weight, weight_scales, bias, addend, out_dtype)
         return result if out is None else out.copy_(result)
     trained = torch.is_grad_enabled() and requires_grad(bias)  # torch._scaled_mm has an error for it
     if out_dtype == torch.bfloat16 and has_own_product(values.device) and not trained:
