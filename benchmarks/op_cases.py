@@ -1,16 +1,24 @@
-"""The calls of every op that are timed: `OPS` has them by op, `cases()` one by one."""
+"""The calls of every op that are timed: `OPS` has them by op, `cases()` one by one.
+
+`recorded()` are those that models make (benchmarks/op_calls.py) and the table does not have.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from result_files import DTYPES, load_package
 from torch import Tensor
+
+EAGER = 1  # the code of rounding="eager" in the ops
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,7 @@ class Inputs:
     rounds: bool = True  # whether the function has a ``rounding``
     stock: Callable[..., Any] | None = None  # what `eager` and `compile` run in place of the package's reference
     peers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # native, liger, quack
+    ours: Callable[..., Any] | None = None  # the op itself, where the case is a call of no public function
 
 
 @dataclass(frozen=True)
@@ -480,6 +489,48 @@ OPS = [
         for function, gated, shape in (("gelu", False, (4608, 3072, 12288)), ("swiglu", True, (4608, 6144, 18432)))
     ),
 ]  # fmt: skip
+CALLS = Path(__file__).resolve().parent / "op_calls.json"
+
+
+def tensor_of(description: dict[str, Any], device: str) -> Tensor:
+    """A random tensor of a shape, strides and a dtype, in a storage of its own."""
+    shape, stride = description["shape"], description["stride"]
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+    dtype = getattr(torch, description["dtype"])
+    values = torch.randn(size, device=device) if dtype.is_floating_point else torch.zeros(size, device=device)
+    return values.to(dtype).as_strided(shape, stride)
+
+
+def called(make: Make, record: dict[str, Any]) -> Inputs:
+    """The call of an op as a model makes it; its results are new tensors also where the model's call is in place."""
+    ltx, _ = load_package()
+    op: Any = getattr(ltx._ops.ops, record["op"])
+    plain = ltx._fakes.in_torch(record["op"])
+    values = [
+        tensor_of(value, make.device) if isinstance(value, dict) else value for value in record["arguments"].values()
+    ]
+    eager = {i: EAGER for i, name in enumerate(record["arguments"]) if name == "rounding"}
+
+    def stock(*arguments: Any) -> Any:
+        return plain({}, True, *(eager.get(i, value) for i, value in enumerate(arguments)))
+
+    return Inputs(tuple(values), rounds=False, stock=stock, ours=op.default)
+
+
+def recorded() -> list[Case]:
+    """A case for each distinct call of a model that no case of the table covers."""
+    found: list[Case] = []
+    for record in json.loads(CALLS.read_text())["records"] if CALLS.exists() else []:
+        if record["case"] is None:
+            first = next(iter(record["arguments"].values()))
+            base = record["op"].removesuffix("_quant")
+            name = f"{base} as in {record['models'][0]}, {record['id']}"
+            name = name if base == record["op"] else f"quantised {name}"
+            dtype = next(short for short, one in DTYPES.items() if str(one)[6:] == first["dtype"])
+            found.append(Case(name, tuple(first["shape"]), record["op"], partial(called, record=record), dtype))
+    return found
+
+
 HOST_CASE = ("rmsnorm", (8, 2048), "bf16")  # whose cost on the host is measured too
 
 
@@ -487,4 +538,5 @@ def cases() -> list[Case]:
     """The whole table; what is quantised, which no other package does, comes last."""
     found = [op.case(shape) for op in OPS for shape in op.shapes]
     found += [op.case(shape, dtype) for op in OPS for shape in op.dtypes for dtype in ("fp16", "fp32")]
+    found += recorded()
     return sorted(found, key=lambda case: "quanti" in case.op)

@@ -20,12 +20,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PEERS = {"native": "torch's own op", "compile": "torch.compile", "liger": "Liger", "quack": "QuACK"}
 QUANTISED, CROSS_ATTENTION, ATTENTION = "quantised to fp8", "q/k norm + attention to a text", "attention"
 FAMILIES = {  # how the names of the ops begin
-    "plain and residual norms": ("rmsnorm", "layernorm", "norm_"),
+    "plain and residual norms": ("rmsnorm", "layernorm", "norm_", "norm "),
     "norm + modulation": ("adaln",),
-    "gated residual (+ norm + modulation)": ("gated_residual",),
+    "gated residual (+ norm + modulation)": ("gated_residual", "residual_norm"),
     "q/k norm + rotary": ("qk_norm_rope",),
     "rotary": ("apply_rotary", "rope"),
-    "GLU and GELU": ("swiglu", "geglu", "gelu", "gate_heads"),
+    "GLU and GELU": ("swiglu", "geglu", "glu", "gelu", "gate_heads"),
     CROSS_ATTENTION: ("qk_norm_cross_attention",),
     ATTENTION: ("attention",),
     QUANTISED: ("quant",),

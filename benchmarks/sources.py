@@ -36,6 +36,7 @@ SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
 PACKAGE = "torch-ext/ltx_kernels/"
 INTEGRATIONS = PACKAGE + "integrations/"
 PROGRAM_FOLDERS = ("benchmarks", "examples", "tests")  # where a program finds what it imports
+OP_CALL = r'\bop\(\s*"(\w+)"'
 Parts = dict[str, str]  # what a measurement depends on, by name: a file, or "FILE: DEFINITION"
 
 
@@ -254,14 +255,15 @@ class Sources:
         python = self.closure(self.public[function] for function in functions if function in self.public)
         if "optimize" in functions:
             python |= self.closure([INTEGRATIONS + "__init__.py", *self.families(classes)])
-        calls = {name for path in python for name in re.findall(r'\bop\(\s*"(\w+)"', self.tree.read(path))}
+        calls = {name for path in python for name in re.findall(OP_CALL, self.tree.read(path))}
         return python | reference | self._once(self.of_ops, frozenset(calls), backend)
 
     @functools.cached_property
     def public(self) -> dict[str, str]:
-        """The file of each public function."""
+        """The file of each public function, and of each op."""
         modules = [path for path in self.tree.under(PACKAGE, ".py") if path.count("/") == 2 and "/_" not in path]
-        return {
+        ops = {name: path for path in modules for name in re.findall(OP_CALL, self.tree.read(path))}
+        return ops | {
             node.name: path
             for path in modules
             if not path.endswith("/reference.py")
@@ -476,8 +478,9 @@ def _counted(node: ast.stmt, keys: Collection[str]) -> tuple[ast.AST, bool]:
     mine = [element for element, found in zip(elements, constants) if found & set(keys)]
     if mine:
         return ast.Tuple(mine, ast.Load()), False
-    if not any(isinstance(one, str) for found in constants for one in found):
-        return ast.Tuple([], ast.Load()), False  # sizes: a record names its own
+    sizes = not any(isinstance(one, str) for found in constants for one in found)
+    if sizes or any(isinstance(element, (ast.Call, ast.Starred)) for element in elements):
+        return ast.Tuple([], ast.Load()), False  # other cases, and sizes: a record names its own
     return node, True
 
 

@@ -353,6 +353,7 @@ def test_every_function_leads_to_its_kernel(present: sources.Sources) -> None:
     files = present.of_functions(frozenset(["rmsnorm"]), frozenset(), "cuda")
     assert not files & {"kernel_src/rope.cu", "kernel_src/glu.cu", "kernel_src/attention.cu"}
     assert "kernel_src/cpu/norm.cpp" in present.of_functions(frozenset(["rmsnorm"]), frozenset(), "cpu")
+    assert "kernel_src/norm_pair.cu" in present.of_functions(frozenset(["residual_norm_pair"]), frozenset(), "cuda")
     functions = {case.function for case in op_cases.cases()}
     assert functions <= present.public.keys()
 
