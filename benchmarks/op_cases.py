@@ -506,13 +506,14 @@ def called(make: Make, record: dict[str, Any]) -> Inputs:
     ltx, _ = load_package()
     op: Any = getattr(ltx._ops.ops, record["op"])
     plain = ltx._fakes.in_torch(record["op"])
+    mode = ltx._fakes.Mode(compute=True)
     values = [
         tensor_of(value, make.device) if isinstance(value, dict) else value for value in record["arguments"].values()
     ]
     eager = {i: EAGER for i, name in enumerate(record["arguments"]) if name == "rounding"}
 
     def stock(*arguments: Any) -> Any:
-        return plain({}, True, *(eager.get(i, value) for i, value in enumerate(arguments)))
+        return plain(mode, *(eager.get(i, value) for i, value in enumerate(arguments)))
 
     return Inputs(tuple(values), rounds=False, stock=stock, ours=op.default)
 

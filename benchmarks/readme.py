@@ -2,7 +2,8 @@
 
     python benchmarks/readme.py [--check]
 
-A part of a page between <!-- NAME --> and <!-- /NAME --> is written whole, by a function of pages/. A figure in a
+A part of a page between <!-- NAME --> and <!-- /NAME --> is written whole, by a function of pages/, and so is a picture
+(`picture` in pages/writing.py). A figure in a
 sentence carries a comment with the file and the key that it comes from, and its digits are written anew:
 
     20.3<!-- h200-ltx-batch1 config=kernels step_ms --> ms
@@ -27,7 +28,7 @@ from typing import Any
 
 import pages
 from pages.marks import TOLD, mark
-from pages.writing import BLOCKS, REPOSITORY, at, load
+from pages.writing import BLOCKS, PICTURES, REPOSITORY, at, load
 from plots import READ
 from sources import HistoryError
 
@@ -118,7 +119,8 @@ def main() -> int:
     except HistoryError as error:
         sys.exit(f"benchmarks/readme.py needs the repository with all of its commits (git fetch --unshallow): {error}")
     wanted = {page: with_figures(text) for page, text in wanted.items()}
-    stale = {page: text for page, text in wanted.items() if page.read_text() != text}
+    wanted |= {REPOSITORY / path: draw() for path, draw in PICTURES.items()}
+    stale = {page: text for page, text in wanted.items() if not page.exists() or page.read_text() != text}
     if arguments.check and stale:
         names = ", ".join(str(page.relative_to(REPOSITORY)) for page in stale)
         print(f"{names}: not what benchmarks/results says; run python benchmarks/readme.py")

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from command_line import at_least, start
+from command_line import ExampleError, at_least, start
 
 TRIES = 5  # of a request whose replicas die
 MOST_BYTES = 65536  # of a request
@@ -253,8 +253,11 @@ def start_ray(cpus: int, port: int) -> None:
     # Ray's switch for machines without a cluster: its processes listen on 127.0.0.1. It is read at the import.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-    from ray import serve
+    try:
+        import ray
+        from ray import serve
+    except ModuleNotFoundError as error:
+        raise ExampleError(f'{error}: `pip install "ray[serve]"` installs it') from error
 
     # A replica imports this file and its neighbours.
     here = {"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parent)}}

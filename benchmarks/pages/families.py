@@ -133,7 +133,7 @@ def row_of(family: str) -> str:
     return family.removesuffix("_encoder") if family.startswith("vae_") else family.split("_")[0]
 
 
-@block("README.md", "supported")
+@block("docs/models.md", "supported")
 def supported() -> str:
     """The families by what is replaced in them, whether fp8 knows them, and what was measured."""
     gains = measured_gains()
@@ -158,7 +158,7 @@ def supported() -> str:
             left = left_at_norm_level()
             known = ", ".join(f"`{name}`" for name in left["WELL_KNOWN"])
             others = len(left["LEFT"]) - len(left["WELL_KNOWN"])
-            names = f"{known} and {others} other [models of diffusers](docs/models.md#left-at-norm-level)"
+            names = f"{known} and {others} other [models of diffusers](#left-at-norm-level)"
             rows.append([names, "norms and activations alone", "norms", "no", "not measured"])
     head = "| models | classes that get another forward | level | fp8 | times as fast as stock, on one H200 |"
     shallow = any(", first" in gain for of_family in gains.values() for gain in of_family)

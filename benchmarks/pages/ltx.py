@@ -62,7 +62,6 @@ def step() -> str:
     )
 
 
-@block("README.md", "figures")
 @block("skills/cuda-kernels/SKILL.md", "figures")
 def figures() -> str:
     """The first screen's table: a step of LTX-Video 2B and a whole clip, of four configurations."""

@@ -13,7 +13,8 @@ from sources import History
 from staleness import Age, jobs_in
 
 MOST_NAMES = 4
-TOLD = {("docs/benchmarks.md", "files")}  # tables that have a column for it
+# What has a column for it, or a table of the same figures on its page.
+TOLD = {("docs/benchmarks.md", "files"), ("README.md", "chart")}
 
 
 @functools.cache

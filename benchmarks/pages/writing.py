@@ -29,6 +29,20 @@ def block(page: str, name: str, **arguments: Any) -> Callable[[Writer], Writer]:
     return register
 
 
+# What draws a picture as SVG, by its path.
+PICTURES: dict[str, Callable[[], str]] = {}
+
+
+def picture(path: str) -> Callable[[Writer], Writer]:
+    """Makes a function the one that draws the picture of this path."""
+
+    def register(writer: Writer) -> Writer:
+        PICTURES[path] = writer
+        return writer
+
+    return register
+
+
 def records_of(file: str, **values: Any) -> list[Record]:
     """The records of a result file that have these values."""
     return [record for record in load(file)["records"] if values.items() <= record.items()]

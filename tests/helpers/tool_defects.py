@@ -232,8 +232,8 @@ TOOL_DEFECTS = [
     defect(
         "a link to a page that is not there",
         "README.md",
-        "[hub](docs/hub.md): variants",
-        "[hub](docs/the-hub.md): variants",
+        "([hub](docs/hub.md))",
+        "([hub](docs/the-hub.md))",
         "project_files::test_links_lead_somewhere",
     ),
     defect(

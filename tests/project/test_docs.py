@@ -434,8 +434,8 @@ def test_helps_tell_the_default():
 # ---- Shell
 
 # Programs that need a network, a GPU or another machine, beside `make` and this repository's scripts.
-ELSEWHERE = {"pip", "nix", "hf", "kernels", "ncu", "nsys", "sglang", "vllm"}
-SHELL = {"cp", "export", "mkdir"}
+ELSEWHERE = {"pip", "git", "nix", "hf", "kernels", "ncu", "nsys", "sglang", "vllm"}
+SHELL = {"cd", "cp", "export", "mkdir"}
 
 
 def commands(block: Block) -> Iterator[list[str]]:

@@ -270,7 +270,7 @@ def test_offload(device: str, monkeypatch: pytest.MonkeyPatch, offload: str) -> 
     np.testing.assert_allclose(clip(device, *options, offload=offload), clip("cpu", *options), atol=1e-2)
 
 
-PROGRAMS = ["demo", "generate_video", "hub_kernels", "inject_llm", "inject_ltx", "kernels_demo"]
+PROGRAMS = ["demo", "generate_video", "hub_kernels", "inject_llm", "inject_ltx", "kernels_demo", "serve_ray"]
 
 
 def test_every_program_is_tested() -> None:

@@ -1,0 +1,99 @@
+"""The first screen of README.md: a chart and a table of whole models, and the names of all that are known."""
+
+import textwrap
+
+from pages.families import LIBRARIES, families_of, first_sentence
+from pages.names import MODELS, by_config
+from pages.writing import Record, block, grid, load, picture, records_of, text
+
+CHART = "benchmarks/results/h200-models.svg"
+BARS = {"compile": "torch.compile", "kernels": "ltx-kernels, bf16", "kernels_fp8": "ltx-kernels, fp8"}
+IN_CHART = ("ltx13b", "ltx2", "flux", "flux2", "sd35", "qwen", "wan", "zimage")
+IN_TABLE = (*IN_CHART, "chroma", "cogvideox")
+WIDTH, LABELS, BAR, GAP, TOP = 820, 190, 13, 14, 52  # of the chart, in pixels
+MOST = 2.75  # times as fast as diffusers, at the right end of the chart
+# The colours follow the reader's light or dark scheme, as pictures in GitHub's pages do.
+STYLE = """\
+text { font: 13px system-ui, sans-serif; fill: #1f2328; }
+.compile { fill: #afb8c1; } .kernels { fill: #2da44e; } .kernels_fp8 { fill: #116329; } .line { stroke: #8c959f; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3; }
+  .compile { fill: #6e7681; } .kernels { fill: #3fb950; } .kernels_fp8 { fill: #aff5b4; }
+}"""
+
+
+def _gains(model: str) -> dict[str, float]:
+    """How many times as fast as diffusers a step is, by configuration."""
+    found = by_config(records_of("h200-models", model=model))
+    return {config: found["baseline"]["step_ms"] / found[config]["step_ms"] for config in BARS if config in found}
+
+
+@picture(CHART)
+def chart() -> str:
+    """Bars of each model, beside diffusers' own time as a line."""
+
+    def x(gain: float) -> float:
+        return LABELS + gain / MOST * (WIDTH - LABELS)
+
+    parts = []
+    for place, (config, title) in enumerate(BARS.items()):
+        left = LABELS + 190 * place
+        parts.append(f'<rect class="{config}" x="{left}" y="8" width="{BAR}" height="{BAR}"/>')
+        parts.append(f'<text x="{left + 20}" y="19">{title}</text>')
+    y = TOP
+    for model in IN_CHART:
+        gains = _gains(model)
+        middle = y + BAR * len(BARS) / 2 + 5
+        parts.append(f'<text x="{LABELS - 8}" y="{middle:g}" text-anchor="end">{MODELS[model].title}</text>')
+        for config, gain in gains.items():
+            width = x(gain) - LABELS
+            parts.append(f'<rect class="{config}" x="{LABELS}" y="{y}" width="{width:.1f}" height="{BAR - 1}"/>')
+            parts.append(f'<text x="{x(gain) + 5:.1f}" y="{y + BAR - 2}">{gain:.2f}</text>')
+            y += BAR
+        y += GAP
+    parts.append(f'<line class="line" x1="{x(1):.1f}" x2="{x(1):.1f}" y1="{TOP - 6}" y2="{y - GAP + 6}"/>')
+    parts.append(f'<text x="{x(1):.1f}" y="{TOP - 10}" text-anchor="middle">diffusers = 1</text>')
+    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
+    lines = "\n".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>\n{STYLE}\n</style>\n{lines}\n</svg>\n'
+
+
+def _range(config: str) -> str:
+    gains = sorted(_gains(model)[config] for model in IN_TABLE)
+    return f"{gains[0]:.2f} to {gains[-1]:.2f}"
+
+
+@block("README.md", "chart")
+def shown() -> str:
+    """The picture, and what it says in a sentence."""
+    return text(
+        f'<img src="{CHART}" width="100%" alt="Times as fast as diffusers: torch.compile, bf16 and fp8">',
+        f"A denoising step on one {load('h200-models')['meta']['device']}: {_range('kernels')} times as fast as "
+        f"diffusers in bf16, {_range('kernels_fp8')} times in fp8.",
+    )
+
+
+@block("README.md", "models")
+def models() -> str:
+    """Milliseconds of a step, one figure a cell."""
+    columns = ("baseline", *BARS)
+
+    def cells(found: dict[str, Record]) -> list[str]:
+        return [f"{found[config]['step_ms']:.0f}" if config in found else "" for config in columns]
+
+    rows = [
+        [MODELS[model].title, *cells(by_config(records_of("h200-models", model=model)))] for model in IN_TABLE
+    ]  # fmt: skip
+    return text(grid("| ms a step | diffusers | torch.compile | bf16 | fp8 |", rows))
+
+
+@block("README.md", "known")
+def known() -> str:
+    """The names of the families whose blocks are replaced, by library."""
+    titles = {"diffusers": "Diffusion", "transformers": "Language models and text encoders"}
+    paragraphs = []
+    for library in LIBRARIES:
+        transformers = {name: module for name, module in families_of(library).items() if not name.startswith("vae_")}
+        names = "; ".join(first_sentence(module).rstrip(".").partition(":")[0] for module in transformers.values())
+        paragraphs.append(textwrap.fill(f"**{titles[library]}:** {names}.", 135, break_on_hyphens=False))
+    return text(*paragraphs)
