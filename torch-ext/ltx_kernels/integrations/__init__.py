@@ -207,7 +207,7 @@ def _install(
     puts = [put for file in files for put in file.read(groups)]  # all is read before anything is put in its place
     for put in puts:
         put()
-    shared = fp8.shared_weights(filter(None, (reference() for reference in report._roots)))
+    shared = fp8.shared_weights(root for reference in report._roots if (root := reference()) is not None)
     for linears in [] if files else groups:
         fp8.quantise_weights(linears, stock_weights, shared)
     if rounding == "fp32":

@@ -87,8 +87,8 @@ def _hold(linear: nn.Linear) -> None:
     _replace(linear, HELD, linear.register_state_dict_post_hook(_save_stock))
 
 
-def _bring_back(linear: nn.Linear) -> None:
-    """Undoes `_hold` for as long as adapters are merged: the stock weight lies beside the fp8 weight."""
+def bring_back(linear: nn.Linear) -> None:
+    """Undoes `_hold` for as long as adapters need the stock weight, which then lies beside the fp8 weight."""
     values = linear.weight.data
     linear.weight.data = _held(linear).to(values.device)  # first, because memory may run out here
     del linear.__dict__[STOCK], linear.__dict__["compute_dtype"]
@@ -345,7 +345,7 @@ def _follow(root: nn.Module) -> None:
             linear = cast(nn.Linear, base_of(module))
             linear.__dict__[MERGED] = merged(module)
             if merged(module) and linear.__dict__[STATE] == HELD:
-                _bring_back(linear)  # peft takes adapters out of a weight without asking
+                bring_back(linear)  # peft takes adapters out of a weight without asking
     for name in _CHANGING:
         if hasattr(type(root), name):
             root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
@@ -382,7 +382,7 @@ def _following(name: str) -> Callable[..., Any]:
             raise RuntimeError(f"{name}: expected stock weights, which are freed: {do}")
         held = [linear for linear in linears if is_replaced(linear) and name != "unload_lora"]
         for linear in held:
-            _bring_back(linear)
+            bring_back(linear)
         _follow_layers(self)
         result = getattr(type(self), name)(self, *args, **options)
         _follow_layers(self)
