@@ -108,7 +108,7 @@ class Queue:
         return self.age.changed(job)
 
     def estimate(self, job: Job) -> float | None:
-        """The seconds that a job took, or jobs of the same program; those of a stopped call and some more."""
+        """The seconds that a job, or jobs of its program, took. A stopped call counts as longer than it ran."""
         call = self.calls.get(job.title, {})
         if "seconds" in call:
             return float(call["seconds"]) * (MARGIN if call.get("stopped") else 1.0)
@@ -239,7 +239,7 @@ def next_batch(waiting: Sequence[Waiting], limit: float) -> list[Job]:
 
 
 def left(waiting: Sequence[Waiting], jobs: Sequence[Job], machine: str) -> str:
-    """What is still to be measured, and how long it takes; or of which commit all records are."""
+    """The line that ends a call: what is still to be measured and how long it takes, or the commit of all records."""
     if not waiting:
         records = [record for job in jobs for record in job.records]
         commits = {commit[:7]: None for record in records if (commit := record.get("commit"))}
@@ -251,7 +251,7 @@ def left(waiting: Sequence[Waiting], jobs: Sequence[Job], machine: str) -> str:
     known = [one.seconds for one in waiting if one.seconds is not None]
     unknown = len(waiting) - len(known)
     text = f"left on {machine}: {len(waiting)} of {len(jobs)} jobs, about {sum(known):.0f} s"
-    return text + (f", and {unknown} of which no time is known" if unknown else "")
+    return text + (f", and {unknown} whose time is unknown" if unknown else "")
 
 
 def machines_here() -> list[str]:

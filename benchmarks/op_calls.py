@@ -109,9 +109,9 @@ def rows_of(call: Call) -> int:
 def key_of(call: Call) -> str:
     """What decides the kernel of a call and how it runs.
 
-    Of a tensor: its dtype, and its dimensions from the outermost in memory. Those of one element are left out, and
-    those that follow each other without a gap are one. Sizes that are the batch, the tokens, or all rows have letters;
-    others, such as widths and heads, are themselves.
+    A tensor counts by its dtype and its dimensions, from the outermost in memory. Dimensions of one element are left
+    out, and dimensions that follow each other without a gap are one. Letters stand for the batch, the tokens, and all
+    rows. Other sizes, such as widths and heads, are themselves.
     """
     arguments = call["arguments"]
     sizes: dict[int, str] = {}

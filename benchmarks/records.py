@@ -1,8 +1,8 @@
 """Which program makes each record of the result files, and with which arguments: `PROGRAMS`.
 
 The records that one call of a program writes at once are a `Job`: the configurations of a model take turns, so that
-none of them is measured without the others. What a job measures follows from its records: those of a new job come from
-a table of its program, or from the file of another machine.
+so they are measured together. What a job measures follows from its records. A new job has none yet: a table of its
+program, or the file of another machine, tells what it measures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Program:
     name_of: The job of a record; None: the file is measured at once.
     options: What the program is called with for a job, from its name and its records.
     flag: The option that takes the names of jobs, several at a time; none: a call for each job, which is in `options`.
-    value_of: What stands behind `flag` for a job.
+    value_of: The value of `flag` for a job.
     tables: The module and the name in it that list the jobs which every machine should have.
     also: Another result file that the same call writes.
     keys: How the program's tables name what a job measures (sources.Subject).
@@ -220,7 +220,7 @@ PROGRAMS = [
         keys=_one,
     ),
     Program(
-        # Each call times the bare exchanges too; that of FLUX.1 is the shortest.
+        # Each call times the bare exchanges too, and FLUX.1's call is the shortest.
         "benchmarks/parallel.py", "{machine}-parallel", lambda record: str(record.get("model", "flux")),
         _parallel_options, keys=_one,
     ),

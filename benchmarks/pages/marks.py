@@ -1,7 +1,7 @@
 """The sentence below a table whose figures are older than their sources.
 
-The sources are those of the newest commit that any record is of, and not those of the checked-out commit: what a page
-says follows from the result files and from the history, and an edit of a kernel changes no page.
+A record is compared with the sources of the newest commit that was measured, and not with the checked-out sources. So
+a page depends on the result files and the history alone, and an edit of a kernel changes no page.
 """
 
 import functools

@@ -231,7 +231,7 @@ def test_the_next_call_goes_on_where_the_limit_ended_one(fake: Fake, capsys: pyt
     assert measure.work(fake.queue(), 4) == 0
     printed = capsys.readouterr().out
     assert "program: slow: stopped after" in printed and "left on gpu: 4 of 4 jobs, about" in printed
-    assert "3 of which no time is known" in printed
+    assert "3 whose time is unknown" in printed
     # What was stopped waits until the others are measured, and until there is more time.
     assert [one.job.name for one in fake.queue().waiting()] == ["other", "a", "b", "slow"]
     assert measure.work(fake.queue(), 60, only=["other", ": a", ": b"]) == 0
@@ -414,12 +414,12 @@ def test_an_edit_changes_no_page(place: str, monkeypatch: pytest.MonkeyPatch) ->
 
     if not sources.History().is_whole:
         pytest.skip("needs the repository with all of its commits")
-    read: Callable[[Path], str] = Path.read_text
+    read: Callable[..., str] = Path.read_text
     opened = []
 
-    def edited(path: Path, *arguments: str) -> str:
+    def edited(path: Path, *arguments: object, **options: object) -> str:
         opened.append(str(path))
-        return read(path, *arguments)
+        return read(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "read_text", edited)
     marks._jobs.cache_clear()
