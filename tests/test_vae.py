@@ -443,6 +443,40 @@ def test_stock_and_own_calls_share_the_cache_of_frames(ltx, device, name, half, 
     close(result, stock)
 
 
+@pytest.mark.parametrize("half", RUN)
+@pytest.mark.parametrize("name", ["qwen image", "wan 2.2"])
+def test_a_frame_that_follows_no_others(ltx, device, name, half, monkeypatch):
+    """It is convolved in two dimensions, and leaves the list of frames as the stock modules leave it."""
+    vae = make_vae(name, device, torch.float32)
+    module = getattr(vae, half)
+    options = {"first_chunk": True} if (name, half) == ("wan 2.2", "decoder") else {}
+    frame = torch.randn(1, module.conv_in.in_channels, 1, 16, 24, generator=torch.Generator().manual_seed(1)).to(device)
+    kernels: list[tuple[int, ...]] = []
+    conv3d = F.conv3d
+
+    def count(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+        kernels.append(tuple(weight.shape[2:]))
+        return conv3d(x, weight, *arguments)
+
+    def run() -> tuple[Tensor, list[Any]]:
+        kept: list[Any] = [None] * vae._cached_conv_counts[half]
+        with torch.no_grad():
+            return module(frame, feat_cache=kept, feat_idx=[0], **options), kept
+
+    stock, stock_kept = run()
+    report = ltx.optimize(vae, strict=True)
+    monkeypatch.setattr(F, "conv3d", count)
+    result, kept = run()
+    assert calls(report, half) == 1 and not report.fallbacks
+    assert set(kernels) <= {(1, 1, 1)}  # shortcuts
+    close(result, stock)
+    for mine, theirs in zip(kept, stock_kept):
+        if isinstance(theirs, Tensor):
+            close(mine, theirs)
+        else:
+            assert mine == theirs
+
+
 def test_wan_without_a_cache_of_frames(ltx, device):
     vae = make_vae("wan 2.1", device, torch.float32)
     z = torch.randn(1, LATENTS, 2, 3, 4, device=device)

@@ -56,28 +56,39 @@ class Frames:
     ) -> Tensor:
         """A convolution, without its bias, of the sum behind the frames that were before it.
 
+        One frame that follows no others is convolved in two dimensions, with the last slice of the weight: the other
+        slices would only multiply zeros. Images, and the first frame of every clip, are such frames.
+
         Args:
             norm: Normalises and activates the sum first. Without it, and with `last`, the stream starts anew.
             before: How many frames the convolution looks back.
             weight: Stands in for the module's.
         """
         batch, channels, frames, height, width = h.like.shape
-        shape = batch, channels, before + frames, height, width
-        x = torch.empty(shape, dtype=h.like.dtype, device=h.like.device, memory_format=VIDEO)
+        weight = module.weight if weight is None else weight
+        columns, _, rows, *_ = module._padding
         place = self.index[0]
+        self.index[0] += 1
         held = self.cache[place]
         missing = before - min(before, held.shape[2]) if isinstance(held, Tensor) else before
+        if frames == 1 and missing == before:
+            x = self.cache[place] = self._read(h, norm, last)
+            images = F.conv2d(as_images(x), weight[:, :, -1], None, module.stride[1:], (rows, columns))
+            return as_video(images, batch)
+        shape = batch, channels, before + frames, height, width
+        x = torch.empty(shape, dtype=h.like.dtype, device=h.like.device, memory_format=VIDEO)
         x[:, :, :missing] = 0
         if missing < before:
             x[:, :, missing:before] = held[:, :, missing - before :]
-        if norm is None:
-            h.padded(out=x[:, :, before:])
-        else:
-            h.norm({"weight": norm.gamma.flatten()}, last=last, out=x[:, :, before:])
+        self._read(h, norm, last, out=x[:, :, before:])
         self.cache[place] = x[:, :, frames:].clone()
-        self.index[0] += 1
-        columns, _, rows, *_ = module._padding
-        return F.conv3d(x, module.weight if weight is None else weight, None, module.stride, (0, rows, columns))
+        return F.conv3d(x, weight, None, module.stride, (0, rows, columns))
+
+    @staticmethod
+    def _read(h: Hidden, norm: Any, last: bool, out: Tensor | None = None) -> Tensor:
+        if norm is None:
+            return h.padded(out=out)
+        return h.norm({"weight": norm.gamma.flatten()}, last=last, out=out)
 
 
 def resnet(block: Any, h: Hidden, frames: Frames) -> Tensor:
