@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,15 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("diffusers")
 from test_families import cast, every_path, make, run  # noqa: E402
 from test_families import distance as distances  # noqa: E402
-from test_integration import LAYERS, distance, exactly, make_inputs, make_model, patched  # noqa: E402
+from test_integration import (  # noqa: E402
+    LAYERS,
+    distance,
+    exactly,
+    make_inputs,
+    make_model,
+    offload_groups,
+    patched,
+)
 from test_integration_fp8 import SKIPPED, with_quantised_weights  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_grad", "fp8_device")
@@ -197,34 +206,117 @@ def test_rows_are_quantised_once(ltx: ModuleType, model: nn.Module, inputs: dict
     assert len(adapted.quantising()) == len(plain.quantising())
 
 
+def stock_state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model, by the names that they have without adapters."""
+    return {name.replace("base_layer.", ""): tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+BY_PEFT = {"adapters called by themselves: DoraLinearVariant of peft": (IN_FP8 + 1) * LAYERS}  # to_v beside to_q
+READ = "adapters that read them, such as DoRA"
+BACK = {f"stock weights on the device again for {READ}": IN_FP8 * LAYERS}
+
+
+@pytest.mark.parametrize("order", ["adapter first", "optimize first"])
 @pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
 def test_other_kinds_of_adapters_are_called_by_themselves(
-    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str, order: str
 ) -> None:
-    """DoRA reads the stock weight: peft computes it, on the fp8 layer, and the report says so."""
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if stock_weights == "cpu":  # peft reads the stock weights as it makes such an adapter, too
+    """DoRA reads the stock weight, also as it is loaded: peft computes it, on the fp8 layer, and the report says so."""
+    before, reference = stock_state(model), copy.deepcopy(model)
+    plain = reference(**inputs)[0]
+    add(reference, use_dora=True)
+    if order == "adapter first":
         add(model, use_dora=True)
     report = ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
-    if stock_weights == "beside":
+    if order == "optimize first":
         add(model, use_dora=True)
-    ours = model(**inputs)[0]
-    expected = {"adapters called by themselves: DoraLinearVariant of peft": (IN_FP8 + 1) * LAYERS}  # to_v beside to_q
-    if stock_weights == "cpu":
-        expected["stock weights on the device again: DoraLinearVariant of peft reads them"] = IN_FP8 * LAYERS
-    assert remarks(report) == expected
+    ours, want = model(**inputs)[0], reference(**inputs)[0]
+    assert distance(ours, want) < 0.1 < distance(plain, want)
+    assert remarks(report) == {**BY_PEFT, **(BACK if stock_weights == "cpu" else {})}
+    assert torch.equal(model(**inputs)[0], ours)
+    model.disable_lora()
+    assert distance(model(**inputs)[0], plain) < 0.1
+    model.enable_lora()
     assert torch.equal(model(**inputs)[0], ours)
     ltx.restore(model)
-    restored = {name.replace("base_layer.", ""): tensor for name, tensor in model.state_dict().items()}
+    restored = stock_state(model)
     assert all(torch.equal(restored[name], tensor) for name, tensor in before.items())
-    assert distance(ours, model(**inputs)[0]) < 0.1
+    assert "W_q" not in vars(model.transformer_blocks[0].attn1.to_q.base_layer)
+    assert "merge" not in vars(model.transformer_blocks[0].attn1.to_q)
 
 
-def test_freed_weights_and_adapters_that_read_them(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
-    add(model, use_dora=True)
+@pytest.mark.parametrize("order", ["adapter first", "optimize first"])
+def test_freed_weights_and_adapters_that_read_them(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], order: str
+) -> None:
+    text = (
+        r"^stock_weights: expected 'cpu' or 'beside' for adapters that read them, such as DoRA, got a weight in fp8 al"
+    )
+    if order == "adapter first":
+        add(model, use_dora=True)
     ltx.optimize(model, precision="fp8", stock_weights="free")
-    with pytest.raises(RuntimeError, match=r"stock_weights: expected 'cpu' or 'beside' for DoraLinearVariant of peft"):
+    with pytest.raises(RuntimeError, match=text):
+        if order == "optimize first":
+            add(model, use_dora=True)
         model(**inputs)
+
+
+def test_adapters_that_read_weights_in_training(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """With gradients every layer is called by itself, and its adapter reads the stock weight as well."""
+    add(model, use_dora=True, target_modules=["to_q"])
+    trained = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
+
+    def gradients() -> dict[str, Tensor]:
+        with torch.enable_grad():
+            for parameter in trained.values():
+                parameter.requires_grad_(True).grad = None
+            model(**inputs)[0].float().square().mean().backward()
+        return {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
+
+    stock = gradients()
+    report = ltx.optimize(model, precision="fp8")
+    ours = gradients()
+    assert ours.keys() == stock.keys() == trained.keys()
+    assert max(distance(ours[name], stock[name]) for name in stock) < 0.2
+    assert remarks(report) == {f"stock weights on the device again for {READ}": 2 * LAYERS}  # of both attentions
+
+
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+@pytest.mark.parametrize("order", ["offload first", "optimize first"])
+def test_adapters_that_read_offloaded_weights(
+    ltx: ModuleType, device: str, inputs: dict[str, Any], kind: str, order: str
+) -> None:
+    """Under an offload each call copies the stock weights that it needs, and what moves stays the fp8 weights."""
+    wanted = make_model(device, torch.bfloat16)
+    ltx.optimize(wanted, precision="fp8")
+    model = make_model("cpu", torch.bfloat16)
+    if order == "offload first":
+        offload_groups(kind)(model, device)
+    report = ltx.optimize(model, precision="fp8")
+    for part in model, wanted:
+        add(part, use_dora=True)
+    if order == "optimize first":
+        offload_groups(kind)(model, device)
+    for _ in range(2):
+        assert distance(model(**inputs)[0], wanted(**inputs)[0]) < 0.05
+    linear = model.transformer_blocks[0].attn1.to_q.base_layer
+    back = order == "optimize first"  # for the loading, before the offload
+    assert (linear.weight.dtype == torch.bfloat16) == back
+    copied = remarks(report).get(f"stock weights copied from the host for {READ}", 0)
+    assert copied == (0 if back else 3 * IN_FP8 * LAYERS) and LINEAR not in report.fallbacks
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_adapters_that_read_weights_compiled(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], compiler: str
+) -> None:
+    add(model, use_dora=True)
+    ltx.optimize(model, precision="fp8")
+    compiled = torch.compile(copy.deepcopy(model), backend=compiler)
+    want = model(**inputs)[0]
+    for _ in range(2):
+        assert distance(compiled(**inputs)[0], want) < 0.02
 
 
 def test_a_hooked_adapter_is_called(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -286,6 +378,66 @@ def test_fused_and_unfused(
         or ".net.2." in name
         for name in changed
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
+def test_merged_by_peft(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str, options: dict[str, Any]
+) -> None:
+    """peft's own functions, right after it has put its layers in: the next call has the adapter in its weights."""
+    reference = copy.deepcopy(model)
+    ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    plain, outputs = model(**inputs)[0], []
+    for part in reference, model:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False, **options)
+        adapted = peft.inject_adapter_in_model(config, part)
+        torch.manual_seed(4)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name and parameter.dim() == 2:
+                parameter.normal_(0, 0.6 * parameter.shape[1] ** -0.5)
+        layers = [module for module in adapted.modules() if hasattr(module, "merged_adapters")]
+        for layer in layers:
+            layer.merge()
+        outputs.append(part(**inputs)[0])
+    assert distance(outputs[1], outputs[0]) < 0.1 < distance(outputs[1], plain)
+    for layer in layers:
+        layer.unmerge()
+    model.disable_lora()
+    assert distance(model(**inputs)[0], plain) < 0.05
+    ltx.restore(model)
+    assert not any("merge" in vars(layer) for layer in layers)
+
+
+def test_merged_and_unloaded_by_peft(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    reference = copy.deepcopy(model)
+    report = ltx.optimize(model, precision="fp8")
+    plain, outputs = model(**inputs)[0], []
+    for part in reference, model:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=TARGETS, init_lora_weights=False)
+        outputs.append(peft.PeftModel(part, config).merge_and_unload()(**inputs)[0])
+    assert distance(outputs[1], outputs[0]) < 0.1 < distance(outputs[1], plain)
+    assert remarks(report) == {
+        "stock weights on the device again, since adapters are merged into them": IN_FP8 * LAYERS,
+        "weights quantised again, since adapters were merged or taken out": IN_FP8 * LAYERS,
+    }
+
+
+@pytest.mark.host
+def test_merging_that_cannot_be(ltx: ModuleType, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    ltx.optimize(model, precision="fp8", stock_weights="free")
+    add(model)
+    with pytest.raises(RuntimeError, match=r"^merge: expected stock weights, which are freed: adapters run beside"):
+        model.transformer_blocks[0].attn1.to_q.merge()
+    other = make_model(next(model.parameters()).device, torch.bfloat16)
+    ltx.optimize(other, precision="fp8")
+    add(other)
+    monkeypatch.setattr(ltx.integrations.linear.merged_adapters, "keeps_copies", lambda root: True)
+    with pytest.raises(RuntimeError, match=r"^merge: expected no group offload with a stream, .* call fuse_lora of"):
+        other.transformer_blocks[0].attn1.to_q.merge()
+    assert other.transformer_blocks[0].attn1.to_q.base_layer.weight.dtype == torch.float8_e4m3fn
 
 
 def test_weights_are_held_again(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:

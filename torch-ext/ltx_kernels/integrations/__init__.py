@@ -21,6 +21,7 @@ from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
 from .linear.checkpoints import Placed, Weights, open_weights
+from .linear.merged_adapters import follow as follow_merged_adapters
 from .linear.offload import is_offloaded
 from .linear.packing import pack
 from .parallel import context
@@ -170,6 +171,8 @@ def optimize(
         for component, file in files.items():
             report.notes += notes_of(selection, component, file, skip)
         if groups:
+            for root in models.values():
+                follow_merged_adapters(root)
             report.notes.append(fp8.finish(models.values(), groups, stock_weights))
         replaced = {module for module, _ in selection.modules.values()}
         if replaced.isdisjoint(module for root in models.values() for module in root.modules()):

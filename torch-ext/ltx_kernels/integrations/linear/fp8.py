@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
-from typing import Any, Callable, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ...quant import has_own_product, multiply, quantize_rows, quantize_weight
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward
-from .lora import base_of, is_lora, merged
-from .offload import hooks_of, is_offload, tell_offload
+from .lora import base_of, is_lora
+from .offload import hooks_of, is_offload, is_offloaded, tell_offload
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"  # the values of the argument `stock_weights`
@@ -33,6 +33,10 @@ PARAMETER = "_ltx_fp8_parameter"  # the parameter that was quantised; it holds t
 HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading; what holds such a layer has it too
 BACK = "_ltx_fp8_back"  # set where the stock weight is HELD but for the time in which adapters are merged into it
 MERGED = "_ltx_fp8_merged"  # the adapters that were merged into the stock weight when it was quantised
+# What peft asks a layer for whose weight is quantised: a tensor of the layer's device, and a function.
+HQQ_WEIGHT, DEQUANTIZE = "W_q", "dequantize"
+# Methods of diffusers' models that write to weights through `.data`, which leaves `_version` as it is.
+CHANGING = ("fuse_lora", "unfuse_lora", "unload_lora", "fuse_qkv_projections")
 
 ALONE = 'in fp8 alone (stock_weights="free" or weights=...)'
 
@@ -77,21 +81,23 @@ def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str, shared: C
     _put_beside(linears, *(torch.cat(parts) for parts in zip(*quantised)))
     for linear in linears if stock_weights == HELD else ():
         if id(linear.weight) not in shared:
-            _hold(linear)
+            hold(linear)
 
 
-def _hold(linear: nn.Linear) -> None:
+def hold(linear: nn.Linear) -> None:
     """Moves a stock weight that lies beside the fp8 weight to the host's memory."""
     linear.__dict__.pop(BACK, None)
     linear.__dict__[STOCK] = linear.weight.data.cpu()
     _replace(linear, HELD, linear.register_state_dict_post_hook(_save_stock))
 
 
+@torch.inference_mode(False)  # the weight outlives the call
 def bring_back(linear: nn.Linear) -> None:
-    """Undoes `_hold` for as long as adapters need the stock weight, which then lies beside the fp8 weight."""
+    """Undoes `hold` for as long as adapters need the stock weight, which then lies beside the fp8 weight."""
     values = linear.weight.data
     linear.weight.data = _held(linear).to(values.device)  # first, because memory may run out here
-    del linear.__dict__[STOCK], linear.__dict__["compute_dtype"]
+    del linear.__dict__[STOCK]
+    _tell_peft(linear, False)
     _remove_hooks(linear)
     linear.register_buffer(VALUES, values, persistent=False)
     linear.__dict__[STATE] = version_of(linear.weight) or 0
@@ -159,9 +165,40 @@ def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
     """Makes the fp8 values the data of the layer's parameter, in the place of the stock weight."""
     linear.weight.data = cast(Tensor, linear._buffers.pop(VALUES))
     linear._non_persistent_buffers_set.discard(VALUES)
-    linear.__dict__["compute_dtype"] = torch.bfloat16  # peft makes adapters of this dtype instead of the weight's
+    _tell_peft(linear, True)
     linear.__dict__[STATE] = state
     linear.__dict__[HANDLES] = list(handles)
+
+
+def _tell_peft(linear: nn.Module, is_replaced: bool) -> None:
+    """What peft reads of a layer: the dtype of new adapters, and where DoRA finds the stock weight."""
+    state = linear.__dict__
+    if is_replaced:
+        state["compute_dtype"] = torch.bfloat16
+        state[HQQ_WEIGHT], state[DEQUANTIZE] = linear._parameters["weight"], types.MethodType(dequantize, linear)
+        return
+    for name in ("compute_dtype", HQQ_WEIGHT, DEQUANTIZE):
+        state.pop(name, None)
+
+
+def dequantize(linear: nn.Linear) -> Tensor:
+    """The stock weight of a layer whose parameter holds the fp8 values, for an adapter that computes with it.
+
+    It stays on the device from then on. Under an offload, and in torch.compile, each call copies it instead.
+    """
+    site, reader = site_of(linear), "adapters that read them, such as DoRA"
+    if is_freed(linear):
+        raise RuntimeError(f"stock_weights: expected 'cpu' or 'beside' for {reader}, got a weight {ALONE}")
+    given = linear.weight
+    if given.dtype != torch.float8_e4m3fn:  # an offload of accelerate has put the stock weight in its place
+        return given
+    roots = (root for reference in site.roots if (root := reference()) is not None)
+    if torch.compiler.is_compiling() or any(map(is_offloaded, roots)):
+        site.remark(f"stock weights copied from the host for {reader}")
+        return _held(linear).to(given.device)
+    bring_back(linear)
+    site.remark(f"stock weights on the device again for {reader}")
+    return linear.weight
 
 
 def drop_weights(linear: nn.Module) -> None:
@@ -179,8 +216,8 @@ def drop_weights(linear: nn.Module) -> None:
     for name in (VALUES, SCALES):
         linear._buffers.pop(name, None)
         linear._non_persistent_buffers_set.discard(name)
-    if state.pop(STATE, BESIDE) == HELD:
-        state.pop("compute_dtype", None)
+    if state.pop(STATE, BESIDE) in (HELD, FREED):
+        _tell_peft(linear, False)
     state.pop(MERGED, None)
     state.pop(BACK, None)
 
@@ -218,7 +255,7 @@ def _refuse_to_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
             )
 
 
-def _guard_loading(root: nn.Module) -> None:
+def guard_loading(root: nn.Module) -> None:
     """Has `load_state_dict` of a model, and of every part that holds layers in fp8, refuse their stock weights."""
     for module in root.modules():
         if any(map(is_replaced, module.modules())):
@@ -332,77 +369,6 @@ def in_fp8(linear: nn.Module) -> bool:
     return site is not None and site.entry is LINEAR
 
 
-# ---- Adapters that are merged into the stock weights
-
-# Methods of diffusers' models that write to weights through `.data`, which leaves `_version` as it is.
-_CHANGING = ("fuse_lora", "unfuse_lora", "unload_lora", "fuse_qkv_projections")
-
-
-def _follow(root: nn.Module) -> None:
-    """Wraps the methods of a model that merge adapters into stock weights, so that they quantise the weights again."""
-    for module in root.modules():
-        if is_lora(module) and in_fp8(module):
-            linear = cast(nn.Linear, base_of(module))
-            linear.__dict__[MERGED] = merged(module)
-            if merged(module) and linear.__dict__[STATE] == HELD:
-                bring_back(linear)  # peft takes adapters out of a weight without asking
-    for name in _CHANGING:
-        if hasattr(type(root), name):
-            root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
-
-
-def _follow_layers(root: nn.Module) -> None:
-    for module in root.modules():
-        if is_lora(module) and in_fp8(module):
-            follow_layer(module)
-
-
-def is_behind(layer: nn.Module) -> bool:
-    """Whether adapters were merged into a weight, or taken out, since it was quantised."""
-    return merged(layer) != base_of(layer).__dict__.get(MERGED, ())
-
-
-def follow_layer(layer: nn.Module) -> None:
-    """Quantises a weight again where it `is_behind`."""
-    if not is_behind(layer):
-        return
-    linear = cast(nn.Linear, base_of(layer))
-    if torch.compiler.is_compiling():
-        raise RuntimeError("adapters were merged into weights in fp8, or taken out: call optimize again")
-    quantise_again(linear)
-    linear.__dict__[MERGED] = merged(layer)
-    site_of(linear).remark("weights quantised again, since adapters were merged or taken out")
-
-
-def _following(name: str) -> Callable[..., Any]:
-    def method(self: nn.Module, *args: Any, **options: Any) -> Any:
-        linears = [module for module in self.modules() if type(module) is nn.Linear and in_fp8(module)]
-        if name != "unload_lora" and any(map(is_freed, linears)):
-            do = "adapters run beside the fp8 weights" if "lora" in name else "call it before optimize"
-            raise RuntimeError(f"{name}: expected stock weights, which are freed: {do}")
-        held = [linear for linear in linears if is_replaced(linear) and name != "unload_lora"]
-        for linear in held:
-            bring_back(linear)
-        _follow_layers(self)
-        result = getattr(type(self), name)(self, *args, **options)
-        _follow_layers(self)
-        back = [linear for linear in linears if BACK in linear.__dict__ and name != "fuse_lora"]
-        for linear in back:
-            _hold(linear)
-            _guard_loading(linear)
-        if held or back:
-            tell_offload(self)
-        if name == "unload_lora":
-            for linear in linears:
-                linear.__dict__.pop(MERGED, None)
-        return result
-
-    return method
-
-
-_FOLLOWING = {name: _following(name) for name in _CHANGING}
-
-
 # ---- A whole model
 
 
@@ -413,8 +379,7 @@ def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], 
     shared = shared_weights(roots)
     freed = sum(free_weight(linear) for linear in linears if stock_weights == FREED and id(linear.weight) not in shared)
     for root in roots:
-        _guard_loading(root)
-        _follow(root)
+        guard_loading(root)
         tell_offload(root)
     size = sum(tensor.nbytes for linear in linears for tensor in quantised_weight(linear))
     text = f"fp8: {len(linears)} linear layers, {size / 2**20:.1f} MiB of weights"
@@ -432,9 +397,11 @@ def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], 
 
 
 def _release_root(root: nn.Module) -> None:
-    for name in _CHANGING:
+    for name in CHANGING:
         root.__dict__.pop(name, None)
     for module in root.modules():
+        if is_lora(module):
+            module.__dict__.pop("merge", None)
         if not any(map(is_replaced, module.modules())):
             _remove_hooks(module)
     tell_offload(root)

@@ -17,18 +17,7 @@ from ..engine.guards import hooked, plain_linear
 from ..engine.recording import refuse
 from ..engine.sites import Site, site_of
 from ..engine.state import recall, remember
-from .fp8 import (
-    Rows,
-    bring_back,
-    count_products,
-    follow_layer,
-    in_fp8,
-    is_freed,
-    is_replaced,
-    quantised_weight,
-    why_not_fp8_input,
-    why_not_fp8_weight,
-)
+from .fp8 import Rows, count_products, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
 from .lora import (
     LowRank,
     adapters_of,
@@ -38,10 +27,10 @@ from .lora import (
     is_lora,
     low_ranks,
     one_by_one,
-    reads_weight,
     widened,
     widening_pays,
 )
+from .merged_adapters import follow_layer
 from .packing import packed_scaled_linear_op
 from .products import (
     Input,
@@ -203,9 +192,6 @@ class Linears:
         if isinstance(adapters, str):
             refuse("peft computes adapters")
             self._remark(f"adapters called by themselves: {adapters}", len(self._given))
-            for layer in self._given if self.scaled and not self._compiling else ():
-                if is_lora(layer) and reads_weight(layer):
-                    self._bring_back(cast(nn.Linear, base_of(layer)), adapters)
             tensor = dequantised(input) if isinstance(input, tuple) else input
             return None, tuple(linear(tensor) for linear in self._given)
         if not adapters:
@@ -218,14 +204,6 @@ class Linears:
         whole = self._together(input) if self._packed else None
         outputs = self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
         return None, tuple(one_by_one(output, tensor, added) for output, added in zip(outputs, adapters))
-
-    def _bring_back(self, linear: nn.Linear, reader: str) -> None:
-        """The stock weight of a layer for adapters that read it, which would find the fp8 weight in its place."""
-        if is_freed(linear):
-            raise RuntimeError(f"stock_weights: expected 'cpu' or 'beside' for {reader}, which reads them, got 'free'")
-        if is_replaced(linear):
-            bring_back(linear)
-            self._remark(f"stock weights on the device again: {reader} reads them", 1)
 
     def _fit_in_place(self, adapters: list[list[LowRank]]) -> bool:
         dtype = torch.bfloat16 if self.scaled else self.weights[0].dtype

@@ -100,12 +100,6 @@ def adapters_of(module: nn.Module, device: torch.device) -> tuple[str, list[LowR
     return "", found
 
 
-def reads_weight(module: nn.Module) -> bool:
-    """Whether an active adapter of peft's layer is a variant, such as DoRA, which computes with the layer's weight."""
-    layer = cast(LoraLayer, module)
-    return not layer.disable_adapters and any(name in layer.lora_variant for name in layer.active_adapters)
-
-
 def one_by_one(output: Tensor, input: Tensor, adapters: Sequence[LowRank]) -> Tensor:
     """A linear layer's output [..., out] and what adapters add to it, of its input [..., in], in peft's own order."""
     dtype = output.dtype

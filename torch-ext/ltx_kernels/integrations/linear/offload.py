@@ -29,10 +29,15 @@ def is_offload(hook: Any) -> bool:
     return name in ("CpuOffload", "GroupOffloadingHook") or (name == "AlignDevicesHook" and hook.offload)
 
 
+def keeps_copies(root: nn.Module) -> bool:
+    """Whether a group offload with a stream holds copies of the parameters that it found."""
+    hooks = (hook for module in root.modules() for hook in hooks_of(module))
+    return any(hasattr(hook, "group") and hook.group.stream is not None for hook in hooks)
+
+
 def tell_offload(root: nn.Module) -> None:
-    """Applies a group offload with a stream again, because it keeps copies of the parameters that it found."""
+    """Applies a group offload that `keeps_copies` again."""
     home = sys.modules.get("diffusers.hooks.group_offloading")
     again = getattr(home, "_maybe_remove_and_reapply_group_offloading", None)
-    groups = [hook.group for module in root.modules() for hook in hooks_of(module) if hasattr(hook, "group")]
-    if again is not None and any(group.stream is not None for group in groups):
+    if again is not None and keeps_copies(root):
         again(root)

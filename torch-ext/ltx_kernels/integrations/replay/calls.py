@@ -28,8 +28,9 @@ from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing
 from ..engine.recording import Live, thread
 from ..engine.signature import PLAIN, attention_is_replaced, signature
 from ..engine.state import HELD, SIGNATURES, Held, Snapshot, held, is_watched
-from ..linear.fp8 import in_fp8, is_behind
+from ..linear.fp8 import in_fp8
 from ..linear.lora import adapters_state, is_lora
+from ..linear.merged_adapters import is_behind
 from .check import compare
 from .recorder import Recorder, Recording
 
