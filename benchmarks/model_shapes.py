@@ -328,6 +328,16 @@ def krea2_inputs(model: Any, make: Make, height: int, width: int, text: int) -> 
     }
 
 
+def ernie_image_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    config = model.config
+    return {
+        "hidden_states": make(2, config.in_channels, height // 16, width // 16),  # with guidance
+        "timestep": make.full(500.0, 2),
+        "text_bth": make(2, text, config.text_in_dim),
+        "text_lens": torch.tensor([text, 1], device=make.device),
+    }
+
+
 LTX2 = {"rope_type": "split"}
 LTX23 = {
     **LTX2,
@@ -547,6 +557,16 @@ MODELS = {
         {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
         | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
         {"seconds": 1, "text": 8},
+    ),
+    "ernie_image": Model(
+        "ErnieImageTransformer2DModel",
+        "1024x1024",
+        {},
+        ernie_image_inputs,
+        {**IMAGE, "text": 256},
+        {"hidden_size": 64, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 96, "text_in_dim": 32}
+        | {"rope_axes_dim": (8, 12, 12)},
+        TINY_IMAGE,
     ),
     "krea2": Model(
         "Krea2Transformer2DModel",

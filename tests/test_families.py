@@ -408,13 +408,28 @@ def test_cross_attentions_that_the_kernel_is_faster_at(
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("name, rows", [("hunyuan_video-padded", 8 + 3), ("hunyuan_video-15_text", 8 + 8)])
+@pytest.mark.parametrize(
+    ("name", "lengths", "rows"),
+    [
+        ("hunyuan_video-padded", None, 8 + 3),
+        ("hunyuan_video-15_text", None, 8 + 8),
+        ("ernie_image", [5, 5], 12 + 5),
+        ("ernie_image", [3, 3], 12 + 3),
+    ],
+)
 def test_padding_is_trimmed(
-    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+    ltx: ModuleType,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    lengths: list[int] | None,
+    rows: int,
 ) -> None:
     """Padding of the text is left out instead of masked, and a mask is read once for all the blocks."""
     family = FAMILIES[name]
-    model, inputs = make(family, device), cast(family.inputs(2), device, torch.float32)
+    given = family.inputs(2) if lengths is None else {**family.inputs(2), "text_lens": torch.tensor(lengths)}
+    model, inputs = make(family, device), cast(given, device, torch.float32)
+    unchanged = run(model, inputs)
     report = ltx.optimize(model)
     seen: list[tuple[int, bool]] = []
     stock = torch.nn.functional.scaled_dot_product_attention
@@ -436,8 +451,8 @@ def test_padding_is_trimmed(
     stock_kept = choice.kept
     monkeypatch.setattr(choice, "kept", kept)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    run(model, inputs)
-    attentions = family.blocks["diffusers.Attention"]
+    assert distance(run(model, inputs), unchanged) < CLOSE
+    attentions = sum(count for block, count in family.blocks.items() if block.endswith("Attention"))
     assert seen[-attentions:] == [(rows, True)] * attentions
     assert len(reads) == 1
     report.restore()
@@ -474,6 +489,35 @@ def test_segments_attend_without_their_mask(
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
     assert distance(run(model, inputs), stock) < CLOSE
     assert seen == expected * 2
+
+
+def test_a_modulation_for_each_token_of_ernie_image(ltx: ModuleType, device: str) -> None:
+    """A block reads a row that the model wrote out for all tokens once, and other rows as they are, also in replays."""
+    family = FAMILIES["ernie_image"]
+    model, inputs = make(family, device), cast(family.inputs(2), device, torch.float32)
+    calls = calls_of_blocks(model, inputs)
+    (path,) = calls
+    block, call = model.get_submodule(path), calls[path]
+    others = {**call, "temb": [value * torch.rand_like(value) for value in call["temb"]]}
+    stock = [flat(block(**given)) for given in (call, others)]
+    assert distance(*stock) > 0.01
+    report = ltx.optimize(model)
+    seen: list[int] = []
+    stream = ltx.integrations.blocks.stream.Stream
+    norm = stream.norm
+
+    def noted(self: Any, module: nn.Module, shift: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append(shift.value.stride(1))
+        return norm(self, module, shift, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "norm", noted)
+        assert distance(flat(block(**call)), stock[0]) < CLOSE
+        assert distance(flat(block(**others)), stock[1]) < CLOSE
+    assert seen == [0, 0, 2 * 32, 2 * 32]
+    for number in (0, 0, 1, 1, 0):
+        assert distance(flat(block(**(call, others)[number])), stock[number]) < CLOSE
+    assert report.fallbacks == {}
 
 
 @pytest.mark.host

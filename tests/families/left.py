@@ -24,7 +24,6 @@ LEFT: dict[str, str] = {
             "CogView4Transformer2DModel",
             "Cosmos3OmniTransformer",
             "EasyAnimateTransformer3DModel",
-            "ErnieImageTransformer2DModel",
             "GlmImageTransformer2DModel",
             "HeliosTransformer3DModel",
             "HunyuanDiT2DControlNetModel",

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..._checks import INT8_HEAD_DIM
 from ...attention import attention, runs_kernel
 from ..blocks.stream import TORCH_RMSNORM
-from ..engine.guards import has_tensor_cores, is_capturing
-from ..engine.kept import kept
+from ..engine.guards import has_tensor_cores
+from ..engine.kept import kept, may_read
 from ..engine.recording import others_take_functions, refuse
 from ..engine.signature import attention_is_replaced
 from ..linear.products import may_overwrite
@@ -79,14 +79,8 @@ def without_padding(
 
 
 def _may_read(call: Call, mask: Tensor) -> bool:
-    """Whether the host may ask for a mask's contents, and rows be left out for them.
-
-    A compiled or captured graph serves other masks too. An inference tensor may change without a sign, so that every
-    block would have to ask. Other functions or devices may rely on all the rows.
-    """
-    if torch.compiler.is_compiling() or mask.is_inference() or others_take_functions() or is_capturing():
-        return False
-    return getattr(call.module.processor, "_parallel_config", None) is None
+    """Whether the host may ask for a mask's contents, and rows be left out for them."""
+    return may_read(mask) and getattr(call.module.processor, "_parallel_config", None) is None
 
 
 def _valid_lengths(call: Call, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
@@ -183,8 +177,17 @@ def attend(
     return output, overlaps(query, key, value)
 
 
-def attend_segments(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Self-attention [B, S, heads, D] with a `SegmentMask`: two segments at most attend without the mask."""
+def attend_read(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Self-attention [B, S, heads, D] with a `PaddingMask` or a `SegmentMask`, of which the host reads what they hide.
+
+    Keys of padding are left out. Two segments at most attend without the mask.
+    """
+    if isinstance(call.spec.mask, PaddingMask):
+        query, key, value, rest = without_padding(call, call.spec.mask, query, key, value, mask)
+        output, own = attend(call, query, key, value, call.seen(rest))
+        if own:
+            call.site.chosen.add("attention")
+        return output
     start = _last_segment(call, mask)
     if start is None:
         return attend(call, query, key, value, Seen(mask, None, False))[0]

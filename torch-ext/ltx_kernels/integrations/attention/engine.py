@@ -33,7 +33,7 @@ from ..linear.products import Input, as_tensor
 from ..parallel import attention as rank_attention
 from ..parallel.ranks import context_of
 from .call import Call
-from .choice import attend, attend_segments, in_one_op, parallel_config, values_ahead, without_padding
+from .choice import attend, attend_read, in_one_op, parallel_config, values_ahead, without_padding
 from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, FUSED, INPUTS, ROUND_ONCE, SHARED, Attention
 from .layers import AttentionLayers, settings_of, why_not_module
 from .masks import ALL_KEYS, PaddingMask, SegmentMask
@@ -273,8 +273,9 @@ def _single(call: Call) -> Tensor:
     fewer = key.shape[2] != layers.heads  # ranks exchange them with a copy for each head of the query
     ahead = None if call.cross or fewer else values_ahead(call, value, seen)
     query, key = _norm_and_rotate(call, 0, query, key, tables, fresh)
-    if call.mask is not None and isinstance(call.spec.mask, SegmentMask):
-        attend_now = functools.partial(attend_segments, call.without_arguments())
+    reads = isinstance(call.spec.mask, (PaddingMask, SegmentMask))
+    if call.mask is not None and reads and parallel_config(call) is None:
+        attend_now = functools.partial(attend_read, call.without_arguments())
         output = as_one(attend_now, query, key, value, call.mask)
         _count(call, tables is not None, False)
         return _output(call, _gated(call, output))

@@ -79,12 +79,12 @@ class SegmentMask(ScoresMask):
 
 @dataclass(frozen=True)
 class PaddingMask(ScoresMask):
-    """A bool mask of a joint attention that leaves out padding of the text, whose rows come last.
+    """A bool mask that leaves out padding of the text, whose rows come last, of a joint attention or a self-attention.
 
     Where the valid rows of every sample come first, keys are trimmed instead of masked.
 
-    of_text: The mask is [B, T], of the text's rows alone, and the attention's output for padding is 0. Otherwise it is
-        [B, 1, 1, S + T], and padding attends as other rows do.
+    of_text: The mask is [B, T], of the text's rows alone of a joint attention, whose output for padding is 0. Otherwise
+        it is [B, 1, 1, S + T], and padding attends as other rows do.
     """
 
     of_text: bool = False

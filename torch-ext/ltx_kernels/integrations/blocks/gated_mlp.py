@@ -54,7 +54,8 @@ class GatedMLP(Projections):
     classes: Names of the classes, with their modules.
     parameter: The name of the stock forward's input.
     projections: Names of the layers for gate and up; one name where a layer holds both, gate first.
-    activation: The name of the activation module; empty where the forward itself computes SiLU.
+    activation: The name of the activation module; empty where the forward itself computes it.
+    kind: What the forward itself computes: SILU, TANH, or ERF for the exact GELU.
     down: The name of the last layer.
     dropout: The name of a dropout before it; empty where there is none.
     """
@@ -63,6 +64,7 @@ class GatedMLP(Projections):
     parameter: str = "x"
     projections: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
+    kind: str = SILU
     down: str = "down_proj"
     dropout: str = ""
 
@@ -119,7 +121,7 @@ class MLPLayers:
     def __init__(self, module: nn.Module, spec: GatedMLP, input: Tensor) -> None:
         modules = module._modules
         activation = modules[spec.activation] if spec.activation else None
-        self.activation = SILU if activation is None else ACTIVATIONS.get(class_of(activation), "")
+        self.activation = spec.kind if activation is None else ACTIVATIONS.get(class_of(activation), "")
         self.reason = spec._why_not_activation(module)
         for part in () if self.reason or activation is None else activation.modules():
             self.reason = self.reason or (f"{spec.activation} {hooked(part)}" if hooked(part) else "")

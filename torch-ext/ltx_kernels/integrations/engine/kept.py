@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .guards import is_capturing
-from .recording import refuse
+from .recording import others_take_functions, refuse
 from .sites import Site
 
 Made = TypeVar("Made")
@@ -59,6 +59,15 @@ def kept(
         gone = functools.partial(_drop, weakref.ref(site), place)
         values[place] = made, tuple(weakref.ref(source, gone) for source in sources), tuple(views)
     return made
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Whether the host may ask for a tensor's contents, to keep the answer for all blocks that get it.
+
+    A compiled or captured graph serves other contents too. An inference tensor may change without a sign, so that every
+    block would have to ask. Other functions or devices may rely on all of the tensor.
+    """
+    return not (torch.compiler.is_compiling() or tensor.is_inference() or others_take_functions() or is_capturing())
 
 
 def _drop(site: weakref.ref[Site], place: Hashable, source: Any) -> None:
