@@ -228,13 +228,13 @@ def test_adapters_beside_replaced_weights(
 
 
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """By place, the bytes of the tensors that group offload brings to the device. Of FLUX.3 it brings some twice."""
-    seen: dict[int, int] = {}
+def moved(monkeypatch: pytest.MonkeyPatch) -> dict[Tensor, int]:
+    """By tensor, the bytes that group offload brings to the device. Of FLUX.3 it brings some twice."""
+    seen: dict[Tensor, int] = {}
     stock = group_offloading.ModuleGroup._transfer_tensor_to_device
 
     def record(self: Any, tensor: Tensor, source: Tensor, stream: Any) -> None:
-        seen[source.data_ptr()] = source.nbytes
+        seen[tensor] = source.nbytes
         stock(self, tensor, source, stream)
 
     monkeypatch.setattr(group_offloading.ModuleGroup, "_transfer_tensor_to_device", record)
@@ -244,7 +244,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 @pytest.mark.parametrize("order", ["offload first", "optimize first"])
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
 def test_group_offload_moves_fp8(
-    ltx: ModuleType, device: str, inputs: dict[str, Any], moved: dict[int, int], kind: str, order: str
+    ltx: ModuleType, device: str, inputs: dict[str, Any], moved: dict[Tensor, int], kind: str, order: str
 ) -> None:
     stock_model = make_model("cpu", torch.bfloat16)
     before = state(stock_model)
@@ -364,7 +364,7 @@ def test_group_offload_with_a_stream(
 
 @every_path
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
-def test_families(ltx: ModuleType, device: str, family: Any, moved: dict[int, int], kind: str) -> None:
+def test_families(ltx: ModuleType, device: str, family: Any, moved: dict[Tensor, int], kind: str) -> None:
     """Every family's fp8 weights move in place of the stock ones, and its dtype is what it was."""
     if family.idle:
         pytest.skip("calls leave out some of its blocks")

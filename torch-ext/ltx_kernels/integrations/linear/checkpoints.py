@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...quant import quantize_weight
 from ..engine.guards import class_of
 from .fp8 import LINEAR_CLASS, held_dtypes, put_loaded_weights, quantised_weight
-from .fp8_files import FILE, File, Slot, check_buffers, device_of, put, slots_of
+from .fp8_files import FILE, File, Slot, check_buffers, device_of, home_of, is_on_meta, move_buffers, put, slots_of
 from .original_names import Piece, StandIn, converted, is_of_diffusers, pieces_of
 from .scaled_weights import E4M3, FLOATING, FP8, ScaledWeights, refuse
 from .tensor_files import DTYPES, INDEX, TensorFiles, open_file
@@ -184,8 +184,8 @@ class Checkpoint:
     def read(self, groups: Sequence[Sequence[nn.Linear]]) -> list[Callable[[], None]]:
         """Reads all tensors, each once, as `File.read` does."""
         names = {id(module): name for name, module in self.root.named_modules()}
-        device = device_of(self.root)
-        puts: list[Callable[[], None]] = []
+        device, on_meta = device_of(self.root), is_on_meta(self.root)
+        puts = move_buffers(self.root)
         in_groups: set[str] = set()
         for linears in groups:
             if id(linears[0]) not in names:
@@ -206,7 +206,7 @@ class Checkpoint:
             name = self._name_of(slot)
             if name is not None and name not in in_groups:
                 dtype = self._dtype(slot, held.get(slot.name, slot.tensor.dtype))
-                to = device if slot.tensor.device.type == "meta" else slot.tensor.device
+                to = home_of(slot.tensor, device, on_meta)
                 made = torch.empty(slot.tensor.shape, dtype=dtype, device=to)
                 puts.append(functools.partial(put, slot, read_multiplied(self._rows(name), made)))
         return puts

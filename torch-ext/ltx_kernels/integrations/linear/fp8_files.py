@@ -109,10 +109,36 @@ def check_buffers(root: nn.Module) -> None:
             )
 
 
+def is_on_meta(root: nn.Module) -> bool:
+    """Whether no parameter of a model has data. Its buffers may have some: accelerate.init_empty_weights makes them."""
+    return all(parameter.device.type == "meta" for parameter in root.parameters())
+
+
 def device_of(root: nn.Module) -> torch.device:
-    """Where a model is; of one on "meta", torch's default device."""
-    devices = (slot.tensor.device for slot in slots_of(root) if slot.tensor.device.type != "meta")
+    """Where the parameters of a model are; of one on "meta", torch's default device."""
+    devices = (parameter.device for parameter in root.parameters() if parameter.device.type != "meta")
     return next(devices, torch.get_default_device())
+
+
+def home_of(tensor: Tensor, device: torch.device, on_meta: bool) -> torch.device:
+    """Where a tensor of a model is to be once it is loaded; device and on_meta are `device_of` and `is_on_meta`."""
+    return device if on_meta or tensor.device.type == "meta" else tensor.device
+
+
+def move_buffers(root: nn.Module) -> list[Callable[[], None]]:
+    """Of a model on "meta": brings the buffers that no file holds, such as rotary tables, to `device_of`.
+
+    Returns what puts them there, as `File.read` does.
+    """
+    if not is_on_meta(root):
+        return []
+    device = device_of(root)
+    return [
+        functools.partial(module._buffers.__setitem__, key, buffer.to(device))
+        for module in root.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key in module._non_persistent_buffers_set
+    ]
 
 
 class Expected(NamedTuple):
@@ -188,9 +214,9 @@ class File:
         tensors.
         """
         names = {id(module): name for name, module in self.root.named_modules()}
-        slots = slots_of(self.root)
-        puts: list[Callable[[], None]] = []
-        with open_file(self.path, str(device_of(self.root))) as file:
+        device, on_meta = device_of(self.root), is_on_meta(self.root)
+        puts = move_buffers(self.root)
+        with open_file(self.path, str(device)) as file:
             in_groups: set[str] = set()
             for linears in groups:
                 if id(linears[0]) not in names:
@@ -200,18 +226,19 @@ class File:
                 values = torch.cat([file.get_tensor(f"{path}.weight") for path in paths])
                 scales = torch.cat([file.get_tensor(f"{path}.{SCALES}") for path in paths])
                 puts.append(functools.partial(put_loaded_weights, linears, values, scales))
-            for slot in slots:
+            for slot in slots_of(self.root):
                 if slot.name not in in_groups:
-                    puts.append(functools.partial(put, slot, _read(file, slot)))
+                    read = _read(file, slot)
+                    puts.append(functools.partial(put, slot, read.to(home_of(slot.tensor, device, on_meta))))
         return puts
 
 
 def _read(file: Any, slot: Slot) -> Tensor:
-    """The file's tensor for a slot, in memory of its own, where the slot's tensor is."""
+    """The file's tensor for a slot, in memory of its own."""
     read: Tensor = file.get_tensor(slot.name)
     if read.untyped_storage().nbytes() > read.nbytes:  # the whole file's
         read = read.clone()
-    return read if slot.tensor.device.type == "meta" else read.to(slot.tensor.device)
+    return read
 
 
 def put(slot: Slot, new: Tensor) -> None:
