@@ -32,12 +32,22 @@ def adjacent(tensors: Sequence[Tensor]) -> bool:
     return address <= storage.data_ptr() + storage.nbytes()  # or the next ones have a storage of their own
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def joined_bits(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """``torch.cat(tensors, dim)`` of tensors of any one dtype: under autocast it refuses fp8, for example."""
+    dtype = tensors[0].dtype
+    bits = _INTEGERS[dtype.itemsize]
+    return torch.cat([tensor.view(bits) for tensor in tensors], dim).view(dtype)
+
+
 def make_adjacent(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Moves parameters into one storage, side by side. They stay the parameters they are."""
     if adjacent([p.data for p in parameters]):
         return
     with torch.no_grad():
-        packed = torch.cat([p.detach().flatten() for p in parameters])
+        packed = joined_bits([p.detach().flatten() for p in parameters])
         start = 0
         for parameter in parameters:
             parameter.data = packed[start : start + parameter.numel()].view(parameter.shape)

@@ -61,11 +61,11 @@ def optimize(
     """Puts the package's ops into a model or a pipeline, in place.
 
     Modules are recognised by their exact class, and keep it and their parameters; each gets another ``forward``. At a
-    call that the ops cannot take (a gradient is needed, autocast is on, weights are quantised, offloaded or somewhere
-    else) the stock forward runs, and the report counts it. The weights of an attention's query, key and value move into
-    one storage and become views of it, which takes no memory. The weights of an autoencoder's convolutions move into
-    channels-last memory at its first call. Called again, `optimize` replaces what an earlier call did to the components
-    that it takes; level "norms" takes an unnamed autoencoder out again.
+    call that the ops cannot take (a gradient is needed, autocast is on in another dtype, weights are quantised,
+    offloaded or somewhere else) the stock forward runs, and the report counts it. The weights of an attention's query,
+    key and value move into one storage and become views of it, which takes no memory. The weights of an autoencoder's
+    convolutions move into channels-last memory at its first call. Called again, `optimize` replaces what an earlier
+    call did to the components that it takes; level "norms" takes an unnamed autoencoder out again.
 
     To undo it::
 
@@ -106,8 +106,8 @@ def optimize(
         graphs: Replay calls of each component (of an autoencoder: of its encoder and its decoder), or of the module
             given, as CUDA graphs: the first call of an input signature runs ordinarily, the second is captured, later
             ones launch all kernels at once. Worth it where the host is the limit: short clips, few tokens, fp8. A call
-            that a graph cannot hold (gradients, autocast, hooks, offload, LoRA layers, torch.compile, another stream)
-            runs ordinarily, and the report counts it. A module keeps 8 signatures. Each holds the memory of a call's
+            that a graph cannot hold (gradients, hooks, offload, LoRA layers, torch.compile, another stream) runs
+            ordinarily, and the report counts it. A module keeps 8 signatures. Each holds the memory of a call's
             intermediate results.
         strict: Raise, and change nothing, where something of a known class or a norm of transformers has to be left
             alone, or nothing is known.

@@ -111,8 +111,10 @@ def _forward(call: Call, options: dict[str, Any]) -> Any:
 def _why_not(call: Call, options: dict[str, Any]) -> str:
     """Why the arguments of a call keep it from running ops."""
     spec, context, mask = call.spec, call.context, call.mask
-    input = call.input[1] if isinstance(call.input, tuple) else call.input  # the scales are on the rows' device, too
-    reason = why_not_input(input)
+    if isinstance(call.input, tuple):  # of a block, which has just asked
+        input, reason = call.input[1], ""  # the scales are on the rows' device, too
+    else:
+        input, reason = call.input, why_not_input(call.input, call.site.rounding)
     if reason:
         return reason
     if options:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...channels_last import channel_norm, channel_norm_residual
+from ..engine.autocast import remark_autocast
 from ..engine.guards import HOOK, class_of, hooked, is_ordinary, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward
 from ..engine.state import remember
@@ -211,7 +212,9 @@ class Autoencoder:
                 if not torch.compiler.is_compiling():
                     _move_weights_back(module)
                 return stock_forward(module, reason, *args, **kwargs)
-            site_of(module).count_call()
+            site = site_of(module)
+            site.count_call()
+            remark_autocast(site.remark, args[0] if args else kwargs[parameters[0]])
             remember(module, "weights", _move_weights)
             return compute(module, *args, **kwargs)
 
@@ -257,7 +260,7 @@ class Autoencoder:
         if torch.compiler.is_compiling():
             return "torch.compile fuses the autoencoder itself"
         input: Tensor = arguments[self.parameters[0]]
-        reason = why_not_input(input)
+        reason = why_not_input(input, site_of(module).rounding)
         if reason:
             return reason
         if input.dim() != 5 or input.numel() == 0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._checks import LAYER, RMS
+from ..engine.autocast import remark_autocast
 from ..engine.guards import ATTRIBUTE, class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
 from ..engine.norm_forms import FORMS, statistic
 from ..engine.recording import Live
@@ -94,6 +95,7 @@ class Block:
                 return stock_forward(module, reason, *args, **kwargs)
             site = site_of(module)
             site.count_call()
+            remark_autocast(site.remark, arguments[self.streams[0]])
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
                 site.count_gradients()
             return compute(module, *args, **named)
@@ -215,7 +217,7 @@ class Block:
     def _why_not_call(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
         """Why a call has to run stock: tensors and modes are checked at every call, modules once for each state."""
         input: Tensor = arguments[self.streams[0]]
-        reason = why_not_input(input)
+        reason = why_not_input(input, site_of(module).rounding)
         if reason:
             return reason
         for name in self.streams[1:] + self.tensors:

@@ -142,7 +142,8 @@ def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None)
 
     addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
     """
-    reason = why_not_input(input[1] if isinstance(input, tuple) else input)
+    # Rows are of a block, which has just asked.
+    reason = "" if isinstance(input, tuple) else why_not_input(input, site_of(module).rounding)
     if not reason:
         layers = kept_layers("mlp", module, input, MLPLayers, spec)
         reason = layers.reason

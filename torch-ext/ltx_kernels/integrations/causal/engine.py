@@ -143,7 +143,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     input: Input = arguments["hidden_states"]
     rope: Tables | None = arguments.get("position_embeddings")
     like = like_of(input)
-    reason = why_not_input(like) or _why_not_tables(spec, rope, like)
+    reason = why_not_input(like, site_of(module).rounding) or _why_not_tables(spec, rope, like)
     if not reason:
         layers = kept_layers("attention", module, input, CausalLayers, spec)
         reason = layers.reason

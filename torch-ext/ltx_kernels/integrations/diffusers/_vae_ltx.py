@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blocks.autoencoder import TORCH_MODULES, Form, Hidden, why_not_convolution
+from ..engine.autocast import square, why_not_result
 from ..engine.guards import class_of
 
 LTX = "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideo"
@@ -74,6 +76,11 @@ def resnet(form: Form, block: Any, h: Hidden, temb: Tensor | None = None) -> Non
         norm, shortcut = block.norm3, getattr(block.conv_shortcut, "conv", block.conv_shortcut)
         x = F.layer_norm(h.stream.movedim(1, -1), norm.normalized_shape, norm.weight, norm.bias, norm.eps)
         h.stream = F.conv3d(x.movedim(-1, 1), shortcut.weight, shortcut.bias)
+
+
+def check_ltx2(module: Any, arguments: Mapping[str, Any]) -> str:
+    """Why a call of LTX-2's runs stock: the op rounds each step of its norm, which autocast may compute in float32."""
+    return why_not_result(square, arguments["hidden_states"])
 
 
 def why_not_ltx(module: Any, strided: bool = False) -> str:

@@ -11,6 +11,7 @@ from ...glu import gelu, swiglu
 from ...norm import layernorm, rmsnorm
 from ..blocks.feed_forward import GELU, SWIGLU, why_not_swiglu
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM
+from ..engine.autocast import layer_norm, rms_norm, why_not_result
 from ..engine.guards import NormModule, children, why_not_input, why_not_norm_call
 from ..engine.sites import Entry, site_of, stock_forward
 from ..linear.linears import Linears, linear_gelu_of
@@ -18,10 +19,10 @@ from ..linear.products import may_overwrite
 
 
 def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    reason = why_not_norm_call(self, hidden_states)
+    site = site_of(self)
+    reason = why_not_norm_call(self, hidden_states, site.rounding)
     if reason:
         return stock_forward(self, reason, hidden_states)
-    site = site_of(self)
     site.count_call()
     eps = cast(NormModule, self).eps
     # The stock operations keep the order in memory, on which a view of what is computed from the result may rely.
@@ -31,7 +32,7 @@ def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 
 def torch_rms_norm_forward(self: nn.Module, x: Tensor) -> Tensor:
-    reason = why_not_norm_call(self, x)
+    reason = why_not_norm_call(self, x) or why_not_result(rms_norm, x)
     if reason:
         return stock_forward(self, reason, x)
     site_of(self).count_call()
@@ -43,7 +44,7 @@ def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
     # At the first call of an op in a graph, inductor of torch 2.11 prints the op's whole producer graph. For the last
     # norm of LTX-Video, after 28 blocks, that does not finish.
     compiles = "torch.compile fuses it with what follows" if torch.compiler.is_compiling() else ""
-    reason = why_not_norm_call(self, input) or compiles
+    reason = compiles or why_not_norm_call(self, input) or why_not_result(layer_norm, input)
     if reason:
         return stock_forward(self, reason, input)
     site_of(self).count_call()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...channels_last import channel_norm, pixel_shuffle_3d, unpatchify
 from ..blocks.autoencoder import Autoencoder, Form, Hidden
-from ._vae_ltx import COMMON, LTX, LTX2, ltx2_form, ltx_form, modulation, resnet, why_not_ltx
+from ._vae_ltx import COMMON, LTX, LTX2, check_ltx2, ltx2_form, ltx_form, modulation, resnet, why_not_ltx
 
 
 def _embedded(module: Any, temb: Tensor | None, hidden: Tensor) -> Tensor | None:
@@ -77,11 +77,15 @@ def _check_call(decoder: Any, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
+def _check_ltx2(decoder: Any, arguments: Mapping[str, Any]) -> str:
+    return _check_call(decoder, arguments) or check_ltx2(decoder, arguments)
+
+
 KNOWN = COMMON | {f"{family}{name}" for family in (LTX, LTX2) for name in ("Decoder3d", "UpBlock3d", "Upsampler3d")}
 
 ENTRIES = (
     Autoencoder((f"{LTX}Decoder3d",), ltx_decode, ("hidden_states", "temb"), KNOWN, why_not_ltx, _check_call),
     Autoencoder(
-        (f"{LTX2}Decoder3d",), ltx2_decode, ("hidden_states", "temb", "causal"), KNOWN, why_not_ltx, _check_call
+        (f"{LTX2}Decoder3d",), ltx2_decode, ("hidden_states", "temb", "causal"), KNOWN, why_not_ltx, _check_ltx2
     ),
 )

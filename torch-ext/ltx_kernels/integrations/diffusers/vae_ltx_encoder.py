@@ -11,7 +11,7 @@ from torch import Tensor
 from ...channels_last import unpatchify
 from ..blocks.autoencoder import Autoencoder, Form, Hidden, space_to_depth
 from ..engine.guards import class_of
-from ._vae_ltx import COMMON, LTX, LTX2, ltx2_form, ltx_form, resnet, why_not_ltx
+from ._vae_ltx import COMMON, LTX, LTX2, check_ltx2, ltx2_form, ltx_form, resnet, why_not_ltx
 
 
 def _downsample(form: Form, module: Any, h: Hidden) -> None:
@@ -72,5 +72,5 @@ KNOWN = COMMON | {f"{family}{name}" for family in (LTX, LTX2) for name in NAMES}
 
 ENTRIES = (
     Autoencoder((f"{LTX}Encoder3d",), ltx_encode, ("hidden_states",), KNOWN, _why_not),
-    Autoencoder((f"{LTX2}Encoder3d",), ltx2_encode, ("hidden_states", "causal"), KNOWN, _why_not),
+    Autoencoder((f"{LTX2}Encoder3d",), ltx2_encode, ("hidden_states", "causal"), KNOWN, _why_not, check_ltx2),
 )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..._torch_private import func_interpreter, has_global_hooks
 from ..._variant import COMPILED_DEVICE, constant_when_compiled
+from .autocast import why_not_autocast
 from .code import patched
 
 ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
@@ -114,8 +115,11 @@ def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
     return True
 
 
-def why_not_input(tensor: Tensor) -> str:
-    """Why ops do not support a module's input in this call; empty if they do."""
+def why_not_input(tensor: Tensor, rounding: str = "fp32") -> str:
+    """Why ops do not support a module's input in this call; empty if they do.
+
+    rounding: Of the module's site, where it supports more than one.
+    """
     if tensor.dtype not in _DTYPES:
         return f"dtype {tensor.dtype}"
     if torch.is_grad_enabled() and tensor.requires_grad:
@@ -123,8 +127,9 @@ def why_not_input(tensor: Tensor) -> str:
     device = tensor.device.type
     if device != COMPILED_DEVICE:
         return f"the input is on {device}, and this build holds the kernels for {COMPILED_DEVICE}"
-    if torch.is_autocast_enabled(device):
-        return "autocast is on"
+    reason = why_not_autocast(tensor, rounding)
+    if reason:
+        return reason
     if not torch.compiler.is_compiling():
         if type(tensor) is not Tensor:
             return f"the input is a {type(tensor).__name__}"
@@ -161,9 +166,9 @@ def why_not_norm_weight(module: NormModule, input: Tensor, casts: bool = False) 
     return ""
 
 
-def why_not_norm_call(module: nn.Module, input: Tensor) -> str:
+def why_not_norm_call(module: nn.Module, input: Tensor, rounding: str = "fp32") -> str:
     """Why a norm's own call cannot run an op; empty if it can."""
-    return why_not_input(input) or why_not_norm_weight(module, input)  # type: ignore[arg-type]
+    return why_not_input(input, rounding) or why_not_norm_weight(module, input)  # type: ignore[arg-type]
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, Callable, TypeVar
 import torch
 from torch import Tensor
 
+from .autocast import autocast_state
 from .guards import is_capturing
 from .recording import others_take_functions, refuse
 from .sites import Site
@@ -44,7 +45,7 @@ def kept(
     refuse("a value is kept for the tensors that it is made of")
     values = site.cache
     places = [(view.data_ptr(), view.shape, view.stride(), view.dtype, view._version) for view in views]
-    place = key, *places, *((id(source), source.data_ptr(), source._version) for source in sources)
+    place = key, autocast_state(), *places, *((id(source), source.data_ptr(), source._version) for source in sources)
     found = values.get(place)
     capturing = is_capturing()
     if found is not None and all(reference() is source for reference, source in zip(found[1], sources)):

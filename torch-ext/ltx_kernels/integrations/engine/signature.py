@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._torch_private import kernel_settings, own_attention, sdp_priority_order
+from .autocast import autocast_state
 
 PLAIN = (type(None), bool, int, float, str)  # types of arguments whose value belongs to the signature
 
@@ -26,7 +27,7 @@ def signature(values: Iterable[Any], tensors: list[Tensor], objects: bool = Fals
     # Kernels of attention and convolutions differ in the strides of their results, and a recorded call makes views with
     # the strides that it has seen.
     settings = [setting() for setting in kernel_settings]
-    modes = torch.is_inference_mode_enabled(), F.scaled_dot_product_attention
+    modes = torch.is_inference_mode_enabled(), autocast_state(), F.scaled_dot_product_attention
     return *modes, *settings, *sdp_priority_order(), *_described(values, tensors, objects)
 
 

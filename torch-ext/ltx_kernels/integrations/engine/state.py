@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch_private import function_modes, without_function_modes
+from .autocast import autocast_state
 from .code import code_of
 from .guards import ATTRIBUTE, class_of, version_of
 
@@ -294,7 +295,7 @@ def _remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *arg
         memory = _new_memory(module)
         if memory is None:
             return ask(module, *arguments)
-    answers = memory.answers
+    answers, key = memory.answers, (key, autocast_state())
     try:
         return cast(Answer, answers[key])
     except KeyError:
@@ -309,4 +310,4 @@ def recall(module: nn.Module, key: Hashable) -> Any:
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     found: Held | None = module.__dict__.get(HELD)
-    return None if found is None or found.memory is None else found.memory.answers.get(key)
+    return None if found is None or found.memory is None else found.memory.answers.get((key, autocast_state()))

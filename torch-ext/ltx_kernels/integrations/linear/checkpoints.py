@@ -14,6 +14,7 @@ from typing import Any, Callable, Union
 import torch
 from torch import Tensor, nn
 
+from ..._linear import joined_bits
 from ...quant import quantize_weight
 from ..engine.guards import class_of
 from .fp8 import LINEAR_CLASS, held_dtypes, put_loaded_weights, quantised_weight
@@ -239,7 +240,7 @@ class Placed:
 
 
 def _join_weights(linears: Sequence[nn.Linear]) -> None:
-    values, scales = (torch.cat(parts) for parts in zip(*map(quantised_weight, linears)))
+    values, scales = map(joined_bits, zip(*map(quantised_weight, linears)))
     put_loaded_weights(linears, values, scales, by_quantizer=True)
 
 

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._linear import joined_bits
 from ...quant import has_own_product, multiply, quantize_rows, quantize_weight
+from ..engine.autocast import autocast_dtype
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward
 from .lora import base_of, is_lora
@@ -78,7 +80,7 @@ def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str, shared: C
     stock_weights: HELD moves the stock weights to the host. With BESIDE and FREED they stay; `finish` frees them.
     """
     quantised = [quantize_weight(linear.weight) for linear in linears]
-    _put_beside(linears, *(torch.cat(parts) for parts in zip(*quantised)))
+    _put_beside(linears, *map(joined_bits, zip(*quantised)))
     for linear in linears if stock_weights == HELD else ():
         if id(linear.weight) not in shared:
             hold(linear)
@@ -328,6 +330,8 @@ def product(linear: nn.Linear, rows: Rows) -> Tensor:
 
 
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    if autocast_dtype(input) == torch.bfloat16:
+        input = input.to(torch.bfloat16)  # as autocast has every linear layer read it
     reason = why_not_fp8_input(input) or why_not_fp8_weight(self, input)
     site = site_of(self)
     if not reason:

@@ -17,6 +17,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._linear import joined_bits
 from ..engine.guards import class_of
 from .fp8 import SCALES, held_dtypes, in_fp8, put_loaded_weights, quantised_weight
 from .tensor_files import open_file, safetensors
@@ -223,8 +224,8 @@ class File:
                     continue  # of another component
                 paths = [names[id(linear)] for linear in linears]
                 in_groups.update(f"{path}.weight" for path in paths)
-                values = torch.cat([file.get_tensor(f"{path}.weight") for path in paths])
-                scales = torch.cat([file.get_tensor(f"{path}.{SCALES}") for path in paths])
+                values = joined_bits([file.get_tensor(f"{path}.weight") for path in paths])
+                scales = joined_bits([file.get_tensor(f"{path}.{SCALES}") for path in paths])
                 puts.append(functools.partial(put_loaded_weights, linears, values, scales))
             for slot in slots_of(self.root):
                 if slot.name not in in_groups:

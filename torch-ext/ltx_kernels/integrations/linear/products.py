@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._linear import joined_bits
 from ...quant import multiply
+from ..engine.recording import as_one
 from .fp8 import Rows
 from .lora import LowRank, add_up, widened, widening_pays
 
@@ -111,10 +113,14 @@ def dequantised(rows: Rows) -> Tensor:
     return (values.float() * scales).to(torch.bfloat16)
 
 
+def _joined_rows(first: Tensor, second: Tensor) -> Tensor:
+    return joined_bits((first, second), 1)
+
+
 def concatenated(first: Input, second: Input) -> Input:
     """The rows [B, S + T, K] of two streams [B, S, K] and [B, T, K], quantised where both are."""
     if isinstance(first, tuple) and isinstance(second, tuple):
-        values, scales = (torch.cat(parts, 1) for parts in zip(first, second))
+        values, scales = (as_one(_joined_rows, *parts) for parts in zip(first, second))
         return values, scales
     parts = [dequantised(rows) if isinstance(rows, tuple) else rows for rows in (first, second)]
     return torch.cat(parts, 1)

@@ -234,7 +234,6 @@ def _is_ordinary() -> bool:
         or torch.is_grad_enabled()
         or function_modes()
         or dispatch_modes()
-        or torch.is_autocast_enabled(COMPILED_DEVICE)
         or func_interpreter() is not None
         or has_global_hooks()
         or is_capturing()

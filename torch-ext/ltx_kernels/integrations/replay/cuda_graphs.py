@@ -51,8 +51,16 @@ class Captured:
         self.graph, self.pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         torch.cuda.current_blas_handle()  # a thread makes its own at its first product, which no capture permits
+        # autocast caches what it casts until its end, and a graph would go on reading that memory.
+        autocast = torch.autocast(
+            DEVICE, torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE), cache_enabled=False
+        )
         try:
-            with _one_capture, torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
+            with (
+                autocast,
+                _one_capture,
+                torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"),
+            ):
                 self.outputs = function(*args, **kwargs)
         except BaseException:
             try:
@@ -201,8 +209,6 @@ def _why_not_call(leaves: Sequence[Any]) -> str:
     """Why a call cannot be captured, whatever the module's state."""
     if torch.is_grad_enabled():
         return "gradients are on"
-    if torch.is_autocast_enabled(DEVICE):
-        return "autocast is on"
     if function_modes() or dispatch_modes():
         return "a mode that watches torch's functions is active"
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

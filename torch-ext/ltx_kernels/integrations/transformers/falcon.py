@@ -38,7 +38,7 @@ def _why_not_call(self: Any, input: Tensor, alibi: Tensor | None, output_attenti
         return "positions by alibi"
     if output_attentions or self.config._attn_implementation != "sdpa":
         return "another attention than sdpa"
-    reason = why_not_input(input)
+    reason = why_not_input(input, site_of(self).rounding)
     for name, table in zip(("cos", "sin"), rope):
         reason = reason or why_not_tensor(name, table, input)
     if not reason and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):

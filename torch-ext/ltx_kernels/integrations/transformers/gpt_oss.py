@@ -30,7 +30,8 @@ ATTENTION = CausalAttention((_class("gpt_oss", "GptOssAttention"),), half_tables
 
 
 def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
-    site, reason = site_of(self), why_not_input(gate_up)
+    site = site_of(self)
+    reason = why_not_input(gate_up, site.rounding)
     if reason:
         site.count_fallback(reason)
         stock: Tensor = type(self)._apply_gate(self, gate_up)

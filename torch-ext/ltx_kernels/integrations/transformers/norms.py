@@ -20,10 +20,14 @@ def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     form = form_of(self)
     assert form is not None
     # A module that rounds twice returns the wider dtype where its weight has one.
-    reason = why_not_input(hidden_states) or why_not_norm_weight(self, hidden_states, casts=not form.twice)  # type: ignore[arg-type]
+    site = site_of(self)
+    reason = why_not_input(hidden_states, site.rounding) or why_not_norm_weight(
+        self,  # type: ignore[arg-type]
+        hidden_states,
+        casts=not form.twice,
+    )
     if reason:
         return stock_forward(self, reason, hidden_states)
-    site = site_of(self)
     site.count_call()
     return form.rms(self, hidden_states, site.rounding)
 
