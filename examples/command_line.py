@@ -27,6 +27,7 @@ OFFLOADS = ("none", "model", "sequential", "group")
 # how torchao registers its classes. None of that is about these examples.
 FOREIGN_LOGGERS = ("torchao", "diffusers.quantizers.torchao.torchao_quantizer", "torch.utils._pytree")
 
+TRAINED = ROOT / "examples" / "demo_model"  # what train_demo.py writes, and demo.py shows
 BUILD = ROOT / "build"
 NAMED = "LOCAL_KERNELS" in os.environ  # the user names a build
 # `get_kernel` then takes the local build, unless the user names another.
@@ -156,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="random (weights; the shape of the 2B model), tiny (random, and small), a folder, or a Hub id such as "
         "Lightricks/LTX-Video (default: $MODEL; without it tiny, on a GPU random)",
     )  # fmt: skip
-    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--prompt", help=f"(default: the one that the model was trained for, or {PROMPT!r})")
     parser.add_argument("--negative-prompt", default=NEGATIVE_PROMPT)
     parser.add_argument(
         "--num-frames", "--frames", type=frames, dest="frames", metavar="N",

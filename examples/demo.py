@@ -2,15 +2,16 @@
 """Generate one LTX-Video clip twice, with stock modules and after `ltx.optimize`, compare the two, and write both
 videos, a picture of the difference and result.json.
 
-The default needs no network: the model is built from its configuration with random weights (small on a CPU, of the 2B
-model's shape on a GPU), so the clip shows nothing, but every computation is the model's. `--model Lightricks/LTX-Video`
-loads the real one.
+The default needs no network. It is a small LTX-Video in examples/demo_model, which `train_demo.py` trained on moving
+shapes: its prompts are such as "a blue square moves left". `--model random` has the shape of the 2B model and random
+weights, so the times are the model's and the clip shows nothing; `--model Lightricks/LTX-Video` loads the real one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections import Counter
@@ -19,12 +20,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from command_line import REPO_ID, ROOT, ExampleError, add_arguments, directory, start
+from command_line import REPO_ID, ROOT, TRAINED, ExampleError, add_arguments, directory, start
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    if (TRAINED / "recipe.json").is_file():
+        parser.set_defaults(model=os.environ.get("MODEL") or str(TRAINED))
     parser.add_argument("--output", type=directory, default=ROOT / "demo", metavar="DIR", help="(default: demo)")
     parser.add_argument("--rounding", default="fp32", choices=("fp32", "eager"), help="of the package's ops")
     parser.add_argument("--graphs", action="store_true", help="replay the optimized clip as CUDA graphs")
@@ -53,6 +56,7 @@ from ltx_pipeline import (
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 from rich.table import Table
+from scenes import PROMPTS, recognise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -240,6 +244,18 @@ def make_table(result: dict[str, Any]) -> Table:
                 value = value and value[key]
             cells.append("" if errors[pair] is None else form.format(value) if value else "none")
         table.add_row(label, *cells)
+    if "fp8" in times:
+        section("linear layers in fp8", "time of a step", "forward to float32", "frames to float32")
+        found = errors["fp8_to_float32"]
+        table.add_row(
+            "ltx-kernels, precision fp8",
+            f"{times['fp8']['step_median'] * 1e3:.1f} ms",
+            f"{found['forward']['relative_l2']:.2e}",
+            f"{found['frames']['psnr_db']:.1f} dB",
+        )
+    if result["shows"]:
+        section("what the clip shows", "stock", "ltx-kernels", "ltx-kernels, fp8" if "fp8" in result["shows"] else "")
+        table.add_row("as a program recognises it", *(text or "nothing it knows" for text in result["shows"].values()))
     return table
 
 
@@ -295,6 +311,13 @@ def run_optimized(
     return outcome, facts
 
 
+def run_fp8(pipe: Any, args: argparse.Namespace, ltx: ModuleType, call: dict[str, Any], generate: Generator) -> Outcome:
+    """What the pipeline makes with the linear layers of its transformer in fp8. It is stock again afterwards."""
+    with ltx.optimize(pipe, components=TRANSFORMER, precision="fp8"):
+        output = forward(pipe.transformer, call)
+        return Outcome(output, generate("ltx-kernels, fp8", args.steps))
+
+
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
     ltx = load_kernels(device)
@@ -308,6 +331,10 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         stock_forward, stock_text = forward(transformer, call), generate.encode()
         stock = Outcome(stock_forward, generate("stock", args.steps), stock_text)
         ours, facts = run_optimized(pipe, args, ltx, call, generate)
+        sides = {"stock": stock, "ltx_kernels": ours}
+        known = args.prompt in PROMPTS and (Path(args.model) / "recipe.json").is_file()
+        if known and dtype == torch.bfloat16 and ltx.quant.fp8_obstacle(device) is None:
+            sides["fp8"] = run_fp8(pipe, args, ltx, call, generate)
         restored = torch.equal(forward(transformer, call), stock.forward)
         exact = None
         if dtype != torch.float32:
@@ -317,7 +344,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             transformer.to(dtype)
 
     args.output.mkdir(parents=True, exist_ok=True)
-    sides = {"stock": stock, "ltx_kernels": ours}
     files, note = {}, ""
     for key, side in sides.items():
         (files[key],), note = write_video(side.clip.frames[0], args.output / f"{Path(args.model).name}_{key}")
@@ -335,10 +361,11 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "restored_to_same_bits": restored,
         "seconds": {key: side.seconds() for key, side in sides.items()},
         "errors": {
-            "stock_to_float32": stock.errors(exact) if exact else None,
-            "ltx_kernels_to_float32": ours.errors(exact) if exact else None,
+            **{f"{key}_to_float32": side.errors(exact) if exact else None for key, side in sides.items()},
             "ltx_kernels_to_stock": ours.errors(stock),
         },
+        # What a clip shows, as a program sees it, where the model was trained to show the prompt.
+        "shows": {key: recognise(side.clip.frames[0]) for key, side in sides.items()} if known else {},
         "files": {key: str(path) for key, path in files.items()},
         "note": note,
     }
@@ -363,6 +390,10 @@ def faults(result: dict[str, Any]) -> list[str]:
         ours, limit = result["errors"]["ltx_kernels_to_stock"], 1e-4
     else:
         limit = ERROR_LIMIT * stock["forward"]["relative_l2"]
+    shows = result["shows"]
+    for key in shows:
+        if shows["stock"] is not None and shows[key] != shows["stock"]:
+            found.append(f"the clip of {key} shows {shows[key] or 'nothing it knows'}, that of stock {shows['stock']}")
     if not ours["forward"]["relative_l2"] <= limit:
         found.append(f"the error of one forward, {ours['forward']['relative_l2']:.2e}, is above {limit:.2e}")
     return found
@@ -387,6 +418,8 @@ def main(arguments: list[str] | None = None) -> int:
         console.print("On a CPU the times are not the point: the package is for GPUs, and this shows that it is right.")
     elif result["run"]["model"] == RANDOM_WEIGHTS:
         console.print("The weights are random: the times are the model's, the clip shows nothing.")
+    elif result["shows"]:
+        console.print("The model is small: `--model random` has the times of the 2B model's shape.")
     for path in (*result["files"].values(), args.output / "result.json"):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     if result["note"]:

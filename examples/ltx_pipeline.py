@@ -17,7 +17,7 @@ import math
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 from command_line import DTYPES as DTYPE_NAMES
-from command_line import ExampleError
+from command_line import PROMPT, ExampleError
 from command_line import load_kernels as load_kernels
 from diffusers import (
     AutoencoderKLLTXVideo,
@@ -48,7 +48,10 @@ DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """The parser's arguments, with what depends on the device: the device itself, the model and the clip's size."""
+    """The parser's arguments, with what depends on the device: the device itself, the model and the clip's size.
+
+    A folder that train_demo.py wrote says for itself which clips the model knows.
+    """
     args = parser.parse_args(arguments)
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,14 +62,17 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
         parser.error(
             f"argument --device: {args.device}, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
         )
+    args.model = args.model or ("random" if kind == "cuda" else "tiny")
+    recipe = Path(args.model) / "recipe.json"
+    trained = json.loads(recipe.read_text())["clips"] if recipe.is_file() else {}
     for name, small, large in (
-        ("model", "tiny", "random"),
+        ("prompt", PROMPT, PROMPT),
         ("frames", 25, 49),
         ("height", 128, 512),
         ("width", 192, 768),
         ("steps", 8, 20),
     ):
-        setattr(args, name, getattr(args, name) or (large if kind == "cuda" else small))
+        setattr(args, name, getattr(args, name) or trained.get(name) or (large if kind == "cuda" else small))
     return args
 
 
@@ -75,12 +81,36 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer that needs no download: one token per byte, with T5's special tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import decoders, pre_tokenizers
+    from tokenizers.models import BPE
 
-    symbols = ["<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return _tokenizer(
+        lambda vocabulary: BPE(vocab=vocabulary, merges=[], unk_token="<unk>"),
+        symbols,
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+
+
+def word_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """One token for each of these words, and T5's special tokens; every other word is <unk>."""
+    from tokenizers import pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    return _tokenizer(lambda vocabulary: WordLevel(vocabulary, unk_token="<unk>"), words, pre_tokenizers.Whitespace())
+
+
+def _tokenizer(
+    make_model: Callable[[dict[str, int]], Any], symbols: list[str], pre_tokenizer: Any, decoder: Any = None
+) -> transformers.PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, processors
+
+    vocabulary = {symbol: i for i, symbol in enumerate(["<pad>", "</s>", "<unk>", *symbols])}
+    tokenizer = Tokenizer(make_model(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        tokenizer.decoder = decoder
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=128

@@ -78,6 +78,7 @@ ELSEWHERE = {
     "parallel",
     "project_files",
     "skills",
+    "train_demo",
 }
 # Their tests of more than 2^31 elements are marked slow.
 LARGE_FILES = ["norm", "rope", "glu", "attention", "plain_attention", "quant", "linear"]
