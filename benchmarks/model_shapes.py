@@ -338,6 +338,29 @@ def ernie_image_inputs(model: Any, make: Make, height: int, width: int, text: in
     }
 
 
+def sdxl_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    config = model.config
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    return {
+        "sample": make(2, config.in_channels, height // 8, width // 8),  # with guidance
+        "timestep": torch.tensor(500, device=make.device),
+        "encoder_hidden_states": make(2, text, config.cross_attention_dim),
+        "added_cond_kwargs": {"text_embeds": make(2, pooled), "time_ids": make(2, 6)},
+    }
+
+
+def pixart_inputs(model: Any, make: Make, height: int, width: int, text: int, valid: int) -> Inputs:
+    config = model.config
+    mask = make.ones(2, text)
+    mask[:, valid:] = 0
+    return {
+        "hidden_states": make(2, config.in_channels, height // 8, width // 8),  # with guidance
+        "encoder_hidden_states": make(2, text, config.caption_channels),
+        "timestep": make.full(500.0, 2),
+        "encoder_attention_mask": mask,
+    }
+
+
 LTX2 = {"rope_type": "split"}
 LTX23 = {
     **LTX2,
@@ -557,6 +580,31 @@ MODELS = {
         {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
         | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
         {"seconds": 1, "text": 8},
+    ),
+    "sdxl": Model(
+        "UNet2DConditionModel",
+        "1024x1024",
+        {"sample_size": 128, "block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10)}
+        | {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")}
+        | {"up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")}
+        | {"attention_head_dim": (5, 10, 20), "cross_attention_dim": 2048, "use_linear_projection": True}
+        | {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
+        | {"projection_class_embeddings_input_dim": 2816},
+        sdxl_inputs,
+        {**IMAGE, "text": 77},
+        {"block_out_channels": (32, 64, 128), "transformer_layers_per_block": 1, "attention_head_dim": (1, 2, 4)}
+        | {"cross_attention_dim": 64},
+        TINY_IMAGE,
+    ),
+    "pixart": Model(
+        "PixArtTransformer2DModel",
+        "1024x1024",
+        {"caption_channels": 4096, "use_additional_conditions": False},
+        pixart_inputs,
+        {**IMAGE, "text": 300, "valid": 100},
+        {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32}
+        | {"caption_channels": 32, "sample_size": 8},
+        {**TINY_IMAGE, "valid": 5},
     ),
     "ernie_image": Model(
         "ErnieImageTransformer2DModel",

@@ -55,6 +55,8 @@ MODELS = {
     "zimage": Model("Z-Image", "z_image"),
     "krea2": Model("Krea 2", "krea2"),
     "ernie_image": Model("ERNIE-Image", "ernie_image"),
+    "sdxl": Model("SDXL", "basic_transformer"),
+    "pixart": Model("PixArt-Sigma", "basic_transformer"),
     "lumina2": Model("Lumina-Image 2.0", "lumina2"),
     "ideogram4": Model("Ideogram 4", "ideogram4"),
     "ace_step": Model("ACE-Step 1.5", "ace_step"),

@@ -69,6 +69,8 @@ def random_(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 1
+        if parameter.dim() == 4:  # of a convolution: many in a row would leave the range of float16
+            fan_in = parameter[0].numel()
         # Around what a norm is made with: 1, or 0 where the class adds 1 to its weight.
         mean = parameter.mean().round().item() if parameter.dim() == 1 and name.endswith("weight") else 0.0
         std = 0.2 if parameter.dim() == 1 else fan_in**-0.5

@@ -7,10 +7,9 @@ model beside blocks of a family.
 from __future__ import annotations
 
 NOT_YET = "the block has no description yet"
-MANY_FORMS = "BasicTransformerBlock has many forms, by norm_type, and serves UNets"
+COPY = "a copy of BasicTransformerBlock with parts of its own"
 LINEAR = "linear attention and convolutions take most of its time"
 EXPERTS = "a mixture of experts takes most of its time"
-UNET = "a UNet, or a ControlNet of one"
 CACHE = "its attention keeps keys and values, or segments of its own"
 
 LEFT: dict[str, str] = {
@@ -53,30 +52,6 @@ LEFT: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "DiTTransformer2DModel",
-            "DreamLiteTransformer2DModel",
-            "LatteTransformer3DModel",
-            "PixArtTransformer2DModel",
-            "PriorTransformer",
-            "Transformer2DModel",
-            "TransformerTemporalModel",
-        ),
-        MANY_FORMS,
-    ),
-    **dict.fromkeys(
-        (
-            "ControlNetModel",
-            "ControlNetUnionModel",
-            "ControlNetXSAdapter",
-            "MultiControlNetModel",
-            "MultiControlNetUnionModel",
-            "SparseControlNetModel",
-            "UNetControlNetXSModel",
-        ),
-        UNET,
-    ),
-    **dict.fromkeys(
-        (
             "SanaControlNetModel",
             "SanaTransformer2DModel",
             "SanaVideoTransformer3DModel",
@@ -85,15 +60,23 @@ LEFT: dict[str, str] = {
         LINEAR,
     ),
     **dict.fromkeys(("HiDreamImageTransformer2DModel", "NucleusMoEImageTransformer2DModel"), EXPERTS),
+    "DreamLiteTransformer2DModel": COPY,
     "QwenImage21Transformer2DModel": CACHE,
 }
 
-# Those that a reader of the README's table looks for.
-WELL_KNOWN = (
-    "PixArtTransformer2DModel",
-    "DiTTransformer2DModel",
-    "Kandinsky5Transformer3DModel",
+# Models of the family basic_transformer whose files of diffusers import no block of it: UNets hold the blocks.
+OF_UNETS = (
+    "ControlNetModel",
+    "ControlNetUnionModel",
+    "ControlNetXSAdapter",
+    "MultiControlNetModel",
+    "MultiControlNetUnionModel",
+    "SparseControlNetModel",
+    "UNetControlNetXSModel",
 )
+
+# Those that a reader of the README's table looks for.
+WELL_KNOWN = ("Kandinsky5Transformer3DModel",)
 
 FEW_TOKENS = "it runs once per forward, on the tokens of the prompt"
 LEFT_BLOCKS: dict[str, str] = {
@@ -106,5 +89,6 @@ LEFT_BLOCKS: dict[str, str] = {
         FEW_TOKENS,
     ),
     "MotionEncoderResBlock": "convolutions take its time",
+    "TemporalBasicTransformerBlock": "Stable Video Diffusion alone has it, and it has no description yet",
     "SD3SingleTransformerBlock": "no released model but a ControlNet without text has it",
 }

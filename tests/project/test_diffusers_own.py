@@ -230,7 +230,7 @@ def test_files_and_models(ltx: ModuleType, source: Path) -> None:
     assert {"LTXVideoTransformer3DModel", "FluxControlNetModel", "AutoencoderKLWan", "SD3Transformer2DModel"} <= set(
         models
     )
-    assert not {"PixArtTransformer2DModel", "AutoencoderKL", "AutoencoderKLMochi"} & set(models)
+    assert not {"AuraFlowTransformer2DModel", "AutoencoderKL", "AutoencoderKLMochi"} & set(models)
     expected = [source / name_of(fake) for fake in sorted(FAKES) if fake != "other"]
     assert files_of_tests(source, models) == {file: ["LTXVideoTransformer3DModel"] for file in expected}
 

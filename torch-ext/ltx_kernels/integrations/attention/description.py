@@ -82,6 +82,7 @@ class Attention:
         weights may have another dtype than the input.
     check: A further reason why a call has to run stock: (module, hidden_states, encoder_hidden_states, rope) to a
         reason, or "".
+    why_not: A further reason why a module cannot be replaced, or "". Processors that many models share need it.
     together_with: As in `Entry`.
     """
 
@@ -118,6 +119,7 @@ class Attention:
     parallel_cross: bool = True
     casts: bool = False
     check: Callable[[Any, Tensor, Tensor | None, Any], str] = lambda *_: ""
+    why_not: Callable[[Any], str] = lambda _: ""
     together_with: str = ""
 
     @property

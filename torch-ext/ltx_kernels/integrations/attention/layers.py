@@ -24,7 +24,8 @@ def why_not_module(spec: Attention, module: nn.Module) -> str:
     attention_module = cast(AttentionModule, module)
     if class_of(attention_module.processor) not in (spec.processor, *spec.other_processors):
         return f"its processor is {class_of(attention_module.processor)}"
-    return patched(type(attention_module.processor)) or _why_not_norms(spec, module) or _why_not_mlp(spec, module)
+    reason = patched(type(attention_module.processor)) or spec.why_not(module)
+    return reason or _why_not_norms(spec, module) or _why_not_mlp(spec, module)
 
 
 def _why_not_mlp(spec: Attention, module: nn.Module) -> str:
@@ -163,7 +164,8 @@ def _why_not_layers(spec: Attention, module: nn.Module, input: Tensor) -> str:
     own = module.__dict__
     if "inner_dim" in own and own.get(spec.heads, 0) * own.get("head_dim", 0) not in (0, own["inner_dim"]):
         return f"its {spec.heads} and head_dim do not make its inner_dim"
-    reason = _why_not_heads(spec, module) or patched(type(processor)) or _why_not_norms(spec, module)
+    reason = _why_not_heads(spec, module) or patched(type(processor)) or spec.why_not(module)
+    reason = reason or _why_not_norms(spec, module)
     for pair in [] if reason else _norm_pairs(spec, module):
         for name in pair:
             norm = module._modules[name]

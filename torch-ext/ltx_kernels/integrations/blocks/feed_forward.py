@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..._linear import linear_cat
-from ...glu import gelu, swiglu
-from ...quant import gelu_quant, swiglu_quant
+from ...glu import geglu, gelu, swiglu
+from ...quant import geglu_quant, gelu_quant, swiglu_quant
 from ..engine.guards import ATTRIBUTE, class_of, hooked, is_idle
 from ..engine.recording import as_one
 from ..linear.fp8 import in_fp8
@@ -23,6 +23,7 @@ from ..linear.products import Input
 
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 GELU = "diffusers.models.activations.GELU"
+GEGLU = "diffusers.models.activations.GEGLU"
 SWIGLU = "diffusers.models.activations.SwiGLU"
 SILU = "torch.nn.modules.activation.SiLU"
 
@@ -42,7 +43,7 @@ def _layers(ff: nn.Module, input: Tensor) -> _Layers | None:
     if len(net) < 3 or any(map(hooked, net[:2])):
         return None
     activation = net[0]
-    if class_of(activation) not in (GELU, SWIGLU) or ATTRIBUTE not in activation.__dict__:
+    if class_of(activation) not in (GELU, GEGLU, SWIGLU) or ATTRIBUTE not in activation.__dict__:
         return None
     if class_of(activation) == SWIGLU and why_not_swiglu(activation):
         return None
@@ -51,7 +52,8 @@ def _layers(ff: nn.Module, input: Tensor) -> _Layers | None:
     site = activation.__dict__[ATTRIBUTE]
     up = Linears((cast(nn.Linear, activation._modules["proj"]),), input, site)
     down = Linears((cast(nn.Linear, net[2]),), input, site)
-    name = "swiglu" if class_of(activation) == SWIGLU else cast(str, activation.approximate)
+    gated = {GEGLU: "geglu", SWIGLU: "swiglu"}
+    name = gated.get(class_of(activation)) or cast(str, activation.approximate)
     return _Layers(up, down, name, site.count_call)
 
 
@@ -99,6 +101,8 @@ def _activated(up: Linears, input: Input, activation: str) -> Tensor:
     """One linear layer, then its activation."""
     if activation == "swiglu":
         return swiglu(up(input)[0], gate_first=False)
+    if activation == "geglu":
+        return geglu(up(input)[0], approximate="none", gate_first=False)
     if not up.fp8:
         output = linear_gelu_of(up, cast(Tensor, input), activation)
         if output is not None:
@@ -111,6 +115,8 @@ def _activated_rows(up: Linears, input: Input, activation: str, prefix: Tensor |
     (hidden,) = up(input)
     if activation == "swiglu":
         return swiglu_quant(hidden, gate_first=False, prefix=prefix)
+    if activation == "geglu":
+        return geglu_quant(hidden, approximate="none", gate_first=False, prefix=prefix)
     return gelu_quant(hidden, approximate=activation, prefix=prefix)
 
 

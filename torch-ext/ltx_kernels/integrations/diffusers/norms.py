@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...glu import gelu, swiglu
+from ...glu import geglu, gelu, swiglu
 from ...norm import layernorm, rmsnorm
-from ..blocks.feed_forward import GELU, SWIGLU, why_not_swiglu
+from ..blocks.feed_forward import GEGLU, GELU, SWIGLU, why_not_swiglu
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, TORCH_RMSNORM
 from ..engine.autocast import layer_norm, rms_norm, why_not_result
 from ..engine.guards import NormModule, children, why_not_input, why_not_norm_call
@@ -80,6 +80,15 @@ def gelu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     return gelu(linears(hidden_states)[0], approximate=approximate) if output is None else output
 
 
+def geglu_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    reason = why_not_input(hidden_states) or ("further arguments" if args or kwargs else "")
+    if reason:
+        return stock_forward(self, reason, hidden_states, *args, **kwargs)
+    site_of(self).count_call()
+    (linear,) = children(self, "proj")
+    return geglu(linear(hidden_states), approximate="none", gate_first=False)
+
+
 def swiglu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     reason = why_not_input(hidden_states) or why_not_swiglu(self)
     if reason:
@@ -104,6 +113,14 @@ ENTRIES = (
     ),
     # The epilogue does not round before the GELU, so "eager" leaves it to torch.
     Entry((GELU,), gelu_forward, ("gelu",), ("hidden_states",), frozenset({"proj"}), roundings=("fp32",)),
+    Entry(
+        (GEGLU,),
+        geglu_forward,
+        ("geglu",),
+        ("hidden_states", "args", "kwargs"),
+        frozenset({"proj"}),
+        roundings=("fp32",),
+    ),
     Entry(
         (SWIGLU,),
         swiglu_forward,

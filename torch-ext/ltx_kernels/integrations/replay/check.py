@@ -69,7 +69,9 @@ def _pairs(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterator[tu
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
         return False
-    bits = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
+    bits = (
+        tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for tensor in (one, other)
+    )
     return torch.equal(*bits)
 
 
