@@ -163,6 +163,49 @@ def test_what_a_graph_cannot_hold_runs_ordinarily(ltx: ModuleType, graphs: Modul
     assert reason() == "torch.compile"
 
 
+PROMPT_WITH_PADDING = {"input_ids": [[3, 5, 7, 11, 13, 17, 0, 0]], "attention_mask": [[1] * 6 + [0] * 2]}
+
+
+def hidden_states(model: nn.Module, device: str, first: int) -> tuple[Tensor, ...]:
+    """What pipelines of FLUX.2, Z-Image and Qwen-Image ask their text encoders for."""
+    prompt = {name: torch.tensor(rows, device=device) for name, rows in PROMPT_WITH_PADDING.items()}
+    prompt["input_ids"][0, 0] = first
+    states: tuple[Tensor, ...] = model(**prompt, output_hidden_states=True, use_cache=False).hidden_states
+    return states
+
+
+def test_hidden_states_of_a_text_encoder(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    """transformers notes them by hooks that stay on the layers, and returns them with the result."""
+    language_models = pytest.importorskip("helpers.language_models")
+    model = language_models.make_model(device, family="Qwen3")
+    stock = [hidden_states(model, device, first) for first in range(3, 7)]
+    report = ltx.optimize(model, graphs=True)
+    found = [hidden_states(model, device, first) for first in range(3, 7)]
+    for mine, theirs in zip(found, stock):
+        assert len(mine) == len(theirs) == language_models.LAYERS + 1
+        for one, other in zip(mine, theirs):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    addresses = {held.data_ptr() for states in found for held in states}
+    assert len(addresses) == len(found) * len(found[0])  # copies
+    assert state(graphs, model).replayed == 3 and not report.fallbacks
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    hidden_states(model, device, 3)
+    assert state(graphs, model).ordinary["a hook on a Qwen3DecoderLayer"] == 1
+
+
+def test_hidden_states_of_a_model_around_a_graph(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    """Replays run no hooks, so that the model around would miss what they note."""
+    language_models = pytest.importorskip("helpers.language_models")
+    model = language_models.make_model(device, family="Qwen3")
+    stock = hidden_states(model, device, 3)
+    layer = model.model.layers[0]
+    ltx.optimize(layer, graphs=True)
+    for _ in range(3):
+        for one, other in zip(hidden_states(model, device, 3), stock):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert state(graphs, layer).ordinary["a model around it notes hidden states or attentions"] == 3
+
+
 def test_lora_layers_run_ordinarily(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
     peft = pytest.importorskip("peft")
     model = make_model(device)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 diffusers = pytest.importorskip("diffusers")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import ltx_pipeline  # noqa: E402
 from families import qwenimage, wan  # noqa: E402
+from helpers import language_models  # noqa: E402
 from PIL import Image  # noqa: E402
 from test_vae import make_vae  # noqa: E402
 
@@ -100,12 +101,12 @@ def with_half_vae(components: dict[str, Any]) -> dict[str, Any]:
 def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
     pipe = diffusers.LTXPipeline(**components)
     report = ltx.optimize(pipe)
-    assert touched(components) == {"transformer"}  # an autoencoder in float32 has to be named
+    assert touched(components) == {"transformer", "text_encoder"}  # an autoencoder in float32 has to be named
     report.restore()
     components = with_half_vae(components)
     pipe = diffusers.LTXPipeline(**components)
     report = ltx.optimize(pipe)
-    assert touched(components) == {"transformer", "vae"}  # the text encoder stays as it is unless it is named
+    assert touched(components) == {"transformer", "text_encoder", "vae"}
     report.restore()
     assert not touched(components)
     ltx.optimize(pipe, level="norms")
@@ -114,7 +115,7 @@ def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
     image = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)
     with_other_vae = types.SimpleNamespace(components={**components, "vae": image})
     ltx.optimize(with_other_vae)
-    assert touched(with_other_vae.components) == {"transformer"}
+    assert touched(with_other_vae.components) == {"transformer", "text_encoder"}
     ltx.restore(with_other_vae)
     both = ltx.optimize(pipe, components=["transformer", "text_encoder"])
     assert both.left_alone == {}
@@ -134,12 +135,55 @@ def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
         ltx.optimize(pipe, components=["decoder"])
 
 
+def with_clip(components: dict[str, Any], device: str) -> Any:
+    """A pipeline with the text encoders of FLUX.1: CLIP, whose blocks are not known, and T5."""
+    config = transformers.CLIPTextConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+    clip = transformers.CLIPTextModel(config).to(device)
+    models = {
+        "transformer": components["transformer"],
+        "text_encoder": clip,
+        "text_encoder_2": components["text_encoder"],
+    }
+    return types.SimpleNamespace(components={name: copy.deepcopy(model).eval() for name, model in models.items()})
+
+
+def test_text_encoders(ltx: ModuleType, device: str, components: dict[str, Any]) -> None:
+    """They are taken where their blocks are known, and with `graphs` in any case."""
+    pipe = with_clip(components, device)
+    report = ltx.optimize(pipe)
+    assert touched(pipe.components) == {"transformer", "text_encoder_2"} and report.left_alone == {}
+    ltx.optimize(pipe, graphs=True)
+    assert touched(pipe.components) == {"transformer", "text_encoder", "text_encoder_2"}
+    ltx.optimize(pipe)
+    assert touched(pipe.components) == {"transformer", "text_encoder_2"}
+    ltx.optimize(pipe, level="norms")
+    assert touched(pipe.components) == {"transformer"}
+
+
+def test_text_encoders_in_fp8(ltx: ModuleType, fp8_device: str, components: dict[str, Any]) -> None:
+    """Text encoders stay in their own precision unless they are named."""
+    encoder = language_models.make_model(fp8_device, torch.bfloat16, "Qwen3")
+    transformer = copy.deepcopy(components["transformer"]).to(torch.bfloat16)
+    pipe = types.SimpleNamespace(components={"transformer": transformer, "text_encoder": encoder})
+    quantised = ltx.integrations.linear.fp8.in_fp8
+
+    def of_fp8() -> set[str]:
+        models = pipe.components.items()
+        return {name for name, model in models if any(map(quantised, model.modules()))}
+
+    report = ltx.optimize(pipe, precision="fp8")
+    assert touched(pipe.components) == {"transformer", "text_encoder"} and of_fp8() == {"transformer"}
+    assert "not in fp8, since `components` does not name them: text_encoder" in str(report)
+    ltx.optimize(pipe, precision="fp8", components=["transformer", "text_encoder"])
+    assert of_fp8() == {"transformer", "text_encoder"}
+
+
 def test_another_level_leaves_nothing_of_the_first(ltx: ModuleType, components: dict[str, Any]) -> None:
-    """Level "norms" has nothing for the autoencoder, and takes out what level "block" put there."""
+    """Level "norms" takes out what level "block" put into the autoencoder and the text encoder."""
     components = with_half_vae(components)
     pipe = diffusers.LTXPipeline(**components)
     ltx.optimize(pipe)
-    assert touched(components) == {"transformer", "vae"}
+    assert touched(components) == {"transformer", "text_encoder", "vae"}
     with ltx.optimize(pipe, level="norms"):
         assert touched(components) == {"transformer"}
     assert not touched(components)
@@ -157,7 +201,9 @@ def test_nothing_was_replaced(ltx: ModuleType, components: dict[str, Any]) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ltx.optimize(alone, strict=True).restore()
-    with pytest.warns(UserWarning, match="nothing was replaced\n.*\n.*\n.*no vae that is known at level norms"):
+    with pytest.warns(
+        UserWarning, match="nothing was replaced\n.*\n.*\n.*no vae or text encoder that is known at level norms"
+    ):
         ltx.optimize(alone, level="norms")
 
 

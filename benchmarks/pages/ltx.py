@@ -83,8 +83,8 @@ def figures() -> str:
         f"(batch 2), and a whole clip of {clip['stock']['steps']} steps without guidance, from the prompt to the "
         "decoded video. The error is the relative distance from the model in float32, with random weights:",
         grid(f"| | {frames} | {clip_frames} | the clip, `graphs=True` | error of a step |", rows),
-        "In the clip the text encoder and the video's decoder are compiled or optimized too. The text encoder must be "
-        'named: `components=["text_encoder", "transformer", "vae"]`. The GPU waits for the host during '
+        "In the clip the text encoder and the video's decoder are compiled or optimized too, in bf16. The GPU waits "
+        "for the host during "
         f"{_idle(clip[name] for name in launched)} of a clip, and during "
         f"{_idle(clip[name] for name in graphs if name)} with `graphs=True`. How long it waits depends on the host.",
     )

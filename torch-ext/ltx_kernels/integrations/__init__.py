@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .._checks import ATTENTION_PRECISION, ROUNDING, choice
-from . import diffusers
+from . import diffusers, transformers
 from .engine.guards import class_of
 from .engine.sites import Entry, Selection, Site, install, short_name, uninstall_all
 from .engine.threads import one_at_a_time
@@ -33,6 +33,7 @@ from .selection import (
     AUTOENCODER,
     DENOISERS,
     ENTRIES,
+    TEXT_ENCODERS,
     codes_without_scales,
     notes_of,
     select,
@@ -65,7 +66,8 @@ def optimize(
     offloaded or somewhere else) the stock forward runs, and the report counts it. The weights of an attention's query,
     key and value move into one storage and become views of it, which takes no memory. The weights of an autoencoder's
     convolutions move into channels-last memory at its first call. Called again, `optimize` replaces what an earlier
-    call did to the components that it takes; level "norms" takes an unnamed autoencoder out again.
+    call did to the components that it takes; level "norms" takes an autoencoder and text encoders that
+    are not named out again.
 
     To undo it::
 
@@ -88,7 +90,9 @@ def optimize(
             cannot: packed GEMMs, the GELU epilogue, and the single blocks of FLUX.1's and HunyuanVideo's families.
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
             transformer_ref, unconditional_transformer, unet, controlnet), as far as it has them, and with level "block"
-            its autoencoder (vae), where it is one of LTX-Video, LTX-2, Wan or Qwen-Image and not in float32.
+            its autoencoder (vae), where its class is known and it is not in float32, and its text encoders
+            (text_encoder, text_encoder_2 to text_encoder_4) that have known blocks, as T5, Qwen and Mistral do, or with
+            `graphs` all of them. Text encoders that are not named stay in their own precision.
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).
@@ -125,15 +129,17 @@ def optimize(
     _check_options(level, precision, rounding, skip, stock_weights, weights, {"graphs": graphs, "strict": strict})
     if choice("attention", ATTENTION_PRECISION, attention) and (level != "block" or rounding != "fp32"):
         raise ValueError(f'attention: "int8" goes with level "block" and rounding "fp32", got {level} and {rounding}')
-    replaceable = _roots(obj, components, _is_default)
+    replaceable = _roots(obj, components, lambda name, part: _is_default(name, part) or name in TEXT_ENCODERS)
     with one_at_a_time():
-        roots = replaceable if level == "block" else _roots(obj, components, _is_denoiser)
+        default = _is_denoiser if level == "norms" else _is_default_with_graphs if graphs else _is_default
+        roots = _roots(obj, components, default)
+        native = [name for name in roots if components is None and name in TEXT_ENCODERS]
         # An autoencoder has no layers in fp8 and no file, and is left out beside a transformer. By itself it is an
         # error.
-        models = {name: root for name, root in roots.items() if not _is_autoencoder(root)} or roots
+        models = {n: root for n, root in roots.items() if n not in native and not _is_autoencoder(root)} or roots
         files = {} if weights is None else open_weights(models, weights, skip)
         selection = select(roots, level, rounding)
-        groups = select_fp8(selection, skip, files) if precision == "fp8" else []
+        groups = select_fp8(selection, skip, files, native) if precision == "fp8" else []
         if strict and selection.left_alone:
             lines = [f"{name or 'the model'}: {reason}" for name, reason in selection.left_alone.items()]
             raise RuntimeError(
@@ -154,6 +160,8 @@ def optimize(
             f'stock with rounding "{rounding}": {count} {short_name(name)}'
             for name, count in selection.rounded_otherwise.items()
         ]
+        if native and precision == "fp8":
+            report.notes.append(f"not in fp8, since `components` does not name them: {', '.join(native)}")
         if codes:
             report.notes.append(codes)
             warnings.warn(f"ltx-kernels: {codes}", stacklevel=2)
@@ -322,11 +330,20 @@ def _is_denoiser(name: str, component: nn.Module) -> bool:
 def _is_default(name: str, component: nn.Module) -> bool:
     """Whether `optimize` takes a component that is not named.
 
-    An autoencoder in float32 has to be named: those have not been timed (docs/vae.md).
+    An autoencoder in float32 has to be named: those have not been timed (docs/vae.md). A text encoder without known
+    blocks, such as CLIP, stays as it is.
     """
+    if name in TEXT_ENCODERS:
+        entries = (entry_for(transformers.ENTRIES, module) for module in component.modules())
+        return any(entry is not None and entry.level == "block" for entry in entries)
     if name != AUTOENCODER or not _is_autoencoder(component):
         return _is_denoiser(name, component)
     return next(component.parameters()).dtype != torch.float32
+
+
+def _is_default_with_graphs(name: str, component: nn.Module) -> bool:
+    """The same with `graphs`, which every text encoder gains from."""
+    return name in TEXT_ENCODERS or _is_default(name, component)
 
 
 def _roots(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from .linear.scaled_weights import holds_codes
 from .registry import entry_for
 from .replay.cuda_graphs import with_graphs
 
-# What a pipeline's call spends its time in, beside a video autoencoder. Text encoders run once: they have to be named.
+# What a pipeline's call spends its time in, by the names of its components.
 DENOISERS = ("transformer", "transformer_2", "transformer_ref", "unconditional_transformer", "unet", "controlnet")
 AUTOENCODER = "vae"
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
 
 
@@ -75,8 +76,10 @@ def select(roots: Mapping[str, nn.Module], level: str, rounding: str) -> Selecti
                 f"nothing in {class_of(root)} is of a class that is known at level {level}"
             )
     if not roots:
-        missing = f"none of the components {', '.join(DENOISERS)}, and no {AUTOENCODER} that is known at level {level}"
-        selection.left_alone["the pipeline"] = f"it has {missing}"
+        selection.left_alone["the pipeline"] = (
+            f"it has none of the components {', '.join(DENOISERS)}, and no {AUTOENCODER} or text encoder that is known "
+            f"at level {level}"
+        )
     keep_table_readers_together(selection)
     return selection
 
@@ -105,9 +108,14 @@ def select_graphs(selection: Selection, roots: Mapping[str, nn.Module]) -> None:
             selection.modules[name] = module, with_graphs(module, entry)
 
 
-def _groups(selection: Selection) -> Iterator[tuple[Entry, dict[str, Any]]]:
-    """The linear layers that known blocks offer, by name: those that share an input, with the entry of their block."""
+def _groups(selection: Selection, native: Container[str] = ()) -> Iterator[tuple[Entry, dict[str, Any]]]:
+    """The linear layers that known blocks offer, by name: those that share an input, with the entry of their block.
+
+    native: Components whose blocks are left out.
+    """
     for block_name, (block, entry) in list(selection.modules.items()):
+        if block_name.partition(".")[0] in native:
+            continue
         for paths in entry.fp8(block):
             part = block.get_submodule(paths[0].partition(".")[0])
             if "processor" in part.__dict__ and entry_for(ENTRIES, part) is None:
@@ -138,15 +146,20 @@ def layers_for_fp8(root: nn.Module, skip: Sequence[str] | None) -> set[str]:
     }
 
 
-def select_fp8(selection: Selection, skip: Sequence[str] | None, files: Mapping[str, Weights]) -> list[list[nn.Linear]]:
-    """Adds the linear layers of known blocks to the selection; those that share an input, together."""
+def select_fp8(
+    selection: Selection, skip: Sequence[str] | None, files: Mapping[str, Weights], native: Container[str]
+) -> list[list[nn.Linear]]:
+    """Adds the linear layers of known blocks to the selection; those that share an input, together.
+
+    native: Components that stay in their own precision.
+    """
     groups = []
     in_files, needed = set[str](), set[str]()
     for component, file in files.items():
         names = {".".join(filter(None, (component, name))) for name in file.linears}
         in_files |= names
         needed |= names if file.all_or_error else set()
-    for entry, layers in _groups(selection):
+    for entry, layers in _groups(selection, native):
         patterns = entry.fp8_skip if skip is None else skip
         group = []
         for name, linear in layers.items():

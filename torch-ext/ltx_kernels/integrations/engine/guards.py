@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, Protocol
+from typing import Any, Callable, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,31 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
 HOOK = "has a hook"
 
 
-def hooked(module: nn.Module) -> str:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks wrap a module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_changing_hooks(module: nn.Module) -> bool:
+    """Whether hooks wrap a module's forward that may do more than note its result for the caller.
+
+    transformers leaves such a note-taking hook on layers and attentions from the first call on that asks the model for
+    hidden states or attentions. The notes become part of what the model returns.
+    """
+    return bool(module._forward_pre_hooks) or not all(map(_takes_notes, module._forward_hooks.values()))
+
+
+def _takes_notes(hook: Any) -> bool:
+    name = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
+    return name == (
+        "transformers.utils.output_capturing",
+        "install_output_capuring_hook.<locals>.output_capturing_hook",
+    )
+
+
+def hooked(module: nn.Module, has_hooks: Callable[[nn.Module], bool] = has_hooks) -> str:
     """Why calling the module does more than its class's own forward, or ours; empty if it does not."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_hooks(module):
         return HOOK
     code = patched(type(module))
     if code:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._torch_private import COMPILED_CALL, dispatch_modes, function_modes, pytree
-from ..engine.guards import class_of, hooked, is_capturing, is_ordinary
+from ..engine.guards import class_of, has_changing_hooks, has_hooks, hooked, is_capturing, is_ordinary
 from ..engine.signature import signature
 from ..engine.sites import Entry, site_of
 from ..engine.state import HELD, Held, Snapshot, held
@@ -211,6 +212,9 @@ def _why_not_call(leaves: Sequence[Any]) -> str:
         return "gradients are on"
     if function_modes() or dispatch_modes():
         return "a mode that watches torch's functions is active"
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is not None and capturing._active_collector.get():
+        return "a model around it notes hidden states or attentions"
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         return "no tensor among its arguments"
@@ -233,7 +237,7 @@ def _obstacle(module: nn.Module) -> str:
     if getattr(module, "_parallel_config", None) is not None:
         return "the model is parallel"
     for part in module.modules():
-        if part is not module and hooked(part):
+        if part is not module and hooked(part, has_changing_hooks):
             return f"a hook on a {type(part).__name__}"
         if part.__dict__.get(COMPILED_CALL) is not None:
             return "torch.compile"
@@ -246,4 +250,4 @@ def _obstacle(module: nn.Module) -> str:
                 return f"a parameter is a {type(tensor).__name__}"
             if tensor is not None and not _is_here(tensor):
                 return f"a parameter is on {tensor.device}, not on the current GPU"
-    return "" if not (module._forward_hooks or module._forward_pre_hooks) else "a hook on the module"
+    return "a hook on the module" if has_hooks(module) else ""
