@@ -29,6 +29,7 @@ class Inputs:
     stock: Callable[..., Any] | None = None  # what `eager` and `compile` run in place of the package's reference
     peers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # native, liger, quack
     ours: Callable[..., Any] | None = None  # the op itself, where the case is a call of no public function
+    again: Tensor | None = None  # what any implementation reads twice, because a statistic of all of it comes first
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,37 @@ def self_attention(make: Make, batch: int, tokens: int, heads: int, width: int) 
     return Inputs((query, key, value), rounds=False, peers=native, stock=stock)
 
 
+def group_norm(make: Make, channels: int, height: int, width: int, residual: bool = False) -> Inputs:
+    """A convolution's bias, the residual, the norm and SiLU between two convolutions of an autoencoder.
+
+    `native` is the same chain in contiguous memory, which the models' own code has.
+    """
+    x, other = (make(1, channels, height, width).to(memory_format=torch.channels_last) for _ in range(2))
+    weight, bias_norm, bias = make(channels), make(channels), make(channels)
+    groups = min(32, channels)
+    options: dict[str, Any] = {"bias": bias, "activation": "silu", **({"residual": other} if residual else {})}
+
+    def stock(x: Tensor, groups: int, weight: Tensor, bias_norm: Tensor, **options: Any) -> Any:
+        h = x + options["bias"].view(-1, 1, 1)
+        h = h + options["residual"] if residual else h
+        y = F.silu(F.group_norm(h, groups, weight, bias_norm, 1e-6))
+        return (y, h) if residual else y
+
+    plain = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in options.items()}
+    contiguous = x.contiguous()
+    native = {"native": lambda: stock(contiguous, groups, weight, bias_norm, **plain)}
+    return Inputs((x, groups, weight, bias_norm), options, rounds=False, stock=stock, peers=native, again=x)
+
+
+def upsample_nearest(make: Make, channels: int, height: int, width: int) -> Inputs:
+    x, residual = (make(1, channels, height, width).to(memory_format=torch.channels_last) for _ in range(2))
+
+    def stock(x: Tensor, scale: tuple[int, int], bias: Tensor, residual: Tensor) -> Tensor:
+        return F.interpolate(x + bias.view(-1, 1, 1) + residual, scale_factor=scale, mode="nearest")
+
+    return Inputs((x, (2, 2)), {"bias": make(channels), "residual": residual}, rounds=False, stock=stock)
+
+
 def rows_alone(make: Make, *shape: int) -> Inputs:
     return Inputs((make(*shape),), rounds=False)
 
@@ -345,6 +377,9 @@ BY_INDEX = {  # Qwen-Image-Edit with one input of 1328x1328, Z-Image's omni mode
     "norm_residual": (1, 8704, 3840),
     "norm_gated_residual_norm": (1, 8704, 3840),
 }
+
+# FLUX.1's decoder at 1024x1024, the wide stage of FLUX.2's small decoder, and the middle of the first.
+IMAGES = [(128, 1024, 1024), (256, 1024, 1024), (512, 512, 512), (512, 256, 256), (512, 128, 128), (96, 1024, 1024)]
 
 OPS = [
     Op("rmsnorm", rmsnorm, [*FEW_ROWS, QUOTED_ROWS, *ROWS, *LONG], (3, 128), dtypes=[(16128, 2048)]),
@@ -448,6 +483,9 @@ OPS = [
         "qk_norm_cross_attention, 10 and 60 keys valid",
     ),
     Op("attention", self_attention, [(2, 2688, 32, 64), (1, 2688, 32, 64), (2, 8064, 32, 64)], (2, 5, 4, 64)),
+    Op("group_norm", group_norm, IMAGES, (64, 7, 5), dtypes=IMAGES[:1]),
+    Op("group_norm_residual", partial(group_norm, residual=True), IMAGES, (64, 7, 5), dtypes=IMAGES[:1]),
+    Op("upsample_nearest", upsample_nearest, [(512, 128, 128), (512, 256, 256), (256, 512, 512)], (16, 5, 3)),
     Op("quantize_rows", rows_alone, [*TOKENS, (131072, 128)], (2, 5, 64)),
     *(
         Op(f"{function}_quant", partial(quantised, build=build), shapes, small, f"quantised {function}")

@@ -81,7 +81,7 @@ def assert_same(result: Any, expected: list[Tensor]) -> None:
 
 def traffic(inputs: Inputs, outputs: list[Tensor]) -> int:
     """The bytes that an op has to read and write at least."""
-    read = [x for x in (*inputs.arguments, *inputs.options.values()) if isinstance(x, Tensor)]
+    read = [x for x in (*inputs.arguments, *inputs.options.values(), inputs.again) if isinstance(x, Tensor)]
     return sum(x.nbytes for x in (*read, *outputs))
 
 

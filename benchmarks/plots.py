@@ -26,6 +26,7 @@ FAMILIES = {  # how the names of the ops begin
     "q/k norm + rotary": ("qk_norm_rope",),
     "rotary": ("apply_rotary", "rope"),
     "GLU and GELU": ("swiglu", "geglu", "glu", "gelu", "gate_heads"),
+    "group norms and upsampling": ("group_norm", "upsample_nearest"),
     CROSS_ATTENTION: ("qk_norm_cross_attention",),
     ATTENTION: ("attention",),
     QUANTISED: ("quant",),

@@ -58,7 +58,7 @@ CALL_SECONDS = 560  # of --call, with which a limit of 600 leaves time to begin 
 FILES = {"norm": 4, "plain_attention": 4, "compile": 3, "quant": 3, "rope": 3, "adaln": 3, "inputs": 3, "processes": 3}
 FILES |= dict.fromkeys(["properties", "linear", "glu", "attention"], 2)
 FILES |= dict.fromkeys(["tensor_kinds", "wrong_types", "benchmarks", "regressions", "errors", "parity", "sass"], 1)
-FILES |= dict.fromkeys(["channels_last", "attention_int8", "report", "loading", "op_calls"], 1)
+FILES |= dict.fromkeys(["channels_last", "group_norm", "attention_int8", "report", "loading", "op_calls"], 1)
 MODELS_FILES = {"families": 5, "language_models": 4, "integration": 2, "layers": 2, "models": 2, "integration_fp8": 2}
 MODELS_FILES |= dict.fromkeys(["fp8_memory", "tokens", "causal_prompts", "vae", "fp8_lora", "lora", "fp8_files"], 1)
 MODELS_FILES |= dict.fromkeys(["integration_pipelines", "graphs", "kv_cache", "sliding_windows", "replay"], 1)
@@ -81,7 +81,7 @@ ELSEWHERE = {
     "train_demo",
 }
 # Their tests of more than 2^31 elements are marked slow.
-LARGE_FILES = ["norm", "rope", "glu", "attention", "plain_attention", "quant", "linear"]
+LARGE_FILES = ["norm", "rope", "glu", "attention", "plain_attention", "quant", "linear", "group_norm"]
 PTX_FILES = ["sanitize", "quant", "regressions", "plain_attention"]
 # What pytest -v says of each test as it ends, also where others run it for it (xdist): an interrupted run is countable.
 ENDED = "(PASSED|FAILED|SKIPPED|ERROR)"

@@ -118,6 +118,19 @@ def channel_norm_formula(x: Tensor, w: Tensor, c: Tensor, scale: Tensor, shift: 
     return torch.cat([y[:, :, :1], y, y[:, :, -1:], y[:, :, -1:]], 2)
 
 
+def group_norm_formula(x: Tensor, r: Tensor, w: Tensor, b: Tensor, c: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    h = x + c.view(-1, 1, 1) + (r + t[:, :, None, None])
+    grouped = h.unflatten(1, (2, 4)).flatten(2)
+    centred = grouped - grouped.mean(2, keepdim=True)
+    y = (centred / (centred.square().mean(2, keepdim=True) + 1e-6).sqrt()).view(h.shape)
+    y = y * w.view(-1, 1, 1) + b.view(-1, 1, 1)
+    return y * torch.sigmoid(y), h
+
+
+def group_norm_tensors(m: Any, b: int, s: int) -> tuple[Tensor, ...]:
+    return m(b, 8, s, 3), m(b, 8, s, 3), m(8), m(8), m(8), m(b, 8)
+
+
 def every_third(x: Tensor) -> Tensor:
     """[S], the numbers 0, 1, 2, 0, 1, ..."""
     return torch.arange(x.shape[1], device=x.device) % 3
@@ -355,6 +368,25 @@ CASES = {
         lambda x: torch.nn.functional.pixel_shuffle(
             x.unflatten(1, (2, 2, 2)).transpose(2, 3).flatten(1, 3).movedim(2, 1), 2
         ).movedim(1, 2),
+    ),
+    "group_norm": Case(
+        group_norm_tensors,
+        lambda f, x, r, w, b, c, t: f.group_norm(x, 2, w, b, bias=c, residual=r, residual_bias=t, activation="silu"),
+        lambda *tensors: group_norm_formula(*tensors)[0],
+    ),
+    "group_norm_residual": Case(
+        group_norm_tensors,
+        lambda f, x, r, w, b, c, t: f.group_norm_residual(
+            x, 2, w, b, bias=c, residual=r, residual_bias=t, activation="silu"
+        ),
+        group_norm_formula,
+    ),
+    "upsample_nearest": Case(
+        lambda m, b, s: (m(b, 8, s, 3), m(b, 8)),
+        lambda f, x, t: f.upsample_nearest(x, (2, 3), residual_bias=t),
+        lambda x, t: (
+            (x + t[:, :, None, None])[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 3).flatten(4).flatten(2, 3)
+        ),
     ),
 }
 

@@ -48,6 +48,7 @@ FLOATS = "dtype float32, float16 or bfloat16"
 ROWS = (2, 3, 8)
 HEADS = (2, 6, 3, 8)
 VIDEO = (2, 8, 3, 4, 5)
+IMAGE = (2, 8, 4, 5)
 
 
 def rows_of_pair(first: str, norm: str) -> list[Error]:
@@ -784,7 +785,59 @@ def video_errors() -> list[Error]:
     ]
 
 
-ERRORS = [*norm_errors(), *glu_errors(), *rope_errors(), *attention_errors(), *video_errors()]
+def image_errors() -> list[Error]:
+    def norm(text: str, groups: int = 2, **arguments: Any) -> Error:
+        def call(f: Any, t: Make, **out: Any) -> Any:
+            given = {name: t(*value) if isinstance(value, list) else value for name, value in arguments.items()}
+            return f.group_norm(t(*IMAGE), groups, **given, **out)
+
+        return Error(text, call, one(*IMAGE))
+
+    def upsampling(text: str, scale: tuple[int, ...], **arguments: list[int]) -> Error:
+        def call(f: Any, t: Make, **out: Any) -> Any:
+            return f.upsample_nearest(t(*IMAGE), scale, **{k: t(*v) for k, v in arguments.items()}, **out)
+
+        return Error(text, call, one(2, 8, 8, 10))
+
+    return [
+        Error(
+            "input: expected 4 or 5 dimensions, got shape [2, 3, 8]",
+            lambda f, t, **out: f.group_norm(t(*ROWS), 2, **out),
+            one(*ROWS),
+        ),
+        Error(
+            f"input: expected {FLOATS}, got int64",
+            lambda f, t, **out: f.group_norm(t(*IMAGE, dtype=I64), 2, **out),
+            one(*IMAGE),
+        ),
+        norm("groups: expected a divisor of the 8 channels of input, got 3", 3),
+        norm("groups: expected a divisor of the 8 channels of input, got 0", 0),
+        norm("groups: expected a divisor of the 8 channels of input, got -2", -2),
+        norm("eps: expected a finite number >= 0, got -1", eps=-1.0),
+        norm("bias: expected shape [8] or [2, 8], got [1, 8]", bias=[1, 8]),
+        norm("residual: expected shape [2, 8, 4, 5], got [2, 8, 5, 4]", residual=[2, 8, 5, 4]),
+        norm("residual_bias: expected shape [8] or [2, 8], got [8, 1, 1]", residual_bias=[8, 1, 1]),
+        norm("weight: expected shape [8], got [2, 8]", weight=[2, 8]),
+        norm("bias_norm: expected shape [8], got []", bias_norm=[]),
+        Error(
+            "bias_norm: expected dtype float32 (that of input), got bfloat16",
+            lambda f, t, **out: f.group_norm_residual(t(*IMAGE), 2, None, t(8, dtype=BF16), **out),
+            two(*IMAGE),
+        ),
+        upsampling("scale: expected two numbers from 1 to 65536, got [2, 0]", (2, 0)),
+        upsampling("scale: expected two numbers from 1 to 65536, got [1, 2, 2]", (1, 2, 2)),
+        upsampling("bias: expected shape [8] or [2, 8], got [7]", (2, 2), bias=[7]),
+        Error(
+            "input: expected 4 or 5 dimensions, got shape [2, 3, 8]",
+            lambda f, t, **out: f.upsample_nearest(t(*ROWS), (1, 1), **out),
+            one(*ROWS),
+        ),
+    ]
+
+
+ERRORS = [
+    *norm_errors(), *glu_errors(), *rope_errors(), *attention_errors(), *video_errors(), *image_errors(),
+]  # fmt: skip
 
 
 def raised(call: Callable[[], Any]) -> str:

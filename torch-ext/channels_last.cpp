@@ -1,116 +1,18 @@
 // Ops on video tensors in channels-last memory: channel_norm, pixel_shuffle and unpatchify. Checks the tensors, fills
 // the params of ltx/channels_last.h and calls the backend. Inputs in another memory order are copied into this one.
-#include "ltx/channels_last.h"
+#include "channels_last.h"
 
 #include <algorithm>
 
-#include "op_inputs.h"
+#include "ltx/channels_last.h"
 #include "torch_binding.h"
 
 namespace ltx::host {
 namespace {
 
-// Dimensions of a [batch, channels, frames, height, width] tensor.
-enum : int { kBatch, kChannels, kFrames, kHeight, kWidth, kDims };
-
-// What an axis is multiplied by, or padded with, at most: the product of three fits in 64 bits.
-constexpr int64_t kMaxGrowth = 65536;
-
 void check_video(const Arg& a) {
   check_dim(a, kDims);
   float_dtype(a);
-}
-
-// Whether the voxels of a batch element lie one after the other, each with its channels side by side. Sizes of one have
-// no stride to compare.
-bool has_dense_voxels(const Arg& a) {
-  int64_t step = 1;
-  for (const int d : {kChannels, kWidth, kHeight, kFrames}) {
-    if (a.size[d] != 1 && a.stride[d] != step) return false;
-    step *= a.size[d];
-  }
-  return true;
-}
-
-bool is_dense(const Arg& a) {
-  const int64_t voxels = a.size[kFrames] * a.size[kHeight] * a.size[kWidth];
-  return has_dense_voxels(a) && (a.size[kBatch] == 1 || a.stride[kBatch] == voxels * a.size[kChannels]);
-}
-
-int64_t batch_stride(const Arg& a) { return a.size[kBatch] == 1 ? 0 : a.stride[kBatch]; }
-
-// A tensor, or a copy of it where an op could not read it as it lies in memory. It has to outlive the launch.
-class Readable {
- public:
-  template <typename Fits>
-  Readable(const char* name, const OptionalTensor& tensor, torch::headeronly::MemoryFormat format, const Fits& fits) {
-    if (!tensor) return;
-    arg_ = arg(name, *tensor);
-    if (fits(arg_)) return;
-    copy_ = torch::stable::contiguous(*tensor, format);
-    // contiguous() goes by its own reading of the strides of sizes of one, and may have returned the tensor itself.
-    Arg copied = arg(name, *copy_);
-    if (!fits(copied)) {
-      copy_ = torch::stable::clone(*copy_);
-      copied = arg(name, *copy_);
-    }
-    arg_ = copied;
-  }
-  const Arg& operator*() const { return arg_; }
-  const Arg* operator->() const { return &arg_; }
-
- private:
-  Arg arg_;
-  OptionalTensor copy_;
-};
-
-constexpr auto kVideo = torch::headeronly::MemoryFormat::ChannelsLast3d;
-constexpr auto kPlain = torch::headeronly::MemoryFormat::Contiguous;
-
-Readable video(const char* name, const OptionalTensor& tensor) {
-  return Readable(name, tensor, kVideo, [](const Arg& a) { return a.dim != kDims || has_dense_voxels(a); });
-}
-Readable dense_video(const char* name, const OptionalTensor& tensor) {
-  return Readable(name, tensor, kVideo, [](const Arg& a) { return a.dim != kDims || is_dense(a); });
-}
-// Vectors and planes: the last dimension, and here all others, are contiguous.
-Readable plain(const char* name, const OptionalTensor& tensor) {
-  return Readable(name, tensor, kPlain, [](const Arg& a) {
-    int64_t step = 1;
-    for (int64_t d = a.dim - 1; d >= 0; --d) {
-      if (a.size[d] != 1 && a.stride[d] != step) return false;
-      step *= a.size[d];
-    }
-    return true;
-  });
-}
-// [batch, channels]: rows of channels, any distance apart.
-Readable rows(const char* name, const OptionalTensor& tensor) {
-  return Readable(name, tensor, kPlain, [](const Arg& a) { return a.dim != 2 || a.last() == 1 || a.stride[1] == 1; });
-}
-
-const void* check_vector(const Arg& a, const Arg& input, int64_t count) {
-  if (!a) return nullptr;
-  check_same_device(a, input);
-  check_same_dtype(a, input);
-  check_shape(a, {count});
-  return a.data;
-}
-
-Tensor new_video(const int64_t* size, const Arg& as) {
-  int64_t stride[kDims], step = 1;
-  for (const int d : {kChannels, kWidth, kHeight, kFrames, kBatch}) {
-    stride[d] = step;
-    step *= size[d] > 1 ? size[d] : 1;
-  }
-  return empty_strided(size, stride, kDims, as);
-}
-
-void check_video_output(const Arg& out, const Arg& input, const int64_t* size, bool dense) {
-  check_output(out, input, size, kDims);
-  if (out.numel() != 0 && !(dense ? is_dense(out) : has_dense_voxels(out))) {
-    fail(out.name, "channels-last memory (torch.channels_last_3d)", "strides " + shape_text(out.stride, out.dim));
-  }
 }
 
 // ---- channel_norm
@@ -141,7 +43,7 @@ struct NormTensors {
 // Runs with the given outputs, or makes those that are missing. `keep`: there is a residual_out.
 std::tuple<Tensor, Tensor> run_norm(const NormTensors& t, const Tensor* given_out, const Tensor* given_residual_out,
                                     bool keep) {
-  const Readable input = video("input", t.input), residual = video("residual", t.residual);
+  const Readable input = channels_last("input", t.input), residual = channels_last("residual", t.residual);
   const Readable bias = plain("bias", t.bias), weight = plain("weight", t.weight);
   const Readable noise = plain("noise", t.noise), noise_scale = plain("noise_scale", t.noise_scale);
   const Readable scale = rows("scale", t.scale), shift = rows("shift", t.shift);
@@ -165,11 +67,7 @@ std::tuple<Tensor, Tensor> run_norm(const NormTensors& t, const Tensor* given_ou
   if (p.reflect && (p.height < 2 || p.width < 2)) {
     fail("input", "a height and a width of at least 2 (reflected edges)", "shape " + shape_text(*input));
   }
-  if (*residual) {
-    check_same_device(*residual, *input);
-    check_same_dtype(*residual, *input);
-    check_shape(*residual, size, kDims);
-  }
+  check_like(*residual, *input);
   p.bias = check_vector(*bias, *input, p.channels);
   p.weight = check_vector(*weight, *input, p.channels);
   if (static_cast<bool>(*noise) != static_cast<bool>(*noise_scale)) {
@@ -205,19 +103,19 @@ std::tuple<Tensor, Tensor> run_norm(const NormTensors& t, const Tensor* given_ou
                               p.width + edge};
   std::tuple<Tensor, Tensor> made;
   if (!given_out) {
-    std::get<0>(made) = new_video(out_size, *input);
+    std::get<0>(made) = new_channels_last(out_size, *input);
     given_out = &std::get<0>(made);
   }
   const Arg out = mutable_arg("out", *given_out);
-  check_video_output(out, *input, out_size, false);
+  check_channels_last_output(out, *input, out_size, false);
   Arg residual_out;
   if (keep) {
     if (!given_residual_out) {
-      std::get<1>(made) = new_video(size, *input);
+      std::get<1>(made) = new_channels_last(size, *input);
       given_residual_out = &std::get<1>(made);
     }
     residual_out = mutable_arg("residual_out", *given_residual_out);
-    check_video_output(residual_out, *input, size, false);
+    check_channels_last_output(residual_out, *input, size, false);
     check_overlap(residual_out, *input, true);
     check_overlap(residual_out, *residual, true);
     check_overlap(residual_out, out, false);
@@ -249,8 +147,8 @@ std::tuple<Tensor, Tensor> run_norm(const NormTensors& t, const Tensor* given_ou
 
 Tensor run_shuffle(const Tensor& input_tensor, const OptionalTensor& bias_tensor, const OptionalTensor& residual_tensor,
                    const std::vector<int64_t>& upscale, int64_t skip_frames, const Tensor* given_out) {
-  const Readable input = dense_video("input", input_tensor), bias = plain("bias", bias_tensor);
-  const Readable residual("residual", residual_tensor, kVideo, [](const Arg& a) {
+  const Readable input = dense_channels_last("input", input_tensor), bias = plain("bias", bias_tensor);
+  const Readable residual("residual", residual_tensor, true, [](const Arg& a) {
     return a.dim != kDims || a.size[kChannels] == 1 || a.stride[kChannels] == 1;
   });
   check_video(*input);
@@ -296,11 +194,11 @@ Tensor run_shuffle(const Tensor& input_tensor, const OptionalTensor& bias_tensor
   const int64_t out_size[] = {p.batch, p.channels, frames, p.height * upscale[1], p.width * upscale[2]};
   Tensor made;
   if (!given_out) {
-    made = new_video(out_size, *input);
+    made = new_channels_last(out_size, *input);
     given_out = &made;
   }
   const Arg out = mutable_arg("out", *given_out);
-  check_video_output(out, *input, out_size, true);
+  check_channels_last_output(out, *input, out_size, true);
   for (const Readable* other : {&input, &bias, &residual}) check_overlap(out, **other, false);
   if (out.numel() != 0) {
     p.input = input->data;
@@ -315,7 +213,7 @@ Tensor run_shuffle(const Tensor& input_tensor, const OptionalTensor& bias_tensor
 
 Tensor run_unpatchify(const Tensor& input_tensor, const OptionalTensor& bias_tensor, int64_t patch_size, bool clamp,
                       const Tensor* given_out) {
-  const Readable input = dense_video("input", input_tensor), bias = plain("bias", bias_tensor);
+  const Readable input = dense_channels_last("input", input_tensor), bias = plain("bias", bias_tensor);
   check_video(*input);
   const int64_t* size = input->size;
   if (patch_size < 1 || patch_size > kMaxGrowth) {

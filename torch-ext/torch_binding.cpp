@@ -170,6 +170,18 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 #define LTX_UNPATCHIFY_ARGS "Tensor input, Tensor? bias, int patch_size, bool clamp"
   ops.def("unpatchify(" LTX_UNPATCHIFY_ARGS ") -> Tensor");
   ops.def("unpatchify_out(Tensor(a!) out, " LTX_UNPATCHIFY_ARGS ") -> ()");
+
+  // Images and videos in channels-last memory (kernel_src/ltx/group_norm.h).
+#define LTX_HIDDEN_ARGS "Tensor input, Tensor? bias, Tensor? residual, Tensor? residual_bias"
+#define LTX_GROUP_NORM_ARGS LTX_HIDDEN_ARGS ", Tensor? weight, Tensor? bias_norm, int groups, float eps, bool silu"
+  ops.def("group_norm(" LTX_GROUP_NORM_ARGS ") -> Tensor");
+  ops.def("group_norm_out(Tensor(a!) out, " LTX_GROUP_NORM_ARGS ") -> ()");
+  ops.def("group_norm_residual(" LTX_GROUP_NORM_ARGS ") -> (Tensor, Tensor)");
+  ops.def("group_norm_residual_out(Tensor(a!) out, Tensor(b!) residual_out, " LTX_GROUP_NORM_ARGS ") -> ()");
+
+#define LTX_UPSAMPLE_ARGS LTX_HIDDEN_ARGS ", int[] scale"
+  ops.def("upsample_nearest(" LTX_UPSAMPLE_ARGS ") -> Tensor");
+  ops.def("upsample_nearest_out(Tensor(a!) out, " LTX_UPSAMPLE_ARGS ") -> ()");
 }
 
 #if defined(CUDA_KERNEL)
@@ -203,6 +215,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   LTX_IMPL(channel_norm_residual);
   LTX_IMPL(pixel_shuffle);
   LTX_IMPL(unpatchify);
+  LTX_IMPL(group_norm);
+  LTX_IMPL(group_norm_residual);
+  LTX_IMPL(upsample_nearest);
   ops.impl("norm_quant", TORCH_BOX(&ltx::host::norm_quant));
   ops.impl("residual_norm_quant", TORCH_BOX(&ltx::host::residual_norm_quant));
   ops.impl("norm_residual_norm_quant", TORCH_BOX(&ltx::host::norm_residual_norm_quant));

@@ -158,6 +158,26 @@ void pixel_shuffle_out(const Tensor& out, const Tensor& input, const OptionalTen
 Tensor unpatchify(const Tensor& input, const OptionalTensor& bias, int64_t patch_size, bool clamp);
 void unpatchify_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, int64_t patch_size, bool clamp);
 
+Tensor group_norm(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& residual,
+                  const OptionalTensor& residual_bias, const OptionalTensor& weight, const OptionalTensor& bias_norm,
+                  int64_t groups, double eps, bool silu);
+void group_norm_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias, const OptionalTensor& residual,
+                    const OptionalTensor& residual_bias, const OptionalTensor& weight, const OptionalTensor& bias_norm,
+                    int64_t groups, double eps, bool silu);
+std::tuple<Tensor, Tensor> group_norm_residual(const Tensor& input, const OptionalTensor& bias,
+                                               const OptionalTensor& residual, const OptionalTensor& residual_bias,
+                                               const OptionalTensor& weight, const OptionalTensor& bias_norm,
+                                               int64_t groups, double eps, bool silu);
+void group_norm_residual_out(const Tensor& out, const Tensor& residual_out, const Tensor& input,
+                             const OptionalTensor& bias, const OptionalTensor& residual,
+                             const OptionalTensor& residual_bias, const OptionalTensor& weight,
+                             const OptionalTensor& bias_norm, int64_t groups, double eps, bool silu);
+Tensor upsample_nearest(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& residual,
+                        const OptionalTensor& residual_bias, std::vector<int64_t> scale);
+void upsample_nearest_out(const Tensor& out, const Tensor& input, const OptionalTensor& bias,
+                          const OptionalTensor& residual, const OptionalTensor& residual_bias,
+                          std::vector<int64_t> scale);
+
 void norm_residual_out(const Tensor& out, const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
                        const OptionalTensor& gate, const OptionalTensor& gate_table, const OptionalTensor& index,
                        double eps, double weight_offset, int64_t rounding);

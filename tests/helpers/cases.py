@@ -867,6 +867,11 @@ def every_function(make: Make) -> dict[str, Case]:
     found["channel_norm_residual"] = Case("channel_norm_residual", norm)
     found["pixel_shuffle_3d"] = Case("pixel_shuffle_3d", {**video, "upscale": (2, 2, 2)})
     found["unpatchify"] = Case("unpatchify", {"input": x, "bias": vector, "patch_size": 2})
+    hidden = {**video, "residual_bias": make(2, 8)}
+    group = {**hidden, "weight": vector, "bias_norm": vector, "groups": 4}
+    found["group_norm"] = Case("group_norm", group)
+    found["group_norm_residual"] = Case("group_norm_residual", group)
+    found["upsample_nearest"] = Case("upsample_nearest", {**hidden, "scale": (2, 3)})
     found["attention"] = plain_attention_case(make, (2, 5, 3, 16), 7)
     found["quantize_weight"] = Case("quantize_weight", {"weight": make(16, 32)})
     values, weight = (make(rows, 32).to(torch.float8_e4m3fn) for rows in (4, 16))

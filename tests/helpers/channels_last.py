@@ -1,4 +1,4 @@
-"""Calls of the ops on channels-last video: seeded inputs, and comparisons with the chain of plain torch ops."""
+"""Calls of the ops on channels-last videos: seeded inputs, and comparisons with the chain of plain torch ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cases import Make
 from .tally import Tally
 
 NORMS = ["rms", "rms_stepwise", "l2", "none"]
-LAYOUTS = ["channels_last", "contiguous", "strided", "padded"]
+LAYOUTS = ["channels_last", "contiguous", "strided", "padded", "misaligned"]
 OPERANDS = ["bias", "noise", "residual", "weight", "modulation", "tables"]
 # In rounding steps of the largest result: a channel sum in another order may move a few results by a step, which the
 # modulation then multiplies.
@@ -21,16 +21,22 @@ STEPS = 16
 FLIPPED = 0.02  # of the results
 
 
+def order_of(x: Tensor) -> torch.memory_format:
+    return torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+
+
 def placed(x: Tensor, layout: str) -> Tensor:
-    """A [B, C, T, H, W] tensor in another memory order, or inside a larger tensor."""
+    """An image or a video in another memory order, or inside a larger tensor."""
     if layout == "contiguous":
         return x.contiguous()
-    x = x.contiguous(memory_format=torch.channels_last_3d)
+    x = x.contiguous(memory_format=order_of(x))
     if layout == "padded":  # the inside of a tensor that has one more frame, row and column on each side
-        larger = torch.nn.functional.pad(x, (1,) * 6).contiguous(memory_format=torch.channels_last_3d)
-        return larger[:, :, 1:-1, 1:-1, 1:-1]
+        larger = torch.nn.functional.pad(x, (1,) * 2 * (x.dim() - 2)).contiguous(memory_format=order_of(x))
+        return larger[(slice(None), slice(None), *[slice(1, -1)] * (x.dim() - 2))]
     if layout == "strided":
         return x.repeat_interleave(2, 1)[:, ::2]
+    if layout == "misaligned":  # channels-last memory that begins at the second element of its storage
+        return x.new_empty(x.numel() + 1)[1:].as_strided(x.shape, x.stride()).copy_(x)
     return x
 
 

@@ -46,6 +46,9 @@ from .cases import (
 from .channels_last import LAYOUTS as VIDEO_LAYOUTS
 from .channels_last import NORMS, OPERANDS, Video
 from .check import check_everywhere
+from .group_norm import OPERANDS as IMAGE_OPERANDS
+from .group_norm import OPS as IMAGE_OPS
+from .group_norm import Image
 from .memory import LAYOUTS, place, torch_threads
 from .tally import Tally
 
@@ -671,13 +674,44 @@ videos = st.builds(
     seed=seeds,
 )
 
+
+@st.composite
+def images(draw: st.DrawFn) -> Image:
+    group_channels = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 12, 16, 32, 130]))
+    groups = draw(st.sampled_from([1, 2, 3, 8, 32] if group_channels <= 16 else [1, 2, 3]))
+    pixels = st.one_of(
+        st.lists(st.integers(1, 9), min_size=2, max_size=3).map(tuple), st.sampled_from([(17, 16), (33, 31)])
+    )
+    return draw(
+        st.builds(
+            Image,
+            op=st.sampled_from(IMAGE_OPS),
+            size=st.tuples(st.integers(1, 3), pixels).map(lambda size: (size[0], *size[1])),
+            channels=st.just(group_channels * groups),
+            groups=st.just(groups),
+            dtype=dtypes,
+            operands=st.sets(st.sampled_from(IMAGE_OPERANDS)).map(lambda s: tuple(sorted(s))),
+            per_image=st.booleans(),
+            mean=st.sampled_from([0.0, 1.0, 1000.0]),
+            eps=st.sampled_from([1e-6, 1e-5, 0.25]),
+            silu=st.booleans(),
+            scale=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+            layout=st.sampled_from(VIDEO_LAYOUTS),
+            given_out=st.booleans(),
+            in_place=st.sampled_from(["", "input", "residual"]),
+            seed=seeds,
+        )
+    )
+
+
 # Each with its part of the cases.
 FAMILIES = {
-    "norms": (norms(), 0.23),
+    "norms": (norms(), 0.2),
     "channels-last video": (videos, 0.05),
+    "group norms and upsampling": (images(), 0.05),
     "activations": (activations([*ACTIVATIONS, *CLAMPED]), 0.13),
     "gates of heads": (head_gates, 0.04),
-    "rotary": (rotaries, 0.22),
+    "rotary": (rotaries, 0.2),
     "rope": (ropes, 0.08),
     "attention": (attentions, 0.1),
     "plain attention": (plain_attentions, 0.05),

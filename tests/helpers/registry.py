@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .build import ROOT
 from .cases import Make, every_op
 from .channels_last import small_calls
+from .group_norm import small_images
 
 SOURCES = ROOT / "torch-ext"
 
@@ -70,6 +71,6 @@ def op_samples(ltx: Any, device: str, dtype: torch.dtype) -> dict[str, list[tupl
             case.in_layout("rows apart").run(ltx)
             if case.takes_rounding and not case.op.startswith("quantize") and not case.op.endswith("_quant"):
                 case.replace(rounding="eager").run(ltx)
-        for video in small_calls(dtype):
-            video.run(ltx, device)
+        for call in (*small_calls(dtype), *small_images(dtype)):
+            call.run(ltx, device)
     return recorder.calls

@@ -347,6 +347,7 @@ def test_every_function_leads_to_its_kernel(present: sources.Sources) -> None:
         "qk_norm_rope": "rope", "apply_rotary": "rope", "rope_3d": "rope", "attention": "attention_hopper",
         "qk_norm_cross_attention": "attention", "swiglu": "glu", "gate_heads": "glu", "gelu": "glu",
         "rmsnorm_quant": "norm_quant", "quantize_rows": "quant", "gelu_quant": "quant", "channel_norm": "channels_last",
+        "group_norm_residual": "group_norm", "upsample_nearest": "group_norm",
     }  # fmt: skip
     for function, kernel in kernels.items():
         assert f"kernel_src/{kernel}.cu" in present.of_functions(frozenset([function]), frozenset(), "cuda"), function

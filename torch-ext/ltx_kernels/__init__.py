@@ -26,7 +26,15 @@ from .adaln import (
     gated_residual_adaln_rmsnorm_pair,
 )
 from .attention import attention, qk_norm_cross_attention
-from .channels_last import channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify
+from .channels_last import (
+    channel_norm,
+    channel_norm_residual,
+    group_norm,
+    group_norm_residual,
+    pixel_shuffle_3d,
+    unpatchify,
+    upsample_nearest,
+)
 from .glu import gate_heads, geglu, gelu, swiglu, swiglu_clamped
 from .integrations import LTXKernelsFp8Config, kernel_mapping, optimize, restore, split_batch
 from .norm import (
@@ -94,6 +102,8 @@ __all__ = [
     "geglu_quant",
     "gelu",
     "gelu_quant",
+    "group_norm",
+    "group_norm_residual",
     "kernel_mapping",
     "layernorm",
     "layernorm_quant",
@@ -122,4 +132,5 @@ __all__ = [
     "swiglu_clamped",
     "swiglu_quant",
     "unpatchify",
+    "upsample_nearest",
 ]

@@ -1352,3 +1352,82 @@ def check_unpatchify(
     shape = batch, channels // patch_size**2, frames, height * patch_size, width * patch_size
     _output("out", out, "input", input, shape)
     return shape
+
+
+# ---- group_norm.cpp
+
+
+def _hidden(input: Tensor, bias: Tensor | None, residual: Tensor | None, residual_bias: Tensor | None) -> None:
+    """The operands of the sum that is normalised or upsampled, but for the input."""
+    _bias("bias", bias, input)
+    _like_input("residual", residual, input, input.shape)
+    _bias("residual_bias", residual_bias, input)
+
+
+def _bias(name: str, bias: Tensor | None, input: Tensor) -> None:
+    if bias is not None:
+        _same_device(name, bias, "input", input)
+        _same_dtype(name, bias, "input", input)
+        batch, channels = input.shape[:2]
+        if tuple(bias.shape) not in ((channels,), (batch, channels)):
+            expected = f"shape {_shape_text((channels,))} or {_shape_text((batch, channels))}"
+            _fail(name, expected, _shape_text(bias.shape))
+
+
+def channels_last_order(x: Tensor) -> torch.memory_format:
+    """Of an image, or of a video."""
+    return torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+
+
+def check_image_or_video(input: Tensor, float64: bool = False) -> None:
+    if input.dim() not in (4, 5):
+        _fail("input", "4 or 5 dimensions", "shape " + _shape_text(input.shape))
+    _float_dtype("input", input, float64)
+
+
+def check_group_norm(
+    input: Tensor,
+    *,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    weight: Tensor | None,
+    bias_norm: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    float64: bool = False,
+) -> None:
+    check_image_or_video(input, float64)
+    channels = input.shape[1]
+    if groups < 1 or channels % groups != 0:
+        _fail("groups", f"a divisor of the {channels} channels of input", str(groups))
+    _eps(eps)
+    _hidden(input, bias, residual, residual_bias)
+    _like_input("weight", weight, input, (channels,))
+    _like_input("bias_norm", bias_norm, input, (channels,))
+    _output("out", out, "input", input, input.shape)
+    _output("residual_out", residual_out, "input", input, input.shape)
+
+
+def check_upsample_nearest(
+    input: Tensor,
+    *,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    scale: Sequence[int],
+    out: Tensor | None = None,
+    float64: bool = False,
+) -> tuple[int, ...]:
+    """Returns the shape of the result."""
+    check_image_or_video(input, float64)
+    if len(scale) != 2 or not all(1 <= factor <= _MAX_GROWTH for factor in scale):
+        _fail("scale", f"two numbers from 1 to {_MAX_GROWTH}", _shape_text(scale))
+    _hidden(input, bias, residual, residual_bias)
+    *leading, height, width = input.shape
+    shape = (*leading, height * scale[0], width * scale[1])
+    _output("out", out, "input", input, shape)
+    return shape

@@ -208,28 +208,41 @@ def _attention_int8(mode: Mode, **arguments: Any) -> Results:
     return (_formulas.attention_int8(**arguments) if mode.compute else query.new_empty(query.shape),)
 
 
-# ---- Channels-last video
+# ---- Channels-last images and videos
 
 
 def _channel_norm(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
     shape = _checks.check_channel_norm(input, **_checked(mode), **arguments)
     if mode.compute:
         return _formulas.channel_norm_family(input, **arguments)
-    return _new_video(input, shape), _new_video(input, input.shape)
+    return _new_channels_last(input, shape), _new_channels_last(input, input.shape)
 
 
-def _new_video(input: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=torch.channels_last_3d)
+def _new_channels_last(input: Tensor, shape: Sequence[int]) -> Tensor:
+    order = _checks.channels_last_order(input)
+    return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=order)
 
 
 def _pixel_shuffle(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
     shape = _checks.check_pixel_shuffle(input, **_checked(mode), **arguments)
-    return (_formulas.shuffled(input, **arguments) if mode.compute else _new_video(input, shape),)
+    return (_formulas.shuffled(input, **arguments) if mode.compute else _new_channels_last(input, shape),)
 
 
 def _unpatchify(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
     shape = _checks.check_unpatchify(input, **_checked(mode), **arguments)
     return (_formulas.unpatched(input, **arguments) if mode.compute else input.new_empty(shape),)
+
+
+def _group_norm(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    _checks.check_group_norm(input, **_checked(mode), **arguments)
+    if mode.compute:
+        return _formulas.group_norm_family(input, **arguments)
+    return [_new_channels_last(input, input.shape) for _ in range(2)]
+
+
+def _upsample_nearest(mode: Mode, *, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_upsample_nearest(input, **_checked(mode), **arguments)
+    return (_formulas.upsampled(input, **arguments) if mode.compute else _new_channels_last(input, shape),)
 
 
 BODIES: dict[str, Callable[..., Results]] = {
@@ -266,6 +279,9 @@ BODIES: dict[str, Callable[..., Results]] = {
     "channel_norm_residual": _channel_norm,
     "pixel_shuffle": _pixel_shuffle,
     "unpatchify": _unpatchify,
+    "group_norm": _group_norm,
+    "group_norm_residual": _group_norm,
+    "upsample_nearest": _upsample_nearest,
 }
 
 

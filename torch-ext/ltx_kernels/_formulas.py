@@ -29,6 +29,7 @@ from ._checks import (
     RotaryInput,
     RotaryTable,
     TableForm,
+    channels_last_order,
     heads_last,
     is_per_batch,
 )
@@ -654,3 +655,64 @@ def unpatched(input: Tensor, *, bias: Tensor | None, patch_size: int, clamp: boo
     x = x.unflatten(1, (x.shape[1] // patch_size**2, patch_size, patch_size))  # [B, C, q, p, T, H, W]
     x = x.permute(0, 1, 4, 5, 3, 6, 2).flatten(5, 6).flatten(3, 4)
     return (x.clamp(-1, 1) if clamp else x).contiguous()
+
+
+# ---- Channels-last images and videos
+
+
+def _hidden(input: Tensor, bias: Tensor | None, residual: Tensor | None, residual_bias: Tensor | None) -> Tensor:
+    """The sum of the operands; each addition rounds to the tensors' dtype."""
+
+    def per_channel(vector: Tensor) -> Tensor:
+        return vector.view(*vector.shape, *[1] * (input.dim() - 2))
+
+    h = input if bias is None else input + per_channel(bias)
+    if residual is None:
+        return h if residual_bias is None else h + per_channel(residual_bias)
+    return h + (residual if residual_bias is None else residual + per_channel(residual_bias))
+
+
+def group_norm_family(
+    input: Tensor,
+    *,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    weight: Tensor | None,
+    bias_norm: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+) -> Pair:
+    """(normalised, sum) of both group norms. Each operation rounds to the tensors' dtype."""
+    order, compute = channels_last_order(input), _compute_dtype(input)
+    h = _hidden(input, bias, residual, residual_bias)
+    y = h
+    if h.numel() > 0:
+        x = h.to(compute).unflatten(1, (groups, -1)).flatten(2)
+        variance, mean = torch.var_mean(x, 2, correction=0, keepdim=True)
+        x = ((x - mean) * torch.rsqrt(variance + eps)).reshape(h.shape)
+        for vector, function in ((weight, torch.mul), (bias_norm, torch.add)):
+            if vector is not None:
+                x = function(x, vector.to(compute).view(-1, *[1] * (h.dim() - 2)))
+        y = x.to(h.dtype)
+    if silu:
+        y = F.silu(y)
+    return y.contiguous(memory_format=order), h.clone(memory_format=order)
+
+
+def upsampled(
+    input: Tensor,
+    *,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    scale: Sequence[int],
+) -> Tensor:
+    h = _hidden(input, bias, residual, residual_bias)
+    rows, columns = scale
+    return (
+        h.repeat_interleave(rows, -2)
+        .repeat_interleave(columns, -1)
+        .contiguous(memory_format=channels_last_order(input))
+    )

@@ -1,8 +1,10 @@
-"""Ops on video tensors in channels-last memory, for the decoders and encoders of video autoencoders.
+"""Ops on images and videos in channels-last memory, for the decoders and encoders of autoencoders.
 
-Tensors are [B, C, T, H, W] in ``torch.channels_last_3d`` memory, the layout that cuDNN's convolutions want; any other
-layout is copied into it first. All tensors of a call have one dtype. Every step rounds to that dtype, because the stock
-modules run each step as an op of its own: the results have the bits of that chain, up to the order of the channel sums.
+Videos are [B, C, T, H, W] in ``torch.channels_last_3d`` memory, the layout that cuDNN's convolutions want, and images
+[B, C, H, W] in ``torch.channels_last`` memory; any other layout is copied into it first. `group_norm` and
+`upsample_nearest` take both, the other ops take videos. All tensors of a call have one dtype. Every step rounds to that
+dtype, because the stock modules run each step as an op of its own: the results have the bits of that chain, up to the
+order of the sums of a norm.
 """
 
 from __future__ import annotations
@@ -13,12 +15,23 @@ import torch
 from torch import Tensor
 
 from ._call import op
-from ._checks import CHANNEL_ACTIVATION, CHANNEL_NORM, channel_norm_shape, check_type, choice
+from ._checks import (
+    CHANNEL_ACTIVATION,
+    CHANNEL_NORM,
+    channel_norm_shape,
+    channels_last_order,
+    check_image_or_video,
+    check_type,
+    choice,
+)
 
 _channel_norm = op("channel_norm")
 _channel_norm_residual = op("channel_norm_residual")
 _pixel_shuffle = op("pixel_shuffle")
 _unpatchify = op("unpatchify")
+_group_norm = op("group_norm")
+_group_norm_residual = op("group_norm_residual")
+_upsample_nearest = op("upsample_nearest")
 
 
 def channel_norm(
@@ -244,3 +257,158 @@ def unpatchify(
     Source: LTXVideoDecoder3d and the unpatchify of AutoencoderKLWan (diffusers).
     """
     return _unpatchify(out, input, bias, patch_size, clamp)
+
+
+def group_norm(
+    input: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    activation: str = "none",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Group norm of an image or video, with what stands before it and after it in a residual block.
+
+    Equivalent to::
+
+        h = input + bias.view(-1, C, 1, 1)                             # where given, as each operand below
+        h = h + (residual + residual_bias.view(-1, C, 1, 1))
+        y = F.group_norm(h, groups, weight, bias_norm, eps)
+        y = F.silu(y)                                                  # activation="silu"
+
+    The mean and the variance are float32. A result depends on its image alone, not on the others of the batch.
+
+    Args:
+        input: [B, C, H, W] or [B, C, T, H, W], float32, float16 or bfloat16, fastest in channels-last memory: what a
+            convolution without its bias returned. Every other tensor has its dtype and device.
+        groups: How many groups of neighbouring channels there are, a divisor of C. A group is normalised over its
+            channels and all pixels.
+        weight: None, or [C].
+        bias_norm: None, or [C]: the bias of the norm.
+        eps: Added to the variance.
+        bias: None, [C], or [B, C]: the bias of the convolution that made the input.
+        residual: None, or a tensor of the input's shape.
+        residual_bias: None, [C], or [B, C]: the bias of the convolution that made the residual. Without a residual it
+            is added to the sum, such as the time embedding of a UNet's block.
+        activation: "none" or "silu".
+        out: Where to write, in channels-last memory, of the input's shape, dtype and device. It may be the memory of
+            ``input`` or of ``residual``.
+
+    Returns:
+        A tensor of the input's shape in channels-last memory; ``out`` where given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit, or ``groups`` does not divide the channels (the text names
+            the argument, what was expected and what came), or ``out`` is given where a gradient is needed.
+        ValueError: An unknown ``activation``.
+
+    Source: "Group Normalization", Wu and He, 2018; ResnetBlock2D (diffusers). The statistics are merged by the formula
+    of Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
+    """
+    return _group_norm(
+        out, input, bias, residual, residual_bias, weight, bias_norm, groups, eps,
+        choice("activation", CHANNEL_ACTIVATION, activation),
+    )  # fmt: skip
+
+
+def group_norm_residual(
+    input: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    activation: str = "none",
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`group_norm` that also returns the sum that it normalises: the residual stream.
+
+    Equivalent to::
+
+        h = input + bias.view(-1, C, 1, 1) + (residual + residual_bias.view(-1, C, 1, 1))
+        group_norm(h, groups, weight, bias_norm, eps, activation=activation), h
+
+    Args:
+        input: [B, C, H, W] or [B, C, T, H, W], as in `group_norm`, which describes all other arguments too.
+        groups: How many groups of neighbouring channels there are, a divisor of C.
+        weight: None, or [C].
+        bias_norm: None, or [C].
+        eps: Added to the variance.
+        bias: None, [C], or [B, C].
+        residual: None, or a tensor of the input's shape.
+        residual_bias: None, [C], or [B, C].
+        activation: "none" or "silu".
+        out: Where to write the first result.
+        residual_out: Where to write the sum; it may be the memory of ``input`` or of ``residual``.
+
+    Returns:
+        (normalised, sum), both of the input's shape in channels-last memory.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit, or ``groups`` does not divide the channels, or an output is
+            given where a gradient is needed.
+        ValueError: An unknown ``activation``.
+
+    Source: ResnetBlock2D (diffusers), and the block that follows it.
+    """
+    outs = None
+    if out is not None or residual_out is not None:
+        check_type("input", "Tensor", input)
+        check_image_or_video(input)
+        order = channels_last_order(input)
+        outs = tuple(
+            torch.empty_like(input, memory_format=order) if given is None else given for given in (out, residual_out)
+        )
+    return _group_norm_residual(
+        outs, input, bias, residual, residual_bias, weight, bias_norm, groups, eps,
+        choice("activation", CHANNEL_ACTIVATION, activation),
+    )  # fmt: skip
+
+
+def upsample_nearest(
+    input: Tensor,
+    scale: Sequence[int],
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Repeats the rows and columns of an image or video: the upsampling before a convolution.
+
+    Equivalent to::
+
+        h = input + bias.view(-1, C, 1, 1)                             # where given, as each operand below
+        h = h + (residual + residual_bias.view(-1, C, 1, 1))
+        rows, columns = scale
+        h.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+
+    Of an image without the sums this is ``F.interpolate(input, scale_factor=(rows, columns), mode="nearest")``.
+
+    Args:
+        input: [B, C, H, W] or [B, C, T, H, W], float32, float16 or bfloat16, fastest in channels-last memory.
+        scale: (rows, columns): by how much rows and columns grow.
+        bias: None, [C], or [B, C], of the input's dtype: the bias of the convolution that made the input.
+        residual: None, or a tensor of the input's shape and dtype.
+        residual_bias: None, [C], or [B, C], of the input's dtype. Without a residual it is added to the sum.
+        out: Where to write, dense in channels-last memory.
+
+    Returns:
+        [B, C, H * rows, W * columns], or [B, C, T, H * rows, W * columns], in channels-last memory; ``out`` where
+        given.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit, or ``out`` is given where a gradient is needed.
+
+    Source: Upsample2D (diffusers); torch.nn.functional.interpolate.
+    """
+    return _upsample_nearest(out, input, bias, residual, residual_bias, scale)

@@ -115,6 +115,9 @@ channel_norm = _in_torch(channels_last.channel_norm)
 channel_norm_residual = _in_torch(channels_last.channel_norm_residual)
 pixel_shuffle_3d = _in_torch(channels_last.pixel_shuffle_3d)
 unpatchify = _in_torch(channels_last.unpatchify)
+group_norm = _in_torch(channels_last.group_norm)
+group_norm_residual = _in_torch(channels_last.group_norm_residual)
+upsample_nearest = _in_torch(channels_last.upsample_nearest)
 
 
 @checks_types
