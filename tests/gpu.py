@@ -56,7 +56,7 @@ CALLS = {1: PARTS[:4], 2: PARTS[4:]}
 CALL_SECONDS = 560  # of --call, with which a limit of 600 leaves time to begin and to end
 # Files of tests, and how many processes share each. To begin takes a process 10 seconds: one does the work of a minute.
 FILES = {"norm": 4, "plain_attention": 4, "compile": 3, "quant": 3, "rope": 3, "adaln": 3, "inputs": 3, "processes": 3}
-FILES |= dict.fromkeys(["properties", "linear", "glu", "attention"], 2)
+FILES |= dict.fromkeys(["properties", "linear", "glu", "attention", "backward"], 2)
 FILES |= dict.fromkeys(["tensor_kinds", "wrong_types", "benchmarks", "regressions", "errors", "parity", "sass"], 1)
 FILES |= dict.fromkeys(["channels_last", "group_norm", "attention_int8", "report", "loading", "op_calls"], 1)
 MODELS_FILES = {"families": 5, "language_models": 4, "integration": 2, "layers": 2, "models": 2, "integration_fp8": 2}

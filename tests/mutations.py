@@ -44,6 +44,7 @@ CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/ro
 CPU_QUANT = "kernel_src/cpu/quant.cpp"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
 CUDA_HOPPER, CUDA_INTEGERS = "kernel_src/attention_hopper.cu", "kernel_src/ltx/attention_integers.cuh"
+CPU_GLU_BACKWARD, BACKWARD_TESTS = "kernel_src/cpu/glu_backward.cpp", ("backward",)
 CUDA_LINEAR = "torch-ext/linear.cpp"
 CUDA_GLU, CUDA_NORM_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/norm_quant.cu", "kernel_src/ltx/fp8.cuh"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
@@ -93,8 +94,8 @@ MUTATIONS = [
     Mutation(
         "gate from the wrong half",
         "torch-ext/op_inputs.h",
-        "RowView& second = a.gate_first ? p.up : p.gate;",
-        "RowView& second = a.gate_first ? p.gate : p.up;",
+        "RowView& second = a.gate_first ? up : gate;",
+        "RowView& second = a.gate_first ? gate : up;",
         backends=BOTH,
     ),
     Mutation(
@@ -743,6 +744,28 @@ MUTATIONS = [
         "output.values + row * own_.width, output.scales + row);",
         "output.values + row * own_.width, output.scales + first);",
         tests=("quant",),
+    ),
+    # Gradients.
+    Mutation(
+        "a backward of SiLU without its second term",
+        CPU_GLU_BACKWARD,
+        "s.value + x * s.value * s.complement * rate}",
+        "s.value}",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a clamped gate that is not zero",
+        CPU_GLU_BACKWARD,
+        "gate.part[p] <= most.part[p] ? to_gate.part[p] : F{};",
+        "to_gate.part[p];",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a head's gate without the head's last column",
+        CPU_GLU_BACKWARD,
+        "grad_gate[0] = sum_row(width,",
+        "grad_gate[0] = sum_row(width - 1,",
+        tests=BACKWARD_TESTS,
     ),
     *TOOL_DEFECTS,
 ]

@@ -60,9 +60,10 @@ def test_a_gradient_or_an_error(ltx: Any, device: str, name: str) -> None:
 
 def test_every_op_is_checked_by_opcheck() -> None:
     """Ops with an `_out` twin in test_compile.py, which needs no list."""
+    import test_backward
     import test_quant
 
-    checked = {*WITH_OUT, *test_quant.OPS, *(name for name in SCHEMAS if "attention" in name)}
+    checked = {*WITH_OUT, *test_quant.OPS, *test_backward.OPS, *(name for name in SCHEMAS if "attention" in name)}
     assert {name for name in SCHEMAS if not name.endswith("_out")} <= checked
 
 

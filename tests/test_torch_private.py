@@ -244,12 +244,12 @@ def _func(home: Any) -> None:
     seen = []
 
     def asked(x: Tensor) -> Tensor:
-        seen.append((home.func_interpreter() is None, home.is_func_wrapper(x)))
+        seen.append((home.func_interpreter() is None, home.in_func_transform(), home.is_func_wrapper(x)))
         return x
 
     torch.func.vmap(asked)(torch.ones(2))
     asked(torch.ones(2))
-    assert seen == [(False, True), (True, False)]
+    assert seen == [(False, True, True), (True, False, False)]
 
 
 def _below_autograd(home: Any) -> None:
@@ -354,7 +354,7 @@ def _forward_ad(home: Any) -> None:
 # By name of the file. Names of one subject share a function.
 EXPECTED: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("function_modes", "function_mode_at", "without_function_modes"), _function_modes),
-    **dict.fromkeys(("func_interpreter", "is_func_wrapper"), _func),
+    **dict.fromkeys(("func_interpreter", "in_func_transform", "is_func_wrapper"), _func),
     **dict.fromkeys(("kernel_settings", "sdp_priority_order"), _settings),
     **dict.fromkeys(("has_kernel", "op_of", "OpOverload"), _ops),
     **dict.fromkeys(("addmm_gelu", "scaled_mm"), _products),

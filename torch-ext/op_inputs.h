@@ -139,14 +139,14 @@ inline void add_inputs(RowSpace& space, GluParams& p, const GluInputs& a) {
   space.add_vector(p.bias, a.bias);
 }
 
-// When the space is finished: both views of a packed input start at it; the second one begins `width` columns later, or
-// one column where they are interleaved.
-inline void part_halves(GluParams& p, const GluInputs& a, int64_t width) {
+// When the space is finished: both views of a tensor that is packed as the input is start at it; the second one begins
+// `width` columns later, or one column where they are interleaved.
+inline void part_halves(RowView& gate, RowView& up, const GluInputs& a, const Arg& tensor, int64_t width) {
   if (!a.packed()) return;
-  RowView& second = a.gate_first ? p.up : p.gate;
-  const int64_t stride = a.input.stride[a.input.dim - 1];
-  p.gate.column_stride = p.up.column_stride = a.interleaved ? 2 * stride : stride;
-  second.data = static_cast<char*>(second.data) + (a.interleaved ? 1 : width) * stride * element_size(a.input);
+  RowView& second = a.gate_first ? up : gate;
+  const int64_t stride = tensor.stride[tensor.dim - 1];
+  gate.column_stride = up.column_stride = a.interleaved ? 2 * stride : stride;
+  second.data = static_cast<char*>(second.data) + (a.interleaved ? 1 : width) * stride * element_size(tensor);
 }
 
 // ---- Heads

@@ -130,7 +130,7 @@ Quantised run(const GluArgs& a) {
     finish_empty(result);
     return result;
   }
-  part_halves(p, a, width);
+  part_halves(p.gate, p.up, a, a.input, width);
   Launch launch(a.input);
   ltx::glu_quant(p, output_of(result, a.static_scale), launch.context());
   return result;

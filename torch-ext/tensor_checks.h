@@ -344,24 +344,26 @@ inline Tensor empty_strided(const int64_t* size, const int64_t* stride, int64_t 
   return Tensor(handle);
 }
 
-// A contiguous tensor of input's dtype and leading shape with `width` columns.
-inline Tensor empty_rows(const Arg& input, int64_t width) {
+// A contiguous tensor of input's dtype and leading shape with `width` columns; with `count`, that many of them side by
+// side: [count, ...].
+inline Tensor empty_rows(const Arg& input, int64_t width, int64_t count = 0) {
   constexpr int64_t kInline = 8;
   int64_t buffer[2 * kInline];
   std::vector<int64_t> heap;
   int64_t* size = buffer;
-  if (input.dim > kInline) {
-    heap.resize(2 * input.dim);
+  const int64_t first = count == 0 ? 0 : 1, dim = input.dim + first;
+  if (dim > kInline) {
+    heap.resize(2 * dim);
     size = heap.data();
   }
-  int64_t* stride = size + input.dim;
+  int64_t* stride = size + dim;
   int64_t step = 1;
-  for (int64_t d = input.dim - 1; d >= 0; --d) {
-    size[d] = d == input.dim - 1 ? width : input.size[d];
+  for (int64_t d = dim - 1; d >= 0; --d) {
+    size[d] = d == dim - 1 ? width : d < first ? count : input.size[d - first];
     stride[d] = step;
     step *= size[d] > 1 ? size[d] : 1;
   }
-  return empty_strided(size, stride, input.dim, input);
+  return empty_strided(size, stride, dim, input);
 }
 
 // ---- Row spaces

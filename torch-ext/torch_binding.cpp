@@ -3,7 +3,7 @@
 // Modes are int codes (kernel_src/ltx/params.h): statistic 1 rms, 2 layer; rounding 0 fp32, 1 eager, 2 (norms) eager
 // with the weight before the rounding; activation 0 gelu,
 // 1 tanh gelu, 2 silu. `x` allocates its results, `x_out` writes into its leading arguments. There is no autograd
-// kernel: it would cost every call; the Python functions send inputs that need a gradient elsewhere.
+// kernel: it would cost every call; the Python functions send inputs that need a gradient through _autograd.py.
 #include "torch_binding.h"
 
 #include "registration.h"
@@ -76,6 +76,15 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 #define LTX_GELU_ARGS "Tensor input, Tensor? bias, int activation, int rounding"
   ops.def("gelu(" LTX_GELU_ARGS ") -> Tensor");
   ops.def("gelu_out(Tensor(a!) out, " LTX_GELU_ARGS ") -> ()");
+
+  // The gradients of the arguments, given that of the result. A packed input has one like it; gate and up have theirs
+  // side by side, [2, ...].
+  ops.def("glu_backward(Tensor grad, Tensor input, Tensor? up, int activation, bool gate_first) -> Tensor");
+  ops.def(
+      "swiglu_clamped_backward(Tensor grad, Tensor input, Tensor? up, float alpha, float limit, bool interleaved) -> "
+      "Tensor");
+  ops.def("gelu_backward(Tensor grad, Tensor input, Tensor? bias, int activation) -> Tensor");
+  ops.def("gate_heads_backward(Tensor grad, Tensor input, Tensor logits, float scale) -> (Tensor, Tensor)");
 
   // Quantised results: values (e4m3), scales (fp32, one a row) and, where there is one, the residual stream. They are
   // always new. Statistic 0 quantises the row itself.
@@ -226,6 +235,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));
   ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
   ops.impl("gate_heads_quant", TORCH_BOX(&ltx::host::gate_heads_quant));
+  ops.impl("glu_backward", TORCH_BOX(&ltx::host::glu_backward));
+  ops.impl("swiglu_clamped_backward", TORCH_BOX(&ltx::host::swiglu_clamped_backward));
+  ops.impl("gelu_backward", TORCH_BOX(&ltx::host::gelu_backward));
+  ops.impl("gate_heads_backward", TORCH_BOX(&ltx::host::gate_heads_backward));
 #ifdef CUDA_KERNEL
   LTX_IMPL(scaled_linear);
   LTX_IMPL(attention);

@@ -94,6 +94,13 @@ void rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& quer
 std::tuple<Tensor, Tensor> rope(const Tensor& query, const Tensor& key, const OptionalTensor& positions,
                                 std::vector<int64_t> grid, std::vector<int64_t> axis_dims, std::vector<double> theta,
                                 bool interleaved);
+Tensor glu_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& up, int64_t activation,
+                    bool gate_first);
+Tensor swiglu_clamped_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& up, double alpha,
+                               double limit, bool interleaved);
+Tensor gelu_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& bias, int64_t activation);
+std::tuple<Tensor, Tensor> gate_heads_backward(const Tensor& grad, const Tensor& input, const Tensor& logits,
+                                               double scale);
 void glu_out(const Tensor& out, const Tensor& input, const OptionalTensor& up, int64_t activation, bool gate_first,
              int64_t rounding);
 Tensor glu(const Tensor& input, const OptionalTensor& up, int64_t activation, bool gate_first, int64_t rounding);

@@ -136,6 +136,15 @@ struct GluParams {
   int64_t prefix_width = 0;
 };
 
+// The gradients of gate and up, given the gradient of out. `gate` stands for gate + bias where there is a bias.
+//   grad_gate = grad * up * activation'(gate)
+//   grad_up   = grad * activation(gate)                when up is present
+// A gate that serves gate_repeat columns of up: the row is those columns, and grad_gate is one number, the sum over
+// them. All views have dtype `dtype`, but for the bias; `out`, `prefix` and `rounding` are not used.
+struct GluBackwardParams : GluParams {
+  RowView grad, grad_gate, grad_up;
+};
+
 // Strides of a [batch, sequence, heads, head_dim] tensor, whatever the order of its dimensions in memory.
 struct HeadStrides {
   int64_t batch = 0, sequence = 0, head = 0, column = 0;
@@ -249,6 +258,7 @@ struct HopperAttentionParams {
 
 void norm(const NormParams& params, const Context& context);
 void glu(const GluParams& params, const Context& context);
+void glu_backward(const GluBackwardParams& params, const Context& context);
 void rotary(const RotaryParams& params, const RotaryAngles* angles, const Context& context);
 void attention(const AttentionParams& params, const Context& context);
 

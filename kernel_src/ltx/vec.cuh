@@ -197,6 +197,15 @@ __device__ __forceinline__ P load_row_pack(const P* from) {
   return pack;
 }
 
+// A whole pack, in one access: as an assignment of a struct the compiler may write it word by word.
+template <typename P>
+__device__ __forceinline__ void store_row_pack(P* to, const P& pack) {
+  static_assert(sizeof(P) == 16);
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack.word[0]), "r"(pack.word[1]),
+               "r"(pack.word[2]), "r"(pack.word[3])
+               : "memory");
+}
+
 // Asks for `bytes` to be brought into the L2 cache, a multiple of 16, as the address is: one thread asks for a row.
 // Before compute capability 9.0 it does nothing.
 __device__ __forceinline__ void prefetch(const void* data, uint32_t bytes) {

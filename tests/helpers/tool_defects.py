@@ -498,4 +498,25 @@ TOOL_DEFECTS = [
         "return 20 * math.log10(span * span / mean_square)",
         "benchmarks::test_psnr_of_a_step",
     ),
+    defect(
+        "a backward Function without its mark",
+        PACKAGE + "_autograd.py",
+        "first.new_empty((0, present << 8 | number))",
+        "first.new_empty((0, 0))",
+        "backward",
+    ),
+    defect(
+        "a backward Function that is differentiated twice",
+        PACKAGE + "_autograd.py",
+        "from torch.autograd.function import once_differentiable\n",
+        "once_differentiable: Any = lambda function: function\n",
+        "backward",
+    ),
+    defect(
+        "a backward Function for arguments whose gradient it does not give",
+        PACKAGE + "_autograd.py",
+        "if tensor is not None and tensor.requires_grad:",
+        "if False:",
+        "backward",
+    ),
 ]

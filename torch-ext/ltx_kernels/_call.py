@@ -8,6 +8,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, is_grad_enabled
 
+from ._autograd import function_of
 from ._checks import check_type, no_given_outputs, no_gradient, requires_grad
 from ._fakes import Mode, in_torch
 from ._ops import ops
@@ -17,8 +18,9 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
     """The way to call an op: ``call(outs, *arguments)``, with the arguments of its schema in their order.
 
     ``outs`` is what the caller gave to write into: None, a tensor, or a tuple for an op with several results. The
-    call returns it, or new results. Where a gradient is needed it runs the op in plain torch; an op without a gradient
-    then raises. A wrong type is looked for when something has failed, so that a good call pays nothing for it.
+    call returns it, or new results. Where a gradient is needed it applies the op's Function (`_autograd`), or runs the
+    op in plain torch; an op without a gradient then raises. A wrong type is looked for when something has failed, so
+    that a good call pays nothing for it.
 
     ``elements`` has the public names of the elements of a list argument.
     """
@@ -28,6 +30,7 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
     results = len(schema.returns)
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)  # they lead in every schema
     plain = in_torch(name)
+    find_function = function_of(name, [argument.name for argument in schema.arguments[:tensors]])
 
     def call(outs: Any, *arguments: Any) -> Any:
         try:
@@ -49,6 +52,9 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
     def followed(arguments: Sequence[Any]) -> Any:
         if not gradient:
             no_gradient(*arguments[:tensors])
+        function = find_function(arguments)
+        if function is not None:
+            return function.apply(*arguments)
         if not torch.compiler.is_compiling():
             check_types(arguments)  # plain torch takes some wrong types for others
         return plain(Mode(compute=True), *arguments)

@@ -533,6 +533,33 @@ def check_gate_heads(
     _output("out", out, "input", input, input.shape)
 
 
+def _grad(grad: Tensor, input: Tensor, shape: Sequence[int], name: str = "grad") -> None:
+    """The gradient of a result of ``shape``."""
+    _same_device(name, grad, "input", input)
+    _same_dtype(name, grad, "input", input)
+    _shape(name, grad, shape)
+
+
+def _side_by_side(input: Tensor, up: Tensor | None) -> tuple[int, ...]:
+    return (*input.shape,) if up is None else (2, *input.shape)
+
+
+def check_glu_backward(grad: Tensor, input: Tensor, **arguments: Any) -> tuple[int, ...]:
+    """``check_glu`` and the gradient; returns the shape of the result."""
+    _grad(grad, input, check_glu(input, **arguments))
+    return _side_by_side(input, arguments.get("up"))
+
+
+def check_swiglu_clamped_backward(grad: Tensor, input: Tensor, **arguments: Any) -> tuple[int, ...]:
+    _grad(grad, input, check_swiglu_clamped(input, rounding=FP32, **arguments))
+    return _side_by_side(input, arguments["up"])
+
+
+def check_gate_heads_backward(grad: Tensor, input: Tensor, logits: Tensor, **arguments: Any) -> None:
+    check_gate_heads(input, logits, **arguments)
+    _grad(grad, input, input.shape)
+
+
 # ---- quant.cpp
 
 

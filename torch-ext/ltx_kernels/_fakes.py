@@ -141,6 +141,31 @@ def _gate_heads_quant(mode: Mode, *, input: Tensor, **arguments: Any) -> Results
     return _formulas.head_gates_quant(input, **arguments) if mode.compute else _quantised(input, shape)
 
 
+def _glu_backward(mode: Mode, *, grad: Tensor, input: Tensor, gated: bool = True, **arguments: Any) -> Results:
+    shape = _checks.check_glu_backward(grad, input, gated=gated, float64=mode.float64, **arguments)
+    if mode.compute:
+        return (_formulas.gated_unit_backward(grad, input, gated=gated, **arguments),)
+    return (input.new_empty(shape),)
+
+
+def _gelu_backward(mode: Mode, **arguments: Any) -> Results:
+    return _glu_backward(mode, gated=False, **arguments)
+
+
+def _swiglu_clamped_backward(mode: Mode, *, grad: Tensor, input: Tensor, **arguments: Any) -> Results:
+    shape = _checks.check_swiglu_clamped_backward(grad, input, float64=mode.float64, **arguments)
+    if mode.compute:
+        return (_formulas.clamped_unit_backward(grad, input, **arguments),)
+    return (input.new_empty(shape),)
+
+
+def _gate_heads_backward(mode: Mode, *, grad: Tensor, input: Tensor, logits: Tensor, scale: float) -> Results:
+    _checks.check_gate_heads_backward(grad, input, logits, scale=scale, float64=mode.float64)
+    if mode.compute:
+        return _formulas.head_gates_backward(grad, input, logits, scale=scale)
+    return input.new_empty(input.shape), logits.new_empty(logits.shape)
+
+
 # ---- Linear layers
 
 
@@ -263,6 +288,10 @@ BODIES: dict[str, Callable[..., Results]] = {
     "swiglu_clamped": _swiglu_clamped,
     "gate_heads": _gate_heads,
     "gelu": _gelu,
+    "glu_backward": _glu_backward,
+    "swiglu_clamped_backward": _swiglu_clamped_backward,
+    "gelu_backward": _gelu_backward,
+    "gate_heads_backward": _gate_heads_backward,
     "glu_quant": _glu_quant,
     "gelu_quant": _gelu_quant,
     "gate_heads_quant": _gate_heads_quant,

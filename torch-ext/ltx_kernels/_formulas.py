@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
@@ -266,6 +266,36 @@ def head_gates(input: Tensor, logits: Tensor, *, scale: float, rounding: int = F
     if rounding == FP32:
         input, logits = input.to(_compute_dtype(input)), logits.to(_compute_dtype(input))
     return (input * (scale * torch.sigmoid(logits))).to(dtype).contiguous()
+
+
+# ---- Gradients
+
+
+def _gradients(formula: Callable[..., Tensor], grad: Tensor, *inputs: Tensor | None) -> list[Tensor]:
+    """The gradients of the inputs that are not None, given that of the formula's result."""
+    with torch.enable_grad():
+        leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in inputs]
+        given = [leaf for leaf in leaves if leaf is not None]
+        return [each.contiguous() for each in torch.autograd.grad(formula(*leaves), given, grad)]
+
+
+def _side_by_side(gradients: list[Tensor]) -> Tensor:
+    return gradients[0] if len(gradients) == 1 else torch.stack(gradients)
+
+
+def gated_unit_backward(grad: Tensor, input: Tensor, *, up: Tensor | None = None, **arguments: Any) -> Tensor:
+    """The gradients of input and up of ``gated_unit``, [2, ...], or of input alone."""
+    return _side_by_side(_gradients(lambda x, u: gated_unit(x, up=u, **arguments), grad, input, up))
+
+
+def clamped_unit_backward(grad: Tensor, input: Tensor, *, up: Tensor | None, **arguments: Any) -> Tensor:
+    """The same of ``clamped_unit``."""
+    return _side_by_side(_gradients(lambda x, u: clamped_unit(x, up=u, **arguments), grad, input, up))
+
+
+def head_gates_backward(grad: Tensor, input: Tensor, logits: Tensor, *, scale: float) -> list[Tensor]:
+    """The gradients of input and logits of ``head_gates``."""
+    return _gradients(lambda x, y: head_gates(x, y, scale=scale), grad, input, logits)
 
 
 # ---- Quantised rows

@@ -24,6 +24,7 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack  # how ma
 function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at  # the mode at a depth
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many watch or replace torch's ops
 func_interpreter: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func
+in_func_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active  # torch.compile can trace it
 is_func_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # it has no address then
 without_function_modes = torch._C.DisableTorchFunction  # a context in which function modes see nothing
 without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context in which subclasses of Tensor see nothing
