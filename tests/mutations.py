@@ -761,10 +761,10 @@ MUTATIONS = [
         tests=BACKWARD_TESTS,
     ),
     Mutation(
-        "a backward of a head's gate without the head's last column",
+        "a backward of a head's gate from one column",
         CPU_GLU_BACKWARD,
-        "grad_gate[0] = sum_row(width,",
-        "grad_gate[0] = sum_row(width - 1,",
+        "grad_gate[0] = sum_row(width, SumTerm{grad_gate});",
+        "grad_gate[0] *= static_cast<float>(width);",
         tests=BACKWARD_TESTS,
     ),
     *TOOL_DEFECTS,
