@@ -1,11 +1,13 @@
-"""Times the decoders and encoders of video autoencoders, and the ops between their convolutions.
+"""Times the decoders and encoders of autoencoders, and the ops between their convolutions.
 
     python tools/build.py
     python benchmarks/vae.py [--models ltx ltx2 wan wan22] [--halves decode encode] [--sizes 49x512x768 121x704x1216]
+    python benchmarks/vae.py --models flux flux2 qwen --sizes 1x1024x1024     # images: one frame
     python benchmarks/vae.py --update --models wan --no-ops   # adds to the file, or replaces what it measures again
 
 Autoencoders have their released shape and random weights, which the configurations share; they take turns. "compile"
-is torch.compile of the decoder and the encoder, "kernels" is `optimize` of the autoencoder. `decode_ms` and `encode_ms`
+is torch.compile of the decoder and the encoder, "kernels" is `optimize` of the autoencoder. "channels_last" and
+"channels_last_compile" have the weights of an image autoencoder in that memory format. `decode_ms` and `encode_ms`
 are the medians of whole calls of `vae.decode` and `vae.encode`, `peak_gb` the most memory that a call takes, weights
 included. At the smallest size `error_vs_fp32` is the largest error against the stock modules in float32 as a part of
 their largest value, `rms_vs_fp32` the root mean square error as a part of their root mean square, and `equal` the part
@@ -28,7 +30,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLLTX2Video, AutoencoderKLLTXVideo, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLLTX2Video,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 from pages.names import AUTOENCODERS
 from result_files import DTYPES, kept_records, write
 from rich.console import Console
@@ -38,7 +47,7 @@ from steps import COLUMNS, synchronize, view_of, weight_bytes
 from timing import Timer
 from torch import Tensor, nn
 
-CONFIGS = ("stock", "compile", "kernels")
+CONFIGS = ("stock", "compile", "channels_last", "channels_last_compile", "kernels")
 HALVES = ("decode", "encode")
 IDENTITY = ("model", "half", "frames", "height", "width", "dtype", "config", "op", "shape")  # what a record measures
 TIMESTEP = 0.05
@@ -95,6 +104,16 @@ LTX23 = {
     "decoder_causal": False,
     **COMPRESSION,
 }
+# FLUX.1's and SD3's; both have no convolutions of the latents alone.
+IMAGES = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
 TINY = {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4, "layers_per_block": (1,) * 5}
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "ltx090": (AutoencoderKLLTXVideo, COMPRESSION),
@@ -105,7 +124,11 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "wan": (AutoencoderKLWan, {}),
     "wan22": (AutoencoderKLWan, WAN22),
     "qwen": (AutoencoderKLQwenImage, {}),
+    "flux": (AutoencoderKL, IMAGES),
+    "flux2": (AutoencoderKLFlux2, {}),
+    "flux2_small": (AutoencoderKLFlux2, {"decoder_block_out_channels": (96, 192, 384, 384)}),
 }
+IMAGE_MODELS = tuple(model for model, (cls, _) in MODELS.items() if cls in (AutoencoderKL, AutoencoderKLFlux2))
 SMALL_BLOCKS = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
 SMALL: dict[str, dict[str, Any]] = {
     "ltx090": {**SMALL_BLOCKS, "decoder_block_out_channels": (8,) * 4, "decoder_layers_per_block": (1,) * 5},
@@ -116,7 +139,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "wan": {"base_dim": 8},
     "wan22": {"base_dim": 8, "decoder_base_dim": 8},
     "qwen": {"base_dim": 8},
+    "flux": {"block_out_channels": (32,) * 4, "layers_per_block": 1},
+    "flux2": {"block_out_channels": (32,) * 4, "layers_per_block": 1},
+    "flux2_small": {"block_out_channels": (64,) * 4, "decoder_block_out_channels": (32,) * 4, "layers_per_block": 1},
 }
+
+SIZES, IMAGE_SIZES = [(49, 512, 768), (121, 704, 1216)], [(1, 1024, 1024)]
 
 # Channels, frames, rows and columns of the stages, at 49 frames of 512x768.
 STAGES = [(512, 13, 32, 48), (256, 25, 64, 96), (128, 49, 128, 192)]
@@ -137,12 +165,16 @@ def random_vae(model: str, tiny: bool, device: str, dtype: torch.dtype) -> Any:
 
 
 def request(vae: Any, half: str, size: tuple[int, int, int]) -> list[Tensor]:
-    """The arguments of `vae.decode` or `vae.encode` for a video of a size."""
+    """The arguments of `vae.decode` or `vae.encode` for a video of a size, or for the image that one frame is."""
     frames, height, width = size
     parameter = next(vae.parameters())
     shape: tuple[int, ...] = (1, 3, frames, height, width)
     timestep = []
-    if half == "decode":
+    if isinstance(vae, (AutoencoderKL, AutoencoderKLFlux2)):
+        space = 2 ** (len(vae.config.block_out_channels) - 1)
+        latents = (vae.config.latent_channels, height // space, width // space)
+        shape = (1, *(latents if half == "decode" else (3, height, width)))
+    elif half == "decode":
         wan = isinstance(vae, (AutoencoderKLWan, AutoencoderKLQwenImage))
         channels, seconds = (vae.config.z_dim, 4) if wan else (vae.config.latent_channels, 8)
         space = vae.spatial_compression_ratio
@@ -160,8 +192,10 @@ def run(vae: Any, half: str, given: list[Tensor]) -> Tensor:
 
 def configured(config: str, vae: Any, ltx: Any) -> Any:
     """A VAE with the same weights, prepared as `config` says. Optimized ones change the memory order of theirs."""
-    made = copy.deepcopy(vae) if config == "kernels" else view_of(vae)
-    if config == "compile":
+    made = copy.deepcopy(vae) if config == "kernels" or "channels_last" in config else view_of(vae)
+    if "channels_last" in config:
+        made.to(memory_format=torch.channels_last)
+    if "compile" in config:
         made.decoder.compile()
         made.encoder.compile()
     elif config == "kernels":
@@ -183,7 +217,12 @@ def measure(
     device, dtype = options.device, DTYPES[options.dtype]
     vae = random_vae(model, options.tiny, device, dtype)
     given = request(vae, half, size)
-    configs = [config for config in options.configs if config != "compile" or model in options.compiled]
+    configs = [
+        config
+        for config in options.configs
+        if ("compile" not in config or model in options.compiled)
+        and ("channels_last" not in config or model in IMAGE_MODELS)
+    ]
     made = {config: configured(config, vae, ltx) for config in configs}
     truth = stock = None
     noisy = any(vae.config.get("decoder_inject_noise") or ()) and half == "decode"  # in bf16 and float32 another one
@@ -370,11 +409,12 @@ def video_size(text: str) -> tuple[int, int, int]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="(default: all)")
-    sizes = [(49, 512, 768), (121, 704, 1216)]
-    parser.add_argument("--sizes", type=video_size, nargs="+", metavar="FRAMESxHEIGHTxWIDTH", default=sizes)
+    size = {"type": video_size, "nargs": "+", "metavar": "FRAMESxHEIGHTxWIDTH"}
+    parser.add_argument("--sizes", **size, help="(default: 49x512x768 121x704x1216; of images 1x1024x1024)")
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
     parser.add_argument("--halves", nargs="+", choices=HALVES, default=["decode"], help="(default: decode)")
-    compiled = ["ltx", "ltx2"]  # Wan's calls change a list, and each of its states would be compiled anew
+    # Wan's calls change a list, and each of its states would be compiled anew.
+    compiled = ["ltx", "ltx2", *IMAGE_MODELS]
     parser.add_argument("--compiled", nargs="*", choices=MODELS, default=compiled, help="models to compile, too")
     parser.add_argument("--compile-ops", action="store_true", help="compile plain torch beside each op")
     parser.add_argument("--rounds", type=int, default=6, help="timed calls of each configuration (default: 6)")
@@ -382,6 +422,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
     add_options(parser, "vae", "small autoencoders")
     options = parser.parse_args(arguments)
+    images = [model for model in options.models if model in IMAGE_MODELS]
+    if images and any(frames != 1 for frames, _, _ in options.sizes or ()):
+        parser.error(f"expected --sizes of 1 frame for {' '.join(images)}, got {options.sizes}")
     if options.device != "cuda" and not options.no_ops:
         parser.error("expected --no-ops without a GPU: ops are timed on one")
     facts = {"cudnn": torch.backends.cudnn.version(), "rounds": options.rounds}
@@ -394,11 +437,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     torch.backends.cudnn.allow_tf32 = False  # for the modules in float32 that errors are taken against
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
-        runs = list(itertools.product(options.models, options.halves, options.sizes))
+        sizes = {
+            m: options.sizes or IMAGE_SIZES if m in IMAGE_MODELS else options.sizes or SIZES for m in options.models
+        }
+        runs = [(m, half, size) for m, half in itertools.product(options.models, options.halves) for size in sizes[m]]
         task = progress.add_task("autoencoders and ops", total=len(runs) + (not options.no_ops))
         for model, half, size in runs:
             torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
-            save(measure(model, half, size, options, ltx, size == min(options.sizes)))
+            save(measure(model, half, size, options, ltx, size == min(sizes[model])))
             if options.device == "cuda":
                 torch.cuda.empty_cache()
             progress.advance(task)

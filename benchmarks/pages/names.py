@@ -81,6 +81,9 @@ AUTOENCODERS = {
     "wan": Model("Wan 2.1", "vae_wan"),
     "wan22": Model("Wan 2.2", "vae_wan"),
     "qwen": Model("Qwen-Image", "vae_wan"),
+    "flux": Model("FLUX.1", "vae_kl"),
+    "flux2": Model("FLUX.2", "vae_kl"),
+    "flux2_small": Model("FLUX.2, small decoder", "vae_kl"),
 }
 
 

@@ -4,7 +4,12 @@ from pages.names import AUTOENCODERS
 from pages.writing import Record, block, records_of, table, text
 
 CODERS = {"decode": "decoder", "encode": "encoder"}
-VAE_CONFIGS = {"compile": "torch.compile", "kernels": "**this package**"}
+VAE_CONFIGS = {
+    "compile": "torch.compile",
+    "channels_last": "channels-last",
+    "channels_last_compile": "channels-last, torch.compile",
+    "kernels": "**this package**",
+}
 
 
 def _ms(record: Record) -> float:
@@ -13,7 +18,8 @@ def _ms(record: Record) -> float:
 
 def _video(record: Record) -> str:
     """What the configurations of an autoencoder's call have in common."""
-    size = f"{record['frames']} frames {record['height']}x{record['width']}, {record['dtype']}"
+    frames = f"{record['frames']} frames " if record["frames"] > 1 else ""
+    size = f"{frames}{record['height']}x{record['width']}, {record['dtype']}"
     return f"{AUTOENCODERS[record['model']].title} {CODERS[record['half']]}, {size}"
 
 

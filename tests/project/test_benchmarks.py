@@ -718,10 +718,15 @@ def test_autoencoders_are_timed_by_half(ltx: ModuleType, tmp_path: Path) -> None
     common += ["--configs", "stock", "kernels", "--output", str(path)]
     assert vae.main([*common, "--models", "wan", "--halves", "decode"]) == 0
     assert vae.main([*common, "--models", "wan", "wan22", "--halves", "encode", "--update"]) == 0
+    with pytest.raises(SystemExit):
+        vae.main([*common, "--models", "flux", "--update"])  # an image of five frames
+    image = ["--models", "flux", "flux2_small", "--configs", "stock", "channels_last", "--sizes", "1x64x64", "--update"]
+    assert vae.main([*common, *image]) == 0
     records = json.loads(path.read_text())["records"]
     found = [(record["model"], record["half"], record["config"]) for record in records]
     halves = [("wan", "decode"), ("wan", "encode"), ("wan22", "encode")]
-    assert found == [(*half, config) for half in halves for config in ("stock", "kernels")]
+    images = [(m, "decode", config) for m in ("flux", "flux2_small") for config in ("stock", "channels_last")]
+    assert found == [*((*half, config) for half in halves for config in ("stock", "kernels")), *images]
     assert all(record[f"{record['half']}_ms"] > 0 for record in records)
 
 
