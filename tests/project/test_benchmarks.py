@@ -785,3 +785,21 @@ def test_adapters_are_timed(ltx: ModuleType, tmp_path: Path, config: str) -> Non
     assert (record["config"], record["rank"], record["quantised"]) == (config, 8, 0)
     assert record["step_ms"] > 0 < record["lora_step_ms"]
     assert {f"{name}_ms" for name in lora.CHANGES} <= record.keys()
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_training_steps_are_timed(ltx: ModuleType, tmp_path: Path) -> None:
+    """With checkpointing and without, and the gradients' error beside that of the stock model."""
+    pytest.importorskip("peft")
+    pytest.importorskip("diffusers")
+    import train
+
+    path = tmp_path / "train.json"
+    arguments = ["--tiny", "--device", "cpu", "--frames", "9", "--rounds", "1", "--steps", "1", "--timesteps", "token"]
+    assert train.main([*arguments, "--configs", "baseline", "kernels", "--output", str(path)]) == 0
+    records = json.loads(path.read_text())["records"]
+    found = [(record["checkpointing"], record["config"]) for record in records]
+    assert found == [(on, config) for on in (False, True) for config in ("baseline", "kernels")]
+    for stock, kernels in zip(records[::2], records[1::2]):
+        assert 0 < kernels["grad_error_vs_fp32"] < 1.2 * stock["grad_error_vs_fp32"] < 0.05
+        assert sum(kernels["own_calls"].values()) > 0 < kernels["step_ms"]
