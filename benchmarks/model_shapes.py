@@ -349,6 +349,21 @@ def sdxl_inputs(model: Any, make: Make, height: int, width: int, text: int) -> I
     }
 
 
+def kandinsky5_inputs(model: Any, make: Make, frames: int, height: int, width: int, text: int) -> Inputs:
+    config = model.config
+    grid = video_tokens(frames, height, width, 4, 8)
+    return {
+        "hidden_states": make(1, *grid, config.in_visual_dim),
+        "encoder_hidden_states": make(1, text, config.in_text_dim),
+        "timestep": torch.full((1,), 500.0, device=make.device),
+        "pooled_projections": make(1, config.in_text_dim2),
+        "visual_rope_pos": tuple(
+            torch.arange(size // patch, device=make.device) for size, patch in zip(grid, config.patch_size)
+        ),
+        "text_rope_pos": torch.arange(text, device=make.device),
+    }
+
+
 def pixart_inputs(model: Any, make: Make, height: int, width: int, text: int, valid: int) -> Inputs:
     config = model.config
     mask = make.ones(2, text)
@@ -605,6 +620,16 @@ MODELS = {
         {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32}
         | {"caption_channels": 32, "sample_size": 8},
         {**TINY_IMAGE, "valid": 5},
+    ),
+    "kandinsky5": Model(
+        "Kandinsky5Transformer3DModel",
+        "121 frames 512x768",
+        {"in_visual_dim": 16, "out_visual_dim": 16, "model_dim": 1792, "ff_dim": 7168},
+        kandinsky5_inputs,
+        {"frames": 121, "height": 512, "width": 768, "text": 256},
+        {"in_text_dim": 32, "in_text_dim2": 16, "time_dim": 16, "model_dim": 64, "ff_dim": 96, "num_visual_blocks": 2}
+        | {"axes_dims": (8, 12, 12)},
+        {"frames": 5, "height": 64, "width": 64, "text": 8},
     ),
     "ernie_image": Model(
         "ErnieImageTransformer2DModel",

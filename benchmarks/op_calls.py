@@ -39,7 +39,7 @@ FEW = 1024  # rows; small launches differ from large ones
 LARGE = 100_000  # elements, from which on a tensor is not written
 PRECISIONS = ("native", "fp8")
 DEPTHS = ("num_layers", "num_single_layers", "n_layers", "num_refiner_layers", "n_refiner_layers")
-DEPTHS += ("transformer_layers_per_block",)
+DEPTHS += ("transformer_layers_per_block", "num_visual_blocks", "num_text_blocks")
 PROMPT = 512  # tokens of a language model's prompt, after which one token is decoded
 # What is computed of large tensors too, because Python reads the results, or a shape follows from them.
 READ = {"aminmax", "all", "any", "equal", "max", "min", "sum", "_local_scalar_dense", "is_nonzero", "nonzero", "index"}

@@ -55,6 +55,7 @@ MODELS = {
     "zimage": Model("Z-Image", "z_image"),
     "krea2": Model("Krea 2", "krea2"),
     "ernie_image": Model("ERNIE-Image", "ernie_image"),
+    "kandinsky5": Model("Kandinsky 5 Lite", "kandinsky5"),
     "sdxl": Model("SDXL", "basic_transformer"),
     "pixart": Model("PixArt-Sigma", "basic_transformer"),
     "lumina2": Model("Lumina-Image 2.0", "lumina2"),

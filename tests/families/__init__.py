@@ -29,6 +29,8 @@ class Family:
     fp8: Linear layers that precision="fp8" takes.
     one_graph: torch.compile takes the stock model as one graph.
     stock_calls: Reasons that are expected in the report: what the family cannot fuse.
+    stock_but_in_bfloat16: The same, expected in float32 and float16 alone.
+    magnifies: The tests in float32 allow a distance so many times as large, where the stock code rounds to bfloat16.
     left_alone: Reasons why `optimize` replaces some modules by nothing, such as an attention that no description fits.
     idle: How many of the blocks these inputs do not call.
     given_twice: How many of the blocks get one tensor as two arguments, so that their calls are not recorded.
@@ -44,10 +46,17 @@ class Family:
     first_block_cache: bool = False
     one_graph: bool = True
     stock_calls: tuple[str, ...] = ()
+    stock_but_in_bfloat16: tuple[str, ...] = ()
+    magnifies: float = 1.0
     left_alone: tuple[str, ...] = ()
     idle: int = 0
     given_twice: int = 0
     not_recorded: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """A dtype in which all of the family runs ops."""
+        return torch.bfloat16 if self.stock_but_in_bfloat16 else torch.float32
 
 
 def families() -> dict[str, Family]:

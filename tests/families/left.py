@@ -30,7 +30,6 @@ LEFT: dict[str, str] = {
             "HunyuanDiT2DMultiControlNetModel",
             "JoyImageEditPlusTransformer3DModel",
             "JoyImageEditTransformer3DModel",
-            "Kandinsky5Transformer3DModel",
             "Kandinsky6SRTransformer3DModel",
             "Kandinsky6Transformer3DModel",
             "LongCatAudioDiTTransformer",
@@ -76,7 +75,7 @@ OF_UNETS = (
 )
 
 # Those that a reader of the README's table looks for.
-WELL_KNOWN = ("Kandinsky5Transformer3DModel",)
+WELL_KNOWN = ("AuraFlowTransformer2DModel", "Kandinsky6Transformer3DModel")
 
 FEW_TOKENS = "it runs once per forward, on the tokens of the prompt"
 LEFT_BLOCKS: dict[str, str] = {

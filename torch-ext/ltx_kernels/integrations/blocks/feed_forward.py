@@ -93,11 +93,11 @@ def feed_forward(ff: nn.Module, input: Input) -> Tensor:
     layers.count_call()
     up, down, activation = layers.up, layers.down, layers.activation
     if down.fp8:
-        return down(_activated_rows(up, input, activation))[0]
-    return down(_activated(up, input, activation))[0]
+        return down(activated_rows(up, input, activation))[0]
+    return down(activated(up, input, activation))[0]
 
 
-def _activated(up: Linears, input: Input, activation: str) -> Tensor:
+def activated(up: Linears, input: Input, activation: str) -> Tensor:
     """One linear layer, then its activation."""
     if activation == "swiglu":
         return swiglu(up(input)[0], gate_first=False)
@@ -110,7 +110,7 @@ def _activated(up: Linears, input: Input, activation: str) -> Tensor:
     return gelu(up(input)[0], approximate=activation)
 
 
-def _activated_rows(up: Linears, input: Input, activation: str, prefix: Tensor | None = None) -> Input:
+def activated_rows(up: Linears, input: Input, activation: str, prefix: Tensor | None = None) -> Input:
     """The same behind the columns of a prefix, quantised as one row."""
     (hidden,) = up(input)
     if activation == "swiglu":
@@ -127,9 +127,9 @@ def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, module
     """
     activation = "swiglu" if type(module) is nn.SiLU else cast(str, module.approximate)
     if out.fp8:
-        return out(_activated_rows(up, input, activation, attended))[0]
-    activated = _activated(up, input, activation)
+        return out(activated_rows(up, input, activation, attended))[0]
+    hidden = activated(up, input, activation)
     if out.direct:
-        parts = attended, activated
+        parts = attended, hidden
         return cast(Tensor, as_one(linear_cat, parts, out.weights[0], out.biases[0]))
-    return out(torch.cat((attended, activated), -1))[0]
+    return out(torch.cat((attended, hidden), -1))[0]

@@ -1,9 +1,9 @@
-"""Gated MLPs, ``down(act(gate(x)) * up(x))``, of language models and of diffusion transformers."""
+"""MLPs of language models and of diffusion transformers: ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears, kept_layers
 from ..linear.packing import unpack
 from ..linear.products import Input, as_tensor, may_overwrite
+from .feed_forward import activated, activated_rows
 
 # What activation modules compute, by the name of their class. Those of FLUX.2 and FLUX.3 also
 # multiply by the linear part.
@@ -31,6 +32,15 @@ ACTIVATIONS = {
     "transformers.activations.FastGELUActivation": TANH,
     "transformers.activations.GELUActivation": ERF,
 }
+
+TORCH_GELU = "torch.nn.modules.activation.GELU"
+
+
+def kind_of(activation: nn.Module | None) -> str:
+    """What an activation module computes: SILU, TANH or ERF; empty for a module of any other class."""
+    if class_of(activation) == TORCH_GELU:
+        return cast(str, activation.approximate)  # type: ignore[union-attr]
+    return ACTIVATIONS.get(class_of(activation), "")
 
 
 def arguments_by_name(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +77,7 @@ class GatedMLP(Projections):
     kind: str = SILU
     down: str = "down_proj"
     dropout: str = ""
+    gated: ClassVar[bool] = True
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
@@ -97,7 +108,7 @@ class GatedMLP(Projections):
         return Entry(
             self.classes,
             forward,
-            ("swiglu", "geglu"),
+            ("swiglu", "geglu") if self.gated else ("gelu",),
             (self.parameter,),
             frozenset(filter(None, (*self.projections, self.down, self.activation, self.dropout))),
             why_not=self._why_not_activation,
@@ -110,7 +121,15 @@ class GatedMLP(Projections):
         if not self.activation:
             return ""
         activation = submodule(module, self.activation)
-        return "" if class_of(activation) in ACTIVATIONS else f"{self.activation} is {class_of(activation)}"
+        fits = kind_of(activation) in ((SILU, TANH, ERF) if self.gated else (TANH, ERF))
+        return "" if fits else f"{self.activation} is {class_of(activation)}"
+
+
+@dataclass(frozen=True)
+class PlainMLP(GatedMLP):
+    """One class of MLPs without a gate, ``down(act(up(x)))``; `projections` names the one layer before the GELU."""
+
+    gated: ClassVar[bool] = False
 
 
 class MLPLayers:
@@ -121,7 +140,7 @@ class MLPLayers:
     def __init__(self, module: nn.Module, spec: GatedMLP, input: Tensor) -> None:
         modules = module._modules
         activation = modules[spec.activation] if spec.activation else None
-        self.activation = spec.kind if activation is None else ACTIVATIONS.get(class_of(activation), "")
+        self.activation = spec.kind if activation is None else kind_of(activation)
         self.reason = spec._why_not_activation(module)
         for part in () if self.reason or activation is None else activation.modules():
             self.reason = self.reason or (f"{spec.activation} {hooked(part)}" if hooked(part) else "")
@@ -151,12 +170,17 @@ def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None)
         output = cast(Tensor, stock_forward(module, reason, as_tensor(input)))
         return output if addend is None else addend + output
     site, up, down = site_of(module), layers.up, layers.down
+    if not spec.gated:
+        site.count_call("gelu")
+        rows = activated_rows if down.fp8 else activated
+        hidden: Input = rows(up, input, layers.activation)
+        return down(hidden)[0] if addend is None else down.add_to(addend, hidden)
     gate_up = (up.together(input),) if up.packed else up(input)
     if len(gate_up) == 2 and site.rounding == "fp32":
         site.count_unpacked()
     if layers.activation == SILU:
         site.count_call("swiglu")
-        hidden: Input = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)
+        hidden = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)
     else:
         site.count_call("geglu")
         approximate = layers.activation

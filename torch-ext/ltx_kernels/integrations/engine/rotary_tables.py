@@ -74,6 +74,16 @@ def of_complex(attention: Any, rope: Tensor) -> Tables:
     return kept(site_of(attention), "complex", (rope,), make)
 
 
+def of_matrices(attention: Any, rope: Tensor) -> Tables:
+    """Both tables, [B, S, D / 2], of matrices ((cos, -sin), (sin, cos)), [B, S, 1, D / 2, 2, 2]."""
+
+    def make() -> Tables:
+        cos, sin = rope[:, :, 0, :, :, 0].unbind(-1)
+        return cos.contiguous(), sin.contiguous()
+
+    return kept(site_of(attention), "of matrices", (rope,), make)
+
+
 def with_identity_rows(site: Site, rope: Tables, rows: int, first: bool) -> Tables:
     """Both tables [..., S, W] with rows of a rotation by nothing before the others (``first``) or after them."""
 
