@@ -52,12 +52,17 @@ class BuildHook(BuildHookInterface):
             path = builder.build_for_pip(project)
         except builder.BuildError as error:
             sys.exit(f"error: {error}")
+        module = self.metadata.name.replace("-", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"cp310-abi3-linux_{platform.machine()}"
         generated = [path / builder.OPS_FILE, *path.glob("*.so")]
         if version == "editable":
-            # Python finds the package in torch-ext: the generated files must lie there too.
+            # Python finds the package under pip's name by a link to torch-ext: the generated files must lie there too.
             builder.install_generated(project, generated)
+            link = Path(self.root, "build", ".editable", module)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(project.package_dir)
         else:
             for file in generated:
-                build_data["force_include"][str(file)] = f"{project.python_name}/{file.name}"
+                build_data["force_include"][str(file)] = f"{module}/{file.name}"

@@ -41,8 +41,8 @@ class ExampleError(RuntimeError):
 def load_kernels(device: Any) -> ModuleType:
     """The package for a torch.device, or for the name of one: the build that LOCAL_KERNELS names, or else the one in
     build/, or else the package that pip installed."""
-    if not NAMED and not any(BUILD.glob("torch-*")) and is_installed():
-        return importlib.import_module("ltx_kernels")
+    if not NAMED and not any(BUILD.glob("torch-*")) and importlib.util.find_spec("ltx_fused"):
+        return importlib.import_module("ltx_fused")
     from kernels import get_kernel
 
     try:
@@ -53,12 +53,6 @@ def load_kernels(device: Any) -> ModuleType:
             f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}, and pip has not installed the package. In {ROOT}, "
             "`make build` or `python tools/build.py --this-machine` fills build/, and `pip install .` installs it"
         ) from error
-
-
-def is_installed() -> bool:
-    """Whether `import ltx_kernels` gives this package; another one has the same name, and no compiled ops."""
-    spec = importlib.util.find_spec("ltx_kernels")
-    return spec is not None and spec.origin is not None and Path(spec.origin).with_name("_ops.py").is_file()
 
 
 def start(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ def main() -> None:
     model = parser.parse_args().model
     quiet()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ltx = load_kernels(device)  # get_kernel("org/ltx-kernels", version=1), or `import ltx_kernels as ltx` after pip
+    ltx = load_kernels(device)  # get_kernel("org/ltx-kernels", version=1), or `import ltx_fused as ltx` after pip
     pipe = load_pipeline(model, device, torch.bfloat16)
 
     report = ltx.optimize(pipe)

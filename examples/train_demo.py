@@ -57,10 +57,11 @@ from scenes import PROMPTS, WORDS, draw, random_scenes, recognise
 from torch import Tensor, nn
 
 VAE_SHARE = 0.45  # of --seconds
+SHAPES_A_CLIP = 4  # in the clips that the autoencoder is trained on
 WINDOW = 96  # columns of a picture that the autoencoder is trained on
 TEXT_TOKENS = 16
 UNCONDITIONAL = 0.1  # part of the clips whose prompt is replaced by words that are not in the table
-KL_WEIGHT = 1e-4
+LATENT_NOISE, SIZE_WEIGHT = 0.05, 1e-4  # latents of a size of about one, of which small errors can be seen past
 DTYPE = torch.bfloat16  # of the stored weights
 
 
@@ -168,19 +169,42 @@ class Training:
         }
 
 
+def colourfulness(clips: Tensor) -> Tensor:
+    """0 where a clip is grey, up to 2 where a shape is."""
+    return clips.amax(1, keepdim=True) - clips.amin(1, keepdim=True)
+
+
+def crowded_clips(args: argparse.Namespace, window: int, generator: torch.Generator) -> Tensor:
+    """Clips of several shapes each: with one, nine tenths of a picture are wall, and an autoencoder draws that alone
+    for hundreds of steps."""
+    layers = [
+        draw(
+            random_scenes(args.vae_batch, args.frames, args.height, args.width, generator),
+            args.height, args.width, window,
+        )
+        for _ in range(SHAPES_A_CLIP)
+    ]  # fmt: skip
+    clips = layers[0]
+    for layer in layers[1:]:
+        clips = torch.where(colourfulness(layer) > colourfulness(clips), layer, clips)
+    return clips
+
+
 def train_vae(vae: AutoencoderKLLTXVideo, args: argparse.Namespace, generator: torch.Generator, log: Any) -> Any:
-    """The distance of the pictures (L1), more of it where there is colour, and a weak pull of the latents to a normal
-    distribution."""
-    training = Training("autoencoder", vae, 1.5e-3, args.vae_steps, VAE_SHARE * args.seconds, log)
+    """The distance of the pictures, more of it where there is colour, and a small penalty for large latents.
+
+    The encoder's variance is not used: noise as large as the latents hides the shapes from an untrained decoder.
+    """
+    training = Training("autoencoder", vae, 1e-3, args.vae_steps, VAE_SHARE * args.seconds, log)
     window = min(WINDOW, args.width)
     for _ in training:
-        scenes = random_scenes(args.vae_batch, args.frames, args.height, args.width, generator)
-        clips = draw(scenes, args.height, args.width, window)
-        posterior = vae.encode(clips).latent_dist
-        decoded = vae.decode(posterior.sample(generator)).sample
-        divergence = (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean() / 2
-        colourful = clips.amax(1, keepdim=True) - clips.amin(1, keepdim=True)  # the shape, 0 to 2
-        training.step(((decoded - clips).abs() * (1 + 2 * colourful)).mean() + KL_WEIGHT * divergence)
+        clips = crowded_clips(args, window, generator)
+        latents = vae.encode(clips).latent_dist.mode()
+        noise = torch.randn(latents.shape, generator=generator, device=latents.device)
+        decoded = vae.decode(latents + LATENT_NOISE * noise).sample
+        distance = decoded - clips
+        weighted = (distance.abs() + distance.square()) * (1 + 2 * colourfulness(clips))
+        training.step(weighted.mean() + SIZE_WEIGHT * latents.square().mean())
     return training.finish()
 
 

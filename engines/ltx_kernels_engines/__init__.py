@@ -1,1 +1,1 @@
-"""Plug-ins that run `ltx_kernels.optimize` on the pipelines that inference engines serve."""
+"""Plug-ins that run `ltx_fused.optimize` on the pipelines that inference engines serve."""

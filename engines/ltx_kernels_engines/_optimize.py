@@ -84,19 +84,14 @@ def _package() -> ModuleType:
         # The user has named this one repository. Engines pin versions of kernels in which a list here trusts nobody.
         package: ModuleType = get_kernel(repository, version=1, trust_remote_code=True)
         return package
-    found = "no ltx_kernels"
     try:
-        package = importlib.import_module("ltx_kernels")
-        if hasattr(package, "optimize"):
-            return package
-        found = f"another package of this name in {os.path.dirname(package.__file__ or '')}"
+        return importlib.import_module("ltx_fused")
     except ModuleNotFoundError as error:
-        if error.name != "ltx_kernels":
+        if error.name != "ltx_fused":
             raise
-    raise RuntimeError(
-        f"ltx_kernels: expected an installed build of ltx-kernels, or its repository's name in {REPOSITORY}, "
-        f"got {found}"
-    )
+        raise RuntimeError(
+            f"ltx_fused: expected an installed build of ltx-kernels, or its repository in {REPOSITORY}, got neither"
+        ) from error
 
 
 def _attention_backends(model: Any) -> list[str]:

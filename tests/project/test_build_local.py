@@ -388,7 +388,7 @@ def python_output(python: Path, code: str) -> str:
     return result.stdout
 
 
-USE = "import torch, ltx_kernels; print(ltx_kernels.add_one(torch.ones(2)).tolist())\n"
+USE = "import torch, ltx_fused; print(ltx_fused.add_one(torch.ones(2)).tolist())\n"
 
 
 @pytest.mark.extended
@@ -398,16 +398,58 @@ def test_pip_install_beside_a_local_build(project: Path, tmp_path: Path):
     pip_install(python, str(project))
     run_build(project, "--backend", "cpu")
     code = USE + LOAD + f"kernel = load({str(cpu_variant(project))!r})\nprint(kernel.add_one(one).tolist())\n"
-    code += "print(ltx_kernels._ops.add_op_namespace_prefix('add_one'), kernel._ops.add_op_namespace_prefix('add_one'))"
+    code += "print(ltx_fused._ops.add_op_namespace_prefix('add_one'), kernel._ops.add_op_namespace_prefix('add_one'))"
     first, second, names = python_output(python, code).splitlines()
     assert (first, second) == ("[2.0, 2.0]", "[2.0, 2.0, 2.0]")
     installed, local = names.split()
     assert installed == local.replace("_dirty::", "_dirty_pip::")
-    assert "torch-ext" not in python_output(python, "import ltx_kernels; print(ltx_kernels.__file__)")
+    assert "torch-ext" not in python_output(python, "import ltx_fused; print(ltx_fused.__file__)")
     info = python_output(
-        python, "import importlib.metadata as m; print(m.version('ltx-kernels'), m.requires('ltx-kernels'))"
+        python, "import importlib.metadata as m; print(m.version('ltx-fused'), m.requires('ltx-fused'))"
     )
     assert info == "1 ['torch>=2.11']\n"
+
+
+def other_distribution(directory: Path) -> Path:
+    """A stand-in for Lightricks' distribution, with its name and that of its module."""
+    (directory / "ltx_kernels").mkdir(parents=True)
+    (directory / "ltx_kernels" / "__init__.py").write_text("class All2All: ...\n")
+    (directory / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+        '[project]\nname = "ltx-kernels"\nversion = "0.2"\n'
+    )
+    return directory
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ours", ["wheel", "editable"])
+def test_pip_install_beside_another_package_of_the_kernels_name(project: Path, tmp_path: Path, ours: str):
+    """Both are installed, imported and removed, whichever comes first, and neither has a file of the other's."""
+    python = virtual_environment(tmp_path / "venv")
+    other = other_distribution(tmp_path / "other")
+    if ours == "wheel":
+        pip_install(python, str(project))
+        pip_install(python, str(other))
+    else:
+        pip_install(python, str(other))
+        pip_install(python, "--editable", str(project))
+    both = (
+        "import ltx_fused, ltx_kernels, torch; print(ltx_kernels.All2All.__name__, hasattr(ltx_kernels, 'add_one'))\n"
+    )
+    assert python_output(python, both + USE) == "All2All False\n[2.0, 2.0]\n"
+    files = (
+        "import importlib.metadata as m\nprint(*({str(f) for f in m.files(n)} for n in ('ltx-fused', 'ltx-kernels')))"
+    )
+    mine, theirs = python_output(python, files).strip().split("} {")
+    assert "ltx_kernels/" not in mine and "ltx_fused" not in theirs
+    uninstall = [str(python), "-m", "pip", "uninstall", "--yes"]
+    subprocess.run([*uninstall, "ltx-kernels"], check=True, capture_output=True)
+    alone = "import importlib.util as u; print(u.find_spec('ltx_kernels'), u.find_spec('ltx_fused') is not None)"
+    assert python_output(python, alone) == "None True\n" and python_output(python, USE) == "[2.0, 2.0]\n"
+    pip_install(python, str(other))
+    subprocess.run([*uninstall, "ltx-fused"], check=True, capture_output=True)
+    assert python_output(python, "import ltx_kernels; print(ltx_kernels.All2All.__name__)") == "All2All\n"
+    assert python_output(python, "import importlib.util as u; print(u.find_spec('ltx_fused'))") == "None\n"
 
 
 def source_archive(project: Path, output: Path) -> Path:
@@ -546,11 +588,11 @@ def test_pip_install_of_the_package(tmp_path: Path):
     python = virtual_environment(tmp_path / "venv")
     pip_install(python, str(ROOT))
     code = (
-        "import torch, ltx_kernels\n" + LOAD + f"kernel = load({str(built_variant('cpu'))!r})\n"
+        "import torch, ltx_fused\n" + LOAD + f"kernel = load({str(built_variant('cpu'))!r})\n"
         "x = torch.randn(3, 64)\n"
-        "assert torch.equal(kernel.rmsnorm(x), ltx_kernels.rmsnorm(x))\n"
-        "print(ltx_kernels._ops.add_op_namespace_prefix('') != kernel._ops.add_op_namespace_prefix(''))\n"
+        "assert torch.equal(kernel.rmsnorm(x), ltx_fused.rmsnorm(x))\n"
+        "print(ltx_fused._ops.add_op_namespace_prefix('') != kernel._ops.add_op_namespace_prefix(''))\n"
     )
     assert python_output(python, code) == "True\n"
-    typed = "import ltx_kernels, pathlib; print(pathlib.Path(ltx_kernels.__file__).with_name('py.typed').is_file())"
+    typed = "import ltx_fused, pathlib; print(pathlib.Path(ltx_fused.__file__).with_name('py.typed').is_file())"
     assert python_output(python, typed) == "True\n"

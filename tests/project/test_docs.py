@@ -109,7 +109,7 @@ def test_python_blocks_run(
     from diffusers import LTXPipeline
     from helpers.language_models import forget_kernelized
 
-    monkeypatch.setitem(sys.modules, "ltx_kernels", ltx)
+    monkeypatch.setitem(sys.modules, "ltx_fused", ltx)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(LTXPipeline, "from_pretrained", lambda *a, **k: SimpleNamespace(to=lambda device: tiny))
     bf16 = {"device": device, "dtype": torch.bfloat16}
@@ -167,7 +167,7 @@ def misfits(ltx: ModuleType, code: str) -> list[str]:
                 found.append(str(error))
         if not isinstance(node, ast.Call):
             continue
-        name = ast.unparse(node.func).removeprefix("ltx.").removeprefix("ltx_kernels.")
+        name = ast.unparse(node.func).removeprefix("ltx.").removeprefix("ltx_fused.")
         function = getattr(ltx, name, None) if name in ltx.__all__ else None
         if not inspect.isfunction(function):
             continue
@@ -482,7 +482,7 @@ def test_shell_blocks(file: str):
                 for variable in (a.partition("=")[0] for a in arguments if "=" in a):
                     assert f"$({variable})" in makefile or f"({variable})," in makefile, f"{block.place}: {variable}"
             elif program == "python" and arguments[0] == "-m":
-                assert arguments[1] in ("ltx_kernels", "pytest"), f"{block.place}: {words}"
+                assert arguments[1] in ("ltx_fused", "pytest"), f"{block.place}: {words}"
             elif program == "python" and arguments != ["app.py"]:  # app.py is the reader's own
                 given = {a.partition("=")[0] for a in arguments if a.startswith("--")}
                 assert given <= options_of(home(file) / arguments[0]), f"{block.place}: {words}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 import re
@@ -153,20 +154,20 @@ def test_baseline_needs_no_build(device: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_installed_package_serves_where_nothing_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`import ltx_kernels` where pip installed this package, and not another one of the same name."""
-    package = tmp_path / "ltx_kernels"
-    package.mkdir()
-    (package / "__init__.py").touch()
+    """`import ltx_fused`, and not Lightricks' `ltx_kernels`, which is another package."""
+    for name in ("ltx_kernels", "ltx_fused"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "ltx_kernels", raising=False)
     monkeypatch.setattr(command_line, "NAMED", False)
     monkeypatch.setattr(command_line, "BUILD", tmp_path / "build")
     monkeypatch.setenv("LOCAL_KERNELS", f"org/ltx-kernels={tmp_path / 'build'}")
+    (tmp_path / "ltx_kernels.py").touch()
     with pytest.raises(command_line.ExampleError, match=r"pip has not installed .*`pip install \.` installs"):
         command_line.load_kernels("cpu")
-    (package / "_ops.py").touch()
-    assert command_line.load_kernels("cpu").__file__ == str(package / "__init__.py")
-    monkeypatch.delitem(sys.modules, "ltx_kernels")
+    (tmp_path / "ltx_fused.py").touch()
+    importlib.invalidate_caches()
+    assert command_line.load_kernels("cpu").__file__ == str(tmp_path / "ltx_fused.py")
+    monkeypatch.delitem(sys.modules, "ltx_fused")
 
 
 def test_same_clip_with_and_without(device: str) -> None:

@@ -101,13 +101,13 @@ def test_readme_example():
     assert result.returncode == 0 and "adaln_rmsnorm on " in result.stdout, result.stdout + result.stderr
 
 
-# ---- python -m ltx_kernels
+# ---- python -m ltx_fused
 
 
 def diagnose(directory: Path, **environment: str) -> tuple[int, dict[str, str], str]:
-    """Status, facts and errors of `python -m ltx_kernels`, with the built variant under that name."""
-    (directory / "ltx_kernels").symlink_to(built_variant("cpu"))
-    command = [sys.executable, "-m", "ltx_kernels"]
+    """Status, facts and errors of `python -m ltx_fused`, with the built variant under that name."""
+    (directory / "ltx_fused").symlink_to(built_variant("cpu"))
+    command = [sys.executable, "-m", "ltx_fused"]
     variables = {**os.environ, "PYTHONPATH": str(directory), **environment}
     result = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True, check=False)
     facts = re.findall(r"^(\S+) +(.*)$", result.stdout, re.MULTILINE)
@@ -121,7 +121,15 @@ def test_diagnosis(tmp_path: Path):
     assert facts["ltx-kernels"].startswith(f"version {PROJECT.version}, ") and metadata["id"] in facts["ltx-kernels"]
     assert facts["torch"].startswith(torch.__version__) and facts["GPU"] == "none that torch can use"
     assert facts["backend"] == "compiled kernels run on cpu" and re.match(r"\d", facts["kernels"])
-    assert {"location", "Python", "fp8", "diffusers", "transformers"} <= facts.keys()
+    assert {"location", "Python", "fp8", "diffusers", "transformers"} <= facts.keys() and "namesake" not in facts
+
+
+def test_diagnosis_beside_another_package_of_the_kernels_name(tmp_path: Path):
+    (tmp_path / "ltx_kernels").mkdir()
+    (tmp_path / "ltx_kernels" / "__init__.py").write_text("raise RuntimeError('it is not imported')\n")
+    status, facts, errors = diagnose(tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert (status, errors) == (0, "") and facts["location"] == str(tmp_path / "ltx_fused")
+    assert facts["namesake"] == f"another package, ltx_kernels, in {tmp_path / 'ltx_kernels'}"
 
 
 def test_diagnosis_of_arguments(diagnosis: Any, capsys: Any):

@@ -1,4 +1,4 @@
-"""``python -m ltx_kernels``: the build, torch, the GPUs, which kernels run here and what is missing.
+"""``python -m ltx_fused``: which package and build this is, torch, the GPUs, which kernels run here, what is missing.
 
 The exit status is 0 if compiled kernels serve the machine's best device and give the right result there, else 1.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import sys
@@ -28,9 +29,16 @@ def build_name() -> str:
     """The variant's directory and architectures where `kernels` loads it; of the pip package the id of its ops."""
     metadata = Path(__file__).with_name("metadata.json")
     if not metadata.is_file():
-        return f"installed by pip ({ops.name})"
+        return f"installed by pip as {__package__} ({ops.name})"
     archs = json.loads(metadata.read_text())["backend"].get("archs")
     return f"{metadata.parent.name} ({ops.name}{', for ' + ' '.join(archs) if archs else ''})"
+
+
+def namesake() -> str:
+    """Where another package with this kernel's name is, such as Lightricks'; empty if there is none."""
+    spec = importlib.util.find_spec("ltx_kernels")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
+    return "" if folder is None or folder.samefile(Path(__file__).parent) else str(folder)
 
 
 def gpu_names() -> list[str]:
@@ -62,7 +70,7 @@ def what_is_wrong(device: str) -> str | None:
 
 def main(arguments: Sequence[str] = ()) -> int:
     argparse.ArgumentParser(
-        prog="python -m ltx_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args(arguments)
     gpus = gpu_names()
     device = "cuda" if gpus else "cpu"
@@ -70,6 +78,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     facts = [
         ("ltx-kernels", f"version {__version__}, {build_name()}"),
         ("location", str(Path(__file__).parent)),
+        *[("namesake", f"another package, ltx_kernels, in {other}") for other in [namesake()] if other],
         ("torch", f"{torch.__version__} for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}"),
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         *[("GPU", name) for name in gpus or ["none that torch can use"]],
