@@ -5,7 +5,8 @@
 
 The models have released widths, inputs as their pipelines pass them, random weights, and the first `--blocks` blocks of
 each kind. `error` is the relative L2 distance of the result from the same blocks in float32. A record names the layers
-that are in fp8: "none (bf16)", "the default" of `optimize`, "all", or those that share an input in one kind of block.
+that are in fp8: "none (bf16)", "the default" of `optimize`, "memory low", "all", or those that share an input in one
+kind of block. With `--few-tokens` the inputs are small enough for a CPU, and a model has these four records alone.
 """
 
 from __future__ import annotations
@@ -32,10 +33,26 @@ from torch import nn
 
 # Constructor arguments that say how many blocks there are.
 DEPTHS = ("num_layers", "num_single_layers", "n_layers")
+# The largest sizes of inputs with few tokens.
+FEW = {
+    "frames": 17,
+    "height": 256,
+    "width": 256,
+    "seconds": 4,
+    "audio": 32,
+    "image": 16,
+    "text": 64,
+    "text2": 16,
+    "valid": 30,
+}
 
 
-def shallow_model(name: str, blocks: int, tiny: bool, device: str) -> tuple[nn.Module, Inputs]:
+def shallow_model(
+    name: str, blocks: int, tiny: bool, device: str, few_tokens: bool = False
+) -> tuple[nn.Module, Inputs]:
     known = MODELS[name]
+    if few_tokens:
+        known = replace(known, shape={key: min(value, FEW.get(key, value)) for key, value in known.shape.items()})
     parameters = inspect.signature(getattr(diffusers, known.cls).__init__).parameters
     # A list of one block is not taken for a list of repeated blocks.
     depth = dict.fromkeys(set(DEPTHS) & set(parameters), max(blocks, 2))
@@ -57,18 +74,19 @@ def groups_of(model: nn.Module, ltx: ModuleType) -> dict[str, set[str]]:
     return found
 
 
-def recipes(model: nn.Module, ltx: ModuleType) -> Iterator[tuple[str, list[str] | None]]:
-    """What is in fp8, and the layers that are left out for it."""
+def recipes(model: nn.Module, ltx: ModuleType, each_kind: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is in fp8, and the options of `optimize` for it."""
     groups = groups_of(model, ltx)
     every = set().union(*groups.values())
-    yield "the default", None
-    yield "all", []
-    for name, layers in groups.items():
-        yield name, sorted(every - layers)
+    yield "the default", {}
+    yield "memory low", {"memory": "low"}
+    yield "all", {"skip": []}
+    for name, layers in groups.items() if each_kind else ():
+        yield name, {"skip": sorted(every - layers)}
 
 
 def measure(name: str, ltx: ModuleType, options: argparse.Namespace) -> list[dict[str, Any]]:
-    model, inputs = shallow_model(name, options.blocks, options.tiny, options.device)
+    model, inputs = shallow_model(name, options.blocks, options.tiny, options.device, options.few_tokens)
     exact = copy.deepcopy(model).float()
     expected = one_tensor(exact(**{key: floats(value) for key, value in inputs.items()}, return_dict=False))
     del exact
@@ -80,8 +98,8 @@ def measure(name: str, ltx: ModuleType, options: argparse.Namespace) -> list[dic
 
     with ltx.optimize(model):
         records = [record("none (bf16)")]
-    for layers, skip in recipes(model, ltx):
-        with ltx.optimize(model, precision="fp8", skip=skip):
+    for layers, recipe in recipes(model, ltx, not options.few_tokens):
+        with ltx.optimize(model, precision="fp8", **recipe):
             records.append(record(layers))
     return records
 
@@ -92,6 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     parser.add_argument("--blocks", type=int, default=2, help="blocks of each kind (default: 2)")
     parser.add_argument("--tiny", action="store_true", help="models of seconds on a CPU, to try the script")
+    parser.add_argument("--few-tokens", action="store_true", help="small inputs, and no kinds of layers one by one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-fp8-families.json)")
     options = parser.parse_args(arguments)

@@ -11,6 +11,7 @@ parameters and buffers. `host_gb` is what waits in the host's memory beside them
 In fp8 without an offload, `optimize_s` and `restore_s` are the seconds of these calls on a model that is on the GPU,
 and `optimize_peak_gb` and `restore_peak_gb` the most that it held meanwhile. "kernels_fp8" is the default,
 which copies the stock weights of quantised layers to the host. "kernels_fp8_beside" leaves them on the GPU.
+"kernels_fp8_low" is `optimize(memory="low")`.
 
 With `--blocks` a group offload is measured with the first blocks alone. With all blocks the peak is the same, since the
 GPU never holds more than two groups. Time, `moved_gb` and `host_gb` are left out of these records.
@@ -39,8 +40,9 @@ from steps import first_line, free_memory, label
 from torch import nn
 
 BESIDE = "kernels_fp8_beside"
-CONFIGS = ("baseline", "kernels", "kernels_fp8", BESIDE)
-CARDS_GB = (12, 16, 24)
+LOW = "kernels_fp8_low"
+CONFIGS = ("baseline", "kernels", "kernels_fp8", LOW, BESIDE)
+CARDS_GB = (12, 16, 24, 32)
 RESERVE_GB = 1.5  # the CUDA context, the allocator's gaps and what the desktop takes
 
 
@@ -86,7 +88,7 @@ def timed(what: str, call: Callable[[], Any], device: str) -> dict[str, float]:
 def prepare(model: nn.Module, config: str, mode: str, device: str, ltx: ModuleType) -> dict[str, float]:
     found: dict[str, float] = {}
     if config.startswith("kernels_fp8"):
-        options = {"stock_weights": "beside"} if config == BESIDE else {}
+        options = {BESIDE: {"stock_weights": "beside"}, LOW: {"memory": "low"}}.get(config, {})
         measured = timed("optimize", lambda: ltx.optimize(model, precision="fp8", **options), device)
         found = measured if mode == "none" else {}  # with an offload the model is in the host's memory
     offload(model, mode, device)

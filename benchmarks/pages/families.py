@@ -63,15 +63,19 @@ def _has_fp8(known: Any) -> bool:
 
 @block("docs/fp8.md", "left in bf16")
 def left_in_bf16() -> str:
-    """The linear layers of each family's blocks that precision="fp8" leaves in bf16 by itself."""
+    """The linear layers of each family's blocks that precision="fp8" and memory="low" leave in bf16 by themselves."""
     rows = []
     for library in LIBRARIES:
         for name, module in families_of(library).items():
             known = [one for one in _blocks(module) if _has_fp8(one)]
             if known:
-                patterns = dict.fromkeys(f"`{p}`" for one in known for p in getattr(one, "fp8_skip", ()))
-                rows.append([f"[{name}](../{path_of(library, name)})", ", ".join(patterns) or "none"])
-    return text(grid("| family | layers of its blocks that stay in bf16 |", rows))
+                entries = [one.entry() for one in known]
+                cells = [
+                    ", ".join(dict.fromkeys(f"`{pattern}`" for entry in entries for pattern in of(entry))) or "none"
+                    for of in (lambda entry: entry.fp8_skip, lambda entry: entry.fp8_skip_low)
+                ]
+                rows.append([f"[{name}](../{path_of(library, name)})", *cells])
+    return text(grid('| family | layers of its blocks that stay in bf16 | with `memory="low"` |', rows))
 
 
 def _gains(found: dict[str, Record], stock: str, key: str) -> dict[str, float]:

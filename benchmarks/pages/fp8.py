@@ -82,6 +82,7 @@ def family_layers() -> str:
         errors.setdefault(record["model"], {})[record["layers"]] = record["error"]
     rows = []
     for model, of in errors.items():
+        of.pop("memory low", None)
         bf16, default, every = (of.pop(name) for name in ("none (bf16)", "the default", "all"))
         added = {name: math.sqrt(max(0.0, error**2 - bf16**2)) for name, error in of.items()}
         most = sorted(added, key=lambda name: -added[name])[:SHOWN_KINDS]

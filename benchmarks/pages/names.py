@@ -12,6 +12,7 @@ CONFIGS = {
     "kernels": "`ltx.optimize(pipe)`",
     "kernels_compile": "`ltx.optimize(pipe)` and torch.compile",
     "kernels_fp8": '`ltx.optimize(pipe, precision="fp8")`',
+    "kernels_fp8_low": '`ltx.optimize(pipe, memory="low")`',
     "kernels_fp8_beside": '`ltx.optimize(pipe, precision="fp8", stock_weights="beside")`',
     "kernels_fp8_compile": '`ltx.optimize(pipe, precision="fp8")` and torch.compile',
     "torchao_fp8_compile": "torchao's fp8 and torch.compile",

@@ -72,8 +72,8 @@ def family(widths: tuple[int, int], fp8: int, **config: Any) -> Family:
 
 
 FAMILIES = {
-    "": family((48, 48), 2 * 10, rope_type="split"),
-    "interleaved": family((48, 48), 2 * 10),
-    "3": family((64, 32), 2 * 10, rope_type="split", **LTX23),
-    "prompt_table": family((64, 32), 2 * 10, rope_type="split", **LTX23, use_prompt_adaln_single=False),
+    "": family((48, 48), 2 * 21, rope_type="split"),
+    "interleaved": family((48, 48), 2 * 21),
+    "3": family((64, 32), 2 * 21, rope_type="split", **LTX23),
+    "prompt_table": family((64, 32), 2 * 21, rope_type="split", **LTX23, use_prompt_adaln_single=False),
 }

@@ -22,7 +22,7 @@ from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
 from .linear.checkpoints import Placed, Weights, open_weights
 from .linear.merged_adapters import follow as follow_merged_adapters
-from .linear.offload import is_offloaded
+from .linear.offload import carried_bytes, is_offloaded
 from .linear.packing import pack
 from .parallel import context
 from .parallel.guidance import split_batch as split_batch
@@ -35,6 +35,7 @@ from .selection import (
     ENTRIES,
     TEXT_ENCODERS,
     codes_without_scales,
+    left_in_bf16,
     notes_of,
     select,
     select_fp8,
@@ -54,6 +55,7 @@ def optimize(
     rounding: str = "fp32",
     components: Sequence[str] | None = None,
     skip: Sequence[str] | None = None,
+    memory: str | None = None,
     stock_weights: str = "cpu",
     weights: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
     graphs: bool = False,
@@ -96,6 +98,10 @@ def optimize(
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).
+        memory: "low" implies precision "fp8", and has fewer layers in bfloat16: the text stream's are in fp8 too where
+            the error allows it, and the linear layers that make the blocks' modulation hold fp8 weights and multiply in
+            bfloat16. The report's first line says what it saved. `skip` names other layers to leave. None: as much as
+            `precision` says.
         stock_weights: With "fp8", where the quantised layers keep their stock weights. "cpu": in the host's memory,
             until `restore`. The fp8 weights take their place in the parameters, so that the model needs less memory
             than before and an offload moves only these. "beside": where they are, so that nothing is copied and the
@@ -126,6 +132,9 @@ def optimize(
         RuntimeError: With ``strict``, something has to be left alone; the text says what and why. With "fp8", the GPU
             is too old. Nothing was changed then.
     """
+    _check_memory(memory)
+    low = memory == "low"
+    precision = "fp8" if low and precision == "native" else precision
     _check_options(level, precision, rounding, skip, stock_weights, weights, {"graphs": graphs, "strict": strict})
     if choice("attention", ATTENTION_PRECISION, attention) and (level != "block" or rounding != "fp32"):
         raise ValueError(f'attention: "int8" goes with level "block" and rounding "fp32", got {level} and {rounding}')
@@ -139,7 +148,7 @@ def optimize(
         models = {n: root for n, root in roots.items() if n not in native and not _is_autoencoder(root)} or roots
         files = {} if weights is None else open_weights(models, weights, skip)
         selection = select(roots, level, rounding)
-        groups = select_fp8(selection, skip, files, native) if precision == "fp8" else []
+        groups = select_fp8(selection, skip, low, files, native) if precision == "fp8" else []
         if strict and selection.left_alone:
             lines = [f"{name or 'the model'}: {reason}" for name, reason in selection.left_alone.items()]
             raise RuntimeError(
@@ -168,6 +177,7 @@ def optimize(
         uninstall_all(replaceable.values())
         report._roots = [weakref.ref(root) for root in roots.values()]
         report._in_files = {name: weakref.ref(root) for name, root in models.items()}
+        before = 0 if files else carried_bytes(models.values())
         try:
             _install(selection, groups, rounding, attention, stock_weights, list(files.values()), report)
             for root in roots.values():
@@ -177,11 +187,14 @@ def optimize(
                 uninstall_all(roots.values())
             raise
         for component, file in files.items():
-            report.notes += notes_of(selection, component, file, skip)
+            report.notes += notes_of(selection, component, file, skip, low)
         if groups:
             for root in models.values():
                 follow_merged_adapters(root)
             report.notes.append(fp8.finish(models.values(), groups, stock_weights))
+        if low:
+            report.target += f"; {_saved(before, carried_bytes(models.values()))}"
+            report.notes.append(left_in_bf16(selection, skip))
         replaced = {module for module, _ in selection.modules.values()}
         if replaced.isdisjoint(module for root in models.values() for module in root.modules()):
             where = f" in {', '.join(models)}" if replaced else ""  # beside the autoencoder
@@ -227,7 +240,14 @@ def _install(
         report.notes += [f"not packed, {count} attentions: {reason}" for reason, count in unpacked.items()]
 
 
-def LTXKernelsFp8Config(skip: Sequence[str] | None = None) -> Any:
+def _saved(before: int, after: int) -> str:
+    """What the report's first line says of memory="low"; before: 0 where the weights came from a file."""
+    unit, name = (2**30, "GiB") if max(before, after) >= 2**30 else (2**20, "MiB")
+    numbers = [f"{size / unit:.2f}" for size in (before, after) if size]
+    return f"memory low: {' -> '.join(numbers)} {name} of weights"
+
+
+def LTXKernelsFp8Config(skip: Sequence[str] | None = None, memory: str | None = None) -> Any:
     """A quantization_config of diffusers: ``from_pretrained`` and ``from_single_file`` load a model into fp8.
 
     The model is optimized then, as by ``optimize(model, precision="fp8")``, and no weight of a quantised layer was on
@@ -237,10 +257,10 @@ def LTXKernelsFp8Config(skip: Sequence[str] | None = None) -> Any:
     Equivalent to, but for the memory that it needs::
 
         model = AutoModel.from_pretrained(repository, torch_dtype=torch.bfloat16).to("cuda")
-        ltx.optimize(model, precision="fp8", skip=skip, stock_weights="free")
+        ltx.optimize(model, precision="fp8", skip=skip, memory=memory, stock_weights="free")
 
     Args:
-        skip: As in `optimize`, for checkpoints in bfloat16 and in scaled fp8.
+        skip, memory: As in `optimize`, for checkpoints in bfloat16 and in scaled fp8.
 
     Returns:
         An object of a class that is registered with diffusers by the first call. A folder that ``save_pretrained``
@@ -248,11 +268,12 @@ def LTXKernelsFp8Config(skip: Sequence[str] | None = None) -> Any:
 
     Raises:
         ImportError: diffusers is not installed.
-        ValueError, TypeError: ``skip`` is no list of patterns.
+        ValueError, TypeError: ``skip`` is no list of patterns, or ``memory`` is unknown.
     """
+    _check_memory(memory)
     if skip is not None:
         _check_names("skip", "patterns", skip)
-    return config_for_diffusers(skip, optimize)
+    return config_for_diffusers(skip, memory, optimize)
 
 
 def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
@@ -273,6 +294,11 @@ def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:
             freed. Nothing was restored then.
     """
     uninstall_all(_roots(obj, components).values())
+
+
+def _check_memory(memory: str | None) -> None:
+    if memory not in (None, "low"):
+        raise ValueError(f'memory: expected None or "low", got {memory!r}')
 
 
 def _check_options(

@@ -36,12 +36,12 @@ class Method(str, enum.Enum):
     FP8 = METHOD
 
 
-def config_for_diffusers(skip: Sequence[str] | None, optimize: Callable[..., Any]) -> Any:
+def config_for_diffusers(skip: Sequence[str] | None, memory: str | None, optimize: Callable[..., Any]) -> Any:
     """A configuration of diffusers, whose class is made and registered at the first call.
 
     optimize: The function of this package.
     """
-    return _classes(optimize)[0](skip=skip)
+    return _classes(optimize)[0](skip=skip, memory=memory)
 
 
 @functools.cache
@@ -63,14 +63,16 @@ def _classes(optimize: Callable[..., Any]) -> tuple[Any, Any]:
 class _Config:
     """What `LTXKernelsFp8Config` returns."""
 
-    def __init__(self, skip: Sequence[str] | None = None, quant_method: str = METHOD) -> None:
+    def __init__(
+        self, skip: Sequence[str] | None = None, quant_method: str = METHOD, memory: str | None = None
+    ) -> None:
         if quant_method != METHOD:
             raise ValueError(f"quant_method: expected {METHOD}, got {quant_method}")
         self.quant_method = Method.FP8
-        self.skip = None if skip is None else list(skip)
+        self.skip, self.memory = None if skip is None else list(skip), memory
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": METHOD, "skip": self.skip}
+        return {"quant_method": METHOD, "skip": self.skip, "memory": self.memory}
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -156,7 +158,8 @@ class _Quantizer:
         skip = self.config.skip
         if self.in_fp8_already and skip is None:
             skip = []  # the file says what is in fp8
-        self._layers = {name for name in layers_for_fp8(model, skip) if not self._keep & set(name.split("."))}
+        layers = layers_for_fp8(model, skip, self.config.memory == "low")
+        self._layers = {name for name in layers if not self._keep & set(name.split("."))}
 
     def check_if_quantized_param(
         self, model: nn.Module, param_value: Tensor, param_name: str, state_dict: Any, **more: Any
@@ -205,7 +208,8 @@ class _Quantizer:
             (self._input_scales, "static scales of inputs not used: each row gets its own"),
         )
         notes = [f"weights: {count} {text}" for count, text in counts if count]
-        self.report = type(self).optimize(model, precision="fp8", weights=Placed(self._kept, notes))
+        placed = Placed(self._kept, notes)
+        self.report = type(self).optimize(model, precision="fp8", memory=self.config.memory, weights=placed)
         self._model = weakref.ref(model)
         model.register_to_config(quantization_config=self.config)  # type: ignore[operator]
         return model
@@ -216,7 +220,7 @@ class _Quantizer:
         """For ``save_pretrained``: each scale behind its weight."""
         model = None if self._model is None else self._model()
         named = [] if model is None else list(model.named_modules())
-        linears = [(name, m) for name, m in named if type(m) is nn.Linear and fp8.in_fp8(m)]
+        linears = [(name, m) for name, m in named if type(m) is nn.Linear and fp8.holds_fp8(m)]
         scales = {f"{name}.weight": fp8.quantised_weight(linear)[1] for name, linear in linears}
         found: dict[str, Tensor] = {}
         for name, tensor in state_dict.items():

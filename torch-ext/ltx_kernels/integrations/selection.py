@@ -19,6 +19,7 @@ from .linear import fp8
 from .linear.checkpoints import Weights
 from .linear.lora import base_of
 from .linear.scaled_weights import holds_codes
+from .linear.weight_only import WEIGHT_ONLY
 from .registry import entry_for
 from .replay.cuda_graphs import with_graphs
 
@@ -29,15 +30,24 @@ TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encod
 ENTRIES = {**diffusers.ENTRIES, **transformers.ENTRIES}
 
 
-def notes_of(selection: Selection, component: str, file: Weights, skip: Sequence[str] | None) -> list[str]:
+def left_in_bf16(selection: Selection, skip: Sequence[str] | None) -> str:
+    """What the report says of memory="low": the patterns of layers that it left in their own precision."""
+    entries = {id(entry): entry for _, entry in selection.modules.values()}
+    patterns = dict.fromkeys(p for entry in entries.values() for p in patterns_in_bf16(entry, skip, True))
+    return f"memory low leaves in bf16, of the blocks' linear layers: {', '.join(patterns) or 'none'}"
+
+
+def notes_of(selection: Selection, component: str, file: Weights, skip: Sequence[str] | None, low: bool) -> list[str]:
     """What the report says about a file of weights."""
     start = f"{component}." if component else ""
     names = {
-        n[len(start) :] for n, (_, entry) in selection.modules.items() if entry is fp8.LINEAR and n.startswith(start)
+        n[len(start) :]
+        for n, (_, entry) in selection.modules.items()
+        if entry in (fp8.LINEAR, WEIGHT_ONLY) and n.startswith(start)
     }
-    patterns = (
-        {pattern for _, entry in selection.modules.values() for pattern in entry.fp8_skip} if skip is None else ()
-    )
+    patterns = set[str]()
+    if skip is None:
+        patterns = {p for _, entry in selection.modules.values() for p in patterns_in_bf16(entry, None, low)}
     default = sum(any(fnmatch.fnmatchcase(start + name, pattern) for pattern in patterns) for name in names)
     return file.notes(names, default)
 
@@ -108,8 +118,10 @@ def select_graphs(selection: Selection, roots: Mapping[str, nn.Module]) -> None:
             selection.modules[name] = module, with_graphs(module, entry)
 
 
-def _groups(selection: Selection, native: Container[str] = ()) -> Iterator[tuple[Entry, dict[str, Any]]]:
-    """The linear layers that known blocks offer, by name: those that share an input, with the entry of their block.
+def _groups(selection: Selection, native: Container[str] = ()) -> Iterator[tuple[Entry, Entry, dict[str, Any]]]:
+    """The linear layers that known blocks offer, by name: those that share an input.
+
+    Before them come the entry of their block, and theirs: LINEAR, or WEIGHT_ONLY for modulation.
 
     native: Components whose blocks are left out.
     """
@@ -121,7 +133,11 @@ def _groups(selection: Selection, native: Container[str] = ()) -> Iterator[tuple
             if "processor" in part.__dict__ and entry_for(ENTRIES, part) is None:
                 continue  # the attention is not known, and stays as it is
             names = [f"{block_name}.{path}" if block_name else path for path in paths]
-            yield entry, {name: base_of(block.get_submodule(path)) for name, path in zip(names, paths)}
+            yield entry, fp8.LINEAR, {name: base_of(block.get_submodule(path)) for name, path in zip(names, paths)}
+        for path in entry.weight_only:
+            linear = submodule(block, path)
+            if linear is not None:  # a last block may have none
+                yield entry, WEIGHT_ONLY, {f"{block_name}.{path}" if block_name else path: base_of(linear)}
 
 
 def check_device(device: torch.device) -> None:
@@ -134,23 +150,32 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def layers_for_fp8(root: nn.Module, skip: Sequence[str] | None) -> set[str]:
+def patterns_in_bf16(entry: Entry, skip: Sequence[str] | None, low: bool) -> Sequence[str]:
+    """Patterns of a block's linear layers that stay in their own precision; low: with memory="low"."""
+    if skip is not None:
+        return skip
+    return entry.fp8_skip_low if low else entry.fp8_skip
+
+
+def layers_for_fp8(root: nn.Module, skip: Sequence[str] | None, low: bool) -> set[str]:
     """The names of the linear layers that precision="fp8" takes of a model, which may be on "meta"."""
     return {
         name
-        for entry, layers in _groups(select({"": root}, "block", "fp32"))
+        for block, entry, layers in _groups(select({"": root}, "block", "fp32"))
         for name, linear in layers.items()
-        if class_of(linear) == fp8.LINEAR_CLASS
+        if (low or entry is fp8.LINEAR)
+        and class_of(linear) == fp8.LINEAR_CLASS
         and not fp8.why_not_shape(linear)
-        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in (entry.fp8_skip if skip is None else skip))
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns_in_bf16(block, skip, low))
     }
 
 
 def select_fp8(
-    selection: Selection, skip: Sequence[str] | None, files: Mapping[str, Weights], native: Container[str]
+    selection: Selection, skip: Sequence[str] | None, low: bool, files: Mapping[str, Weights], native: Container[str]
 ) -> list[list[nn.Linear]]:
     """Adds the linear layers of known blocks to the selection; those that share an input, together.
 
+    low: With memory="low", which takes modulation as well. A file of this package takes what it has in fp8.
     native: Components that stay in their own precision.
     """
     groups = []
@@ -159,21 +184,23 @@ def select_fp8(
         names = {".".join(filter(None, (component, name))) for name in file.linears}
         in_files |= names
         needed |= names if file.all_or_error else set()
-    for entry, layers in _groups(selection, native):
-        patterns = entry.fp8_skip if skip is None else skip
+    for block, entry, layers in _groups(selection, native):
+        patterns = patterns_in_bf16(block, skip, low)
         group = []
         for name, linear in layers.items():
+            if not (low or entry is fp8.LINEAR or name in needed):
+                continue
             if name not in in_files if files else any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 continue
             if class_of(linear) != fp8.LINEAR_CLASS:
                 selection.left_alone[name] = f"it is {class_of(linear)}, not {fp8.LINEAR_CLASS}"
                 continue
             check_device(linear.weight.device)
-            reason = fp8.why_not_shape(linear) if files else why_not(linear, fp8.LINEAR)
+            reason = fp8.why_not_shape(linear) if files else why_not(linear, entry)
             if reason:
                 selection.left_alone[name] = reason
             else:
-                selection.modules[name] = linear, fp8.LINEAR
+                selection.modules[name] = linear, entry
                 group.append(linear)
         if group:
             groups.append(group)

@@ -47,6 +47,9 @@ class Block:
     linears: Groups of other linear layers that share an input, for fp8.
     fp8_skip: Patterns of linear layers that fp8 leaves alone unless told otherwise, since they cost more than they
         save.
+    fp8_skip_low: The patterns in their place with memory="low". None: the same.
+    modulation: Paths of linear layers in no group that read one row of each sample. With memory="low" their weights
+        alone are in fp8.
     casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have another dtype.
     live: Arguments that may be others at every recorded call, such as keys and values of earlier tokens.
     plain, asks: As in `Entry`.
@@ -70,6 +73,8 @@ class Block:
     feed_forwards: tuple[str, ...] = ()
     linears: tuple[tuple[str, ...], ...] = ()
     fp8_skip: tuple[str, ...] = ()
+    fp8_skip_low: tuple[str, ...] | None = None
+    modulation: tuple[str, ...] = ()
     casts: bool = False
     live: Live | None = None
     plain: tuple[str, ...] = ()
@@ -114,6 +119,8 @@ class Block:
             why_not=self._why_not_module,
             fp8=self._fp8_groups,
             fp8_skip=self.fp8_skip,
+            fp8_skip_low=self.fp8_skip if self.fp8_skip_low is None else self.fp8_skip_low,
+            weight_only=self.modulation,
             apart=frozenset((*self.attentions, *self.feed_forwards)),
             plain=self.plain,
             asks=self.asks,

@@ -67,6 +67,7 @@ BLOCK = Block(
     streams=("hidden_states", "encoder_hidden_states"),
     tensors=("temb",),
     norms=dict.fromkeys(("norm1.norm", "norm2.norm"), (TORCH_LAYERNORM,)),
+    modulation=("norm1.linear", "norm2.linear"),
     modules={"norm1": (NORM_ZERO,), "norm2": (NORM_ZERO,)},
     attentions={"attn1": ATTENTION},
     feed_forwards=("ff",),

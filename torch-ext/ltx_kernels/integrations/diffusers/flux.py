@@ -102,6 +102,8 @@ DOUBLE = Block(
     attentions={"attn": ATTENTION},
     feed_forwards=("ff", "ff_context"),
     fp8_skip=("*.add_*_proj", "*.to_added_qkv", "*.to_add_out", "*.ff_context.*"),
+    fp8_skip_low=(),
+    modulation=("norm1.linear", "norm1_context.linear"),
     check=why_not_call,
 )
 SINGLE = Block(
@@ -113,6 +115,7 @@ SINGLE = Block(
     modules={"norm": (ADA_SINGLE,), "act_mlp": ("torch.nn.modules.activation.GELU",)},
     attentions={"attn": ATTENTION},
     linears=(("proj_mlp",), ("proj_out",)),
+    modulation=("norm.linear",),
     check=why_not_call,
     roundings=("fp32",),
 )

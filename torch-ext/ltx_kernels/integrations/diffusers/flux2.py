@@ -87,6 +87,7 @@ DOUBLE = Block(
     norms=dict.fromkeys(("norm1", "norm1_context", "norm2", "norm2_context"), (TORCH_LAYERNORM,)),
     attentions={"attn": ATTENTION, "ff": MLP, "ff_context": MLP},
     fp8_skip=("*.add_*_proj", "*.to_added_qkv", "*.to_add_out", "*.ff_context.*"),
+    fp8_skip_low=(),
 )
 SINGLE = Block(
     classes=(FLUX2 + "Flux2SingleTransformerBlock",),

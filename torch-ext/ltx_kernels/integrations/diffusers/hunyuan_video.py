@@ -95,6 +95,8 @@ DOUBLE = Block(
     attentions={"attn": ATTENTION},
     feed_forwards=("ff", "ff_context"),
     fp8_skip=("*.attn.add_*_proj", "*.attn.to_add_out", "*.ff_context.*"),
+    fp8_skip_low=(),
+    modulation=("norm1.linear", "norm1_context.linear"),
 )
 SINGLE = Block(
     classes=(MODELS + "hunyuan_video.HunyuanVideoSingleTransformerBlock",),

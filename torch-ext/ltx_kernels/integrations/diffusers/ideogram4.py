@@ -49,6 +49,7 @@ BLOCK = Block(
     classes=(IDEOGRAM4 + "TransformerBlock",),
     forward=block_forward,
     children=frozenset({"adaln_modulation"}),
+    modulation=("adaln_modulation",),
     tensors=("adaln_input",),
     norms=dict.fromkeys(("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"), (RMSNORM,)),
     attentions={"attention": ATTENTION, "feed_forward": MLP},

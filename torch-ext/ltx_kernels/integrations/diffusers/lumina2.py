@@ -59,6 +59,7 @@ BLOCK = Block(
     classes=("diffusers.models.transformers.transformer_lumina2.Lumina2TransformerBlock",),
     forward=block_forward,
     optional_children=frozenset({"norm1.norm"}),
+    modulation=("norm1.linear",),
     tensors=("temb",),
     norms={
         "norm1": ("diffusers.models.normalization.LuminaRMSNormZero", RMSNORM),

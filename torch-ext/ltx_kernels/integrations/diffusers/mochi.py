@@ -132,6 +132,8 @@ BLOCK = Block(
     attentions={"attn1": ATTENTION},
     feed_forwards=("ff", "ff_context"),
     fp8_skip=("*.attn1.add_*_proj", "*.attn1.to_add_out", "*.ff_context.*"),
+    fp8_skip_low=(),
+    modulation=("norm1.linear", "norm1_context.linear", "norm1_context.linear_1"),
     ops=("adaln_rmsnorm", "norm_gated_residual_norm", "norm_residual", "rmsnorm"),
 )
 

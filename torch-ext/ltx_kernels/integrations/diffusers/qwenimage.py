@@ -92,6 +92,8 @@ BLOCK = Block(
     attentions={"attn": ATTENTION},
     feed_forwards=("img_mlp", "txt_mlp"),
     fp8_skip=("*.attn.add_*_proj", "*.attn.to_add_out", "*.txt_mlp.*"),
+    fp8_skip_low=(),
+    modulation=("img_mod.1", "txt_mod.1"),
     check=_why_not_block,
 )
 

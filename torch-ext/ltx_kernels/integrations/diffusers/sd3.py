@@ -89,6 +89,8 @@ BLOCK = Block(
     attentions={"attn": ATTENTION, "attn2": ATTENTION},
     feed_forwards=("ff", "ff_context"),
     fp8_skip=("*.attn.add_*_proj", "*.attn.to_add_out", "*.ff_context.*"),
+    fp8_skip_low=(),
+    modulation=("norm1.linear", "norm1_context.linear"),
     check=_why_not_block,
 )
 

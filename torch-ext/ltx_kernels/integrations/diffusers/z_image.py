@@ -98,6 +98,7 @@ BLOCK = Block(
     classes=(Z_IMAGE + "ZImageTransformerBlock",),
     forward=block_forward,
     optional_children=frozenset({"adaLN_modulation"}),
+    modulation=("adaLN_modulation.0",),
     streams=("x",),
     tensors=("adaln_input", "adaln_noisy", "adaln_clean"),
     norms=dict.fromkeys(("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"), (RMSNORM,)),

@@ -89,8 +89,7 @@ class Entry:
     # Why `restore` cannot put a module back, and what it has to undo beside the forward.
     why_not_restored: Callable[[nn.Module], str] = lambda module: ""
     release: Callable[[nn.Module], None] = lambda module: None
-    # What `restore` has to undo once for each model that it is given.
-    release_root: Callable[[nn.Module], None] = lambda root: None
+    release_root: Callable[[nn.Module], None] = lambda root: None  # the same, once for each model that it is given
     # Another class whose replaced modules make something in a layout that only modules of this class can read.
     # `restore` takes both out together.
     together_with: str = ""
@@ -100,8 +99,9 @@ class Entry:
     # names that stay in their own precision unless `skip` is given.
     fp8: Callable[[nn.Module], list[tuple[str, ...]]] = lambda module: []
     fp8_skip: tuple[str, ...] = ()
-    # Names of children that have guards of their own: the module's snapshot does not look below them.
-    apart: frozenset[str] = frozenset()
+    fp8_skip_low: tuple[str, ...] = ()  # the patterns with memory="low"
+    weight_only: tuple[str, ...] = ()  # names of linear layers whose weights alone are in fp8 with memory="low"
+    apart: frozenset[str] = frozenset()  # children with guards of their own: the snapshot does not look below them
     # (the block's description of a child, the child, input) to the linear layers that read an input like this, if they
     # may be handed quantised rows instead of it.
     readers: Callable[[Any, nn.Module, Tensor], Any] = lambda described, module, input: None

@@ -333,12 +333,16 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
     if autocast_dtype(input) == torch.bfloat16:
         input = input.to(torch.bfloat16)  # as autocast has every linear layer read it
     reason = why_not_fp8_input(input) or why_not_fp8_weight(self, input)
-    site = site_of(self)
     if not reason:
         rows = quantize_rows(input)
         count_products((self,), rows)
         return product(self, rows)
-    given = self._parameters["weight"]
+    return run_stock(self, reason, input)
+
+
+def run_stock(self: nn.Linear, reason: str, input: Tensor) -> Tensor:
+    """The layer's output by its stock weight, counted as a fallback."""
+    site, given = site_of(self), self._parameters["weight"]
     if is_replaced(self) and _is_exchanged(self) and given is not None and given.dtype == input.dtype:
         return cast(Tensor, stock_forward(self, reason, input))
     if is_freed(self):
@@ -368,9 +372,14 @@ LINEAR = Entry(
 
 
 def in_fp8(linear: nn.Module) -> bool:
-    """Whether a linear layer, or the one below its adapters, has fp8 weights."""
+    """Whether a linear layer, or the one below its adapters, multiplies in fp8."""
     site = base_of(linear).__dict__.get(ATTRIBUTE)
     return site is not None and site.entry is LINEAR
+
+
+def holds_fp8(linear: nn.Module) -> bool:
+    """Whether a linear layer, or the one below its adapters, has an fp8 weight, in whatever precision it multiplies."""
+    return SCALES in base_of(linear)._buffers
 
 
 # ---- A whole model

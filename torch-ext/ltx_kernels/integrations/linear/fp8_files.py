@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..._linear import joined_bits
 from ..engine.guards import class_of
-from .fp8 import SCALES, held_dtypes, in_fp8, put_loaded_weights, quantised_weight
+from .fp8 import SCALES, held_dtypes, holds_fp8, put_loaded_weights, quantised_weight
 from .tensor_files import open_file, safetensors
 
 FILE = "ltx_kernels_fp8.safetensors"
@@ -51,7 +51,7 @@ def slots_of(root: nn.Module) -> list[Slot]:
 
 
 def _linears(root: nn.Module) -> dict[str, nn.Linear]:
-    return {name: m for name, m in root.named_modules() if type(m) is nn.Linear and in_fp8(m)}
+    return {name: m for name, m in root.named_modules() if type(m) is nn.Linear and holds_fp8(m)}
 
 
 def _tensors(root: nn.Module) -> dict[str, Tensor]:

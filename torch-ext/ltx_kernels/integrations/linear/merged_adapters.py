@@ -24,7 +24,7 @@ from .fp8 import (
     bring_back,
     guard_loading,
     hold,
-    in_fp8,
+    holds_fp8,
     is_freed,
     is_replaced,
     quantise_again,
@@ -36,7 +36,7 @@ from .offload import keeps_copies, tell_offload
 def follow(root: nn.Module) -> None:
     """Replaces the functions of a model that merge adapters into stock weights."""
     for module in root.modules():
-        if is_lora(module) and in_fp8(module):
+        if is_lora(module) and holds_fp8(module):
             linear = cast(nn.Linear, base_of(module))
             linear.__dict__[MERGED] = merged(module)
             if merged(module) and linear.__dict__[STATE] == HELD:
@@ -53,7 +53,7 @@ def _follow_new_layers() -> None:
     """Has torch tell of each layer in fp8 that peft puts below a layer of its own, for as long as the process runs."""
 
     def see(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if name == "base_layer" and child is not None and is_lora(module) and in_fp8(child):
+        if name == "base_layer" and child is not None and is_lora(module) and holds_fp8(child):
             module.__dict__["merge"] = types.MethodType(_merge, module)
 
     register_module_module_registration_hook(see)
@@ -79,7 +79,7 @@ def _merge(self: nn.Module, *args: Any, **options: Any) -> None:
 
 def _follow_layers(root: nn.Module) -> None:
     for module in root.modules():
-        if is_lora(module) and in_fp8(module):
+        if is_lora(module) and holds_fp8(module):
             follow_layer(module)
 
 
@@ -102,7 +102,7 @@ def follow_layer(layer: nn.Module) -> None:
 
 def _following(name: str) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **options: Any) -> Any:
-        linears = [module for module in self.modules() if type(module) is nn.Linear and in_fp8(module)]
+        linears = [module for module in self.modules() if type(module) is nn.Linear and holds_fp8(module)]
         if name != "unload_lora" and any(map(is_freed, linears)):
             do = "adapters run beside the fp8 weights" if "lora" in name else "call it before optimize"
             raise RuntimeError(f"{name}: expected stock weights, which are freed: {do}")

@@ -41,3 +41,9 @@ def tell_offload(root: nn.Module) -> None:
     again = getattr(home, "_maybe_remove_and_reapply_group_offloading", None)
     if again is not None and keeps_copies(root):
         again(root)
+
+
+def carried_bytes(roots: Iterable[nn.Module]) -> int:
+    """The size of all parameters and buffers of models: what an offload moves."""
+    tensors = {id(t): t for root in roots for t in (*root.parameters(), *root.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())

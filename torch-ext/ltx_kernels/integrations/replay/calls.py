@@ -28,7 +28,7 @@ from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing
 from ..engine.recording import Live, thread
 from ..engine.signature import PLAIN, attention_is_replaced, signature
 from ..engine.state import HELD, SIGNATURES, Held, Snapshot, held, is_watched
-from ..linear.fp8 import in_fp8
+from ..linear.fp8 import holds_fp8
 from ..linear.lora import adapters_state, is_lora
 from ..linear.merged_adapters import is_behind
 from .check import compare
@@ -127,7 +127,7 @@ class Replays:
         self.state = Snapshot(module)
         self._asks = module.__dict__[ATTRIBUTE].entry.asks
         self._adapted = [part for part in self.state.modules if is_lora(part)]
-        self._quantised = [part for part in self._adapted if in_fp8(part)]
+        self._quantised = [part for part in self._adapted if holds_fp8(part)]
         self._adapters = self._active()
         self.changes = changes
         # By signature: a recording, or the reason why there is none. With an empty reason the next call is recorded.
