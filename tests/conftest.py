@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.build import ROOT, build_directory, load_build, use_own_build_by_default
 from helpers.failures import name_failures
 from helpers.gpus import take_turns
@@ -78,6 +79,21 @@ def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions in fp64, rounded, and then the bias: the same bits in every memory order, as cuDNN adds a bias."""
+
+    def exact(convolution: Any) -> Any:
+        def convolve(x, weight, bias=None, *options):
+            result = convolution(x.double(), weight.double(), None, *options).to(x.dtype)
+            return result if bias is None else result + bias.view(-1, *[1] * (x.dim() - 2))
+
+        return convolve
+
+    monkeypatch.setattr(F, "conv3d", exact(F.conv3d))
+    monkeypatch.setattr(F, "conv2d", exact(F.conv2d))
 
 
 @pytest.fixture

@@ -285,3 +285,92 @@ def test_autoencoder_of_other_pipelines(ltx: ModuleType, device: str, kind: str)
         halves.split()
     )
     assert ((ours - stock).norm() / stock.norm()).item() < 1e-4
+
+
+# ---- Images, with default options
+
+
+def image_vae(latents: int, device: str, dtype: torch.dtype, **config: Any) -> Any:
+    stages = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    config = {"block_out_channels": (32, 64), "latent_channels": latents, **stages, **config}
+    return diffusers.AutoencoderKL(**config).to(device, dtype).eval()
+
+
+def of_flux(name: str, device: str, components: dict[str, Any]) -> Any:
+    transformer = diffusers.FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=components["text_encoder"].config.d_model,
+        pooled_projection_dim=8,
+        axes_dims_rope=[4, 4, 8],
+    ).to(device, torch.bfloat16)
+    quant = {"use_quant_conv": False, "use_post_quant_conv": False, "force_upcast": False, "shift_factor": 0.1}
+    encoder = copy.deepcopy(components["text_encoder"]).to(torch.bfloat16)
+    parts = {"transformer": transformer.eval(), "vae": image_vae(4, device, torch.bfloat16, **quant)}
+    return assembled(name, **parts, text_encoder_2=encoder, tokenizer_2=components["tokenizer"])
+
+
+def of_sdxl(name: str, device: str, components: dict[str, Any]) -> Any:
+    """In float16, as it is usually loaded: its pipelines cast the autoencoder to float32 for a call, and back."""
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + 16,
+        cross_attention_dim=32,
+    )
+    vae = image_vae(4, device, torch.float16)
+    scheduler = diffusers.EulerDiscreteScheduler()
+    return assembled(name, unet=unet.to(device, torch.float16).eval(), vae=vae, scheduler=scheduler)
+
+
+IMAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
+    "FluxPipeline": (of_flux, {}, {"Decoder"}),
+    "FluxImg2ImgPipeline": (of_flux, {"image": square, "strength": 0.5}, {"Decoder", "Encoder"}),
+    "StableDiffusionXLPipeline": (of_sdxl, {}, {"Decoder"}),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images(ltx: ModuleType, device: str, components: dict[str, Any], name: str) -> None:
+    """From the prompt to the picture, with default options: text encoder, denoiser and autoencoder run the ops."""
+    make, arguments, halves = IMAGES[name]
+    torch.manual_seed(0)
+    pipe = make(name, device, components)
+    pipe.set_progress_bar_config(disable=True)
+    dtype = pipe.vae.dtype
+
+    def embedded() -> dict[str, Tensor]:
+        if "XL" in name:
+            return {
+                "prompt_embeds": torch.ones(1, 5, 32, device=device, dtype=dtype),
+                "pooled_prompt_embeds": torch.ones(1, 16, device=device, dtype=dtype),
+            }
+        embeds = pipe._get_t5_prompt_embeds("a kite", max_sequence_length=16, device=device, dtype=dtype)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": torch.ones(1, 8, device=device, dtype=dtype)}
+
+    def generate() -> Tensor:
+        torch.manual_seed(1)
+        options = {"height": 64, "width": 64, "output_type": "pt", "return_dict": False, "guidance_scale": 1.0}
+        with torch.no_grad():
+            return pipe(**embedded(), **options, num_inference_steps=2, **arguments)[0]
+
+    stock = generate()
+    report = ltx.optimize(pipe)
+    ours = generate()
+    calls = {site.name: site.calls for site in report.sites}
+    report.restore()
+    assert torch.equal(generate(), stock)
+    assert report.fallbacks == {} and pipe.vae.dtype == dtype
+    assert {half for half in ("Decoder", "Encoder") if calls[f"diffusers.{half}"]} == halves
+    block = "BasicTransformerBlock" if "XL" in name else "FluxTransformerBlock"
+    assert calls[f"diffusers.{block}"] >= 1 and calls.get("transformers.T5Block", 0) >= ("Flux" in name)
+    assert ((ours - stock).norm() / stock.norm()).item() < 0.02

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.autoencoders import calls, close, error, reason_of
 from torch import Tensor, nn
 
 diffusers = pytest.importorskip("diffusers")
@@ -143,36 +144,8 @@ def encode(vae: Any, frames: int = 3, batch: int = 1, size: tuple[int, int] = (2
 RUN = {"decoder": decode, "encoder": encode}
 
 
-def calls(report: Any, half: str = "decoder") -> int:
-    (site,) = [site for site in report.sites if half in site.name.lower()]
-    return site.calls
-
-
 def expected_calls(name: str, frames: int = 3) -> int:
     return 1 if "ltx" in name else frames
-
-
-def close(result: Tensor, stock: Tensor) -> None:
-    torch.testing.assert_close(result, stock, rtol=1e-4, atol=1e-4 * stock.abs().max().item())
-
-
-def error(result: Tensor, truth: Tensor) -> float:
-    return ((result.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt()).item()
-
-
-@pytest.fixture
-def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convolutions in fp64, rounded, and then the bias: the same bits in every memory order, as cuDNN adds a bias."""
-
-    def exact(convolution: Any) -> Any:
-        def convolve(x, weight, bias=None, *options):
-            result = convolution(x.double(), weight.double(), None, *options).to(x.dtype)
-            return result if bias is None else result + bias.view(-1, *[1] * (x.dim() - 2))
-
-        return convolve
-
-    monkeypatch.setattr(F, "conv3d", exact(F.conv3d))
-    monkeypatch.setattr(F, "conv2d", exact(F.conv2d))
 
 
 @pytest.mark.parametrize(("name", "half"), CASES)
@@ -351,10 +324,8 @@ def test_results_are_tensors_of_their_own(ltx, device, name):
 def fallback(ltx: Any, vae: Any, call: Any) -> str:
     report = ltx.optimize(vae)
     call()
-    (reasons,) = report.fallbacks.values()
-    ((reason, count),) = reasons.items()
-    assert count == 1 and calls(report) == 0
-    return reason
+    assert calls(report) == 0
+    return reason_of(report)
 
 
 def test_fallbacks(ltx, device):

@@ -1,9 +1,9 @@
-"""Encoders and decoders of video autoencoders: what every family of them needs.
+"""Encoders and decoders of video and image autoencoders: what every family of them needs.
 
 The convolutions stay cuDNN's, in channels-last memory and without their bias, which the next op adds. That op also adds
-the residual, normalises, modulates, activates, and writes the padding that the next convolution wants. Every step
-rounds where the stock modules round. Tiling, slicing and framewise decoding call the encoder or the decoder, so they
-run this too.
+the residual, normalises and activates. Of videos it modulates too, and writes the padding that the next convolution
+wants. Every step rounds where the stock modules round. Tiling, slicing and framewise decoding call the encoder or the
+decoder, so they run this too.
 
 The weights of the convolutions move into channels-last memory at the first call, because torch would copy them there in
 every call. They are the same parameters with the same values. `restore` and calls of the stock forward move them back.
@@ -19,14 +19,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...channels_last import channel_norm, channel_norm_residual
+from ...channels_last import (
+    channel_norm,
+    channel_norm_residual,
+    group_norm,
+    group_norm_residual,
+    unpatchify,
+    upsample_nearest,
+)
 from ..engine.autocast import remark_autocast
 from ..engine.guards import HOOK, class_of, hooked, is_ordinary, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward
 from ..engine.state import remember
 
 VIDEO = torch.channels_last_3d
-OPS = ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify")
+OPS = {  # by the dimensions of the tensors
+    5: ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify"),
+    4: ("group_norm", "group_norm_residual", "upsample_nearest", "unpatchify"),
+}
 TORCH_MODULES = frozenset(
     f"torch.nn.modules.{name}" for name in ("container.ModuleList", "conv.Conv3d", "dropout.Dropout", "activation.SiLU")
 )
@@ -53,16 +63,32 @@ class Form:
         return x[..., 1:-1, 1:-1] if self.reflect else x
 
 
-class Hidden:
+class ResidualStream:
     """The residual stream, and the branch that waits to be added to it: a convolution's output without its bias."""
 
-    def __init__(self, form: Form, branch: Tensor, bias: Tensor | None = None, **noise: Tensor) -> None:
-        self.form = form
+    def __init__(self, branch: Tensor, bias: Tensor | None = None, **operands: Tensor) -> None:
         self.stream: Tensor | None = None
-        self.add(branch, bias, **noise)
+        self.add(branch, bias, **operands)
 
-    def add(self, branch: Tensor, bias: Tensor | None = None, **noise: Tensor) -> None:
-        self.branch: dict[str, Any] = {"input": branch, "bias": bias, **noise}
+    def add(self, branch: Tensor, bias: Tensor | None = None, **operands: Tensor | None) -> None:
+        """operands: What else the next op adds, by its names."""
+        self.branch: dict[str, Any] = {"input": branch, "bias": bias, **operands}
+
+    def _waiting(self, keep: bool) -> dict[str, Any]:
+        """The operands of the sum; no branch waits from now on, and without `keep` the stream is empty."""
+        waiting = {**self.branch, "residual": self.stream} if self.branch else {"input": self.stream}
+        self.branch = {}
+        if not keep:
+            self.stream = None
+        return waiting
+
+
+class Hidden(ResidualStream):
+    """A stream of videos, whose norms are over the channels of each voxel."""
+
+    def __init__(self, form: Form, branch: Tensor, bias: Tensor | None = None, **noise: Tensor) -> None:
+        super().__init__(branch, bias, **noise)
+        self.form = form
 
     @property
     def like(self) -> Tensor:
@@ -112,13 +138,43 @@ class Hidden:
         waiting = self._waiting(keep=False)
         return channel_norm(**waiting, norm="none", padding=frames, reflect=form.reflect, out=out)
 
-    def _waiting(self, keep: bool) -> dict[str, Any]:
-        """The operands of the sum; no branch waits from now on, and without `keep` the stream is empty."""
-        waiting = {**self.branch, "residual": self.stream} if self.branch else {"input": self.stream}
-        self.branch = {}
-        if not keep:
-            self.stream = None
-        return waiting
+
+class Images(ResidualStream):
+    """A stream of images, [B, C, H, W], whose norms are over groups of channels."""
+
+    def norm(self, norm: nn.GroupNorm, activation: str = "silu", *, last: bool = False) -> Tensor:
+        """The normalised and activated sum.
+
+        last: Nothing else will read the sum, and the stream starts anew.
+        """
+        options: dict[str, Any] = {
+            "groups": norm.num_groups,
+            "weight": norm.weight,
+            "bias_norm": norm.bias,
+            "eps": norm.eps,
+            "activation": activation,
+        }
+        if last or not self.branch:
+            return group_norm(**self._waiting(keep=not last), **options)
+        waiting = self._waiting(keep=True)
+        branch = waiting["input"]
+        dense = branch.is_contiguous(memory_format=torch.channels_last)
+        x, self.stream = group_norm_residual(**waiting, **options, residual_out=branch if dense else None)
+        return x
+
+    def upsampled(self, times: int) -> Tensor:
+        """The sum, with each pixel `times` over in rows and columns. The stream starts anew."""
+        return upsample_nearest(**self._waiting(keep=False), scale=(times, times))
+
+    def finished(self, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
+        """The last norm, SiLU and convolution of the sum, in contiguous memory."""
+        branch = convolved(conv, self.norm(norm, last=True))
+        return unpatchify(branch.unsqueeze(2), 1, bias=conv.bias).squeeze(2)
+
+
+def convolved(conv: Any, x: Tensor) -> Tensor:
+    """A convolution without its bias."""
+    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
 
 
 def space_to_depth(x: Tensor, stride: Sequence[int]) -> Tensor:
@@ -192,6 +248,7 @@ class Autoencoder:
     why_not: Why a module of other structure has to stay as it is; empty if it need not.
     check: Why a call has to run stock, beside the modules' state: (module, arguments by name) to a reason or "".
     keeps_frames: It reads and writes lists that it is given, so that a graph of its call would miss them.
+    dimensions: Of its tensors: 5 of videos, 4 of images.
     """
 
     classes: tuple[str, ...]
@@ -201,6 +258,7 @@ class Autoencoder:
     why_not: Callable[[Any], str]
     check: Callable[[Any, Mapping[str, Any]], str] = lambda module, arguments: ""
     keeps_frames: bool = False
+    dimensions: int = 5
 
     def entry(self) -> Entry:
         """What `optimize` installs."""
@@ -221,7 +279,7 @@ class Autoencoder:
         return Entry(
             self.classes,
             forward,
-            OPS,
+            OPS[self.dimensions],
             parameters,
             why_not=self._why_not_module,
             release=_move_weights_back,
@@ -263,7 +321,7 @@ class Autoencoder:
         reason = why_not_input(input, site_of(module).rounding)
         if reason:
             return reason
-        if input.dim() != 5 or input.numel() == 0:
+        if input.dim() != self.dimensions or input.numel() == 0:
             return f"an input of shape {list(input.shape)}"
         key = input.dtype, input.device
         return self.check(module, arguments) or remember(module, key, self._why_not_state, *key)

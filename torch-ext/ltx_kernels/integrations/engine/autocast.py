@@ -57,6 +57,10 @@ def layer_norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape)
 
 
+def group_norm(x: Tensor) -> Tensor:
+    return F.group_norm(x.view(1, -1), 1)
+
+
 def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape)
 

@@ -1,0 +1,47 @@
+"""Decoders of AutoencoderKL and AutoencoderKLFlux2, for images: all that stands between two convolutions is one op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..blocks.autoencoder import Autoencoder, Images, convolved
+from ..engine.guards import class_of
+from ._vae_kl import COMMON, MODELS, check_call, middle, resnet, why_not_kl
+
+UPSAMPLE = MODELS + "upsampling.Upsample2D"
+
+
+def decode(self: Any, sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
+    h = Images(convolved(self.conv_in, sample), self.conv_in.bias)
+    middle(self.mid_block, h)
+    for block in self.up_blocks:
+        for layer in block.resnets:
+            resnet(layer, h)
+        for upsampler in block.upsamplers or ():
+            h.add(convolved(upsampler.conv, h.upsampled(2)), upsampler.conv.bias)
+    return h.finished(self.conv_norm_out, self.conv_out)
+
+
+def _why_not(decoder: Any) -> str:
+    for part in decoder.modules():
+        usual = class_of(part) != UPSAMPLE or (
+            part.use_conv and part.interpolate and part.name == "conv" and part.norm is None
+        )
+        if not usual or getattr(part, "use_conv_transpose", False):
+            return "its upsamplers do not double the pixels before one convolution"
+    return why_not_kl(decoder)
+
+
+ENTRIES = (
+    Autoencoder(
+        (MODELS + "autoencoders.vae.Decoder",),
+        decode,
+        ("sample", "latent_embeds"),
+        COMMON | {MODELS + "autoencoders.vae.Decoder", MODELS + "unets.unet_2d_blocks.UpDecoderBlock2D", UPSAMPLE},
+        _why_not,
+        check_call,
+        dimensions=4,
+    ),
+)
