@@ -197,6 +197,11 @@ def train_vae(vae: AutoencoderKLLTXVideo, args: argparse.Namespace, generator: t
     """
     training = Training("autoencoder", vae, 1e-3, args.vae_steps, VAE_SHARE * args.seconds, log)
     window = min(WINDOW, args.width)
+    # Start from the wall's grey. The way there from zero would move all weights in one direction, so far that latents
+    # and pictures no longer depend on the clip.
+    with torch.no_grad():
+        vae.decoder.conv_out.conv.bias.fill_(crowded_clips(args, window, generator).mean().item())
+        vae.decoder.conv_out.conv.weight.mul_(0.1)
     for _ in training:
         clips = crowded_clips(args, window, generator)
         latents = vae.encode(clips).latent_dist.mode()

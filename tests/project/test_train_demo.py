@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_fall(folder: Path) -> None:
     recipe = json.loads((folder / "recipe.json").read_text())
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    for part, steps, fallen in (("autoencoder", 40, 0.6), ("transformer", 40, 0.8)):
+    for part, steps, fallen in (("autoencoder", 40, 0.7), ("transformer", 40, 0.8)):
         record = recipe[part]
         assert record["steps"] == steps and record["last_loss"] < fallen * record["first_loss"]
         losses = [line["loss"] for line in log if line["part"] == part]
