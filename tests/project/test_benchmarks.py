@@ -753,6 +753,22 @@ def test_memory_by_offload(ltx: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cpu_kernels")
+def test_weights_by_configuration(ltx: ModuleType) -> None:
+    """The computed sizes are those that models have, in bf16, in fp8 and with memory="low"."""
+    pytest.importorskip("diffusers")
+    import cards
+    import memory
+
+    known = cards.MODELS["flux"]
+    sizes = cards.sizes_of(known.construct(True, torch.bfloat16, "meta"), ltx)
+    for config, key in (("kernels", "bf16_gb"), ("kernels_fp8", "fp8_gb"), (memory.LOW, "low_gb")):
+        model = known.construct(True, torch.bfloat16, "cpu")
+        memory.prepare(model, config, "none", "cpu", ltx)
+        assert sizes[key] == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert sizes["bf16_gb"] > sizes["fp8_gb"] > sizes["low_gb"]
+
+
+@pytest.mark.usefixtures("cpu_kernels")
 def test_errors_of_fp8_by_kind_of_layer(ltx: ModuleType, tmp_path: Path) -> None:
     """Each kind alone is in fp8: between nothing and all; the layers that stay out by default are measured too."""
     pytest.importorskip("diffusers")
