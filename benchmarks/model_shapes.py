@@ -364,6 +364,25 @@ def kandinsky5_inputs(model: Any, make: Make, frames: int, height: int, width: i
     }
 
 
+def minimax_h3_inputs(model: Any, make: Make, frames: int, height: int, width: int, audio: int, text: int) -> Inputs:
+    config = model.config
+    video = frames * height * width
+    places = torch.arange(text + video + audio, device=make.device)
+    of_text, of_video, of_audio = places.split((text, video, audio))
+    return {
+        "hidden_states": make(1, video, config.in_channels * math.prod(config.patch_size)),
+        "audio_hidden_states": make(1, audio, config.audio_in_channels),
+        "encoder_hidden_states": make(1, text, config.text_dim),
+        "timestep": torch.full((1,), 0.5, device=make.device),
+        "timestep_indices": torch.zeros_like(places),
+        "token_tags": (places < text).long() + 2 * (places >= text + video),  # 0: video, 1: text, 2: audio
+        "position_ids": torch.stack((places // (height * width), places // width % height, places % width), -1),
+        "video_indices": of_video,
+        "audio_indices": of_audio,
+        "text_indices": of_text,
+    }
+
+
 def pixart_inputs(model: Any, make: Make, height: int, width: int, text: int, valid: int) -> Inputs:
     config = model.config
     mask = make.ones(2, text)
@@ -630,6 +649,16 @@ MODELS = {
         {"in_text_dim": 32, "in_text_dim2": 16, "time_dim": 16, "model_dim": 64, "ff_dim": 96, "num_visual_blocks": 2}
         | {"axes_dims": (8, 12, 12)},
         {"frames": 5, "height": 64, "width": 64, "text": 8},
+    ),
+    "minimax_h3": Model(
+        "MiniMaxH3Transformer3DModel",
+        "124 frames 480x864",
+        {},
+        minimax_h3_inputs,
+        {"frames": 37, "height": 15, "width": 27, "audio": 206, "text": 256},  # of tokens
+        {"num_attention_heads": 2, "attention_head_dim": 32, "hidden_size": 64, "num_layers": 2, "ffn_dim": 96}
+        | {"num_refiner_layers": 1, "text_dim": 32, "rope_freq_dim": 4, "time_embed_dim": 32},
+        {"frames": 2, "height": 4, "width": 4, "audio": 5, "text": 8},
     ),
     "ernie_image": Model(
         "ErnieImageTransformer2DModel",

@@ -57,6 +57,7 @@ MODELS = {
     "krea2": Model("Krea 2", "krea2"),
     "ernie_image": Model("ERNIE-Image", "ernie_image"),
     "kandinsky5": Model("Kandinsky 5 Lite", "kandinsky5"),
+    "minimax_h3": Model("MiniMax H3", "minimax_h3"),
     "sdxl": Model("SDXL", "basic_transformer"),
     "pixart": Model("PixArt-Sigma", "basic_transformer"),
     "lumina2": Model("Lumina-Image 2.0", "lumina2"),

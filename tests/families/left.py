@@ -34,7 +34,6 @@ LEFT: dict[str, str] = {
             "Kandinsky6Transformer3DModel",
             "LongCatAudioDiTTransformer",
             "LuminaNextDiT2DModel",
-            "MiniMaxH3Transformer3DModel",
             "MiniMaxMusic3RVQDepthDecoder",
             "MiniMaxMusic3Transformer1DModel",
             "MotifVideoTransformer3DModel",
