@@ -189,6 +189,10 @@ PROGRAMS = [
     _ops("{machine}-ops", ("op_cases", "cases")),
     _ops("{machine}-gates"),
     Program(
+        "benchmarks/backward.py", "{machine}-backward", in_place=False,
+        functions=lambda name, records: {function_of(record["op"]) for record in records},
+    ),
+    Program(
         "benchmarks/models.py", "{machine}-models", _by_name("model"),
         lambda name, records: [*_model_options(name, records), "--profile"], "--models",
         tables=("model_shapes", "MODELS"), also="{machine}-models-profile", keys=_one,

@@ -1,4 +1,4 @@
-"""The general CUDA kernel of the norm family, and the row kernel by index, compute what fp64 says. No GPU is needed.
+"""CUDA kernels compute what fp64 says: the general one of the norms, the row kernel by index, gradients. Without a GPU.
 
 A copy of the sources is built for the CPU, whose norms are these kernels as g++ compiles them: a thread of the host for
 each of the GPU's (helpers/cuda_on_host.h). This shows wrong arithmetic and wrong columns; races show only on a GPU.
@@ -14,18 +14,23 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import test_backward
 import test_quant
 import torch
 from helpers import (
+    ACTIVATIONS,
+    CLAMPED,
     DTYPES,
     MODEL_INDEX,
     MODULATORS,
     NORM_OPS,
     QUANTISED_NORMS,
     Make,
+    activation_case,
     assert_same_bits,
     check,
     check_everywhere,
+    gate_heads_case,
     index_case,
     model_index_case,
     norm_case,
@@ -39,7 +44,8 @@ pytestmark = pytest.mark.slow
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 HELPERS = ROOT / "tests" / "helpers"
 WIDTHS = [8, 40, 250, 264, 1000]  # several rows a warp; a part of a pack; more than one warp
-# What g++ does not take: launches, and three instructions of the GPU. The host runs launches of norm_kernel by index.
+# What g++ does not take: launches, and four instructions of the GPU. The host runs launches of norm_kernel by index and
+# of the kernels of gradients.
 EDITS = [
     (
         "kernel_src/ltx/row/kernel.cuh",
@@ -47,7 +53,23 @@ EDITS = [
         r"host::launch(grid, block, \1, p)",
     ),
     ("kernel_src/ltx/vec.cuh", r'(?s)P pack;\s*asm volatile\("ld\.global\.L1.*?\);', "P pack = *from;"),
+    ("kernel_src/ltx/vec.cuh", r'(?s)asm volatile\("st\.global\.v4.*?\);', "*to = pack;"),
     ("kernel_src/ltx/row/kernel.cuh", r"<<<.*?>>>", ""),
+    (
+        "kernel_src/norm_backward.cu",
+        r"(norm_backward_kernel<[^;]*?>)<<<grid, block, 0, stream>>>\(q\)",
+        r"host::launch(grid, block, \1, q)",
+    ),
+    (
+        "kernel_src/norm_backward.cu",
+        r"(?s)(norm_backward_general<T, S>)<<<(.*?), block, 0, stream>>>\(",
+        r"host::launch(dim3(\2), block, \1, ",
+    ),
+    (
+        "kernel_src/glu_backward.cu",
+        r"kernel<<<(.*), kThreads, 0, stream>>>\(",
+        r"host::launch(dim3(\1), dim3(kThreads), kernel, ",
+    ),
     ("kernel_src/ltx/activation.cuh", r'asm\("ex2.*;', "y = std::exp2(x);"),
     ("kernel_src/ltx/activation.cuh", r'asm\("rcp.*;', "y = 1.f / x;"),
     ("kernel_src/cpu/quant.cpp", r"void norm_quant(\(.*LTX_DISPATCH)", r"void rows_quant_on_cpu\1"),
@@ -69,10 +91,14 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         (copy / name).write_text(text)
     shutil.copy(HELPERS / "cuda_on_host.h", copy / "kernel_src" / "cpu" / "cuda_on_host.h")
     shutil.copy(HELPERS / "norm_on_host.cpp", copy / "kernel_src" / "cpu" / "norm.cpp")
-    table = copy / "build.toml"
-    before, norm, after = re.split(r"(\[kernel\.norm_cpu\].*?cxx-flags = \[)", table.read_text(), flags=re.DOTALL)
-    include = toolkit.nvcc.parent.parent / "include"
-    table.write_text(f'{before}{norm}"-I{include}", "-pthread", "-fno-strict-aliasing", {after}')
+    for name in ("norm_backward", "glu_backward"):
+        kernels = f'#include "cuda_on_host.h"\n#include "{name}.cu"\n'
+        (copy / "kernel_src" / "cpu" / f"{name}.cpp").write_text(kernels)
+    table, include = copy / "build.toml", toolkit.nvcc.parent.parent / "include"
+    for name in ("norm", "norm_backward", "glu_backward"):
+        parts = re.split(rf"(\[kernel\.{name}_cpu\].*?cxx-flags = \[)", table.read_text(), flags=re.DOTALL)
+        before, kernel, after = parts
+        table.write_text(f'{before}{kernel}"-I{include}", "-pthread", "-fno-strict-aliasing", {after}')
     process = subprocess.run(
         [sys.executable, "tools/build.py", "--backend", "cpu"], cwd=copy, capture_output=True, text=True, check=False
     )
@@ -151,3 +177,36 @@ def test_quantised(on_host: ModuleType, op: str, width: int, dtype: torch.dtype)
     test_quant.check(on_host, norm_case(op, make, (2, 3, width), tables=tables).in_layout("rows misaligned"))
     each = norm_case(op, make, (2, 3, width), param_dtype=torch.float32, modulation="[B, S, H]")
     test_quant.check(on_host, each.in_layout("columns strided"), torch.tensor(0.02))
+
+
+@every_dtype
+@pytest.mark.parametrize("width", [*WIDTHS, 2048])
+@pytest.mark.parametrize("op", sorted(NORM_OPS))
+def test_gradients_of_norms(on_host: ModuleType, op: str, width: int, dtype: torch.dtype) -> None:
+    """Whole packs, and the general kernel with the same bits."""
+    make, tables = Make("cpu", dtype, seed=width), [name for name in MODULATORS if name in NORM_OPS[op]]
+    for case in (norm_case(op, make, (2, 3, width)), norm_case(op, make, (2, 3, width), tables=tables)):
+        packed = test_backward.check(on_host, case)
+        general = test_backward.check(on_host, case.in_layout("columns strided"))
+        for name, gradient in general.items():
+            assert_same_bits(gradient, packed[name], name)
+    each = norm_case(op, make, (2, 3, width), param_dtype=torch.float32, modulation_dtype=torch.float32)
+    test_backward.check(on_host, each)
+    if set(NORM_OPS[op]) & set(MODULATORS):
+        test_backward.check(on_host, norm_case(op, make, (2, 3, width), modulation="[B, S, H]"))
+        test_backward.check(on_host, index_case(op, make, (2, 5, width), tables=tables))
+
+
+@every_dtype
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *CLAMPED, "gate_heads per head", "gate_heads per column"])
+def test_gradients_of_activations(on_host: ModuleType, name: str, dtype: torch.dtype) -> None:
+    for width in (8, 34, 64, 512, 520):
+        make = Make("cpu", dtype, seed=width)
+        if name.startswith("gate_heads"):
+            case = gate_heads_case(make, (2, 3, 5, width), per_head=name.endswith("head"), scale=2.0)
+        else:
+            case = activation_case(name, make, (2, 3, width))
+        packed = test_backward.check(on_host, case)
+        general = test_backward.check(on_host, case.in_layout("columns strided"))
+        for key, gradient in general.items():
+            assert_same_bits(gradient, packed[key], key)

@@ -1,5 +1,6 @@
-// The norm family: rmsnorm, layernorm, their residual and adaptive forms, and the gated residual. Checks the tensors,
-// fills NormParams (kernel_src/ltx/params.h has the formula) and calls ltx::norm of the backend.
+// The norm family: rmsnorm, layernorm, their residual and adaptive forms, the gated residual, and the gradients of all.
+// Checks the tensors, fills NormParams or NormBackwardParams (kernel_src/ltx/params.h has the formulas) and calls
+// ltx::norm or ltx::norm_backward of the backend.
 #include "op_inputs.h"
 #include "torch_binding.h"
 
@@ -350,6 +351,118 @@ std::tuple<Tensor, Tensor, Tensor> residual_norm_pair(
   a.fresh_outputs = true;
   run(a);
   return {out, out2, residual_out};
+}
+
+// ---- Gradients
+
+namespace {
+
+// `input` is what the norm read: the op's input, or its residual_out.
+struct BackwardArgs : NormInputs {
+  Arg grad, grad2, grad_residual, branch;
+};
+
+void run_backward(const BackwardArgs& a, const Tensor* to_hidden, const Tensor* to_branch) {
+  RowSpace space = row_space(a.input);
+  NormBackwardParams p;
+  add_inputs(space, p, a);
+  add_like(space, p.grad, a.grad, a.input);
+  add_like(space, p.grad2, a.grad2, a.input);
+  add_like(space, p.grad_residual, a.grad_residual, a.input);
+  add_like(space, p.branch, a.branch, a.input);
+  Arg out, residual_out;
+  if (to_hidden) space.add(p.out, out = arg("out", *to_hidden));
+  if (to_branch) space.add(p.residual_out, residual_out = arg("out", *to_branch));
+  if (!space.finish(p.rows)) return;
+  Launch launch(a.input);
+  ltx::norm_backward(p, launch.context());
+}
+
+BackwardArgs backward_args(const Tensor& grad, const Tensor& input, const OptionalTensor& grad2,
+                           const OptionalTensor& grad_residual, const OptionalTensor& weight,
+                           const OptionalTensor& scale, const OptionalTensor& scale2, const OptionalTensor& scale_table,
+                           const OptionalTensor& scale2_table, const OptionalTensor& index, double eps,
+                           double weight_offset, int64_t statistic) {
+  BackwardArgs a;
+  a.grad = arg("grad", grad);
+  a.input = arg("input", input);
+  a.grad2 = arg("grad2", grad2);
+  a.grad_residual = arg("grad_residual", grad_residual);
+  a.weight = arg("weight", weight);
+  a.scale = arg("scale", scale);
+  a.scale2 = arg("scale2", scale2);
+  a.scale_table = arg("scale_table", scale_table);
+  a.scale2_table = arg("scale2_table", scale2_table);
+  a.index = arg("index", index);
+  a.eps = eps;
+  a.weight_offset = weight_offset;
+  a.statistic = check_statistic(statistic);
+  return a;
+}
+
+}  // namespace
+
+Tensor norm_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& grad2,
+                     const OptionalTensor& grad_residual, const OptionalTensor& weight, const OptionalTensor& scale,
+                     const OptionalTensor& gate, const OptionalTensor& scale2, const OptionalTensor& scale_table,
+                     const OptionalTensor& gate_table, const OptionalTensor& scale2_table, const OptionalTensor& index,
+                     double eps, double weight_offset, int64_t statistic) {
+  BackwardArgs a = backward_args(grad, input, grad2, grad_residual, weight, scale, scale2, scale_table, scale2_table,
+                                 index, eps, weight_offset, statistic);
+  a.out_gate = arg("gate", gate);
+  a.out_gate_table = arg("gate_table", gate_table);
+  const Tensor to_input = empty_like_rows(a.input);
+  run_backward(a, &to_input, nullptr);
+  return to_input;
+}
+
+std::tuple<Tensor, Tensor> residual_norm_backward(const Tensor& grad, const Tensor& input, const Tensor& gate,
+                                                  const OptionalTensor& grad2, const OptionalTensor& grad_residual,
+                                                  const OptionalTensor& weight, const OptionalTensor& scale,
+                                                  const OptionalTensor& scale2, const OptionalTensor& gate_table,
+                                                  const OptionalTensor& scale_table, const OptionalTensor& scale2_table,
+                                                  const OptionalTensor& index, double eps, double weight_offset,
+                                                  int64_t statistic) {
+  BackwardArgs a = backward_args(grad, input, grad2, grad_residual, weight, scale, scale2, scale_table, scale2_table,
+                                 index, eps, weight_offset, statistic);
+  a.gate = arg("gate", gate);
+  a.gate_table = arg("gate_table", gate_table);
+  const Tensor to_input = empty_like_rows(a.input), to_residual = empty_like_rows(a.input);
+  run_backward(a, &to_residual, &to_input);
+  return {to_input, to_residual};
+}
+
+Tensor gated_residual_backward(const Tensor& grad, const Tensor& gate, const OptionalTensor& gate_table,
+                               const OptionalTensor& index) {
+  BackwardArgs a;
+  a.input = a.grad = arg("grad", grad);  // h has no part in it
+  a.gate = arg("gate", gate);
+  a.gate_table = arg("gate_table", gate_table);
+  a.index = arg("index", index);
+  const Tensor to_input = empty_like_rows(a.input);
+  run_backward(a, nullptr, &to_input);
+  return to_input;
+}
+
+std::tuple<Tensor, Tensor> norm_residual_norm_backward(const Tensor& grad, const Tensor& input, const Tensor& branch,
+                                                       const OptionalTensor& grad_residual, const OptionalTensor& gate,
+                                                       const OptionalTensor& weight1, const OptionalTensor& weight2,
+                                                       const OptionalTensor& scale, const OptionalTensor& gate_table,
+                                                       const OptionalTensor& scale_table, const OptionalTensor& index,
+                                                       double eps1, double eps2, double weight_offset) {
+  BackwardArgs a =
+      backward_args(grad, input, std::nullopt, grad_residual, std::nullopt, scale, std::nullopt, scale_table,
+                    std::nullopt, index, eps2, weight_offset, static_cast<int64_t>(Statistic::kRms));
+  a.branch = arg("branch", branch);
+  a.gate = arg("gate", gate);
+  a.gate_table = arg("gate_table", gate_table);
+  a.branch_weight = arg("weight1", weight1);
+  a.weight = arg("weight2", weight2);
+  a.norms_branch = true;
+  a.branch_eps = eps1;
+  const Tensor to_input = empty_like_rows(a.input), to_residual = empty_like_rows(a.input);
+  run_backward(a, &to_residual, &to_input);
+  return {to_input, to_residual};
 }
 
 }  // namespace ltx::host

@@ -78,7 +78,21 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("gelu_out(Tensor(a!) out, " LTX_GELU_ARGS ") -> ()");
 
   // The gradients of the arguments, given that of the result. A packed input has one like it; gate and up have theirs
-  // side by side, [2, ...].
+  // side by side, [2, ...]. In the norms `input` is what the norm read: the op's input or its residual_out; `branch` is
+  // the input of an op that normalises it on its own. Two results are the gradients of input and residual.
+  ops.def(
+      "norm_backward(Tensor grad, Tensor input, Tensor? grad2, Tensor? grad_residual, Tensor? weight, Tensor? scale, "
+      "Tensor? gate, Tensor? scale2, Tensor? scale_table, Tensor? gate_table, Tensor? scale2_table, Tensor? index, "
+      "float eps, float weight_offset, int statistic) -> Tensor");
+  ops.def(
+      "residual_norm_backward(Tensor grad, Tensor input, Tensor gate, Tensor? grad2, Tensor? grad_residual, "
+      "Tensor? weight, Tensor? scale, Tensor? scale2, Tensor? gate_table, Tensor? scale_table, Tensor? scale2_table, "
+      "Tensor? index, float eps, float weight_offset, int statistic) -> (Tensor, Tensor)");
+  ops.def("gated_residual_backward(Tensor grad, Tensor gate, Tensor? gate_table, Tensor? index) -> Tensor");
+  ops.def(
+      "norm_residual_norm_backward(Tensor grad, Tensor input, Tensor branch, Tensor? grad_residual, Tensor? gate, "
+      "Tensor? weight1, Tensor? weight2, Tensor? scale, Tensor? gate_table, Tensor? scale_table, Tensor? index, "
+      "float eps1, float eps2, float weight_offset) -> (Tensor, Tensor)");
   ops.def("glu_backward(Tensor grad, Tensor input, Tensor? up, int activation, bool gate_first) -> Tensor");
   ops.def(
       "swiglu_clamped_backward(Tensor grad, Tensor input, Tensor? up, float alpha, float limit, bool interleaved) -> "
@@ -235,6 +249,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("glu_quant", TORCH_BOX(&ltx::host::glu_quant));
   ops.impl("gelu_quant", TORCH_BOX(&ltx::host::gelu_quant));
   ops.impl("gate_heads_quant", TORCH_BOX(&ltx::host::gate_heads_quant));
+  ops.impl("norm_backward", TORCH_BOX(&ltx::host::norm_backward));
+  ops.impl("residual_norm_backward", TORCH_BOX(&ltx::host::residual_norm_backward));
+  ops.impl("gated_residual_backward", TORCH_BOX(&ltx::host::gated_residual_backward));
+  ops.impl("norm_residual_norm_backward", TORCH_BOX(&ltx::host::norm_residual_norm_backward));
   ops.impl("glu_backward", TORCH_BOX(&ltx::host::glu_backward));
   ops.impl("swiglu_clamped_backward", TORCH_BOX(&ltx::host::swiglu_clamped_backward));
   ops.impl("gelu_backward", TORCH_BOX(&ltx::host::gelu_backward));

@@ -94,6 +94,26 @@ void rope_out(const Tensor& query_out, const Tensor& key_out, const Tensor& quer
 std::tuple<Tensor, Tensor> rope(const Tensor& query, const Tensor& key, const OptionalTensor& positions,
                                 std::vector<int64_t> grid, std::vector<int64_t> axis_dims, std::vector<double> theta,
                                 bool interleaved);
+Tensor norm_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& grad2,
+                     const OptionalTensor& grad_residual, const OptionalTensor& weight, const OptionalTensor& scale,
+                     const OptionalTensor& gate, const OptionalTensor& scale2, const OptionalTensor& scale_table,
+                     const OptionalTensor& gate_table, const OptionalTensor& scale2_table, const OptionalTensor& index,
+                     double eps, double weight_offset, int64_t statistic);
+std::tuple<Tensor, Tensor> residual_norm_backward(const Tensor& grad, const Tensor& input, const Tensor& gate,
+                                                  const OptionalTensor& grad2, const OptionalTensor& grad_residual,
+                                                  const OptionalTensor& weight, const OptionalTensor& scale,
+                                                  const OptionalTensor& scale2, const OptionalTensor& gate_table,
+                                                  const OptionalTensor& scale_table, const OptionalTensor& scale2_table,
+                                                  const OptionalTensor& index, double eps, double weight_offset,
+                                                  int64_t statistic);
+Tensor gated_residual_backward(const Tensor& grad, const Tensor& gate, const OptionalTensor& gate_table,
+                               const OptionalTensor& index);
+std::tuple<Tensor, Tensor> norm_residual_norm_backward(const Tensor& grad, const Tensor& input, const Tensor& branch,
+                                                       const OptionalTensor& grad_residual, const OptionalTensor& gate,
+                                                       const OptionalTensor& weight1, const OptionalTensor& weight2,
+                                                       const OptionalTensor& scale, const OptionalTensor& gate_table,
+                                                       const OptionalTensor& scale_table, const OptionalTensor& index,
+                                                       double eps1, double eps2, double weight_offset);
 Tensor glu_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& up, int64_t activation,
                     bool gate_first);
 Tensor swiglu_clamped_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& up, double alpha,

@@ -119,6 +119,22 @@ struct NormParams {
   QuantOutput quantised, quantised2;
 };
 
+// The gradients of an op of the norm family. With the names of NormParams, and h as `input`:
+//   t   = grad * factor + grad2 * factor2      factor = (weight_offset + weight) * (1 + scale) * out_gate
+//                                              factor2 = (weight_offset + weight) * (1 + scale2)
+//   d   = norm'(t; h) + grad_residual          the gradient of h
+//   out = d                                    the gradient of the residual
+//   residual_out = d * gate                    the gradient of what the gate multiplies
+//                = norm'(d * gate * (weight_offset + branch_weight); branch)          where norms_branch
+// with norm'(t; h) = (t - n mean(t n)) rstd, n = h rstd                               kRms
+//                  = (t - mean(t) - n mean(t n)) rstd, n = (h - mean(h)) rstd         kLayer
+// kNone: d = grad, and only residual_out is written. `branch` is the op's input, which it normalised on its own, by
+// kRms. grad2, grad_residual and residual_out may be absent. The gradients, h and branch have dtype `dtype`.
+// `residual`, `bias`, the shifts, `out2` and `rounding` are not used.
+struct NormBackwardParams : NormParams {
+  RowView grad, grad2, grad_residual, branch;
+};
+
 // out = activation(gate) * up. Without up: out = activation(gate + bias), bias being one optional row.
 // kSigmoid:     out = scale * sigmoid(gate) * up, one column of gate for every gate_repeat columns of up
 // kClampedSilu: out = g * sigmoid(alpha * g) * (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit)
@@ -257,6 +273,7 @@ struct HopperAttentionParams {
 };
 
 void norm(const NormParams& params, const Context& context);
+void norm_backward(const NormBackwardParams& params, const Context& context);
 void glu(const GluParams& params, const Context& context);
 void glu_backward(const GluBackwardParams& params, const Context& context);
 void rotary(const RotaryParams& params, const RotaryAngles* angles, const Context& context);

@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ._checks import RMS
 from ._ops import ops
 from ._torch_private import forward_ad, in_func_transform
 from ._variant import COMPILED_DEVICE
 
 Gradients = tuple["Tensor | None", ...]
+_NONE = (None,) * 16  # of arguments without a gradient
 
 
 class _OpFunction(Function):
@@ -42,6 +44,257 @@ def _save(ctx: Any, number: int, *tensors: Tensor | None) -> None:
         present = 2 * present + (tensor is not None)
     first: Any = tensors[0]
     ctx.save_for_backward(*tensors, first.new_empty((0, present << 8 | number)))
+
+
+# ---- Norms
+
+
+class _Norm(_OpFunction):
+    given = ("input",)
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Any, bias: Any, eps: float, weight_offset: float, statistic: int, rounding: int
+    ) -> Tensor:
+        _save(ctx, 5, input, weight)
+        ctx.norm = (eps, weight_offset, statistic)
+        out: Tensor = ops.norm.default(input, weight, bias, eps, weight_offset, statistic, rounding)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        if grad is None:
+            return (None,) * 7
+        input, weight, _ = ctx.saved_tensors
+        return ops.norm_backward.default(grad, input, None, None, weight, *_NONE[:7], *ctx.norm), *_NONE[:6]
+
+
+class _AdalnNorm(_OpFunction):
+    given = ("input",)
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Any, bias: Any, scale: Tensor, shift: Any, gate: Any, scale_table: Any,
+        shift_table: Any, gate_table: Any, index: Any, eps: float, statistic: int, rounding: int,
+    ) -> Tensor:  # fmt: skip
+        _save(ctx, 6, input, weight, scale, gate, scale_table, gate_table, index)
+        ctx.norm = (eps, 0.0, statistic)
+        out: Tensor = ops.adaln_norm.default(
+            input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, index, eps, statistic,
+            rounding,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        if grad is None:
+            return (None,) * 13
+        input, weight, scale, gate, scale_table, gate_table, index, _ = ctx.saved_tensors
+        to_input: Tensor = ops.norm_backward.default(
+            grad, input, None, None, weight, scale, gate, None, scale_table, gate_table, None, index, *ctx.norm
+        )
+        return to_input, *_NONE[:12]
+
+
+class _AdalnNormPair(_OpFunction):
+    given = ("input",)
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Any, bias: Any, scale: Tensor, shift: Any, scale2: Tensor, shift2: Any,
+        scale_table: Any, shift_table: Any, scale2_table: Any, shift2_table: Any, index: Any, eps: float,
+        statistic: int, rounding: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        _save(ctx, 7, input, weight, scale, scale2, scale_table, scale2_table, index)
+        ctx.norm = (eps, 0.0, statistic)
+        out, out2 = ops.adaln_norm_pair.default(
+            input, weight, bias, scale, shift, scale2, shift2, scale_table, shift_table, scale2_table, shift2_table,
+            index, eps, statistic, rounding,
+        )  # fmt: skip
+        return out, out2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad2: Tensor | None) -> Gradients:
+        input, weight, scale, scale2, scale_table, scale2_table, index, _ = ctx.saved_tensors
+        to_input, _ = _stream_gradients(
+            grad, grad2, None, input, weight, scale, scale2, scale_table, scale2_table, None, None, index, *ctx.norm
+        )
+        return to_input, *_NONE[:14]
+
+
+class _ResidualNorm(_OpFunction):
+    given = ("input", "residual")
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor, gate: Any, weight: Any, bias: Any, scale: Any, shift: Any,
+        gate_table: Any, scale_table: Any, shift_table: Any, index: Any, eps: float, weight_offset: float,
+        statistic: int, rounding: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, residual_out = ops.residual_norm.default(
+            input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table, index, eps,
+            weight_offset, statistic, rounding,
+        )  # fmt: skip
+        _save(ctx, 8, residual_out, weight, scale, scale_table, gate, gate_table, index)
+        ctx.norm = (eps, weight_offset, statistic)
+        return out, residual_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None) -> Gradients:
+        hidden, weight, scale, scale_table, gate, gate_table, index, _ = ctx.saved_tensors
+        to_input, to_residual = _stream_gradients(
+            grad, None, grad_residual, hidden, weight, scale, None, scale_table, None,
+            gate if ctx.needs_input_grad[0] else None, gate_table, index, *ctx.norm,
+        )  # fmt: skip
+        return to_input, to_residual, *_NONE[:13]
+
+
+class _ResidualNormPair(_OpFunction):
+    given = ("input", "residual")
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor, gate: Any, weight: Any, bias: Any, scale: Tensor, shift: Any,
+        scale2: Tensor, shift2: Any, gate_table: Any, scale_table: Any, shift_table: Any, scale2_table: Any,
+        shift2_table: Any, index: Any, eps: float, statistic: int, rounding: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        out, out2, residual_out = ops.residual_norm_pair.default(
+            input, residual, gate, weight, bias, scale, shift, scale2, shift2, gate_table, scale_table, shift_table,
+            scale2_table, shift2_table, index, eps, statistic, rounding,
+        )  # fmt: skip
+        _save(ctx, 9, residual_out, weight, scale, scale2, scale_table, scale2_table, gate, gate_table, index)
+        ctx.norm = (eps, 0.0, statistic)
+        return out, out2, residual_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad2: Tensor | None, grad_residual: Tensor | None) -> Gradients:
+        hidden, weight, scale, scale2, scale_table, scale2_table, gate, gate_table, index, _ = ctx.saved_tensors
+        to_input, to_residual = _stream_gradients(
+            grad, grad2, grad_residual, hidden, weight, scale, scale2, scale_table, scale2_table,
+            gate if ctx.needs_input_grad[0] else None, gate_table, index, *ctx.norm,
+        )  # fmt: skip
+        return to_input, to_residual, *_NONE[:16]
+
+
+def _stream_gradients(
+    grad: Tensor | None, grad2: Tensor | None, grad_residual: Tensor | None, hidden: Tensor, weight: Tensor | None,
+    scale: Tensor | None, scale2: Tensor | None, scale_table: Tensor | None, scale2_table: Tensor | None,
+    gate: Tensor | None, gate_table: Tensor | None, index: Tensor | None, *norm: Any,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of input and residual. Without a gate they are one tensor, which is that of ``hidden``."""
+    if grad is None:
+        grad, scale, scale_table = grad2, scale2, scale2_table
+        grad2 = None
+    if grad2 is None:
+        scale2 = scale2_table = None
+    if grad is None:  # nothing reads the normalised rows
+        if gate is None or grad_residual is None:
+            return grad_residual, grad_residual
+        return ops.gated_residual_backward.default(grad_residual, gate, gate_table, index), grad_residual
+    if gate is None:
+        both: Tensor = ops.norm_backward.default(
+            grad, hidden, grad2, grad_residual, weight, scale, None, scale2, scale_table, None, scale2_table, index,
+            *norm,
+        )  # fmt: skip
+        return both, both
+    to_input, to_residual = ops.residual_norm_backward.default(
+        grad, hidden, gate, grad2, grad_residual, weight, scale, scale2, gate_table, scale_table, scale2_table, index,
+        *norm,
+    )  # fmt: skip
+    return to_input, to_residual
+
+
+class _GatedResidual(_OpFunction):
+    given = ("input", "residual")
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor, gate: Tensor, gate_table: Any, index: Any, rounding: int
+    ) -> Tensor:
+        _save(ctx, 10, gate, gate_table, index)
+        out: Tensor = ops.gated_residual.default(input, residual, gate, gate_table, index, rounding)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        if grad is None or not ctx.needs_input_grad[0]:
+            return None, grad, *_NONE[:4]
+        gate, gate_table, index, _ = ctx.saved_tensors
+        return ops.gated_residual_backward.default(grad, gate, gate_table, index), grad, *_NONE[:4]
+
+
+class _NormResidual(_OpFunction):
+    given = ("input", "residual")
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor, weight: Any, gate: Any, gate_table: Any, index: Any, eps: float,
+        weight_offset: float, rounding: int,
+    ) -> Tensor:  # fmt: skip
+        _save(ctx, 11, input, weight, gate, gate_table, index)
+        ctx.norm = (eps, weight_offset, RMS)
+        out: Tensor = ops.norm_residual.default(
+            input, residual, weight, gate, gate_table, index, eps, weight_offset, rounding
+        )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        if grad is None or not ctx.needs_input_grad[0]:
+            return None, grad, *_NONE[:7]
+        input, weight, gate, gate_table, index, _ = ctx.saved_tensors
+        to_input: Tensor = ops.norm_backward.default(
+            grad, input, None, None, weight, None, gate, None, None, gate_table, None, index, *ctx.norm
+        )
+        return to_input, grad, *_NONE[:7]
+
+
+class _NormResidualNorm(_OpFunction):
+    given = ("input", "residual")
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor, gate: Any, weight1: Any, weight2: Any, scale: Any, shift: Any,
+        gate_table: Any, scale_table: Any, shift_table: Any, index: Any, eps1: float, eps2: float,
+        weight_offset: float, rounding: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, residual_out = ops.norm_residual_norm.default(
+            input, residual, gate, weight1, weight2, scale, shift, gate_table, scale_table, shift_table, index, eps1,
+            eps2, weight_offset, rounding,
+        )  # fmt: skip
+        _save(ctx, 12, input, residual_out, gate, weight1, weight2, scale, gate_table, scale_table, index)
+        ctx.norm = (eps1, eps2, weight_offset)
+        return out, residual_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None) -> Gradients:
+        input, hidden, gate, weight1, weight2, scale, gate_table, scale_table, index, _ = ctx.saved_tensors
+        eps1, eps2, offset = ctx.norm
+        if grad is not None:
+            to_input, to_residual = ops.norm_residual_norm_backward.default(
+                grad, hidden, input, grad_residual, gate, weight1, weight2, scale, gate_table, scale_table, index,
+                eps1, eps2, offset,
+            )  # fmt: skip
+        elif grad_residual is not None:  # nothing reads the second norm
+            to_residual = grad_residual
+            to_input = ops.norm_backward.default(
+                grad_residual, input, None, None, weight1, None, gate, None, None, gate_table, None, index,
+                eps1, offset, RMS,
+            )  # fmt: skip
+        else:
+            to_input = to_residual = None
+        return to_input, to_residual, *_NONE[:13]
+
+
+# ---- Activations
 
 
 class _Glu(_OpFunction):
@@ -129,6 +382,14 @@ class _GateHeads(_OpFunction):
 
 
 FUNCTIONS: dict[str, type[_OpFunction]] = {
+    "norm": _Norm,
+    "adaln_norm": _AdalnNorm,
+    "adaln_norm_pair": _AdalnNormPair,
+    "residual_norm": _ResidualNorm,
+    "residual_norm_pair": _ResidualNormPair,
+    "gated_residual": _GatedResidual,
+    "norm_residual": _NormResidual,
+    "norm_residual_norm": _NormResidualNorm,
     "glu": _Glu,
     "swiglu_clamped": _SwigluClamped,
     "gelu": _Gelu,

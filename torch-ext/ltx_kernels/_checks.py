@@ -540,6 +540,23 @@ def _grad(grad: Tensor, input: Tensor, shape: Sequence[int], name: str = "grad")
     _shape(name, grad, shape)
 
 
+def check_norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    *,
+    grad2: Tensor | None = None,
+    grad_residual: Tensor | None = None,
+    branch: Tensor | None = None,
+    **arguments: Any,
+) -> None:
+    """``check_norm`` and what has the input's shape."""
+    check_norm(input, **arguments)
+    named = {"grad": grad, "grad2": grad2, "grad_residual": grad_residual, "branch": branch}
+    for name, tensor in named.items():
+        if tensor is not None:
+            _grad(tensor, input, input.shape, name)
+
+
 def _side_by_side(input: Tensor, up: Tensor | None) -> tuple[int, ...]:
     return (*input.shape,) if up is None else (2, *input.shape)
 

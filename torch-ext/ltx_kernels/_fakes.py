@@ -104,6 +104,38 @@ def _norm_residual_norm_quant(
     return _norm_quant(mode, **_two_norms(weight1, weight2, eps1, eps2), **arguments)
 
 
+def _norm_backward(mode: Mode, *, grad: Tensor, input: Tensor, gate: Any, gate_table: Any, **arguments: Any) -> Results:
+    out_gate = {"out_gate": gate, "out_gate_table": gate_table}
+    _checks.check_norm_backward(grad, input, float64=mode.float64, **out_gate, **arguments)
+    if mode.compute:
+        return _formulas.norm_backward(grad, input, gate=gate, gate_table=gate_table, **arguments)
+    return (input.new_empty(input.shape),)
+
+
+def _residual_norm_backward(mode: Mode, *, grad: Tensor, input: Tensor, **arguments: Any) -> Results:
+    _checks.check_norm_backward(grad, input, float64=mode.float64, **arguments)
+    if mode.compute:
+        return _formulas.residual_norm_backward(grad, input, **arguments)
+    return input.new_empty(input.shape), input.new_empty(input.shape)
+
+
+def _gated_residual_backward(mode: Mode, *, grad: Tensor, **arguments: Any) -> Results:
+    _checks.check_norm(grad, statistic=None, float64=mode.float64, **arguments)
+    return _formulas.gated_residual_backward(grad, **arguments) if mode.compute else (grad.new_empty(grad.shape),)
+
+
+def _norm_residual_norm_backward(
+    mode: Mode, *, grad: Tensor, input: Tensor, branch: Tensor, weight1: Any, weight2: Any, eps1: float, eps2: float,
+    **arguments: Any,
+) -> Results:  # fmt: skip
+    norms = _two_norms(weight1, weight2, eps1, eps2)
+    _checks.check_norm_backward(grad, input, branch=branch, float64=mode.float64, **norms, **arguments)
+    if not mode.compute:
+        return input.new_empty(input.shape), input.new_empty(input.shape)
+    arguments |= {"grad2": None, "weight": weight2, "eps": eps2, "branch": branch, "weight1": weight1, "eps1": eps1}
+    return _formulas.residual_norm_backward(grad, input, **arguments)
+
+
 # ---- Activations
 
 
@@ -288,6 +320,10 @@ BODIES: dict[str, Callable[..., Results]] = {
     "swiglu_clamped": _swiglu_clamped,
     "gate_heads": _gate_heads,
     "gelu": _gelu,
+    "norm_backward": _norm_backward,
+    "residual_norm_backward": _residual_norm_backward,
+    "gated_residual_backward": _gated_residual_backward,
+    "norm_residual_norm_backward": _norm_residual_norm_backward,
     "glu_backward": _glu_backward,
     "swiglu_clamped_backward": _swiglu_clamped_backward,
     "gelu_backward": _gelu_backward,

@@ -279,6 +279,62 @@ def _gradients(formula: Callable[..., Tensor], grad: Tensor, *inputs: Tensor | N
         return [each.contiguous() for each in torch.autograd.grad(formula(*leaves), given, grad)]
 
 
+def _norm_gradient(
+    grad: Tensor, input: Tensor, grad2: Tensor | None, grad_residual: Tensor | None, **arguments: Any
+) -> Tensor:
+    """The gradient of what a norm read, in the dtype of the math."""
+    compute = _compute_dtype(input)
+    with torch.enable_grad():
+        leaf = input.detach().to(compute, copy=True).requires_grad_()
+        *results, _ = norm_family(leaf, **arguments)
+        grads = [each.to(compute) for each in (grad, grad2) if each is not None]
+        (gradient,) = torch.autograd.grad(results[: len(grads)], leaf, grads)
+    return gradient if grad_residual is None else gradient + grad_residual.to(compute)
+
+
+def _gated(gradient: Tensor, gate: Tensor | None, gate_table: Tensor | None, index: Tensor | None) -> Tensor:
+    factor = _modulator(gate, gate_table, gradient, index, _compute_dtype(gradient))
+    return gradient if factor is None else gradient * factor
+
+
+def norm_backward(
+    grad: Tensor, input: Tensor, *, gate: Tensor | None, gate_table: Tensor | None, **arguments: Any
+) -> list[Tensor]:
+    """The gradient of the input, or of residual_out, of every norm without a gated residual."""
+    gradient = _norm_gradient(grad, input, out_gate=gate, out_gate_table=gate_table, **arguments)
+    return [gradient.to(input.dtype).contiguous()]
+
+
+def residual_norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    *,
+    gate: Tensor | None,
+    gate_table: Tensor | None,
+    branch: Tensor | None = None,
+    weight1: Tensor | None = None,
+    eps1: float = 0.0,
+    **arguments: Any,
+) -> list[Tensor]:
+    """The gradients of input and residual.
+
+    ``input`` is their residual_out, ``branch`` an input with a norm of its own.
+    """
+    gradient = _norm_gradient(grad, input, **arguments)
+    to_input = _gated(gradient, gate, gate_table, arguments["index"])
+    if branch is not None:
+        norm = {"weight": weight1, "eps": eps1, "weight_offset": arguments["weight_offset"]}
+        to_input = _norm_gradient(to_input, branch, None, None, **norm)
+    return [each.to(input.dtype).contiguous() for each in (to_input, gradient)]
+
+
+def gated_residual_backward(
+    grad: Tensor, gate: Tensor, gate_table: Tensor | None, index: Tensor | None
+) -> list[Tensor]:
+    """The gradient of the input of ``gated_residual``."""
+    return [_gated(grad.to(_compute_dtype(grad)), gate, gate_table, index).to(grad.dtype).contiguous()]
+
+
 def _side_by_side(gradients: list[Tensor]) -> Tensor:
     return gradients[0] if len(gradients) == 1 else torch.stack(gradients)
 

@@ -13,7 +13,19 @@
 namespace ltx {
 
 // What surrounds the norm.
-enum class Fusion { kPlain, kModulate, kAdd, kGated, kBranch, kPair, kGatedPair };
+enum class Fusion {
+  kPlain,
+  kModulate,
+  kAdd,
+  kGated,
+  kBranch,
+  kPair,
+  kGatedPair,
+  // Gradients (norm_backward.cu): of one output, of two, and of a branch that is normalised on its own.
+  kBackward,
+  kBackwardPair,
+  kBackwardBranch,
+};
 
 struct FusionTraits {
   bool norms_branch;     // the input is normalised on its own before anything else
@@ -39,6 +51,12 @@ constexpr FusionTraits traits(Fusion f) {
       return {false, false, false, true, true};
     case Fusion::kGatedPair:
       return {false, true, true, true, true};
+    case Fusion::kBackward:
+      return {false, false, true, true, false};
+    case Fusion::kBackwardPair:
+      return {false, false, true, true, true};
+    case Fusion::kBackwardBranch:
+      return {true, false, true, true, false};
   }
   return {};
 }
@@ -98,6 +116,12 @@ constexpr Rung kLadder[] = {
     {Statistic::kLayer, Fusion::kGatedPair, 32, 640},
     {Statistic::kNone, Fusion::kGated, kMaxThreads, 640},
     {Statistic::kNone, Fusion::kBranch, 32, 640},
+    {Statistic::kRms, Fusion::kBackward, 32, 640},
+    {Statistic::kLayer, Fusion::kBackward, 32, 640},
+    {Statistic::kNone, Fusion::kBackward, kMaxThreads, 640},
+    {Statistic::kRms, Fusion::kBackwardPair, 32, 640},
+    {Statistic::kLayer, Fusion::kBackwardPair, 32, 640},
+    {Statistic::kRms, Fusion::kBackwardBranch, 32, 768},
 };
 // clang-format on
 

@@ -234,13 +234,14 @@ struct Vectors {
 
   template <Operand kBit>
   __device__ __forceinline__ bool has() const {
-    constexpr bool kPossible = kBit == kWeight                             ? S != Statistic::kNone
-                               : kBit == kBias                             ? S == Statistic::kLayer
-                               : kBit == kGate || kBit == kGateTable       ? traits(F).gates
-                               : kBit == kOutGate || kBit == kOutGateTable ? F == Fusion::kModulate
-                               : kBit == kBranchWeight                     ? traits(F).norms_branch
-                               : kBit >= kScale2 ? traits(F).modulates_twice
-                                                 : traits(F).modulates && S != Statistic::kNone;
+    constexpr bool kPossible = kBit == kWeight                       ? S != Statistic::kNone
+                               : kBit == kBias                       ? S == Statistic::kLayer
+                               : kBit == kGate || kBit == kGateTable ? traits(F).gates
+                               : kBit == kOutGate || kBit == kOutGateTable
+                                   ? F == Fusion::kModulate || F == Fusion::kBackward
+                               : kBit == kBranchWeight ? traits(F).norms_branch
+                               : kBit >= kScale2       ? traits(F).modulates_twice
+                                                       : traits(F).modulates && S != Statistic::kNone;
     return kKnown ? kKnown & kBit : kPossible && (p.present & kBit);
   }
   template <Operand kBit>
