@@ -444,6 +444,7 @@ __global__ void __launch_bounds__(kThreads) upsample_kernel(const __grid_constan
 
 template <typename T, int kWidth>
 void launch_upsample(const UpsampleParams& p, const Context& context) {
+  const auto stream = static_cast<cudaStream_t>(context.stream);
   UpsampleArgs a{};
   a.p = p;
   a.columns = FastDivide(p.channels / kWidth);
@@ -451,8 +452,7 @@ void launch_upsample(const UpsampleParams& p, const Context& context) {
   a.width = FastDivide(p.width);
   a.threads = thread_count("upsample_nearest", p.batch * p.lines * p.width * (p.channels / kWidth));
   with_residual(p.hidden, [&](auto residual) {
-    upsample_kernel<T, kWidth, residual.value>
-        <<<grid_size(ceil_div(a.threads, kThreads)), kThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(a);
+    upsample_kernel<T, kWidth, residual.value><<<grid_size(ceil_div(a.threads, kThreads)), kThreads, 0, stream>>>(a);
   });
   check_launch("upsample_nearest");
 }

@@ -1,7 +1,8 @@
-"""CUDA kernels compute what fp64 says: the general one of the norms, the row kernel by index, gradients. Without a GPU.
+"""CUDA kernels compute what fp64 says: the general one of the norms, the row kernel by index, gradients, group norms.
 
-A copy of the sources is built for the CPU, whose norms are these kernels as g++ compiles them: a thread of the host for
-each of the GPU's (helpers/cuda_on_host.h). This shows wrong arithmetic and wrong columns; races show only on a GPU.
+No GPU is needed. A copy of the sources is built for the CPU, whose norms are these kernels as g++ compiles them: a
+thread of the host for each of the GPU's (helpers/cuda_on_host.h). This shows wrong arithmetic and wrong columns; races
+show only on a GPU.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from helpers import (
     without_index,
 )
 from helpers.build_checks import ROOT, builder
+from helpers.group_norm import OPERANDS, Image
 from mutations import copy_sources
 
 pytestmark = pytest.mark.slow
@@ -72,6 +74,11 @@ EDITS = [
     ),
     ("kernel_src/ltx/activation.cuh", r'asm\("ex2.*;', "y = std::exp2(x);"),
     ("kernel_src/ltx/activation.cuh", r'asm\("rcp.*;', "y = 1.f / x;"),
+    (
+        "kernel_src/group_norm.cu",
+        r"(\w+_kernel<[^<>]*>)\s*<<<(.+?), (k\w*Threads), 0, stream>>>\(a\)",
+        r"host::launch(dim3(\2), dim3(\3), \1, a)",
+    ),
     ("kernel_src/cpu/quant.cpp", r"void norm_quant(\(.*LTX_DISPATCH)", r"void rows_quant_on_cpu\1"),
 ]
 
@@ -91,11 +98,11 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         (copy / name).write_text(text)
     shutil.copy(HELPERS / "cuda_on_host.h", copy / "kernel_src" / "cpu" / "cuda_on_host.h")
     shutil.copy(HELPERS / "norm_on_host.cpp", copy / "kernel_src" / "cpu" / "norm.cpp")
-    for name in ("norm_backward", "glu_backward"):
+    for name in ("norm_backward", "glu_backward", "group_norm"):
         kernels = f'#include "cuda_on_host.h"\n#include "{name}.cu"\n'
         (copy / "kernel_src" / "cpu" / f"{name}.cpp").write_text(kernels)
     table, include = copy / "build.toml", toolkit.nvcc.parent.parent / "include"
-    for name in ("norm", "norm_backward", "glu_backward"):
+    for name in ("norm", "norm_backward", "glu_backward", "group_norm"):
         parts = re.split(rf"(\[kernel\.{name}_cpu\].*?cxx-flags = \[)", table.read_text(), flags=re.DOTALL)
         before, kernel, after = parts
         table.write_text(f'{before}{kernel}"-I{include}", "-pthread", "-fno-strict-aliasing", {after}')
@@ -210,3 +217,23 @@ def test_gradients_of_activations(on_host: ModuleType, name: str, dtype: torch.d
         general = test_backward.check(on_host, case.in_layout("columns strided"))
         for key, gradient in general.items():
             assert_same_bits(gradient, packed[key], key)
+
+
+@every_dtype
+def test_group_norm(on_host: ModuleType, dtype: torch.dtype) -> None:
+    """Whole groups in slices, parts of a large group, and single elements; two chunks; a mean that is large."""
+    every = tuple(OPERANDS)
+    for channels, groups in ((24, 8), (320, 2), (10, 2), (261, 1)):
+        options = {"operands": every, "silu": True, "per_image": True, "in_place": "input"}
+        Image("group_norm_residual", (2, 5, 3), channels, groups, dtype, **options).check(on_host, "cpu")
+        Image("group_norm", (1, 20, 15), channels, groups, dtype, every[:4], mean=1000.0).check(on_host, "cpu")
+    for channels in (16, 3):
+        Image("upsample_nearest", (2, 2, 3, 2), channels, 1, dtype, every[:3], scale=(3, 2)).check(on_host, "cpu")
+
+
+def test_group_norm_of_outliers(on_host: ModuleType) -> None:
+    for pixel in (0, -1, 256):
+        image = Image("group_norm", (1, 40, 40), 8, 2, torch.float32)
+        given = image.arguments("cpu")
+        given["input"].permute(0, 2, 3, 1).flatten(1, 2)[:, pixel] = 100.0
+        image.check_norm(on_host, given, given["input"], on_host.group_norm(**given))

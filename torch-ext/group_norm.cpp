@@ -141,10 +141,10 @@ std::tuple<Tensor, Tensor> run_group_norm(const GroupNormTensors& t, const Tenso
   }
   Arg floats = input;
   floats.dtype = aoti_torch_dtype_float32();
-  const int64_t count = p.moment_count() + p.factor_count(), step = 1;
+  const int64_t count = p.factor_count() + p.moment_count(), step = 1;
   const Tensor scratch = empty_strided(&count, &step, 1, floats);
-  p.moments = static_cast<float*>(scratch.mutable_data_ptr());
-  p.factors = p.moments + p.moment_count();
+  p.factors = static_cast<float*>(scratch.mutable_data_ptr());  // first, because they are read in packs
+  p.moments = p.factors + p.factor_count();
   Launch launch(input);
   ltx::group_norm(p, launch.context());
   return made;

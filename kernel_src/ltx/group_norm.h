@@ -46,7 +46,7 @@ struct GroupNormParams {
   const void *weight = nullptr, *bias_norm = nullptr;  // [channels]
   // Scratch memory of a launch, fp32.
   float* moments = nullptr;  // [batch, parts, chunks, 2]: mean and squared deviations of a part in a chunk
-  float* factors = nullptr;  // [batch, 2, channels]: a and b
+  float* factors = nullptr;  // [batch, 2, channels]: a and b; it begins at a multiple of 16 bytes
 
   // A group of many channels has several parts.
   static constexpr int64_t kMaxPartChannels = 128;

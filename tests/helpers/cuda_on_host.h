@@ -1,8 +1,8 @@
 // Runs small CUDA kernels on the host, to compare what they compute: include it before a source that g++ compiles.
 //
 // A block's threads are threads of the host, and blocks run one after the other, so that static variables serve as
-// shared memory: one thread of the host may launch at a time. It has what the templates of skills/cuda-kernels and the
-// general kernel of the norm family use, and no more. There are no clusters.
+// shared memory: one thread of the host may launch at a time. It has what the templates of skills/cuda-kernels, the
+// general kernel of the norm family and the group norms use, and no more. There are no clusters.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -117,7 +117,15 @@ inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
+inline uint32_t __umulhi(uint32_t x, uint32_t y) { return static_cast<uint32_t>(static_cast<uint64_t>(x) * y >> 32); }
+// A GPU stops at an address that is no multiple of the pack's bytes.
+template <typename T>
+void __stwb(T* to, T value) {
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(T) != 0) std::abort();
+  *to = value;
+}
 inline uint32_t __float_as_uint(float x) { return host::same_bits<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return host::same_bits<float>(x); }
 inline void __trap() { std::abort(); }
