@@ -58,8 +58,8 @@ def cards() -> str:
         "GiB of the transformer's weights, computed from its configuration "
         f"(`python benchmarks/cards.py`, {link('cards')}), and the smallest card of 12, 16, 24 or 32 GB. A card in "
         f"bold has a measured peak of a step ({link('h200-memory')}); one in plain type is the computed weights and "
-        "the measured memory of a step beside them. A dash says that no step of the model was measured, or that its text "
-        "encoder is not in the list.",
+        "the measured memory of a step beside them. A dash says that no step of the model was measured, or that its "
+        "text encoder is not in the list.",
         grid(
             '| model | bf16 | fp8 | `memory="low"` | card, fp8 | card, `memory="low"` | text encoder, bf16 | '
             '`memory="low"` with it | fp8, groups of one block |',
