@@ -112,8 +112,9 @@ def test_components(ltx: ModuleType, components: dict[str, Any]) -> None:
     ltx.optimize(pipe, level="norms")
     assert touched(components) == {"transformer"}
     ltx.restore(pipe)
-    image = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)
-    with_other_vae = types.SimpleNamespace(components={**components, "vae": image})
+    small = {"encoder_block_out_channels": (8,), "decoder_block_out_channels": (8,)}
+    tiny = diffusers.AutoencoderTiny(**small, num_encoder_blocks=(1,), num_decoder_blocks=(1,)).to(torch.bfloat16)
+    with_other_vae = types.SimpleNamespace(components={**components, "vae": tiny})
     ltx.optimize(with_other_vae)
     assert touched(with_other_vae.components) == {"transformer", "text_encoder"}
     ltx.restore(with_other_vae)
