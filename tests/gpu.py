@@ -62,7 +62,7 @@ FILES |= dict.fromkeys(["channels_last", "group_norm", "attention_int8", "report
 MODELS_FILES = {"families": 5, "language_models": 4, "integration": 2, "layers": 2, "models": 2, "integration_fp8": 2}
 MODELS_FILES |= dict.fromkeys(["fp8_memory", "tokens", "causal_prompts", "vae", "fp8_lora", "lora", "fp8_files"], 1)
 MODELS_FILES |= dict.fromkeys(["integration_pipelines", "graphs", "kv_cache", "sliding_windows", "replay"], 1)
-MODELS_FILES |= dict.fromkeys(["processors", "state", "threads", "checkpoints", "quantizer", "autocast"], 1)
+MODELS_FILES |= dict.fromkeys(["processors", "state", "threads", "checkpoints", "quantizer", "autocast", "training"], 1)
 # What these look at is the variant, whatever they take: its machine code, and how it is loaded.
 OF_THE_VARIANT = {"sass", "loading"}
 # Of the others that take a device: parts of their own, what runs the code of pages, examples and notebooks, and what

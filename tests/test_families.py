@@ -870,8 +870,10 @@ def test_gradients(ltx: ModuleType, device: str, family: Family) -> None:
     ltx.restore(model)
     stock = gradients()
     assert len(ours) == len(stock)
+    noise = 1e-6 * max(want.abs().max().item() for want in stock)  # the gradient of a key's bias is nothing else
     for got, want in zip(ours, stock):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * want.abs().max().item())
+        atol = 1e-4 * family.magnifies * want.abs().max().item() + noise
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=atol)
 
 
 @every_family

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -351,6 +352,33 @@ def _forward_ad(home: Any) -> None:
         assert home.forward_ad._current_level >= 0
 
 
+def _backward_number(home: Any) -> None:
+    numbers = []
+    x = torch.zeros(1, requires_grad=True)
+    with torch.enable_grad():
+        y = x * 2
+    y.register_hook(lambda grad: numbers.append(home.backward_number()))
+    y.backward()
+    assert numbers[0] >= 0 > home.backward_number()
+
+
+def _saved_tensors_hooks(home: Any) -> None:
+    assert home.saved_tensors_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert home.saved_tensors_hooks() is not None
+    seen = []
+    with torch.enable_grad():
+        x = torch.zeros(1, requires_grad=True)
+        function = functools.partial(_seen, seen, home)
+        torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).backward()
+    assert len(seen) == 2 and None not in seen
+
+
+def _seen(seen: list[Any], home: Any, x: Tensor) -> Tensor:
+    seen.append(home.saved_tensors_hooks())
+    return x.exp()
+
+
 # By name of the file. Names of one subject share a function.
 EXPECTED: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("function_modes", "function_mode_at", "without_function_modes"), _function_modes),
@@ -370,6 +398,8 @@ EXPECTED: dict[str, Callable[[Any], None]] = {
     "flash_attention": _flash_attention,
     "symmetric_memory": _symmetric_memory,
     "forward_ad": _forward_ad,
+    "backward_number": _backward_number,
+    "saved_tensors_hooks": _saved_tensors_hooks,
 }
 
 

@@ -45,6 +45,16 @@ kernel_settings: tuple[Callable[[], bool], ...] = tuple(
 )
 
 
+# ---- Gradients
+
+backward_number: Callable[[], int] = torch._C._current_graph_task_id  # of the backward that runs in this thread, or -1
+
+
+def saved_tensors_hooks() -> Any:
+    """The functions that take what autograd saves, as a checkpoint's do; None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def has_global_hooks() -> bool:
     """Whether a hook is registered for the forwards of all modules."""
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)

@@ -36,8 +36,8 @@ class Report:
     Attributes:
         target: What was optimized, by class and component.
         sites: One for every replaced class: `class_name`, `modules`, `calls` that ran the package's ops, `traces` by
-            torch.compile, `gradients`, calls among these with gradients through parameters of the block, whose ops run
-            in plain torch where an input needs one, and `fallbacks`, the calls that ran the stock forward instead, by
+            torch.compile, `gradients`, calls among these through which a gradient goes, `recomputed`, further calls in
+            which a checkpoint computed one again, `fallbacks`, the calls that ran the stock forward instead, by
             reason, and `remarks`, what else happened at calls, such as adapters that ran beside fp8 weights.
         left_alone: Modules of a known class, or whole components, that stay as they were, and why.
         notes: Other things to know, such as parameters that could not be packed.
@@ -146,7 +146,9 @@ class Report:
             lines += [f"stock call of {name}, {count} x: {reason}" for reason, count in reasons.items()]
         for s in self.sites:
             if s.gradients:
-                lines.append(f"gradients through {s.name}, {s.gradients} x: ops run in plain torch where one is needed")
+                lines.append(f"gradients through {s.name}, {s.gradients} x")
+            if s.recomputed:
+                lines.append(f"calls of {s.name} computed again in a backward, {s.recomputed} x")
             lines += [f"{text}, {s.name}, {count} x" for text, count in s.remarks.items()]
             if s.unpacked:
                 lines.append(

@@ -57,6 +57,7 @@ def in_one_op(call: Call, query: Tensor, key: Tensor) -> bool:
         and call.spec.across_heads
         and query.shape[2] == key.shape[2]
         and parallel_config(call) is None
+        and not _needs_gradient(query, key)
         and _op_pays(query, key.shape[1], query.shape[-1])
         and _may_attend(call)
     )

@@ -22,6 +22,7 @@ from ...rope import apply_rotary, qk_norm_rope
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, joint
 from ..engine.guards import hooked, why_not_input
 from ..engine.kept import kept
+from ..engine.marks import marked
 from ..engine.norm_forms import FORMS
 from ..engine.recording import as_one
 from ..engine.rotary_tables import Tables, with_identity_rows
@@ -29,7 +30,7 @@ from ..engine.sites import Entry, Site, stock_forward
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears, joined, kept_layers
 from ..linear.packing import unpack
-from ..linear.products import Input, as_tensor
+from ..linear.products import Input, as_tensor, like_of
 from ..parallel import attention as rank_attention
 from ..parallel.ranks import context_of
 from .call import Call
@@ -102,10 +103,10 @@ def _forward(call: Call, options: dict[str, Any]) -> Any:
         reason = call.layers.reason
     if reason:
         return _stock(call, reason, options)
-    if call.context is not None and (call.layers.added is not None or spec.shared):
-        call.cross = False
-        return _joint(call)
-    return _single(call)
+    joint = call.context is not None and (call.layers.added is not None or spec.shared)
+    call.cross = call.cross and not joint
+    way = call.site.name, call.layers.all.packed, call.layers.query.packed
+    return marked(way, like_of(call.input), _joint if joint else _single, call)
 
 
 def _why_not(call: Call, options: dict[str, Any]) -> str:
@@ -114,7 +115,7 @@ def _why_not(call: Call, options: dict[str, Any]) -> str:
     if isinstance(call.input, tuple):  # of a block, which has just asked
         input, reason = call.input[1], ""  # the scales are on the rows' device, too
     else:
-        input, reason = call.input, why_not_input(call.input, call.site.rounding)
+        input, reason = call.input, why_not_input(call.input, call.site.rounding, gradient=True)
     if reason:
         return reason
     if options:
@@ -153,7 +154,7 @@ def _project(call: Call, linears: Linears, input: Input, width: int = 0) -> tupl
         shape = len(linears.sizes), -1 if width else heads, width or -1
         return linears.together(input).unflatten(-1, shape).unbind(-3)
     if not linears.packed and len(linears.modules) > 1 and call.site.rounding == "fp32":
-        call.site.count_unpacked()
+        call.site.count("unpacked")
     outputs = linears(input)
     width = width or outputs[0].shape[-1] // heads
     return tuple([x.unflatten(-1, (-1, width)) for x in outputs])

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from ..._checks import LAYER, RMS
 from ..engine.autocast import remark_autocast
 from ..engine.guards import ATTRIBUTE, class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
+from ..engine.marks import marked
 from ..engine.norm_forms import FORMS, statistic
 from ..engine.recording import Live
 from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
 from ..engine.state import remember
 from ..linear.linears import linears_of
+from ..linear.lora import adapters_state, is_lora
 from ..replay.calls import replayed
 from .feed_forward import FEED_FORWARD, readers
 
@@ -100,10 +102,14 @@ class Block:
                 return stock_forward(module, reason, *args, **kwargs)
             site = site_of(module)
             site.count_call()
-            remark_autocast(site.remark, arguments[self.streams[0]])
-            if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
-                site.count_gradients()
-            return compute(module, *args, **named)
+            input = arguments[self.streams[0]]
+            remark_autocast(site.remark, input)
+            if not torch.is_grad_enabled():
+                return compute(module, *args, **named)
+            if input.requires_grad or any(parameter.requires_grad for parameter in module.parameters()):
+                site.count("gradients")
+            way = site.name, site.rounding, *map(adapters_state, filter(is_lora, module.modules()))
+            return marked(way, input, compute, module, *args, **named)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return replayed(module, ordinary, args, kwargs, self.live)
@@ -224,13 +230,14 @@ class Block:
     def _why_not_call(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
         """Why a call has to run stock: tensors and modes are checked at every call, modules once for each state."""
         input: Tensor = arguments[self.streams[0]]
-        reason = why_not_input(input, site_of(module).rounding)
+        reason = why_not_input(input, site_of(module).rounding, gradient=True)
         if reason:
             return reason
         for name in self.streams[1:] + self.tensors:
             tensor = arguments.get(name)
             if tensor is not None:
-                reason = why_not_tensor(name, tensor, input, self.casts and name in self.tensors)
+                beside = name in self.tensors
+                reason = why_not_tensor(name, tensor, input, self.casts and beside, gradient=not beside)
                 if reason:
                     return reason
         key = "block", input.dtype, input.device

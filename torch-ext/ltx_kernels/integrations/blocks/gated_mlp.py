@@ -162,7 +162,7 @@ def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None)
     addend: From a layer that asked `GatedMLP.adds`: what the output is added to.
     """
     # Rows are of a block, which has just asked.
-    reason = "" if isinstance(input, tuple) else why_not_input(input, site_of(module).rounding)
+    reason = "" if isinstance(input, tuple) else why_not_input(input, site_of(module).rounding, gradient=True)
     if not reason:
         layers = kept_layers("mlp", module, input, MLPLayers, spec)
         reason = layers.reason
@@ -177,7 +177,7 @@ def _mlp(spec: GatedMLP, module: nn.Module, input: Input, addend: Tensor | None)
         return down(hidden)[0] if addend is None else down.add_to(addend, hidden)
     gate_up = (up.together(input),) if up.packed else up(input)
     if len(gate_up) == 2 and site.rounding == "fp32":
-        site.count_unpacked()
+        site.count("unpacked")
     if layers.activation == SILU:
         site.count_call("swiglu")
         hidden = swiglu_quant(*gate_up) if down.fp8 else swiglu(*gate_up, rounding=site.rounding)

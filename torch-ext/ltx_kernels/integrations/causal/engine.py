@@ -143,7 +143,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     input: Input = arguments["hidden_states"]
     rope: Tables | None = arguments.get("position_embeddings")
     like = like_of(input)
-    reason = why_not_input(like, site_of(module).rounding) or _why_not_tables(spec, rope, like)
+    reason = why_not_input(like, site_of(module).rounding, gradient=True) or _why_not_tables(spec, rope, like)
     if not reason:
         layers = kept_layers("attention", module, input, CausalLayers, spec)
         reason = layers.reason
@@ -257,7 +257,7 @@ def _heads(layers: CausalLayers, module: Any, input: Input) -> tuple[Tensor, Ten
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         outputs = outputs[0].split_with_sizes([size * width for size in sizes], -1)
     elif not layers.projections.packed and layers.site.rounding == "fp32":
-        layers.site.count_unpacked()
+        layers.site.count("unpacked")
     # `Tensor.unflatten` and `Tensor.split` are Python functions, which take the host longer.
     query, key, value = (output.view(*output.shape[:-1], -1, width) for output in outputs)
     return query, key, value

@@ -69,7 +69,7 @@ class Activation(Protocol):
 
 
 def gelu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    reason = why_not_input(hidden_states)
+    reason = why_not_input(hidden_states, gradient=True)
     if reason:
         return stock_forward(self, reason, hidden_states)
     site_of(self).count_call()
@@ -81,7 +81,7 @@ def gelu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 
 def geglu_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    reason = why_not_input(hidden_states) or ("further arguments" if args or kwargs else "")
+    reason = why_not_input(hidden_states, gradient=True) or ("further arguments" if args or kwargs else "")
     if reason:
         return stock_forward(self, reason, hidden_states, *args, **kwargs)
     site_of(self).count_call()
@@ -90,7 +90,7 @@ def geglu_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
 
 
 def swiglu_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    reason = why_not_input(hidden_states) or why_not_swiglu(self)
+    reason = why_not_input(hidden_states, gradient=True) or why_not_swiglu(self)
     if reason:
         return stock_forward(self, reason, hidden_states)
     site_of(self).count_call()

@@ -14,7 +14,7 @@ from typing import Any, Callable, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..._torch_private import func_interpreter, has_global_hooks
+from ..._torch_private import backward_number, func_interpreter, has_global_hooks
 from ..._variant import COMPILED_DEVICE, constant_when_compiled
 from .autocast import why_not_autocast
 from .code import patched
@@ -102,12 +102,18 @@ DROPOUT = "torch.nn.modules.dropout.Dropout"
 
 def is_idle(dropout: nn.Module) -> bool:
     """Whether a dropout is torch's own, drops nothing now, and has no hook."""
-    return class_of(dropout) == DROPOUT and not dropout.training and not hooked(dropout)
+    idle = not dropout.training or dropout.__dict__.get("p") == 0
+    return idle and class_of(dropout) == DROPOUT and not hooked(dropout)
 
 
 def is_ordinary(parameter: Tensor) -> bool:
     """Whether a parameter is one of torch's own kind: not quantised, not distributed."""
     return type(parameter) is nn.Parameter
+
+
+def is_recomputation() -> bool:
+    """Whether a checkpoint computes a call again, in a backward."""
+    return torch.is_grad_enabled() and backward_number() >= 0
 
 
 def is_capturing() -> bool:
@@ -124,11 +130,14 @@ def has_tensor_cores(device: torch.device) -> bool:
     return _capability(device) >= (8, 0)
 
 
-def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module is nn.Linear and nothing else, with ordinary parameters that need no gradient."""
+def plain_linear(module: nn.Module, dtype: torch.dtype, trained: bool = False) -> bool:
+    """Whether a module is nn.Linear and nothing else, with ordinary parameters, which need no gradient.
+
+    trained: They may need one.
+    """
     if type(module) is not nn.Linear or "forward" in module.__dict__ or hooked(module):
         return False
-    grad = torch.is_grad_enabled()
+    grad = not trained and torch.is_grad_enabled()
     for parameter in module._parameters.values():
         if parameter is not None and (
             not is_ordinary(parameter) or parameter.dtype != dtype or (grad and parameter.requires_grad)
@@ -137,14 +146,15 @@ def plain_linear(module: nn.Module, dtype: torch.dtype) -> bool:
     return True
 
 
-def why_not_input(tensor: Tensor, rounding: str = "fp32") -> str:
+def why_not_input(tensor: Tensor, rounding: str = "fp32", gradient: bool = False) -> str:
     """Why ops do not support a module's input in this call; empty if they do.
 
     rounding: Of the module's site, where it supports more than one.
+    gradient: The input may need one: the ops hand it on.
     """
     if tensor.dtype not in _DTYPES:
         return f"dtype {tensor.dtype}"
-    if torch.is_grad_enabled() and tensor.requires_grad:
+    if not gradient and torch.is_grad_enabled() and tensor.requires_grad:
         return "a gradient is needed"
     device = tensor.device.type
     if device != COMPILED_DEVICE:
@@ -162,10 +172,11 @@ def why_not_input(tensor: Tensor, rounding: str = "fp32") -> str:
     return ""
 
 
-def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False) -> str:
+def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False, gradient: bool = False) -> str:
     """Why ops cannot read a parameter or an argument beside an input; empty if they can.
 
     casts: The stock module casts its results to the input's dtype, so that the tensor may have another one.
+    gradient: The tensor may need one.
     """
     if type(tensor) not in (Tensor, nn.Parameter) and not torch.compiler.is_compiling():
         return f"{name} is a {type(tensor).__name__}"
@@ -173,8 +184,8 @@ def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False
         return f"{name} is on {tensor.device}, not on {input.device}"
     if tensor.dtype != input.dtype if not casts else tensor.dtype not in _DTYPES:
         return f"{name} has dtype {tensor.dtype}, the input {input.dtype}"
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return "a gradient is needed"
+    if not gradient and torch.is_grad_enabled() and tensor.requires_grad:
+        return f"a gradient of {name} is needed"
     return ""
 
 

@@ -10,6 +10,7 @@ from typing import Any, Callable, TypeVar
 import torch
 from torch import Tensor
 
+from ..._checks import requires_grad
 from .autocast import autocast_state
 from .guards import is_capturing
 from .recording import others_take_functions, refuse
@@ -32,7 +33,8 @@ def kept(
 ) -> Made:
     """What ``make`` returns, from an earlier call with the same key and the same, unchanged tensors.
 
-    Nothing is kept under torch.compile, nor of inference tensors, which may be written to without a sign.
+    Nothing is kept under torch.compile, nor of tensors that a gradient goes through, nor of inference tensors, which
+    may be written to without a sign.
 
     key: All that the result depends on beside tensors.
     sources: The tensors that the value is made of, such as coordinates, angles or a mask. A weak reference to each, its
@@ -41,6 +43,8 @@ def kept(
         else gets that memory; address, shape, strides, dtype and version decide.
     """
     if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in (*sources, *views)):
+        return make()
+    if torch.is_grad_enabled() and requires_grad(*sources, *views):
         return make()
     refuse("a value is kept for the tensors that it is made of")
     values = site.cache
@@ -53,7 +57,8 @@ def kept(
             _captured.append(found[0])
         value: Made = found[0]
         return value
-    made = make()
+    with torch.inference_mode(False):  # autograd cannot save what inference mode has made
+        made = make()
     if not capturing:  # memory that is allocated during a capture belongs to the graph
         for oldest in list(values)[: 1 - KEPT]:  # made at once: another thread may put a value into the dict meanwhile
             values.pop(oldest, None)

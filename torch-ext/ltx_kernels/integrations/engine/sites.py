@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..._variant import constant_when_compiled
 from . import threads
 from .code import patched
-from .guards import ATTRIBUTE, RELEASE, class_of
+from .guards import ATTRIBUTE, RELEASE, class_of, is_recomputation
 from .recording import recorder_of_thread
 from .state import forget
 
@@ -164,7 +164,8 @@ class Site:
         self.partners: frozenset[str] = frozenset()
         self.unpacked = 0  # calls of an attention in which projections ran one by one instead of as one GEMM
         self.calls = 0  # calls that ran the package's ops
-        self.gradients = 0  # the part of `calls` in which ops may have run in plain torch, for a gradient
+        self.gradients = 0  # the part of `calls` through which a gradient goes
+        self.recomputed = 0  # further calls, of ops or stock, in which a checkpoint computed a call again in a backward
         self.traces = 0  # traces of torch.compile that put the ops into a graph
         self.chosen: set[str] = set()  # ops that `count_call` was told of, where calls of a class run different ones
         self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward, by reason
@@ -201,32 +202,29 @@ class Site:
         if torch.compiler.is_compiling():
             _count_trace(self.number, "", *ops)
         else:
-            self.calls += 1
+            self.count("recomputed" if is_recomputation() else "calls")
             self.chosen.update(ops)
-            _note(self, "calls")
 
-    def count_unpacked(self) -> None:
+    def count(self, counter: str) -> None:
         if not torch.compiler.is_compiling():
-            self.unpacked += 1
-            _note(self, "unpacked")
-
-    def count_gradients(self) -> None:
-        if not torch.compiler.is_compiling():
-            self.gradients += 1
-            _note(self, "gradients")
+            setattr(self, counter, getattr(self, counter) + 1)
+            _note(self, counter)
 
     def count_fallback(self, reason: str) -> None:
         if torch.compiler.is_compiling():
             _count_trace(self.number, reason)
         else:
-            self.fallbacks[reason] += 1
+            if is_recomputation():
+                self.count("recomputed")
+            else:
+                self.fallbacks[reason] += 1
             _note(self, "fallbacks")
 
     def remark(self, text: str, count: int = 1) -> None:
         """Counts something that happened at calls and is neither an op nor a stock forward."""
         if torch.compiler.is_compiling():
             _count_remark(self.number, f"{text} (compiled)", count)
-        else:
+        elif not is_recomputation():
             self.remarks[text] += count
             _note(self, "remarks", text, count)
 

@@ -152,6 +152,10 @@ class Snapshot:
         self._places, self._names = [place for place, _ in places.values()], [name for _, name in places.values()]
         self._functions = list(map(dict.get, self._places, self._names))
 
+    def gradients(self) -> tuple[bool, ...] | None:
+        """Which of the tensors need a gradient; None where gradients are off."""
+        return tuple([tensor.requires_grad for tensor in self._watched]) if torch.is_grad_enabled() else None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # of other modules, and soon made again
 
@@ -279,9 +283,9 @@ def _new_memory(module: nn.Module) -> Memory | None:
 def remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *arguments: Any) -> Answer:
     """``ask(module, *arguments)``, or what it returned in the same state of the module for the same key.
 
-    Nothing is kept under torch.compile, where gradients are on, and where a submodule has a hook.
+    Nothing is kept under torch.compile, and where a submodule has a hook.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return ask(module, *arguments)
     if not function_modes():
         return _remember(module, key, ask, *arguments)
@@ -295,7 +299,7 @@ def _remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *arg
         memory = _new_memory(module)
         if memory is None:
             return ask(module, *arguments)
-    answers, key = memory.answers, (key, autocast_state())
+    answers, key = memory.answers, (key, autocast_state(), memory.snapshot.gradients())
     try:
         return cast(Answer, answers[key])
     except KeyError:
@@ -307,7 +311,9 @@ def _remember(module: nn.Module, key: Hashable, ask: Callable[..., Answer], *arg
 
 def recall(module: nn.Module, key: Hashable) -> Any:
     """What `remember` kept under a key a moment ago, without another look at the module; None if nothing."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return None
     found: Held | None = module.__dict__.get(HELD)
-    return None if found is None or found.memory is None else found.memory.answers.get((key, autocast_state()))
+    if found is None or found.memory is None:
+        return None
+    return found.memory.answers.get((key, autocast_state(), found.memory.snapshot.gradients()))

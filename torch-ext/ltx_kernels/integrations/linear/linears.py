@@ -22,7 +22,9 @@ from .lora import (
     LowRank,
     adapters_of,
     adapters_state,
+    added_up,
     base_of,
+    fit_autograd,
     fit_in_place,
     is_lora,
     low_ranks,
@@ -126,8 +128,8 @@ class Linears:
             return
         self.sizes = [len(weight) // parts for weight in self.weights for _ in range(parts)]
         groups = [group for group in (self.weights, self.scales, biases) if group]
-        if self._compiling:  # the ops ask for adjacency where they run
-            self._packed = True
+        if self._compiling:  # the ops ask for adjacency where they run, and have no gradient
+            self._packed = not (torch.is_grad_enabled() and input.requires_grad)
         elif all(map(adjacent, groups)):
             self._packed = True
             self._stacks = [_Stack.of(group) for group in groups]
@@ -203,6 +205,9 @@ class Linears:
             return self._in_place(input, tensor, adapters)
         whole = self._together(input) if self._packed else None
         outputs = self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
+        by_autograd = torch.is_grad_enabled() and not self._compiling and self.site.rounding == "fp32"
+        if by_autograd and fit_autograd(adapters, tensor):
+            return None, added_up(outputs, tensor, adapters)
         return None, tuple(one_by_one(output, tensor, added) for output, added in zip(outputs, adapters))
 
     def _fit_in_place(self, adapters: list[list[LowRank]]) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.autocast import autocast_dtype
 from ..engine.guards import class_of, hooked, is_idle, plain_linear
 
 LORA_CLASS = "peft.tuners.lora.layer.Linear"
@@ -72,7 +73,10 @@ def adapters_state(module: nn.Module) -> Hashable:
 
 
 def adapters_of(module: nn.Module, device: torch.device) -> tuple[str, list[LowRank]]:
-    """(why peft's layer has to be called as it is, what its active adapters add); both are empty if none is active."""
+    """(why peft's layer has to be called as it is, what its active adapters add); both are empty if none is active.
+
+    The adapters may be trained: their parameters are read at every call, and nothing that is made of them is kept.
+    """
     layer, found = cast(LoraLayer, module), []
     if layer.disable_adapters:
         return ("disabled adapters that are merged" if layer.merged_adapters else ""), []
@@ -91,8 +95,8 @@ def adapters_of(module: nn.Module, device: torch.device) -> tuple[str, list[LowR
         if type(scale) not in (float, int):
             return f"a scaling that is a {type(scale).__name__}", []
         dtype = cast(Tensor, down._parameters["weight"]).dtype
-        if dtype not in _DTYPES or not (plain_linear(down, dtype) and plain_linear(up, dtype)):
-            return "adapters that are trained, quantised, hooked or of two dtypes", []
+        if dtype not in _DTYPES or not all(plain_linear(part, dtype, trained=True) for part in (down, up)):
+            return "adapters that are quantised, hooked or of two dtypes", []
         low_rank = LowRank(down.weight, up.weight, up.bias, scale)  # type: ignore[arg-type]
         if low_rank.up.device != device:
             return f"adapters on {low_rank.up.device}", []
@@ -110,6 +114,29 @@ def one_by_one(output: Tensor, input: Tensor, adapters: Sequence[LowRank]) -> Te
 
 # ---- Fewer passes over the outputs. A layer's output is far larger than the low-rank products of its input, so that
 # peft's order costs reading and writing it three times.
+
+
+def fit_autograd(adapters: Sequence[Sequence[LowRank]], input: Tensor) -> bool:
+    """Whether `added_up` computes adapters in the dtype in which peft does."""
+    dtypes = {input.dtype}
+    if autocast_dtype(input) == input.dtype:
+        dtypes.add(torch.float32)  # autocast casts them
+    return all(up.dtype in dtypes and bias is None for added in adapters for _, up, bias, _ in added)
+
+
+def added_up(outputs: Sequence[Tensor], input: Tensor, adapters: Sequence[Sequence[LowRank]]) -> tuple[Tensor, ...]:
+    """The outputs [..., out] of layers with what their adapters add, for autograd.
+
+    The input is read once for all adapters, and a layer's output once for each of its own.
+    """
+    dtype, results = input.dtype, []
+    cast = [[LowRank(down.to(dtype), up.to(dtype), None, scale) for down, up, _, scale in added] for added in adapters]
+    for output, ranks, added in zip(outputs, low_ranks(input.reshape(-1, input.shape[-1]), cast), cast):
+        total = output.reshape(-1, output.shape[-1])
+        for rank, (_, up, _, scale) in zip(ranks, added):
+            total = torch.addmm(total, rank, up.t(), alpha=scale)
+        results.append(total.view(output.shape))
+    return tuple(results)
 
 
 def fit_in_place(adapters: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> bool:
