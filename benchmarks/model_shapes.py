@@ -383,6 +383,27 @@ def minimax_h3_inputs(model: Any, make: Make, frames: int, height: int, width: i
     }
 
 
+def qwen21_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    """A step after the first, which keeps keys and values of the prompt."""
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+    config, rows, columns = model.config, height // 16, width // 16
+    cache = QwenImage21KVCache(config.num_layers)
+    for layer in cache.layer_caches:
+        shape = 1, text, config.num_attention_heads, config.attention_head_dim
+        layer.store(make(*shape), make(*shape))
+    slots = rows * columns // 4
+    return {
+        "hidden_states": make(1, rows * columns, config.in_channels),
+        "encoder_hidden_states": make(1, text, config.context_in_dim),
+        "timestep": make.full(0.5, 1),
+        "img_shapes": [[(1, rows, columns)]],
+        "img_mask": torch.arange(text + slots, device=make.device)[None] >= text,
+        "kv_cache": cache,
+        "kv_cache_mode": "cached",
+    }
+
+
 def pixart_inputs(model: Any, make: Make, height: int, width: int, text: int, valid: int) -> Inputs:
     config = model.config
     mask = make.ones(2, text)
@@ -659,6 +680,16 @@ MODELS = {
         {"num_attention_heads": 2, "attention_head_dim": 32, "hidden_size": 64, "num_layers": 2, "ffn_dim": 96}
         | {"num_refiner_layers": 1, "text_dim": 32, "rope_freq_dim": 4, "time_embed_dim": 32},
         {"frames": 2, "height": 4, "width": 4, "audio": 5, "text": 8},
+    ),
+    "qwen21": Model(
+        "QwenImage21Transformer2DModel",
+        "1024x1024",
+        {},
+        qwen21_inputs,
+        {**IMAGE, "text": 256},
+        {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "context_in_dim": 32} | AXES,
+        TINY_IMAGE,
+        graphs=False,
     ),
     "ernie_image": Model(
         "ErnieImageTransformer2DModel",

@@ -310,7 +310,9 @@ def test_overflow_in_float16_is_clipped(ltx: ModuleType, device: str, family: Fa
         for name in {"hidden_states", "encoder_hidden_states"} & calls[path].keys():
             calls[path][name] = None if calls[path][name] is None else calls[path][name].sign() * 64000
         for name, layer in block.named_modules():
-            if isinstance(layer, nn.Linear) and re.search(r"net\.2|linear_out|proj_out|^attn\.to_out$", name):
+            if isinstance(layer, nn.Linear) and re.search(
+                r"net\.2|linear_out|proj_out|^attn\.to_out$|^img_mlp\.out$", name
+            ):
                 layer.weight.mul_(1.5e4)
         stock[path] = flat(block(**calls[path]))
         assert all(bool((value.abs() >= 65504).any()) for value in stock[path])
@@ -572,6 +574,32 @@ def test_other_forms_of_a_unets_block_run_stock(
     report = ltx.optimize(model)
     assert distance((model[0](tokens, encoder_hidden_states=text),), stock) < CLOSE
     assert report.fallbacks["diffusers.BasicTransformerBlock"] == {reason: 1}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_prefix_cache_of_qwen_image21(ltx: ModuleType, device: str, padded: bool) -> None:
+    """The first step keeps keys and values of the prompt, and later ones read them and compute the image alone."""
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+    family = FAMILIES["qwenimage21"]
+    model = make(family, device)
+    more = family.masked(2) if padded and family.masked is not None else {}
+    inputs = cast({**family.inputs(2), **more}, device, torch.float32)
+
+    def steps() -> tuple[Tensor, ...]:
+        cache, outputs = QwenImage21KVCache(2), []
+        for step, mode in enumerate(("extract", "cached", "cached", "cached")):
+            given = {**inputs, "timestep": inputs["timestep"] * (1 - 0.1 * step)}
+            outputs += run(model, {**given, "kv_cache": cache, "kv_cache_mode": mode})
+        kept = [tensor for layer in cache.layer_caches for tensor in (layer.k, layer.v)]
+        return (*outputs, *kept)
+
+    stock = steps()
+    report = ltx.optimize(model)
+    for _ in range(2):
+        assert distance(steps(), stock) < CLOSE
+    assert report.fallbacks == {}
+    assert "recorded calls: " not in str(report)  # a replay would keep the keys of another cache
 
 
 @pytest.mark.host

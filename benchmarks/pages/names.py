@@ -48,6 +48,7 @@ MODELS = {
     "wan": Model("Wan 2.1 14B", "wan"),
     "wan_ti2v": Model("Wan 2.2 TI2V 5B", "wan"),
     "qwen": Model("Qwen-Image", "qwenimage"),
+    "qwen21": Model("Qwen-Image 2.1", "qwenimage21"),
     "sd35": Model("Stable Diffusion 3.5 large", "sd3"),
     "hyvideo15": Model("HunyuanVideo 1.5", "hunyuan_video15"),
     "cogvideox": Model("CogVideoX-5B", "cogvideox"),

@@ -10,7 +10,6 @@ NOT_YET = "the block has no description yet"
 COPY = "a copy of BasicTransformerBlock with parts of its own"
 LINEAR = "linear attention and convolutions take most of its time"
 EXPERTS = "a mixture of experts takes most of its time"
-CACHE = "its attention keeps keys and values, or segments of its own"
 
 LEFT: dict[str, str] = {
     **dict.fromkeys(
@@ -59,7 +58,6 @@ LEFT: dict[str, str] = {
     ),
     **dict.fromkeys(("HiDreamImageTransformer2DModel", "NucleusMoEImageTransformer2DModel"), EXPERTS),
     "DreamLiteTransformer2DModel": COPY,
-    "QwenImage21Transformer2DModel": CACHE,
 }
 
 # Models of the family basic_transformer whose files of diffusers import no block of it: UNets hold the blocks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,9 +26,13 @@ class Call:
     ropes: The arguments that hold rotary tables for query and key, and for the key alone; None where not given.
     rope: The same as the functions of the description get it: one argument, or both where the key has its own.
     cross: Keys and values come from the context alone.
+    further: The arguments that the description's `arguments` name, as far as they were given.
     """
 
-    __slots__ = ("context", "cross", "input", "layers", "mask", "module", "rope", "ropes", "site", "spec", "twice")
+    __slots__ = (
+        *("context", "cross", "further", "input", "layers", "mask", "module", "rope", "ropes", "site", "spec"),
+        "twice",
+    )
 
     layers: AttentionLayers
 
@@ -39,6 +44,7 @@ class Call:
         context: Tensor | None,
         mask: Tensor | None,
         ropes: tuple[Any, Any],
+        further: Mapping[str, Any] | None = None,
     ) -> None:
         self.spec, self.site = spec, site_of(module)
         self.module: Any = module
@@ -46,6 +52,7 @@ class Call:
         self.input, self.context, self.mask = input, None if self.twice else context, mask
         self.ropes, self.rope = ropes, ropes[0] if ropes[1] is None else ropes
         self.cross = self.context is not None
+        self.further = further or {}
 
     def without_arguments(self) -> Call:
         """A call for `attend` in a recording, which must hold neither the tensors of this call nor the layers."""

@@ -80,6 +80,11 @@ class Attention:
     parallel_cross: The stock processor hands the parallel configuration to a cross-attention as well.
     casts: The stock processor casts query and key to the value's dtype after norm and rotation, so that the norms'
         weights may have another dtype than the input.
+    attends: Computes the attention of a self-attention that keeps keys and values, or attends in several calls: (call,
+        query, key, value), after norm and rotation, to the output [B, S, heads, D]. `attend` of attention/choice.py
+        computes each call. A recorded call does not run it again: it calls `refuse` where it reads or writes what is
+        kept.
+    arguments: Names of the stock forward's further arguments, which `attends` reads from `Call.further`.
     check: A further reason why a call has to run stock: (module, hidden_states, encoder_hidden_states, rope) to a
         reason, or "".
     why_not: A further reason why a module cannot be replaced, or "". Processors that many models share need it.
@@ -118,6 +123,8 @@ class Attention:
     cross: bool = False
     parallel_cross: bool = True
     casts: bool = False
+    attends: Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None = None
+    arguments: tuple[str, ...] = ()
     check: Callable[[Any, Tensor, Tensor | None, Any], str] = lambda *_: ""
     why_not: Callable[[Any], str] = lambda _: ""
     together_with: str = ""

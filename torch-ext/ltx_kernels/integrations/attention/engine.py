@@ -59,7 +59,8 @@ def entry_of(spec: Attention) -> Entry:
             options = {**dict(zip(spec.parameters, arguments)), **options}
         input, context, mask = map(options.pop, INPUTS, (None, None, None))
         ropes = options.pop(spec.rope, None), options.pop(spec.key_rope, None)
-        return _forward(Call(spec, module, input, context, mask, ropes), options)
+        further = {name: options.pop(name) for name in spec.arguments if name in options}
+        return _forward(Call(spec, module, input, context, mask, ropes, further), options)
 
     shared = {name: f"{name} + {spec.processor}" for name in spec.classes if name in SHARED}
     return Entry(
@@ -124,7 +125,7 @@ def _why_not(call: Call, options: dict[str, Any]) -> str:
         if given:
             return f"arguments {', '.join(given)}"
     if mask is not None:
-        if spec.mask is None:
+        if spec.mask is None or not isinstance(mask, Tensor):
             return "a mask"
         reason = spec.mask.why_not(mask, None if context is None else context.shape[1])
     return reason or spec.check(call.module, input, context, call.rope)
@@ -138,10 +139,11 @@ def _stock(call: Call, reason: str, options: dict[str, Any]) -> Any:
         rank_attention.check_dispatch(context_of(parallel), call.mask, options.get("encoder_hidden_states_mask"))
     tensor = as_tensor(call.input)
     inputs = zip(INPUTS, (tensor, tensor if call.twice else call.context, call.mask))
-    named = {name: value for name, value in inputs if name in spec.parameters}
+    any_name = "kwargs" in spec.parameters
+    named = {name: value for name, value in inputs if name in spec.parameters or (any_name and value is not None)}
     ropes = zip((spec.rope, spec.key_rope), call.ropes)
     named.update({name: spec.stock_rope(call.module, rope) for name, rope in ropes if rope is not None})
-    return stock_forward(call.module, reason, **named, **options)
+    return stock_forward(call.module, reason, **named, **call.further, **options)
 
 
 def _project(call: Call, linears: Linears, input: Input, width: int = 0) -> tuple[Tensor, ...]:
@@ -274,8 +276,12 @@ def _single(call: Call) -> Tensor:
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, layers.eps[0], mask=seen.keys)
         return _output(call, _gated(call, output))
     fewer = key.shape[2] != layers.heads  # ranks exchange them with a copy for each head of the query
-    ahead = None if call.cross or fewer else values_ahead(call, value, seen)
+    ahead = None if call.cross or fewer or call.spec.attends is not None else values_ahead(call, value, seen)
     query, key = _norm_and_rotate(call, 0, query, key, tables, fresh)
+    if call.spec.attends is not None:
+        output = call.spec.attends(call, query, key, value)
+        _count(call, tables is not None, False)
+        return _output(call, _gated(call, output))
     reads = isinstance(call.spec.mask, (PaddingMask, SegmentMask))
     if call.mask is not None and reads and parallel_config(call) is None:
         attend_now = functools.partial(attend_read, call.without_arguments())
