@@ -32,10 +32,11 @@ TO_Q = "transformer_blocks.0.attn1.to_q"
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers' converter for FLUX.1, for a model of 32 columns instead of 3072."""
-    entry = KNOWN["FluxTransformer2DModel"]
-    converter = checkpoints.with_constant(entry["checkpoint_mapping_fn"], 3072, 32)
-    monkeypatch.setitem(KNOWN, "FluxTransformer2DModel", {**entry, "checkpoint_mapping_fn": converter})
+    """diffusers' converters for FLUX.1 and Chroma, for models of 32 columns instead of 3072."""
+    for name in ("FluxTransformer2DModel", "ChromaTransformer2DModel"):
+        entry = KNOWN[name]
+        converter = checkpoints.with_constant(entry["checkpoint_mapping_fn"], 3072, 32)
+        monkeypatch.setitem(KNOWN, name, {**entry, "checkpoint_mapping_fn": converter})
 
 
 def convert(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

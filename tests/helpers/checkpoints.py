@@ -69,6 +69,53 @@ ORIGINAL_NAMES: dict[str, list[tuple[str, str]]] = {
         (r"attn\.to_out\.0", "img_attn.proj"),
         (r"attn\.to_add_out", "txt_attn.proj"),
     ],
+    "flux2": [
+        (r"time_guidance_embed\.timestep_embedder\.linear_1", "time_in.in_layer"),
+        (r"time_guidance_embed\.timestep_embedder\.linear_2", "time_in.out_layer"),
+        (r"time_guidance_embed\.guidance_embedder\.linear_1", "guidance_in.in_layer"),
+        (r"time_guidance_embed\.guidance_embedder\.linear_2", "guidance_in.out_layer"),
+        (r"(stream_modulation\w*)\.linear", r"\1.lin"),
+        ("context_embedder", "txt_in"),
+        ("x_embedder", "img_in"),
+        (r"^norm_out\.linear", "final_layer.adaLN_modulation.1"),
+        (r"^proj_out", "final_layer.linear"),
+        (r"single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj", r"single_blocks.\1.linear1"),
+        (r"single_transformer_blocks\.(\d+)\.attn\.to_out", r"single_blocks.\1.linear2"),
+        (r"single_transformer_blocks\.(\d+)\.attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
+        (r"single_transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
+        (r"^transformer_blocks\.", "double_blocks."),
+        (r"attn\.norm_q\.weight", "img_attn.norm.query_norm.scale"),
+        (r"attn\.norm_k\.weight", "img_attn.norm.key_norm.scale"),
+        (r"attn\.norm_added_q\.weight", "txt_attn.norm.query_norm.scale"),
+        (r"attn\.norm_added_k\.weight", "txt_attn.norm.key_norm.scale"),
+        (r"ff\.linear_in", "img_mlp.0"),
+        (r"ff\.linear_out", "img_mlp.2"),
+        (r"ff_context\.linear_in", "txt_mlp.0"),
+        (r"ff_context\.linear_out", "txt_mlp.2"),
+        (r"attn\.to_out\.0", "img_attn.proj"),
+        (r"attn\.to_add_out", "txt_attn.proj"),
+    ],
+    "sd3-35large": [
+        (r"^pos_embed\.pos_embed", "pos_embed"),
+        (r"^pos_embed\.proj", "x_embedder.proj"),
+        (r"time_text_embed\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
+        (r"time_text_embed\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
+        (r"time_text_embed\.text_embedder\.linear_1", "y_embedder.mlp.0"),
+        (r"time_text_embed\.text_embedder\.linear_2", "y_embedder.mlp.2"),
+        (r"^norm_out\.linear", "final_layer.adaLN_modulation.1"),
+        (r"^proj_out", "final_layer.linear"),
+        (r"^transformer_blocks\.", "joint_blocks."),
+        (r"norm1\.linear", "x_block.adaLN_modulation.1"),
+        (r"norm1_context\.linear", "context_block.adaLN_modulation.1"),
+        (r"attn\.norm_(q|k)\.", r"x_block.attn.ln_\1."),
+        (r"attn\.norm_added_(q|k)\.", r"context_block.attn.ln_\1."),
+        (r"attn\.to_out\.0", "x_block.attn.proj"),
+        (r"attn\.to_add_out", "context_block.attn.proj"),
+        (r"ff\.net\.0\.proj", "x_block.mlp.fc1"),
+        (r"ff\.net\.2", "x_block.mlp.fc2"),
+        (r"ff_context\.net\.0\.proj", "context_block.mlp.fc1"),
+        (r"ff_context\.net\.2", "context_block.mlp.fc2"),
+    ],
     "z_image": [
         (r"attention\.to_out\.0", "attention.out"),
         (r"attention\.norm_(q|k)", r"attention.\1_norm"),
@@ -77,6 +124,12 @@ ORIGINAL_NAMES: dict[str, list[tuple[str, str]]] = {
     ],
     "qwenimage": [],
 }
+ORIGINAL_NAMES["chroma"] = [
+    (r"(distilled_guidance_layer\.layers\.\d+)\.linear_1", r"\1.in_layer"),
+    (r"(distilled_guidance_layer\.layers\.\d+)\.linear_2", r"\1.out_layer"),
+    (r"(distilled_guidance_layer\.norms\.\d+)\.weight", r"\1.scale"),
+    *ORIGINAL_NAMES["flux"],
+]
 # Layers that a checkpoint has as one: the names of the parts in diffusers, and of the whole.
 JOINED = {
     "flux": [
@@ -85,6 +138,17 @@ JOINED = {
         (r"^single_transformer_blocks\.(\d+)\.(attn\.to_[qkv]|proj_mlp)\.", r"single_blocks.\1.linear1."),
     ],
     "z_image": [(r"(.*\.attention)\.to_(q|k|v)\.", r"\1.qkv.")],
+    "sd3-35large": [
+        (r"^transformer_blocks\.(\d+)\.attn\.to_(q|k|v)\.", r"joint_blocks.\1.x_block.attn.qkv."),
+        (r"^transformer_blocks\.(\d+)\.attn\.add_(q|k|v)_proj\.", r"joint_blocks.\1.context_block.attn.qkv."),
+    ],
+}
+JOINED["flux2"] = JOINED["flux"][:2]
+JOINED["chroma"] = JOINED["flux"]
+# Modulation whose scale and shift are the other way round in the authors' checkpoint.
+SWAPPED = {
+    **dict.fromkeys(("flux", "flux2"), "final_layer.adaLN"),
+    "sd3-35large": r"final_layer.adaLN|joint_blocks.2.context_block.adaLN",  # the last of three blocks
 }
 _ORDER = ("to_q.", "to_k.", "to_v.", "add_q_proj.", "add_k_proj.", "add_v_proj.", "proj_mlp.")
 
@@ -100,7 +164,8 @@ def in_original_names(family: str, state: Mapping[str, Tensor]) -> dict[str, Ten
             continue
         for old, new in ORIGINAL_NAMES[family]:
             name = re.sub(old, new, name)
-        found[name] = torch.cat(tensor.chunk(2)[::-1]) if "final_layer.adaLN" in name and family == "flux" else tensor
+        swapped = family in SWAPPED and re.match(SWAPPED[family], name)
+        found[name] = torch.cat(tensor.chunk(2)[::-1]) if swapped else tensor
     found.update({name: torch.cat([tensor for _, tensor in sorted(of.items())]) for name, of in parts.items()})
     return found
 

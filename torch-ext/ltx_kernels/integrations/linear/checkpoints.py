@@ -81,6 +81,7 @@ class Checkpoint:
         self.root, self.path = root, files.path
         self._weights = ScaledWeights(files)
         self._slots = slots_of(root)
+        self._without_data = any(slot.tensor.device.type == "meta" for slot in self._slots)
         self._pieces = self._named()
         self._check()
         check_buffers(root)
@@ -217,7 +218,8 @@ class Checkpoint:
 
     def _dtype(self, slot: Slot, own: torch.dtype) -> torch.dtype:
         """The dtype that a tensor gets: its own, and of a model without data the one that diffusers loads it in."""
-        if not own.is_floating_point or (slot.tensor.device.type != "meta" and own.itemsize > 1):
+        # A model that is made without data may have made some buffers in the dtype of its code.
+        if not own.is_floating_point or (not self._without_data and own.itemsize > 1):
             return own
         keep = getattr(self.root, "_keep_in_fp32_modules", None) if is_of_diffusers(self.root) else None
         return torch.float32 if set(keep or ()) & set(slot.name.split(".")) else torch.bfloat16
