@@ -34,7 +34,7 @@ from ..engine.state import remember
 
 VIDEO = torch.channels_last_3d
 OPS = {  # by the dimensions of the tensors
-    5: ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify"),
+    5: ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify", "upsample_nearest"),
     4: ("group_norm", "group_norm_residual", "upsample_nearest", "unpatchify"),
 }
 TORCH_MODULES = frozenset(
@@ -73,6 +73,10 @@ class ResidualStream:
     def add(self, branch: Tensor, bias: Tensor | None = None, **operands: Tensor | None) -> None:
         """operands: What else the next op adds, by its names."""
         self.branch: dict[str, Any] = {"input": branch, "bias": bias, **operands}
+
+    def upsampled(self, times: int) -> Tensor:
+        """The sum, with each pixel `times` over in rows and columns. The stream starts anew."""
+        return upsample_nearest(**self._waiting(keep=False), scale=(times, times))
 
     def _waiting(self, keep: bool) -> dict[str, Any]:
         """The operands of the sum; no branch waits from now on, and without `keep` the stream is empty."""
@@ -161,10 +165,6 @@ class Images(ResidualStream):
         dense = branch.is_contiguous(memory_format=torch.channels_last)
         x, self.stream = group_norm_residual(**waiting, **options, residual_out=branch if dense else None)
         return x
-
-    def upsampled(self, times: int) -> Tensor:
-        """The sum, with each pixel `times` over in rows and columns. The stream starts anew."""
-        return upsample_nearest(**self._waiting(keep=False), scale=(times, times))
 
     def finished(self, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
         """The last norm, SiLU and convolution of the sum, in contiguous memory."""

@@ -56,12 +56,10 @@ def _upsample(module: Any, h: Hidden, frames: Frames) -> None:
     if module.mode == "upsample3d" and not frames.skips_first("Rep"):
         time = module.time_conv
         x = frames.conv(h, time, weight=_interleaved(time.weight))
-        x = pixel_shuffle_3d(x, (2, 1, 1), bias=_interleaved(time.bias))
-    else:
-        x = h.padded()
-    batch, conv = x.shape[0], module.resample[1]
-    x = as_images(_repeated(x, (1, 2, 2)))
-    h.add(as_video(F.conv2d(x, conv.weight, None, conv.stride, conv.padding), batch), conv.bias)
+        h.stream = pixel_shuffle_3d(x, (2, 1, 1), bias=_interleaved(time.bias))
+    x, conv = h.upsampled(2), module.resample[1]
+    batch = x.shape[0]
+    h.add(as_video(F.conv2d(as_images(x), conv.weight, None, conv.stride, conv.padding), batch), conv.bias)
 
 
 def decode(
