@@ -85,7 +85,7 @@ NOISE = 1.02  # a way that is ahead by less is not called faster
 class Bench:
     """The machine, the package, and the sizes of the layers that the races take from a language model."""
 
-    ltx: ModuleType
+    ltx: Any  # the package
     device: str
     dtype: torch.dtype
     short: bool
@@ -124,14 +124,22 @@ class Bench:
         return SHAPES[self.shape][1]["intermediate_size"]
 
 
-def prepare(short: bool | None = None, compiles: bool = True) -> Bench:
-    """What every race needs. `short` None: where there is no GPU."""
+def prepare(short: bool | None = None, compiles: bool = True, package: bool = True) -> Bench:
+    """What every race needs. `short` None: where there is no GPU. Without `package`, `ltx` is None."""
     torch.manual_seed(0)
     cuda = torch.cuda.is_available()
     short = not cuda if short is None else short
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     timer = Timer(calls=10) if cuda else HostTimer(seconds=1e-3)
-    return Bench(load_kernels(device), device, dtype, short, compiles, timer, "tiny" if short else "llama-8b")
+    return Bench(
+        load_kernels(device) if package else None,
+        device,
+        dtype,
+        short,
+        compiles,
+        timer,
+        "tiny" if short else "llama-8b",
+    )
 
 
 # ---- A race

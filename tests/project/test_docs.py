@@ -39,6 +39,8 @@ RUN_ELSEWHERE = {
     "docs/parallel.md": "tests/test_parallel.py::run_docs",
     "docs/serving.md": "tests/project/test_serve_ray.py::test_ray_data_of_the_docs",
     "skills/cuda-kernels/references/kernel-templates.md": "tests/project/test_skills.py::templates",
+    "skills/cuda-kernels/references/python-ops.md": "tests/project/test_skills.py::test_ops_in_python",
+    "skills/cuda-kernels/references/worked-example.md": "tests/project/test_skills.py::test_the_worked_example",
 }
 REASONS = ("needs a GPU", "needs the network")
 

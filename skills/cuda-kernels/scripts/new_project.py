@@ -3,7 +3,7 @@
 
     python new_project.py my-kernels
 
-Build it in a checkout of ltx-kernels with `python tools/build.py --project my-kernels --this-machine`, or with Nix and
+Build it with `python build.py --project my-kernels --this-machine`, build.py beside this file, or with Nix and
 kernel-builder. Then take out what you do not need: a kernel is its file, its lines in kernels.h and in build.toml, and,
 where it is bound, its schema and its function.
 """

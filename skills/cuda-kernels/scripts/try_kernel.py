@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Verify a kernel of your own against float64, then time it beside plain torch, torch.compile, peers and a copy.
 
-    python try_kernel.py                                   # trial.py, the file to copy
+    python try_kernel.py                                   # trial.py, the file to copy; it loads ltx-kernels
     python try_kernel.py my_trial.py --no-compile
     python try_kernel.py my_trial.py --log trials.jsonl --question "one launch for norm and residual?"
 
@@ -14,7 +14,7 @@ The kernel is right where its relative error against float64 is at most 1.5 time
 and size of SMALL, for contiguous tensors and for views, and where zeros and infinities give what plain torch gives. A
 kernel may refuse a dtype or a view with an error, which is printed. The script ends with status 1 where the kernel is
 wrong. --log appends a line of JSON for each size that was timed. It says to keep the kernel where no other way is as
-fast.
+fast, and leaves that open on a CPU. Only what the trial loads has to be built.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ KINDS = ("contiguous", "views", "zeros", "one infinity")
 def load(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if not path.is_file():
         parser.error(f"argument trial: expected a Python file, got {path}")
-    trial = runpy.run_path(str(path))
+    try:
+        trial = runpy.run_path(str(path))
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        sys.exit(f"error: {path}: {error}")
     missing = [name for name in NAMES if name not in trial]
     if missing:
         parser.error(f"argument trial: expected {', '.join(NAMES)} in {path}, got no {', '.join(missing)}")
@@ -116,7 +119,8 @@ def trial_line(question: str, record: demo.Record, bench: demo.Bench) -> str:
         "device": bench.name,
         "us": {**record.us, record.floor: record.floor_us},
         "error": record.error[YOURS],
-        "kept": record.us[YOURS] * demo.NOISE < others[best],
+        # The times of a CPU say nothing about a GPU.
+        "kept": record.us[YOURS] * demo.NOISE < others[best] if bench.device == "cuda" else None,
         "why": f"the best of the others, {best}, takes {others[best] / record.us[YOURS]:.2f} times as long",
     })  # fmt: skip
 
@@ -127,7 +131,7 @@ def main() -> int:
     if (args.log is None) != (args.question is None):
         parser.error("arguments --log and --question: expected both or neither")
     trial = load(args.trial, parser)
-    bench = demo.prepare(compiles=not args.no_compile)
+    bench = demo.prepare(compiles=not args.no_compile, package=False)
     print(bench.name)
 
     def entry(bench: demo.Bench, size: int) -> demo.Entry:

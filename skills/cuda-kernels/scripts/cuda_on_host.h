@@ -1,0 +1,1 @@
+../../../tests/helpers/cuda_on_host.h
