@@ -40,7 +40,7 @@ RUN_ELSEWHERE = {
     "docs/serving.md": "tests/project/test_serve_ray.py::test_ray_data_of_the_docs",
     "skills/cuda-kernels/references/kernel-templates.md": "tests/project/test_skills.py::templates",
     "skills/cuda-kernels/references/python-ops.md": "tests/project/test_skills.py::test_ops_in_python",
-    "skills/cuda-kernels/references/worked-example.md": "tests/project/test_skills.py::test_the_worked_example",
+    "skills/cuda-kernels/references/worked-example.md": "tests/project/test_skills.py::apply_blocks",
 }
 REASONS = ("needs a GPU", "needs the network")
 
@@ -71,7 +71,8 @@ def blocks(file: str, *languages: str) -> list[Block]:
 def test_every_block_has_a_known_language_and_reason():
     """A block without a language holds no code: it shows a text."""
     for block in (block for file in FILES for block in blocks(file)):
-        compiled = ("cuda", "cpp", "toml") if RUN_ELSEWHERE.get(block.file, "").endswith("::templates") else ()
+        of_the_skill = RUN_ELSEWHERE.get(block.file, "").startswith("tests/project/test_skills.py")
+        compiled = ("cuda", "cpp", "toml", "nix", "console") if of_the_skill else ()
         assert block.language in ("python", "bash", "text", "mermaid", "", *compiled), block.place
         assert block.reason is None or (block.reason in REASONS and block.language == "python"), block.place
         if block.language in ("", "text", "mermaid"):
