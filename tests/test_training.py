@@ -329,6 +329,30 @@ def test_another_way_in_the_backward_is_an_error(ltx: ModuleType, device: str, c
             HANDLES.pop().remove()
 
 
+@pytest.mark.parametrize("second", ["exp", "sigmoid"])
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "not marked"])
+def test_marks_tell_ways_that_save_tensors_of_one_shape(
+    ltx: ModuleType, device: str, second: str, marked: bool
+) -> None:
+    """Without them the gradient is wrong, and nothing says so. The result of the first way holds the mark."""
+    marks, ways = ltx.integrations.engine.marks, iter(("exp", second))
+
+    def compute(x: Tensor) -> Tensor:
+        way = next(ways)
+        function = getattr(torch, way)
+        result: Tensor = marks.marked(way, x, function, x) if marked else function(x)
+        return result
+
+    x = torch.randn(5, device=device, requires_grad=True)
+    loss = checkpoint(compute, x, use_reentrant=False).sum()
+    if marked and second != "exp":
+        with pytest.raises(CheckpointError):
+            loss.backward()
+        return
+    loss.backward()
+    assert x.grad is not None and torch.allclose(x.grad, x.exp()) == (second == "exp")
+
+
 # ---- Between steps
 
 
