@@ -232,6 +232,10 @@ PROGRAMS = [
     _ltx("{machine}-ltx-batch1", "--batch", "1"),
     Program("benchmarks/fp8_families.py", "{machine}-fp8-families", _by_name("model"), flag="--models", keys=_one),
     Program(
+        "benchmarks/fp8_families.py", "fp8-low", _by_name("model"),
+        lambda name, records: ["--few-tokens", "--blocks", "1"], "--models", machine="cpu", keys=_one,
+    ),
+    Program(
         "benchmarks/counters.py", "{machine}-counters", in_place=False,
         functions=lambda name, records: {function_of(record["case"]) for record in records},
     ),

@@ -97,6 +97,23 @@ def family_layers() -> str:
     )
 
 
+@block("docs/fp8.md", "memory low")
+def memory_low() -> str:
+    """The errors of memory="low"."""
+    result = load("fp8-low")
+    errors: dict[str, dict[str, float]] = {}
+    for record in result["records"]:
+        errors.setdefault(record["model"], {})[record["layers"]] = record["error"]
+    kinds = ("none (bf16)", "the default", "memory low", "all")
+    rows = [[MODELS[model].title, *(f"{of[kind]:.3e}" for kind in kinds)] for model, of in errors.items()]
+    return text(
+        "One forward of the first block of each kind at released widths, with few tokens and random weights, against "
+        f"the same blocks in float32 (`python benchmarks/fp8_families.py --few-tokens --blocks 1`, on a CPU, "
+        f"{link('fp8-low')}):",
+        grid('| model | bf16 | the default | `memory="low"` | `skip=[]` |', rows),
+    )
+
+
 @block("docs/fp8.md", "loop")
 def loop() -> str:
     """What fp8 costs over a whole denoising loop."""
