@@ -84,6 +84,7 @@ def assert_right(actual: dict[str, Tensor], expected: dict[str, Tensor], case: C
         largest = want.abs().amax(-1, keepdim=True) if want.dim() else want.abs()
         unit = 4 * SUM_ERROR if dtype == torch.float32 else APPROXIMATION
         error, allowed = (got.double() - want).abs(), OUTPUT_ULPS[dtype] * ulp(want, dtype) + unit * largest
+        allowed += torch.finfo(torch.float32).tiny  # what is smaller may become 0
         wrong = ~(error <= allowed)
         assert not wrong.any(), report(got, want, wrong, f"{case.op}: gradient of {name}", error, allowed)
 
@@ -100,9 +101,8 @@ def check(ltx: Any, case: Case, needs: Sequence[str] | None = None) -> dict[str,
 
 def runs_function(case: Case, ltx: Any) -> bool:
     """Whether the results come from a Function of this package."""
-    return type(case.run(ltx)[0].grad_fn).__module__ == "torch.autograd.function" and "Backward" in (
-        case.run(ltx)[0].grad_fn.name()
-    )
+    found = type(case.run(ltx)[0].grad_fn)
+    return found.__module__ == "torch.autograd.function" and "Backward" in found.__name__
 
 
 every_case_of = pytest.mark.parametrize("name", CASES)
@@ -126,7 +126,7 @@ def test_every_function_has_a_mark_of_its_own(ltx: Any, device: str) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
             (out, *_) = case.run(ltx)
         assert saved[-1].numel() == 0
-        marks.setdefault(saved[-1].shape[1] & 255, set()).add(out.grad_fn.name())
+        marks.setdefault(saved[-1].shape[1] & 255, set()).add(type(out.grad_fn).__name__)
     assert all(len(functions) == 1 for functions in marks.values())
     assert len(marks) == len(ltx._autograd.FUNCTIONS)
 

@@ -169,11 +169,11 @@ def test_upsample_nearest_is_torchs(ltx, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_like_torch(ltx, device, dtype):
-    """torch's own group norm differs in few elements, by a step."""
+    """torch's own group norm differs in few elements, by a step; in float32 each of both may err by four."""
     x = Make(device, dtype)(2, 64, 24, 25, mean=0.5)
     weight, bias = Make(device, dtype, 1)(64), Make(device, dtype, 2)(64)
     result, wanted = ltx.group_norm(x, 32, weight, bias), F.group_norm(x, 32, weight, bias, 1e-6)
-    step = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
+    step = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
     torch.testing.assert_close(result, wanted, rtol=step, atol=step)
     silu = ltx.group_norm(x, 32, weight, bias, activation="silu")
     assert_close_to_silu(silu, result)

@@ -251,7 +251,9 @@ def test_other_calls_run_stock(ltx: ModuleType, device: str) -> None:
         report = ltx.optimize(model, level="norms")
         assert torch.equal(model(ids).logits, stock)
     assert report.fallbacks == {
-        "transformers.LlamaRMSNorm": {"its weight has dtype torch.float32, the input torch.bfloat16": NORMS["Llama"]}
+        "transformers.LlamaRMSNorm": {
+            "autocast is on in torch.bfloat16, the input has dtype torch.float32": NORMS["Llama"]
+        }
     }
 
 

@@ -89,11 +89,12 @@ def of_text(batch: int) -> dict[str, Any]:
 BLOCKS = {
     "diffusers.HunyuanVideoTransformerBlock": 2,
     "diffusers.HunyuanVideoSingleTransformerBlock": 2,
-    "diffusers.Attention": 4,
+    "diffusers.Attention": 5,
 }
-BLOCKS_15 = {"diffusers.HunyuanVideo15TransformerBlock": 2, "diffusers.Attention": 2}
+BLOCKS_15 = {"diffusers.HunyuanVideo15TransformerBlock": 2, "diffusers.Attention": 3}
 LORA = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "net.0.proj", "norm1.linear")
 
+REFINER = ("a mask of another shape than [B, 1, text]",)  # of the attention that refines the text
 MASK = "a value is kept for the tensors that it is made of"  # the lengths of prompts, for their mask
 FAMILIES = {
     "": Family(
@@ -105,6 +106,7 @@ FAMILIES = {
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
         not_recorded=MASK,
+        stock_calls=REFINER,
     ),
     "padded": Family(
         make,
@@ -113,6 +115,7 @@ FAMILIES = {
         fp8=2 * 6 + 2 * 5,
         lora=LORA,
         not_recorded=MASK,
+        stock_calls=REFINER,
     ),
     "token_replace": Family(
         partial(make, image_condition_type="token_replace"),
@@ -120,13 +123,14 @@ FAMILIES = {
         {
             "diffusers.HunyuanVideoTokenReplaceTransformerBlock": 2,
             "diffusers.HunyuanVideoTokenReplaceSingleTransformerBlock": 2,
-            "diffusers.Attention": 4,
+            "diffusers.Attention": 5,
         },
         fp8=2 * 6 + 2 * 5,
         masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
         not_recorded=MASK,
+        stock_calls=REFINER,
     ),
     "image": Family(
         make_image,
@@ -134,13 +138,14 @@ FAMILIES = {
         {
             "diffusers.HunyuanImageTransformerBlock": 2,
             "diffusers.HunyuanImageSingleTransformerBlock": 2,
-            "diffusers.Attention": 4,
+            "diffusers.Attention": 5,
         },
         fp8=2 * 6 + 2 * 5,
         masked=lambda batch: {"encoder_attention_mask": padded(*[4] * (batch - 1), 2)},
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
         not_recorded=MASK,
+        stock_calls=REFINER,
     ),
     "15": Family(
         make_15,
@@ -151,6 +156,9 @@ FAMILIES = {
         lora=LORA,
         one_graph=False,
         not_recorded=MASK,
+        stock_calls=REFINER,
     ),
-    "15_text": Family(make_15, of_text, BLOCKS_15, fp8=2 * 6, lora=LORA, one_graph=False, not_recorded=MASK),
+    "15_text": Family(
+        make_15, of_text, BLOCKS_15, fp8=2 * 6, lora=LORA, one_graph=False, not_recorded=MASK, stock_calls=REFINER
+    ),
 }
