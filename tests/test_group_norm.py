@@ -111,12 +111,12 @@ def test_batch_changes_no_bit(ltx, device, channels, groups, pixels, dtype):
     assert_same_bits(ltx.group_norm_residual(**given)[0], together, "beside the sum")
 
 
-def test_threads_change_no_bit(ltx):
+def test_threads_change_no_bit(ltx, device):
     image = Image("group_norm_residual", (2, 130, 67), 96, 32, torch.float32, EVERYTHING, silu=True)
     results = []
     for count in (1, 2, 5):
         with torch_threads(count):
-            results.append(image.run(ltx, "cpu"))
+            results.append(image.run(ltx, device))
     for result in results[1:]:
         for got, wanted in zip(result, results[0]):
             assert_same_bits(got, wanted, "with more threads")

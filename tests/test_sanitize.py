@@ -19,6 +19,8 @@ from helpers import (
     Case,
     Make,
     activation_case,
+    assert_close_to_fp64,
+    assert_same_bits,
     attention_case,
     check_everywhere,
     gate_heads_case,
@@ -30,6 +32,8 @@ from helpers import (
     torch_threads,
 )
 from helpers.attention import has_kernel
+from helpers.channels_last import order_of
+from helpers.group_norm import OPERANDS, Image
 
 pytestmark = pytest.mark.sanitize
 
@@ -152,6 +156,31 @@ def test_plain_attention(ltx, device, dtype, width):
     pieces = plain_attention_case(Make("cpu", dtype), (2, 70, 3, width), 2100)
     lengths = pieces.replace(key_lengths=torch.tensor([1030, 77], dtype=torch.int32))
     run(ltx, device, pieces, lengths, contiguous_alone=True)
+
+
+@every_dtype
+def test_group_norms(ltx, device, dtype):
+    """Groups in slices of packs, with and without idle threads, parts of a large group, and single elements."""
+    for channels, groups, pixels in ((64, 32, (20, 15)), (96, 32, (5, 3)), (320, 2, (17, 16)), (30, 5, (257, 1))):
+        for op in ("group_norm_residual", "group_norm", "upsample_nearest"):
+            image = Image(op, (2, *pixels), channels, groups, dtype, tuple(OPERANDS))
+            given = {
+                name: value.contiguous(memory_format=order_of(value) if value.dim() > 2 else torch.contiguous_format)
+                if isinstance(value, torch.Tensor)
+                else value
+                for name, value in image.arguments("cpu").items()
+            }
+            moved = {
+                name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()
+            }
+            result, h = getattr(ltx, op)(**moved), image.sum(given)
+            if op == "upsample_nearest":
+                assert_same_bits(result.cpu(), h.repeat_interleave(2, -2).repeat_interleave(2, -1), op)
+                continue
+            if op == "group_norm_residual":
+                result, total = result
+                assert_same_bits(total.cpu(), h, "sum")
+            assert_close_to_fp64(result.cpu(), *image.truth(given, h), what=op)
 
 
 @pytest.mark.slow
