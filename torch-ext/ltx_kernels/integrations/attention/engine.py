@@ -9,6 +9,7 @@ one buffer, so that nothing is concatenated; norm and rotation are one launch, i
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,7 @@ from ..engine.sites import Entry, Site, stock_forward
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears, joined, kept_layers
 from ..linear.packing import unpack
-from ..linear.products import Input, as_tensor, like_of
+from ..linear.products import Input, as_tensor
 from ..parallel import attention as rank_attention
 from ..parallel.ranks import context_of
 from .call import Call
@@ -106,8 +107,15 @@ def _forward(call: Call, options: dict[str, Any]) -> Any:
         return _stock(call, reason, options)
     joint = call.context is not None and (call.layers.added is not None or spec.shared)
     call.cross = call.cross and not joint
-    way = call.site.name, call.layers.all.packed, call.layers.query.packed
-    return marked(way, like_of(call.input), _joint if joint else _single, call)
+    compute = _joint if joint else _single
+    if not torch.is_grad_enabled() or isinstance(call.input, tuple):
+        return compute(call)
+    return marked(functools.partial(_way, call), call.input, compute, call)
+
+
+def _way(call: Call) -> Hashable:
+    """What tells this way of computing a call from others: see `marked`."""
+    return call.site.name, call.layers.all.packed, call.layers.query.packed
 
 
 def _why_not(call: Call, options: dict[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..._checks import LAYER, RMS
 from ..engine.autocast import remark_autocast
 from ..engine.guards import ATTRIBUTE, class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
-from ..engine.marks import marked
+from ..engine.marks import first_with_gradient, marked
 from ..engine.norm_forms import FORMS, statistic
 from ..engine.recording import Live
 from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
@@ -27,6 +28,12 @@ class Part(Protocol):
     """What describes a part of a block with linear layers: an attention, or an MLP."""
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]: ...
+
+
+def _way(module: nn.Module) -> Hashable:
+    """What tells this way of computing a block from others: see `marked`."""
+    site = site_of(module)
+    return site.name, site.rounding, *map(adapters_state, filter(is_lora, module.modules()))
 
 
 @dataclass(frozen=True)
@@ -106,10 +113,10 @@ class Block:
             remark_autocast(site.remark, input)
             if not torch.is_grad_enabled():
                 return compute(module, *args, **named)
-            if input.requires_grad or any(parameter.requires_grad for parameter in module.parameters()):
+            result = marked(functools.partial(_way, module), input, compute, module, *args, **named)
+            if first_with_gradient(result) is not None:
                 site.count("gradients")
-            way = site.name, site.rounding, *map(adapters_state, filter(is_lora, module.modules()))
-            return marked(way, input, compute, module, *args, **named)
+            return result
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return replayed(module, ordinary, args, kwargs, self.live)

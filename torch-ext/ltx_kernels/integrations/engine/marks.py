@@ -32,17 +32,22 @@ class _Mark(Function):
         return None, None
 
 
-def marked(way: Hashable, input: Tensor, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def first_with_gradient(result: Any) -> Tensor | None:
+    """The first tensor of a result, or of a tuple or list of results, that a gradient goes through."""
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    return next((part for part in parts if isinstance(part, Tensor) and part.requires_grad), None)
+
+
+def marked(way: Callable[[], Hashable], input: Tensor, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``compute(*args, **kwargs)``, marked where a checkpoint may compute it again.
 
-    way: What tells this way of computing the call from others.
+    way: Returns what tells this way of computing the call from others.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or saved_tensors_hooks() is None:
         return compute(*args, **kwargs)
-    mark = _Mark.apply(torch.empty(0, device=input.device, requires_grad=True), zlib.crc32(repr(way).encode()))
+    mark = _Mark.apply(torch.empty(0, device=input.device, requires_grad=True), zlib.crc32(repr(way()).encode()))
     result = compute(*args, **kwargs)
-    for part in (result,) if isinstance(result, Tensor) else result:
-        if isinstance(part, Tensor) and part.requires_grad:
-            part.register_hook(lambda grad, mark=mark: None)  # the result's graph holds the mark as long as it lives
-            break
+    first = first_with_gradient(result)
+    if first is not None:
+        first.register_hook(lambda grad, mark=mark: None)  # the result's graph holds the mark as long as it lives
     return result
