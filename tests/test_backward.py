@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, NORM_OPS, Case, Make, assert_same_bits, every_case, norm_case, place
+from helpers import (
+    LAYOUTS,
+    NORM_OPS,
+    Case,
+    Make,
+    assert_same_bits,
+    every_case,
+    norm_case,
+    place,
+    qk_norm_rope_case,
+    rotary_case,
+)
 from helpers.cases import MODULATORS, eps_names, offers_offset, optional
 from helpers.numeric import OUTPUT_ULPS, SUM_ERROR, report, ulp
 from helpers.registry import SCHEMAS
@@ -21,6 +32,9 @@ OPS = [name for name in SCHEMAS if name.endswith("_backward")]
 # The public functions whose ops have a Function, and the arguments that it gives gradients of.
 GIVEN = {
     **{op: ("input", "residual") if "residual" in tensors else ("input",) for op, tensors in NORM_OPS.items()},
+    "apply_rotary": ("input",),
+    "apply_rotary_qk": ("query", "key"),
+    "qk_norm_rope": ("query", "key"),
     "geglu": ("input", "up"),
     "swiglu": ("input", "up"),
     "swiglu_clamped": ("input", "up"),
@@ -58,7 +72,8 @@ def random_like(outputs: Sequence[Tensor], seed: int = 7) -> list[Tensor]:
 def gradients(module: Any, case: Case, needs: Sequence[str], grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     """The gradients of the arguments `needs`, given those of the outputs (None: nothing reads the output)."""
     case = with_needs(case, needs)
-    pairs = [(out, grad) for out, grad in zip(case.run(module), grads, strict=True) if grad is not None]
+    results = zip(case.run(module), grads, strict=True)
+    pairs = [(out, grad) for out, grad in results if grad is not None and out.requires_grad]
     found = torch.autograd.grad(
         [out for out, _ in pairs], [case.kwargs[name] for name in needs], [grad for _, grad in pairs], allow_unused=True
     )
@@ -241,6 +256,30 @@ def test_input_and_residual_are_one_tensor(ltx: Any, device: str) -> None:
     torch.testing.assert_close(grad, expected)
 
 
+ROTARY = {
+    "full table": {"table": "[S, D]"},
+    "half table": {"table": "[S, D/2]"},
+    "halves": {"table": "[S, D]", "layout": "half"},
+    "halves, half table": {"table": "[S, D/2]", "layout": "half"},
+}
+
+
+@pytest.mark.parametrize("form", ROTARY)
+@every_dtype
+def test_forms_of_rotation(ltx: Any, device: str, form: str, dtype: torch.dtype) -> None:
+    """Each element of a full table has an entry of its own: those of a pair differ."""
+    make = Make(device, dtype)
+    for width in (8, 16, 64, 128, 6):
+        sizes = (2, 5, 3, width)
+        check(ltx, rotary_case(make, sizes, **ROTARY[form]))
+        check(ltx, rotary_case(make, sizes, key=(4, 7), table_dtype=dtype, **ROTARY[form]))
+        for across_heads in (True, False):
+            norm = {"across_heads": across_heads, "eps": 0.3, "key": (4, 7), "weight_offset": 1.0}
+            check(ltx, qk_norm_rope_case(make, sizes, **norm, **ROTARY[form]))
+            if width > 6:
+                check(ltx, qk_norm_rope_case(make, sizes, norm="layer", biases=True, **norm, **ROTARY[form]))
+
+
 # ---- Gradients in other forms
 
 
@@ -290,7 +329,8 @@ def test_special_numbers(ltx: Any, device: str, name: str) -> None:
     assert all(not grad.any() for grad in gradients(ltx, case, needs, zeros).values())
     for value in (torch.inf, torch.nan):
         grads = random_like(outputs)
-        grads[0].view(-1)[3] = value
+        for grad in grads:
+            grad.view(-1)[3] = value
         assert all(not grad.isfinite().all() for grad in gradients(ltx, case, needs, grads).values())
 
 
@@ -462,12 +502,12 @@ def test_plain_torch_of_the_ops(ltx: Any, samples: dict[str, list[tuple[Any, ...
 def test_errors_of_the_ops(ltx: Any, samples: dict[str, list[tuple[Any, ...]]], name: str) -> None:
     """The gradient's shape, dtype and kind, in the same words from the kernel and from the fake."""
     op, plain = getattr(ltx._ops.ops, name).default, ltx._fakes.in_torch(name)
-    if name == "gated_residual_backward":  # whose other arguments may have any dtype
+    if name in ("gated_residual_backward", "apply_rotary_backward", "apply_rotary_qk_backward"):
         pytest.skip("it has nothing to compare the gradient with")
     for grad, *rest in samples[name][:1]:
         for wrong, text in (
-            (grad[..., :-1], r"grad: expected shape \["),
-            (grad.float(), r"grad: expected dtype bfloat16 \(that of "),
+            (grad[..., :-1], r"grad(_query)?: expected shape \["),
+            (grad.float(), r"grad(_query)?: expected dtype bfloat16 \(that of "),
         ):
             messages = []
             for call in (lambda *a: op(*a), lambda *a: plain(ltx._fakes.Mode(compute=False), *a)):

@@ -1,8 +1,10 @@
 // The rotary family: apply_rotary, apply_rotary_qk, qk_norm_rope (tables given) and rope (angles computed). Checks the
 // tensors, reads every table form that models use as [batch, sequence, head, column] strides, fills RotaryParams
-// (kernel_src/ltx/params.h has the formula) and calls ltx::rotary of the backend.
+// (kernel_src/ltx/params.h has the formula) and calls ltx::rotary of the backend. Their gradients fill
+// RotaryBackwardParams (kernel_src/ltx/rotary_backward.h) and call ltx::rotary_backward.
 #include <algorithm>
 
+#include "ltx/rotary_backward.h"
 #include "op_inputs.h"
 #include "torch_binding.h"
 
@@ -518,6 +520,71 @@ std::tuple<Tensor, Tensor> rope(const Tensor& query, const Tensor& key, const Op
   a.rotary.fresh_outputs = true;
   run_rope(a);
   return {query_out, key_out};
+}
+
+// ---- Gradients
+
+namespace {
+
+// The gradients of the operands, given those of the results. `shared`: query and key have one table.
+void run_backward(RotaryArgs& a, const Arg* grads, bool shared) {
+  RotaryBackwardParams p;
+  a.fresh_outputs = true;
+  check_inputs(a, p);
+  check_tables(a, p, shared);
+  check_outputs(a, p);
+  for (int i = 0; i < a.operands; ++i) {
+    const Arg &grad = grads[i], &input = a.operand[i].input;
+    check_same_device(grad, input);
+    check_same_dtype(grad, input);
+    check_shape(grad, input.size, input.dim);
+    p.grad[i] = grad.data;
+    p.grad_stride[i] = strides_of(grad, a.operand[i].dims);
+  }
+  int64_t tokens = 0;
+  for (int i = 0; i < p.operands; ++i) tokens += p.operand[i].sequence * p.operand[i].heads;
+  if (p.batch == 0 || p.head_dim == 0 || tokens == 0) return;
+  Launch where(a.operand[0].input);
+  ltx::rotary_backward(p, where.context());
+}
+
+}  // namespace
+
+Tensor apply_rotary_backward(const Tensor& grad, const Tensor& cos, const Tensor& sin, int64_t sequence_dim,
+                             int64_t rotary_dim, bool interleaved) {
+  RotaryArgs a = single_args(grad, cos, sin, sequence_dim, rotary_dim, interleaved, 0);
+  const Arg grads[] = {a.operand[0].input};
+  Tensor out = set_fresh_output(a.operand[0], "out", grad);
+  run_backward(a, grads, false);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> apply_rotary_qk_backward(const Tensor& grad_query, const Tensor& grad_key, const Tensor& cos,
+                                                    const Tensor& sin, int64_t sequence_dim, int64_t rotary_dim,
+                                                    bool interleaved) {
+  RotaryArgs a = pair_args(grad_query, grad_key, sequence_dim, rotary_dim, interleaved, 0);
+  set_tables(a, cos, sin);
+  const Arg grads[] = {a.operand[0].input, a.operand[1].input};
+  Tensor to_query = set_fresh_output(a.operand[0], "out[0]", grad_query);
+  Tensor to_key = set_fresh_output(a.operand[1], "out[1]", grad_key);
+  run_backward(a, grads, true);
+  return {to_query, to_key};
+}
+
+std::tuple<Tensor, Tensor> qk_norm_rope_backward(const Tensor& grad_query, const Tensor& grad_key, const Tensor& query,
+                                                 const Tensor& key, const OptionalTensor& query_weight,
+                                                 const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
+                                                 const OptionalTensor& key_cos, const OptionalTensor& key_sin,
+                                                 double eps, double key_eps, double weight_offset, int64_t statistic,
+                                                 bool across_heads, int64_t rotary_dim, bool interleaved) {
+  RotaryArgs a =
+      qk_norm_args(query, key, query_weight, key_weight, std::nullopt, std::nullopt, cos, sin, key_cos, key_sin, eps,
+                   key_eps, weight_offset, statistic, across_heads, false, rotary_dim, interleaved, 0);
+  const Arg grads[] = {arg("grad_query", grad_query), arg("grad_key", grad_key)};
+  Tensor to_query = set_fresh_output(a.operand[0], "out[0]", query);
+  Tensor to_key = set_fresh_output(a.operand[1], "out[1]", key);
+  run_backward(a, grads, !key_cos);
+  return {to_query, to_key};
 }
 
 }  // namespace ltx::host

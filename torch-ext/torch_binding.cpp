@@ -100,6 +100,17 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("gelu_backward(Tensor grad, Tensor input, Tensor? bias, int activation) -> Tensor");
   ops.def("gate_heads_backward(Tensor grad, Tensor input, Tensor logits, float scale) -> (Tensor, Tensor)");
 
+  ops.def(
+      "apply_rotary_backward(Tensor grad, Tensor cos, Tensor sin, int sequence_dim, int rotary_dim, bool interleaved) "
+      "-> Tensor");
+  ops.def(
+      "apply_rotary_qk_backward(Tensor grad_query, Tensor grad_key, Tensor cos, Tensor sin, int sequence_dim, "
+      "int rotary_dim, bool interleaved) -> (Tensor, Tensor)");
+  ops.def(
+      "qk_norm_rope_backward(Tensor grad_query, Tensor grad_key, Tensor query, Tensor key, Tensor? query_weight, "
+      "Tensor? key_weight, Tensor cos, Tensor sin, Tensor? key_cos, Tensor? key_sin, float eps, float key_eps, "
+      "float weight_offset, int statistic, bool across_heads, int rotary_dim, bool interleaved) -> (Tensor, Tensor)");
+
   // Quantised results: values (e4m3), scales (fp32, one a row) and, where there is one, the residual stream. They are
   // always new. Statistic 0 quantises the row itself.
   ops.def(
@@ -253,6 +264,9 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("residual_norm_backward", TORCH_BOX(&ltx::host::residual_norm_backward));
   ops.impl("gated_residual_backward", TORCH_BOX(&ltx::host::gated_residual_backward));
   ops.impl("norm_residual_norm_backward", TORCH_BOX(&ltx::host::norm_residual_norm_backward));
+  ops.impl("apply_rotary_backward", TORCH_BOX(&ltx::host::apply_rotary_backward));
+  ops.impl("apply_rotary_qk_backward", TORCH_BOX(&ltx::host::apply_rotary_qk_backward));
+  ops.impl("qk_norm_rope_backward", TORCH_BOX(&ltx::host::qk_norm_rope_backward));
   ops.impl("glu_backward", TORCH_BOX(&ltx::host::glu_backward));
   ops.impl("swiglu_clamped_backward", TORCH_BOX(&ltx::host::swiglu_clamped_backward));
   ops.impl("gelu_backward", TORCH_BOX(&ltx::host::gelu_backward));

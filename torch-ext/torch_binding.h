@@ -43,6 +43,17 @@ void gated_residual_out(const Tensor& out, const Tensor& input, const Tensor& re
                         const OptionalTensor& gate_table, const OptionalTensor& index, int64_t rounding);
 Tensor gated_residual(const Tensor& input, const Tensor& residual, const Tensor& gate, const OptionalTensor& gate_table,
                       const OptionalTensor& index, int64_t rounding);
+Tensor apply_rotary_backward(const Tensor& grad, const Tensor& cos, const Tensor& sin, int64_t sequence_dim,
+                             int64_t rotary_dim, bool interleaved);
+std::tuple<Tensor, Tensor> apply_rotary_qk_backward(const Tensor& grad_query, const Tensor& grad_key, const Tensor& cos,
+                                                    const Tensor& sin, int64_t sequence_dim, int64_t rotary_dim,
+                                                    bool interleaved);
+std::tuple<Tensor, Tensor> qk_norm_rope_backward(const Tensor& grad_query, const Tensor& grad_key, const Tensor& query,
+                                                 const Tensor& key, const OptionalTensor& query_weight,
+                                                 const OptionalTensor& key_weight, const Tensor& cos, const Tensor& sin,
+                                                 const OptionalTensor& key_cos, const OptionalTensor& key_sin,
+                                                 double eps, double key_eps, double weight_offset, int64_t statistic,
+                                                 bool across_heads, int64_t rotary_dim, bool interleaved);
 void apply_rotary_out(const Tensor& out, const Tensor& input, const Tensor& cos, const Tensor& sin,
                       int64_t sequence_dim, int64_t rotary_dim, bool interleaved, int64_t rounding);
 Tensor apply_rotary(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t sequence_dim, int64_t rotary_dim,

@@ -381,6 +381,82 @@ class _GateHeads(_OpFunction):
         return *ops.gate_heads_backward.default(grad, input, logits, ctx.scale), None, None
 
 
+# ---- Rotary
+
+
+class _ApplyRotary(_OpFunction):
+    given = ("input",)
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, cos: Tensor, sin: Tensor, sequence_dim: int, rotary_dim: int, interleaved: bool,
+        rounding: int,
+    ) -> Tensor:  # fmt: skip
+        _save(ctx, 13, cos, sin)
+        ctx.modes = (sequence_dim, rotary_dim, interleaved)
+        out: Tensor = ops.apply_rotary.default(input, cos, sin, *ctx.modes, rounding)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        if grad is None:
+            return _NONE[:7]
+        cos, sin, _ = ctx.saved_tensors
+        return ops.apply_rotary_backward.default(grad, cos, sin, *ctx.modes), *_NONE[:6]
+
+
+class _ApplyRotaryQk(_OpFunction):
+    given = ("query", "key")
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, sequence_dim: int, rotary_dim: int,
+        interleaved: bool, rounding: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        _save(ctx, 14, cos, sin)
+        ctx.set_materialize_grads(True)  # one launch serves both
+        ctx.modes = (sequence_dim, rotary_dim, interleaved)
+        query_out, key_out = ops.apply_rotary_qk.default(query, key, cos, sin, *ctx.modes, rounding)
+        return query_out, key_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> Gradients:
+        cos, sin, _ = ctx.saved_tensors
+        both = ops.apply_rotary_qk_backward.default(grad_query, grad_key, cos, sin, *ctx.modes)
+        return *both, *_NONE[:6]
+
+
+class _QkNormRope(_OpFunction):
+    given = ("query", "key")
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, query_weight: Any, key_weight: Any, query_bias: Any, key_bias: Any,
+        cos: Tensor, sin: Tensor, key_cos: Any, key_sin: Any, eps: float, key_eps: float, weight_offset: float,
+        statistic: int, across_heads: bool, cast_before_weight: bool, rotary_dim: int, interleaved: bool,
+        rounding: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        _save(ctx, 15, query, key, query_weight, key_weight, cos, sin, key_cos, key_sin)
+        ctx.set_materialize_grads(True)  # one launch serves both
+        ctx.modes = (eps, key_eps, weight_offset, statistic, across_heads, rotary_dim, interleaved)
+        query_out, key_out = ops.qk_norm_rope.default(
+            query, key, query_weight, key_weight, query_bias, key_bias, cos, sin, key_cos, key_sin, eps, key_eps,
+            weight_offset, statistic, across_heads, cast_before_weight, rotary_dim, interleaved, rounding,
+        )  # fmt: skip
+        return query_out, key_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> Gradients:
+        query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, _ = ctx.saved_tensors
+        to_query, to_key = ops.qk_norm_rope_backward.default(
+            grad_query, grad_key, query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, *ctx.modes
+        )  # fmt: skip
+        return to_query, to_key, *(None,) * 17
+
+
 FUNCTIONS: dict[str, type[_OpFunction]] = {
     "norm": _Norm,
     "adaln_norm": _AdalnNorm,
@@ -390,6 +466,9 @@ FUNCTIONS: dict[str, type[_OpFunction]] = {
     "gated_residual": _GatedResidual,
     "norm_residual": _NormResidual,
     "norm_residual_norm": _NormResidualNorm,
+    "apply_rotary": _ApplyRotary,
+    "apply_rotary_qk": _ApplyRotaryQk,
+    "qk_norm_rope": _QkNormRope,
     "glu": _Glu,
     "swiglu_clamped": _SwigluClamped,
     "gelu": _Gelu,

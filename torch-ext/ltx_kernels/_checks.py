@@ -1042,6 +1042,15 @@ def check_qk_norm_rope(
     return operands, views
 
 
+def check_rotary_backward(operands: list[RotaryInput], grads: Sequence[Tensor]) -> None:
+    """The gradients of the results, one for each operand."""
+    for operand, grad in zip(operands, grads):
+        name = f"grad_{operand.name}" if len(grads) == 2 else "grad"
+        _same_device(name, grad, operand.name, operand.tensor)
+        _same_dtype(name, grad, operand.name, operand.tensor)
+        _shape(name, grad, operand.tensor.shape)
+
+
 def check_rope(
     query: Tensor,
     key: Tensor,

@@ -242,6 +242,41 @@ def _qk_norm_rope(mode: Mode, *, interleaved: bool, **arguments: Any) -> Results
     return _rotary(mode, operands, tables, interleaved=interleaved, normalised=True, **norm)
 
 
+def _rotary_backward(
+    mode: Mode, operands: list[RotaryInput], tables: list[RotaryTable], grads: Sequence[Tensor], **arguments: Any
+) -> Results:
+    _checks.check_rotary_backward(operands, grads)
+    if mode.compute:
+        return _formulas.rotary_backward(operands, tables, grads, **arguments)
+    return [torch.empty_like(operand.tensor) for operand in operands]
+
+
+def _apply_rotary_backward(mode: Mode, *, grad: Tensor, interleaved: bool, **arguments: Any) -> Results:
+    float64, rounding = mode.float64, _checks.FP32
+    operands, tables = _checks.check_apply_rotary(input=grad, float64=float64, rounding=rounding, **arguments)
+    return _rotary_backward(mode, operands, tables, [grad], interleaved=interleaved)
+
+
+def _apply_rotary_qk_backward(
+    mode: Mode, *, grad_query: Tensor, grad_key: Tensor, interleaved: bool, **arguments: Any
+) -> Results:
+    float64, rounding = mode.float64, _checks.FP32
+    operands, tables = _checks.check_apply_rotary_qk(
+        query=grad_query, key=grad_key, float64=float64, rounding=rounding, **arguments
+    )
+    return _rotary_backward(mode, operands, tables, [grad_query, grad_key], interleaved=interleaved)
+
+
+def _qk_norm_rope_backward(
+    mode: Mode, *, grad_query: Tensor, grad_key: Tensor, interleaved: bool, **arguments: Any
+) -> Results:
+    none: dict[str, Any] = {"query_bias": None, "key_bias": None, "cast_before_weight": False, "rounding": _checks.FP32}
+    operands, tables = _checks.check_qk_norm_rope(float64=mode.float64, **none, **arguments)
+    norm = {name: arguments[name] for name in ("across_heads", "weight_offset", "statistic")}
+    grads = [grad_query, grad_key]
+    return _rotary_backward(mode, operands, tables, grads, interleaved=interleaved, normalised=True, **norm)
+
+
 # ---- Attention
 
 
@@ -320,6 +355,9 @@ BODIES: dict[str, Callable[..., Results]] = {
     "swiglu_clamped": _swiglu_clamped,
     "gate_heads": _gate_heads,
     "gelu": _gelu,
+    "apply_rotary_backward": _apply_rotary_backward,
+    "apply_rotary_qk_backward": _apply_rotary_qk_backward,
+    "qk_norm_rope_backward": _qk_norm_rope_backward,
     "norm_backward": _norm_backward,
     "residual_norm_backward": _residual_norm_backward,
     "gated_residual_backward": _gated_residual_backward,

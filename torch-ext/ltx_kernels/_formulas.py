@@ -517,6 +517,21 @@ def rotary(
     return outs
 
 
+def rotary_backward(
+    operands: list[RotaryInput], tables: list[RotaryTable], grads: Sequence[Tensor], **arguments: Any
+) -> list[Tensor]:
+    """The gradients of the operands of ``rotary``."""
+    found = []
+    for operand, table, grad in zip(operands, tables, grads):
+        compute = _compute_dtype(operand.tensor)
+        with torch.enable_grad():
+            leaf = operand.tensor.detach().to(compute, copy=True).requires_grad_()
+            results = rotary([operand._replace(tensor=leaf)], [table], **arguments)
+            (gradient,) = torch.autograd.grad(results, leaf, grad.to(compute))
+        found.append(torch.empty_like(operand.tensor).copy_(gradient))
+    return found
+
+
 def computed_table(
     operand: RotaryInput,
     positions: Tensor | None,
