@@ -42,6 +42,7 @@ SHAPES: dict[str, Sequence[tuple[int, ...]]] = {
     "gated_residual_adaln_rmsnorm_pair": [(2, 6144, 4096)],
     "norm_residual": [(16384, 3840)],
     "norm_gated_residual_norm": [(4, 4352, 3840)],
+    "qk_norm_rope": [(2, 2688, 32, 64), (2, 8064, 32, 64)],
     "swiglu": [(16128, 8192), (4096, 14336)],
     "geglu": [(16128, 8192)],
     "gelu": [(5376, 8192), (16128, 8192)],
@@ -50,14 +51,14 @@ SHAPES: dict[str, Sequence[tuple[int, ...]]] = {
 
 
 def cases() -> list[Case]:
-    """The first of an op's cases in the table of benchmarks/op_cases.py, in other shapes."""
-    first = {op.function: op for op in reversed(OPS)}
+    """The plain case of an op in the table of benchmarks/op_cases.py, or its first one, in other shapes."""
+    first = {op.function: op for op in sorted(reversed(OPS), key=lambda op: op.name == "")}
     return [first[function].case(shape) for function, shapes in SHAPES.items() for shape in shapes]
 
 
 def leaves_of(arguments: Sequence[Any], function: str) -> list[Tensor]:
-    """The arguments whose gradients kernels give: the input, the residual stream and the gates of heads."""
-    both = "residual" in function or function == "gate_heads"
+    """The arguments whose gradients kernels give: the input, and residual stream, gates of heads or key."""
+    both = "residual" in function or function in ("gate_heads", "qk_norm_rope")
     return [leaf.requires_grad_() for leaf in arguments[: 2 if both else 1]]
 
 
