@@ -52,7 +52,7 @@ SHAPES: dict[str, Sequence[tuple[int, ...]]] = {
 
 def cases() -> list[Case]:
     """The plain case of an op in the table of benchmarks/op_cases.py, or its first one, in other shapes."""
-    first = {op.function: op for op in sorted(reversed(OPS), key=lambda op: op.name == "")}
+    first = {op.function: op for op in sorted(reversed(OPS), key=lambda op: not op.name)}
     return [first[function].case(shape) for function, shapes in SHAPES.items() for shape in shapes]
 
 
