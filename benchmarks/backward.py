@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from op_cases import OPS, Case, Make
+from op_cases import OPS, Case, Make, Op
 from ops import COLUMNS, TOLERANCE, calls, copied, load_peers, print_table, tensors
 from result_files import DTYPES, common_meta, load_package, result_file, write
 from timing import Timer
@@ -52,7 +52,9 @@ SHAPES: dict[str, Sequence[tuple[int, ...]]] = {
 
 def cases() -> list[Case]:
     """The plain case of an op in the table of benchmarks/op_cases.py, or its first one, in other shapes."""
-    first = {op.function: op for op in sorted(reversed(OPS), key=lambda op: not op.name)}
+    first: dict[str, Op] = {}
+    for op in sorted(OPS, key=lambda op: bool(op.name)):
+        first.setdefault(op.function, op)
     return [first[function].case(shape) for function, shapes in SHAPES.items() for shape in shapes]
 
 
