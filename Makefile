@@ -217,5 +217,5 @@ card:  ## put what the Hub shows beside the variants in VARIANTS: CARD.md filled
 upload:  ## upload VARIANTS, with card and benchmarks, to the repository that build.toml names (needs nix and HF_TOKEN)
 	$(RELEASE) upload "$(VARIANTS)"
 
-gpu-job: $(READY)  ## all tests on a GPU of Hugging Face Jobs (HF_TOKEN, FLAVOR=l4x1; DRY_RUN=1 shows the job)
+gpu-job: $(READY)  ## all tests on a GPU of Hugging Face Jobs (HF_TOKEN, FLAVOR=l4x1, VARIANTS_FROM=; DRY_RUN=1 shows the job)
 	@HF=$(BIN)hf tools/gpu_job.sh

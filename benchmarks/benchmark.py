@@ -3,7 +3,8 @@
     pip install "kernels[benchmark]"
     python tools/build.py && kernels benchmark .
 
-Each workload is verified against, and timed beside, the package's plain-torch reference. The runner times with a host
+Each workload is verified against, and timed beside, the package's plain-torch reference; those of `Compiled` beside
+that reference under torch.compile, which is compiled before anything is timed. The runner times with a host
 clock, what is in the L2 cache included, and the reference once: benchmarks/ops.py is what this project quotes.
 """
 
@@ -116,3 +117,13 @@ class Activation(Workloads, Benchmark):
 
     benchmark_gelu = benchmark_swiglu = Workloads.run
     verify_gelu = verify_swiglu = Workloads.verify
+
+
+class Compiled(Modulation):
+    """The speedup here is over torch.compile. The sizes are one per op, so that every graph is static."""
+
+    def prepare(self, function: str, *arguments: Any, **options: Any) -> None:
+        super().prepare(function, *arguments, **options)
+        self.reference = torch.compile(self.reference)
+        for _ in range(2):  # compiles at the first call
+            self.verify()

@@ -14,12 +14,18 @@ from typing import Any
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-# Guides that a skill holds, so that its folder is whole by itself. On the site they are pages too.
+# Pages of a skill, so that its folder is whole by itself. On the site they are pages too.
+SKILL = "skills/cuda-kernels"
 GUIDES = {
-    f"skills/cuda-kernels/references/{name}.md": f"{name}.md"
-    for name in ("h100-optimization-guide", "diffusers-h100", "a100-optimization-guide", "t4-optimization-guide")
-}
+    f"{SKILL}/references/{path.name}": path.name if path.stem != "troubleshooting" else "skill-troubleshooting.md"
+    for path in sorted((ROOT / SKILL / "references").glob("*.md"))
+} | {f"{SKILL}/SKILL.md": "skill.md", "notebooks/README.md": "notebooks.md"}
 LINK = re.compile(r"(\]\(|src=\")([^)\s\"]+)")
+FILE_NAME = re.compile(r"\[(?:[\w./-]*/)?[\w-]+\.md\]\(([^)\s#]+\.md)(#[^)\s]*)?\)")  # a link that shows a file's name
+# Long lines of code are read by scrolling within the block, and wide tables within the table.
+STYLE = (
+    ".md-typeset pre > code { overflow-x: auto; }\n.md-typeset table:not([class]) td code { white-space: pre-wrap; }\n"
+)
 
 
 def source() -> str:
@@ -29,6 +35,7 @@ def source() -> str:
 
 def on_config(config: Any) -> Any:
     config.repo_url = source()
+    config.repo_name = config.site_name
     config.edit_uri = ""
     return config
 
@@ -51,8 +58,16 @@ def site_target(page: str, target: str) -> str:
     return f"{source()}/{kind}/main/{found}{hash_}{heading}"
 
 
+def title_of(page: str, match: re.Match[str]) -> str:
+    """A link that shows its target's title in the place of the file's name."""
+    target = ROOT / posixpath.normpath(posixpath.join(posixpath.dirname(page), match[1]))
+    title = re.search(r"^# (.+)$", target.read_text(), re.MULTILINE) if target.is_file() else None
+    return f"[{title[1]}]({match[1]}{match[2] or ''})" if title else match[0]
+
+
 def for_site(page: str, text: str) -> str:
-    """A page's text for the site; inside of <details> it is Markdown too."""
+    """A page's text for the site: titles in the place of files' names; inside of <details> it is Markdown too."""
+    text = FILE_NAME.sub(lambda match: title_of(page, match), text)
     text = LINK.sub(lambda match: match[1] + site_target(page, match[2]), text)
     return text.replace("<details>", '<details markdown="1">')
 
@@ -68,6 +83,7 @@ def on_files(files: Any, config: Any) -> Any:
     shown = {name for text in pages for name in re.findall(r"src=\"(?:\.\./)?([^\"]+\.(?:png|svg))\"", text)}
     for name in sorted(shown):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    files.append(File.generated(config, "site.css", content=STYLE))
     return files
 
 

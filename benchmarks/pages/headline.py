@@ -73,6 +73,7 @@ def shown() -> str:
     )
 
 
+@block("CARD.md", "models")
 @block("README.md", "models")
 def models() -> str:
     """Milliseconds of a step, one figure a cell."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
@@ -43,6 +43,28 @@ def test_targets_of_links(page: str, target: str, on_the_site: str) -> None:
     expected = on_the_site.replace("SOURCE", docs_site.source())
     assert docs_site.site_target(page, target) == expected
     assert docs_site.for_site(page, f'[a]({target}) <img src="{target}">') == f'[a]({expected}) <img src="{expected}">'
+
+
+def test_links_show_titles_and_not_files() -> None:
+    text = "[fp8.md](fp8.md#layers), [docs/hub.md](hub.md), [own words](hub.md), [none.md](none.md)"
+    assert docs_site.for_site("docs/faq.md", text) == (
+        f"[{title('docs/fp8.md')}](fp8.md#layers), [{title('docs/hub.md')}](hub.md), [own words](hub.md), "
+        f"[none.md](none.md)"
+    )
+
+
+def title(page: str) -> str:
+    return (ROOT / page).read_text().partition("# ")[2].partition("\n")[0]
+
+
+def test_the_navigation() -> None:
+    """Every page of docs/ and of the skill stands in it once, and the repository has a name."""
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nvalidation:")[0]
+    named = re.findall(r"([\w-]+\.md)$", text, re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | {"index.md", *docs_site.GUIDES.values()}
+    assert sorted(named) == sorted(pages)
+    config = SimpleNamespace(site_name="ltx-kernels")
+    assert docs_site.on_config(config).repo_name == "ltx-kernels"
 
 
 class Page(HTMLParser):

@@ -552,6 +552,9 @@ def test_benchmarks_of_this_package(tmp_path: Path):
         pytest.skip("NOT RUN: there is no benchmarks/benchmark.py")
     results = kernels_benchmark(ROOT, tmp_path / "result.json")
     assert results and all(result["verified"] is True for result in results)
+    assert {f"Compiled.{op}" for op in ("adaln_rmsnorm", "gated_residual_adaln_rmsnorm")} <= {
+        result["workload"] for result in results
+    }
 
 
 @pytest.mark.parametrize(

@@ -176,3 +176,7 @@ def test_gpu_job():
     assert re.search(r"flavor\s+h200", result.stdout) and "(dry run) Job not submitted." in result.stdout
     assert "bash -euc 'git clone" in result.stdout and "https://github.com/someone/ltx-kernels" in result.stdout
     assert "hf_secret" not in result.stdout and "secrets" not in result.stdout
+    environment["VARIANTS_FROM"] = "someone/ltx-kernels@v1"
+    published = subprocess.run([script], env=environment, capture_output=True, text=True, check=True).stdout
+    assert "hf download" in published and "--revision" in published and "make test-all" not in published
+    assert "make test-all" in result.stdout
