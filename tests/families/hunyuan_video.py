@@ -94,7 +94,6 @@ BLOCKS = {
 BLOCKS_15 = {"diffusers.HunyuanVideo15TransformerBlock": 2, "diffusers.Attention": 3}
 LORA = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "net.0.proj", "norm1.linear")
 
-REFINER = ("a mask of another shape than [B, 1, text]",)  # of the attention that refines the text
 MASK = "a value is kept for the tensors that it is made of"  # the lengths of prompts, for their mask
 FAMILIES = {
     "": Family(
@@ -106,7 +105,6 @@ FAMILIES = {
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
         not_recorded=MASK,
-        stock_calls=REFINER,
     ),
     "padded": Family(
         make,
@@ -115,7 +113,6 @@ FAMILIES = {
         fp8=2 * 6 + 2 * 5,
         lora=LORA,
         not_recorded=MASK,
-        stock_calls=REFINER,
     ),
     "token_replace": Family(
         partial(make, image_condition_type="token_replace"),
@@ -130,7 +127,6 @@ FAMILIES = {
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
         not_recorded=MASK,
-        stock_calls=REFINER,
     ),
     "image": Family(
         make_image,
@@ -145,7 +141,6 @@ FAMILIES = {
         lora=(*LORA, "proj_mlp", "proj_out"),
         first_block_cache=True,
         not_recorded=MASK,
-        stock_calls=REFINER,
     ),
     "15": Family(
         make_15,
@@ -156,9 +151,6 @@ FAMILIES = {
         lora=LORA,
         one_graph=False,
         not_recorded=MASK,
-        stock_calls=REFINER,
     ),
-    "15_text": Family(
-        make_15, of_text, BLOCKS_15, fp8=2 * 6, lora=LORA, one_graph=False, not_recorded=MASK, stock_calls=REFINER
-    ),
+    "15_text": Family(make_15, of_text, BLOCKS_15, fp8=2 * 6, lora=LORA, one_graph=False, not_recorded=MASK),
 }

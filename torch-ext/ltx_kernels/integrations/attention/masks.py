@@ -40,6 +40,21 @@ class KeyBias:
 
 
 @dataclass(frozen=True)
+class KeyOrScoreBias(KeyBias):
+    """As `KeyBias`, or a mask [B, 1, S, S] of a self-attention's scores, bool or to be added."""
+
+    def why_not(self, mask: Tensor, keys: int | None) -> str:
+        of_scores = keys is None and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == mask.shape[3]
+        return "" if of_scores else super().why_not(mask, keys)
+
+    def for_scores(self, mask: Tensor) -> Tensor:
+        return mask if mask.dim() == 4 else super().for_scores(mask)
+
+    def of_keys(self, mask: Tensor) -> Tensor | None:
+        return None if mask.dim() == 4 else super().of_keys(mask)
+
+
+@dataclass(frozen=True)
 class ScoresMask:
     """A mask as torch's scaled_dot_product_attention takes it, that the stock processor hands on as it is."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.description import Attention
-from ..attention.masks import KeyBias
+from ..attention.masks import KeyOrScoreBias
 from ..blocks.block import Block
 from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation, modulation_by
@@ -38,7 +38,7 @@ SELF = Attention(
     parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "cross_attention_kwargs"),
     rope="",
     norm=None,
-    mask=KeyBias(),
+    mask=KeyOrScoreBias(),
     check=_why_not_attention,
     why_not=_why_not_module,
 )
