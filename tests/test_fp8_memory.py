@@ -390,6 +390,7 @@ def test_families(ltx: ModuleType, device: str, family: Any, moved: dict[Any, in
     report = ltx.optimize(model, precision="fp8")
     assert model.dtype == dtype
     stock, fp8 = quantised_bytes(model)
+    run(model, inputs)  # an offload makes buffers anew, and later moves those that it made before as well
     moved.clear()
     assert distances(run(model, inputs), want) < 0.1  # a leaf that is hooked is called: fewer ops are fused
     assert "torch.Linear" not in report.fallbacks

@@ -415,7 +415,7 @@ def test_graphs(ltx, cuda):
     report = ltx.optimize(vae, graphs=True)
     for _ in range(4):
         assert torch.equal(decode(vae), wanted)
-    assert "3 calls replayed" in str(report)
+    assert "2 calls replayed" in str(report)  # the first call moves the weights, and the next is the first of its state
 
 
 @pytest.mark.host

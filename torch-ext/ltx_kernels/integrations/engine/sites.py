@@ -33,7 +33,7 @@ from .state import forget
 PATIENCE = 10.0  # seconds that `restore` waits for a call in another thread that holds tables
 
 _numbers = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+_by_key: weakref.WeakValueDictionary[str, Site] = weakref.WeakValueDictionary()
 
 
 def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]:
@@ -173,10 +173,10 @@ class Site:
         self.cache: dict[Any, Any] = {}
         # By id, tables in a layout that only replaced modules read: `restore` waits until no call holds one.
         self.handed_out: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        # torch.compile treats a number as a constant, which all modules of a site share. `_count_trace` finds the site
-        # by it.
-        self.number = next(_numbers)
-        _by_number[self.number] = self
+        # torch.compile treats a text as a constant, where a number may become a dynamic one. All modules of a site share
+        # it, and `_count_trace` finds the site by it.
+        self.key = str(next(_numbers))
+        _by_key[self.key] = self
 
     @property
     def name(self) -> str:
@@ -200,7 +200,7 @@ class Site:
 
     def count_call(self, *ops: str) -> None:
         if torch.compiler.is_compiling():
-            _count_trace(self.number, "", *ops)
+            _count_trace(self.key, "", *ops)
         else:
             self.count("recomputed" if is_recomputation() else "calls")
             self.chosen.update(ops)
@@ -212,7 +212,7 @@ class Site:
 
     def count_fallback(self, reason: str) -> None:
         if torch.compiler.is_compiling():
-            _count_trace(self.number, reason)
+            _count_trace(self.key, reason)
         else:
             if is_recomputation():
                 self.count("recomputed")
@@ -223,7 +223,7 @@ class Site:
     def remark(self, text: str, count: int = 1) -> None:
         """Counts something that happened at calls and is neither an op nor a stock forward."""
         if torch.compiler.is_compiling():
-            _count_remark(self.number, f"{text} (compiled)", count)
+            _count_remark(self.key, f"{text} (compiled)", count)
         elif not is_recomputation():
             self.remarks[text] += count
             _note(self, "remarks", text, count)
@@ -260,9 +260,9 @@ def stock_forward(module: nn.Module, reason: str, *arguments: Any, **options: An
 
 
 @constant_when_compiled
-def _count_trace(number: int, reason: str, *ops: str) -> None:
+def _count_trace(key: str, reason: str, *ops: str) -> None:
     """Runs while torch.compile traces, and leaves nothing in the graph."""
-    site = _by_number.get(number)
+    site = _by_key.get(key)
     if site is None:
         return
     if reason:
@@ -274,8 +274,8 @@ def _count_trace(number: int, reason: str, *ops: str) -> None:
 
 
 @constant_when_compiled
-def _count_remark(number: int, text: str, count: int) -> None:
-    site = _by_number.get(number)
+def _count_remark(key: str, text: str, count: int) -> None:
+    site = _by_key.get(key)
     if site is not None:
         site.remarks[text] += count
 
