@@ -173,8 +173,8 @@ class Site:
         self.cache: dict[Any, Any] = {}
         # By id, tables in a layout that only replaced modules read: `restore` waits until no call holds one.
         self.handed_out: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        # torch.compile treats a text as a constant, where a number may become a dynamic one. All modules of a site share
-        # it, and `_count_trace` finds the site by it.
+        # torch.compile treats a text as a constant, where a number may become a dynamic one. All modules of a site
+        # share it, and `_count_trace` finds the site by it.
         self.key = str(next(_numbers))
         _by_key[self.key] = self
 

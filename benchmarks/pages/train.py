@@ -1,0 +1,34 @@
+"""Training: steps of LoRA adapters, and the ops' gradients one by one, as an H100 was measured with them."""
+
+from pages.names import CONFIGS
+from pages.writing import block, records_of, table, text
+
+
+@block("docs/training.md", "steps")
+def steps() -> str:
+    """Steps of LTX-Video 2B, by configuration."""
+    records = records_of("h100-80gb-hbm3-train")
+    form = ("frames", "checkpointing", "timesteps")
+    stock = {tuple(r[key] for key in form): r["step_ms"] for r in records if r["config"] == "baseline"}
+    rows = [{**r, "title": CONFIGS[r["config"]], "stock": stock[tuple(r[key] for key in form)]} for r in records]
+    head = (
+        "| frames | timestep per | checkpointing | configuration | step, ms | x stock | forward | backward | peak GiB "
+        "| error of gradients |"
+    )
+    row = (
+        "| {frames} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms:.2f} | {forward_ms:.1f} "
+        "| {backward_ms:.1f} | {peak_gb:.2f} | {grad_error_vs_fp32?:.2e} |"
+    )
+    return text(table(head, row, rows, checkpoints=lambda record: "yes" if record["checkpointing"] else "no"))
+
+
+@block("docs/training.md", "backward")
+def backward() -> str:
+    """The gradient of each op's inputs at its largest measured shape."""
+    largest = {
+        record["op"]: record for record in sorted(records_of("h100-80gb-hbm3-backward"), key=lambda r: r["bytes"])
+    }
+    head = "| op | shape | µs | x copy | plain torch | torch's own op |"
+    row = "| {op} | {size} | {us.ours:.0f} | {us.ours/us.copy:.2f} | {us.eager:.0f} | {us.native?:.0f} |"
+    rows = [largest[op] for op in dict.fromkeys(record["op"] for record in records_of("h100-80gb-hbm3-backward"))]
+    return text(table(head, row, rows, size=lambda record: "x".join(map(str, record["shape"]))))
