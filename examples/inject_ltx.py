@@ -9,8 +9,10 @@ It prints the report, with the calls that ran the ops, and what `restore` leaves
 
     ltx-kernels: LTXPipeline, level block, precision native, attention native, rounding fp32
     modules  class                               calls  traced  stock calls  ops
-          1  diffusers.LTXVideoEncoder3d             0       0            0  channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify
-          1  diffusers.LTXVideoDecoder3d             1       0            0  channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify
+          1  diffusers.LTXVideoEncoder3d             0       0            0  channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify, upsample_nearest
+          1  diffusers.LTXVideoDecoder3d             1       0            0  channel_norm, channel_norm_residual, pixel_shuffle_3d, unpatchify, upsample_nearest
+          2  transformers.T5Block                    4       0            0  rmsnorm, rmsnorm_residual
+          5  transformers.T5LayerNorm                2       0            0  rmsnorm
           1  diffusers.LTXVideoRotaryPosEmbed        4       0            0
           3  diffusers.LTXVideoTransformerBlock     12       0            0  adaln_rmsnorm, gated_residual, gated_residual_adaln_rmsnorm
           6  diffusers.RMSNorm                       0       0            0  rmsnorm
@@ -18,6 +20,7 @@ It prints the report, with the calls that ran the ops, and what `restore` leaves
          12  torch.RMSNorm                           0       0            0  rmsnorm
           3  diffusers.GELU                         12       0            0  gelu
           1  torch.LayerNorm                         4       0            0  layernorm
+    recorded calls: 2 of 2 transformers.T5Block
     recorded calls: 3 of 3 diffusers.LTXVideoTransformerBlock
     25 frames of 128x192; modules still replaced after restore: 0
 """  # noqa: E501

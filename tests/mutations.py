@@ -47,8 +47,6 @@ CUDA_HOPPER, CUDA_INTEGERS = "kernel_src/attention_hopper.cu", "kernel_src/ltx/a
 CPU_GLU_BACKWARD, BACKWARD_TESTS = "kernel_src/cpu/glu_backward.cpp", ("backward",)
 CUDA_LINEAR = "torch-ext/linear.cpp"
 CUDA_GLU, CUDA_NORM_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/norm_quant.cu", "kernel_src/ltx/fp8.cuh"
-CPU_GROUP_NORM, CUDA_GROUP_NORM = "kernel_src/cpu/group_norm.cpp", "kernel_src/group_norm.cu"
-GROUP_NORM_BINDING = "torch-ext/group_norm.cpp"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
 MUTATIONS = [
@@ -634,8 +632,9 @@ MUTATIONS = [
     Mutation(
         "a fake of the rotary ops that is always contiguous",
         PYTHON + "_fakes.py",
-        "return [torch.empty_like(operand.tensor) for operand in operands]",
-        "return [operand.tensor.new_empty(operand.tensor.shape) for operand in operands]",
+        "rotary(operands, tables, **arguments)\n    return [torch.empty_like(operand.tensor) for operand in operands]",
+        "rotary(operands, tables, **arguments)\n"
+        "    return [operand.tensor.new_empty(operand.tensor.shape) for operand in operands]",
         tests=("compile",),
     ),
     # Bindings
@@ -768,120 +767,6 @@ MUTATIONS = [
         "grad_gate[0] = sum_row(width, SumTerm{grad_gate});",
         "grad_gate[0] *= static_cast<float>(width);",
         tests=BACKWARD_TESTS,
-    ),
-    # Group norms and upsampling
-    Mutation(
-        "group norm: sums of squares about zero",
-        CPU_GROUP_NORM,
-        "std::copy(rows, rows + stride, shift);\n"
-        "      sum_differences(rows, pixels, stride, shift, sum, squares);\n"
-        "      const float n = static_cast<float>(pixels);\n"
-        "      for (int64_t c = 0; c < stride; c += kLanes) store(shift + c, load(shift + c) + load(sum + c) / n);",
-        "std::fill(shift, shift + stride, 0.f);\n      const float n = static_cast<float>(pixels);",
-        tests=("group_norm",),
-    ),
-    Mutation(
-        "group norm: sums of squares about the first pixel of a run",
-        CPU_GROUP_NORM,
-        "store(shift + c, load(shift + c) + load(sum + c) / n);",
-        "(void)n;",
-        tests=("group_norm::test_outliers",),
-    ),
-    Mutation(
-        "group norm: the last chunk counted as a whole one",
-        CPU_GROUP_NORM,
-        "const int64_t pixels = std::min(chunk, p.pixels - c * chunk);",
-        "const int64_t pixels = chunk;",
-        tests=("group_norm",),
-    ),
-    Mutation(
-        "group norm: the first part of a large group for all of it",
-        CPU_GROUP_NORM,
-        "return {part / p.parts_of_group() * group_channels + before,",
-        "return {part / p.parts_of_group() * group_channels,",
-        tests=("group_norm",),
-    ),
-    Mutation(
-        "group norm: SiLU of a number that is not rounded",
-        CPU_GROUP_NORM,
-        "each(row, count, p.dtype, [&](int64_t c, F x) { return x * load(factor + c) + load(shift + c); });",
-        "each(row, count, p.silu ? DType::kFloat32 : p.dtype,\n"
-        "         [&](int64_t c, F x) { return x * load(factor + c) + load(shift + c); });",
-        tests=("group_norm",),
-    ),
-    Mutation(
-        "group norm: the residual's bias left out",
-        GROUP_NORM_BINDING,
-        "p.residual_bias = residual_bias->data;",
-        "",
-        tests=("group_norm",),
-        backends=BOTH,
-    ),
-    Mutation(
-        "group norm: the first image's bias for all",
-        GROUP_NORM_BINDING,
-        "return a.dim == 1 || a.size[0] == 1 ? 0 : a.stride[0];",
-        "return a.size[0] < 0 ? 1 : 0;",
-        tests=("group_norm",),
-        backends=BOTH,
-    ),
-    Mutation(
-        "upsampling: rows repeated as often as columns should be",
-        GROUP_NORM_BINDING,
-        "p.scale[i] = scale[i];",
-        "p.scale[i] = scale[1 - i];",
-        tests=("group_norm::test_upsample_nearest",),
-        backends=BOTH,
-    ),
-    Mutation(
-        "group norm: sums of squares about zero (CUDA)",
-        CUDA_GROUP_NORM,
-        "shift = first_mean(hidden, min((end - pixel + a.rows - 1) / a.rows, kShiftPixels), step);",
-        "",
-        tests=("group_norm",),
-        backends=("cuda",),
-    ),
-    Mutation(
-        "group norm: longer chunks of an image alone (CUDA)",
-        CUDA_GROUP_NORM,
-        "a.chunk = static_cast<uint32_t>(chunk_pixels(p.pixels));\n"
-        "  a.chunks = static_cast<uint32_t>(chunk_count(p.pixels));",
-        "a.chunk = static_cast<uint32_t>((p.batch == 1 ? 2 : 1) * chunk_pixels(p.pixels));\n"
-        "  a.chunks = static_cast<uint32_t>(ceil_div(p.pixels, a.chunk));",
-        tests=("group_norm::test_batch_changes_no_bit",),
-        backends=("cuda",),
-    ),
-    Mutation(
-        "group norm: the last chunk counted as a whole one (CUDA)",
-        CUDA_GROUP_NORM,
-        "const uint32_t pixels = min(a.chunk, a.pixels - i % a.chunks * a.chunk);",
-        "const uint32_t pixels = a.chunk;",
-        tests=("group_norm",),
-        backends=("cuda",),
-    ),
-    Mutation(
-        "group norm: slices that hold no whole groups (CUDA)",
-        CUDA_GROUP_NORM,
-        "const int64_t unit = group / std::gcd<int64_t>(group, width),",
-        "const int64_t unit = 1,",
-        tests=("group_norm",),
-        backends=("cuda",),
-    ),
-    Mutation(
-        "group norm: a chunk's row counted as the first (CUDA)",
-        CUDA_GROUP_NORM,
-        "return static_cast<float>((length - row + a.rows - 1) / a.rows);",
-        "return static_cast<float>((length - 0 * row + a.rows - 1) / a.rows);",
-        tests=("group_norm",),
-        backends=("cuda",),
-    ),
-    Mutation(
-        "group norm: SiLU of a number that is not rounded (CUDA)",
-        CUDA_GROUP_NORM,
-        "unpack(y, x);",
-        "",
-        tests=("group_norm",),
-        backends=("cuda",),
     ),
     *TOOL_DEFECTS,
 ]

@@ -267,8 +267,8 @@ TOOL_DEFECTS = [
     defect(
         "the demo's errors against the wrong clip",
         DEMO,
-        '"ltx_kernels_to_float32": ours.errors(exact) if exact else None,',
-        '"ltx_kernels_to_float32": ours.errors(stock) if exact else None,',
+        "side.errors(exact) if exact else None",
+        "side.errors(stock) if exact else None",
         "demo::test_error_is_rounding_noise",
     ),
     defect(

@@ -375,7 +375,7 @@ def test_demo_fails_where_stock_modules_run(
 ) -> None:
     parts = ltx.integrations
     for module in (parts.blocks.block, parts.attention.engine, parts.engine.guards, parts.diffusers.norms):
-        monkeypatch.setattr(module, "why_not_input", lambda tensor: "it is Saturday")
+        monkeypatch.setattr(module, "why_not_input", lambda *tensor, **options: "it is Saturday")
     found = run_with_fault(ltx, device, tmp_path, monkeypatch, capsys)
     assert "fault: no compiled op ran" in found
     assert "fault: stock calls of diffusers.LTXVideoTransformerBlock: it is Saturday" in found

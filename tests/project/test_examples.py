@@ -271,7 +271,16 @@ def test_offload(device: str, monkeypatch: pytest.MonkeyPatch, offload: str) -> 
     np.testing.assert_allclose(clip(device, *options, offload=offload), clip("cpu", *options), atol=1e-2)
 
 
-PROGRAMS = ["demo", "generate_video", "hub_kernels", "inject_llm", "inject_ltx", "kernels_demo", "serve_ray"]
+PROGRAMS = [
+    "demo",
+    "generate_video",
+    "hub_kernels",
+    "inject_llm",
+    "inject_ltx",
+    "kernels_demo",
+    "serve_ray",
+    "train_demo",
+]
 
 
 def test_every_program_is_tested() -> None:
@@ -390,7 +399,7 @@ def test_says_so_if_no_op_runs(
     monkeypatch.setattr(generate_video, "load_kernels", lambda device: ltx)
     parts = ltx.integrations
     for module in (parts.blocks.block, parts.attention.engine, parts.engine.guards, parts.diffusers.norms):
-        monkeypatch.setattr(module, "why_not_input", lambda tensor: "it is Saturday")
+        monkeypatch.setattr(module, "why_not_input", lambda *tensor, **options: "it is Saturday")
     run = Run(capsys, tmp_path, device, "--components", "transformer")
     assert run.status == 1
     assert "fault: none of the package's ops ran" in run.output

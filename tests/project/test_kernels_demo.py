@@ -112,7 +112,7 @@ def test_hub_kernels_write_into_an_output(bench: demo.Bench) -> None:
 
 def test_a_stock_forward_is_no_result(bench: demo.Bench, ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that fell back would be compared with itself."""
-    monkeypatch.setattr(ltx.integrations.blocks.block, "why_not_input", lambda tensor: "it is Saturday")
+    monkeypatch.setattr(ltx.integrations.blocks.block, "why_not_input", lambda *tensor, **options: "it is Saturday")
     with pytest.raises(ExampleError, match=r"^layer: the stock forward ran: .*it is Saturday"):
         demo.race(bench, demo.layer, [4])
 
