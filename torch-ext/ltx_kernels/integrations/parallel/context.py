@@ -186,17 +186,22 @@ def _enable(self: Any, *, config: Any, cp_plan: Any = None, **options: Any) -> N
     _agree(self, context)
 
 
+PLAIN = "diffusers.models.attention_processor.AttnProcessor2_0"
+
+
 def _obstacle(root: Any, cp_plan: Any) -> str:
     """Why tokens of a model cannot be split; empty if they can."""
-    if cp_plan is None and root._cp_plan is None:
-        return f"expected a cp_plan, since diffusers has none for {type(root).__name__}"
     for module in root.modules():
         processor = module.__dict__.get("processor")
         if processor is not None and ATTRIBUTE in module.__dict__ and not hasattr(processor, "_parallel_config"):
+            if cp_plan is None and class_of(processor) == PLAIN:
+                continue  # such as an attention that refines the text, which diffusers' own plans do not split
             return (
                 "expected attention that exchanges tokens between ranks, which diffusers does not have in "
                 f"{class_of(processor)} of {type(root).__name__}"
             )
+    if cp_plan is None and root._cp_plan is None:
+        return f"expected a cp_plan, since diffusers has none for {type(root).__name__}"
     return why_not_offloaded(root)
 
 
