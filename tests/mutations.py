@@ -47,6 +47,8 @@ CUDA_HOPPER, CUDA_INTEGERS = "kernel_src/attention_hopper.cu", "kernel_src/ltx/a
 CPU_GLU_BACKWARD, BACKWARD_TESTS = "kernel_src/cpu/glu_backward.cpp", ("backward",)
 CUDA_LINEAR = "torch-ext/linear.cpp"
 CUDA_GLU, CUDA_NORM_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/norm_quant.cu", "kernel_src/ltx/fp8.cuh"
+CPU_GROUP_NORM = "kernel_src/cpu/group_norm.cpp"
+GROUP_NORM_BINDING = "torch-ext/group_norm.cpp"
 BOTH = ("cpu", "cuda")  # what stands in the bindings or in Python
 
 MUTATIONS = [
@@ -767,6 +769,67 @@ MUTATIONS = [
         "grad_gate[0] = sum_row(width, SumTerm{grad_gate});",
         "grad_gate[0] *= static_cast<float>(width);",
         tests=BACKWARD_TESTS,
+    ),
+    # Group norms and upsampling
+    Mutation(
+        "group norm: sums of squares about zero",
+        CPU_GROUP_NORM,
+        "std::copy(rows, rows + stride, shift);\n"
+        "      sum_differences(rows, pixels, stride, shift, sum, squares);\n"
+        "      const float n = static_cast<float>(pixels);\n"
+        "      for (int64_t c = 0; c < stride; c += kLanes) store(shift + c, load(shift + c) + load(sum + c) / n);",
+        "std::fill(shift, shift + stride, 0.f);\n      const float n = static_cast<float>(pixels);",
+        tests=("group_norm",),
+    ),
+    Mutation(
+        "group norm: sums of squares about the first pixel of a run",
+        CPU_GROUP_NORM,
+        "store(shift + c, load(shift + c) + load(sum + c) / n);",
+        "(void)n;",
+        tests=("group_norm::test_outliers",),
+    ),
+    Mutation(
+        "group norm: the last chunk counted as a whole one",
+        CPU_GROUP_NORM,
+        "const int64_t pixels = std::min(chunk, p.pixels - c * chunk);",
+        "const int64_t pixels = chunk;",
+        tests=("group_norm",),
+    ),
+    Mutation(
+        "group norm: the first part of a large group for all of it",
+        CPU_GROUP_NORM,
+        "return {part / p.parts_of_group() * group_channels + before,",
+        "return {part / p.parts_of_group() * group_channels,",
+        tests=("group_norm",),
+    ),
+    Mutation(
+        "group norm: SiLU of a number that is not rounded",
+        CPU_GROUP_NORM,
+        "each(row, count, p.dtype, [&](int64_t c, F x) { return x * load(factor + c) + load(shift + c); });",
+        "each(row, count, p.silu ? DType::kFloat32 : p.dtype,\n"
+        "         [&](int64_t c, F x) { return x * load(factor + c) + load(shift + c); });",
+        tests=("group_norm",),
+    ),
+    Mutation(
+        "group norm: the residual's bias left out",
+        GROUP_NORM_BINDING,
+        "p.residual_bias = residual_bias->data;",
+        "",
+        tests=("group_norm",),
+    ),
+    Mutation(
+        "group norm: the first image's bias for all",
+        GROUP_NORM_BINDING,
+        "return a.dim == 1 || a.size[0] == 1 ? 0 : a.stride[0];",
+        "return a.size[0] < 0 ? 1 : 0;",
+        tests=("group_norm",),
+    ),
+    Mutation(
+        "upsampling: rows repeated as often as columns should be",
+        GROUP_NORM_BINDING,
+        "p.scale[i] = scale[i];",
+        "p.scale[i] = scale[1 - i];",
+        tests=("group_norm::test_upsample_nearest",),
     ),
     *TOOL_DEFECTS,
 ]
