@@ -3,7 +3,7 @@
     pip install "kernels[benchmark]"
     python tools/build.py && kernels benchmark .
 
-Each workload is verified against, and timed beside, the package's plain-torch reference; those of `Compiled` beside
+Each workload is compared with the package's plain-torch reference and timed beside it. The workloads of `Compiled` have
 that reference under torch.compile, which is compiled before anything is timed. The runner times with a host
 clock, what is in the L2 cache included, and the reference once: benchmarks/ops.py is what this project quotes.
 """

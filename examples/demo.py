@@ -393,7 +393,7 @@ def faults(result: dict[str, Any]) -> list[str]:
     shows = result["shows"]
     for key in shows:
         if shows["stock"] is not None and shows[key] != shows["stock"]:
-            found.append(f"the clip of {key} shows {shows[key] or 'nothing it knows'}, that of stock {shows['stock']}")
+            found.append(f"the clip of {key} shows {shows[key] or 'nothing it knows'}, and stock's {shows['stock']}")
     if not ours["forward"]["relative_l2"] <= limit:
         found.append(f"the error of one forward, {ours['forward']['relative_l2']:.2e}, is above {limit:.2e}")
     return found

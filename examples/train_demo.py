@@ -61,7 +61,8 @@ SHAPES_A_CLIP = 4  # in the clips that the autoencoder is trained on
 WINDOW = 96  # columns of a picture that the autoencoder is trained on
 TEXT_TOKENS = 16
 UNCONDITIONAL = 0.1  # part of the clips whose prompt is replaced by words that are not in the table
-LATENT_NOISE, SIZE_WEIGHT = 0.05, 1e-4  # latents of a size of about one, of which small errors can be seen past
+# The autoencoder learns latents of a size of about one, and to decode them in spite of small errors.
+LATENT_NOISE, SIZE_WEIGHT = 0.05, 1e-4
 DTYPE = torch.bfloat16  # of the stored weights
 
 

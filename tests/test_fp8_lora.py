@@ -71,6 +71,25 @@ def add(model: nn.Module, name: str = "default", seed: int = 3, **options: Any) 
             parameter.copy_(torch.randn(parameter.shape) * 0.6 * parameter.shape[1] ** -0.5)  # the same on any device
 
 
+def optimize_in_training(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """The report of optimizing to fp8, after which all adapters get gradients close to those before."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
+
+    def gradients() -> dict[str, Tensor]:
+        with torch.enable_grad():
+            for parameter in trained.values():
+                parameter.requires_grad_(True).grad = None
+            model(**inputs)[0].float().square().mean().backward()
+        return {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
+
+    stock = gradients()
+    report = ltx.optimize(model, precision="fp8")
+    ours = gradients()
+    assert ours.keys() == stock.keys() == trained.keys()
+    assert max(distance(ours[name], stock[name]) for name in stock) < 0.2
+    return report
+
+
 def remarks(report: Any) -> dict[str, int]:
     (site,) = (site for site in report.sites if site.name == LINEAR)
     return dict(site.remarks)
@@ -265,20 +284,7 @@ def test_freed_weights_and_adapters_that_read_them(
 def test_adapters_that_read_weights_in_training(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
     """With gradients every layer is called by itself, and its adapter reads the stock weight as well."""
     add(model, use_dora=True, target_modules=["to_q"])
-    trained = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
-
-    def gradients() -> dict[str, Tensor]:
-        with torch.enable_grad():
-            for parameter in trained.values():
-                parameter.requires_grad_(True).grad = None
-            model(**inputs)[0].float().square().mean().backward()
-        return {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
-
-    stock = gradients()
-    report = ltx.optimize(model, precision="fp8")
-    ours = gradients()
-    assert ours.keys() == stock.keys() == trained.keys()
-    assert max(distance(ours[name], stock[name]) for name in stock) < 0.2
+    report = optimize_in_training(ltx, model, inputs)
     assert remarks(report) == {f"stock weights on the device again for {READ}": 2 * LAYERS}  # of both attentions
 
 
@@ -498,20 +504,7 @@ def test_freed_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]
 def test_adapters_in_training(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], target: str) -> None:
     """Nothing is quantised whose gradient an adapter needs."""
     add(model, target_modules=[target])
-    trained = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
-
-    def gradients() -> dict[str, Tensor]:
-        with torch.enable_grad():
-            for parameter in trained.values():
-                parameter.requires_grad_(True).grad = None
-            model(**inputs)[0].float().square().mean().backward()
-        return {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
-
-    stock = gradients()
-    report = ltx.optimize(model, precision="fp8")
-    ours = gradients()
-    assert ours.keys() == stock.keys() == trained.keys()
-    assert max(distance(ours[name], stock[name]) for name in stock) < 0.2
+    report = optimize_in_training(ltx, model, inputs)
     assert report.fallbacks[LINEAR]["a gradient is needed"]
 
 

@@ -424,8 +424,7 @@ def test_inject(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert inject_ltx.__doc__ is not None
     documented = inject_ltx.__doc__.split("For the tiny model:\n\n")[1]
     assert capsys.readouterr().out == "".join(f"{line[4:]}\n" for line in documented.splitlines())
-    code = (EXAMPLES / "inject_ltx.py").read_text().replace(inject_ltx.__doc__, "")
-    assert len(code.splitlines()) < 40
+    assert len((EXAMPLES / "inject_ltx.py").read_text().splitlines()) < 60
 
 
 def test_same_tokens_end_at_the_first_other_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

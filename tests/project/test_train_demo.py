@@ -130,7 +130,7 @@ def test_a_clip_that_shows_something_else_is_a_fault() -> None:
         "errors": {"stock_to_float32": errors, "ltx_kernels_to_float32": errors},
         "shows": {"stock": "a red ball bounces", "ltx_kernels": "a red ball bounces", "fp8": None},
     }
-    assert demo.faults(result) == ["the clip of fp8 shows nothing it knows, that of stock a red ball bounces"]
+    assert demo.faults(result) == ["the clip of fp8 shows nothing it knows, and stock's a red ball bounces"]
     result["shows"]["fp8"] = "a red ball bounces"
     assert demo.faults(result) == []
 
