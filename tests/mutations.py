@@ -44,6 +44,8 @@ CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/ro
 CPU_QUANT = "kernel_src/cpu/quant.cpp"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
 CUDA_HOPPER, CUDA_INTEGERS = "kernel_src/attention_hopper.cu", "kernel_src/ltx/attention_integers.cuh"
+CPU_NORM_BACKWARD, CPU_ROPE_BACKWARD = "kernel_src/cpu/norm_backward.cpp", "kernel_src/cpu/rope_backward.cpp"
+CPU_NORM_GRADIENT = "kernel_src/cpu/norm_gradient.h"
 CPU_GLU_BACKWARD, BACKWARD_TESTS = "kernel_src/cpu/glu_backward.cpp", ("backward",)
 CUDA_LINEAR = "torch-ext/linear.cpp"
 CUDA_GLU, CUDA_NORM_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/norm_quant.cu", "kernel_src/ltx/fp8.cuh"
@@ -768,6 +770,83 @@ MUTATIONS = [
         CPU_GLU_BACKWARD,
         "grad_gate[0] = sum_row(width, SumTerm{grad_gate});",
         "grad_gate[0] *= static_cast<float>(width);",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a norm without the mean of gradient times input",
+        CPU_NORM_GRADIENT,
+        "(load(t + c) - load(h + c) * slope) * rstd",
+        "load(t + c) * rstd",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a norm without eps",
+        CPU_NORM_GRADIENT,
+        "rms_rstd(h, width, eps)",
+        "rms_rstd(h, width, 0.f)",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of LayerNorm without the mean of the gradient",
+        CPU_NORM_BACKWARD,
+        "        centre(h, width);\n        centre(t, width);",
+        "        centre(h, width);",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a modulation by scale in place of 1 + scale",
+        CPU_NORM_BACKWARD,
+        "scale(p.scale.value, p.scale.table, 1.f, scratch)",
+        "scale(p.scale.value, p.scale.table, 0.f, scratch)",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a pair without its second modulation",
+        CPU_NORM_BACKWARD,
+        "combine(factor2, {&weight, &scale2});",
+        "combine(factor2, {&weight});",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward that leaves out the gradient of the residual stream",
+        CPU_NORM_BACKWARD,
+        "store(t + c, load(t + c) + load(more + c));",
+        "store(t + c, load(t + c));",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a gated residual without the gate",
+        CPU_NORM_BACKWARD,
+        "combine(to_branch, {&gate, &branch_weight});",
+        "combine(to_branch, {&branch_weight});",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a norm without its weight's offset",
+        CPU_NORM_BACKWARD,
+        "const float offset = p.weight_offset;",
+        "const float offset = 0.f;",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a rotation that rotates forward",
+        CPU_ROPE_BACKWARD,
+        "    grad[a] = x * cos[table_a] + y * sin[table_b];\n    grad[b] = y * cos[table_b] - x * sin[table_a];",
+        "    grad[a] = x * cos[table_a] - y * sin[table_b];\n    grad[b] = y * cos[table_b] + x * sin[table_a];",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of a rotation by the sines of the other member",
+        CPU_ROPE_BACKWARD,
+        "    grad[a] = x * cos[table_a] + y * sin[table_b];\n    grad[b] = y * cos[table_b] - x * sin[table_a];",
+        "    grad[a] = x * cos[table_a] + y * sin[table_a];\n    grad[b] = y * cos[table_b] - x * sin[table_b];",
+        tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "a backward of q/k norms without their weights",
+        CPU_ROPE_BACKWARD,
+        "if (o.weight != nullptr) multiply(t, weight, width);",
+        "",
         tests=BACKWARD_TESTS,
     ),
     # Group norms and upsampling
