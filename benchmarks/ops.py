@@ -262,8 +262,10 @@ def main() -> None:
         for case in progress(selected):
             make = Make(DTYPES[case.dtype], "cuda", modules)
             record = measure(ltx, timer, case, make, compiled=case.name in ready)
-            if not options.no_compile and case.name not in ready:
-                record.setdefault("failed", {})["compile"] = f"did not compile in {options.limit:.0f} s"
+            if case.name not in ready:
+                left_out = "left out: --no-compile" if options.no_compile else ""
+                reason = left_out or f"did not compile in {options.limit:.0f} s"
+                record.setdefault("failed", {})["compile"] = reason
             records.append(record if commit == meta["commit"] else {**record, "commit": commit})
             write(output, meta, in_order([*kept, *records]))
     print_table(records)

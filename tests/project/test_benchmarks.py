@@ -151,11 +151,12 @@ def test_steps_are_timed_by_the_device_behind_a_warm_up(order: list[str], monkey
 
 
 def test_published_cases_have_their_baselines() -> None:
-    """Eager alone, or its chain twice, was the baseline elsewhere."""
+    """A case without a time of torch.compile says why."""
     for path in (BENCHMARKS / "results").glob("*-ops.json"):
         for record in json.loads(path.read_text())["records"]:
             us = record["us"]
-            assert all(us[column] > 0 for column in ("ours", "copy", "eager", "compile")), record
+            assert all(us[column] > 0 for column in ("ours", "copy", "eager")), record
+            assert record["failed"]["compile"] if us["compile"] is None else us["compile"] > 0, record
             if record["op"] in ("rmsnorm", "layernorm", "gelu"):
                 assert us["native"] > 0, record
 
