@@ -53,6 +53,7 @@ class Attention:
     across_heads: A norm's mean is taken over all heads of a token.
     layout: Of the rotation, as in `qk_norm_rope`: "interleaved" or "half".
     heads: The attribute with the number of the query's heads. Keys and values may have fewer, which queries share.
+    scale: The attribute that the stock processor scales the scores by; empty where it leaves the scale to torch.
     projections, norms: Names of submodules.
     output: The path of the output layer, or of a list that holds it and the dropout after it. Modules may lack it. Name
         the layer itself, as in "to_out.0", where the stock processor calls no dropout.
@@ -106,6 +107,7 @@ class Attention:
     projections: tuple[str, ...] = ("to_q", "to_k", "to_v")
     norms: tuple[str, str] = ("norm_q", "norm_k")
     heads: str = "heads"
+    scale: str = ""
     output: str = "to_out"
     added: bool = False
     text_first: bool = True

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..blocks.gated_mlp import ACTIVATIONS, SILU
+from ..blocks.gated_mlp import SILU, kind_of
 from ..blocks.stream import TORCH_RMSNORM
 from ..engine.code import patched
 from ..engine.guards import children, class_of, hooked, is_idle, submodule, why_not_norm_weight
@@ -30,7 +30,7 @@ def why_not_module(spec: Attention, module: nn.Module) -> str:
 
 def _why_not_mlp(spec: Attention, module: nn.Module) -> str:
     activation = module._modules.get(spec.mlp) if spec.mlp else None
-    fits = not spec.mlp or ACTIVATIONS.get(class_of(activation)) == SILU
+    fits = not spec.mlp or kind_of(activation) == SILU
     return "" if fits else f"{spec.mlp} is {class_of(activation)}"
 
 
@@ -192,4 +192,7 @@ def _why_not_heads(spec: Attention, module: nn.Module) -> str:
         return ""
     query, key, value = cast("list[int]", sizes)
     fits = key == value and query % heads == 0 and key % (query // heads) == 0 and query % key == 0
-    return "" if fits else f"its query, key and value of {query}, {key} and {value} columns make no {heads} heads"
+    if not fits:
+        return f"its query, key and value of {query}, {key} and {value} columns make no {heads} heads"
+    scale = getattr(module, spec.scale) if spec.scale else None
+    return "" if scale in (None, (query // heads) ** -0.5) else f"its {spec.scale} is {scale}"

@@ -18,15 +18,12 @@ from ..linear.packing import unpack
 from ..linear.products import Input, as_tensor, may_overwrite
 from .feed_forward import activated, activated_rows
 
-# What activation modules compute, by the name of their class. Those of FLUX.2 and FLUX.3 also
-# multiply by the linear part.
+# What activation modules compute, by the name of their class.
 SILU, TANH, ERF = "silu", "tanh", "none"
 ACTIVATIONS = {
     "torch.nn.modules.activation.SiLU": SILU,
     "diffusers.models.activations.FP32SiLU": SILU,
     "transformers.activations.SiLUActivation": SILU,
-    "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU": SILU,
-    "diffusers.models.transformers.transformer_flux3.Flux3SwiGLU": SILU,
     "transformers.activations.GELUTanh": TANH,
     "transformers.activations.NewGELUActivation": TANH,
     "transformers.activations.FastGELUActivation": TANH,
@@ -34,12 +31,19 @@ ACTIVATIONS = {
 }
 
 TORCH_GELU = "torch.nn.modules.activation.GELU"
+# They multiply what their `gate_fn` computes by the linear part.
+GATED = (
+    "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU",
+    "diffusers.models.transformers.transformer_flux3.Flux3SwiGLU",
+)
 
 
 def kind_of(activation: nn.Module | None) -> str:
     """What an activation module computes: SILU, TANH or ERF; empty for a module of any other class."""
     if class_of(activation) == TORCH_GELU:
         return cast(str, activation.approximate)  # type: ignore[union-attr]
+    if class_of(activation) in GATED:
+        return kind_of(activation._modules["gate_fn"])  # type: ignore[union-attr]
     return ACTIVATIONS.get(class_of(activation), "")
 
 

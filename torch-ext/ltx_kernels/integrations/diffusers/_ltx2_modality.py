@@ -40,9 +40,10 @@ class Modality:
             given.get(prefix + name) for name in ("encoder_attention_mask", "self_attention_mask")
         )
         self.rope, self.exchange_rope = (given.get(name + kind + "_rotary_emb") for name in ("", "ca_"))
-        count = 9 if getattr(block, kind + "_cross_attn_adaln") else 6
-        mods = modulation(given["temb" + suffix], count, tables[prefix + "scale_shift_table"])
-        self.attn1, self.mlp, self.query = mods[:3], mods[3:6], mods[6:]  # shift, scale, gate
+        table = tables[prefix + "scale_shift_table"]
+        mods = modulation(given["temb" + suffix], table.shape[0], table)
+        self.attn1, self.mlp = mods[:3], mods[3:6]  # shift, scale, gate
+        self.query = mods[6:9] if getattr(block, kind + "_cross_attn_adaln") else ()
         table = tables[kind + "_a2v_cross_attn_scale_shift_table"]
         scale, shift, scale2, shift2 = modulation(given[f"temb_ca{suffix}_scale_shift"], 4, table[:4])
         (self.gate,) = modulation(given[f"temb_ca{suffix}_gate"], 1, table[4:])

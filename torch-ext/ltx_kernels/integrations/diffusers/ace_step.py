@@ -42,6 +42,7 @@ SELF = Attention(
     parameters=("hidden_states", "encoder_hidden_states", "attention_mask", "image_rotary_emb", "kwargs"),
     norm=RMSNORM,
     layout="half",
+    scale="scaling",
     mask=ScoresMask(),
     tables=first_halves,
     check=_why_not_attention,

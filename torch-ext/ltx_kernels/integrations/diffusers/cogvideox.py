@@ -23,12 +23,17 @@ MODELS = "diffusers.models.transformers."
 NORM_ZERO = "diffusers.models.normalization.CogVideoXLayerNormZero"
 
 
+def _why_not_attention(attention: Any) -> str:
+    return "the stock processor does not rotate keys in a cross-attention" if attention.is_cross_attention else ""
+
+
 ATTENTION = Attention(
     processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
     norm=TORCH_LAYERNORM,
     shared=True,
     rotates_text=False,
     tables=halves,
+    why_not=_why_not_attention,
 )
 
 

@@ -20,6 +20,7 @@ from ..engine.rotary_tables import of_complex
 ATTENTION = Attention(
     processor="diffusers.models.transformers.transformer_lumina2.Lumina2AttnProcessor2_0",
     norm=RMSNORM,
+    scale="scale",
     mask=KeyMask(),
     tables=of_complex,
 )

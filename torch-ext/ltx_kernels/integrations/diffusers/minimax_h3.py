@@ -50,7 +50,7 @@ def block_forward(
 ) -> Tensor:
     norm1, attn, norm2, ff = children(self, "norm1", "attn", "norm2", "ff")
     # The row kernel reads no index at this width. One launch writes a row for each token, where stock takes six.
-    rows = torch.cat(self.adaln_proj(temb), -1).index_select(0, adaln_indices)
+    rows = torch.hstack(self.adaln_proj(temb)).index_select(0, adaln_indices)
     shift1, scale1, gate1, shift2, scale2, gate2 = modulation(rows.unsqueeze(0), 6)
     h = Stream(self, hidden_states)
     h.add(attn(h.norm(norm1, shift1, scale1, into="attn"), rotary_emb, attention_mask), gate1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.description import Attention
+from ..attention.description import ADDED_OUTPUT, Attention
 from ..blocks.block import Block
 from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, Stream, modulation_by
@@ -19,12 +19,19 @@ from ..engine.guards import children
 
 NORMS = "diffusers.models.normalization."
 
+
+def _why_not_attention(attention: Any) -> str:
+    left_out = attention.context_pre_only and attention._modules.get(ADDED_OUTPUT) is not None
+    return f"its context_pre_only leaves out {ADDED_OUTPUT}" if left_out else ""
+
+
 ATTENTION = Attention(
     processor="diffusers.models.attention_processor.JointAttnProcessor2_0",
     rope="",
     norm=RMSNORM,
     added=True,
     text_first=False,
+    why_not=_why_not_attention,
 )
 
 
