@@ -146,7 +146,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     reason = why_not_input(like, site_of(module).rounding, gradient=True) or _why_not_tables(spec, rope, like)
     if not reason:
         layers = kept_layers("attention", module, input, CausalLayers, spec)
-        reason = layers.reason
+        reason = layers.reason or _why_not_counts(spec, module)
     if reason:
         return stock_forward(module, reason, **{**arguments, "hidden_states": as_tensor(input)})
     query, key, value = _heads(layers, module, input)
@@ -248,14 +248,26 @@ def _heads_first_like(heads: Tensor) -> Tensor:
     return heads.new_empty(batch, count, rows, width).transpose(1, 2)
 
 
+def _counts(module: Any) -> tuple[int, int, int]:
+    """How many heads of query, key and value a layer makes that holds all three, by what the stock forward reads."""
+    return module.config.num_attention_heads, module.num_key_value_heads, module.num_key_value_heads
+
+
+def _why_not_counts(spec: CausalAttention, module: Any) -> str:
+    if len(spec.projections) > 1:
+        return ""
+    (name,) = spec.projections
+    counts = _counts(module)
+    fits = getattr(module._modules[name], "out_features", None) in (None, sum(counts) * module.head_dim)
+    return "" if fits else f"its {name} makes no {counts} heads"
+
+
 def _heads(layers: CausalLayers, module: Any, input: Input) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, [B, S, heads, D]: views of one new tensor where one product makes them."""
     outputs = layers.projections(input)
     width = module.head_dim
     if len(outputs) == 1:
-        config = module.config
-        sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        outputs = outputs[0].split_with_sizes([size * width for size in sizes], -1)
+        outputs = outputs[0].split_with_sizes([count * width for count in _counts(module)], -1)
     elif not layers.projections.packed and layers.site.rounding == "fp32":
         layers.site.count("unpacked")
     # `Tensor.unflatten` and `Tensor.split` are Python functions, which take the host longer.
