@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..._torch_private import COMPILED_CALL, dispatch_modes, func_interpreter, function_modes, has_global_hooks
 from ..._variant import COMPILED_DEVICE
+from ..engine.code import patched
 from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing
 from ..engine.recording import Live, thread
 from ..engine.signature import PLAIN, attention_is_replaced, signature
@@ -193,9 +194,11 @@ def _does_more(part: nn.Module, plain: Sequence[str]) -> str:
 
     plain: The block's `Entry.plain`.
     """
-    name = type(part).__name__
+    name, processor = type(part).__name__, part.__dict__.get("processor")
     if hooked(part):
         return f"a {name} {hooked(part)}"
+    if processor is not None and patched(type(processor)):
+        return f"a {name}'s processor is patched: {patched(type(processor))}"
     if part.__dict__.get(COMPILED_CALL) is not None:
         return f"a {name} is compiled"
     home, ours = type(part).__module__, ATTRIBUTE in part.__dict__
