@@ -8,6 +8,7 @@ that whatever calls the layer works; a fused block hands over rows that an op ha
 
 from __future__ import annotations
 
+import copy
 import types
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
@@ -21,7 +22,7 @@ from ..._linear import joined_bits
 from ...quant import has_own_product, multiply, quantize_rows, quantize_weight
 from ..engine.autocast import autocast_dtype
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
-from ..engine.sites import Entry, site_of, stock_forward
+from ..engine.sites import Entry, site_of, stock_forward, why_stock
 from .lora import base_of, is_lora
 from .offload import hooks_of, is_offload, is_offloaded, tell_offload
 
@@ -332,7 +333,7 @@ def product(linear: nn.Linear, rows: Rows) -> Tensor:
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
     if autocast_dtype(input) == torch.bfloat16:
         input = input.to(torch.bfloat16)  # as autocast has every linear layer read it
-    reason = why_not_fp8_input(input) or why_not_fp8_weight(self, input)
+    reason = why_stock(self) or why_not_fp8_input(input) or why_not_fp8_weight(self, input)
     if not reason:
         rows = quantize_rows(input)
         count_products((self,), rows)
@@ -351,7 +352,12 @@ def run_stock(self: nn.Linear, reason: str, input: Tensor) -> Tensor:
         )
     if is_replaced(self):
         site.count_fallback(reason)
-        return F.linear(input, _held(self).to(input.device), self.bias)
+        weight = _held(self).to(input.device)
+        if not why_stock(self):
+            return F.linear(input, weight, self.bias)
+        copied = copy.copy(self)
+        copied._parameters = {**self._parameters, "weight": nn.Parameter(weight, requires_grad=False)}
+        return type(self).forward(copied, input)
     return cast(Tensor, stock_forward(self, reason, input))
 
 
@@ -368,6 +374,7 @@ LINEAR = Entry(
     why_not_restored=_why_not_restored,
     release=drop_weights,
     release_root=lambda root: _release_root(root),
+    guarded=True,
 )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.sites import site_of
+from ..engine.sites import site_of, why_stock
 from .fp8 import LINEAR, quantised_weight, run_stock, why_not_fp8_input, why_not_fp8_weight
 
 PART_BYTES = 32 * 2**20  # of bfloat16 values that exist at a time: part of an H100's L2 cache of 50 MiB (not measured)
@@ -29,7 +29,7 @@ def product(linear: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _forward(self: nn.Linear, input: Tensor) -> Tensor:
-    reason = why_not_fp8_input(input) or why_not_fp8_weight(self, input)
+    reason = why_stock(self) or why_not_fp8_input(input) or why_not_fp8_weight(self, input)
     if reason:
         return run_stock(self, reason, input)
     site_of(self).count_call()
