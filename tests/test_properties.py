@@ -23,10 +23,10 @@ def test_random_calls(ltx, device, family):
     assert tally.cases >= 0.9 * CASES * fuzz.FAMILIES[family][1]
 
 
-@pytest.mark.extended
-def test_every_function_is_called(ltx, device):
-    """But those that call others of them, or torch's own matrix products."""
+def test_every_function_is_called(ltx, device, monkeypatch):
+    """But those that call others of them, or torch's own matrix products. The calls are drawn, and most are not made."""
     found = set()
+    monkeypatch.setattr(fuzz, "check_everywhere", lambda _, case, *args, **options: found.add(case.op))
     for family in fuzz.FAMILIES:
         tally = Tally()
         fuzz.run(ltx, device, family, 1800 if family in ("norms", "quantised") else 300, tally)

@@ -168,7 +168,10 @@ def in_fp64(vae: Any, name: str, half: str) -> Tensor | None:
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize(("name", "half"), CASES)
 def test_float32_on_a_gpu(ltx, cuda, name, half, tf32):
-    """Without TensorFloat-32 the result is stock's; with it, cuDNN chooses other algorithms, of the same error."""
+    """Without TensorFloat-32 the result is stock's; with it, cuDNN chooses other algorithms, of the same error.
+
+    For some shapes cuDNN has none in TensorFloat-32. The error is then that of another order of sums in float32.
+    """
     vae = make_vae(name, cuda, torch.float32)
     truth = in_fp64(vae, name, half)
     if truth is None:
@@ -179,7 +182,7 @@ def test_float32_on_a_gpu(ltx, cuda, name, half, tf32):
         result = RUN[half](vae)
     assert not report.fallbacks
     if tf32:
-        assert error(result, truth) <= 1.1 * error(stock, truth)
+        assert error(result, truth) <= max(1.1 * error(stock, truth), 1e-5)
     else:
         assert error(result, stock.double()) < 1e-5 and error(result, truth) < 1e-5
 

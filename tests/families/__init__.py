@@ -30,7 +30,8 @@ class Family:
     one_graph: torch.compile takes the stock model as one graph.
     stock_calls: Reasons that are expected in the report: what the family cannot fuse.
     stock_but_in_bfloat16: The same, expected in float32 and float16 alone.
-    magnifies: The tests in float32 allow a distance so many times as large, where the stock code rounds to bfloat16.
+    magnifies: The tests in float32 allow a distance so many times as large: the stock code rounds to bfloat16, or more
+        layers than usual add to it.
     left_alone: Reasons why `optimize` replaces some modules by nothing, such as an attention that no description fits.
     idle: How many of the blocks these inputs do not call.
     given_twice: How many of the blocks get one tensor as two arguments, so that their calls are not recorded.

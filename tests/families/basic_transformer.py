@@ -114,7 +114,7 @@ def blocks(count: int, attentions: int, activation: str) -> dict[str, int]:
 
 
 FAMILIES = {
-    "": Family(unet, unet_inputs, blocks(8, 16, "GEGLU"), fp8=8 * 7, masked=text_mask),
+    "": Family(unet, unet_inputs, blocks(8, 16, "GEGLU"), fp8=8 * 7, masked=text_mask, magnifies=2.0),
     "pixart": Family(pixart, pixart_inputs, blocks(2, 4, "GELU"), fp8=2 * 7, masked=text_mask),
     "dit": Family(dit, dit_inputs, blocks(2, 2, "GELU"), fp8=2 * 6),
     "latte": Family(latte, latte_inputs, blocks(2, 3, "GELU"), fp8=7 + 6),
