@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from op_cases import CALLS, OPS, Case, Make
 from result_files import REPOSITORY, load_package, write
@@ -79,9 +80,10 @@ def on_meta(x: Tensor) -> Tensor:
 
 
 def unwritten(like: Tensor) -> Tensor:
-    """A tensor in memory that nobody has written to; a small one is all zeros, because Python may read it."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    return made if made.numel() > LARGE else made.zero_()
+    """A tensor of zeros, in memory that exists only where it is read: a forward may compare its rows."""
+    size = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride())) if like.numel() else 0
+    made = torch.from_numpy(np.zeros(size * like.element_size(), np.uint8)).view(like.dtype)
+    return made.as_strided(like.shape, like.stride())
 
 
 def call_of(func: Any, args: Sequence[Any]) -> Call:
