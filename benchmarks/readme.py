@@ -11,6 +11,7 @@ sentence carries a comment with the file and the key that it comes from, and its
 `key=value` picks the one record with this value (`key~text`: whose value contains the text; `key=`: which lacks it; a
 shape is 2x8064x2048), and the last word names the field, with dots for what lies deeper. Without a `key=` the field is
 one of the whole file.
+Most tables stand in docs/measured/, one page for each subject.
 Below a table whose figures are older than their sources a sentence says so (pages/marks.py).
 Fields and numbers may be joined by ` / ` and ` * `, from left to right; what picks the record stands before the first.
 """
@@ -40,7 +41,7 @@ FIGURE = re.compile(r"(?P<number>[\d.,]+(?:e[-+]?\d+)?)<!-- (?P<file>[\w-]+) (?P
 
 def _pages() -> list[Path]:
     return sorted(
-        [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "skills").rglob("*.md")]
+        [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "skills").rglob("*.md")]
     )
 
 
@@ -104,6 +105,8 @@ def marked(page: str, name: str) -> str:
     """The text of a page's block, with a sentence about the figures in it that are older than their sources."""
     READ.clear()
     written = BLOCKS[page, name]()
+    if page.startswith("docs/measured/"):  # writers give targets as from a page of docs/
+        written = re.sub(r"(\]\(|src=\")(?=\.\./|[\w-]+\.md)", r"\1../", written)
     sentence = "" if (page, name) in TOLD else mark(READ)
     return f"{written}\n{sentence}" if sentence else written
 

@@ -82,5 +82,5 @@ def test_every_function_is_measured() -> None:
 
 @pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="a Nix build has no documents")
 def test_every_function_is_documented() -> None:
-    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
     assert [name for name in FUNCTIONS if f"`{name}" not in text and f"ltx.{name}" not in text] == []

@@ -24,7 +24,7 @@ def test_random_calls(ltx, device, family):
 
 
 def test_every_function_is_called(ltx, device, monkeypatch):
-    """But those that call others of them, or torch's own matrix products. The calls are drawn, and most are not made."""
+    """But those that call others of them, or torch's own products. The calls are drawn, and most are not made."""
     found = set()
     monkeypatch.setattr(fuzz, "check_everywhere", lambda _, case, *args, **options: found.add(case.op))
     for family in fuzz.FAMILIES:

@@ -46,14 +46,11 @@ def site_target(page: str, target: str) -> str:
     if not path or re.match(r"[a-z]+:", path):
         return target
     found = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
-    if found == "README.md":
-        return "index.md" + hash_ + heading
-    if found in GUIDES:
-        return GUIDES[found] + hash_ + heading
-    if found.startswith("docs/"):
-        return found.removeprefix("docs/") + hash_ + heading
-    if found.endswith((".png", ".svg")):
-        return found
+    pages = {"README.md": "index.md", **GUIDES}
+    if found in pages or found.startswith("docs/") or found.endswith((".png", ".svg")):
+        folder = posixpath.dirname(page.removeprefix("docs/")) if page.startswith("docs/") else "."
+        on_the_site = pages.get(found, found.removeprefix("docs/"))
+        return posixpath.relpath(on_the_site, folder or ".") + hash_ + heading
     kind = "tree" if (ROOT / found).is_dir() else "blob"
     return f"{source()}/{kind}/main/{found}{hash_}{heading}"
 
@@ -80,7 +77,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path, name in GUIDES.items():
         files.append(File.generated(config, name, content=for_site(path, (ROOT / path).read_text())))
     pages = [file.content_string for file in files if file.src_uri.endswith(".md")]
-    shown = {name for text in pages for name in re.findall(r"src=\"(?:\.\./)?([^\"]+\.(?:png|svg))\"", text)}
+    shown = {name for text in pages for name in re.findall(r"src=\"(?:\.\./)*([^\"]+\.(?:png|svg))\"", text)}
     for name in sorted(shown):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     files.append(File.generated(config, "site.css", content=STYLE))

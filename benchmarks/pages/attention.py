@@ -78,7 +78,7 @@ def _gains(records: list[Record]) -> str:
     return " ".join(sentences)
 
 
-@block("docs/attention.md", "speed")
+@block("docs/measured/attention.md", "speed")
 def speed() -> str:
     """Attention beside torch's backends, with masks, and of few queries."""
     result = load("h200-attention")
@@ -119,7 +119,7 @@ def speed() -> str:
     )
 
 
-@block("docs/attention.md", "error")
+@block("docs/measured/attention.md", "error")
 def error() -> str:
     """The errors of attention and of torch's backends, by kind of input."""
     records = [r for r in records_of("h200-attention") if "err" in r and r["name"] in ("ltx49", "flux")]
@@ -137,7 +137,7 @@ def error() -> str:
     )
 
 
-@block("docs/attention.md", "int8")
+@block("docs/measured/attention.md", "int8")
 def int8() -> str:
     """Time and error of attention in 8 bits beside bf16: the op's, and of whole models."""
     result = load("h200-attention")
@@ -201,7 +201,7 @@ def few_queries() -> str:
     )
 
 
-@block("docs/attention.md", "int8 parts")
+@block("docs/measured/attention.md", "int8 parts")
 def int8_parts() -> str:
     """What attention in 8 bits spends on its quantising."""
     file, head = "h200-attention-parts-tuning", "mean of the keys | query and key as integers | attention"
@@ -244,7 +244,7 @@ def trials_in_8_bits() -> str:
         table(head, row, result["records"], shape=shape_of),
         f"The times of int8 include quantising: with {parts['tokens']} tokens {parts['quantising']} µs, beside "
         f"{parts['attention']} µs of attention.",
-        "Relative L2 error against float64 with 4608 tokens, inputs as in [attention.md](attention.md#error):",
+        "Relative L2 error against float64 with 4608 tokens, inputs as in [Attention](measured/attention.md#error):",
         errors(["this package", "int8"], ["ours", "int8"], result["err"]),
         "Scores of integers, by what the exponentials are relative to; `attention` is without the quantising:",
         table(scores_head, scores_row, scores, shape=shape_of),

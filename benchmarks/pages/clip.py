@@ -17,7 +17,7 @@ def _place(record: Record) -> tuple[object, ...]:
     return models.index(record["model"]), record["recipe"], size, configs.index(record["config"])
 
 
-@block("docs/optimize.md", "clips")
+@block("docs/measured/clips.md", "clips")
 def clips() -> str:
     """Whole clips, by part."""
     result = load("h200-clip")

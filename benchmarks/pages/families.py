@@ -61,7 +61,7 @@ def _has_fp8(known: Any) -> bool:
     return any(getattr(known, name, None) for name in ("attentions", "feed_forwards", "linears"))
 
 
-@block("docs/fp8.md", "left in bf16")
+@block("docs/models.md", "left in bf16")
 def left_in_bf16() -> str:
     """The linear layers of each family's blocks that precision="fp8" and memory="low" leave in bf16 by themselves."""
     rows = []

@@ -19,7 +19,7 @@ PRODUCTS = {
 }
 
 
-@block("docs/fp8.md", "numerics")
+@block("docs/measured/fp8.md", "numerics")
 def numerics() -> str:
     """The error of one product by recipe."""
     records = records_of("fp8-numerics")
@@ -35,7 +35,7 @@ def numerics() -> str:
     )
 
 
-@block("docs/fp8.md", "products")
+@block("docs/measured/fp8.md", "products")
 def products() -> str:
     """Linear layers by form."""
     meta = load("h200-fp8-gemm")["meta"]
@@ -62,7 +62,7 @@ def products() -> str:
     )
 
 
-@block("docs/fp8.md", "layers")
+@block("docs/measured/fp8.md", "layers")
 def layers() -> str:
     """Which layers carry fp8's error."""
     result = load("fp8-layers")
@@ -73,7 +73,7 @@ def layers() -> str:
     )
 
 
-@block("docs/fp8.md", "family layers")
+@block("docs/measured/fp8.md", "family layers")
 def family_layers() -> str:
     """Which layers carry fp8's error in each family."""
     result = load("h200-fp8-families")
@@ -97,7 +97,7 @@ def family_layers() -> str:
     )
 
 
-@block("docs/fp8.md", "memory low")
+@block("docs/measured/fp8.md", "memory low")
 def memory_low() -> str:
     """The errors of memory="low"."""
     result = load("fp8-low")
@@ -114,7 +114,7 @@ def memory_low() -> str:
     )
 
 
-@block("docs/fp8.md", "loop")
+@block("docs/measured/fp8.md", "loop")
 def loop() -> str:
     """What fp8 costs over a whole denoising loop."""
     result = load("h200-fp8")
@@ -135,7 +135,7 @@ def loop() -> str:
     )
 
 
-@block("docs/fp8.md", "quantised norms")
+@block("docs/measured/fp8.md", "quantised norms")
 def quantised_norms() -> str:
     """The quantised norms in bf16 beside a copy of their bytes, by the vectors that a call has."""
     layer_norms = [r for r in records_of("h200-layernorm-quant", dtype="bf16") if "layernorm" in r["op"]]

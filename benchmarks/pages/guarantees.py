@@ -1,4 +1,4 @@
-"""The measured parts of docs/guarantees.md: fuzz-*.json, sanitize-*.json, suites-*.json and mutations-*.json."""
+"""docs/measured/guarantees.md: fuzz-*.json, sanitize-*.json, suites-*.json and mutations-*.json."""
 
 import re
 import sys
@@ -28,8 +28,8 @@ def source(file: str) -> str:
     return f"{link(file)}: {device_of(meta)}, torch {meta['torch']}, commit {commit}, {meta['date'][:10]}."
 
 
-@block("docs/guarantees.md", "fuzz-cpu", file="fuzz-cpu")
-@block("docs/guarantees.md", "fuzz-gpu", file="fuzz-h200")
+@block("docs/measured/guarantees.md", "fuzz-cpu", file="fuzz-cpu")
+@block("docs/measured/guarantees.md", "fuzz-gpu", file="fuzz-h200")
 def fuzz(file: str) -> str:
     """Cases, failures, and the largest errors of each op and dtype."""
     result = load(file)
@@ -58,7 +58,7 @@ def fuzz(file: str) -> str:
     )
 
 
-@block("docs/guarantees.md", "sanitizers")
+@block("docs/measured/guarantees.md", "sanitizers")
 def sanitizers() -> str:
     """What the tools of compute-sanitizer found."""
     result = load("sanitize-h200")
@@ -79,7 +79,7 @@ def sanitizers() -> str:
     )
 
 
-@block("docs/guarantees.md", "suites")
+@block("docs/measured/guarantees.md", "suites")
 def suites() -> str:
     """How the tests ended on a GPU, by run and file."""
     result = load("suites-h200")
@@ -97,7 +97,7 @@ def suites() -> str:
     )
 
 
-@block("docs/guarantees.md", "mutations")
+@block("docs/measured/guarantees.md", "mutations")
 def mutations() -> str:
     """Each defect with the first test that fails: in CPU sources, in CUDA sources, in what is not compiled."""
     rows, counts = [[mutation.defect, f"`{mutation.file}`"] for mutation in MUTATIONS], []

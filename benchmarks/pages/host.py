@@ -7,7 +7,7 @@ HOST_MODELS = {"ltx": "LTX-Video 2B", "flux": "FLUX.1", "wan": "Wan 1.3B", "qwen
 HOST_CONFIGS = ("baseline", "kernels", "kernels_fp8")
 
 
-@block("docs/optimize.md", "host")
+@block("docs/measured/clips.md", "host")
 def host_times() -> str:
     """The host's time with recorded calls and without them."""
     result = load("h200-host")

@@ -52,7 +52,7 @@ def layers_of_whole_models(records: list[Record]) -> dict[str, int]:
     return layers
 
 
-@block("docs/layers.md", "language models")
+@block("docs/measured/language-models.md", "language models")
 def language_models() -> str:
     """Prompts and tokens by configuration, and the kinds of kernels of a prompt."""
     result = load("h200-llm")

@@ -23,7 +23,7 @@ def by_frames() -> dict[int, dict[str, Record]]:
     return {count: by_config(records_of("h200-ltx", frames=count)) for count in frames}
 
 
-@block("docs/benchmarks.md", "step")
+@block("docs/measured/clips.md", "step")
 def step() -> str:
     """A denoising step, whole."""
     meta = load("h200-ltx")["meta"]
@@ -96,7 +96,7 @@ def _idle(records: Iterable[Record]) -> str:
     return f"{shares[0]} to {shares[-1]} %"
 
 
-@block("docs/optimize.md", "kinds")
+@block("docs/measured/clips.md", "kinds")
 def kinds() -> str:
     """Where the time of a step goes on the device."""
     cells, kinds = "| {frames} | {config} |", (*KINDS, "idle")

@@ -6,7 +6,7 @@ from pages.writing import block, link, load, records_of, table, text
 MODES = {"none": "none", "model": "the model", "blocks": "groups of one block", "leaves": "groups of leaves"}
 
 
-@block("docs/fp8.md", "memory")
+@block("docs/measured/fp8.md", "memory")
 def memory() -> str:
     """The peak memory of a step by offload mode, and the cards that it fits on."""
     result = load("h200-memory")

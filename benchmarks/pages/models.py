@@ -26,7 +26,7 @@ def of_configs(names: Mapping[str, str]) -> list[dict[str, Record]]:
     ]
 
 
-@block("docs/models.md", "models")
+@block("docs/measured/models.md", "models")
 def models() -> str:
     """One forward of each model, by configuration."""
     meta, records = load("h200-models")["meta"], in_order(by_model("h200-models"))
@@ -86,7 +86,7 @@ def models() -> str:
     )
 
 
-@block("docs/models.md", "kinds")
+@block("docs/measured/models.md", "kinds")
 def model_kinds() -> str:
     """Where the time of one forward of a model goes on the device."""
     records = in_order(by_model("h200-models-profile"))
@@ -105,7 +105,7 @@ def model_kinds() -> str:
     )
 
 
-@block("docs/fp8.md", "models")
+@block("docs/measured/fp8.md", "models")
 def fp8_models() -> str:
     """Whole models in fp8 beside bf16: times, errors and memory."""
     names = {"stock": "baseline", "bf16": "kernels", "fp8": "kernels_fp8"}
@@ -136,7 +136,7 @@ def fp8_models() -> str:
     )
 
 
-@block("docs/fp8.md", "torchao")
+@block("docs/measured/fp8.md", "torchao")
 def beside_torchao() -> str:
     """Whole models in fp8 beside torchao's recipe: times and errors."""
     names = {"fp8": "kernels_fp8", "torchao": "torchao_fp8_compile"}

@@ -193,7 +193,7 @@ def on_h100() -> str:
     )
 
 
-@block("docs/benchmarks.md", "ops")
+@block("docs/measured/ops.md", "ops")
 def ops_table() -> str:
     """The ops one by one, with their families and the cases behind a peer or an aim."""
     ops = load("h200-ops")
@@ -240,7 +240,7 @@ def by_index() -> str:
     )
 
 
-@block("docs/fp8.md", "ops")
+@block("docs/measured/fp8.md", "ops")
 def quantising() -> str:
     """Ops that quantise, beside a copy and torch.compile."""
     ops = load("h200-ops")

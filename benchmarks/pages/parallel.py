@@ -67,7 +67,7 @@ def _missed_aim(row: Record) -> str:
     )
 
 
-@block("docs/parallel.md", "two GPUs")
+@block("docs/measured/parallel.md", "two GPUs")
 def two_gpus() -> str:
     """Steps on two GPUs beside one, and what the exchanges take of them."""
     result = load(FILE)
@@ -104,7 +104,7 @@ def two_gpus() -> str:
     )
 
 
-@block("docs/parallel.md", "more GPUs")
+@block("docs/measured/parallel.md", "more GPUs")
 def more_gpus() -> str:
     """Steps on four and eight GPUs, by a model of them."""
     records = records_of(FILE)
@@ -114,7 +114,7 @@ def more_gpus() -> str:
     return text(table(head, row, modelled, way=_way))
 
 
-@block("docs/parallel.md", "exchanges")
+@block("docs/measured/parallel.md", "exchanges")
 def exchanges() -> str:
     """Bare exchanges between two GPUs."""
     of_bytes: dict[int, dict[str, float]] = {}

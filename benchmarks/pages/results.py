@@ -17,7 +17,7 @@ def script_of(name: str) -> str:
     return program.script if program else ""
 
 
-@block("docs/benchmarks.md", "files")
+@block("docs/measured/index.md", "files")
 def files() -> str:
     """Every result file: its program, device, commits and date, and how much of it is older than its sources."""
 

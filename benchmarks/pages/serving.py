@@ -31,7 +31,7 @@ def versions() -> str:
     return text(table)
 
 
-@block("docs/serving.md", "load")
+@block("docs/measured/serving.md", "load")
 def load_and_faults() -> str:
     meta = load("cpu-serving")["meta"]
     (accepted,) = records_of("cpu-serving", what="accepted")

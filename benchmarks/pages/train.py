@@ -4,7 +4,7 @@ from pages.names import CONFIGS
 from pages.writing import block, records_of, table, text
 
 
-@block("docs/training.md", "steps")
+@block("docs/measured/training.md", "steps")
 def steps() -> str:
     """Steps of LTX-Video 2B, by configuration."""
     records = records_of("h100-80gb-hbm3-train")
@@ -22,7 +22,7 @@ def steps() -> str:
     return text(table(head, row, rows, checkpoints=lambda record: "yes" if record["checkpointing"] else "no"))
 
 
-@block("docs/training.md", "backward")
+@block("docs/measured/training.md", "backward")
 def backward() -> str:
     """The gradient of each op's inputs at its largest measured shape."""
     largest = {

@@ -23,8 +23,8 @@ def _video(record: Record) -> str:
     return f"{AUTOENCODERS[record['model']].title} {CODERS[record['half']]}, {size}"
 
 
-@block("docs/vae.md", "decoders", file="h200-vae")
-@block("docs/vae.md", "images", file="h100-80gb-hbm3-vae")
+@block("docs/measured/autoencoders.md", "decoders", file="h200-vae")
+@block("docs/measured/autoencoders.md", "images", file="h100-80gb-hbm3-vae")
 def decoders(file: str) -> str:
     """Whole decoders and encoders, by configuration."""
     records, order = [record for record in records_of(file) if "model" in record], list(AUTOENCODERS)
@@ -44,7 +44,7 @@ def decoders(file: str) -> str:
     return text(table(head, row, rows))
 
 
-@block("docs/vae.md", "group norms")
+@block("docs/measured/autoencoders.md", "group norms")
 def group_norms() -> str:
     """Norms over groups and the doubling of pixels, beside torch's own in contiguous memory."""
     ops = ("group_norm", "group_norm_residual", "upsample_nearest")
@@ -54,7 +54,7 @@ def group_norms() -> str:
     return text(table(head, row, records, size=lambda record: "x".join(map(str, record["shape"]))))
 
 
-@block("docs/vae.md", "ops")
+@block("docs/measured/autoencoders.md", "ops")
 def video_ops() -> str:
     """Ops between convolutions."""
     head = "| op | channels x frames x height x width | µs | x copy | plain torch |"

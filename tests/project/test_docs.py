@@ -28,7 +28,7 @@ FILES = [
     "CARD.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    *sorted(f"docs/{f.name}" for f in (ROOT / "docs").glob("*.md")),
+    *sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "docs").rglob("*.md")),
     *sorted(f.relative_to(ROOT).as_posix() for f in (ROOT / "skills").rglob("*.md")),
 ]
 # Python blocks that need a Hub or a language model, and the test that runs every one of them.

@@ -36,6 +36,12 @@ import docs_site
         ("docs/ops.md", "../benchmarks/results", "SOURCE/tree/main/benchmarks/results"),
         ("docs/ops.md", "../benchmarks/ops.py#L1", "SOURCE/blob/main/benchmarks/ops.py#L1"),
         ("docs/ops.md", "../benchmarks/results/h200-ltx.png", "benchmarks/results/h200-ltx.png"),
+        ("docs/ops.md", "measured/ops.md#all", "measured/ops.md#all"),
+        ("docs/measured/ops.md", "../ops.md#numerics", "../ops.md#numerics"),
+        ("docs/measured/ops.md", "fp8.md", "fp8.md"),
+        ("docs/measured/ops.md", "../../README.md", "../index.md"),
+        ("docs/measured/ops.md", "../../benchmarks/ops.py", "SOURCE/blob/main/benchmarks/ops.py"),
+        ("docs/measured/ops.md", "../../benchmarks/results/h200-ltx.png", "../benchmarks/results/h200-ltx.png"),
         ("docs/ops.md", "https://huggingface.co/docs", "https://huggingface.co/docs"),
     ],
 )
@@ -60,8 +66,10 @@ def title(page: str) -> str:
 def test_the_navigation() -> None:
     """Every page of docs/ and of the skill stands in it once, and the repository has a name."""
     text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nvalidation:")[0]
-    named = re.findall(r"([\w-]+\.md)$", text, re.MULTILINE)
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | {"index.md", *docs_site.GUIDES.values()}
+    named = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    pages |= {"index.md", *docs_site.GUIDES.values()}
     assert sorted(named) == sorted(pages)
     config = SimpleNamespace(site_name="ltx-kernels")
     assert docs_site.on_config(config).repo_name == "ltx-kernels"
@@ -90,8 +98,8 @@ def test_the_site(ltx: ModuleType, tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     pages = {path: Page(path.read_text()) for path in tmp_path.rglob("*.html")}
-    assert len(pages) > len(list((ROOT / "docs").glob("*.md")))  # and the front page
-    texts = {path.name: re.sub(r"<(pre|code)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL) for path in pages}
+    assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))  # and the front page
+    texts = {path: re.sub(r"<(pre|code)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL) for path in pages}
     assert [name for name, text in texts.items() if re.search(r"^\|.*\|$", text, re.MULTILINE)] == []  # tables as text
     broken = []
     for path, page in pages.items():

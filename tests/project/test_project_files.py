@@ -18,7 +18,7 @@ import torch
 from helpers.build_checks import PACKAGE, ROOT, builder, built_variant
 
 PROJECT = builder.load_project()
-DOCS = sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "docs").rglob("*.md"))
 
 
 def test_licence():
