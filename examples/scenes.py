@@ -23,7 +23,13 @@ COLOURS = {
 }
 SHAPES = "ball", "square", "triangle"
 MOTIONS = "bounces", "moves left", "moves right", "rises"
-PROMPTS = [" ".join(("a", *words)) for words in itertools.product(COLOURS, SHAPES, MOTIONS)]
+
+
+def _prompt(colour: str, shape: str, motion: str) -> str:
+    return f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {shape} {motion}"
+
+
+PROMPTS = [_prompt(*words) for words in itertools.product(COLOURS, SHAPES, MOTIONS)]
 WORDS = sorted({word for prompt in PROMPTS for word in prompt.split()})
 
 FLOOR = 0.85  # lengths are parts of the height, and y points downwards
@@ -137,4 +143,4 @@ def recognise(frames: np.ndarray) -> str | None:
         motion = "rises"
     else:
         motion = "bounces"
-    return f"a {colour} {shape} {motion}"
+    return _prompt(colour, shape, motion)

@@ -39,6 +39,7 @@ def clips(prompts: list[int], height: int = 128, width: int = 192) -> np.ndarray
 @pytest.mark.host
 def test_every_prompt_is_recognised_in_its_clip() -> None:
     assert len(scenes.PROMPTS) == 72 and scenes.PROMPTS[0] == "a red ball bounces"
+    assert "an orange ball bounces" in scenes.PROMPTS and not [p for p in scenes.PROMPTS if p.startswith("a orange")]
     assert [scenes.recognise(clip) for clip in clips(list(range(72)), 64, 96)] == scenes.PROMPTS
 
 
