@@ -437,7 +437,7 @@ def test_helps_tell_the_default():
 # ---- Shell
 
 # Programs that need a network, a GPU or another machine, beside `make` and this repository's scripts.
-ELSEWHERE = {"cachix", "kernel-builder", "pip", "git", "nix", "hf", "kernels", "ncu", "nsys", "sglang", "vllm"}
+ELSEWHERE = {"cachix", "kernel-builder", "pip", "git", "nix", "hf", "kernels", "ncu", "nsys", "sglang", "uv", "vllm"}
 SHELL = {"cd", "cp", "export", "mkdir"}
 
 

@@ -153,6 +153,46 @@ def test_defaults_of_the_clip(monkeypatch: pytest.MonkeyPatch):
     assert script.DEFAULTS in text and script.ON_A_GPU in text
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_table_of_options(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Every option of the parser stands in SKILL.md, with the default that it has on this device."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "skills" / "cuda-kernels" / "scripts"))
+    import generate_video
+    import ltx_pipeline
+
+    script = importlib.import_module("benchmark_example")
+    page = (ROOT / "skills" / "cuda-kernels" / "SKILL.md").read_text()
+    table = page.partition("## Options of benchmark_example.py\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `--")]
+    parser = generate_video.make_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
+    named = {option for row in rows for option in re.findall(r"`(--[\w-]+)`", row[0])}
+    assert named == known - {"-h", "--help", "--frames"}
+    monkeypatch.delenv("MODEL", raising=False)
+    monkeypatch.setattr(ltx_pipeline.torch.cuda, "is_available", lambda: device == "cuda")
+    monkeypatch.setattr(ltx_pipeline.torch.cuda, "device_count", lambda: 1)
+    given = script.DEFAULTS if device == "cpu" else f"{script.ON_A_GPU} {script.DEFAULTS}"
+    args = vars(ltx_pipeline.parse(parser, given.split()))
+    of_option = {option: action.dest for action in parser._actions for option in action.option_strings}
+    words = {"off": (None, False), "all": (list(generate_video.COMPONENTS),)}
+    checked = 0
+    for options, *cells in rows:
+        cell = (cells[1] if device == "cuda" and len(cells) > 1 else "") or cells[0]
+        for option in re.findall(r"`(--[\w-]+)`", options):
+            value = args[of_option[option]]
+            if re.fullmatch(r"`.*`|[\d.]+", cell.strip(" |")):
+                shown = str(value).removeprefix(f"{Path.cwd()}/")
+                assert shown == cell.strip(" |`"), option
+                checked += 1
+            elif cell.strip(" |") in words:
+                assert value in words[cell.strip(" |")], option
+                checked += 1
+    assert (
+        checked == len(known - {"-h", "--help", "--frames"}) - 4
+    )  # two are words of a sentence, two choose the kernels
+
+
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "benchmark_example.py": (
         [*TINY, "--steps", "2", "--warmup-iterations", "0"],
