@@ -437,6 +437,35 @@ def test_every_change_is_followed_in_fp8(ltx: ModuleType, device: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("ltx", "transformer_blocks.0"),
+        ("flux", "transformer_blocks.0"),
+        ("flux", "single_transformer_blocks.0"),
+        ("qwenimage", "transformer_blocks.0"),
+        ("wan-t2v", "blocks.0"),
+    ],
+)
+def test_every_change_is_followed_in_training(ltx: ModuleType, device: str, name: str, block: str) -> None:
+    """Of adapters: the loss, and their gradients as one vector."""
+    pytest.importorskip("peft")
+    from test_families import cast, make
+    from test_training import step, with_adapters
+
+    family = families()[name]
+
+    @torch.enable_grad()
+    def run(model: nn.Module) -> list[Tensor]:
+        loss, grads = step(model, cast(family.inputs(2), device, torch.float32))
+        return [loss.reshape(1), torch.cat([grads[name].flatten() for name in sorted(grads)])]
+
+    path = Path(lambda device: with_adapters(make(family, device), family), block, run, close=1e-4)
+    counted, failures = wrong(ltx, device, path)
+    assert counted > 20 and not failures, "\n".join(failures)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", families())
 def test_every_change_in_every_family_is_followed(ltx: ModuleType, device: str, name: str) -> None:
     """The first block of each class."""

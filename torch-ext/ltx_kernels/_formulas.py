@@ -136,7 +136,7 @@ def norm_family(
     wide = None if eager else compute
 
     def rms(x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
-        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        n = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
         if rounding == EAGER and weight_offset == 0.0:
             n = n.to(dtype)
             return n if weight is None else _multiply(n, weight)
@@ -159,7 +159,7 @@ def norm_family(
 
     if statistic == LAYER:
         x = x - x.mean(-1, keepdim=True)
-        n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        n = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
         if weight is not None:
             n = n * weight.to(compute)
         if bias is not None:
@@ -199,7 +199,7 @@ def _activate(x: Tensor, activation: int) -> Tensor:
         return torch.nn.functional.silu(x)
     if activation == GELU_TANH:
         # x * sigmoid(2u) is 0.5 * x * (1 + tanh(u)) without its cancellation for negative x.
-        return x * torch.sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
+        return x * (2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)).sigmoid()
     # erfc instead of 1 + erf, for the same reason.
     return 0.5 * x * torch.erfc(x * -math.sqrt(0.5))
 
@@ -254,7 +254,7 @@ def clamped_unit(
     if rounding == FP32:
         gate, up = gate.to(_compute_dtype(input)), up.to(_compute_dtype(input))
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    out = (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    out = (up + 1) * (gate * (gate * alpha).sigmoid())
     return out.to(dtype).contiguous()
 
 
@@ -265,7 +265,7 @@ def head_gates(input: Tensor, logits: Tensor, *, scale: float, rounding: int = F
     logits = logits.unsqueeze(-1) if logits.shape[-1] == heads else logits.unflatten(-1, (heads, width))
     if rounding == FP32:
         input, logits = input.to(_compute_dtype(input)), logits.to(_compute_dtype(input))
-    return (input * (scale * torch.sigmoid(logits))).to(dtype).contiguous()
+    return (input * (scale * logits.sigmoid())).to(dtype).contiguous()
 
 
 # ---- Gradients
@@ -481,7 +481,7 @@ def _normalise_heads(
         n = n.flatten(-2)
     if statistic == LAYER:
         n = n - n.mean(-1, keepdim=True)
-    n = n * torch.rsqrt(n.square().mean(-1, keepdim=True) + eps)
+    n = n * (n.square().mean(-1, keepdim=True) + eps).rsqrt()
     if rounding == EAGER and cast_before_weight:
         n = n.to(x.dtype).to(compute)
     if weight is not None:
@@ -717,7 +717,7 @@ def channel_norm_family(
         h = h + residual
     y = h
     if norm == CHANNEL_NORM["rms"]:
-        y = (h * torch.rsqrt(h.to(compute).square().mean(1, keepdim=True) + eps)).to(dtype)
+        y = (h * (h.to(compute).square().mean(1, keepdim=True) + eps).rsqrt()).to(dtype)
     elif norm == CHANNEL_NORM["rms_stepwise"]:
         y = h / torch.sqrt((h * h).to(compute).mean(1, keepdim=True).to(dtype) + eps)
     elif norm == CHANNEL_NORM["l2"]:
@@ -792,7 +792,7 @@ def group_norm_family(
     if h.numel() > 0:
         x = h.to(compute).unflatten(1, (groups, -1)).flatten(2)
         variance, mean = torch.var_mean(x, 2, correction=0, keepdim=True)
-        x = ((x - mean) * torch.rsqrt(variance + eps)).reshape(h.shape)
+        x = ((x - mean) * (variance + eps).rsqrt()).reshape(h.shape)
         for vector, function in ((weight, torch.mul), (bias_norm, torch.add)):
             if vector is not None:
                 x = function(x, vector.to(compute).view(-1, *[1] * (h.dim() - 2)))
