@@ -87,7 +87,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_documented_command_is_the_one_that_is_tested():
-    command = "cp -rL skills/cuda-kernels skills/h100-diffusers-kernels "
+    command = "mkdir -p ~/.claude/skills && cp -rL skills/cuda-kernels skills/h100-diffusers-kernels "
     for page in ("skills/README.md", "skills/cuda-kernels/SKILL.md", "skills/h100-diffusers-kernels/SKILL.md"):
         assert f"\n{command}" in (ROOT / page).read_text(), page
 
