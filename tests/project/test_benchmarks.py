@@ -282,6 +282,14 @@ def test_every_table_has_a_writer() -> None:
     assert by_hand == {"data sheet", "variants"}  # NVIDIA's figures; what tools/release.py writes
 
 
+def test_guides_have_no_tables_of_measurements() -> None:
+    """They are in docs/measured/. A guide has what is derived from the build, and blocks of a few lines."""
+    narratives = {"docs/case-study.md", "docs/profiling.md", "docs/attention-trials.md"}
+    of_guides = {name for page, name in writing.BLOCKS if Path(page).parent == Path("docs") and page not in narratives}
+    derived = {"diffusers", "transformers", "supported", "left", "left in bf16", "versions", "cards"}
+    assert of_guides == derived | {"index", "stock weights", "trust"}
+
+
 def test_a_table_is_its_head_and_its_row() -> None:
     head, row = "| | ms | gain | error |", "| {name} | {ms.ours:.1f} | {ms.cudnn/ms.ours:.2f} x | {error?:.1e} |"
     records = [{"ms": {"ours": 2.0, "cudnn": 3.0}}, {"ms": {"ours": 4.0, "cudnn": 2.0}, "error": 0.25}]
