@@ -546,7 +546,7 @@ def test_benchmark_command(tmp_path: Path):
     assert result["timingResults"]["iterations"] == 3
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_benchmarks_of_this_package(tmp_path: Path):
     if not (ROOT / "benchmarks" / "benchmark.py").is_file():
         pytest.skip("NOT RUN: there is no benchmarks/benchmark.py")
