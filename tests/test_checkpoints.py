@@ -32,8 +32,8 @@ TO_Q = "transformer_blocks.0.attn1.to_q"
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers' converters for FLUX.1 and Chroma, for models of 32 columns instead of 3072."""
-    for name in ("FluxTransformer2DModel", "ChromaTransformer2DModel"):
+    """diffusers' converters for FLUX.1, Chroma and HunyuanVideo, for models of 32 columns instead of 3072."""
+    for name in ("FluxTransformer2DModel", "ChromaTransformer2DModel", "HunyuanVideoTransformer3DModel"):
         entry = KNOWN[name]
         converter = checkpoints.with_constant(entry["checkpoint_mapping_fn"], 3072, 32)
         monkeypatch.setitem(KNOWN, name, {**entry, "checkpoint_mapping_fn": converter})

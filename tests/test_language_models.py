@@ -26,6 +26,7 @@ from helpers.language_models import (  # noqa: E402
     distance,
     forget_kernelized,
     gradients,
+    make_encoder,
     make_falcon,
     make_ids,
     make_model,
@@ -513,14 +514,6 @@ def test_falcon_that_stays_stock(ltx: ModuleType, device: str) -> None:
     for got, expected in zip(gradients(model, ids), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
     assert report.fallbacks["transformers.FalconAttention"] == {"a gradient is needed": LAYERS}
-
-
-def make_encoder(prefix: str, device: str, dtype: torch.dtype, **options: Any) -> Any:
-    config = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 99}
-    config = getattr(transformers, f"{prefix}Config")(**{**config, "feed_forward_proj": "gated-gelu", **options})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}EncoderModel")(config)
-    return random_(model).to(device, dtype).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)

@@ -92,8 +92,8 @@ def test_no_weight_is_there_in_bfloat16(
     """When a weight is quantised, those before it are in fp8 already and those after it have no data."""
     model.save_pretrained(tmp_path)
     seen: list[list[str]] = []
-    home = ltx.integrations.quantizer
-    create, quantize = home._Quantizer.create_quantized_param, home.quantize_weight
+    home = ltx.integrations.quantizer.diffusers
+    create, quantize = home.DiffusersQuantizer.create_quantized_param, home.quantize_weight
     loading: list[nn.Module] = []
 
     def record(self: Any, model: nn.Module, *arguments: Any, **options: Any) -> None:
@@ -115,14 +115,14 @@ def test_no_weight_is_there_in_bfloat16(
         )
         return quantize(weight)
 
-    monkeypatch.setattr(home._Quantizer, "create_quantized_param", record)
+    monkeypatch.setattr(home.DiffusersQuantizer, "create_quantized_param", record)
     monkeypatch.setattr(home, "quantize_weight", count)
     loaded = from_pretrained(ltx, model, tmp_path, device)
     assert len(seen) == len(quantised_layers(ltx, loaded)) and all(names == [] for names in seen)
 
 
 @pytest.mark.parametrize("spelling", ["comfy old", "comfy", "fp8r"])
-@pytest.mark.parametrize("name", ["ltx", "wan-t2v", "ltx2", "flux", "z_image"])
+@pytest.mark.parametrize("name", ["ltx", "wan-t2v", "ltx2", "flux", "z_image", "hunyuan_video", "cosmos-per_frame"])
 def test_single_files(ltx: ModuleType, device: str, tmp_path: Path, name: str, spelling: str) -> None:
     """Scaled fp8 in original names: scales go with their rows, also those of layers that stay in bf16 or float32."""
     model = make(FAMILIES[name], "cpu", torch.bfloat16)

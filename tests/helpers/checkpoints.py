@@ -122,6 +122,59 @@ ORIGINAL_NAMES: dict[str, list[tuple[str, str]]] = {
         (r"all_final_layer\.2-1\.", "final_layer."),
         (r"all_x_embedder\.2-1\.", "x_embedder."),
     ],
+    "hunyuan_video": [
+        (r"time_text_embed\.timestep_embedder\.linear_1", "time_in.mlp.0"),
+        (r"time_text_embed\.timestep_embedder\.linear_2", "time_in.mlp.2"),
+        (r"^context_embedder\.time_text_embed\.text_embedder", "txt_in.c_embedder"),
+        (r"^context_embedder\.time_in", "txt_in.t_embedder"),
+        (r"^context_embedder\.proj_in", "txt_in.input_embedder"),
+        (r"^context_embedder\.token_refiner\.refiner_blocks", "txt_in.individual_token_refiner.blocks"),
+        (r"(^txt_in.*)attn\.to_out\.0", r"\1self_attn_proj"),
+        (r"(^txt_in.*)ff\.net\.0\.proj", r"\1mlp.fc1"),
+        (r"(^txt_in.*)ff\.net\.2", r"\1mlp.fc2"),
+        (r"(^txt_in.*)norm_out\.linear", r"\1adaLN_modulation.1"),
+        (r"time_text_embed\.guidance_embedder\.linear_1", "guidance_in.mlp.0"),
+        (r"time_text_embed\.guidance_embedder\.linear_2", "guidance_in.mlp.2"),
+        (r"time_text_embed\.text_embedder\.linear_1", "vector_in.in_layer"),
+        (r"time_text_embed\.text_embedder\.linear_2", "vector_in.out_layer"),
+        ("x_embedder", "img_in"),
+        (r"^norm_out\.linear", "final_layer.adaLN_modulation.1"),
+        (r"^proj_out", "final_layer.linear"),
+        (r"single_transformer_blocks\.(\d+)\.norm\.linear", r"single_blocks.\1.modulation.linear"),
+        (r"single_transformer_blocks\.(\d+)\.attn\.norm_(q|k)", r"single_blocks.\1.\2_norm"),
+        (r"single_transformer_blocks\.(\d+)\.proj_out", r"single_blocks.\1.linear2"),
+        (r"^transformer_blocks\.", "double_blocks."),
+        (r"norm1\.linear", "img_mod.linear"),
+        (r"norm1_context\.linear", "txt_mod.linear"),
+        (r"attn\.norm_(q|k)\.", r"img_attn_\1_norm."),
+        (r"attn\.norm_added_(q|k)\.", r"txt_attn_\1_norm."),
+        (r"attn\.to_out\.0", "img_attn_proj"),
+        (r"attn\.to_add_out", "txt_attn_proj"),
+        (r"ff\.net\.0\.proj", "img_mlp.fc1"),
+        (r"ff\.net\.2", "img_mlp.fc2"),
+        (r"ff_context\.net\.0\.proj", "txt_mlp.fc1"),
+        (r"ff_context\.net\.2", "txt_mlp.fc2"),
+    ],
+    # Of Cosmos Predict 2. diffusers 0.42 takes every Cosmos checkpoint for one of these.
+    "cosmos-per_frame": [
+        (r"time_embed\.t_embedder", "t_embedder.1"),
+        (r"time_embed\.norm", "t_embedding_norm"),
+        (r"^transformer_blocks\.", "blocks."),
+        (r"norm1\.linear_", "adaln_modulation_self_attn."),
+        (r"norm2\.linear_", "adaln_modulation_cross_attn."),
+        (r"norm3\.linear_", "adaln_modulation_mlp."),
+        (r"attn1\.", "self_attn."),
+        (r"attn2\.", "cross_attn."),
+        (r"to_(q|k|v)\.", r"\1_proj."),
+        (r"to_out\.0", "output_proj"),
+        (r"norm_(q|k)\.", r"\1_norm."),
+        (r"ff\.net\.0\.proj", "mlp.layer1"),
+        (r"ff\.net\.2", "mlp.layer2"),
+        (r"patch_embed\.proj", "x_embedder.proj.1"),
+        (r"norm_out\.linear_", "final_layer.adaln_modulation."),
+        (r"^proj_out", "final_layer.linear"),
+        ("^", "net."),
+    ],
     "qwenimage": [],
 }
 ORIGINAL_NAMES["chroma"] = [
@@ -137,6 +190,15 @@ JOINED = {
         (r"^transformer_blocks\.(\d+)\.attn\.add_(q|k|v)_proj\.", r"double_blocks.\1.txt_attn.qkv."),
         (r"^single_transformer_blocks\.(\d+)\.(attn\.to_[qkv]|proj_mlp)\.", r"single_blocks.\1.linear1."),
     ],
+    "hunyuan_video": [
+        (r"^transformer_blocks\.(\d+)\.attn\.to_(q|k|v)\.", r"double_blocks.\1.img_attn_qkv."),
+        (r"^transformer_blocks\.(\d+)\.attn\.add_(q|k|v)_proj\.", r"double_blocks.\1.txt_attn_qkv."),
+        (r"^single_transformer_blocks\.(\d+)\.(attn\.to_[qkv]|proj_mlp)\.", r"single_blocks.\1.linear1."),
+        (
+            r"^context_embedder\.token_refiner\.refiner_blocks\.(\d+)\.attn\.to_(q|k|v)\.",
+            r"txt_in.individual_token_refiner.blocks.\1.self_attn_qkv.",
+        ),
+    ],
     "z_image": [(r"(.*\.attention)\.to_(q|k|v)\.", r"\1.qkv.")],
     "sd3-35large": [
         (r"^transformer_blocks\.(\d+)\.attn\.to_(q|k|v)\.", r"joint_blocks.\1.x_block.attn.qkv."),
@@ -147,7 +209,7 @@ JOINED["flux2"] = JOINED["flux"][:2]
 JOINED["chroma"] = JOINED["flux"]
 # Modulation whose scale and shift are the other way round in the authors' checkpoint.
 SWAPPED = {
-    **dict.fromkeys(("flux", "flux2"), "final_layer.adaLN"),
+    **dict.fromkeys(("flux", "flux2", "hunyuan_video"), "final_layer.adaLN"),
     "sd3-35large": r"final_layer.adaLN|joint_blocks.2.context_block.adaLN",  # the last of three blocks
 }
 _ORDER = ("to_q.", "to_k.", "to_v.", "add_q_proj.", "add_k_proj.", "add_v_proj.", "proj_mlp.")
@@ -172,9 +234,13 @@ def in_original_names(family: str, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 def with_constant(function: Callable[..., Any], old: object, new: object) -> Callable[..., Any]:
     """A function with another constant: diffusers' converters have the width of the released models in their code."""
-    code = function.__code__
-    constants = tuple(new if value == old and type(value) is type(old) else value for value in code.co_consts)
-    return types.FunctionType(code.replace(co_consts=constants), function.__globals__, function.__name__)
+
+    def changed(code: types.CodeType) -> types.CodeType:
+        """The code, and that of the functions in it."""
+        constants = (changed(c) if isinstance(c, types.CodeType) else c for c in code.co_consts)
+        return code.replace(co_consts=tuple(new if type(c) is type(old) and c == old else c for c in constants))
+
+    return types.FunctionType(changed(function.__code__), function.__globals__, function.__name__)
 
 
 # ---- Spellings

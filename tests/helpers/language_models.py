@@ -45,6 +45,14 @@ def make_falcon(device: str, dtype: torch.dtype = torch.float32, **config: Any) 
     return random_(transformers.FalconForCausalLM(config)).to(device, dtype).eval().requires_grad_(False)
 
 
+def make_encoder(prefix: str, device: str, dtype: torch.dtype, **options: Any) -> Any:
+    config = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 99}
+    config = getattr(transformers, f"{prefix}Config")(**{**config, "feed_forward_proj": "gated-gelu", **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}EncoderModel")(config)
+    return random_(model).to(device, dtype).eval().requires_grad_(False)
+
+
 def qwen2_5_vl(text: dict[str, Any], config: dict[str, Any]) -> Any:
     """Qwen2.5-VL, which has no class of its text model with logits. It gets text alone here, and no vision tower."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}

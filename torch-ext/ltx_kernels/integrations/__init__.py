@@ -26,7 +26,7 @@ from .linear.offload import carried_bytes, is_offloaded
 from .linear.packing import pack
 from .parallel import context
 from .parallel.guidance import split_batch as split_batch
-from .quantizer import config_for_diffusers
+from .quantizer import quantization_config
 from .registry import entry_for
 from .report import Report
 from .selection import (
@@ -248,11 +248,12 @@ def _saved(before: int, after: int) -> str:
 
 
 def LTXKernelsFp8Config(skip: Sequence[str] | None = None, memory: str | None = None) -> Any:
-    """A quantization_config of diffusers: ``from_pretrained`` and ``from_single_file`` load a model into fp8.
+    """A quantization_config of diffusers and of transformers: ``from_pretrained`` loads a model into fp8.
 
-    The model is optimized then, as by ``optimize(model, precision="fp8")``, and no weight of a quantised layer was on
-    its device in bfloat16 but the one that was being quantised. A checkpoint in scaled fp8 keeps its values and scales
-    (docs/checkpoints.md). ``save_pretrained`` writes the weights in fp8. ``model.hf_quantizer.report`` is the report.
+    diffusers' ``from_single_file`` takes it too. The model is optimized then, as by
+    ``optimize(model, precision="fp8")``, and no weight of a quantised layer was on its device in bfloat16 but the one
+    that was being quantised. diffusers' checkpoints in scaled fp8 keep their values and scales (docs/checkpoints.md).
+    ``save_pretrained`` writes the weights in fp8. ``model.hf_quantizer.report`` is the report.
 
     Equivalent to, but for the memory that it needs::
 
@@ -263,17 +264,17 @@ def LTXKernelsFp8Config(skip: Sequence[str] | None = None, memory: str | None = 
         skip, memory: As in `optimize`, for checkpoints in bfloat16 and in scaled fp8.
 
     Returns:
-        An object of a class that is registered with diffusers by the first call. A folder that ``save_pretrained``
-        wrote needs this call too before it is loaded.
+        An object of a class that is registered with both libraries by the first call. A folder that
+        ``save_pretrained`` wrote needs this call too before it is loaded.
 
     Raises:
-        ImportError: diffusers is not installed.
+        ImportError: Neither diffusers nor transformers 5 is installed.
         ValueError, TypeError: ``skip`` is no list of patterns, or ``memory`` is unknown.
     """
     _check_memory(memory)
     if skip is not None:
         _check_names("skip", "patterns", skip)
-    return config_for_diffusers(skip, memory, optimize)
+    return quantization_config(skip, memory, optimize)
 
 
 def restore(obj: Any, *, components: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -168,6 +169,41 @@ def layers_for_fp8(root: nn.Module, skip: Sequence[str] | None, low: bool) -> se
         and not fp8.why_not_shape(linear)
         and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns_in_bf16(block, skip, low))
     }
+
+
+def why_in_bf16(
+    root: nn.Module, kept: Container[str], skip: Sequence[str] | None, low: bool, loaded: bool
+) -> list[str]:
+    """What the report says of a model's linear layers and embeddings that are not in fp8, by the reason.
+
+    kept: The names of the layers that are.
+    loaded: The checkpoint was in fp8 already.
+    """
+    selection = select({"": root}, "block", "fp32")
+    offered = {name: (block, linear) for block, _, layers in _groups(selection) for name, linear in layers.items()}
+    never = {
+        f"{name}.{path}": reason for name, (_, entry) in selection.modules.items() for path, reason in entry.never_fp8
+    }
+    found: dict[str, dict[str, None]] = {}
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Embedding):
+            reason = "a table, of which rows are read"
+        elif not isinstance(module, nn.Linear) or name in kept:
+            continue
+        elif name not in offered:
+            reason = never.get(name, "in no block that is known")
+        else:
+            block, linear = offered[name]
+            patterns = patterns_in_bf16(block, skip, low)
+            reason = fp8.why_not_shape(linear)
+            if not reason and linear.weight.dtype == torch.float32:
+                reason = "its class keeps it in float32"
+            elif not reason and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                reason = "skip names it" if skip else "it costs the result more than it saves"
+            elif not reason:
+                reason = "the checkpoint has it so" if loaded else "memory does not name it"
+        found.setdefault(reason, {})[re.sub(r"\b\d+\b", "*", name)] = None
+    return [f"not in fp8: {', '.join(names)}: {reason}" for reason, names in found.items()]
 
 
 def select_fp8(

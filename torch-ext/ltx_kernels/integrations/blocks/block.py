@@ -53,7 +53,8 @@ class Block:
     modules: By path, the classes that another module may have. `forward` reads its parts and does not call it.
     attentions: By name, the description of each attention, or of another child that has an entry of its own.
     feed_forwards: Names of modules that the forward hands to `feed_forward`.
-    linears: Groups of other linear layers that share an input, for fp8.
+    linears: Groups of other linear layers that share an input, for fp8. A block may lack some of them.
+    never_fp8: Paths of linear layers in no group, each with the reason.
     fp8_skip: Patterns of linear layers that fp8 leaves alone unless told otherwise, since they cost more than they
         save.
     fp8_skip_low: The patterns in their place with memory="low". None: the same.
@@ -81,6 +82,7 @@ class Block:
     attentions: Mapping[str, Part] = field(default_factory=dict)
     feed_forwards: tuple[str, ...] = ()
     linears: tuple[tuple[str, ...], ...] = ()
+    never_fp8: tuple[tuple[str, str], ...] = ()
     fp8_skip: tuple[str, ...] = ()
     fp8_skip_low: tuple[str, ...] | None = None
     modulation: tuple[str, ...] = ()
@@ -131,6 +133,7 @@ class Block:
             roundings=self.roundings,
             why_not=self._why_not_module,
             fp8=self._fp8_groups,
+            never_fp8=self.never_fp8,
             fp8_skip=self.fp8_skip,
             fp8_skip_low=self.fp8_skip if self.fp8_skip_low is None else self.fp8_skip_low,
             weight_only=self.modulation,
@@ -180,7 +183,8 @@ class Block:
         for name in self.feed_forwards:
             if class_of(submodule(module, name)) == FEED_FORWARD:
                 groups += [(f"{name}.net.0.proj",), (f"{name}.net.2",)]
-        return [*groups, *self.linears]
+        found = (tuple(path for path in group if submodule(module, path) is not None) for group in self.linears)
+        return [*groups, *filter(None, found)]
 
     def _why_not_module(self, module: nn.Module) -> str:
         return self._why_not_norms(module) or self._why_not_tables(module)

@@ -98,6 +98,7 @@ class Entry:
     # precision="fp8": the names of the linear layers below a module, in groups that read one input, and patterns of
     # names that stay in their own precision unless `skip` is given.
     fp8: Callable[[nn.Module], list[tuple[str, ...]]] = lambda module: []
+    never_fp8: tuple[tuple[str, str], ...] = ()  # names of linear layers in no group, each with the reason
     fp8_skip: tuple[str, ...] = ()
     fp8_skip_low: tuple[str, ...] = ()  # the patterns with memory="low"
     weight_only: tuple[str, ...] = ()  # names of linear layers whose weights alone are in fp8 with memory="low"

@@ -113,6 +113,10 @@ def umt5_block_forward(
     return h.value()
 
 
+# Of models in float16, transformers keeps it in float32.
+_NEVER_FP8 = (("layer.1.DenseReluDense.wo", "the stock MLP casts its input to the dtype of this weight"),)
+
+
 def _block(model: str, prefix: str, forward: Any) -> Block:
     return Block(
         (_class(model, f"{prefix}Block"),),
@@ -126,6 +130,12 @@ def _block(model: str, prefix: str, forward: Any) -> Block:
         plain=tuple(
             _class(model, f"{prefix}{name}") for name in ("LayerSelfAttention", "Attention", "LayerFF", "DenseActDense")
         ),
+        linears=(
+            tuple(f"layer.0.SelfAttention.{name}" for name in "qkv"),
+            ("layer.0.SelfAttention.o",),
+            ("layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense.wi_1"),
+        ),
+        never_fp8=_NEVER_FP8,
         asks=_attention_functions,
         check=_why_not_call,
         ops=("rmsnorm", "rmsnorm_residual"),

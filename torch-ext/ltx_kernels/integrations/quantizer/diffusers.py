@@ -7,9 +7,6 @@ that is being quantised. When all are loaded, `optimize` takes the weights as th
 
 from __future__ import annotations
 
-import enum
-import functools
-import importlib
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,67 +15,16 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from ..quant import quantize_weight
-from .linear import fp8
-from .linear.checkpoints import Placed, read_fp8, read_multiplied
-from .linear.original_names import StandIn, pieces_of
-from .linear.scaled_weights import FP8, ScaledWeights
-from .linear.tensor_files import TensorDict, TensorFiles, safetensors
-from .selection import check_device, layers_for_fp8
-
-METHOD = "ltx_kernels_fp8"  # in a model's config.json
-SCALE = "weight_scale"  # beside a weight in a saved file, [out] in float32
+from ...quant import quantize_weight
+from ..linear import fp8
+from ..linear.checkpoints import Placed, read_fp8, read_multiplied
+from ..linear.original_names import StandIn, pieces_of
+from ..linear.scaled_weights import FP8, ScaledWeights
+from ..linear.tensor_files import TensorDict, TensorFiles, safetensors
+from .parts import SCALE, check_devices, check_dtype, layers_to_quantise, with_scales
 
 
-class Method(str, enum.Enum):
-    """diffusers reads ``quant_method.value``."""
-
-    FP8 = METHOD
-
-
-def config_for_diffusers(skip: Sequence[str] | None, memory: str | None, optimize: Callable[..., Any]) -> Any:
-    """A configuration of diffusers, whose class is made and registered at the first call.
-
-    optimize: The function of this package.
-    """
-    return _classes(optimize)[0](skip=skip, memory=memory)
-
-
-@functools.cache
-def _classes(optimize: Callable[..., Any]) -> tuple[Any, Any]:
-    """The classes of the configuration and of the quantizer. diffusers is not imported before they are asked for."""
-    try:
-        auto = importlib.import_module("diffusers.quantizers.auto")
-        base = importlib.import_module("diffusers.quantizers.base").DiffusersQuantizer
-        mixin = importlib.import_module("diffusers.quantizers.quantization_config").QuantizationConfigMixin
-    except ImportError as error:
-        raise ImportError("LTXKernelsFp8Config: expected the package diffusers: pip install diffusers") from error
-    config = type("LTXKernelsFp8Config", (_Config, mixin), {})
-    quantizer = type("LTXKernelsFp8Quantizer", (_Quantizer, base), {"optimize": staticmethod(optimize)})
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = config
-    auto.AUTO_QUANTIZER_MAPPING[METHOD] = quantizer
-    return config, quantizer
-
-
-class _Config:
-    """What `LTXKernelsFp8Config` returns."""
-
-    def __init__(
-        self, skip: Sequence[str] | None = None, quant_method: str = METHOD, memory: str | None = None
-    ) -> None:
-        if quant_method != METHOD:
-            raise ValueError(f"quant_method: expected {METHOD}, got {quant_method}")
-        self.quant_method = Method.FP8
-        self.skip, self.memory = None if skip is None else list(skip), memory
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": METHOD, "skip": self.skip, "memory": self.memory}
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        return self.to_dict()
-
-
-class _Quantizer:
+class DiffusersQuantizer:
     """The methods that diffusers calls, in this order; its own base class has the others.
 
     Attributes:
@@ -111,9 +57,7 @@ class _Quantizer:
         self.update_torch_dtype(options.get("torch_dtype"))
 
     def update_torch_dtype(self, torch_dtype: Any) -> torch.dtype:
-        if torch_dtype not in (None, torch.bfloat16):
-            raise ValueError(f"torch_dtype: expected torch.bfloat16 with LTXKernelsFp8Config, got {torch_dtype}")
-        return torch.bfloat16
+        return check_dtype("torch_dtype", torch_dtype)
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
         return torch.uint8  # accelerate counts bytes
@@ -130,9 +74,9 @@ class _Quantizer:
             self.in_fp8_already = bool(weights.weights)
         found: dict[str, Any] = {name: tensors[name] for name in weights.others}
         for name, header in weights.headers.items():
-            full = weights.prefix + name
-            of_fp8 = name in weights.weights
-            found[full] = StandIn.of((weights, name), header.shape, torch.float8_e4m3fn) if of_fp8 else tensors[full]
+            # Without the prefix, which not every converter of diffusers knows.
+            of_fp8, given = name in weights.weights, tensors[weights.prefix + name]
+            found[name] = StandIn.of((weights, name), header.shape, torch.float8_e4m3fn) if of_fp8 else given
         return found
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
@@ -152,14 +96,9 @@ class _Quantizer:
         keep_in_fp32_modules: Sequence[str] = (),
         **more: Any,
     ) -> None:
-        for device in set(map(str, (device_map or {}).values())) - {"cpu", "disk"}:
-            check_device(torch.device("cuda", int(device)) if device.isdigit() else torch.device(device))
+        check_devices(device_map)
         self._planned, self._keep = True, set(filter(None, keep_in_fp32_modules))
-        skip = self.config.skip
-        if self.in_fp8_already and skip is None:
-            skip = []  # the file says what is in fp8
-        layers = layers_for_fp8(model, skip, self.config.memory == "low")
-        self._layers = {name for name in layers if not self._keep & set(name.split("."))}
+        self._layers = layers_to_quantise(model, self.config, self.in_fp8_already, keep_in_fp32_modules)
 
     def check_if_quantized_param(
         self, model: nn.Module, param_value: Tensor, param_name: str, state_dict: Any, **more: Any
@@ -217,17 +156,8 @@ class _Quantizer:
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Tensor], safe_serialization: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """For ``save_pretrained``: each scale behind its weight."""
         model = None if self._model is None else self._model()
-        named = [] if model is None else list(model.named_modules())
-        linears = [(name, m) for name, m in named if type(m) is nn.Linear and fp8.holds_fp8(m)]
-        scales = {f"{name}.weight": fp8.quantised_weight(linear)[1] for name, linear in linears}
-        found: dict[str, Tensor] = {}
-        for name, tensor in state_dict.items():
-            found[name] = tensor
-            if name in scales:
-                found[f"{name[: -len('.weight')]}.{SCALE}"] = scales[name]
-        return found, {}
+        return (dict(state_dict) if model is None else with_scales(model, state_dict)), {}
 
 
 def _without_other_half(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
