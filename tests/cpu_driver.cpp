@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "ltx/group_norm.h"
 #include "ltx/params.h"
 
 namespace {
@@ -139,13 +140,84 @@ void run_norm(ltx::DType dtype, ltx::Rounding rounding, int64_t width, const ltx
   print("block residual " + name, residual_out);
   Quantised quantised(count, width);
   p.out = ltx::RowView();
-  ltx::norm_quant(p, quantised.output, context);
+  p.quantised = quantised.output;
+  ltx::norm_quant(p, context);
   quantised.print_as("block quantised " + name);
+  p.quantised = ltx::QuantOutput();
   p.statistic = ltx::Statistic::kNone;
-  p.out = ltx::RowView();
   p.residual_out = residual.view(width);  // in place
   ltx::norm(p, context);
   print("gated residual " + name, residual);
+}
+
+void run_backward(ltx::DType dtype, ltx::Statistic statistic, int64_t width, const ltx::Context& context) {
+  const int64_t count = 1 + 300000 / width;
+  Tensor h(count * width, dtype), grad(count * width, dtype), grad2(count * width, dtype), gate(width, dtype);
+  Tensor grad_residual(count * width, dtype), weight(width, ltx::DType::kBFloat16), scale(count * width, dtype);
+  Tensor out(count * width, dtype), residual_out(count * width, dtype);
+  ltx::NormBackwardParams p;
+  p.rows = rows_of(count, width);
+  p.dtype = dtype;
+  p.statistic = statistic;
+  p.eps = 1e-6f;
+  p.input = h.view(width);
+  p.grad = grad.view(width);
+  p.grad_residual = grad_residual.view(width);
+  p.weight = weight.view(0);
+  p.scale = {scale.view(width), ltx::RowView()};
+  p.gate = {gate.view(0), ltx::RowView()};
+  p.out = out.view(width);
+  p.residual_out = residual_out.view(width);
+  const std::string name = std::string(kDTypes[static_cast<int>(dtype)]) + " " +
+                           std::to_string(static_cast<int>(statistic)) + " " + std::to_string(width);
+  ltx::norm_backward(p, context);
+  print("gradient " + name, out);
+  print("gradient of the branch " + name, residual_out);
+  p.grad2 = grad2.view(width);
+  p.scale2 = p.scale;
+  ltx::norm_backward(p, context);
+  print("gradient of two " + name, out);
+}
+
+void run_group_norm(ltx::DType dtype, int64_t channels, const ltx::Context& context) {
+  const int64_t batch = 2, pixels = 1031;
+  Tensor input(batch * pixels * channels, dtype), residual(batch * pixels * channels, dtype);
+  Tensor out(batch * pixels * channels, dtype), residual_out(batch * pixels * channels, dtype);
+  Tensor weight(channels, dtype), bias(channels, dtype);
+  ltx::GroupNormParams p;
+  p.dtype = dtype;
+  p.silu = true;
+  p.eps = 1e-6f;
+  p.batch = batch;
+  p.pixels = pixels;
+  p.channels = channels;
+  p.groups = 4;
+  p.hidden.input = input.bytes.data();
+  p.hidden.residual = residual.bytes.data();
+  p.hidden.input_stride = p.hidden.residual_stride = p.out_stride = p.residual_out_stride = pixels * channels;
+  p.out = out.bytes.data();
+  p.residual_out = residual_out.bytes.data();
+  p.weight = weight.bytes.data();
+  p.bias_norm = bias.bytes.data();
+  std::vector<float> moments(static_cast<size_t>(p.moment_count())), factors(static_cast<size_t>(p.factor_count()));
+  p.moments = moments.data();
+  p.factors = factors.data();
+  const std::string name = std::string(kDTypes[static_cast<int>(dtype)]) + " " + std::to_string(channels);
+  ltx::group_norm(p, context);
+  print("group norm " + name, out);
+  print("group norm residual " + name, residual_out);
+  Tensor large(batch * pixels * channels * 4, dtype);
+  ltx::UpsampleParams u;
+  u.dtype = dtype;
+  u.batch = batch;
+  u.lines = pixels;
+  u.width = 1;
+  u.channels = channels;
+  u.scale[0] = u.scale[1] = 2;
+  u.hidden = p.hidden;
+  u.out = large.bytes.data();
+  ltx::upsample_nearest(u, context);
+  print("upsampled " + name, large);
 }
 
 void run_glu(ltx::DType dtype, ltx::Rounding rounding, int64_t width, const ltx::Context& context) {
@@ -272,6 +344,12 @@ int main(int argc, char** argv) {
         run_glu(dtype, rounding, width, context);
       }
     }
+    for (const int64_t width : {1, 37, 64, 512, 2056, 40000}) {
+      for (const ltx::Statistic statistic : {ltx::Statistic::kRms, ltx::Statistic::kLayer}) {
+        run_backward(dtype, statistic, width, context);
+      }
+    }
+    for (const int64_t channels : {4, 36, 128, 640}) run_group_norm(dtype, channels, context);
     for (const int64_t width : {1, 37, 64, 256}) {
       for (const int64_t keys : {1, 40, 257}) run_attention(dtype, width, keys, context);
     }
