@@ -19,6 +19,7 @@ import hashlib
 import inspect
 import json
 import math
+import mmap
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from op_cases import CALLS, OPS, Case, Make
 from result_files import REPOSITORY, load_package, write
@@ -80,10 +80,10 @@ def on_meta(x: Tensor) -> Tensor:
 
 
 def unwritten(like: Tensor) -> Tensor:
-    """A tensor of zeros, in memory that exists only where it is read: a forward may compare its rows."""
-    size = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride())) if like.numel() else 0
-    made = torch.from_numpy(np.zeros(size * like.element_size(), np.uint8)).view(like.dtype)
-    return made.as_strided(like.shape, like.stride())
+    """A tensor of zeros, because a forward may compare its rows. Pages that nobody writes to take no memory."""
+    size = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride()))
+    pages = mmap.mmap(-1, max(1, size) * like.element_size())
+    return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def call_of(func: Any, args: Sequence[Any]) -> Call:
