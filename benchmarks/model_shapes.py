@@ -201,6 +201,22 @@ def sd3_inputs(model: Any, make: Make, height: int, width: int, text: int) -> In
     }
 
 
+def hidream_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    t5, llama = model.config.caption_channels
+    depth, layers = (
+        len(model.caption_projection) - 1,
+        32,
+    )  # blocks, and layers of Llama: one for each block, then the last
+    model.register_to_config(llama_layers=[min(block, layers - 1) for block in range(depth)])
+    return {
+        "hidden_states": make(2, model.config.in_channels, height // 8, width // 8),
+        "timesteps": make.full(500.0, 2),
+        "encoder_hidden_states_t5": make(2, text, t5),
+        "encoder_hidden_states_llama3": make(2, text, llama).expand(layers, 2, text, llama),
+        "pooled_embeds": make(2, model.config.text_emb_dim),
+    }
+
+
 def hunyuan15_inputs(
     model: Any, make: Make, frames: int, height: int, width: int, text: int, text2: int, image: int, valid: int
 ) -> Inputs:
@@ -534,6 +550,17 @@ MODELS = {
         {**IMAGE, "text": 333},
         {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 32},
         TINY_IMAGE,
+    ),
+    "hidream": Model(
+        "HiDreamImageTransformer2DModel",
+        "1024x1024",
+        {"patch_size": 2, "in_channels": 16, "caption_channels": [4096, 4096], "axes_dims_rope": (64, 32, 32)},
+        hidream_inputs,
+        {**IMAGE, "text": 128},  # of T5, and of Llama
+        {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
+        | {"caption_channels": [32, 32], "text_emb_dim": 32, "axes_dims_rope": (4, 6, 6)},
+        TINY_IMAGE,
+        graphs=False,
     ),
     "hyvideo15": Model(
         "HunyuanVideo15Transformer3DModel",

@@ -91,7 +91,10 @@ def attention(modules: list[Any]) -> str:
     checks = []
     if class_name(module) != GENERIC_ATTENTION:
         fields["classes"] = repr((class_name(module),))
-        fields["parameters"] = repr(parameters(type(module).forward))
+        given = parameters(type(module).forward)
+        fields["parameters"] = repr(given)
+        if "hidden_states" not in given and "kwargs" not in given:
+            checks.append("inputs: which parameters are the input, the second stream or context, and the mask")
     fields["processor"] = repr(class_name(processor))
     heads = next((name for name in ("heads", "num_heads", "num_attention_heads") if hasattr(module, name)), "heads")
     if heads != "heads":
@@ -112,11 +115,14 @@ def attention(modules: list[Any]) -> str:
     if "to_out" not in found:
         last = [name for name in found if "out" in name]
         fields["output"] = repr(last[-1] if last else "")
-    elif "to_out[1]" not in call:
+    elif next(module.to_out.children(), None) is not None and "to_out[1]" not in call:
         fields["output"] = repr("to_out.0")
     if any(name.startswith("add_") for name in found):
         fields["added"] = True
         checks.append("text_first=False where the rows of the text come after the others")
+    elif second := [name for name in found if name.endswith(("_t", "_c", "_txt", "_context"))]:
+        fields["added"] = True
+        checks.append(f"added_projections, added_norms, added_output: {', '.join(second)}; text_first")
     elif "encoder_hidden_states" in call:
         checks.append("cross=True in a copy for attentions that read another input")
     if "fused_projections" in call or "to_qkv" in call:
@@ -222,8 +228,8 @@ def skeleton(model: Any) -> str:
 
     by_class: dict[str, list[Any]] = {}
     for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) and is_block(module[0]):
-            for made in module:
+        if isinstance(module, torch.nn.ModuleList):
+            for made in filter(is_block, map(unwrapped, module)):
                 by_class.setdefault(class_name(made), []).append(made)
     parts: dict[str, list[Any]] = {}
     for modules in by_class.values():
@@ -244,6 +250,12 @@ def skeleton(model: Any) -> str:
         lines += ["\n", *block(modules, names)]
     entries = [*names.values(), *(constant(name.rpartition(".")[2]) for name in by_class)]
     return "\n".join([*lines, f"ENTRIES = ({', '.join(entries)},)"])
+
+
+def unwrapped(module: Any) -> Any:
+    """A block, also from within a module that holds nothing else, as HiDream's do."""
+    children = list(module.children())
+    return unwrapped(children[0]) if len(children) == 1 and not is_block(module) else module
 
 
 def is_block(module: Any) -> bool:
@@ -267,8 +279,11 @@ def main() -> None:
     cls = getattr(diffusers, arguments.model, None)
     if cls is None:
         parser.error(f"model: expected a class of diffusers {diffusers.__version__}, got {arguments.model}")
-    with torch.device("meta"):
-        model = cls(**arguments.config)
+    try:
+        with torch.device("meta"):
+            model = cls(**arguments.config)
+    except TypeError as error:
+        parser.error(f"--config: expected the arguments of {arguments.model} that have no usable default ({error})")
     print(skeleton(model))
 
 

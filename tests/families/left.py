@@ -56,7 +56,7 @@ LEFT: dict[str, str] = {
         ),
         LINEAR,
     ),
-    **dict.fromkeys(("HiDreamImageTransformer2DModel", "NucleusMoEImageTransformer2DModel"), EXPERTS),
+    "NucleusMoEImageTransformer2DModel": EXPERTS,
     "DreamLiteTransformer2DModel": COPY,
 }
 
@@ -84,6 +84,7 @@ LEFT_BLOCKS: dict[str, str] = {
         ),
         FEW_TOKENS,
     ),
+    "HiDreamBlock": "it only calls the block that it holds",
     "MotionEncoderResBlock": "convolutions take its time",
     "TemporalBasicTransformerBlock": "Stable Video Diffusion alone has it, and it has no description yet",
     "SD3SingleTransformerBlock": "no released model but a ControlNet without text has it",

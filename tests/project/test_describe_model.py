@@ -33,7 +33,7 @@ def described(ltx: ModuleType, text: str) -> dict[str, Any]:
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("name", ["flux", "ideogram4", "ltx", "lumina2", "mochi", "wan-t2v", "z_image"])
+@pytest.mark.parametrize("name", ["flux", "hidream", "ideogram4", "ltx", "lumina2", "mochi", "wan-t2v", "z_image"])
 def test_a_skeleton_fits_the_model(ltx: ModuleType, tool: ModuleType, name: str) -> None:
     """Every attention, MLP and block that the family knows fits what was printed for its class."""
     model = FAMILIES[name].make()

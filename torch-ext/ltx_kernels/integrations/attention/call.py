@@ -11,7 +11,7 @@ from ..engine.sites import site_of
 from ..linear.products import Input
 from .description import Attention
 from .layers import AttentionLayers
-from .masks import ALL_KEYS, Seen
+from .masks import ALL_KEYS, KeyFactor, Seen
 
 
 class Call:
@@ -21,7 +21,7 @@ class Call:
     module: The attention.
     site: The replaced modules of that class, with their settings and counters.
     layers: The module's layers in the forms that its state allows; they are set after the call's guards.
-    input, context, mask: The arguments of these meanings (`INPUTS` in attention/description.py).
+    input, context, mask: The arguments of these meanings (`inputs` of the description).
     twice: The context that was given is the input itself, so that this is a self-attention.
     ropes: The arguments that hold rotary tables for query and key, and for the key alone; None where not given.
     rope: The same as the functions of the description get it: one argument, or both where the key has its own.
@@ -63,7 +63,7 @@ class Call:
 
     def seen(self, mask: Tensor | None) -> Seen:
         """What a mask lets the queries see."""
-        if mask is None:
+        if mask is None or isinstance(self.spec.mask, KeyFactor):
             return ALL_KEYS
         keys = None if self.spec.mask is None else self.spec.mask.of_keys(mask)
         return Seen(mask, keys, keys is not None)

@@ -13,7 +13,7 @@ from ..engine.norm_forms import FORMS
 from ..engine.rotary_tables import Tables
 from .masks import KeyBias, ScoresMask
 
-# The layers of a joint attention's second stream.
+# The layers of a joint attention's second stream, in most classes.
 ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
 ADDED_NORMS = ("norm_added_q", "norm_added_k")
 ADDED_OUTPUT = "to_add_out"
@@ -28,7 +28,7 @@ FUSED = {
     ADDED: "to_added_qkv",
     ("add_k_proj", "add_v_proj"): "to_added_kv",
 }
-# Names of arguments that mean the same in the stock forward of every description.
+# The arguments of a stock forward that hold input, context and mask, in most classes.
 INPUTS = ("hidden_states", "encoder_hidden_states", "attention_mask")
 
 
@@ -43,6 +43,7 @@ class Attention:
     processor: Name of the processor's class.
     classes: Names of the classes, with their modules. Modules of a class in `SHARED` are known by their processor.
     parameters: Names of the stock forward's parameters, without self.
+    inputs: Those among them of the input, of the context or second stream, and of the mask.
     other_processors: Names of processor classes that compute the same unless they are given more arguments.
     rope: The argument that holds the rotary tables; empty for an attention without any.
     key_rope: The argument that holds other tables for the keys; then `tables` gets both arguments as a pair.
@@ -57,8 +58,8 @@ class Attention:
     projections, norms: Names of submodules.
     output: The path of the output layer, or of a list that holds it and the dropout after it. Modules may lack it. Name
         the layer itself, as in "to_out.0", where the stock processor calls no dropout.
-    added: Modules may have the layers of diffusers' names in `ADDED`, `ADDED_NORMS` and `ADDED_OUTPUT`, for the second
-        stream (the text) of a joint attention.
+    added: Modules may have layers for the second stream (the text) of a joint attention.
+    added_projections, added_norms, added_output: The names of these layers.
     text_first: The rows of the second stream come before those of the first in the joint order.
     fuses: The stock processor calls the layers that `fuse_qkv_projections` adds instead of those that they are made of.
     shared: In a module without such projections, the second stream of a joint attention goes through the layers of
@@ -95,6 +96,7 @@ class Attention:
     processor: str
     classes: tuple[str, ...] = SHARED
     parameters: tuple[str, ...] = (*INPUTS, "cross_attention_kwargs")
+    inputs: tuple[str, str, str] = INPUTS
     other_processors: tuple[str, ...] = ()
     rope: str = "image_rotary_emb"
     key_rope: str = ""
@@ -110,6 +112,9 @@ class Attention:
     scale: str = ""
     output: str = "to_out"
     added: bool = False
+    added_projections: tuple[str, ...] = ADDED
+    added_norms: tuple[str, str] = ADDED_NORMS
+    added_output: str = ADDED_OUTPUT
     text_first: bool = True
     fuses: bool = False
     shared: bool = False
@@ -144,7 +149,7 @@ class Attention:
         if gate is not None and out_features(gate) == out_features(module._modules[q]):  # one for each column
             groups[0] = (*groups[0], self.gate)
         groups += [self.image[:2], (self.output_layer(module),)]
-        groups += [ADDED, (ADDED_OUTPUT,)] if self.added else []
+        groups += [self.added_projections, (self.added_output,)] if self.added else []
         return [
             tuple(f"{prefix}.{name}" for name in self.called(module, group))
             for group in groups
@@ -176,7 +181,7 @@ class Attention:
         to_q, to_k, _ = (cast(nn.Linear, module._modules[name]) for name in self.projections)
         # A cross-attention finds the last two adjacent as well.
         main = self.projections if in_features(to_q) == in_features(to_k) else self.projections[1:]
-        others = (ADDED if self.added else (), self.image[:2])
+        others = (self.added_projections if self.added else (), self.image[:2])
         return (main, *(names for names in others if names and all(module._modules.get(name) for name in names)))
 
 

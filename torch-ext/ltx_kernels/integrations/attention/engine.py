@@ -36,9 +36,9 @@ from ..parallel import attention as rank_attention
 from ..parallel.ranks import context_of
 from .call import Call
 from .choice import attend, attend_read, in_one_op, parallel_config, values_ahead, without_padding
-from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, FUSED, INPUTS, ROUND_ONCE, SHARED, Attention
+from .description import FUSED, ROUND_ONCE, SHARED, Attention
 from .layers import AttentionLayers, settings_of, why_not_module
-from .masks import ALL_KEYS, PaddingMask, SegmentMask
+from .masks import ALL_KEYS, KeyFactor, PaddingMask, SegmentMask
 
 
 def _readers(spec: Attention, described: Attention, module: nn.Module, input: Tensor) -> Linears | None:
@@ -58,7 +58,7 @@ def entry_of(spec: Attention) -> Entry:
     def forward(module: nn.Module, *arguments: Any, **options: Any) -> Any:
         if arguments:
             options = {**dict(zip(spec.parameters, arguments)), **options}
-        input, context, mask = map(options.pop, INPUTS, (None, None, None))
+        input, context, mask = map(options.pop, spec.inputs, (None, None, None))
         ropes = options.pop(spec.rope, None), options.pop(spec.key_rope, None)
         further = {name: options.pop(name) for name in spec.arguments if name in options}
         return _forward(Call(spec, module, input, context, mask, ropes, further), options)
@@ -73,7 +73,7 @@ def entry_of(spec: Attention) -> Entry:
         frozenset(
             (
                 *(spec.output.partition(".")[0], *spec.norms),
-                *((*ADDED, *ADDED_NORMS, ADDED_OUTPUT) if spec.added else ()),
+                *((*spec.added_projections, *spec.added_norms, spec.added_output) if spec.added else ()),
                 *(*spec.image, spec.gate, spec.mlp, *spec.optional_children, *FUSED.values()),
                 "processor",  # a module, as an IP-Adapter's processor is
             )
@@ -146,7 +146,7 @@ def _stock(call: Call, reason: str, options: dict[str, Any]) -> Any:
     if parallel is not None:
         rank_attention.check_dispatch(context_of(parallel), call.mask, options.get("encoder_hidden_states_mask"))
     tensor = as_tensor(call.input)
-    inputs = zip(INPUTS, (tensor, tensor if call.twice else call.context, call.mask))
+    inputs = zip(spec.inputs, (tensor, tensor if call.twice else call.context, call.mask))
     any_name = "kwargs" in spec.parameters
     named = {name: value for name, value in inputs if name in spec.parameters or (any_name and value is not None)}
     ropes = zip((spec.rope, spec.key_rope), call.ropes)
@@ -286,6 +286,8 @@ def _single(call: Call) -> Tensor:
     fewer = key.shape[2] != layers.heads  # ranks exchange them with a copy for each head of the query
     ahead = None if call.cross or fewer or call.spec.attends is not None else values_ahead(call, value, seen)
     query, key = _norm_and_rotate(call, 0, query, key, tables, fresh)
+    if call.mask is not None and isinstance(call.spec.mask, KeyFactor):
+        key = call.spec.mask.times(key, call.mask)
     if call.spec.attends is not None:
         output = call.spec.attends(call, query, key, value)
         _count(call, tables is not None, False)
@@ -368,6 +370,8 @@ def _joint(call: Call) -> tuple[Tensor, Tensor]:
             streams.append((*_norm_and_rotate(call, stream, q, k, _rows(tables, part), linears.packed), v))
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
+    if call.mask is not None and isinstance(spec.mask, KeyFactor):
+        key = spec.mask.times(key, call.mask, rows.start)
     mask, padding = call.mask, spec.mask if isinstance(spec.mask, PaddingMask) else None
     if mask is not None and padding is not None:
         query, key, value, mask = without_padding(call, padding, query, key, value, mask)

@@ -16,7 +16,7 @@ from ..engine.sites import site_of
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears
 from ..linear.products import may_overwrite
-from .description import ADDED, ADDED_NORMS, ADDED_OUTPUT, Attention, AttentionModule, in_features, out_features
+from .description import Attention, AttentionModule, in_features, out_features
 
 
 def why_not_module(spec: Attention, module: nn.Module) -> str:
@@ -38,7 +38,7 @@ def _norm_pairs(spec: Attention, module: nn.Module) -> list[tuple[str, str]]:
     """The names of the norms of query and key, of each stream that has any."""
     pairs = [spec.norms]
     if spec.added:
-        pairs.append(ADDED_NORMS)
+        pairs.append(spec.added_norms)
     if spec.image:
         pairs.append((spec.image[2], spec.image[2]))
     return [pair for pair in pairs if any(module._modules.get(name) is not None for name in pair)]
@@ -133,10 +133,10 @@ class AttentionLayers:
         self.context = linears(spec.projections[1:])
         if spec.gate and module._modules.get(spec.gate) is not None:
             self.gate = Linears((cast(nn.Linear, module._modules[spec.gate]),), input, site)
-        if spec.added and module._modules.get(ADDED[0]) is not None:
-            self.added = linears(ADDED)
-        if spec.added and module._modules.get(ADDED_OUTPUT) is not None:
-            self.added_out = Linears((cast(nn.Linear, module._modules[ADDED_OUTPUT]),), input, site)
+        if spec.added and module._modules.get(spec.added_projections[0]) is not None:
+            self.added = linears(spec.added_projections)
+        if spec.added and module._modules.get(spec.added_output) is not None:
+            self.added_out = Linears((cast(nn.Linear, module._modules[spec.added_output]),), input, site)
         if spec.image and module._modules.get(spec.image[0]) is not None:
             self.image = linears(spec.image[:2])
         out = submodule(module, spec.output)

@@ -81,6 +81,20 @@ class KeyMask(ScoresMask):
 
 
 @dataclass(frozen=True)
+class KeyFactor(ScoresMask):
+    """A mask [B, S] that multiplies the keys, of the first stream alone in a joint attention; no key is hidden."""
+
+    def why_not(self, mask: Tensor, keys: int | None) -> str:
+        return "" if mask.dim() == 2 else "a mask of another shape than [B, rows]"
+
+    def times(self, key: Tensor, mask: Tensor, first: int = 0) -> Tensor:
+        """Keys [B, T, heads, D] times the mask, whose rows begin at `first`; the other keys as they are."""
+        after = key.shape[1] - first - mask.shape[1]
+        factors = F.pad(mask.to(key.dtype), (first, after), value=1)
+        return key * factors[:, :, None, None]
+
+
+@dataclass(frozen=True)
 class SegmentMask(ScoresMask):
     """A bool mask [B, 1, S, S] of a self-attention that lets each row see the rows of its own segment.
 

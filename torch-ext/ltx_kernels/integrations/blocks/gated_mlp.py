@@ -72,6 +72,7 @@ class GatedMLP(Projections):
     kind: What the forward itself computes: SILU, TANH, or ERF for the exact GELU.
     down: The name of the last layer.
     dropout: The name of a dropout before it; empty where there is none.
+    mixtures: Names of the classes of mixtures whose experts are such MLPs; their own code calls the experts.
     """
 
     classes: tuple[str, ...]
@@ -81,10 +82,14 @@ class GatedMLP(Projections):
     kind: str = SILU
     down: str = "down_proj"
     dropout: str = ""
+    mixtures: tuple[str, ...] = ()
     gated: ClassVar[bool] = True
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        if class_of(module) in self.mixtures:
+            experts = {n: m for n, m in module.named_modules() if class_of(m) in self.classes}
+            return [group for name, expert in experts.items() for group in self.groups(expert, f"{prefix}.{name}")]
         if class_of(module) not in self.classes:
             return []
         return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
