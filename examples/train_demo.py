@@ -26,9 +26,9 @@ from command_line import TRAINED, at_least, directory, frames, pixels, seed, sta
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=directory, default=TRAINED, metavar="DIR")
-    parser.add_argument("--seconds", type=at_least(1), default=190, help="of training, both parts (default: 190)")
+    parser.add_argument("--seconds", type=at_least(1), default=440, help="of training, both parts (default: 440)")
     parser.add_argument("--vae-steps", type=at_least(1), default=6000, help="of the autoencoder, at most")
-    parser.add_argument("--steps", type=at_least(1), default=12000, help="of the transformer, at most")
+    parser.add_argument("--steps", type=at_least(1), default=40000, help="of the transformer, at most")
     parser.add_argument("--vae-batch", type=at_least(1), default=8, help="clips a step (default: 8)")
     parser.add_argument("--batch", type=at_least(1), default=64, help="clips a step (default: 64)")
     parser.add_argument("--clips", type=at_least(2), default=8192, help="that the transformer sees (default: 8192)")
