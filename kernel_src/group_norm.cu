@@ -36,8 +36,24 @@ constexpr int kFactorThreads = 256;
 constexpr uint32_t kShiftPixels = 4;  // of first_mean
 static_assert(GroupNormParams::kMaxPartChannels <= kThreads);
 
+// A pack in one access, or element by element where memory is not aligned (kAligned: false).
+template <typename T, int kWidth, bool kAligned>
+__device__ __forceinline__ Pack<T, kWidth> read(const void* data, int64_t element) {
+  if constexpr (kAligned) return load<T, kWidth>(data, element);
+  return load_pack<T, kWidth>(static_cast<const T*>(data) + element, 0, 1, kWidth, false);
+}
+
+template <typename T, int kWidth, bool kAligned>
+__device__ __forceinline__ void write(void* data, int64_t element, const Pack<T, kWidth>& pack) {
+  if constexpr (kAligned) {
+    store(static_cast<T*>(data), element, pack);
+  } else {
+    store_pack<T, kWidth>(static_cast<T*>(data) + element, 0, 1, kWidth, false, pack);
+  }
+}
+
 // The operands of h that a thread reads: the pack of some channels, of any pixel of a batch element.
-template <typename T, int kWidth, bool kResidual>
+template <typename T, int kWidth, bool kAligned, bool kResidual>
 struct Hidden {
   using P = Pack<T, kWidth>;
   struct Packs {
@@ -53,9 +69,9 @@ struct Hidden {
         residual(static_cast<const T*>(p.residual) + batch * p.residual_stride + channel),
         biased(p.bias != nullptr),
         residual_biased(p.residual_bias != nullptr) {
-    if (biased) bias = load<T, kWidth>(p.bias, batch * p.bias_stride + channel);
+    if (biased) bias = read<T, kWidth, kAligned>(p.bias, batch * p.bias_stride + channel);
     if (residual_biased) {
-      residual_bias = load<T, kWidth>(p.residual_bias, batch * p.residual_bias_stride + channel);
+      residual_bias = read<T, kWidth, kAligned>(p.residual_bias, batch * p.residual_bias_stride + channel);
     }
   }
 
@@ -66,8 +82,8 @@ struct Hidden {
 
   __device__ __forceinline__ Packs packs(int64_t offset) const {
     Packs packs;
-    packs.input = load<T, kWidth>(input, offset);
-    if constexpr (kResidual) packs.residual = load<T, kWidth>(residual, offset);
+    packs.input = read<T, kWidth, kAligned>(input, offset);
+    if constexpr (kResidual) packs.residual = read<T, kWidth, kAligned>(residual, offset);
     return packs;
   }
 
@@ -165,9 +181,9 @@ __device__ __forceinline__ float2 merged(uint32_t count, uint32_t first, uint32_
 
 // The mean of some pixels, `step` elements apart, rounded to T. What is subtracted from all numbers need not be their
 // mean, but one pixel alone could be far from all others.
-template <typename T, int kWidth, bool kResidual>
-__device__ __forceinline__ Pack<T, kWidth> first_mean(const Hidden<T, kWidth, kResidual>& hidden, uint32_t pixels,
-                                                      int64_t step) {
+template <typename T, int kWidth, bool kAligned, bool kResidual>
+__device__ __forceinline__ Pack<T, kWidth> first_mean(const Hidden<T, kWidth, kAligned, kResidual>& hidden,
+                                                      uint32_t pixels, int64_t step) {
   float sum[kWidth] = {};
 #pragma unroll 1
   for (uint32_t i = 0; i < pixels; ++i) {
@@ -183,10 +199,10 @@ __device__ __forceinline__ Pack<T, kWidth> first_mean(const Hidden<T, kWidth, kR
 }
 
 // grid: x = slices, then chunks, then batch.
-template <typename T, int kWidth, bool kResidual>
+template <typename T, int kWidth, bool kAligned, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kStatisticsBlocks<T>)
     statistics_kernel(const __grid_constant__ GroupNormArgs a) {
-  using H = Hidden<T, kWidth, kResidual>;
+  using H = Hidden<T, kWidth, kAligned, kResidual>;
   using P = typename H::P;
   __shared__ float2 moments[kThreads * kWidth];  // of a row's channels in the slice, row by row
   __shared__ Place place;                        // thread 0's, so that no register holds it in the loop
@@ -224,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks<T>)
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           if (pixel + k * a.rows >= end) continue;
-          if (keeps) store(residual_out, k * step, h[k]);
+          if (keeps) write<T, kWidth, kAligned>(residual_out, k * step, h[k]);
           float x[kWidth], from[kWidth];
           unpack(h[k], x);
           unpack(shift, from);
@@ -309,9 +325,9 @@ __global__ void __launch_bounds__(kFactorThreads) factors_kernel(const __grid_co
 
 // out = silu(a h + b). grid: x = slices, then pieces of rows * iterations pixels, then batch. The pixels that the
 // statistics read last come first, because they may still be in the L2 cache.
-template <typename T, int kWidth, bool kResidual>
+template <typename T, int kWidth, bool kAligned, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kBlocks) apply_kernel(const __grid_constant__ GroupNormArgs a) {
-  using H = Hidden<T, kWidth, kResidual>;
+  using H = Hidden<T, kWidth, kAligned, kResidual>;
   using P = typename H::P;
   const Place t = place_of<kWidth>(a, gridDim.x - 1 - blockIdx.x);
   if (!t.active) return;
@@ -364,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) apply_kernel(const __grid_c
         for (int i = 0; i < kWidth; ++i) x[i] = silu<T>(x[i]);
         y = to_pack<T, kWidth>(x);
       }
-      store(out, k * step, y);
+      write<T, kWidth, kAligned>(out, k * step, y);
     }
     out += kAhead * step;
   }
@@ -381,7 +397,7 @@ void with_residual(const HiddenParams& hidden, const Run& run) {
   hidden.residual ? run(std::true_type{}) : run(std::false_type{});
 }
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kAligned>
 void launch_group_norm(const GroupNormParams& p, const Context& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
   GroupNormArgs a{};
@@ -401,7 +417,7 @@ void launch_group_norm(const GroupNormParams& p, const Context& context) {
   a.inverse_count = static_cast<float>(1.0 / (static_cast<double>(p.pixels) * a.group_channels));
   const int64_t images = p.batch * a.slices.count;  // slices of all images
   with_residual(a.hidden, [&](auto residual) {
-    statistics_kernel<T, kWidth, residual.value><<<grid_size(images * a.chunks), kThreads, 0, stream>>>(a);
+    statistics_kernel<T, kWidth, kAligned, residual.value><<<grid_size(images * a.chunks), kThreads, 0, stream>>>(a);
   });
   check_launch("group_norm statistics");
   factors_kernel<T><<<grid_size(p.batch * p.groups), kFactorThreads, 0, stream>>>(a);
@@ -412,7 +428,7 @@ void launch_group_norm(const GroupNormParams& p, const Context& context) {
       std::clamp<int64_t>(images * ceil_div(a.pixels, a.rows) / (8 * multiprocessors(context.device)), 1, 8));
   a.pieces = FastDivide(ceil_div(a.pixels, a.rows * a.iterations));
   with_residual(a.hidden, [&](auto residual) {
-    apply_kernel<T, kWidth, residual.value><<<grid_size(images * a.pieces.divisor), kThreads, 0, stream>>>(a);
+    apply_kernel<T, kWidth, kAligned, residual.value><<<grid_size(images * a.pieces.divisor), kThreads, 0, stream>>>(a);
   });
   check_launch("group_norm");
 }
@@ -426,23 +442,23 @@ struct UpsampleArgs {
 };
 
 // A thread reads one pack of a pixel, and writes it to all pixels that this becomes.
-template <typename T, int kWidth, bool kResidual>
+template <typename T, int kWidth, bool kAligned, bool kResidual>
 __global__ void __launch_bounds__(kThreads) upsample_kernel(const __grid_constant__ UpsampleArgs a) {
   const UpsampleParams& p = a.p;
   const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
   if (thread >= a.threads) return;
   uint32_t column, pixel, x;
   const uint32_t batch = a.pixels.divide(a.columns.divide(thread, column), pixel), line = a.width.divide(pixel, x);
-  const Hidden<T, kWidth, kResidual> hidden(p.hidden, batch, column * kWidth);
+  const Hidden<T, kWidth, kAligned, kResidual> hidden(p.hidden, batch, column * kWidth);
   const auto h = hidden.sum(hidden.packs(pixel * p.channels));
   const int64_t row = a.width.divisor * p.scale[1] * p.channels;  // elements of a line of the result
   const int64_t first = (batch * p.lines + line) * p.scale[0] * row + x * p.scale[1] * p.channels + column * kWidth;
   for (int64_t j = 0; j < p.scale[0]; ++j) {
-    for (int64_t k = 0; k < p.scale[1]; ++k) store(p.out, first + j * row + k * p.channels, h);
+    for (int64_t k = 0; k < p.scale[1]; ++k) write<T, kWidth, kAligned>(p.out, first + j * row + k * p.channels, h);
   }
 }
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kAligned>
 void launch_upsample(const UpsampleParams& p, const Context& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
   UpsampleArgs a{};
@@ -452,9 +468,23 @@ void launch_upsample(const UpsampleParams& p, const Context& context) {
   a.width = FastDivide(p.width);
   a.threads = thread_count("upsample_nearest", p.batch * p.lines * p.width * (p.channels / kWidth));
   with_residual(p.hidden, [&](auto residual) {
-    upsample_kernel<T, kWidth, residual.value><<<grid_size(ceil_div(a.threads, kThreads)), kThreads, 0, stream>>>(a);
+    upsample_kernel<T, kWidth, kAligned, residual.value>
+        <<<grid_size(ceil_div(a.threads, kThreads)), kThreads, 0, stream>>>(a);
   });
   check_launch("upsample_nearest");
+}
+
+// Calls launch(width, aligned) for packs of `width` elements. The width depends on the shape alone, and so does the
+// order of the sums. Memory that is not aligned is accessed element by element.
+template <typename T, typename Launch>
+void with_packs(bool whole, bool aligned, const Launch& launch) {
+  using Packs = std::integral_constant<int, kPackWidth<T>>;
+  const bool packed = takes_packed("channels_last", forced().channels_last, whole && aligned);
+  if (!whole) {
+    launch(std::integral_constant<int, 1>{}, std::true_type{});
+  } else {
+    packed ? launch(Packs{}, std::true_type{}) : launch(Packs{}, std::false_type{});
+  }
 }
 
 }  // namespace
@@ -464,20 +494,19 @@ void group_norm(const GroupNormParams& p, const Context& context) {
     using T = decltype(zero);
     constexpr int kWidth = kPackWidth<T>;
     const bool whole = p.channels % kWidth == 0 && (p.parts_of_group() == 1 || p.channels / p.groups % kWidth == 0);
-    const bool fits = whole && is_aligned(p.hidden, p.dtype) && is_aligned(p.out, p.out_stride, p.dtype) &&
-                      is_aligned(p.residual_out, p.residual_out_stride, p.dtype);
-    takes_packed("channels_last", forced().channels_last, fits) ? launch_group_norm<T, kWidth>(p, context)
-                                                                : launch_group_norm<T, 1>(p, context);
+    const bool aligned = is_aligned(p.hidden, p.dtype) && is_aligned(p.out, p.out_stride, p.dtype) &&
+                         is_aligned(p.residual_out, p.residual_out_stride, p.dtype);
+    with_packs<T>(whole, aligned,
+                  [&](auto width, auto packed) { launch_group_norm<T, width.value, packed.value>(p, context); });
   });
 }
 
 void upsample_nearest(const UpsampleParams& p, const Context& context) {
   dispatch(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    constexpr int kWidth = kPackWidth<T>;
-    const bool fits = p.channels % kWidth == 0 && is_aligned(p.hidden, p.dtype) && is_aligned(p.out, 0, p.dtype);
-    takes_packed("channels_last", forced().channels_last, fits) ? launch_upsample<T, kWidth>(p, context)
-                                                                : launch_upsample<T, 1>(p, context);
+    const bool aligned = is_aligned(p.hidden, p.dtype) && is_aligned(p.out, 0, p.dtype);
+    with_packs<T>(p.channels % kPackWidth<T> == 0, aligned,
+                  [&](auto width, auto packed) { launch_upsample<T, width.value, packed.value>(p, context); });
   });
 }
 

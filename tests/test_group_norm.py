@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -109,6 +110,16 @@ def test_batch_changes_no_bit(ltx, device, channels, groups, pixels, dtype):
     frames = {name: given[name].unflatten(2, (1, -1)) for name in ("input", "residual")}
     assert_same_bits(ltx.group_norm(**{**given, **frames}).flatten(2, 3), together, "as a video")
     assert_same_bits(ltx.group_norm_residual(**given)[0], together, "beside the sum")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels, groups", [(128, 32), (24, 8), (14, 7)])
+def test_alignment_changes_no_bit(ltx, device, channels, groups, dtype):
+    image = Image("group_norm_residual", (2, 33, 31), channels, groups, dtype, EVERYTHING, silu=True)
+    misaligned = dataclasses.replace(image, layout="misaligned")
+    for got, wanted in zip(misaligned.run(ltx, device), image.run(ltx, device)):
+        assert_same_bits(got, wanted, "of memory that is not aligned")
+    dataclasses.replace(misaligned, in_place="input").check(ltx, device)
 
 
 def test_threads_change_no_bit(ltx, device):

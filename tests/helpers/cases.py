@@ -372,9 +372,12 @@ def model_index_case(op: str, make: Make, **options: Any) -> Case:
 def without_index(case: Case) -> Case:
     """The same call with a modulation for each row, written out."""
     kwargs = {name: value for name, value in case.kwargs.items() if name != "index"}
+    device = case.inputs[0].device
+    # Written out on the host: compute-sanitizer would not know what a kernel of torch writes.
+    on_host = {name: value.cpu() for name, value in case.kwargs.items() if isinstance(value, Tensor)}
     return dataclasses.replace(case, kwargs=kwargs).replace(
         **{
-            name: _broadcast(kwargs[name], case.kwargs).contiguous()
+            name: _broadcast(on_host[name], on_host).contiguous().to(device)
             for name in MODULATORS
             if kwargs.get(name) is not None
         }
