@@ -63,7 +63,7 @@ MODELS_FILES = {"families": 5, "language_models": 4, "integration": 2, "layers":
 MODELS_FILES |= dict.fromkeys(["fp8_memory", "tokens", "causal_prompts", "vae", "fp8_lora", "lora", "fp8_files"], 1)
 MODELS_FILES |= dict.fromkeys(["integration_pipelines", "graphs", "kv_cache", "sliding_windows", "replay"], 1)
 MODELS_FILES |= dict.fromkeys(["processors", "state", "threads", "checkpoints", "quantizer", "autocast", "training"], 1)
-MODELS_FILES |= dict.fromkeys(["memory_low", "quantised_layers", "quantizer_text", "vae_images"], 1)
+MODELS_FILES |= dict.fromkeys(["memory_low", "quantised_layers", "quantizer_text", "vae_images", "training_steps"], 1)
 # What these look at is the variant, whatever they take: its machine code, and how it is loaded.
 OF_THE_VARIANT = {"sass", "loading"}
 # Of the others that take a device: parts of their own, what runs the code of pages, examples and notebooks, and what

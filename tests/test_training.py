@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,15 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "without_cudnn_attention")
 
 TRAINED = ("ltx", "ltx-per_token", "flux", "wan-t2v", "qwenimage")
 every_model = pytest.mark.parametrize("family", [FAMILIES[name] for name in TRAINED], ids=TRAINED)
-
-
-@pytest.fixture(scope="module")
-def without_cudnn_attention() -> Iterator[None]:
-    """Its gradients are wrong for some numbers of keys, for stock models too (pytorch/pytorch#196678)."""
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    yield
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def with_adapters(model: Any, family: Family, names: tuple[str, ...] = ("default",), **config: Any) -> Any:
