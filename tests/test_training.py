@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import statistics
+import types
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -200,15 +201,28 @@ def test_what_is_trained_in_a_block_itself(ltx: ModuleType, device: str) -> None
         parameter.requires_grad_(False)
 
 
+def loss_of_rows(self: Any, ids: Tensor, labels: Tensor, **options: Any) -> Any:
+    """A model's forward that computes no logits of all tokens at once, as Liger's fused cross-entropy."""
+    hidden = self.model(input_ids=ids, **options)[0]
+    parts = zip(hidden[:, :-1].split(3, dim=1), labels[:, 1:].split(3, dim=1))
+    losses = [
+        nn.functional.cross_entropy(self.lm_head(rows).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        for rows, targets in parts
+    ]
+    return types.SimpleNamespace(loss=torch.stack(losses).sum() / labels[:, 1:].numel())
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_language_models(ltx: ModuleType, device: str, name: str) -> None:
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "own loss"])
+def test_language_models(ltx: ModuleType, device: str, name: str, kind: str) -> None:
     """Adapters on all layers of attention and MLP, with checkpoints and without."""
     pytest.importorskip("transformers")
     from test_language_models import CASES as LANGUAGE_CASES
     from test_language_models import make as make_language_model
 
-    case, ids = LANGUAGE_CASES[name], make_ids(device)
-    model = make_language_model(case, device)
+    case, ids = LANGUAGE_CASES[name], make_ids(device, 48)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    model = make_language_model(case, device, dtype)
     torch.manual_seed(3)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False), model)
@@ -218,7 +232,11 @@ def test_language_models(ltx: ModuleType, device: str, name: str) -> None:
 
     def gradients(model: nn.Module) -> dict[str, Tensor]:
         model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
+        if kind == "own loss":
+            model.forward = types.MethodType(loss_of_rows, model)
+        with with_autocast(device, model.dtype):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     exact, stock = gradients(copy.deepcopy(model).double()), gradients(model)
@@ -230,7 +248,8 @@ def test_language_models(ltx: ModuleType, device: str, name: str) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     again = gradients(model)
     # transformers has the first layer's input need a gradient then, so that other ops run in plain torch.
-    assert all((again[key] - ours[key]).norm() <= 1e-5 * ours[key].norm() for key in ours)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    assert all((again[key] - ours[key]).norm() <= bound * ours[key].norm() for key in ours)
     assert site.recomputed == case.replaced[site.name.partition(".")[2]]
 
 
