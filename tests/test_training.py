@@ -123,15 +123,19 @@ def test_kinds_of_adapters(ltx: ModuleType, device: str, config: str, packed: bo
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
-    inputs = cast(family.inputs(2), device, dtype)
-    exact = exact_step(model, inputs)
+    inputs = [cast(family.inputs(seed), device, dtype) for seed in (2, 3, 4)]  # one alone is 1.1 times as far by chance
+
+    def gradients(step: Any) -> dict[str, Tensor]:
+        return {f"{i} {name}": grad for i, given in enumerate(inputs) for name, grad in step(model, given).items()}
+
+    exact = gradients(exact_step)
     with torch.autocast(device, dtype):
-        _, stock = step(model, inputs)
+        stock = gradients(lambda *given: step(*given)[1])
         report = ltx.optimize(model)
         if not packed:
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
-        _, ours = step(model, inputs)
+        ours = gradients(lambda *given: step(*given)[1])
     assert all(site.fallbacks == {} for site in blocks_of(report, family))
     remarks = {text for site in report.sites for text in site.remarks if text.startswith("adapters")}
     assert remarks == {

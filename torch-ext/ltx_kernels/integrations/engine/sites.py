@@ -224,7 +224,8 @@ class Site:
     def remark(self, text: str, count: int = 1) -> None:
         """Counts something that happened at calls and is neither an op nor a stock forward."""
         if torch.compiler.is_compiling():
-            _count_remark(self.key, f"{text} (compiled)", count)
+            for _ in range(count):  # one at a time: a count that has changed is a symbol for torch.compile
+                _count_remark(self.key, f"{text} (compiled)")
         elif not is_recomputation():
             self.remarks[text] += count
             _note(self, "remarks", text, count)
@@ -275,10 +276,10 @@ def _count_trace(key: str, reason: str, *ops: str) -> None:
 
 
 @constant_when_compiled
-def _count_remark(key: str, text: str, count: int) -> None:
+def _count_remark(key: str, text: str) -> None:
     site = _by_key.get(key)
     if site is not None:
-        site.remarks[text] += count
+        site.remarks[text] += 1
 
 
 # ---- Installing and removing

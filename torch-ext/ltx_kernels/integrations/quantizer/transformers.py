@@ -49,6 +49,11 @@ class TransformersQuantizer:
         safetensors("safetensors")
         if isinstance(device_map, Mapping) and "disk" in device_map.values():
             raise ValueError("device_map: expected devices that hold the model, got disk")
+        if self.pre_quantized and not hasattr(super(), "get_new_dtype"):
+            raise ImportError(
+                "this release of transformers cannot read a folder that holds fp8 weights with their scales: install "
+                "transformers 5.22 or newer, or load the checkpoint in bfloat16 with LTXKernelsFp8Config"
+            )
 
     def update_dtype(self, dtype: Any) -> torch.dtype:
         return check_dtype("dtype", dtype)
