@@ -18,19 +18,19 @@ from torch import nn
 from . import Family, randn
 
 IMAGE, TEXT = 6, 5
+SIZES: dict[str, Any] = {
+    "in_channels": 8,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": [4, 4, 8],
+}
 
 
 def make(cls: type[nn.Module] = FluxTransformer2DModel, **config: Any) -> nn.Module:
-    return cls(
-        in_channels=8,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=[4, 4, 8],
-        **config,
-    )
+    return cls(**{**SIZES, **config})
 
 
 def inputs(batch: int) -> dict[str, Any]:
