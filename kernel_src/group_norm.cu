@@ -24,14 +24,17 @@ namespace ltx {
 namespace {
 
 constexpr int kThreads = 128;
-// Blocks of a multiprocessor, which limits the registers: 64 are enough on Hopper, but for the statistics of fp16.
+// Blocks of a multiprocessor, which limits the registers: 64 are enough on Hopper, but for the statistics of fp16, and
+// where packs are read element by element.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr int kBlocks = 8;
+constexpr int kAlignedBlocks = 8;
 #else
-constexpr int kBlocks = 7;
+constexpr int kAlignedBlocks = 7;
 #endif
-template <typename T>
-constexpr int kStatisticsBlocks = std::is_same_v<T, __half> ? 7 : kBlocks;
+template <bool kAligned>
+constexpr int kBlocks = kAligned ? kAlignedBlocks : 4;
+template <typename T, bool kAligned>
+constexpr int kStatisticsBlocks = std::is_same_v<T, __half> && kAligned ? 7 : kBlocks<kAligned>;
 constexpr int kFactorThreads = 256;
 constexpr uint32_t kShiftPixels = 4;  // of first_mean
 static_assert(GroupNormParams::kMaxPartChannels <= kThreads);
@@ -200,7 +203,7 @@ __device__ __forceinline__ Pack<T, kWidth> first_mean(const Hidden<T, kWidth, kA
 
 // grid: x = slices, then chunks, then batch.
 template <typename T, int kWidth, bool kAligned, bool kResidual>
-__global__ void __launch_bounds__(kThreads, kStatisticsBlocks<T>)
+__global__ void __launch_bounds__(kThreads, kStatisticsBlocks<T, kAligned>)
     statistics_kernel(const __grid_constant__ GroupNormArgs a) {
   using H = Hidden<T, kWidth, kAligned, kResidual>;
   using P = typename H::P;
@@ -326,7 +329,7 @@ __global__ void __launch_bounds__(kFactorThreads) factors_kernel(const __grid_co
 // out = silu(a h + b). grid: x = slices, then pieces of rows * iterations pixels, then batch. The pixels that the
 // statistics read last come first, because they may still be in the L2 cache.
 template <typename T, int kWidth, bool kAligned, bool kResidual>
-__global__ void __launch_bounds__(kThreads, kBlocks) apply_kernel(const __grid_constant__ GroupNormArgs a) {
+__global__ void __launch_bounds__(kThreads, kBlocks<kAligned>) apply_kernel(const __grid_constant__ GroupNormArgs a) {
   using H = Hidden<T, kWidth, kAligned, kResidual>;
   using P = typename H::P;
   const Place t = place_of<kWidth>(a, gridDim.x - 1 - blockIdx.x);

@@ -116,7 +116,7 @@ def main() -> int:
     good = True
     name_gpus()
     work = [
-        (tool, f"{' '.join(test.rpartition('::')[2] for test in tests)} {dtype}", tests, dtype)
+        (tool, f"{' '.join(test.rpartition('/')[2] for test in tests)} {dtype}", tests, dtype)
         for tool in sorted(options.tools, key=SLOWEST_FIRST.index)
         for tests in marked_tests()
         for dtype in DTYPES
@@ -135,7 +135,8 @@ def main() -> int:
             print(tool, name, *(f"{name} {value}" for name, value in result.items()), flush=True)
             if result["status"] != 0 or result["faults"] != 0:
                 good = False
-                print(output[-6000:], flush=True)
+                lines = [line for line in output.splitlines() if "Host Frame" not in line]
+                print("\n".join(lines[:100] + lines[-40:]), flush=True)  # what it found first, and the summary
             meta["seconds"] = round(time.perf_counter() - start, 1)
             write(output_file, meta, tools=tools)
     print(f"{'clean' if good else 'NOT CLEAN'}, {time.perf_counter() - start:.1f} s: {output_file}")
