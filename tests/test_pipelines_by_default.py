@@ -14,6 +14,7 @@ from torch import Tensor
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
+import test_vae  # noqa: E402
 import test_vae_images  # noqa: E402
 from families import families, random_  # noqa: E402
 from helpers import language_models  # noqa: E402
@@ -43,6 +44,7 @@ class Pipeline:
     attributes: What the pipeline holds because its released models are larger.
     config: What of the transformer's configuration differs from the family's.
     component: The name of its text encoder.
+    distance: How far results may be from stock ones, relative to the stock result's deviation from its mean.
     """
 
     family: str
@@ -54,6 +56,7 @@ class Pipeline:
     attributes: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     component: str = "text_encoder"
+    distance: float = 0.05
 
 
 def image_vae(latents: int) -> Callable[[], Any]:
@@ -65,6 +68,14 @@ def flux2_vae(latents: int) -> Callable[[], Any]:
     return lambda: diffusers.AutoencoderKLFlux2(**test_vae_images.kl((32, 64), latents, layers_per_block=1))
 
 
+def video_vae(name: str) -> Callable[[], Any]:
+    return lambda: test_vae.make_vae(name, "cpu", torch.float32)
+
+
+def qwen_vae() -> Any:
+    return diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=2, latents_mean=[0.0] * 2, latents_std=[1.0] * 2)
+
+
 def hunyuan_vae() -> Any:
     _, config = test_vae_images.CONFIGS["hunyuan image"]
     return diffusers.AutoencoderKLHunyuanImage(**{**config, "latent_channels": 4, "scaling_factor": 0.5})
@@ -74,10 +85,10 @@ def with_pooled(width: int) -> Callable[[Tensor], dict[str, Any]]:
     return lambda embeds: {"prompt_embeds": embeds, "pooled_prompt_embeds": embeds.new_ones(1, width)}
 
 
-def with_mask(dtype: torch.dtype) -> Callable[[Tensor], dict[str, Any]]:
+def with_mask(dtype: torch.dtype, name: str = "prompt_attention_mask") -> Callable[[Tensor], dict[str, Any]]:
     return lambda embeds: {
         "prompt_embeds": embeds,
-        "prompt_attention_mask": torch.ones(embeds.shape[:2], dtype=dtype, device=embeds.device),
+        name: torch.ones(embeds.shape[:2], dtype=dtype, device=embeds.device),
     }
 
 
@@ -113,7 +124,7 @@ def of_kandinsky(embeds: Tensor) -> dict[str, Any]:
     return {"prompt_embeds_qwen": embeds, "prompt_embeds_clip": pooled, "prompt_cu_seqlens": bounds}
 
 
-IMAGES = {
+PIPELINES = {
     "StableDiffusion3Pipeline": Pipeline(
         "sd3-35large", "T5", 32, image_vae(4), with_pooled(16), component="text_encoder_3"
     ),
@@ -150,6 +161,31 @@ IMAGES = {
     "Kandinsky5T2IPipeline": Pipeline(
         "kandinsky5", "Qwen2_5_VL", 24, image_vae(4), of_kandinsky, attributes={"resolutions": [(SIZE, SIZE)]}
     ),
+    "QwenImagePipeline": Pipeline(
+        "qwenimage",
+        "Qwen2_5_VL",
+        32,
+        qwen_vae,
+        with_mask(torch.int64, "prompt_embeds_mask"),
+        arguments={"true_cfg_scale": 1.0},
+        distance=0.1,  # the contrast is a third of the other images', and bfloat16 rounds as coarsely
+    ),
+    "LTXPipeline": Pipeline(
+        "ltx",
+        "T5",
+        48,
+        video_vae("ltx 0.9.5"),
+        with_mask(torch.int64),
+        arguments={"guidance_scale": 1.0, "num_frames": 9, "height": 64, "width": 64},
+    ),
+    "WanPipeline": Pipeline(
+        "wan-t2v",
+        "UMT5",
+        32,
+        video_vae("wan 2.1"),
+        arguments={"guidance_scale": 1.0, "num_frames": 5},
+        config={"in_channels": 8, "out_channels": 8},
+    ),
 }
 
 
@@ -184,14 +220,23 @@ def generate(pipe: Any, case: Pipeline) -> Tensor:
 
 
 # Their blocks, text encoders and autoencoders run in the other pipelines too, or are tested by themselves.
-SLOW = {"Flux2KleinPipeline", "OvisImagePipeline", "LongCatImagePipeline", "BriaPipeline", "HiDreamImagePipeline"}
+SLOW = {
+    "Flux2KleinPipeline",
+    "ChromaPipeline",
+    "Lumina2Pipeline",
+    "ErnieImagePipeline",
+    "OvisImagePipeline",
+    "LongCatImagePipeline",
+    "BriaPipeline",
+    "HiDreamImagePipeline",
+}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in IMAGES]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PIPELINES]
 )
-def test_images(ltx: ModuleType, device: str, name: str) -> None:
-    case = IMAGES[name]
+def test_default_options(ltx: ModuleType, device: str, name: str) -> None:
+    case = PIPELINES[name]
     pipe = make(name, case, device)
     stock = generate(pipe, case)
     report = ltx.optimize(pipe)
@@ -204,6 +249,6 @@ def test_images(ltx: ModuleType, device: str, name: str) -> None:
     layer = f"transformers.{case.text}{'Block' if case.text in ENCODERS else 'DecoderLayer'}"
     blocks = [block for block in KNOWN[case.family].blocks if block.endswith("Block")]
     decoders = [site for site in calls if re.search(r"^diffusers\.\w*Decoder(2D|3d)?$", site)]
-    assert calls[layer] == language_models.LAYERS and decoders and all(calls[site] == 1 for site in decoders)
+    assert calls[layer] == language_models.LAYERS and decoders and all(calls[site] >= 1 for site in decoders)
     assert blocks and all(calls[block] >= 2 for block in blocks)
-    assert ((ours - stock).norm() / (stock - stock.mean()).norm()).item() < 0.05
+    assert ((ours - stock).norm() / (stock - stock.mean()).norm()).item() < case.distance
