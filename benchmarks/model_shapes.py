@@ -203,10 +203,7 @@ def sd3_inputs(model: Any, make: Make, height: int, width: int, text: int) -> In
 
 def hidream_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
     t5, llama = model.config.caption_channels
-    depth, layers = (
-        len(model.caption_projection) - 1,
-        32,
-    )  # blocks, and layers of Llama: one for each block, then the last
+    depth, layers = len(model.caption_projection) - 1, 32  # blocks, and layers of Llama: its last one serves the rest
     model.register_to_config(llama_layers=[min(block, layers - 1) for block in range(depth)])
     return {
         "hidden_states": make(2, model.config.in_channels, height // 8, width // 8),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +31,7 @@ from helpers.language_models import (  # noqa: E402
     random_,
     text_model,
 )
+from helpers.ranks import join_ranks, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 HALF = [torch.bfloat16, torch.float16]
@@ -300,15 +299,9 @@ def test_quantised_layers_are_called(ltx: ModuleType, device: str, case: Case) -
     assert "no plain nn.Linear" in str(report) or case.family == "Phi3"  # which has packed weights of its own
 
 
-def _tensor_parallel(rank: int, port: int, ltx_path: str, folder: str) -> None:
+def _tensor_parallel(rank: int, world: int, port: int, build: str, folder: str) -> None:
     """One of two processes that share the weights of a model in `folder`."""
-    from kernels import get_local_kernel
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    ltx = get_local_kernel(Path(ltx_path), backend="cpu")
+    ltx = join_ranks(rank, world, port, build)
     load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, folder)
     ids = make_ids("cpu")
     with torch.no_grad():
@@ -332,11 +325,7 @@ def test_tensor_parallel(ltx: ModuleType, backend: str, tmp_path: Path) -> None:
     if backend != "cpu":
         pytest.skip("the processes load the CPU build")
     make(CASES["llama"], "cpu", vocab_size=100).save_pretrained(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    build = Path(ltx.__file__).parent.parent
-    torch.multiprocessing.spawn(_tensor_parallel, (port, str(build), str(tmp_path)), nprocs=2)
+    run_ranks(_tensor_parallel, 2, ltx, str(tmp_path))
 
 
 @every_path

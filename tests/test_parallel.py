@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
 import functools
 import json
 import logging
-import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +34,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from families import families, random_  # noqa: E402
 from helpers.build import ROOT  # noqa: E402
+from helpers.ranks import join_ranks, run_ranks  # noqa: E402
 
 ULYSSES = {"ulysses_degree": 2}
 ULYSSES_ANYTHING = {**ULYSSES, "ulysses_anything": True}
@@ -443,17 +441,11 @@ def run_docs(ltx: ModuleType) -> None:
                 assert pipe("A kite", generator=torch.Generator().manual_seed(0)).frames.isfinite().all()
 
 
-def _worker(rank: int, world: int, port: int, ltx_path: str) -> None:
-    from kernels import get_local_kernel
-
+def _worker(rank: int, world: int, port: int, build: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it, and a torch for CPUs has none
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
-    ltx = get_local_kernel(Path(ltx_path), backend="cpu")
+    ltx = join_ranks(rank, world, port, build)
     wrong = []
     if world == 4:
         run_docs(ltx)
@@ -477,11 +469,7 @@ def test_ranks_equal_one_process(ltx: ModuleType, backend: str, world: int) -> N
     """LTX-Video's stock model fails under Ulysses, and is wrong under ring; LTX-2's fails everywhere."""
     if backend != "cpu":
         pytest.skip("the processes load the CPU build")
-    build = Path(ltx.__file__).parent.parent
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_worker, (world, port, str(build)), nprocs=world)
+    run_ranks(_worker, world, ltx)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import datetime
-import os
-import socket
+import dataclasses
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import distributed as dist
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 from families import randn
+from helpers.ranks import join_ranks, run_ranks
 from test_families import FAMILIES, cast, make
 from test_training import assert_as_exact, with_adapters
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,73 +44,64 @@ def gradients(model: nn.Module, batches: list[dict[str, Any]], dtype: torch.dtyp
     return found
 
 
-def ddp(model: Any) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def ddp_static(model: Any) -> nn.Module:
-    return DistributedDataParallel(model, static_graph=True)
-
-
-def fsdp(model: Any) -> nn.Module:
+def fsdp(model: Any, **options: Any) -> nn.Module:
     for block in model.transformer_blocks:
-        fully_shard(block)
-    sharded: nn.Module = fully_shard(model)
+        fully_shard(block, **options)
+    sharded: nn.Module = fully_shard(model, **options)
     return sharded
 
 
-def fsdp_mixed(model: Any) -> nn.Module:
-    """Shards in float32 that are gathered in bfloat16; gradients are added in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.transformer_blocks:
-        fully_shard(block, mp_policy=policy)
-    sharded: nn.Module = fully_shard(model, mp_policy=policy)
-    return sharded
+# Gathered in bfloat16; gradients are added in float32.
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-WAYS: dict[str, tuple[Callable[[Any], nn.Module], torch.dtype, bool]] = {  # wrap, dtype, checkpointing
-    "ddp": (ddp, torch.float32, False),
-    "ddp-bfloat16-checkpoints": (ddp_static, torch.bfloat16, True),
-    "fsdp": (fsdp, torch.float32, False),
-    "fsdp-bfloat16-checkpoints": (fsdp, torch.bfloat16, True),
-    "fsdp-mixed": (fsdp_mixed, torch.float32, False),
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a model is wrapped, the dtype of its weights, that of its calls, and whether it has checkpoints."""
+
+    wrap: Callable[[Any], nn.Module]
+    weights: torch.dtype = torch.float32
+    calls: torch.dtype = torch.float32  # bfloat16: under autocast
+    checkpoints: bool = False
+
+
+HALF = torch.bfloat16
+WAYS = {
+    "ddp": Way(DistributedDataParallel),
+    "ddp-bfloat16-checkpoints": Way(functools.partial(DistributedDataParallel, static_graph=True), HALF, HALF, True),
+    "fsdp": Way(fsdp),
+    "fsdp-bfloat16-checkpoints": Way(fsdp, HALF, HALF, True),
+    "fsdp-mixed": Way(functools.partial(fsdp, mp_policy=MIXED), calls=HALF),
 }
 
 
-def compare(ltx: ModuleType, rank: int, way: str) -> None:
-    wrap, dtype, checkpointing = WAYS[way]
+def compare(ltx: ModuleType, rank: int, way: Way, sharded: bool) -> None:
     family = FAMILIES["ltx"]
-    model = with_adapters(make(family, "cpu", dtype), family)
+    model = with_adapters(make(family, "cpu", way.weights), family)
     batches = [{**family.inputs(2), "hidden_states": randn(2, 24, 8, seed=7 + each)} for each in range(WORLD)]
     exact = gradients(copy.deepcopy(model).double(), batches, torch.float64)
-    if checkpointing:
+    if way.checkpoints:
         model.enable_gradient_checkpointing()
-    used = torch.bfloat16 if way == "fsdp-mixed" else dtype
-    stock = gradients(wrap(copy.deepcopy(model)), [batches[rank]], used)
+    stock = gradients(way.wrap(copy.deepcopy(model)), [batches[rank]], way.calls)
     report = ltx.optimize(model)
-    wrapped = wrap(model)
-    ours = gradients(wrapped, [batches[rank]], used)
+    wrapped = way.wrap(model)
+    ours = gradients(wrapped, [batches[rank]], way.calls)
     assert_as_exact(ours, stock, exact)
-    again = gradients(wrapped, [batches[rank]], used)
+    again = gradients(wrapped, [batches[rank]], way.calls)
     assert all(torch.equal(again[name], ours[name]) for name in ours)
     (site,) = [site for site in report.sites if site.name == BLOCK]
     assert site.fallbacks == {} and site.gradients == site.calls > 0
-    assert (APART in str(report)) == way.startswith("fsdp")  # its parameters do not lie side by side
+    assert (APART in str(report)) == sharded  # its parameters do not lie side by side
 
 
-def worker(rank: int, port: int, ltx_path: str) -> None:
-    from kernels import get_local_kernel
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=120))
-    ltx = get_local_kernel(Path(ltx_path), backend="cpu")
+def worker(rank: int, world: int, port: int, build: str) -> None:
+    ltx = join_ranks(rank, world, port, build)
     wrong = []
-    for way in WAYS:
+    for name, way in WAYS.items():
         try:
-            compare(ltx, rank, way)
+            compare(ltx, rank, way, name.startswith("fsdp"))
         except Exception as error:
-            wrong.append(f"{way}: {type(error).__name__}: {error}")
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
     dist.destroy_process_group()
     if wrong:
         raise AssertionError("\n".join(wrong))
@@ -119,11 +109,7 @@ def worker(rank: int, port: int, ltx_path: str) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_two_processes(ltx: ModuleType, backend: str) -> None:
-    """The mean of two processes' gradients is as near to float64's as that of stock models, wrapped alike."""
+    """Gradients are compared with those of a stock model that has the same wrapper, and with float64."""
     if backend != "cpu":
         pytest.skip("the processes load the CPU build")
-    build = Path(ltx.__file__).parent.parent
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(build)), nprocs=WORLD)
+    run_ranks(worker, WORLD, ltx)

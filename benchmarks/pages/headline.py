@@ -96,5 +96,5 @@ def known() -> str:
     for library in LIBRARIES:
         transformers = {name: module for name, module in families_of(library).items() if not name.startswith("vae_")}
         names = "; ".join(first_sentence(module).rstrip(".").partition(":")[0] for module in transformers.values())
-        paragraphs.append(textwrap.fill(f"**{titles[library]}:** {names}.", 135, break_on_hyphens=False))
+        paragraphs.append(textwrap.fill(f"**{titles[library]}:** {names}.", 139, break_on_hyphens=False))
     return text(*paragraphs)

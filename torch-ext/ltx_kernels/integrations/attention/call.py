@@ -61,6 +61,11 @@ class Call:
         call.cross = self.cross
         return call
 
+    def keys(self, key: Tensor, first: int = 0) -> Tensor:
+        """The keys as a mask that multiplies them leaves them; its rows begin at `first`."""
+        mask = self.spec.mask
+        return mask.times(key, self.mask, first) if isinstance(mask, KeyFactor) and self.mask is not None else key
+
     def seen(self, mask: Tensor | None) -> Seen:
         """What a mask lets the queries see."""
         if mask is None or isinstance(self.spec.mask, KeyFactor):

@@ -38,7 +38,7 @@ from .call import Call
 from .choice import attend, attend_read, in_one_op, parallel_config, values_ahead, without_padding
 from .description import FUSED, ROUND_ONCE, SHARED, Attention
 from .layers import AttentionLayers, settings_of, why_not_module
-from .masks import ALL_KEYS, KeyFactor, PaddingMask, SegmentMask
+from .masks import ALL_KEYS, PaddingMask, SegmentMask
 
 
 def _readers(spec: Attention, described: Attention, module: nn.Module, input: Tensor) -> Linears | None:
@@ -286,8 +286,7 @@ def _single(call: Call) -> Tensor:
     fewer = key.shape[2] != layers.heads  # ranks exchange them with a copy for each head of the query
     ahead = None if call.cross or fewer or call.spec.attends is not None else values_ahead(call, value, seen)
     query, key = _norm_and_rotate(call, 0, query, key, tables, fresh)
-    if call.mask is not None and isinstance(call.spec.mask, KeyFactor):
-        key = call.spec.mask.times(key, call.mask)
+    key = call.keys(key)
     if call.spec.attends is not None:
         output = call.spec.attends(call, query, key, value)
         _count(call, tables is not None, False)
@@ -370,8 +369,7 @@ def _joint(call: Call) -> tuple[Tensor, Tensor]:
             streams.append((*_norm_and_rotate(call, stream, q, k, _rows(tables, part), linears.packed), v))
         order = reversed(streams) if spec.text_first else streams
         query, key, value = (torch.cat(parts, 1) for parts in zip(*order))
-    if call.mask is not None and isinstance(spec.mask, KeyFactor):
-        key = spec.mask.times(key, call.mask, rows.start)
+    key = call.keys(key, rows.start)
     mask, padding = call.mask, spec.mask if isinstance(spec.mask, PaddingMask) else None
     if mask is not None and padding is not None:
         query, key, value, mask = without_padding(call, padding, query, key, value, mask)
