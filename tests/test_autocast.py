@@ -258,7 +258,7 @@ from test_language_models import every_path as every_language_path  # noqa: E402
 from test_language_models import make as make_language_model  # noqa: E402
 from test_language_models import make_encoder  # noqa: E402
 from test_vae import CASES as HALVES  # noqa: E402
-from test_vae import RUN, calls, make_vae  # noqa: E402
+from test_vae import BATCH, RUN, calls, make_vae  # noqa: E402
 
 
 @every_language_path
@@ -292,12 +292,12 @@ def test_encoders(ltx: ModuleType, device: str, prefix: str, lists: str) -> None
 @pytest.mark.parametrize("name, half", HALVES, ids=map(" ".join, HALVES))
 def test_autoencoders(ltx: ModuleType, device: str, name: str, half: str, lists: str) -> None:
     """LTX-2's runs stock where autocast squares in float32: its op rounds each step."""
-    vae = make_vae(name, device, torch.bfloat16)
-    exact = RUN[half](copy.deepcopy(vae).float())
+    vae, batch = make_vae(name, device, torch.bfloat16), BATCH[half]
+    exact = RUN[half](copy.deepcopy(vae).float(), batch=batch)
     with autocast(device, torch.bfloat16, lists):
-        stock = RUN[half](vae)
+        stock = RUN[half](vae, batch=batch)
         report = ltx.optimize(vae)
-        ours = RUN[half](vae)
+        ours = RUN[half](vae, batch=batch)
     assert ours.dtype == stock.dtype
     error = distance((ours,), (exact,)) / distance((stock,), (exact,))
     if lists == "cuda" and name.startswith("ltx2"):

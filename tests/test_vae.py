@@ -142,6 +142,8 @@ def encode(vae: Any, frames: int = 3, batch: int = 1, size: tuple[int, int] = (2
 
 
 RUN = {"decoder": decode, "encoder": encode}
+# Where errors are compared: a latent holds few numbers, and with one video the ratio of two errors is a matter of chance.
+BATCH = {"decoder": 1, "encoder": 4}
 
 
 def expected_calls(name: str, frames: int = 3) -> int:
@@ -159,10 +161,10 @@ def test_float32(ltx, device, name, half):
     assert result.stride() == stock.stride()
 
 
-def in_fp64(vae: Any, name: str, half: str) -> Tensor | None:
+def in_fp64(vae: Any, name: str, half: str, batch: int = 1) -> Tensor | None:
     """What the stock modules give in fp64; None where they add noise, which differs from dtype to dtype."""
     noisy = name == "ltx 0.9.1" and half == "decoder"
-    return None if noisy else RUN[half](copy.deepcopy(vae).double())
+    return None if noisy else RUN[half](copy.deepcopy(vae).double(), batch=batch)
 
 
 @pytest.mark.parametrize("tf32", [False, True])
@@ -206,10 +208,10 @@ def test_bfloat16_bits(ltx, device, name, half, exact_convolutions):
 @pytest.mark.parametrize(("name", "half"), CASES)
 def test_bfloat16_error(ltx, device, name, half):
     """Not further from the modules in fp64 than the stock modules in bfloat16 are."""
-    vae = make_vae(name, device, torch.bfloat16)
-    stock, truth = RUN[half](vae), in_fp64(vae, name, half)
+    vae, batch = make_vae(name, device, torch.bfloat16), BATCH[half]
+    stock, truth = RUN[half](vae, batch=batch), in_fp64(vae, name, half, batch)
     ltx.optimize(vae, strict=True)
-    result = RUN[half](vae)
+    result = RUN[half](vae, batch=batch)
     if truth is None:
         assert error(result, stock.double()) < 0.02
     else:
