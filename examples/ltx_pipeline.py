@@ -129,6 +129,13 @@ def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
     )
 
 
+def scheduler_shift(tokens: int) -> float:
+    """The logarithm by which LTXPipeline shifts the noise levels of a clip of so many tokens."""
+    config = make_scheduler().config
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    return config.base_shift + slope * (tokens - config.base_image_seq_len)
+
+
 def random_pipeline(model: str, device: torch.device, seed: int) -> LTXPipeline:
     """LTX-Video from its configuration, with random weights.
 

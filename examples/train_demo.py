@@ -51,7 +51,7 @@ import numpy as np
 import torch
 import transformers
 from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
-from ltx_pipeline import make_scheduler, quiet, word_tokenizer, write_gif
+from ltx_pipeline import make_scheduler, quiet, scheduler_shift, word_tokenizer, write_gif
 from PIL import Image, ImageDraw, ImageFont
 from scenes import PROMPTS, WORDS, draw, random_scenes, recognise
 from torch import Tensor, nn
@@ -279,13 +279,6 @@ def train_transformer(
         )[0]
         training.step(nn.functional.mse_loss(predicted, noise - clean))
     return training.finish()
-
-
-def scheduler_shift(tokens: int) -> float:
-    """The logarithm by which LTXPipeline shifts the noise levels of a clip of so many tokens."""
-    config = make_scheduler().config
-    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-    return config.base_shift + slope * (tokens - config.base_image_seq_len)
 
 
 @torch.no_grad()

@@ -280,6 +280,7 @@ PROGRAMS = [
     "kernels_demo",
     "serve_ray",
     "train_demo",
+    "train_lora",
 ]
 
 
