@@ -16,6 +16,7 @@ from helpers.attention import has_kernel  # noqa: E402
 from helpers.language_models import (  # noqa: E402
     LAYERS,
     OTHER_ATTENTION,
+    QWEN3_5,
     distance,
     make_ids,
     make_model,
@@ -31,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": None},
     "Qwen2": {},
     "Qwen3": {},
+    "Qwen3_5": {**QWEN3_5, "layer_types": ["full_attention"] * LAYERS},
     "Phi3": {},
     "Olmo2": {},
     "Gemma3": {"sliding_window": 4096, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},

@@ -21,6 +21,7 @@ from helpers.engine_paths import block_descriptions, few_with_every_part, of_eac
 from helpers.language_models import (  # noqa: E402
     FALCONS,
     LAYERS,
+    QWEN3_5,
     distance,
     forget_kernelized,
     gradients,
@@ -62,7 +63,6 @@ def layers(prefix: str, norms: int, mlp: str = "") -> dict[str, int]:
 
 # With tied embeddings, a random model repeats its last token.
 GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
-
 CASES = {
     "llama": Case("Llama", layers("Llama", 5), 14),
     "llama-biases": Case("Llama", layers("Llama", 5), 14, {"mlp_bias": True, "attention_bias": True}),
@@ -86,6 +86,20 @@ CASES = {
         {**layers("Qwen3Moe", 9), "Qwen3MoeMLP": 1},
         11,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": Case("Qwen3_5", {**layers("Qwen3_5", 7), "Qwen3_5Attention": 1, "Qwen3_5RMSNormGated": 1}, 13, QWEN3_5),
+    "qwen3.5-moe": Case(
+        "Qwen3_5Moe",
+        {**layers("Qwen3_5Moe", 7), "Qwen3_5MoeAttention": 1, "Qwen3_5MoeRMSNormGated": 1},
+        7,
+        {
+            **QWEN3_5,
+            "layer_types": QWEN3_5["layer_types"][::-1],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
     ),
     "gemma2": Case("Gemma2", layers("Gemma2", 9), 14, GEMMA),
     "gemma3": Case("Gemma3", layers("Gemma3", 13), 14, GEMMA),

@@ -140,12 +140,12 @@ def test_short_inputs(ltx: ModuleType, device: str, length: int) -> None:
 @pytest.mark.host
 def test_other_norms_are_named(ltx: ModuleType, device: str) -> None:
     """What nobody has looked at, or what computes something else, stays as it is, whatever its class is called."""
-    name = "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated"
+    name = "transformers.models.kimi_linear.modeling_kimi_linear.KimiLinearRMSNormGated"
     gated = nn.Sequential(class_named(name)(WIDTH)).to(device)
     with pytest.warns(UserWarning, match="nothing was replaced"):
         report = ltx.optimize(gated)
-    assert report.left_alone["0"] == f"{name}: it has a gate" in str(report) and report.sites == []
-    with pytest.raises(RuntimeError, match=r"0: .*Qwen3NextRMSNormGated: it has a gate"):
+    assert report.left_alone["0"] == f"{name}: its gate is a sigmoid" in str(report) and report.sites == []
+    with pytest.raises(RuntimeError, match=r"0: .*KimiLinearRMSNormGated: its gate is a sigmoid"):
         ltx.optimize(gated, strict=True)
 
     class OwnNorm(LlamaRMSNorm):
@@ -472,10 +472,50 @@ def test_zero_centred_norm(ltx: ModuleType, device: str, dtype: torch.dtype) -> 
     assert (norm(x) != stock).double().mean() < 0.01 or dtype == torch.float32
 
 
-GATED = [("qwen3_next", "Qwen3NextRMSNormGated"), ("kimi_linear", "KimiLinearRMSNormGated")]
+GATED_BY_SILU = [
+    ("qwen3_next", "Qwen3NextRMSNormGated"),
+    ("qwen3_5", "Qwen3_5RMSNormGated"),
+    ("qwen3_5_moe", "Qwen3_5MoeRMSNormGated"),
+]
+GATED = [*GATED_BY_SILU[:2], ("kimi_linear", "KimiLinearRMSNormGated")]
 
 
-@pytest.mark.parametrize("model, cls", GATED, ids=["silu", "sigmoid"])
+@pytest.mark.parametrize("model, cls", GATED_BY_SILU)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_gated_norm_by_optimize(ltx: ModuleType, device: str, dtype: torch.dtype, model: str, cls: str) -> None:
+    """In "eager" the class's bits, but for the order of sums."""
+    norm = norm_module(model, cls, dtype, device)
+    x, gate = torch.randn(2, 3, 7, WIDTH).to(device, dtype)
+    stock, wide = norm(x, gate), x.double()
+    truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.3) * norm.weight.double()
+    truth = truth * torch.nn.functional.silu(gate.double())
+    for rounding in ("fp32", "eager"):
+        with ltx.optimize(norm, rounding=rounding, strict=True) as report:
+            ours = norm(x, gate)
+            assert report.sites[0].calls == 1 and report.fallbacks == {}
+            assert distance(ours, truth) <= (1.0 if rounding == "fp32" else 1.01) * max(distance(stock, truth), 1e-7)
+            if rounding == "eager" and dtype != torch.float32:
+                assert (ours != stock).double().mean() < 0.01
+
+
+@pytest.mark.host
+def test_gated_norms_that_run_stock(ltx: ModuleType, device: str) -> None:
+    norm = norm_module("qwen3_5", "Qwen3_5RMSNormGated", torch.bfloat16, device)
+    x, gate = torch.randn(2, 3, 7, WIDTH).to(device, torch.bfloat16)
+    cases = {"dtype torch.float32": (x, gate.float()), "its gate has another shape than its input": (x, gate[:1])}
+    for reason, inputs in cases.items():
+        stock = norm(*inputs)
+        with ltx.optimize(norm) as report:
+            assert torch.equal(norm(*inputs), stock)
+            assert reason in str(report.fallbacks)
+    norm.activation = "gelu"
+    stock = norm(x, gate)
+    with ltx.optimize(norm) as report:
+        assert torch.equal(norm(x, gate), stock)
+        assert "its activation is not SiLU" in str(report.fallbacks)
+
+
+@pytest.mark.parametrize("model, cls", GATED)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_gated_norm(ltx: ModuleType, device: str, dtype: torch.dtype, model: str, cls: str) -> None:
     norm = norm_module(model, cls, dtype, device)

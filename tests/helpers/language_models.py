@@ -16,6 +16,21 @@ from torch import Tensor, nn
 
 LAYERS, WIDTH = 2, 64
 
+# An attention with a gate in one layer, and linear attention in the other.
+QWEN3_5: dict[str, Any] = {
+    "layer_types": ["full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+
 
 def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "Llama", **config: Any) -> Any:
     torch.manual_seed(0)
@@ -25,8 +40,8 @@ def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "L
     if family == "Qwen2_5_VL":
         model = qwen2_5_vl({**sizes, **heads, **tokens}, {**tokens, **config})
     else:
-        # Gemma 3's plain configuration belongs to the model that also takes images.
-        config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+        # The plain configuration of some families belongs to the model that also takes images.
+        config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
         model = getattr(transformers, f"{family}ForCausalLM")(config_class(**{**sizes, **heads, **tokens, **config}))
     return random_(model).to(device=device, dtype=dtype).eval().requires_grad_(False)
 

@@ -14,6 +14,7 @@ from typing import Any, Callable, cast
 
 from torch import Tensor, nn
 
+from ...glu import gate_heads
 from ...rope import apply_rotary_qk, qk_norm_rope
 from ..blocks.gated_mlp import Projections, arguments_by_name
 from ..engine.guards import (
@@ -46,6 +47,7 @@ class CausalAttention(Projections):
     projections: Names of the layers for query, key and value; one name where a layer holds all three.
     norms: Names of the norms of query and key; empty where there are none.
     across_heads: A norm's mean is taken over all heads of a token.
+    gated: The layer for the query makes a gate behind each head, whose sigmoid the head's output is multiplied by.
     half_tables: The model's tables hold each angle once. Otherwise their width is that of the columns that turn.
     casts: The stock rotation casts its result to the input's dtype, so that the tables may have another one.
     options: What the stock forward gives to the attention function beside scale, dropout and its own keywords, from
@@ -63,6 +65,7 @@ class CausalAttention(Projections):
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     norms: tuple[str, ...] = ()
     across_heads: bool = False
+    gated: bool = False
     half_tables: bool = False
     casts: bool = False
     options: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = lambda module, arguments: {}
@@ -88,7 +91,7 @@ class CausalAttention(Projections):
         return Entry(
             self.classes,
             forward,
-            ("qk_norm_rope" if self.norms else "apply_rotary_qk",),
+            ("qk_norm_rope" if self.norms else "apply_rotary_qk", *(("gate_heads",) if self.gated else ())),
             self.parameters,
             frozenset((*self.projections, *self.norms, "o_proj")),
             packs=self.packs,
@@ -149,7 +152,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
         reason = layers.reason or _why_not_counts(spec, module)
     if reason:
         return stock_forward(module, reason, **{**arguments, "hidden_states": as_tensor(input)})
-    query, key, value = _heads(layers, module, input)
+    query, key, value, gate = _heads(layers, module, input)
     assert rope is not None
     cache = arguments.get("past_key_values")
     # What the layers made is new, unless something else than this package called them.
@@ -171,6 +174,10 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     if any(map(_may_be_written, others.values())):
         refuse("the attention function may write to a list or a dict")
     output, weights = as_one(functools.partial(_attend, spec), module, query, key, value, empty, others)
+    if gate is not None:
+        layers.site.count_call("gate_heads")
+        # Each head is a row of its own, since the gates of a token do not lie side by side.
+        output = gate_heads(output.unsqueeze(-2), gate, rounding=layers.site.rounding)
     return layers.output(output.flatten(2))[0], weights
 
 
@@ -262,8 +269,8 @@ def _why_not_counts(spec: CausalAttention, module: Any) -> str:
     return "" if fits else f"its {name} makes no {counts} heads"
 
 
-def _heads(layers: CausalLayers, module: Any, input: Input) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, [B, S, heads, D]: views of one new tensor where one product makes them."""
+def _heads(layers: CausalLayers, module: Any, input: Input) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key, value and gate, [B, S, heads, D]: views of one new tensor where one product makes them."""
     outputs = layers.projections(input)
     width = module.head_dim
     if len(outputs) == 1:
@@ -272,7 +279,9 @@ def _heads(layers: CausalLayers, module: Any, input: Input) -> tuple[Tensor, Ten
         layers.site.count("unpacked")
     # `Tensor.unflatten` and `Tensor.split` are Python functions, which take the host longer.
     query, key, value = (output.view(*output.shape[:-1], -1, width) for output in outputs)
-    return query, key, value
+    if not layers.spec.gated:
+        return query, key, value, None
+    return query[..., ::2, :], key, value, query[..., 1::2, :]
 
 
 def _norm_and_rotate(

@@ -37,6 +37,23 @@ def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
     return layer._modules[name](branch) if drops(layer, name) else branch
 
 
+def through_mlp(layer: Any, h: Stream, mlp: GatedMLP | None) -> Tensor:
+    """What a layer returns: its stream after the norm and the MLP behind the attention.
+
+    mlp: The description of the MLP; None where it has none.
+    """
+    norm, ff = children(layer, "post_attention_layernorm", "mlp")
+    rows = h.norm(norm, into=None if mlp is None else "mlp")
+    own = h.own()
+    if own is not None and mlp is not None and mlp.adds(ff) and not drops(layer, "resid_mlp_dropout"):
+        added: Tensor = ff(rows, addend=own)
+        return added
+    output = ff(rows)
+    # Mixtures of experts may return their scores as well.
+    h.add(dropped(layer, "resid_mlp_dropout", output[0] if isinstance(output, tuple) else output))
+    return h.value()
+
+
 def pre_norm_layer(
     classes: tuple[str, ...], attention: CausalAttention, mlp: GatedMLP | None, casts: bool = False
 ) -> Block:
@@ -55,10 +72,10 @@ def pre_norm_layer(
         position_embeddings: Tables | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        norm1, attn, norm2, ff = children(self, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+        norm, attn = children(self, "input_layernorm", "self_attn")
         h = Stream(self, hidden_states)
         attended = attn(
-            hidden_states=h.norm(norm1, into="self_attn"),
+            hidden_states=h.norm(norm, into="self_attn"),
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -67,14 +84,7 @@ def pre_norm_layer(
             **kwargs,
         )
         h.add(dropped(self, "resid_attn_dropout", attended[0]))
-        rows = h.norm(norm2, into=None if mlp is None else "mlp")
-        own = h.own()
-        if own is not None and mlp is not None and mlp.adds(ff) and not drops(self, "resid_mlp_dropout"):
-            return ff(rows, addend=own)
-        output = ff(rows)
-        # Mixtures of experts may return their scores as well.
-        h.add(dropped(self, "resid_mlp_dropout", output[0] if isinstance(output, tuple) else output))
-        return h.value()
+        return through_mlp(self, h, mlp)
 
     return Block(
         classes,

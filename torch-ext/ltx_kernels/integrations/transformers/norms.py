@@ -10,7 +10,9 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from ..engine.guards import class_of, name_of, why_not_input, why_not_norm_weight
+from ...glu import swiglu
+from ...norm import rmsnorm
+from ..engine.guards import class_of, name_of, why_not_input, why_not_norm_weight, why_not_tensor
 from ..engine.norm_forms import LANGUAGE_FORMS, NORMS, OFFSET_NORMS, form_of
 from ..engine.norm_forms import transformers_class as _class
 from ..engine.sites import Entry, site_of, stock_forward
@@ -36,20 +38,42 @@ def offset_rms_norm_forward(self: nn.Module, x: Tensor) -> Tensor:
     return rms_norm_forward(self, x)
 
 
+def gated_rms_norm_forward(self: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    site = site_of(self)
+    reason = (
+        why_not_input(hidden_states, site.rounding)
+        or why_not_tensor("gate", gate, hidden_states)
+        or why_not_norm_weight(self, hidden_states)  # type: ignore[arg-type]
+        or ("" if gate.shape == hidden_states.shape else "its gate has another shape than its input")
+        or ("" if self.activation == "silu" else "its activation is not SiLU")
+    )
+    if reason:
+        return stock_forward(self, reason, hidden_states, gate)
+    site.count_call()
+    weight, eps = self._parameters["weight"], self.__dict__["variance_epsilon"]
+    # In either rounding the class activates the gate and multiplies by it in float32.
+    return swiglu(gate, rmsnorm(hidden_states, weight, eps, rounding=site.rounding))
+
+
+GATED_NORMS = (
+    _class("qwen3_next", "Qwen3NextRMSNormGated"),
+    _class("qwen3_5", "Qwen3_5RMSNormGated"),
+    _class("qwen3_5_moe", "Qwen3_5MoeRMSNormGated"),
+)
+
 ENTRIES = (
     Entry(NORMS, rms_norm_forward, ("rmsnorm",), ("hidden_states",), level="norms"),
     Entry(OFFSET_NORMS, offset_rms_norm_forward, ("rmsnorm",), ("x",), level="norms"),
+    Entry(GATED_NORMS, gated_rms_norm_forward, ("rmsnorm", "swiglu"), ("hidden_states", "gate"), level="norms"),
 )
 
 _SCALES = "it may have no weight, and takes the root of the inverse"
-_GATED = "it has a gate"
 
 # What these do otherwise than the classes above.
 DIFFERENT: Mapping[str, str] = {
     _class("gemma3n", "Gemma3nRMSNorm"): _SCALES,
     _class("gemma4", "Gemma4RMSNorm"): _SCALES,
-    _class("qwen3_next", "Qwen3NextRMSNormGated"): _GATED,
-    _class("qwen3_5", "Qwen3_5RMSNormGated"): _GATED,
+    _class("kimi_linear", "KimiLinearRMSNormGated"): "its gate is a sigmoid",
 }
 
 
