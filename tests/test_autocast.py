@@ -257,8 +257,8 @@ from helpers.language_models import make_ids  # noqa: E402
 from test_language_models import every_path as every_language_path  # noqa: E402
 from test_language_models import make as make_language_model  # noqa: E402
 from test_language_models import make_encoder  # noqa: E402
-from test_vae import CASES as HALVES  # noqa: E402
 from test_vae import BATCH, RUN, calls, make_vae  # noqa: E402
+from test_vae import CASES as HALVES  # noqa: E402
 
 
 @every_language_path

@@ -1,6 +1,7 @@
 """optimize(..., graphs=True): which calls are replayed, which run ordinarily, and that the results are the same.
 
-Without a GPU, a function that runs again on the captured inputs stands in for the graph.
+Without a GPU, a function that runs again on the captured inputs stands in for the graph. graphs="auto" is in
+test_graphs_that_pay.py.
 """
 
 from __future__ import annotations
@@ -268,7 +269,9 @@ def test_graphs_are_captured_again(ltx: ModuleType, graphs: ModuleType, device: 
         for _ in range(3):
             found = model(**inputs)[0]
         (captured,) = state(graphs, model).captured.values()
-        assert captured is not None and state(graphs, model).pool is captured.pool
+        assert captured is not None
+        (pool,) = state(graphs, model).plan.pools.values()
+        assert pool.handle is captured.pool and captured in pool.graphs
     ltx.restore(model)
     assert (found - model(**inputs)[0]).norm() < 1e-5 * found.norm()
 
@@ -330,7 +333,9 @@ def test_off_by_default_and_checked(ltx: ModuleType, graphs: ModuleType, device:
     for _ in range(3):
         model(**make_inputs(device))
     assert state(graphs, model) is None and "graphs" not in str(report)
-    with pytest.raises(TypeError, match="graphs: expected True or False, got 'yes'"):
+    with pytest.raises(TypeError, match='graphs: expected True, False or "auto", got 1'):
+        ltx.optimize(model, graphs=1)
+    with pytest.raises(ValueError, match="graphs: expected True, False or \"auto\", got 'yes'"):
         ltx.optimize(model, graphs="yes")
 
 

@@ -142,7 +142,7 @@ def encode(vae: Any, frames: int = 3, batch: int = 1, size: tuple[int, int] = (2
 
 
 RUN = {"decoder": decode, "encoder": encode}
-# Where errors are compared: a latent holds few numbers, and with one video the ratio of two errors is a matter of chance.
+# Where errors are compared. A latent holds few numbers: with one video the ratio of two errors is a matter of chance.
 BATCH = {"decoder": 1, "encoder": 4}
 
 

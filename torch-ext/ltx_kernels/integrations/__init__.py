@@ -58,7 +58,7 @@ def optimize(
     memory: str | None = None,
     stock_weights: str = "cpu",
     weights: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
-    graphs: bool = False,
+    graphs: bool | str = False,
     strict: bool = False,
 ) -> Report:
     """Puts the package's ops into a model or a pipeline, in place.
@@ -118,7 +118,8 @@ def optimize(
             ones launch all kernels at once. Worth it where the host is the limit: short clips, few tokens, fp8. A call
             that a graph cannot hold (gradients, hooks, offload, LoRA layers, torch.compile, another stream) runs
             ordinarily, and the report counts it. A module keeps 8 signatures. Each holds the memory of a call's
-            intermediate results.
+            intermediate results. "auto": of denoisers and text encoders alone, a signature once the GPU has waited for
+            the host as long as a capture takes, where memory is free; a graph that gains nothing is dropped again.
         strict: Raise, and change nothing, where something of a known class or a norm of transformers has to be left
             alone, or nothing is known.
 
@@ -135,7 +136,7 @@ def optimize(
     _check_memory(memory)
     low = memory == "low"
     precision = "fp8" if low and precision == "native" else precision
-    _check_options(level, precision, rounding, skip, stock_weights, weights, {"graphs": graphs, "strict": strict})
+    _check_options(level, precision, rounding, skip, stock_weights, weights, graphs, strict)
     if choice("attention", ATTENTION_PRECISION, attention) and (level != "block" or rounding != "fp32"):
         raise ValueError(f'attention: "int8" goes with level "block" and rounding "fp32", got {level} and {rounding}')
     replaceable = _roots(obj, components, lambda name, part: _is_default(name, part) or name in TEXT_ENCODERS)
@@ -158,7 +159,7 @@ def optimize(
             context.check(root)
         codes = "" if files else codes_without_scales(selection)
         if graphs:
-            select_graphs(selection, roots)
+            select_graphs(selection, roots, graphs == "auto")
         if stock_weights == fp8.BESIDE and any(map(is_offloaded, models.values())):
             stock_weights = fp8.HELD
         title = (
@@ -309,7 +310,8 @@ def _check_options(
     skip: Sequence[str] | None,
     stock_weights: str,
     weights: Any,
-    switches: Mapping[str, bool],
+    graphs: bool | str,
+    strict: bool,
 ) -> None:
     if level not in LEVELS:
         raise ValueError(f'level: expected "norms" or "block", got {level!r}')
@@ -318,9 +320,11 @@ def _check_options(
     choice("rounding", ROUNDING, rounding)
     if stock_weights not in fp8.STOCK_WEIGHTS:
         raise ValueError(f'stock_weights: expected "beside", "cpu" or "free", got {stock_weights!r}')
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected True or False, got {value!r}")
+    if not isinstance(graphs, bool) and graphs != "auto":
+        error = ValueError if isinstance(graphs, str) else TypeError
+        raise error(f'graphs: expected True, False or "auto", got {graphs!r}')
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: expected True or False, got {strict!r}")
     if skip is not None:
         _check_names("skip", "patterns", skip)
     if precision == "fp8":
@@ -369,7 +373,7 @@ def _is_default(name: str, component: nn.Module) -> bool:
 
 
 def _is_default_with_graphs(name: str, component: nn.Module) -> bool:
-    """The same with `graphs`, which every text encoder gains from."""
+    """The same with `graphs`, which every text encoder may gain from."""
     return name in TEXT_ENCODERS or _is_default(name, component)
 
 

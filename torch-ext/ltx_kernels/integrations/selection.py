@@ -22,7 +22,7 @@ from .linear.lora import base_of
 from .linear.scaled_weights import holds_codes
 from .linear.weight_only import WEIGHT_ONLY
 from .registry import entry_for
-from .replay.cuda_graphs import with_graphs
+from .replay.cuda_graphs import Plan, with_graphs
 
 # What a pipeline's call spends its time in, by the names of its components.
 DENOISERS = ("transformer", "transformer_2", "transformer_ref", "unconditional_transformer", "unet", "controlnet")
@@ -108,15 +108,21 @@ def codes_without_scales(selection: Selection) -> str:
     return ""
 
 
-def select_graphs(selection: Selection, roots: Mapping[str, nn.Module]) -> None:
-    """Has calls of whole components replayed; of an autoencoder, whose own calls are several, its decoder's."""
+def select_graphs(selection: Selection, roots: Mapping[str, nn.Module], auto: bool) -> None:
+    """Has calls of whole components replayed; of an autoencoder, whose own calls are several, its decoder's.
+
+    auto: Where it pays. An autoencoder is left out: it holds the most memory and does not wait for the host.
+    """
+    plan = Plan(auto)
     for component, root in roots.items():
         alone = {
             n: m for n, (m, entry) in selection.modules.items() if entry.alone and any(m is p for p in root.modules())
         }
+        if alone and auto:
+            continue
         for name, module in (alone or {component: root}).items():
             _, entry = selection.modules.get(name, (module, None))
-            selection.modules[name] = module, with_graphs(module, entry)
+            selection.modules[name] = module, with_graphs(module, entry, plan)
 
 
 def _groups(selection: Selection, native: Container[str] = ()) -> Iterator[tuple[Entry, Entry, dict[str, Any]]]:

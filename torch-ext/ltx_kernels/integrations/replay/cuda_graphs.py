@@ -1,8 +1,9 @@
-"""CUDA graphs of whole modules: ``optimize(..., graphs=True)``.
+"""CUDA graphs of whole modules: ``optimize(..., graphs=True)`` and ``graphs="auto"``.
 
 A step of a diffusion transformer is several hundred launches, and on a slow host the GPU waits for them. A CUDA graph
 launches them all at once. The first call of an input signature runs ordinarily, the second is captured, and later calls
-copy their inputs in, replay, and return copies of the results.
+copy their inputs in, replay, and return copies of the results. With "auto" a signature is captured when that pays
+(rent_or_buy.py).
 
 A signature is the shapes, dtypes and strides of all tensors and the values of all other arguments. Graphs read the
 parameters where they lay at the capture: where the module or a parameter has changed, all graphs are dropped.
@@ -16,9 +17,11 @@ import inspect
 import sys
 import threading
 import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
 import torch
@@ -29,6 +32,7 @@ from ..engine.guards import class_of, has_changing_hooks, has_hooks, hooked, is_
 from ..engine.signature import signature
 from ..engine.sites import Entry, site_of
 from ..engine.state import HELD, Held, Snapshot, held
+from .rent_or_buy import NO_GAIN, RentOrBuy
 
 DEVICE = "cuda"
 LIMIT = 8  # graphs of a module: the one that was used least recently goes first
@@ -86,28 +90,55 @@ def _end_capturing() -> None:
         torch.zeros(1, device=DEVICE)
 
 
+@dataclass
+class Pool:
+    """Memory that graphs share, and the graphs that hold it."""
+
+    handle: Any
+    graphs: weakref.WeakSet[Captured] = field(default_factory=weakref.WeakSet)
+
+
+class Plan:
+    """What all modules of one `optimize` share.
+
+    Their graphs take their memory from one pool for each stream. One graph may write over what another one has left
+    there, because the lock lets one call after the other copy its inputs, launch and copy its results.
+    """
+
+    def __init__(self, auto: bool = False) -> None:
+        self.auto = auto
+        self.lock = threading.Lock()
+        self.pools: dict[Any, Pool] = {}  # by stream
+
+    def capture(self, stream: Any, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Captured:
+        pool = self.pools.pop(stream, None)  # torch regards the pool of a failed capture as in use
+        if pool is not None and not pool.graphs:
+            pool = None  # torch does not reuse a pool that no graph holds
+        captured = Captured(function, leaves, spec, pool and pool.handle)
+        pool = self.pools[stream] = pool or Pool(captured.pool)
+        pool.graphs.add(captured)
+        return captured
+
+
 class Graphs:
     """The graphs of one module, by signature."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan | None = None) -> None:
+        self.plan = plan or Plan()
+        self.rule = RentOrBuy() if self.plan.auto else None
         self.captured: OrderedDict[Any, Captured | None] = OrderedDict()
-        self.refused: dict[Any, str] = {}  # signatures whose capture failed, and why
+        self.refused: dict[Any, str] = {}  # signatures that are not captured again, and why
         self.ordinary: Counter[str] = Counter()  # calls that were not replayed, by reason
         self.replayed = 0
         self.state: Snapshot | None = None  # of the module that the graphs are of
-        self.pool: Any = None
         self.stream: Any = None
-        self.lock = threading.Lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        return Graphs()
 
     def run(self, module: nn.Module, function: Function, *args: Any, **kwargs: Any) -> Any:
         """What ``function(*args, **kwargs)`` returns; the module holds the parameters that it reads."""
         if torch.compiler.is_compiling() or is_capturing():
             return function(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        with self.lock:  # one call's inputs, launch and results at a time
+        with self.plan.lock:  # one call's inputs, launch and results at a time
             reason = _why_not_call(leaves) or self._why_not_module(module)
             if not reason:
                 try:
@@ -115,35 +146,67 @@ class Graphs:
                     hash(key)
                 except (TypeError, RuntimeError):
                     reason = "an argument that cannot be compared"
-            replay = None if reason else self._graph(key, function, leaves, spec)
-            if replay is not None:
-                self.replayed += 1
-                return replay(leaves)
-            self.ordinary[reason or self.refused.get(key, FIRST)] += 1
-        return function(*args, **kwargs)
+            if not reason:
+                reason = self._why_not_signature(key, function, leaves, spec)
+                if not reason:
+                    replay = self.captured[key]
+                    assert replay is not None
+                    self.replayed += 1
+                    with self._timed(key, True):
+                        return replay(leaves)
+                timed = self._timed(key, False)
+            else:
+                timed = nullcontext()
+            self.ordinary[reason] += 1
+        with timed:
+            return function(*args, **kwargs)
 
-    def _graph(self, key: Any, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Captured | None:
-        """The graph of a signature; None at its first call, and where its capture failed."""
+    def _timed(self, key: Any, replayed: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.rule is None else self.rule.call(key, replayed)
+
+    def _why_not_signature(self, key: Any, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
+        """Why a signature has no graph, once it is captured where that is due; empty where it has one."""
+        for poor in [] if self.rule is None else self.rule.read():
+            if self.captured.pop(poor, None) is not None:
+                self.refused[poor] = NO_GAIN
         if key in self.refused:
-            return None
-        if key not in self.captured:
-            self.captured[key] = None
-            while len(self.captured) > LIMIT:
-                self.captured.popitem(last=False)
-            return None
+            return self.refused[key]
+        if self.captured.get(key) is not None:
+            self.captured.move_to_end(key)
+            return ""
+        if self.rule is not None:
+            reason = self.rule.why_not(key)
+        else:
+            reason = "" if key in self.captured else FIRST
+            self._keep(key, None)
+        return reason or self._capture(key, function, leaves, spec)
+
+    def _keep(self, key: Any, captured: Captured | None) -> None:
+        self.captured[key] = captured
         self.captured.move_to_end(key)
-        captured = self.captured[key]
-        if captured is None:
-            try:
-                captured = self.captured[key] = Captured(function, leaves, spec, self.pool)
-            except RuntimeError as error:
-                del self.captured[key]
-                self.pool = None  # torch regards the pool of a failed capture as in use
-                first = error.__context__ or error  # the capture's end fails, too, and says only that
-                self.refused[key] = f"its capture failed: {str(first).splitlines()[0]}"
-                return None
-            self.pool = captured.pool
-        return captured
+        while len(self.captured) > LIMIT:
+            self._drop([next(iter(self.captured))])
+
+    def _drop(self, keys: Sequence[Any]) -> None:
+        held = [key for key in keys if self.captured.pop(key, None) is not None]
+        if self.rule is not None:
+            self.rule.dropped(held)
+
+    def _capture(self, key: Any, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
+        """Captures a signature; returns why it cannot stay, empty where it can."""
+        try:
+            captured = self.plan.capture(self.stream, function, leaves, spec)
+        except RuntimeError as error:
+            self.captured.pop(key, None)
+            first = error.__context__ or error  # the capture's end fails, too, and says only that
+            reason = f"its capture failed: {str(first).splitlines()[0]}"
+        else:
+            reason = "" if self.rule is None else self.rule.bought(captured.seconds, captured.bytes)
+            if not reason:
+                self._keep(key, captured)
+        if reason:
+            self.refused[key] = reason
+        return reason
 
     def _why_not_module(self, module: nn.Module) -> str:
         """Why the module's state keeps its calls from being captured."""
@@ -153,9 +216,8 @@ class Graphs:
         if stream != self.stream:
             return "another stream than that of the first call"
         if self.state is None or not self.state.holds(module):
-            self.captured.clear()
+            self._drop(list(self.captured))
             self.refused.clear()
-            self.pool = None  # torch does not reuse a pool that no graph holds
             obstacle = _obstacle(module)
             self.state = None if obstacle else Snapshot(module)
             return obstacle
@@ -166,7 +228,8 @@ class Graphs:
         held = [captured for captured in self.captured.values() if captured is not None]
         size = sum(captured.bytes for captured in held) / 2**20
         slowest = f" captured in {max(one.seconds for one in held):.2f} s or less;" if held else ""
-        lines = [f"graphs of {name}: {len(held)}, {size:.0f} MiB;{slowest} {self.replayed} calls replayed"]
+        auto = "" if self.rule is None else " where they pay"
+        lines = [f"graphs of {name}{auto}: {len(held)}, {size:.0f} MiB;{slowest} {self.replayed} calls replayed"]
         return lines + [f"not replayed, {count} x: {reason}" for reason, count in self.ordinary.items()]
 
 
@@ -176,14 +239,14 @@ def graphs_of(module: nn.Module) -> Graphs | None:
     return graphs
 
 
-def with_graphs(module: nn.Module, entry: Entry | None) -> Entry:
+def with_graphs(module: nn.Module, entry: Entry | None, plan: Plan) -> Entry:
     """The entry of a module whose calls are replayed: what it was replaced by, or else its stock forward."""
     compute = None if entry is None else entry.forward
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         place = held(module)
         if place.graphs is None:
-            place.graphs = Graphs()
+            place.graphs = Graphs(plan)
         graphs: Graphs = place.graphs
         function = compute
         if function is None:
