@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a LoRA of LTX-Video through fused blocks, with accelerate and peft.
 
-    python examples/train_lora.py                 # a tiny random model on drawn clips: a minute on a CPU
+    python examples/train_lora.py                 # a tiny random model on drawn clips
     python examples/train_lora.py --model Lightricks/LTX-Video --data videos --num-frames 49 --height 512 --width 768
 
 `--data` is a folder of videos with captions beside them: kite.mp4 and kite.txt. Each clip is encoded once. A step mixes
@@ -30,28 +30,29 @@ from command_line import ExampleError, at_least, directory, finite, frames, load
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", default="tiny", help="tiny, random, a folder or a Hub id (default: tiny)")
-    add("--data", type=Path, metavar="DIR", help="videos with captions (default: clips that scenes.py draws)")
-    add("--clips", type=at_least(1), default=8, help="how many to draw without --data (default: 8)")
-    add("--num-frames", type=frames, default=25, metavar="N", help="a multiple of 8, plus 1 (default: 25)")
-    add("--height", type=pixels, default=128, help="a multiple of 32 (default: 128)")
-    add("--width", type=pixels, default=192, help="a multiple of 32 (default: 192)")
-    add("--output", type=directory, default=Path("lora"), metavar="DIR", help="(default: lora)")
-    add("--steps", type=at_least(1), default=100, help="of the optimizer (default: 100)")
-    add("--batch-size", type=at_least(1), default=1, help="clips in a forward (default: 1)")
-    add("--gradient-accumulation", type=at_least(1), default=1, metavar="N", help="forwards in a step (default: 1)")
-    add("--checkpointing", action="store_true", help="compute blocks again in the backward, for less memory")
-    add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="(default: bf16)")
-    add("--rank", type=at_least(1), default=16, help="of the adapters (default: 16)")
-    add("--learning-rate", type=finite, default=1e-4, help="(default: 1e-4)")
-    add("--warmup-steps", type=at_least(0), default=10, help="(default: 10)")
-    add("--first-frame", type=finite, default=0.1, help="in how many samples it is clean, 0 to 1 (default: 0.1)")
-    add("--checkpoint-every", type=at_least(1), default=50, metavar="N", help="steps (default: 50)")
-    add("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    add("--stock", action="store_true", help="train without this package's ops")
-    add("--seed", type=seed, default=0)
-    add("--cpu", action="store_true", help="train on the CPU, though there is a GPU")
+    parser.add_argument("--model", default="tiny", help="tiny, random, a folder or a Hub id (default: tiny)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="videos with captions (default: drawn clips)")
+    parser.add_argument("--clips", type=at_least(1), default=8, help="how many to draw without --data (default: 8)")
+    parser.add_argument("--num-frames", type=frames, default=25, help="a multiple of 8, plus 1 (default: 25)")
+    parser.add_argument("--height", type=pixels, default=128, help="a multiple of 32 (default: 128)")
+    parser.add_argument("--width", type=pixels, default=192, help="a multiple of 32 (default: 192)")
+    parser.add_argument("--output", type=directory, default=Path("lora"), metavar="DIR", help="(default: lora)")
+    parser.add_argument("--steps", type=at_least(1), default=100, help="of the optimizer (default: 100)")
+    parser.add_argument("--batch-size", type=at_least(1), default=1, help="clips in a forward (default: 1)")
+    parser.add_argument("--gradient-accumulation", type=at_least(1), default=1, help="forwards in a step (default: 1)")
+    parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward")
+    parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="bf16", help="(default: bf16)")
+    parser.add_argument("--rank", type=at_least(1), default=16, help="of the adapters (default: 16)")
+    parser.add_argument("--learning-rate", type=finite, default=1e-4, help="(default: 0.0001)")
+    parser.add_argument("--warmup-steps", type=at_least(0), default=10, help="(default: 10)")
+    parser.add_argument(
+        "--first-frame", type=finite, default=0.1, help="part of samples with a clean one (default: 0.1)"
+    )
+    parser.add_argument("--checkpoint-every", type=at_least(1), default=50, help="steps (default: 50)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    parser.add_argument("--stock", action="store_true", help="train without this package's ops")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU, though there is a GPU")
     return parser
 
 
@@ -268,7 +269,7 @@ def plot(losses: list[float], path: Path) -> None:
 
     matplotlib.use("Agg")
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    window = max(1, len(losses) // 20)
+    window = max(1, len(losses) // 10)
     recent = [losses[max(0, end - window) : end] for end in range(1, len(losses) + 1)]
     axes.plot(range(1, len(losses) + 1), losses, ".-", color="0.75", linewidth=1, label="loss of a step")
     axes.plot(range(1, len(losses) + 1), [sum(of) / len(of) for of in recent], label=f"mean of {window}")

@@ -20,9 +20,9 @@ for package in ("accelerate", "diffusers", "imageio", "peft", "rich", "transform
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import train_lora  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from command_line import ExampleError  # noqa: E402
+from command_line import TRAINED, ExampleError  # noqa: E402
 from diffusers import LTXPipeline  # noqa: E402
+from helpers.trainers import forget_accelerator  # noqa: E402
 from ltx_pipeline import load_pipeline  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -40,19 +40,14 @@ FILE = "pytorch_lora_weights.safetensors"
 def one_accelerator() -> Iterator[None]:
     """accelerate keeps its settings for all of the process."""
     yield
-    forget()
-
-
-def forget() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerator()
 
 
 class Run:
     """One run of main: its losses, adapters and last lines."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], device: str, folder: Path, *options: str):
-        forget()
+        forget_accelerator()
         capsys.readouterr()
         cpu = ["--cpu"] if device == "cpu" else []
         assert train_lora.main([*SMALL, *cpu, "--output", str(folder), *options]) == 0
@@ -69,6 +64,14 @@ class Run:
 def blocks(steps: int, again: str = "") -> str:
     calls = steps * BLOCKS
     return f"{BLOCKS} x diffusers.LTXVideoTransformerBlock: {calls} calls with gradients{again}, stock calls: none"
+
+
+def assert_same(run: Run, other: Run, device: str) -> None:
+    """To the bit on a CPU. On a GPU the backward of torch's attention adds in another order each time."""
+    assert run.losses == pytest.approx(other.losses, rel=0 if device == "cpu" else 1e-3)
+    assert run.adapters.keys() == other.adapters.keys()
+    for name, adapter in run.adapters.items():
+        assert device != "cpu" or torch.equal(adapter, other.adapters[name]), name
 
 
 def test_losses_as_stock_and_a_resumed_run(ltx: ModuleType, device: str, tmp_path: Path, capsys: Any) -> None:
@@ -89,8 +92,7 @@ def test_losses_as_stock_and_a_resumed_run(ltx: ModuleType, device: str, tmp_pat
     shutil.rmtree(tmp_path / "resumed" / "checkpoint-000004")
     resumed = Run(capsys, device, tmp_path / "resumed", *precision, "--steps", str(STEPS), "--resume")
     assert resumed.fused == blocks(STEPS - EVERY)
-    assert resumed.losses == whole.losses
-    assert all(torch.equal(adapter, whole.adapters[name]) for name, adapter in resumed.adapters.items())
+    assert_same(resumed, whole, device)
     assert any(adapter.any() for name, adapter in resumed.adapters.items() if "lora_B" in name)  # it has learned
 
 
@@ -100,8 +102,7 @@ def test_bf16_checkpointing_and_accumulation(ltx: ModuleType, device: str, tmp_p
     assert plain.fused == blocks(4) and len(plain.losses) == 2
     again = Run(capsys, device, tmp_path / "again", *options, "--checkpointing")
     assert again.fused == blocks(4, f", {4 * BLOCKS} computed again by checkpoints")
-    assert again.losses == plain.losses
-    assert all(torch.equal(adapter, plain.adapters[name]) for name, adapter in again.adapters.items())
+    assert_same(again, plain, device)
     stock = Run(capsys, device, tmp_path / "stock", *options, "--stock")
     assert plain.losses == pytest.approx(stock.losses, rel=1e-2)
     assert all(adapter.dtype == torch.float32 for adapter in plain.adapters.values())
@@ -148,6 +149,15 @@ def test_a_folder_of_videos(ltx: ModuleType, device: str, videos: Path, tmp_path
         size = {"num_frames": 9, "height": 64, "width": 64, "num_inference_steps": 2, "output_type": "latent"}
         clips.append(pipe("a kite", **size, generator=generator).frames)
     assert clips[0].isfinite().all() and not torch.equal(*clips)
+
+
+def test_a_model_that_is_loaded(ltx: ModuleType, device: str, tmp_path: Path, capsys: Any) -> None:
+    """From a folder, as from the Hub. It was trained on such clips: its loss is low where latents, noise levels, places
+    and texts are what it knows. One that says nothing has a loss of 2."""
+    size = ["--num-frames", "25", "--height", "128", "--width", "192", "--clips", "1"]
+    run = Run(capsys, device, tmp_path, "--model", str(TRAINED), *size, "--steps", "1")
+    assert run.fused == "4 x diffusers.LTXVideoTransformerBlock: 4 calls with gradients, stock calls: none"
+    assert 0 < run.losses[0] < 0.5
 
 
 @pytest.mark.host
