@@ -139,6 +139,7 @@ engine-versions: test-engines  ## test-engines, then write what stays stock ther
 test-diffusers: build  ## build, then diffusers' own tests of all known models, stock and optimized, compared
 	[ -d "$(DIFFUSERS_SOURCE)" ] || git clone -q --depth 1 --branch v$(DIFFUSERS_VERSION) \
 	  https://github.com/huggingface/diffusers "$(DIFFUSERS_SOURCE)"
+	DIFFUSERS="$(abspath $(DIFFUSERS_SOURCE))" $(RUN) -m pytest tests/project/test_diffusers_trainers.py $(PYTEST_ARGS)
 	$(RUN) tests/diffusers_tests.py --diffusers "$(DIFFUSERS_SOURCE)" $(DIFFUSERS_ARGS)
 
 fuzz: build  ## build, then run N random calls (50000) and write what they measured to benchmarks/results/
