@@ -14,6 +14,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 from helpers.attention import has_kernel  # noqa: E402
 from helpers.language_models import (  # noqa: E402
+    GEMMA4,
     LAYERS,
     OTHER_ATTENTION,
     QWEN3_5,
@@ -36,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {},
     "Olmo2": {},
     "Gemma3": {"sliding_window": 4096, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
+    "Gemma4": {**GEMMA4, "sliding_window": 4096},
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -20,6 +20,7 @@ from helpers.build import load_build  # noqa: E402
 from helpers.engine_paths import block_descriptions, few_with_every_part, of_each_path, one_of_each_path  # noqa: E402
 from helpers.language_models import (  # noqa: E402
     FALCONS,
+    GEMMA4,
     LAYERS,
     QWEN3_5,
     distance,
@@ -59,6 +60,11 @@ class Case:
 def layers(prefix: str, norms: int, mlp: str = "") -> dict[str, int]:
     each = {f"{prefix}DecoderLayer": LAYERS, f"{prefix}Attention": LAYERS, mlp or f"{prefix}MLP": LAYERS}
     return {**each, f"{prefix}RMSNorm": norms}
+
+
+def of_gemma4(norms: int) -> dict[str, int]:
+    each = {"Gemma4TextDecoderLayer": LAYERS, "Gemma4TextAttention": LAYERS, "Gemma4TextMLP": LAYERS}
+    return {**each, "Gemma4RMSNorm": norms}
 
 
 # With tied embeddings, a random model repeats its last token.
@@ -103,6 +109,33 @@ CASES = {
     ),
     "gemma2": Case("Gemma2", layers("Gemma2", 9), 14, GEMMA),
     "gemma3": Case("Gemma3", layers("Gemma3", 13), 14, GEMMA),
+    "gemma4": Case("Gemma4", of_gemma4(18), 14, GEMMA4),
+    "gemma4-shared": Case(
+        "Gemma4",
+        of_gemma4(16),
+        12,
+        {
+            **GEMMA4,
+            "layer_types": ["full_attention"] * LAYERS,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-moe": Case(
+        "Gemma4",
+        of_gemma4(23),
+        13,
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "olmo2": Case("Olmo2", layers("Olmo2", 9), 14),
     "gpt-oss": Case(
         "GptOss",
@@ -161,6 +194,23 @@ def test_alpha_and_limit_of_experts(ltx: ModuleType, device: str) -> None:
         assert distance(*logits[-2:]) > 10 * CLOSE
     ltx.optimize(model, strict=True)
     assert distance(model(ids).logits, logits[-1]) < CLOSE
+
+
+def test_keys_of_earlier_layers(ltx: ModuleType, device: str) -> None:
+    """Gemma 4 as it is released: two kinds of layers, the last of each reading keys of the one before; scales."""
+    config = {**GEMMA4, "layer_types": 2 * GEMMA4["layer_types"], "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    model, ids = make_model(device, torch.float32, "Gemma4", **config), make_ids(device)
+    for number, layer in enumerate(model.model.layers, 1):
+        layer.layer_scalar.fill_(1 - 0.1 * number)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    stock, tokens = model(ids).logits, model.generate(ids, **options)
+    report = ltx.optimize(model, strict=True)
+    assert distance(model(ids).logits, stock) < CLOSE
+    assert torch.equal(model.generate(ids, **options), tokens)
+    assert report.replaced["transformers.Gemma4TextAttention"] == 4 and report.fallbacks == {}
+    assert "recorded calls: 4 of 4 transformers.Gemma4TextDecoderLayer" in str(report)
 
 
 @every_case

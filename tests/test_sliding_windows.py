@@ -12,6 +12,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 from helpers.language_models import (  # noqa: E402
+    GEMMA4,
     LAYERS,
     OTHER_ATTENTION,
     distance,
@@ -29,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": WINDOW},
     "Qwen3": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
     "Gemma3": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
+    "Gemma4": {**GEMMA4, "sliding_window": WINDOW},
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 from helpers.language_models import (  # noqa: E402
     FALCONS,
+    GEMMA4,
     LAYERS,
     OTHER_ATTENTION,
     QWEN3_5,
@@ -43,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Olmo2": {},
     "Gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16},
     "Gemma3": {"sliding_window": 6, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
+    "Gemma4": GEMMA4,
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -30,6 +30,15 @@ QWEN3_5: dict[str, Any] = {
         "mrope_section": [2, 1, 1],
     },
 }
+# Layers with an input of their own; the second has wider heads.
+GEMMA4: dict[str, Any] = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 99,
+    "tie_word_embeddings": False,
+}
 
 
 def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "Llama", **config: Any) -> Any:

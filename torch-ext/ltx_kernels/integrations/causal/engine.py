@@ -15,7 +15,7 @@ from typing import Any, Callable, cast
 from torch import Tensor, nn
 
 from ...glu import gate_heads
-from ...rope import apply_rotary_qk, qk_norm_rope
+from ...rope import apply_rotary, apply_rotary_qk, qk_norm_rope
 from ..blocks.gated_mlp import Projections, arguments_by_name
 from ..engine.guards import (
     ATTRIBUTE,
@@ -45,11 +45,14 @@ class CausalAttention(Projections):
     classes: Names of the classes, with their modules.
     parameters: Those of the stock forward, without self.
     projections: Names of the layers for query, key and value; one name where a layer holds all three.
-    norms: Names of the norms of query and key; empty where there are none.
+    norms: Names of the norms of query, key and, where it has one, value; empty where there are none. A module with
+        three norms may lack the layer for the value, which the layer for the key then makes as well.
     across_heads: A norm's mean is taken over all heads of a token.
     gated: The layer for the query makes a gate behind each head, whose sigmoid the head's output is multiplied by.
     half_tables: The model's tables hold each angle once. Otherwise their width is that of the columns that turn.
     casts: The stock rotation casts its result to the input's dtype, so that the tables may have another one.
+    shares: Name of an argument, a dictionary of keys and values by ``layer_type``; empty where there is none. Modules
+        with ``store_full_length_kv`` leave theirs in it, and those with ``is_kv_shared_layer`` make none and read it.
     options: What the stock forward gives to the attention function beside scale, dropout and its own keywords, from
         the module and the arguments of its forward.
     """
@@ -68,11 +71,21 @@ class CausalAttention(Projections):
     gated: bool = False
     half_tables: bool = False
     casts: bool = False
+    shares: str = ""
     options: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = lambda module, arguments: {}
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
         """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
-        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.o_proj",)]
+        return [tuple(f"{prefix}.{name}" for name in self.present(module)), (f"{prefix}.o_proj",)]
+
+    def present(self, module: nn.Module) -> tuple[str, ...]:
+        """Those of `projections` that a module has."""
+        return tuple(name for name in self.projections if module._modules.get(name) is not None)
+
+    def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
+        """Groups of linear layers whose weights should lie side by side."""
+        present = self.present(module)
+        return (present,) if len(present) > 1 else ()
 
     def readers(self, module: nn.Module, input: Tensor) -> Linears | None:
         """As `Entry.readers`."""
@@ -88,12 +101,15 @@ class CausalAttention(Projections):
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _attention(self, module, arguments_by_name(self.parameters, args, kwargs))
 
+        lacking = frozenset((*self.projections[1:], *self.norms[1:]) if self.shares else ())
+        shared = ("rmsnorm", "apply_rotary") if self.shares else ()
         return Entry(
             self.classes,
             forward,
-            ("qk_norm_rope" if self.norms else "apply_rotary_qk", *(("gate_heads",) if self.gated else ())),
+            ("qk_norm_rope" if self.norms else "apply_rotary_qk", *(("gate_heads",) if self.gated else ()), *shared),
             self.parameters,
-            frozenset((*self.projections, *self.norms, "o_proj")),
+            frozenset((*self.projections, *self.norms, "o_proj")) - lacking,
+            lacking,
             packs=self.packs,
             release=lambda module: unpack(module, self.packs(module)),
             readers=CausalAttention.readers,
@@ -108,11 +124,11 @@ class CausalLayers:
     def __init__(self, module: nn.Module, spec: CausalAttention, input: Tensor) -> None:
         modules = module._modules
         self.spec, self.site = spec, site_of(module)
-        self.norms = [cast(nn.Module, modules[name]) for name in spec.norms]
+        self.norms = [cast(nn.Module, modules[name]) for name in spec.norms if modules.get(name) is not None]
         self.reason = _why_not_norms(spec, self.norms, input)
         site = self.site
         pack = site.rounding == "fp32"
-        self.projections = Linears([cast(nn.Linear, modules[name]) for name in spec.projections], input, site, pack)
+        self.projections = Linears([cast(nn.Linear, modules[name]) for name in spec.present(module)], input, site, pack)
         self.output = Linears((cast(nn.Linear, modules["o_proj"]),), input, site)
 
 
@@ -152,8 +168,19 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
         reason = layers.reason or _why_not_counts(spec, module)
     if reason:
         return stock_forward(module, reason, **{**arguments, "hidden_states": as_tensor(input)})
-    query, key, value, gate = _heads(layers, module, input)
     assert rope is not None
+    others = {name: value for name, value in arguments.items() if name not in _READ}
+    if any(map(_may_be_written, others.values())):
+        refuse("the attention function may write to a list or a dict")
+    attend = functools.partial(as_one, functools.partial(_attend, spec), module)
+    if spec.shares and module.is_kv_shared_layer:
+        output, weights = attend(_query(layers, module, input, rope), None, None, None, others)
+        return layers.output(output.flatten(2))[0], weights
+    query, key, value, gate = _heads(layers, module, input)
+    for norm in layers.norms[2:]:  # before the key turns, which may be the value as well
+        form = form_of(norm)
+        assert form is not None
+        value = form.rms(norm, value, layers.site.rounding)
     cache = arguments.get("past_key_values")
     # What the layers made is new, unless something else than this package called them.
     fresh = layers.projections.packed or layers.projections.plain or layers.projections.scaled
@@ -170,10 +197,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     contiguous = empty is not None or one_token
     value = as_one(heads_first, value) if contiguous else value.transpose(1, 2)
-    others = {name: value for name, value in arguments.items() if name not in _READ}
-    if any(map(_may_be_written, others.values())):
-        refuse("the attention function may write to a list or a dict")
-    output, weights = as_one(functools.partial(_attend, spec), module, query, key, value, empty, others)
+    output, weights = attend(query, key, value, empty, others)
     if gate is not None:
         layers.site.count_call("gate_heads")
         # Each head is a row of its own, since the gates of a token do not lie side by side.
@@ -194,22 +218,26 @@ def _attend(
     spec: CausalAttention,
     module: Any,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     empty: Any,
     arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Updates the cache and attends: (output [B, S, heads, D], what the model's function says of the weights).
 
-    query, key, value: [B, heads, S, D].
+    query, key, value: [B, heads, S, D]; no key and value where an earlier layer has left them in `arguments`.
     empty: The layer of the cache that takes keys and values as they are, or None.
     arguments: Of the stock forward, without those that query, key and value were made of.
     """
     cache = arguments.get("past_key_values")
-    if empty is not None:
+    if key is None or value is None:
+        key, value = (heads.to(query.device) for heads in arguments[spec.shares][module.layer_type])
+    elif empty is not None:
         key, value = fill(empty, key, value)
     elif cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
+    if spec.shares and module.store_full_length_kv:
+        arguments[spec.shares][module.layer_type] = key, value
     home: Any = sys.modules[type(module).__module__]  # where the stock forward looks the functions up
     function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, home.eager_attention_forward
@@ -230,6 +258,12 @@ def _attend(
     return attended
 
 
+def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The stream [B, S, H] that a decoder layer is called with."""
+    input: Tensor = args[0] if args else kwargs["hidden_states"]
+    return input
+
+
 def _token_form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
     """What a recorded call of a decoder layer depends on of its cache; None where it is not one token of each sample.
 
@@ -238,8 +272,7 @@ def _token_form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> H
     cache, attention = kwargs.get("past_key_values"), block._modules["self_attn"]
     if cache is None:
         return False
-    hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
-    samples, tokens, _ = hidden_states.shape
+    samples, tokens, _ = input_of(args, kwargs).shape
     if tokens > 1 or ATTRIBUTE not in attention.__dict__ or not is_filled(cache, attention.layer_idx):
         return None
     return samples > 1 and is_large(cache, attention.layer_idx)
@@ -278,10 +311,22 @@ def _heads(layers: CausalLayers, module: Any, input: Input) -> tuple[Tensor, Ten
     elif not layers.projections.packed and layers.site.rounding == "fp32":
         layers.site.count("unpacked")
     # `Tensor.unflatten` and `Tensor.split` are Python functions, which take the host longer.
-    query, key, value = (output.view(*output.shape[:-1], -1, width) for output in outputs)
+    query, key, *values = (output.view(*output.shape[:-1], -1, width) for output in outputs)
+    value = values[0] if values else key
     if not layers.spec.gated:
         return query, key, value, None
     return query[..., ::2, :], key, value, query[..., 1::2, :]
+
+
+def _query(layers: CausalLayers, module: Any, input: Input, rope: Tables) -> Tensor:
+    """The query [B, heads, S, D] of a module that makes nothing else."""
+    (output,), (norm,), site = layers.projections(input), layers.norms, layers.site
+    form = form_of(norm)
+    assert form is not None
+    site.count_call("rmsnorm", "apply_rotary")
+    query = form.rms(norm, output.view(*output.shape[:-1], -1, module.head_dim), site.rounding)
+    query = apply_rotary(query, *rope, layout="half", rotary_dim=rope[0].shape[-1], rounding=site.rounding)
+    return query.transpose(1, 2)
 
 
 def _norm_and_rotate(
@@ -292,7 +337,7 @@ def _norm_and_rotate(
     if not spec.norms:
         site.count_call("apply_rotary_qk")
         return apply_rotary_qk(query, key, *rope, **rotation, rounding=site.rounding, out=out)
-    query_norm, key_norm = layers.norms
+    query_norm, key_norm, *_ = layers.norms
     form = form_of(query_norm)
     assert form is not None
     site.count_call("qk_norm_rope")

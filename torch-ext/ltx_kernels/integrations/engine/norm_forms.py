@@ -75,6 +75,8 @@ LANGUAGE_FORMS: Mapping[str, Form] = {
         transformers_class(model, name): _ONCE
         for model, name in (("gpt_oss", "GptOssRMSNorm"), ("olmo2", "Olmo2RMSNorm"), ("olmo3", "Olmo3RMSNorm"))
     },
+    transformers_class("gemma3n", "Gemma3nRMSNorm"): Form(),
+    transformers_class("gemma4", "Gemma4RMSNorm"): Form(),
     **{
         transformers_class(model, name): _FROM_ONE
         for model, name in (

@@ -67,12 +67,8 @@ ENTRIES = (
     Entry(GATED_NORMS, gated_rms_norm_forward, ("rmsnorm", "swiglu"), ("hidden_states", "gate"), level="norms"),
 )
 
-_SCALES = "it may have no weight, and takes the root of the inverse"
-
 # What these do otherwise than the classes above.
 DIFFERENT: Mapping[str, str] = {
-    _class("gemma3n", "Gemma3nRMSNorm"): _SCALES,
-    _class("gemma4", "Gemma4RMSNorm"): _SCALES,
     _class("kimi_linear", "KimiLinearRMSNormGated"): "its gate is a sigmoid",
 }
 

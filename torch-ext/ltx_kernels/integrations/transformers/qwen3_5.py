@@ -14,7 +14,7 @@ from torch import Tensor
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
-from ..causal.engine import LIVE, CausalAttention
+from ..causal.engine import LIVE, CausalAttention, input_of
 from ..engine.guards import children
 from ..engine.norm_forms import OFFSET_NORMS
 from ..engine.norm_forms import transformers_class as _class
@@ -36,8 +36,7 @@ def _form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashabl
     """As `LIVE` has it. Nothing but the module of linear attention reads its cache, and a replay calls that again."""
     if LINEAR not in block._modules:
         return LIVE.signature(block, args, kwargs)
-    hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
-    return False if hidden_states.shape[1] == 1 else None
+    return False if input_of(args, kwargs).shape[1] == 1 else None
 
 
 def _attend_linearly(module: Any, rows: Tensor, cache: Any, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
