@@ -45,7 +45,8 @@ def gated_rms_norm_forward(self: nn.Module, hidden_states: Tensor, gate: Tensor)
         or why_not_tensor("gate", gate, hidden_states)
         or why_not_norm_weight(self, hidden_states)  # type: ignore[arg-type]
         or ("" if gate.shape == hidden_states.shape else "its gate has another shape than its input")
-        or ("" if self.activation == "silu" else "its activation is not SiLU")
+        # Earlier releases of transformers have no other activation, and no such attribute.
+        or ("" if getattr(self, "activation", "silu") == "silu" else "its activation is not SiLU")
     )
     if reason:
         return stock_forward(self, reason, hidden_states, gate)
