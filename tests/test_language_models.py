@@ -521,6 +521,7 @@ def test_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
     assert distance(model(ids, attention_mask=mask).logits[:, 4:], masked) < CLOSE
     assert torch.equal(model.generate(ids, **options), tokens)
     assert report.replaced["transformers.FalconAttention"] == LAYERS and report.fallbacks == {}
+    assert report.replaced["transformers.FalconDecoderLayer"] == LAYERS and all(site.calls for site in report.sites)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert distance(compiled(ids, use_cache=False).logits, stock) < CLOSE
     for dtype in HALF:
@@ -533,6 +534,57 @@ def test_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
         assert distance(half(ids).logits, wide) <= 1.2 * distance(theirs, wide)
     report.restore()
     assert distance(model(ids).logits, stock) < CLOSE
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("config", FALCONS.values(), ids=FALCONS)
+def test_parts_of_falcon(ltx: ModuleType, device: str, config: dict[str, Any]) -> None:
+    """A parameter that changes, a number of a norm and a hook on any submodule do what they do in the stock model."""
+    models, ids = [make_falcon(device, **config) for _ in range(2)], make_ids(device)
+    model, stock_model = models
+    ltx.optimize(model, strict=True)
+    plain = model(ids).logits
+
+    def compared() -> float:
+        stock = stock_model(ids).logits
+        assert distance(model(ids).logits, stock) < 3 * CLOSE
+        return distance(plain, stock)
+
+    for name, _ in model.transformer.h[0].named_parameters():
+        pair = [m.transformer.h[0].get_parameter(name) for m in models]
+        kept = pair[0].clone()
+        for parameter in pair:
+            parameter.mul_(0.5).add_(0.1)
+        assert compared() > 1e-4, name
+        for parameter in pair:
+            parameter.copy_(kept)
+    for name, module in model.transformer.h[0].named_modules():
+        pair = [m.transformer.h[0].get_submodule(name) for m in models]
+        if isinstance(module, nn.LayerNorm):
+            for norm in pair:
+                norm.eps = 0.3
+            assert compared() > 1e-3, name
+            for norm in pair:
+                norm.eps = model.config.layer_norm_epsilon
+        if not isinstance(module, nn.Dropout):
+            handles = [part.register_forward_hook(scaled) for part in pair]
+            assert compared() > 1e-4, name
+            for handle in handles:
+                handle.remove()
+
+
+@pytest.mark.host
+def test_falcon_in_training(ltx: ModuleType, device: str) -> None:
+    """With a dropout the layers run stock."""
+    model, ids = make_falcon(device, hidden_dropout=0.5), make_ids(device)
+    report = ltx.optimize(model)
+    model.train()
+    torch.manual_seed(3)
+    ours = model(ids).logits
+    assert report.fallbacks["transformers.FalconDecoderLayer"] == {"a dropout is active": LAYERS}
+    report.restore()
+    torch.manual_seed(3)
+    assert distance(ours, model(ids).logits) < CLOSE
 
 
 @pytest.mark.parametrize("config", FALCONS.values(), ids=FALCONS)

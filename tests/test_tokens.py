@@ -21,13 +21,13 @@ from helpers.language_models import (  # noqa: E402
     OTHER_ATTENTION,
     QWEN3_5,
     WIDTH,
+    decoder_layers,
     distance,
     make_falcon,
     make_ids,
     make_model,
     other_attention,
     plain_flash,
-    text_model,
 )
 from transformers.cache_utils import DynamicCache, StaticCache  # noqa: E402
 
@@ -46,10 +46,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {"sliding_window": 6, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
     "Gemma4": GEMMA4,
 }
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", [*FAMILIES, *(f"Falcon {name}" for name in FALCONS)])
 
 
 def make(family: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
+    if family.startswith("Falcon"):
+        return make_falcon(device, dtype, **FALCONS[family.removeprefix("Falcon ")])
     return make_model(device, dtype, family, **FAMILIES[family])
 
 
@@ -76,7 +78,7 @@ def tokens(model: Any, ids: Tensor, cache: Any = None, mask: Tensor | None = Non
 def recordings(ltx: ModuleType, model: Any) -> list[Any]:
     """What the layers hold of their calls, of each signature: a recorded call, or the reason why there is none."""
     replay = sys.modules[f"{ltx.__name__}.integrations.replay.calls"]
-    held = [replay.held(layer).replays for layer in text_model(model).layers]
+    held = [replay.held(layer).replays for layer in decoder_layers(model)]
     return [call for replays in held if replays is not None for call in replays.calls.values()]
 
 

@@ -58,6 +58,7 @@ def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "L
 FALCONS = {
     "7b": {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
     "40b": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "11b": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     "every head": {"multi_query": False, "new_decoder_architecture": False, "parallel_attn": False, "bias": True},
 }
 
@@ -91,6 +92,10 @@ def qwen2_5_vl(text: dict[str, Any], config: dict[str, Any]) -> Any:
 def text_model(model: Any) -> Any:
     """The part of a causal language model that holds the decoder layers."""
     return getattr(model.model, "language_model", model.model)
+
+
+def decoder_layers(model: Any) -> Any:
+    return model.transformer.h if isinstance(model, transformers.FalconForCausalLM) else text_model(model).layers
 
 
 def rotary_functions() -> list[nn.Module]:
