@@ -16,6 +16,7 @@ from helpers.attention import has_kernel  # noqa: E402
 from helpers.language_models import (  # noqa: E402
     GEMMA4,
     LAYERS,
+    LLAMA4,
     OTHER_ATTENTION,
     QWEN3_5,
     distance,
@@ -30,6 +31,7 @@ LEAST = 8
 REMARK = "causal attention of a prompt in this package's kernel"
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
+    "Llama4": {**LLAMA4, "attention_chunk_size": 4096},
     "Mistral": {"sliding_window": None},
     "Qwen2": {},
     "Qwen3": {},

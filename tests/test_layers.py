@@ -196,7 +196,8 @@ def class_named(name: str) -> Any:
 def test_forms_hold(ltx: ModuleType, device: str) -> None:
     """Every class that is known as a norm computes what is known of it, and rounds where that says."""
     forms = ltx.integrations.transformers.norms.LANGUAGE_FORMS
-    classes = {name: cls for name in forms if (cls := class_named(name)) is not None}
+    without_weight = "transformers.models.llama4.modeling_llama4.Llama4TextL2Norm"
+    classes = {name: cls for name in forms if name != without_weight and (cls := class_named(name)) is not None}
     assert len(classes) > 15
     for name, cls in classes.items():
         norm = cls(WIDTH, eps=1e-3).to(device, torch.bfloat16)

@@ -18,6 +18,7 @@ from helpers.language_models import (  # noqa: E402
     FALCONS,
     GEMMA4,
     LAYERS,
+    LLAMA4,
     OTHER_ATTENTION,
     QWEN3_5,
     WIDTH,
@@ -36,6 +37,7 @@ CLOSE = 1e-5 if torch.cuda.is_available() else 3e-6
 TOKENS = 6
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
+    "Llama4": LLAMA4,
     "Mistral": {"sliding_window": 6},
     "Qwen2_5_VL": {},
     "Qwen3": {},

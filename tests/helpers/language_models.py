@@ -39,6 +39,15 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": 99,
     "tie_word_embeddings": False,
 }
+# A layer that rotates, normalises query and key and sees chunks, and one that scales the query by its position.
+LLAMA4: dict[str, Any] = {
+    "no_rope_layers": [1, 0],
+    "moe_layers": [],
+    "intermediate_size_mlp": 96,
+    "attention_chunk_size": 6,
+    "floor_scale": 3,
+    "attn_scale": 0.3,
+}
 
 
 def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "Llama", **config: Any) -> Any:

@@ -53,6 +53,10 @@ class CausalAttention(Projections):
     casts: The stock rotation casts its result to the input's dtype, so that the tables may have another one.
     shares: Name of an argument, a dictionary of keys and values by ``layer_type``; empty where there is none. Modules
         with ``store_full_length_kv`` leave theirs in it, and those with ``is_kv_shared_layer`` make none and read it.
+    turn: What the stock forward does with query and key [B, S, heads, D] where that is no rotation by tables (cos, sin)
+        behind the norms: (module, query, key, rotary argument, cache) to new tensors or the same.
+    turns_by: The public functions that ``turn`` may call.
+    optional_children: Names of further submodules that some modules have; ``turn`` calls them.
     options: What the stock forward gives to the attention function beside scale, dropout and its own keywords, from
         the module and the arguments of its forward.
     """
@@ -72,6 +76,9 @@ class CausalAttention(Projections):
     half_tables: bool = False
     casts: bool = False
     shares: str = ""
+    turn: Callable[[Any, Tensor, Tensor, Any, Any], tuple[Tensor, Tensor]] | None = None
+    turns_by: tuple[str, ...] = ()
+    optional_children: tuple[str, ...] = ()
     options: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = lambda module, arguments: {}
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
@@ -102,14 +109,15 @@ class CausalAttention(Projections):
             return _attention(self, module, arguments_by_name(self.parameters, args, kwargs))
 
         lacking = frozenset((*self.projections[1:], *self.norms[1:]) if self.shares else ())
+        turns_by = self.turns_by or ("qk_norm_rope" if self.norms else "apply_rotary_qk",)
         shared = ("rmsnorm", "apply_rotary") if self.shares else ()
         return Entry(
             self.classes,
             forward,
-            ("qk_norm_rope" if self.norms else "apply_rotary_qk", *(("gate_heads",) if self.gated else ()), *shared),
+            (*turns_by, *(("gate_heads",) if self.gated else ()), *shared),
             self.parameters,
             frozenset((*self.projections, *self.norms, "o_proj")) - lacking,
-            lacking,
+            lacking.union(self.optional_children),
             packs=self.packs,
             release=lambda module: unpack(module, self.packs(module)),
             readers=CausalAttention.readers,
@@ -147,6 +155,8 @@ def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor)
 def _why_not_tables(spec: CausalAttention, rope: Tables | None, input: Tensor) -> str:
     if rope is None:
         return "no rotary tables"
+    if spec.turn is not None:
+        return ""
     for name, table in zip(("cos", "sin"), rope):
         reason = why_not_tensor(name, table, input, spec.casts)
         if reason:
@@ -192,10 +202,15 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
         one_token = query.shape[1] == 1 < query.shape[0] and is_large(cache, module.layer_idx)
         # A cached view of a packed product would keep the query as well.
         new_key = one_token or empty is not None
-        out = _heads_first_like(query) if one_token else query, _heads_first_like(key) if new_key else key
-    query, key = _norm_and_rotate(layers, query, key, rope, out)
-    query, key = query.transpose(1, 2), key.transpose(1, 2)
+        if spec.turn is None:
+            out = _heads_first_like(query) if one_token else query, _heads_first_like(key) if new_key else key
     contiguous = empty is not None or one_token
+    if spec.turn is None:
+        query, key = _norm_and_rotate(layers, query, key, rope, out)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+    else:
+        query, key = spec.turn(module, query, key, rope, cache)
+        query, key = query.transpose(1, 2), as_one(heads_first, key) if contiguous else key.transpose(1, 2)
     value = as_one(heads_first, value) if contiguous else value.transpose(1, 2)
     output, weights = attend(query, key, value, empty, others)
     if gate is not None:

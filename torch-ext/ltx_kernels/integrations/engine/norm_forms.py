@@ -52,6 +52,10 @@ def transformers_class(model: str, name: str) -> str:
     return f"transformers.models.{model}.modeling_{model}.{name}"
 
 
+LLAMA4_NORM = transformers_class("llama4", "Llama4TextRMSNorm")
+LLAMA4_L2_NORM = transformers_class("llama4", "Llama4TextL2Norm")
+LLAMA4_NORMS = (LLAMA4_NORM, LLAMA4_L2_NORM)
+
 _TWICE = Form(eps="variance_epsilon", twice=True)
 _ONCE = Form(eps="variance_epsilon")
 _FROM_ONE = Form(offset=1.0)
@@ -75,6 +79,8 @@ LANGUAGE_FORMS: Mapping[str, Form] = {
         transformers_class(model, name): _ONCE
         for model, name in (("gpt_oss", "GptOssRMSNorm"), ("olmo2", "Olmo2RMSNorm"), ("olmo3", "Olmo3RMSNorm"))
     },
+    LLAMA4_NORM: Form(twice=True),
+    LLAMA4_L2_NORM: Form(),
     transformers_class("gemma3n", "Gemma3nRMSNorm"): Form(),
     transformers_class("gemma4", "Gemma4RMSNorm"): Form(),
     **{
@@ -93,7 +99,7 @@ LANGUAGE_FORMS: Mapping[str, Form] = {
 }
 
 OFFSET_NORMS = tuple(name for name, form in LANGUAGE_FORMS.items() if form.offset)
-NORMS = tuple(name for name in LANGUAGE_FORMS if name not in OFFSET_NORMS)
+NORMS = tuple(name for name in LANGUAGE_FORMS if name not in (*OFFSET_NORMS, *LLAMA4_NORMS))
 
 # torch.nn.Identity counts as a norm that a block's constructor may leave out.
 FORMS: Mapping[str, Form] = {

@@ -37,20 +37,22 @@ def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
     return layer._modules[name](branch) if drops(layer, name) else branch
 
 
-def through_mlp(layer: Any, h: Stream, mlp: GatedMLP | None) -> Tensor:
+def through_mlp(layer: Any, h: Stream, mlp: GatedMLP | None, name: str = "mlp") -> Tensor:
     """What a layer returns: its stream after the norm and the MLP behind the attention.
 
     mlp: The description of the MLP; None where it has none.
+    name: The name of the MLP.
     """
-    norm, ff = children(layer, "post_attention_layernorm", "mlp")
-    rows = h.norm(norm, into=None if mlp is None else "mlp")
+    norm, ff = children(layer, "post_attention_layernorm", name)
+    rows = h.norm(norm, into=None if mlp is None else name)
     own = h.own()
     if own is not None and mlp is not None and mlp.adds(ff) and not drops(layer, "resid_mlp_dropout"):
         added: Tensor = ff(rows, addend=own)
         return added
     output = ff(rows)
-    # Mixtures of experts may return their scores as well.
-    h.add(dropped(layer, "resid_mlp_dropout", output[0] if isinstance(output, tuple) else output))
+    if isinstance(output, tuple):  # a mixture of experts, which returns its scores as well
+        output = output[0].view_as(rows)
+    h.add(dropped(layer, "resid_mlp_dropout", output))
     return h.value()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...glu import swiglu
 from ...norm import rmsnorm
 from ..engine.guards import class_of, name_of, why_not_input, why_not_norm_weight, why_not_tensor
-from ..engine.norm_forms import LANGUAGE_FORMS, NORMS, OFFSET_NORMS, form_of
+from ..engine.norm_forms import LANGUAGE_FORMS, LLAMA4_NORMS, NORMS, OFFSET_NORMS, form_of
 from ..engine.norm_forms import transformers_class as _class
 from ..engine.sites import Entry, site_of, stock_forward
 
@@ -34,7 +34,7 @@ def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     return form.rms(self, hidden_states, site.rounding)
 
 
-def offset_rms_norm_forward(self: nn.Module, x: Tensor) -> Tensor:
+def rms_norm_forward_of_x(self: nn.Module, x: Tensor) -> Tensor:
     return rms_norm_forward(self, x)
 
 
@@ -64,7 +64,7 @@ GATED_NORMS = (
 
 ENTRIES = (
     Entry(NORMS, rms_norm_forward, ("rmsnorm",), ("hidden_states",), level="norms"),
-    Entry(OFFSET_NORMS, offset_rms_norm_forward, ("rmsnorm",), ("x",), level="norms"),
+    Entry((*OFFSET_NORMS, *LLAMA4_NORMS), rms_norm_forward_of_x, ("rmsnorm",), ("x",), level="norms"),
     Entry(GATED_NORMS, gated_rms_norm_forward, ("rmsnorm", "swiglu"), ("hidden_states", "gate"), level="norms"),
 )
 
