@@ -67,6 +67,8 @@ class Shapes(TorchDispatchMode):
             return None
         if name in FILLS and large:
             return args[0]
+        if "out" in kwargs and large:
+            return kwargs["out"]
         makes_new = not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
         if tensors and makes_new and (ours or (large and name not in READ)):
             like = tree_map_only(Tensor, on_meta, (args, kwargs))

@@ -62,7 +62,16 @@ FILES |= dict.fromkeys(["channels_last", "group_norm", "attention_int8", "report
 MODELS_FILES = {"families": 5, "language_models": 4, "integration": 2, "layers": 2, "models": 2, "integration_fp8": 2}
 MODELS_FILES |= dict.fromkeys(["fp8_memory", "tokens", "causal_prompts", "vae", "fp8_lora", "lora", "fp8_files"], 1)
 MODELS_FILES |= dict.fromkeys(
-    ["integration_pipelines", "pipelines_by_default", "graphs", "kv_cache", "sliding_windows", "replay"], 1
+    [
+        "integration_pipelines",
+        "pipelines_by_default",
+        "graphs",
+        "graphs_that_pay",
+        "kv_cache",
+        "sliding_windows",
+        "replay",
+    ],
+    1,
 )
 MODELS_FILES |= dict.fromkeys(["processors", "state", "threads", "checkpoints", "quantizer", "autocast", "training"], 1)
 MODELS_FILES |= dict.fromkeys(["memory_low", "quantised_layers", "quantizer_text", "vae_images", "training_steps"], 1)
@@ -81,6 +90,8 @@ ELSEWHERE = {
     "parallel",
     "project_files",
     "skills",
+    "diffusers_trainers",
+    "train_lora",
     "train_demo",
 }
 # Their tests of more than 2^31 elements are marked slow.
