@@ -12,14 +12,16 @@ LTX-2.0. "distilled" is 8 steps without guidance, "guided" 30 steps with it. The
 and take turns.
 
 "compile" compiles the transformer's blocks, the decoder of the video and the text encoder. "kernels" is `optimize` of
-these three components, "kernels_fp8" the same with the transformer in fp8, and "_graphs" adds `graphs=True`. The other
-parts of LTX-2, which are the connectors behind the text encoder and the decoder of the sound, are the stock ones.
+these three components, "kernels_fp8" the same with the transformer in fp8, "_graphs" adds `graphs=True`, and "_auto"
+`graphs="auto"`. The other parts of LTX-2, which are the connectors behind the text encoder and the decoder of the
+sound, are the stock ones.
 
 `clip_ms` is the whole call, `text_ms` the prompt, `step_ms` one step (median), `decode_ms` the decoders with what
 follows them. `idle_ms`, with --idle, is what the kernels of one clip leave of `clip_ms`: the GPU waits for the host
 then. `first_s` counts from the call that makes a configuration to the end of its first clip. `capture_s` is what the
-slowest capture of a CUDA graph took, which a new shape pays once for each component. `peak_gb` is the most memory that
-a clip takes, weights included; the other configurations' own weights are not counted.
+slowest capture of a CUDA graph took, which a new shape pays once for each component, and `graph_gb` what the graphs
+hold. `peak_gb` is the most memory that a clip takes, weights included; the other configurations' own weights are not
+counted.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,8 +43,8 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, kernel_times, precision_of, synchronize, view_of, weight_bytes
-from torch import nn
+from steps import COLUMNS, precision_of, synchronize, view_of
+from whole import Model, graphs_option, measure, random_pipeline
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import command_line
@@ -59,7 +60,8 @@ from diffusers import (
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from llm_shapes import SHAPES
 
-CONFIGS = ("stock", "compile", "kernels", "kernels_graphs", "kernels_fp8", "kernels_fp8_graphs")
+CONFIGS = ("stock", "compile", "kernels", "kernels_graphs", "kernels_auto")
+CONFIGS += ("kernels_fp8", "kernels_fp8_graphs", "kernels_fp8_auto")
 COMPONENTS = ("text_encoder", "transformer", "vae")
 IDENTITY = ("model", "recipe", "frames", "height", "width", "config")  # what a record measures
 
@@ -130,29 +132,7 @@ def ltx_2(tiny: bool, device: torch.device) -> Any:
         )
 
 
-@dataclass(frozen=True)
-class Model:
-    name: str
-    make: Callable[[bool, torch.device], Any]  # a pipeline with random weights: (small or as released, device)
-
-
 MODELS = {"ltx": Model("LTX-Video 2B", ltx_video), "ltx2": Model("LTX-2", ltx_2)}
-
-
-def modules_of(pipe: Any) -> list[nn.Module]:
-    return [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-
-
-def random_pipeline(model: str, tiny: bool, device: torch.device, dtype: torch.dtype) -> Any:
-    torch.set_default_dtype(dtype)
-    try:
-        pipe = MODELS[model].make(tiny, device)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    pipe.to(dtype=dtype)
-    for module in modules_of(pipe):
-        module.eval().requires_grad_(False)
-    return pipe
 
 
 def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
@@ -166,18 +146,10 @@ def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
         made.vae.decoder.compile()
         made.text_encoder.compile()
     elif config != "stock":
-        graphs = config.endswith("graphs")
+        graphs = graphs_option(config)
         ltx.optimize(made, components=("text_encoder", "vae"), graphs=graphs)
         ltx.optimize(made, components=("transformer",), graphs=graphs, **precision_of(config))
     return made
-
-
-def capture_seconds(pipe: Any, ltx: ModuleType) -> list[float]:
-    """How long each CUDA graph of a pipeline took to capture."""
-    graphs = [
-        ltx.integrations.replay.cuda_graphs.graphs_of(module) for part in modules_of(pipe) for module in part.modules()
-    ]
-    return [one.seconds for of in graphs if of is not None for one in of.captured.values() if one is not None]
 
 
 def make_clip(pipe: Any, recipe: Recipe, size: tuple[int, int, int], device: str) -> dict[str, Any]:
@@ -209,7 +181,7 @@ def make_clip(pipe: Any, recipe: Recipe, size: tuple[int, int, int], device: str
     }
 
 
-def measure(
+def measure_clips(
     model: str,
     pipe: Any,
     ltx: ModuleType,
@@ -218,44 +190,20 @@ def measure(
     options: argparse.Namespace,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    device = options.device
-    what = f"{model}, {recipe}, {size[0]} frames"
-    task = progress.add_task(what, total=len(options.configs) * (options.clips + 1))
-    made: dict[str, Any] = {}
-    records: dict[str, dict[str, Any]] = {}
-    for config in options.configs:
-        synchronize(device)
-        start = time.perf_counter()
-        made[config] = configured(config, pipe, ltx)
-        make_clip(made[config], RECIPES[recipe], size, device)
-        records[config] = {"first_s": round(time.perf_counter() - start, 3)}
-        make_clip(made[config], RECIPES[recipe], size, device)  # may capture graphs; the third is like all that follow
-        if captures := capture_seconds(made[config], ltx):
-            records[config]["capture_s"] = round(max(captures), 3)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            make_clip(made[config], RECIPES[recipe], size, device)
-            weights = sum(map(weight_bytes, modules_of(made[config])))
-            records[config]["peak_gb"] = round((weights + torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-            if options.idle:
-                by_kind, _ = kernel_times(lambda c=config: make_clip(made[c], RECIPES[recipe], size, device), 1)
-                records[config]["kernels_ms"] = round(sum(by_kind.values()), 2)
-        progress.console.print(f"{what}, {config}: first clip {records[config]['first_s']} s")
-        progress.advance(task)
-    clips: dict[str, list[dict[str, float]]] = {config: [] for config in made}
-    for turn in range(options.clips):
-        for config in list(made)[:: -1 if turn % 2 else 1]:
-            clips[config].append(make_clip(made[config], RECIPES[recipe], size, device))
-            progress.advance(task)
-    for config, record in records.items():
-        record.update({key: round(statistics.median(c[key] for c in clips[config]), 2) for key in clips[config][0]})
-        if "kernels_ms" in record:
-            record["idle_ms"] = round(max(0.0, record["clip_ms"] - record["kernels_ms"]), 2)
     frames, height, width = size
     common = {"model": model, "recipe": recipe, "frames": frames, "height": height, "width": width}
     common["steps"] = RECIPES[recipe].steps
-    return [{**common, "config": config, **record} for config, record in records.items()]
+    records = measure(
+        f"{model}, {recipe}, {frames} frames",
+        options.configs,
+        lambda config: configured(config, pipe, ltx),
+        lambda made: make_clip(made, RECIPES[recipe], size, options.device),
+        ltx,
+        options.clips,
+        options,
+        progress,
+    )
+    return [{**common, "config": config, **record} for config, record in records]
 
 
 def clip_of(record: dict[str, Any]) -> str:
@@ -311,10 +259,10 @@ def main(arguments: list[str] | None = None) -> int:
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         for model in options.models:
-            pipe = random_pipeline(model, options.tiny, torch.device(options.device), DTYPES[options.dtype])
+            pipe = random_pipeline(MODELS[model], options.tiny, torch.device(options.device), DTYPES[options.dtype])
             for recipe, size in itertools.product(options.recipes, options.sizes):
                 torch.compiler.reset()  # a second shape would be compiled for all sizes, and slower
-                records += measure(model, pipe, ltx, recipe, size, options, progress)
+                records += measure_clips(model, pipe, ltx, recipe, size, options, progress)
                 shown = kept_records(output, meta, records, IDENTITY) if options.update else records
                 write(output, meta, shown)
             del pipe  # the parts of two models do not fit into one GPU's memory

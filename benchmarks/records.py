@@ -137,6 +137,11 @@ def _clip_options(name: str, records: Sequence[Record]) -> list[str]:
     return [*options, "--idle"] if any("idle_ms" in record for record in records) else options
 
 
+def _image_options(name: str, records: Sequence[Record]) -> list[str]:
+    options = ["--update", "--models", name, *configs(records)]
+    return [*options, "--idle"] if any("idle_ms" in record for record in records) else options
+
+
 def _size(record: Record) -> str:
     return f"{record['frames']}x{record['height']}x{record['width']}"
 
@@ -210,6 +215,7 @@ PROGRAMS = [
         "benchmarks/clip.py", "{machine}-clip", lambda record: f"{record['model']} {record['recipe']} {_size(record)}",
         _clip_options, keys=_one,
     ),
+    Program("benchmarks/image.py", "{machine}-image", _by_name("model"), _image_options, keys=_one),
     Program(
         "benchmarks/vae.py", "{machine}-vae",
         lambda record: "ops" if "op" in record else " ".join(

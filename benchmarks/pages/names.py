@@ -25,8 +25,10 @@ CLIP_CONFIGS = {
     "compile": "torch.compile of these three",
     "kernels": "`optimize`",
     "kernels_graphs": "`optimize(graphs=True)`",
+    "kernels_auto": '`optimize(graphs="auto")`',
     "kernels_fp8": '`optimize(precision="fp8")`',
     "kernels_fp8_graphs": '`optimize(precision="fp8", graphs=True)`',
+    "kernels_fp8_auto": '`optimize(precision="fp8", graphs="auto")`',
 }
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -675,6 +676,57 @@ def test_clips_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, mo
     assert samples == [1] * len(samples) and len(samples) == 2 * 3 * 3
 
 
+IMAGES = [
+    "schnell",
+    "zimage",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux2_klein", "sd35", "qwen")),
+]
+
+
+@pytest.mark.parametrize("model", IMAGES)
+@pytest.mark.usefixtures("cpu_kernels")
+def test_images_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latents of both configurations are those of the stock pipeline in float32."""
+    pytest.importorskip("diffusers")
+    import image
+
+    reports: list[Any] = []
+    optimize = ltx.optimize
+    monkeypatch.setattr(ltx, "optimize", lambda *args, **options: reports.append(optimize(*args, **options)))
+    monkeypatch.setitem(image.MODELS, model, replace(image.MODELS[model], steps=2))
+    path = tmp_path / "image.json"
+    arguments = ["--models", model, "--tiny", "--device", "cpu", "--dtype", "fp32", "--images", "1", "--size", "64x64"]
+    assert image.main([*arguments, "--configs", "stock", "kernels", "--output", str(path)]) == 0
+    records = json.loads(path.read_text())["records"]
+    assert [record["config"] for record in records] == ["stock", "kernels"]
+    for record in records:
+        parts = [record[part] for part in ("text_ms", "steps_ms", "decode_ms", "post_ms")]
+        assert min(parts) > 0 and record["image_ms"] == pytest.approx(sum(parts), abs=0.1)
+        assert record["tensor_ms"] == pytest.approx(record["image_ms"] - record["post_ms"], abs=0.1)
+        assert record["step_ms"] == pytest.approx(record["steps_ms"] / 2, abs=0.1)
+    stock, ours = (record["error_vs_fp32"] for record in records)
+    assert stock == 0 < ours < 1e-5
+    (report,) = reports
+    assert report.fallbacks == {} and all(site.calls for site in report.sites if site.name.endswith("Block"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_kernels")
+def test_caches_of_images(ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TaylorSeer skips work, on the optimized pipeline as on the stock one; FirstBlockCache finds nothing to skip."""
+    pytest.importorskip("diffusers")
+    import image
+
+    monkeypatch.setitem(image.MODELS, "dev", replace(image.MODELS["dev"], steps=8))
+    path = tmp_path / "image.json"
+    arguments = ["--models", "dev", "--tiny", "--device", "cpu", "--dtype", "fp32", "--images", "1", "--size", "64x64"]
+    assert image.main([*arguments, "--configs", *image.CACHES, "--output", str(path)]) == 0
+    errors = {record["config"]: record["error_vs_fp32"] for record in json.loads(path.read_text())["records"]}
+    for cache in ("fbc", "taylor"):
+        assert errors[f"kernels_{cache}"] == pytest.approx(errors[f"stock_{cache}"], rel=1e-2, abs=1e-6)
+    assert errors["stock_taylor"] > 1e-3
+
+
 @torch.no_grad()
 @pytest.mark.usefixtures("cpu_kernels")
 def test_a_clip_with_sound_is_the_same_with_the_kernels(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -685,7 +737,7 @@ def test_a_clip_with_sound_is_the_same_with_the_kernels(ltx: ModuleType, monkeyp
     reports: list[Any] = []
     optimize = ltx.optimize
     monkeypatch.setattr(ltx, "optimize", lambda *args, **options: reports.append(optimize(*args, **options)))
-    pipe = clip.random_pipeline("ltx2", True, torch.device("cpu"), torch.float32)
+    pipe = clip.random_pipeline(clip.MODELS["ltx2"], True, torch.device("cpu"), torch.float32)
     request = {"num_frames": 9, "height": 64, "width": 64, "num_inference_steps": 2, "output_type": "pt"}
     results = []
     for config in ("stock", "kernels"):
