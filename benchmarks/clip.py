@@ -58,6 +58,7 @@ from diffusers import (
     LTX2VideoTransformer3DModel,
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from image_pipeline import GATED, T5_XXL
 from llm_shapes import SHAPES
 
 CONFIGS = ("stock", "compile", "kernels", "kernels_graphs", "kernels_auto")
@@ -75,8 +76,6 @@ class Recipe:
 RECIPES = {"distilled": Recipe(8, 1.0), "guided": Recipe(30, 3.0)}
 
 # As the pages of the released models state them.
-T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-GATED = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new"}
 GEMMA_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 512}
 GEMMA_TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 32}
 SIGLIP_TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}

@@ -56,6 +56,15 @@ import command_line
 import diffusers
 import ltx_pipeline
 import transformers
+from image_pipeline import (
+    CLIP_L,
+    clip_encoder,
+    instead,
+    random_flux,
+    t5_encoder,
+    timed_parts,
+    tokenizer,
+)
 from llm_shapes import SHAPES
 
 CONFIGS = ("stock", "compile", "kernels", "kernels_graphs", "kernels_auto")
@@ -65,17 +74,10 @@ FLUX_FAST = ("flux_fast", "flux_fast_fp8", "flux_fast_fp8_rows")
 IDENTITY = ("model", "height", "width", "config")  # what a record measures
 
 # As the pages of the released models state them.
-T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-T5_TINY = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-GATED = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new"}
-CLIP_L = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 CLIP_G = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20}
-CLIP_TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT_TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 QWEN3_4B = {**SHAPES["qwen3-8b"][1], "hidden_size": 2560, "intermediate_size": 9728}
 KLEIN = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680}
-LATENTS = {"scaling_factor": 0.3611, "shift_factor": 0.1159}  # of FLUX.1's autoencoder
-CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -86,24 +88,6 @@ class ImageModel(Model):
     configs: tuple[str, ...] = CONFIGS
 
 
-def tokenizer(length: int) -> Any:
-    made = ltx_pipeline.byte_tokenizer()
-    made.model_max_length, made.chat_template = length, CHAT
-    return made
-
-
-def clip_encoder(config: dict[str, Any], tiny: bool, projected: bool) -> Any:
-    config = {**config, **(CLIP_TINY if tiny else {})}
-    cls = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
-    return cls(transformers.CLIPTextConfig(**config, projection_dim=config["hidden_size"], vocab_size=49408))
-
-
-def t5_encoder(tiny: bool) -> Any:
-    return transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=32128, **(T5_TINY if tiny else T5_XXL), **GATED)
-    )
-
-
 def qwen3_encoder(tiny: bool, layers: int) -> Any:
     config = {**QWEN3_4B, **({**TEXT_TINY, "head_dim": 16, "num_hidden_layers": layers} if tiny else {})}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
@@ -111,7 +95,6 @@ def qwen3_encoder(tiny: bool, layers: int) -> Any:
 
 def image_vae(name: str, tiny: bool) -> Any:
     cls, config = vae.MODELS[name]
-    config = {**config, **(LATENTS if name == "flux" else {})}
     return cls(**{**config, **(vae.SMALL[name] if tiny else {})})
 
 
@@ -122,20 +105,6 @@ def transformer(name: str, tiny: bool, **config: Any) -> Any:
 
 def scheduler(**config: Any) -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(**config)
-
-
-def flux(guidance: bool, tiny: bool, device: torch.device) -> Any:
-    with device:
-        widths = {"joint_attention_dim": 32, "pooled_projection_dim": 16} if tiny else {}
-        return diffusers.FluxPipeline(
-            scheduler=scheduler(shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance),
-            vae=image_vae("flux", tiny),
-            text_encoder=clip_encoder(CLIP_L, tiny, projected=False),
-            tokenizer=tokenizer(77),
-            text_encoder_2=t5_encoder(tiny),
-            tokenizer_2=tokenizer(512),
-            transformer=transformer("flux", tiny, guidance_embeds=guidance, **widths),
-        )
 
 
 def flux2_klein(tiny: bool, device: torch.device) -> Any:
@@ -196,11 +165,11 @@ def qwen_image(tiny: bool, device: torch.device) -> Any:
 
 MODELS = {
     "schnell": ImageModel(
-        "FLUX.1-schnell", lambda *given: flux(False, *given), 4,
+        "FLUX.1-schnell", lambda *given: random_flux(False, *given), 4,
         options={"guidance_scale": 0.0, "max_sequence_length": 256}, configs=CONFIGS + FLUX_FAST,
     ),
     "dev": ImageModel(
-        "FLUX.1-dev", lambda *given: flux(True, *given), 28,
+        "FLUX.1-dev", lambda *given: random_flux(True, *given), 28,
         options={"guidance_scale": 3.5, "max_sequence_length": 512}, configs=CONFIGS + CACHES + FLUX_FAST,
     ),
     "flux2_klein": ImageModel("FLUX.2 klein 4B", flux2_klein, 4, options={"guidance_scale": 1.0}),
@@ -256,31 +225,8 @@ def flux_fast(pipe: Any, config: str) -> None:
 
 
 @contextlib.contextmanager
-def watched(pipe: Any, device: str) -> Iterator[dict[str, float]]:
-    """The milliseconds of a call's prompt, decoder and conversion, from one synchronization to the next.
-
-    The first latents have the same values in every dtype, up to its rounding.
-    """
-    parts = {"text_ms": 0.0, "decode_ms": 0.0, "post_ms": 0.0}
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, function: Any) -> None:
-        replaced.append((owner, name, owner.__dict__.get(name)))
-        owner.__dict__[name] = function
-
-    def time_part(owner: Any, name: str, part: str) -> None:
-        function = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            synchronize(device)
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            synchronize(device)
-            parts[part] += (time.perf_counter() - start) * 1e3
-            return result
-
-        replace(owner, name, timed)
-
+def same_noise(pipe: Any) -> Iterator[None]:
+    """The first latents have the same values in every dtype, up to its rounding."""
     prepare = pipe.prepare_latents
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
@@ -290,18 +236,8 @@ def watched(pipe: Any, device: str) -> Iterator[dict[str, float]]:
         rounded = lambda tensor: tensor.to(torch.bfloat16).to(dtype)  # noqa: E731
         return rounded(made) if isinstance(made, Tensor) else (rounded(made[0]), *made[1:])
 
-    replace(pipe, "prepare_latents", prepared)
-    time_part(pipe, "encode_prompt", "text_ms")
-    time_part(pipe.vae, "decode", "decode_ms")
-    time_part(pipe.image_processor, "postprocess", "post_ms")
-    try:
-        yield parts
-    finally:
-        for owner, name, before in reversed(replaced):
-            if before is None:
-                del owner.__dict__[name]
-            else:
-                owner.__dict__[name] = before
+    with instead(pipe, "prepare_latents", prepared):
+        yield
 
 
 def generate(pipe: Any, model: ImageModel, size: tuple[int, int], form: str) -> Any:
@@ -319,24 +255,23 @@ def generate(pipe: Any, model: ImageModel, size: tuple[int, int], form: str) -> 
 
 def make_image(pipe: Any, model: ImageModel, size: tuple[int, int], device: str) -> dict[str, float]:
     """One call; its milliseconds by part."""
-    with watched(pipe, device) as parts:
+    with same_noise(pipe), timed_parts(pipe, torch.device(device)) as parts:
         synchronize(device)
         start = time.perf_counter()
         generate(pipe, model, size, "pil")
         synchronize(device)
-        whole = (time.perf_counter() - start) * 1e3
+        whole = time.perf_counter() - start
     steps = whole - sum(parts.values())
-    tensor = whole - parts["post_ms"]
-    return {"image_ms": whole, "tensor_ms": tensor, **parts, "steps_ms": steps, "step_ms": steps / model.steps}
+    seconds = {"image": whole, "tensor": whole - parts["conversion"], "text": parts["text"], "decode": parts["vae"]}
+    seconds |= {"post": parts["conversion"], "steps": steps, "step": steps / model.steps}
+    return {f"{part}_ms": value * 1e3 for part, value in seconds.items()}
 
 
-def results(pipe: Any, model: ImageModel, size: tuple[int, int], device: str) -> tuple[Tensor, Tensor]:
+def results(pipe: Any, model: ImageModel, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """The latents after all steps, and the image between 0 and 1."""
-    found = []
-    for form in ("latent", "pt"):
-        with watched(pipe, device):
-            found.append(torch.as_tensor(generate(pipe, model, size, form)).float())
-    return found[0], found[1]
+    with same_noise(pipe):
+        latents, image = (torch.as_tensor(generate(pipe, model, size, form)).float() for form in ("latent", "pt"))
+    return latents, image
 
 
 def exact_results(pipe: Any, model: ImageModel, size: tuple[int, int], device: str) -> tuple[Tensor, Tensor] | None:
@@ -345,7 +280,7 @@ def exact_results(pipe: Any, model: ImageModel, size: tuple[int, int], device: s
     try:
         for module in modules_of(pipe):
             module.float()
-        return results(pipe, model, size, device)
+        return results(pipe, model, size)
     except torch.cuda.OutOfMemoryError:
         return None
     finally:
@@ -378,7 +313,7 @@ def measure_images(
         options.images,
         options,
         progress,
-        lambda made: {} if exact is None else errors(results(made, model, size, device), exact),
+        lambda made: {} if exact is None else errors(results(made, model, size), exact),
     )
     common = {"model": name, "height": size[0], "width": size[1], "steps": model.steps}
     return [{**common, "config": config, **record} for config, record in records]

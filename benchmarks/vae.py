@@ -39,13 +39,16 @@ from diffusers import (
     AutoencoderKLWan,
 )
 from pages.names import AUTOENCODERS
-from result_files import DTYPES, kept_records, write
+from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
 from steps import COLUMNS, synchronize, view_of, weight_bytes
 from timing import Timer
 from torch import Tensor, nn
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+import image_pipeline
 
 CONFIGS = ("stock", "compile", "channels_last", "channels_last_compile", "kernels")
 HALVES = ("decode", "encode")
@@ -104,16 +107,6 @@ LTX23 = {
     "decoder_causal": False,
     **COMPRESSION,
 }
-# FLUX.1's and SD3's; both have no convolutions of the latents alone.
-IMAGES = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
 TINY = {"decoder_block_out_channels": (16, 32, 64), "decoder_layers_per_block": (1,) * 4, "layers_per_block": (1,) * 5}
 MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "ltx090": (AutoencoderKLLTXVideo, COMPRESSION),
@@ -124,7 +117,7 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "wan": (AutoencoderKLWan, {}),
     "wan22": (AutoencoderKLWan, WAN22),
     "qwen": (AutoencoderKLQwenImage, {}),
-    "flux": (AutoencoderKL, IMAGES),
+    "flux": (AutoencoderKL, image_pipeline.VAE),
     "flux2": (AutoencoderKLFlux2, {}),
     "flux2_small": (AutoencoderKLFlux2, {"decoder_block_out_channels": (96, 192, 384, 384)}),
 }

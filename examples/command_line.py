@@ -65,6 +65,7 @@ def start(parser: argparse.ArgumentParser) -> None:
 def silence_other_packages() -> None:
     """Keep their notes about themselves out of what an example prints."""
     warnings.filterwarnings("ignore", category=SyntaxWarning)  # of packages that Python compiles at first import
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it tells which image processors have no torchvision
     warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm, in a notebook without ipywidgets
     for name in FOREIGN_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -142,6 +143,46 @@ def directory(text: str) -> Path:
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a directory")
     return new_file(f"{text}/file").parent
+
+
+def graphs(text: str) -> str:
+    if text != "auto":
+        raise argparse.ArgumentTypeError(f'expected nothing or "auto", got {text}')
+    return text
+
+
+def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of every example that generates with the kernels or without."""
+    kernels = parser.add_mutually_exclusive_group()
+    kernels.add_argument("--use-optimized-kernels", dest="optimized", action="store_true", help="(default)")
+    kernels.add_argument("--no-optimized-kernels", dest="optimized", action="store_false", help="the stock modules")
+    parser.set_defaults(optimized=True)
+    parser.add_argument(
+        "--precision", choices=("native", "fp8"), default="native",
+        help="of the linear layers, with the kernels: fp8 needs compute capability 8.9 (default: native)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--graphs", nargs="?", type=graphs, const=True, default=False, metavar="auto",
+        help="replay the components' calls as CUDA graphs, where the host is the limit; auto: where that pays",
+    )  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="torch.compile the transformer; with kernels or without")
+    parser.add_argument(
+        "--warmup-iterations", type=at_least(0), metavar="N",
+        help="calls before those that are timed, in which videos have 2 steps (default: 1, with --graphs 2, since the "
+        "second captures, with --graphs auto 6)",
+    )  # fmt: skip
+
+
+def check_kernel_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program where they do not go together; fills in how many calls are not timed."""
+    if args.precision != "native" and not args.optimized:
+        parser.error(f"argument --precision: {args.precision} needs the optimized kernels")
+    if args.graphs and not (args.optimized and args.device.startswith("cuda")):
+        parser.error("argument --graphs: it needs a GPU and the optimized kernels")
+    if args.graphs and args.compile:
+        parser.error("argument --graphs: what --compile compiles is not replayed")
+    if args.warmup_iterations is None:
+        args.warmup_iterations = 6 if args.graphs == "auto" else 2 if args.graphs else 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

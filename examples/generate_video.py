@@ -18,14 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import time
 from types import ModuleType
 from typing import Any
 
-from command_line import OFFLOADS, ROOT, ExampleError, add_arguments, at_least, new_file, start
+from command_line import (
+    OFFLOADS,
+    ROOT,
+    ExampleError,
+    add_arguments,
+    add_kernel_arguments,
+    at_least,
+    check_kernel_arguments,
+    new_file,
+    start,
+)
 
 COMPONENTS = "text_encoder", "transformer", "vae"
 PARALLEL = "ulysses", "ring", "guidance"
@@ -33,28 +42,13 @@ PARALLEL = "ulysses", "ring", "guidance"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kernels = parser.add_mutually_exclusive_group()
-    kernels.add_argument("--use-optimized-kernels", dest="optimized", action="store_true", help="(default)")
-    kernels.add_argument("--no-optimized-kernels", dest="optimized", action="store_false", help="the stock modules")
-    parser.set_defaults(optimized=True)
-    parser.add_argument(
-        "--precision", choices=("native", "fp8"), default="native",
-        help="of the linear layers, with the kernels: fp8 needs compute capability 8.9 (default: native)",
-    )  # fmt: skip
+    add_kernel_arguments(parser)
     parser.add_argument(
         "--components", nargs="+", choices=COMPONENTS, default=list(COMPONENTS), metavar="NAME",
         help=f"of the pipeline, to optimize: {', '.join(COMPONENTS)} (default: all)",
     )  # fmt: skip
-    parser.add_argument(
-        "--graphs", action="store_true", help="replay the components' calls as CUDA graphs, where the host is the limit"
-    )
-    parser.add_argument("--compile", action="store_true", help="torch.compile the transformer; with kernels or without")
     add_arguments(parser)
     parser.add_argument("--batch-size", type=at_least(1), default=1, help="clips, of one seed after the other")
-    parser.add_argument(
-        "--warmup-iterations", type=at_least(0), metavar="N",
-        help="clips of 2 steps before the one that is timed (default: 1, with --graphs 2, since the second captures)",
-    )  # fmt: skip
     parser.add_argument(
         "--parallel", choices=PARALLEL,
         help="under torchrun: split a step's tokens over the GPUs (ulysses, ring), or the two halves of guidance",
@@ -82,11 +76,14 @@ from ltx_pipeline import (
     Generator,
     load_kernels,
     load_pipeline,
+    of_report,
     origin,
     parse,
+    peak_memory,
     progress_bar,
     quiet,
-    replaced,
+    ran,
+    suffix,
     write_video,
 )
 from rich.console import Console
@@ -96,14 +93,7 @@ from rich.table import Table
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser()
     args = parse(parser, arguments)
-    if args.precision != "native" and not args.optimized:
-        parser.error(f"argument --precision: {args.precision} needs the optimized kernels")
-    if args.graphs and not (args.optimized and args.device.startswith("cuda")):
-        parser.error("argument --graphs: it needs a GPU and the optimized kernels")
-    if args.graphs and args.compile:
-        parser.error("argument --graphs: what --compile compiles is not replayed")
-    if args.warmup_iterations is None:
-        args.warmup_iterations = 2 if args.graphs else 1
+    check_kernel_arguments(parser, args)
     if args.offload != "none" and args.device == "cpu":
         parser.error(f"argument --offload: {args.offload} needs a GPU, and --device is cpu")
     if args.parallel:
@@ -152,19 +142,6 @@ def share(pipe: Any, mode: str, ltx: ModuleType) -> None:
     else:
         config = ContextParallelConfig(**{f"{mode}_degree": ranks_of_torchrun()})
         pipe.transformer.enable_parallelism(config=config)
-
-
-def suffix(optimized: bool, compiled: bool) -> str:
-    if compiled:
-        return "_optimized_compile" if optimized else "_compile"
-    return "_optimized" if optimized else "_baseline"
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors on a GPU since the last reset, of the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def optimize(ltx: ModuleType, pipe: Any, args: argparse.Namespace) -> Any:
@@ -228,20 +205,8 @@ def generate(args: argparse.Namespace, console: Console) -> tuple[Clip, dict[str
     }
     result["iterations_per_second"] = len(clip.steps) / denoise
     result["peak_memory_bytes"] = peak_memory(device)
-    result["report"] = None
-    if report is not None:
-        result["report"] = {
-            "replaced": replaced(report),
-            "left_alone": report.left_alone,
-            "notes": report.notes,
-            "text": str(report),
-        }
+    result["report"] = of_report(report)
     return clip, result
-
-
-def ran(report: dict[str, Any]) -> bool:
-    """Whether the package's ops did anything; a replaced module that never ran them says nothing."""
-    return any(site["calls"] + site["traces"] for site in report["replaced"] if site["ops"])
 
 
 def make_table(result: dict[str, Any]) -> Table:

@@ -16,6 +16,7 @@ import json
 import math
 import platform
 import re
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,21 +48,28 @@ DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 # ---- Arguments
 
 
+def device_of(parser: argparse.ArgumentParser, device: str | None) -> str:
+    """The device that was asked for; a GPU where none was and torch sees one."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        parser.error(f"argument --device: expected cuda, cuda:<number> or cpu, got {device}")
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        parser.error(
+            f"argument --device: {device}, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
+        )
+    return device
+
+
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """The parser's arguments, with what depends on the device: the device itself, the model and the clip's size.
 
     A folder that train_demo.py wrote says for itself which clips the model knows.
     """
     args = parser.parse_args(arguments)
-    if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if re.fullmatch(r"cpu|cuda(:\d+)?", args.device) is None:
-        parser.error(f"argument --device: expected cuda, cuda:<number> or cpu, got {args.device}")
-    kind, _, number = args.device.partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        parser.error(
-            f"argument --device: {args.device}, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs"
-        )
+    args.device = device_of(parser, args.device)
+    kind = args.device.partition(":")[0]
     args.model = args.model or ("random" if kind == "cuda" else "tiny")
     recipe = Path(args.model) / "recipe.json"
     trained = json.loads(recipe.read_text())["clips"] if recipe.is_file() else {}
@@ -411,6 +419,36 @@ def origin(device: torch.device, ltx: ModuleType | None) -> dict[str, Any]:
         commit = metadata.get("provenance", {}).get("kernel", {})
         result["kernels"] = {"variant": variant.name, "id": metadata["id"], **commit}
     return result
+
+
+def suffix(optimized: bool, compiled: bool) -> str:
+    if compiled:
+        return "_optimized_compile" if optimized else "_compile"
+    return "_optimized" if optimized else "_baseline"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on a GPU since the last reset, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def of_report(report: Any) -> dict[str, Any] | None:
+    """A report, for JSON; None without one."""
+    if report is None:
+        return None
+    return {
+        "replaced": replaced(report),
+        "left_alone": report.left_alone,
+        "notes": report.notes,
+        "text": str(report),
+    }
+
+
+def ran(report: dict[str, Any]) -> bool:
+    """Whether the package's ops did anything; a replaced module that never ran them says nothing."""
+    return any(site["calls"] + site["traces"] for site in report["replaced"] if site["ops"])
 
 
 def replaced(report: Any) -> list[dict[str, Any]]:

@@ -91,6 +91,7 @@ ELSEWHERE = {
     "project_files",
     "skills",
     "diffusers_trainers",
+    "generate_image",
     "train_lora",
     "train_demo",
 }

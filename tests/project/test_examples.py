@@ -273,6 +273,7 @@ def test_offload(device: str, monkeypatch: pytest.MonkeyPatch, offload: str) -> 
 
 PROGRAMS = [
     "demo",
+    "generate_image",
     "generate_video",
     "hub_kernels",
     "inject_llm",
