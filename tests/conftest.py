@@ -184,6 +184,13 @@ def cuda_graphs(cuda: str) -> str:
     return cuda
 
 
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub is not asked, which would take a minute of retries without a network."""
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # it reads the environment when it is imported
+
+
 @pytest.fixture(autouse=True)
 def torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """diffusers' set_attention_backend is for all of the process: what a test has set ends with it."""

@@ -20,7 +20,6 @@ import torch
 for package in ("accelerate", "diffusers", "peft", "transformers"):
     pytest.importorskip(package)
 import diffusers  # noqa: E402
-import huggingface_hub  # noqa: E402
 import transformers  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from diffusers.loaders import PeftAdapterMixin  # noqa: E402
@@ -108,9 +107,8 @@ def scripts() -> Path:
 
 
 @pytest.fixture
-def stays_inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stays_inside(offline: None) -> Iterator[None]:
     """What a script sets for all of its process ends with the test, and it asks no server."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     levels = [(module.utils.logging, module.utils.logging.get_verbosity()) for module in (diffusers, transformers)]
     yield
     for logging, level in levels:

@@ -99,6 +99,7 @@ def tiny(one_thread: None, device: str) -> Any:
     return pipe
 
 
+@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("file", [file for file in FILES if file not in RUN_ELSEWHERE and blocks(file, "python")])
 def test_python_blocks_run(
     file: str,
@@ -113,7 +114,6 @@ def test_python_blocks_run(
     from helpers.language_models import forget_kernelized
 
     monkeypatch.setitem(sys.modules, "ltx_fused", ltx)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(LTXPipeline, "from_pretrained", lambda *a, **k: SimpleNamespace(to=lambda device: tiny))
     bf16 = {"device": device, "dtype": torch.bfloat16}
     names: dict[str, Any] = {

@@ -112,9 +112,7 @@ def test_calls_that_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--components", "unet"], "components: expected names among"),
     ],
 )
-def test_one_clear_error(
-    device: str, options: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.mark.usefixtures("offline")
+def test_one_clear_error(device: str, options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate_image.main([*TINY, "--device", device, *options]) == 1
     assert expected.lower() in " ".join(capsys.readouterr().out.split()).lower()
