@@ -32,9 +32,10 @@ inline int64_t chunk_pixels(int64_t pixels) {
 }
 inline int64_t chunk_count(int64_t pixels) { return (pixels + chunk_pixels(pixels) - 1) / chunk_pixels(pixels); }
 
-// y   = r(a h + b), a = rstd * weight, b = bias_norm - a * mean       mean and rstd of a group's channels and all
-// pixels out = r(silu(y))                                                   where `silu` residual_out = h when present;
-// may be input's or residual's memory
+//   y            = r(a h + b), with a = rstd * weight and b = bias_norm - a * mean
+//   out          = r(silu(y)) where `silu`, else y
+//   residual_out = h where it is given; it may be input's or residual's memory
+// mean and rstd are those of a group's channels over all pixels.
 struct GroupNormParams {
   DType dtype = DType::kFloat32;
   bool silu = false;

@@ -8,9 +8,9 @@ namespace ltx {
 // With the names of RotaryParams, and `input` as the op's query or key before its norm:
 //   r      = grad rotated back: r[a] = grad[a] * cos[a] + grad[b] * sin[b], r[b] = grad[b] * cos[b] - grad[a] * sin[a]
 //            in the first rotary_dim columns, grad in the others
-//   output = r without a norm, else the norm's gradient of t = r * (weight_offset + weight) (NormBackwardParams), over
-//   a
-//            head (kPerHead) or all heads of a token (kAcrossHeads)
+//   output = r without a norm
+//            else the norm's gradient of t = r * (weight_offset + weight), as in NormBackwardParams,
+//            over a head (kPerHead) or all heads of a token (kAcrossHeads)
 // `bias`, `rounding` and `cast_before_weight` are not used. Without a norm `input` is not read.
 struct RotaryBackwardParams : RotaryParams {
   const void* grad[2] = {};
