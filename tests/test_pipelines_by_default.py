@@ -136,7 +136,7 @@ PIPELINES = {
     "Lumina2Pipeline": Pipeline(
         "lumina2", "Gemma2", 24, image_vae(4), with_mask(torch.int64), attributes={"vae_scale_factor": 2}
     ),
-    "ErnieImagePipeline": Pipeline("ernie_image", "Mistral", 24, flux2_vae(1), listed),
+    "ErnieImagePipeline": Pipeline("ernie_image", "Ministral3", 24, flux2_vae(1), listed),
     "OvisImagePipeline": Pipeline("flux-ovis", "Qwen3", 32, image_vae(2), config={"out_channels": 8}),
     "LongCatImagePipeline": Pipeline(
         "flux-longcat",

@@ -28,6 +28,7 @@ WINDOW, LENGTH = 6, 15
 REMARK = "attention in a window without its mask"
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": WINDOW},
+    "Ministral": {"sliding_window": WINDOW},
     "Qwen3": {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
     "Gemma3": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False},
     "Gemma4": {**GEMMA4, "sliding_window": WINDOW},

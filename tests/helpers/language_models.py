@@ -48,6 +48,17 @@ LLAMA4: dict[str, Any] = {
     "floor_scale": 3,
     "attn_scale": 0.3,
 }
+# The query is scaled from the fourth token on.
+MINISTRAL3: dict[str, Any] = {
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4,
+        "llama_4_scaling_beta": 0.3,
+    },
+}
 
 
 def make_model(device: str, dtype: torch.dtype = torch.float32, family: str = "Llama", **config: Any) -> Any:

@@ -56,6 +56,8 @@ class CausalAttention(Projections):
     turn: What the stock forward does with query and key [B, S, heads, D] where that is no rotation by tables (cos, sin)
         behind the norms: (module, query, key, rotary argument, cache) to new tensors or the same.
     turns_by: The public functions that ``turn`` may call.
+    scales: What the stock forward multiplies the turned query [B, S, heads, D] by, from the module and
+        ``position_ids``.
     optional_children: Names of further submodules that some modules have; ``turn`` calls them.
     options: What the stock forward gives to the attention function beside scale, dropout and its own keywords, from
         the module and the arguments of its forward.
@@ -78,6 +80,7 @@ class CausalAttention(Projections):
     shares: str = ""
     turn: Callable[[Any, Tensor, Tensor, Any, Any], tuple[Tensor, Tensor]] | None = None
     turns_by: tuple[str, ...] = ()
+    scales: Callable[[Any, Tensor], Tensor] | None = None
     optional_children: tuple[str, ...] = ()
     options: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = lambda module, arguments: {}
 
@@ -207,6 +210,8 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     contiguous = empty is not None or one_token
     if spec.turn is None:
         query, key = _norm_and_rotate(layers, query, key, rope, out)
+        if spec.scales is not None:
+            query = query * spec.scales(module, arguments["position_ids"]).to(query.dtype)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
     else:
         query, key = spec.turn(module, query, key, rope, cache)

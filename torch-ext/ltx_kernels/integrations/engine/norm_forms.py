@@ -66,6 +66,8 @@ LANGUAGE_FORMS: Mapping[str, Form] = {
         for model, name in (
             ("llama", "LlamaRMSNorm"),
             ("mistral", "MistralRMSNorm"),
+            ("ministral", "MinistralRMSNorm"),
+            ("ministral3", "Ministral3RMSNorm"),
             ("qwen2", "Qwen2RMSNorm"),
             ("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
             ("qwen3", "Qwen3RMSNorm"),
