@@ -388,8 +388,8 @@ TOOL_DEFECTS = [
     defect(
         "the oldest CUDA graph dropped for the one that is not used",
         ENGINE + "replay/cuda_graphs.py",
-        "        self.captured.move_to_end(key)\n",
-        "",
+        '            self.captured.move_to_end(key)\n            return ""\n',
+        '            return ""\n',
         "graphs::test_the_graph_that_was_used_least_recently_goes",
     ),
     defect(
