@@ -283,6 +283,7 @@ def plot(losses: list[float], path: Path) -> None:
 def prepare_output(args: argparse.Namespace) -> Path | None:
     """The checkpoint to go on from; an error where this run does not fit what --output holds."""
     settings = {name: str(value) for name, value in vars(args).items() if name not in FREE}
+    settings["processes"] = os.environ.get("WORLD_SIZE", "1")  # each draws its own batches
     file, checkpoints = args.output / "settings.json", sorted(args.output.glob("checkpoint-*"))
     if checkpoints and not args.resume:
         raise ExampleError(f"argument --output: {args.output} has checkpoints: add --resume, or name another folder")
@@ -291,8 +292,8 @@ def prepare_output(args: argparse.Namespace) -> Path | None:
     if args.resume:
         for name, before in json.loads(file.read_text()).items():
             if settings[name] != before:
-                option = name.replace("_", "-")
-                raise ExampleError(f"argument --{option}: the run to resume has {before}, got {settings[name]}")
+                option = f"argument --{name.replace('_', '-')}" if name in args else f"number of {name}"
+                raise ExampleError(f"{option}: the run to resume has {before}, got {settings[name]}")
         return checkpoints[-1]
     args.output.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(settings, indent=1) + "\n")

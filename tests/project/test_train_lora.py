@@ -196,7 +196,7 @@ def test_adapters_that_are_read_back_otherwise(
 
 
 @pytest.mark.host
-def test_wrong_arguments(tmp_path: Path, videos: Path) -> None:
+def test_wrong_arguments(tmp_path: Path, videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*options: str, output: Path = tmp_path / "none") -> str:
         with pytest.raises(ExampleError) as raised:
             train_lora.main([*SMALL, "--cpu", "--output", str(output), *options])
@@ -216,6 +216,10 @@ def test_wrong_arguments(tmp_path: Path, videos: Path) -> None:
     assert train_lora.prepare_output(args) is None
     (args.output / "checkpoint-000001").mkdir()
     assert refused("--resume", output=args.output) == "argument --rank: the run to resume has 8, got 4"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (
+        refused("--rank", "8", "--resume", output=args.output) == "number of processes: the run to resume has 1, got 2"
+    )
 
 
 @pytest.mark.host
