@@ -182,6 +182,53 @@ def test_signatures_that_do_not_recur_end_it(ltx: ModuleType, clock: Clock, modu
     assert until_replayed(held, module, limit + rule.SHORT_LIVED) == 0  # what is captured stays
 
 
+@pytest.mark.parametrize("why", ["no gain", "too large", "fails"])
+def test_captures_in_vain_end_it(
+    ltx: ModuleType, clock: Clock, module: nn.Module, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Each signature would pay for one of its own."""
+    held, rule = graphs(ltx), ltx.integrations.replay.rent_or_buy
+    if why == "no gain":
+        clock.replay = clock.ordinary
+    elif why == "too large":
+        clock.size = clock.total
+        monkeypatch.setattr(rule, "FREE", -10 * clock.total)
+    else:
+        monkeypatch.setattr(held.plan, "capture", lambda *args: torch.ones(2) @ torch.ones(3))
+    for size in range(1, rule.SHORT_LIVED + 1):
+        for _ in range(20):
+            held.run(module, torch.neg, torch.ones(size))
+    assert held.rule.short_lived == rule.SHORT_LIVED and len(held.refused) == rule.SHORT_LIVED
+    assert until_replayed(held, module, size=99) is None and held.ordinary[rule.NO_RETURN] == 50
+
+
+def test_replays_that_are_read_after_their_graph_is_gone(ltx: ModuleType, clock: Clock, module: nn.Module) -> None:
+    """They say nothing of the next graph of the signature."""
+    held, rule = graphs(ltx), ltx.integrations.replay.rent_or_buy
+    until_replayed(held, module)
+    clock.done, clock.replay = False, 2 * clock.ordinary
+    for _ in range(rule.REPLAYS):
+        held.run(module, torch.neg, torch.ones(1))
+    module.register_buffer("new", torch.ones(1))  # the state has changed, and the GPU is not through
+    held.run(module, torch.neg, torch.ones(1))
+    clock.done, clock.replay = True, 0.02
+    assert until_replayed(held, module) is not None
+    for _ in range(10):
+        held.run(module, torch.neg, torch.ones(1))
+    assert len(held.captured) == 1 and not held.refused
+
+
+def test_a_captured_signature_among_many_others(ltx: ModuleType, clock: Clock, module: nn.Module) -> None:
+    """More of them than are remembered."""
+    held, rule = graphs(ltx), ltx.integrations.replay.rent_or_buy
+    until_replayed(held, module)
+    for size in range(2, rule.KEPT + 3):
+        held.run(module, torch.neg, torch.ones(size))
+    for _ in range(10):
+        assert torch.equal(held.run(module, torch.neg, torch.ones(1)), -torch.ones(1))
+    assert held.replayed == 11
+
+
 def test_graphs_that_were_used_do_not_count_as_short_lived(ltx: ModuleType, clock: Clock, module: nn.Module) -> None:
     held, rule = graphs(ltx), ltx.integrations.replay.rent_or_buy
     for size in range(1, 20):

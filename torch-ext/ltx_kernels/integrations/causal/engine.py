@@ -211,7 +211,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     if spec.turn is None:
         query, key = _norm_and_rotate(layers, query, key, rope, out)
         if spec.scales is not None:
-            query = query * spec.scales(module, arguments["position_ids"]).to(query.dtype)
+            query = query * as_one(spec.scales, module, arguments["position_ids"]).to(query.dtype)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
     else:
         query, key = spec.turn(module, query, key, rope, cache)

@@ -167,8 +167,8 @@ class Graphs:
     def _why_not_signature(self, key: Any, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
         """Why a signature has no graph, once it is captured where that is due; empty where it has one."""
         for poor in [] if self.rule is None else self.rule.read():
-            if self.captured.pop(poor, None) is not None:
-                self.refused[poor] = NO_GAIN
+            self._drop([poor])
+            self.refused[poor] = NO_GAIN
         if key in self.refused:
             return self.refused[key]
         if self.captured.get(key) is not None:
@@ -206,6 +206,8 @@ class Graphs:
                 self._keep(key, captured)
         if reason:
             self.refused[key] = reason
+            if self.rule is not None:
+                self.rule.dropped([key])
         return reason
 
     def _why_not_module(self, module: nn.Module) -> str:

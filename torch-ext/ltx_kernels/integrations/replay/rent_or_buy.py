@@ -78,7 +78,7 @@ class RentOrBuy:
 
     def __init__(self) -> None:
         self.tenants: OrderedDict[Any, Tenant] = OrderedDict()
-        self.timed: deque[tuple[Any, Timed, bool]] = deque(maxlen=KEPT)
+        self.timed: deque[tuple[Any, Tenant, Timed, bool]] = deque(maxlen=KEPT)
         self.price, self.gain = PRICE, SHARE
         self.largest = 0  # bytes of the last graph
         self.free = 0  # bytes, before the last capture
@@ -93,21 +93,23 @@ class RentOrBuy:
 
     @contextmanager
     def call(self, key: Any, replayed: bool) -> Iterator[None]:
-        """Times a call. A call that raises is not counted."""
-        if replayed:
-            self._tenant(key).used += 1
+        """Times a call. One that raises is not counted, nor one of a signature that is not known or is refused."""
+        tenant = self.tenants.get(key)
+        if tenant is None:
+            yield
+            return
+        tenant.used += replayed
         timed = Timed()
         yield
         timed.stop()
-        self.timed.append((key, timed, replayed))
+        self.timed.append((key, tenant, timed, replayed))
 
     def read(self) -> list[Any]:
         """Takes up what the GPU has finished; returns the signatures whose graphs gain too little."""
         poor = []
-        while self.timed and self.timed[0][1].is_done():
-            key, timed, replayed = self.timed.popleft()
-            tenant = self.tenants.get(key)
-            if tenant is None:
+        while self.timed and self.timed[0][2].is_done():
+            key, tenant, timed, replayed = self.timed.popleft()
+            if self.tenants.get(key) is not tenant:  # its graph is gone since, or it was forgotten
                 continue
             if replayed:
                 if len(tenant.replays) < REPLAYS:
@@ -149,7 +151,7 @@ class RentOrBuy:
         return "" if size <= limit else f"its graph was dropped: it held {size / 2**20:.0f} MiB"
 
     def dropped(self, keys: Iterable[Any]) -> None:
-        """Graphs are gone. Their signatures pay rent from the beginning."""
+        """Graphs are gone, or captures were in vain. Their signatures pay rent from the beginning."""
         for key in keys:
             tenant = self.tenants.pop(key, None)
             self.short_lived += tenant is not None and tenant.used < USED
