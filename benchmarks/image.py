@@ -20,10 +20,11 @@ for each tensor, "flux_fast_fp8_rows" with one for each row. Attention is torch'
 FlashAttention 3 in fp8 without scales.
 
 `image_ms` is the whole call and `tensor_ms` the same without the conversion to PIL, which is `post_ms`. `text_ms` is
-the prompt, `decode_ms` the decoder, `steps_ms` all that lies between, and `step_ms` that for each step. `error_vs_fp32`
-is the distance of the latents after all steps from those of the stock pipeline in float32, relative to their norm, and
-`psnr` that of the images in dB. Both are missing where the pipeline in float32 does not fit into memory. The other
-columns are clip.py's.
+the prompt, `decode_ms` the decoder, `steps_ms` all that lies between, and `step_ms` that for each step.
+
+`error_vs_fp32` compares the latents after all steps with those of the stock pipeline in float32. It is the norm of the
+difference divided by the norm of the latents. `psnr` compares the images, in dB. A pipeline that does not fit into
+memory in float32 has neither. The other columns are clip.py's.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def graphs(text: str) -> str:
 
 
 def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of every example that generates with the kernels or without."""
+    """Adds the arguments of the examples that generate videos or images, with the kernels or without."""
     kernels = parser.add_mutually_exclusive_group()
     kernels.add_argument("--use-optimized-kernels", dest="optimized", action="store_true", help="(default)")
     kernels.add_argument("--no-optimized-kernels", dest="optimized", action="store_false", help="the stock modules")

@@ -9,7 +9,7 @@ latents with noise and compares the model's output with noise minus latents. Eac
 some samples the first frame stays clean, so that the adapter also learns to continue an image.
 
 `--output` then holds pytorch_lora_weights.safetensors for `LTXPipeline.load_lora_weights`, losses.json, loss.png and
-checkpoints, from the last of which `--resume` goes on. `--stock` trains without this package, for comparison.
+checkpoints. `--resume` goes on from the last checkpoint. `--stock` trains without this package, for comparison.
 `accelerate launch examples/train_lora.py ...` trains on several GPUs.
 """
 

@@ -35,7 +35,7 @@ inline int64_t chunk_count(int64_t pixels) { return (pixels + chunk_pixels(pixel
 //   y            = r(a h + b), with a = rstd * weight and b = bias_norm - a * mean
 //   out          = r(silu(y)) where `silu`, else y
 //   residual_out = h where it is given; it may be input's or residual's memory
-// mean and rstd are those of a group's channels over all pixels.
+// The mean and rstd of a group are taken over its channels and all pixels.
 struct GroupNormParams {
   DType dtype = DType::kFloat32;
   bool silu = false;

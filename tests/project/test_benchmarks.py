@@ -686,7 +686,7 @@ IMAGES = [
 @pytest.mark.parametrize("model", IMAGES)
 @pytest.mark.usefixtures("cpu_kernels")
 def test_images_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latents of both configurations are those of the stock pipeline in float32."""
+    """Both configurations give the latents that the stock pipeline gives in float32."""
     pytest.importorskip("diffusers")
     import image
 

@@ -45,8 +45,8 @@ class CausalAttention(Projections):
     classes: Names of the classes, with their modules.
     parameters: Those of the stock forward, without self.
     projections: Names of the layers for query, key and value; one name where a layer holds all three.
-    norms: Names of the norms of query, key and, where it has one, value; empty where there are none. A module with
-        three norms may lack the layer for the value, which the layer for the key then makes as well.
+    norms: Names of the norms of query and key, and of the value's norm if the class has one; empty if it has none. If
+        there are three, a module may lack the layer for the value. The layer for the key makes the value then.
     across_heads: A norm's mean is taken over all heads of a token.
     gated: The layer for the query makes a gate behind each head, whose sigmoid the head's output is multiplied by.
     half_tables: The model's tables hold each angle once. Otherwise their width is that of the columns that turn.
@@ -89,7 +89,7 @@ class CausalAttention(Projections):
         return [tuple(f"{prefix}.{name}" for name in self.present(module)), (f"{prefix}.o_proj",)]
 
     def present(self, module: nn.Module) -> tuple[str, ...]:
-        """Those of `projections` that a module has."""
+        """Names the layers among `projections` that a module has."""
         return tuple(name for name in self.projections if module._modules.get(name) is not None)
 
     def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
