@@ -278,6 +278,23 @@ def test_a_patched_attention_function_is_called(ltx, device, monkeypatch):
     assert error(result, stock.double()) > 0.01
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 4096, 512), (1, 5000, 1024), (1, 1, 9000, 384)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_of_wide_heads(ltx, cuda, monkeypatch, shape, dtype):
+    """As two products, one part of the queries after another; the error is about that of torch's kernel."""
+    autoencoder = ltx.integrations.blocks.autoencoder
+    monkeypatch.setattr(autoencoder, "_SCORES", 3_000_000)
+    rows = torch.randn((*shape[:-1], 3 * shape[-1]), device=cuda, dtype=dtype)
+    query, key, value = rows.chunk(3, -1)
+    exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, value)))
+    stock = F.scaled_dot_product_attention(query, key, value)
+    result = autoencoder.attention_between_pixels(query, key, value)
+    assert result.is_contiguous() and result.dtype == dtype
+    assert error(result, exact) <= 1.5 * error(stock, exact)
+    if torch.cuda.get_device_capability(cuda)[0] == 9:
+        assert not torch.equal(result, stock)
+
+
 def test_gradients(ltx, device):
     vae = make_vae("flux", device, torch.float32)
     weight = vae.decoder.conv_out.weight.requires_grad_()

@@ -28,7 +28,8 @@ from ...channels_last import (
     upsample_nearest,
 )
 from ..engine.autocast import remark_autocast
-from ..engine.guards import HOOK, class_of, hooked, is_ordinary, why_not_input
+from ..engine.guards import HOOK, class_of, hooked, is_hopper, is_ordinary, why_not_input
+from ..engine.signature import attention_is_replaced
 from ..engine.sites import Entry, site_of, stock_forward
 from ..engine.state import remember
 
@@ -175,6 +176,41 @@ class Images(ResidualStream):
 def convolved(conv: Any, x: Tensor) -> Tensor:
     """A convolution without its bias."""
     return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
+
+
+# More columns than a head of torch's flash attention may have.
+_WIDE = 256
+# From so many pixels on two products are faster (h200-vae.json); fewer have not been timed.
+_PIXELS = 4096
+_SCORES = 2**26  # that are in memory at a time
+
+
+def attention_between_pixels(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of one head: `F.scaled_dot_product_attention` of [..., pixels, columns].
+
+    torch has no kernel for Hopper for heads of more than 256 columns. There two products and a softmax of float32
+    scores between them are faster. The scores are those of some queries at a time, so that they need little memory.
+    """
+    if not _is_faster_as_products(query):
+        return F.scaled_dot_product_attention(query, key, value)
+    pixels, columns = query.shape[-2:]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    some = _SCORES // pixels
+    for q, k, v, rows in zip(*(x.flatten(0, -3) for x in (query, key, value, out))):
+        for first in range(0, pixels, some):
+            part = slice(first, first + some)
+            scores = torch.mm(q[part], k.T, out_dtype=torch.float32).mul_(columns**-0.5)
+            torch.mm(scores.softmax(-1).to(v.dtype), v, out=rows[part])
+    return out
+
+
+def _is_faster_as_products(query: Tensor) -> bool:
+    pixels, columns = query.shape[-2:]
+    if torch.compiler.is_compiling() or attention_is_replaced():
+        return False
+    if not query.is_cuda or query.dtype == torch.float32:
+        return False
+    return columns > _WIDE and _PIXELS <= pixels <= _SCORES and is_hopper(query.device)
 
 
 def space_to_depth(x: Tensor, stride: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from ..blocks.autoencoder import Images, convolved, why_not_convolution
+from ..blocks.autoencoder import Images, attention_between_pixels, convolved, why_not_convolution
 from ..engine.autocast import group_norm, why_not_result
 from ..engine.code import patched
 from ..engine.guards import class_of
@@ -48,7 +48,7 @@ def attention(attn: Any, h: Images) -> None:
     rows = x.flatten(2).transpose(1, 2)
     q, k, v = (F.linear(rows, layer.weight, layer.bias).unsqueeze(1) for layer in (attn.to_q, attn.to_k, attn.to_v))
     out = attn.to_out[0]
-    rows = F.linear(F.scaled_dot_product_attention(q, k, v).squeeze(1), out.weight, out.bias)
+    rows = F.linear(attention_between_pixels(q, k, v).squeeze(1), out.weight, out.bias)
     h.add(rows.transpose(1, 2).unflatten(2, x.shape[2:]))
 
 

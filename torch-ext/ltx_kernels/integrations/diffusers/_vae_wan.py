@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.autoencoder import TORCH_MODULES, VIDEO, Form, Hidden, why_not_convolution
+from ..blocks.autoencoder import (
+    TORCH_MODULES,
+    VIDEO,
+    Form,
+    Hidden,
+    attention_between_pixels,
+    why_not_convolution,
+)
 from ..engine.guards import class_of
 
 WAN = "diffusers.models.autoencoders.autoencoder_kl_wan."
@@ -111,7 +118,7 @@ def attention(block: Any, h: Hidden) -> None:
     batch, _, _, height, width = x.shape
     qkv = F.conv2d(as_images(x), block.to_qkv.weight, block.to_qkv.bias)
     q, k, v = qkv.flatten(2).transpose(1, 2).unsqueeze(1).contiguous().chunk(3, -1)
-    x = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2).unflatten(2, (height, width))
+    x = attention_between_pixels(q, k, v).squeeze(1).transpose(1, 2).unflatten(2, (height, width))
     h.add(as_video(F.conv2d(x, block.proj.weight), batch), block.proj.bias)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...channels_last import pixel_shuffle_3d
-from ..blocks.autoencoder import Autoencoder, Images, convolved
+from ..blocks.autoencoder import Autoencoder, Images, attention_between_pixels, convolved
 from ..engine.autocast import group_norm, why_not_result
 from ..engine.guards import class_of
 from ._vae_kl import TORCH_MODULES, resnet, why_not_kl
@@ -23,7 +23,7 @@ def _attention(attn: Any, h: Images) -> None:
     q, k, v = (
         F.conv2d(x, layer.weight, layer.bias).flatten(2).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v)
     )
-    rows = F.scaled_dot_product_attention(q, k, v)
+    rows = attention_between_pixels(q, k, v)
     h.add(convolved(attn.proj, rows.transpose(1, 2).unflatten(2, x.shape[2:])), attn.proj.bias)
 
 

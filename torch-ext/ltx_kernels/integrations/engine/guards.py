@@ -130,6 +130,11 @@ def has_tensor_cores(device: torch.device) -> bool:
     return _capability(device) >= (8, 0)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU is of compute capability 9.x, on which what torch lacks for it was measured."""
+    return _capability(device)[0] == 9
+
+
 def plain_linear(module: nn.Module, dtype: torch.dtype, trained: bool = False) -> bool:
     """Whether a module is nn.Linear and nothing else, with ordinary parameters, which need no gradient.
 
