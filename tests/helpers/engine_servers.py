@@ -34,6 +34,7 @@ PLUGINS = {"sglang": "sglang.multimodal_gen.plugins", "vllm_omni": "vllm_omni.ge
 DISTRIBUTIONS = {"sglang": "sglang", "vllm_omni": "vllm-omni"}
 SGLANG = "sglang.multimodal_gen.runtime"
 ADAPTER = "vllm_omni.diffusion.models.diffusers_adapter"
+CPU = torch.device("cpu")
 
 
 class Empty:
@@ -96,6 +97,11 @@ def files_of_wheel(package: str, names: Sequence[str]) -> dict[str, Path]:
         stem = str(distribution.locate_file(name.replace(".", "/")))
         found[name] = next(path for path in (Path(f"{stem}.py"), Path(stem) / "__init__.py") if path.exists())
     return found
+
+
+def version_of(package: str) -> str:
+    """Of the installed distribution."""
+    return importlib.metadata.version(DISTRIBUTIONS[package])
 
 
 def plugins_of(package: str) -> list[Callable[[], None]]:
@@ -192,13 +198,15 @@ def start_sglang(pipe: Any, **flags: Any) -> Any:
         return served(pipe, sglang_arguments(**flags)).diffusers_pipe
 
 
-def start_sglang_wheel(folder: str, **flags: Any) -> Any:
+def start_sglang_wheel(
+    folder: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32, **flags: Any
+) -> Any:
     """The pipeline that the installed sglang's diffusers backend serves from a folder."""
     names = ["sglang.srt.plugins.hook_registry", "sglang.srt.environ", f"{SGLANG}.platforms.plugins"]
     names.append(f"{SGLANG}.pipelines.diffusers_pipeline")
     files = files_of_wheel("sglang", names)
     members: Modules = {
-        f"{SGLANG}.distributed": {"get_local_torch_device": lambda: torch.device("cpu")},
+        f"{SGLANG}.distributed": {"get_local_torch_device": lambda: device},
         f"{SGLANG}.managers.memory_managers.component_residency": {
             "resolve_diffusers_pipeline_offload": lambda residency: None
         },
@@ -209,7 +217,7 @@ def start_sglang_wheel(folder: str, **flags: Any) -> Any:
         },
         f"{SGLANG}.utils.hf_diffusers_utils": {"maybe_download_model": lambda path, **named: path},
         f"{SGLANG}.utils.logging_utils": {"init_logger": logging.getLogger},
-        f"{SGLANG}.utils.precision": {"resolve_precision": lambda *args, **named: torch.float32},
+        f"{SGLANG}.utils.precision": {"resolve_precision": lambda *args, **named: dtype},
     }
     with engine("sglang", members, files):
         plugins = importlib.import_module(f"{SGLANG}.platforms.plugins")
@@ -240,7 +248,7 @@ def start_vllm_omni(pipe: Any, backend: str = "native") -> Any:
     with engine("vllm_omni", members, {}):
         for plugin in plugins_of("vllm_omni") * 2:  # more than once, as in the engine
             plugin()
-        served = adapter(od_config=SimpleNamespace(model=pipe, backend=backend), device=torch.device("cpu"))
+        served = adapter(od_config=SimpleNamespace(model=pipe, backend=backend), device=CPU)
         served.load_weights()
         return served._pipeline
 
@@ -253,7 +261,6 @@ def vllm_omni_config(folder: str, **fields: Any) -> SimpleNamespace:
     """vllm-omni's OmniDiffusionConfig, as far as its diffusers adapter reads it."""
     values = {
         "model": folder,
-        "dtype": torch.float32,
         "model_class_name": None,
         "diffusers_pipeline_cls": None,
         "diffusers_load_kwargs": {},
@@ -272,7 +279,9 @@ def vllm_omni_config(folder: str, **fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **fields})
 
 
-def start_vllm_omni_wheel(folder: str, **fields: Any) -> Any:
+def start_vllm_omni_wheel(
+    folder: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32, **fields: Any
+) -> Any:
     """The pipeline that the installed vllm-omni's diffusers adapter serves from a folder."""
     adapter = f"{ADAPTER}.pipeline_diffusers_adapter"
     names = ["vllm_omni.plugins", adapter, f"{ADAPTER}.pipeline_utils", f"{ADAPTER}.quantization_utils"]
@@ -286,6 +295,6 @@ def start_vllm_omni_wheel(folder: str, **fields: Any) -> Any:
         importlib.import_module("vllm_omni.plugins").load_omni_general_plugins()
         cls = importlib.import_module(adapter).DiffusersAdapterPipeline
         assert issubclass(cls, nn.Module)
-        served = cls(od_config=vllm_omni_config(folder, **fields), device=torch.device("cpu"))
+        served = cls(od_config=vllm_omni_config(folder, dtype=dtype, **fields), device=device)
         served.load_weights()
         return served._pipeline
