@@ -36,11 +36,10 @@ from models import OF_THE_RUN, earlier_records, first_blocks
 from result_files import DTYPES, write
 from rich.console import Console
 from runs import add_options, begin, empty_table
-from steps import first_line, free_memory, label
+from steps import LOW, first_line, free_memory, label
 from torch import nn
 
 BESIDE = "kernels_fp8_beside"
-LOW = "kernels_fp8_low"
 CONFIGS = ("baseline", "kernels", "kernels_fp8", LOW, BESIDE)
 CARDS_GB = (12, 16, 24, 32)
 RESERVE_GB = 1.5  # the CUDA context, the allocator's gaps and what the desktop takes

@@ -47,6 +47,7 @@ from steps import (
     CONFIGS,
     FP8_CONFIGS,
     INT8_CONFIGS,
+    LOW,
     TORCHAO_INDUCTOR,
     Turns,
     error,
@@ -68,7 +69,7 @@ GRAPH_S = 0.1
 # What the run says of every record, since another run may measure the other models.
 OF_THE_RUN = ("commit", "date", "note")
 OF_THE_PROFILE = ("kernels", "ms_by_kind", "clock_mhz", "power_w")
-ALL_CONFIGS = (*CONFIGS, *FP8_CONFIGS, *INT8_CONFIGS)
+ALL_CONFIGS = (*CONFIGS, *FP8_CONFIGS, *INT8_CONFIGS, LOW)
 
 
 def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:

@@ -28,6 +28,7 @@ Step = Callable[[], Tensor]
 CONFIGS = ("baseline", "kernels", "compile", "kernels_compile")
 FP8_CONFIGS = ("kernels_fp8", "torchao_fp8_compile", "kernels_fp8_compile")
 INT8_CONFIGS = ("kernels_int8", "kernels_fp8_int8")  # attention in 8 bits
+LOW = "kernels_fp8_low"  # optimize(memory="low")
 PROFILED_STEPS = 5
 WARM_UP_S = 1.0  # of each turn on a GPU: until then its clock is what the configuration before has left
 STEPS_AHEAD = 3  # that the host launches before those that are timed
@@ -81,7 +82,8 @@ def view_of(model: nn.Module) -> nn.Module:
 
 def precision_of(config: str) -> dict[str, str]:
     """`optimize`'s arguments for a `view_of` a model: in fp8 the shared parameters keep the stock weights."""
-    return {"precision": "fp8", "stock_weights": "beside"} if "fp8" in config else {}
+    memory = {"memory": "low"} if config == LOW else {}
+    return {"precision": "fp8", "stock_weights": "beside", **memory} if "fp8" in config else {}
 
 
 def quantise_with_torchao(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
