@@ -249,6 +249,7 @@ PROGRAMS = [
     Program("benchmarks/fp8_gemm.py", "{machine}-fp8-gemm", in_place=False),
     Program("benchmarks/lora.py", "{machine}-lora", in_place=False),
     Program("benchmarks/train.py", "{machine}-train", in_place=False),
+    Program("benchmarks/quality.py", "{machine}-quality", in_place=False),
     Program("benchmarks/engines.py", "{machine}-engines", in_place=False),
     Program("benchmarks/cards.py", "cards", machine="cpu", in_place=False),
     Program("benchmarks/fp8_layers.py", "fp8-layers", machine="cpu", in_place=False),
