@@ -5,7 +5,8 @@
 
 The model is examples/demo_model, a small LTX-Video that is trained on moving shapes. Each prompt has a seed of its own,
 and each configuration makes the same clips. "stock" is the model in bfloat16, "kernels" is `optimize(pipe)`, and
-"kernels_fp8" adds precision="fp8", and "kernels_fp8_low" memory="low". "_fbc" adds diffusers' FirstBlockCache, which skips blocks.
+"kernels_fp8" adds precision="fp8", and "kernels_fp8_low" memory="low". "_fbc" adds diffusers' FirstBlockCache, which
+skips blocks.
 
 `psnr` is the median over the clips, in dB, of frames beside those of the stock model in float32, and `least_psnr` that
 of the worst clip. `recognised` counts the clips that show what their prompt says, as examples/scenes.py reads them.
