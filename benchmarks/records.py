@@ -203,6 +203,7 @@ PROGRAMS = [
         tables=("model_shapes", "MODELS"), also="{machine}-models-profile", keys=_one,
     ),
     Program("benchmarks/models.py", "{machine}-models-int8", _by_name("model"), _model_options, "--models", keys=_one),
+    Program("benchmarks/models.py", "{machine}-models-low", _by_name("model"), _model_options, "--models", keys=_one),
     Program(
         "benchmarks/attention.py", "{machine}-attention", _by_name("name"), flag="--only", tables=("attention", "ALL"),
         keys=_one,
