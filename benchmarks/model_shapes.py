@@ -341,6 +341,27 @@ def krea2_inputs(model: Any, make: Make, height: int, width: int, text: int) -> 
     }
 
 
+def cosmos3_inputs(model: Any, make: Make, frames: int, height: int, width: int, text: int) -> Inputs:
+    grid = video_tokens(frames, height, width, 4, 32)
+    config, video = model.config, math.prod(grid)
+    side = config.latent_patch_size
+    places = torch.cartesian_prod(*(torch.arange(size, device=make.device) for size in grid)).T
+    tokens = torch.arange(text + video, device=make.device)
+    return {
+        "vision_tokens": [make(1, config.latent_channel, grid[0], side * grid[1], side * grid[2])],
+        "input_ids": make.ones(text),
+        "text_indexes": tokens[:text],
+        "position_ids": torch.cat((tokens[:text].expand(3, -1), places + text), 1),
+        "und_len": text,
+        "sequence_length": text + video,
+        "vision_token_shapes": [grid],
+        "vision_sequence_indexes": tokens[text:],
+        "vision_mse_loss_indexes": tokens[text:],
+        "vision_timesteps": make.full(500.0, video),
+        "vision_noisy_frame_indexes": [tokens[: grid[0]]],
+    }
+
+
 def ernie_image_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
     config = model.config
     return {
@@ -735,5 +756,15 @@ MODELS = {
         | {"intermediate_size": 96, "axes_dims_rope": (4, 6, 6), "text_hidden_dim": 32, "num_text_layers": 2}
         | {"text_num_attention_heads": 2, "text_num_key_value_heads": 2, "text_intermediate_size": 48},
         TINY_IMAGE,
+    ),
+    "cosmos3": Model(
+        "Cosmos3OmniTransformer",
+        "704x1280x189",
+        {},
+        cosmos3_inputs,
+        {"frames": 189, "height": 704, "width": 1280, "text": 256},
+        {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 64, "rope_axes_dim": (4, 2, 2)},
+        {"frames": 5, "height": 64, "width": 64, "text": 8},
     ),
 }

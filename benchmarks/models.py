@@ -106,8 +106,9 @@ def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
 
 
 def one_tensor(result: Any) -> Tensor:
-    """A model's results side by side: some have two streams, or a list of images."""
-    tensors = [t for part in result for t in (part if isinstance(part, (list, tuple)) else [part])]
+    """A model's results side by side: some have two streams, a list of images, or None for what was not asked for."""
+    parts = [part for part in result if part is not None]
+    tensors = [t for part in parts for t in (part if isinstance(part, (list, tuple)) else [part])]
     return tensors[0] if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
 
 

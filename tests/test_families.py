@@ -27,7 +27,7 @@ diffusers = pytest.importorskip("diffusers")
 from families import LACKING, Family, families, randn, random_  # noqa: E402
 from families.left import LEFT, LEFT_BLOCKS, OF_UNETS, WELL_KNOWN  # noqa: E402
 from helpers.build import load_build  # noqa: E402
-from helpers.diffusers_models import models_of_diffusers  # noqa: E402
+from helpers.diffusers_models import BLOCK_NAMES, models_of_diffusers  # noqa: E402
 from helpers.dispatch import PackageOps  # noqa: E402
 from helpers.engine_paths import (  # noqa: E402
     block_descriptions,
@@ -95,8 +95,8 @@ def cast(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, A
 
 
 def flat(value: Any) -> tuple[Tensor, ...]:
-    """All tensors in nested tuples and lists."""
-    return (value,) if isinstance(value, Tensor) else tuple(t for item in value for t in flat(item))
+    """All tensors in nested tuples and lists, in which a model may have None instead of one."""
+    return (value,) if isinstance(value, Tensor) else tuple(t for item in value or () for t in flat(item))
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -150,7 +150,7 @@ def test_every_transformer_of_diffusers(ltx: ModuleType) -> None:
     """Each is in a family, or in the list of what is left at norm level with a reason; none is in both."""
     blocks = {name for name, entry in ltx.integrations.diffusers.ENTRIES.items() if entry.level == "block"}
     found = models_of_diffusers("transformers", "controlnets")
-    models = {cls.__name__: {part for part in parts if part.endswith("Block")} for cls, parts in found.items()}
+    models = {cls.__name__: {part for part in parts if part.endswith(BLOCK_NAMES)} for cls, parts in found.items()}
     assert len(models) > 70
     in_families = {name for name, of in models.items() if of & blocks}
     assert not in_families & set(OF_UNETS) and set(OF_UNETS) <= set(models)
@@ -300,7 +300,7 @@ def calls_of_blocks(model: nn.Module, inputs: dict[str, Any]) -> dict[str, dict[
         call = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
         found[type(module)] = path, {name: value for name, value in call.items() if name != "self"}
 
-    blocks = [(path, module) for path, module in model.named_modules() if type(module).__name__.endswith("Block")]
+    blocks = [(path, module) for path, module in model.named_modules() if type(module).__name__.endswith(BLOCK_NAMES)]
     hooks = [m.register_forward_pre_hook(functools.partial(keep, path), with_kwargs=True) for path, m in blocks]
     run(model, inputs)
     for hook in hooks:
@@ -731,7 +731,7 @@ def test_recorded_calls(ltx: ModuleType, device: str, family: Family) -> None:
     report = ltx.optimize(model)
     first, second, third = (run(model, inputs) for _ in range(3))
     assert all(torch.equal(a, b) for a, b in zip((*second, *third), (*first, *first)))
-    blocks = sum(count for name, count in family.blocks.items() if name.endswith("Block"))
+    blocks = sum(count for name, count in family.blocks.items() if name.endswith(BLOCK_NAMES))
     told = [line for line in str(report).splitlines() if "recorded" in line]
     recorded = [line for line in told if line.startswith("recorded calls: ")]
     others = [line for line in told if line not in recorded]
@@ -1042,7 +1042,7 @@ def test_exchanged_submodules(ltx: ModuleType, device: str, family: Family, of: 
     ltx.optimize(model)
     run(model, inputs)
     classes = (nn.LayerNorm, nn.RMSNorm) if of == "norm" else (nn.Linear,)
-    block = next(m for m in model.modules() if "_ltx_kernels" in vars(m) and type(m).__name__.endswith("Block"))
+    block = next(m for m in model.modules() if "_ltx_kernels" in vars(m) and type(m).__name__.endswith(BLOCK_NAMES))
     name = next(n for n, m in model.named_modules() if m is block)
     paths = [n for n, m in block.named_modules() if isinstance(m, classes) and n]
     for path in paths:

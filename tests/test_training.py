@@ -20,6 +20,7 @@ diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor  # noqa: E402
 from families import Family  # noqa: E402
+from helpers.diffusers_models import BLOCK_NAMES  # noqa: E402
 from helpers.language_models import make_ids  # noqa: E402
 from test_families import FAMILIES, cast, flat, make  # noqa: E402
 from torch.utils.checkpoint import CheckpointError, checkpoint  # noqa: E402
@@ -71,7 +72,7 @@ def assert_as_exact(ours: dict[str, Tensor], stock: dict[str, Tensor], exact: di
 
 
 def blocks_of(report: Any, family: Family) -> list[Any]:
-    return [site for site in report.sites if site.name in family.blocks and site.name.endswith("Block")]
+    return [site for site in report.sites if site.name in family.blocks and site.name.endswith(BLOCK_NAMES)]
 
 
 def exact_step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:

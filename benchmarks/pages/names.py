@@ -55,6 +55,7 @@ MODELS = {
     "hidream": Model("HiDream-I1", "hidream"),
     "hyvideo15": Model("HunyuanVideo 1.5", "hunyuan_video15"),
     "cogvideox": Model("CogVideoX-5B", "cogvideox"),
+    "cosmos3": Model("Cosmos 3", "cosmos3"),
     "mochi": Model("Mochi 1", "mochi"),
     "flux3": Model("FLUX.3", "flux3"),
     "zimage": Model("Z-Image", "z_image"),

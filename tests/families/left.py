@@ -20,7 +20,6 @@ LEFT: dict[str, str] = {
             "AuraFlowTransformer2DModel",
             "CogView3PlusTransformer2DModel",
             "CogView4Transformer2DModel",
-            "Cosmos3OmniTransformer",
             "EasyAnimateTransformer3DModel",
             "GlmImageTransformer2DModel",
             "HeliosTransformer3DModel",

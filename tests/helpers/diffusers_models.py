@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 PACKAGES = ("transformers", "controlnets", "autoencoders")
+BLOCK_NAMES = ("Block", "DecoderLayer")  # ends of the names of classes of whole blocks
 
 
 def models_of_diffusers(*packages: str) -> dict[type, set[str]]:
@@ -40,7 +41,7 @@ def known_models(ltx: Any) -> dict[str, type]:
     known = {
         name
         for name, entry in ltx.integrations.diffusers.ENTRIES.items()
-        if entry.alone or (entry.level == "block" and name.endswith("Block"))
+        if entry.alone or (entry.level == "block" and name.endswith(BLOCK_NAMES))
     }
     return {cls.__name__: cls for cls, parts in models_of_diffusers(*PACKAGES).items() if parts & known}
 

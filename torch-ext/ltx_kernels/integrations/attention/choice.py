@@ -125,23 +125,26 @@ def attend(
     seen: Seen,
     out: Tensor | None = None,
     ahead: rank_attention.Ahead | None = None,
+    is_causal: bool = False,
 ) -> tuple[Tensor, bool]:
     """(attention of [B, S, heads, D] to [B, T, heads, D], whether an op of this package computed it).
 
     key, value: They may have fewer heads, which the query's heads share.
     out: Where this package's op, or an exchange by copies, may write the result. Others return a tensor of their own.
     ahead: The values, where `values_ahead` has sent them.
+    is_causal: Each row sees itself and those before it, on one rank and without a mask.
     """
     form, parallel = call.spec.mask, parallel_config(call)
     scores_mask = None if seen.mask is None or form is None else form.for_scores(seen.mask)
     if parallel is None:
         pays = not call.cross or _kernel_pays(query, key.shape[1], seen.mask is not None)
         if seen.of_keys and pays and runs_kernel(query, key, value) and _may_attend(call):
-            return _own_attention(call, query, key, value, seen.keys, out), True
-    key, value = _for_each_head(query, key), _for_each_head(query, value)
+            return _own_attention(call, query, key, value, seen.keys, out, is_causal), True
+    if not call.spec.grouped:
+        key, value = _for_each_head(query, key), _for_each_head(query, value)
     if parallel is None:
         _remark_native(call, "not this package's kernel")
-        return _dispatched(call, query, key, value, scores_mask, None), False
+        return _dispatched(call, query, key, value, scores_mask, None, is_causal), False
     context = context_of(parallel)
     if context is None or not seen.of_keys or _needs_gradient(query, key, value):
         _remark_native(call, "several ranks")
@@ -239,12 +242,18 @@ _INT8_TOKENS = 4608
 
 
 def _own_attention(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor | None
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor | None,
+    is_causal: bool = False,
 ) -> Tensor:
     """This package's attention, in 8 bits where `optimize` was told so, the op takes the call and the call gains."""
     if call.site.settings["attention"] == "int8" and not call.cross:
         columns, tokens = query.shape[-1], key.shape[1]
-        if mask is not None:
+        if mask is not None or is_causal:
             _remark_native(call, "a mask")
         elif key.shape[2] != query.shape[2]:
             _remark_native(call, "fewer heads of keys than of queries")
@@ -254,7 +263,7 @@ def _own_attention(
             _remark_native(call, f"fewer than {_INT8_TOKENS} tokens")
         else:
             return attention(query, key, value, out=out, precision="int8")
-    return attention(query, key, value, mask=mask, out=out)
+    return attention(query, key, value, mask=mask, is_causal=is_causal, out=out)
 
 
 def _remark_native(call: Call, reason: str) -> None:
@@ -277,12 +286,21 @@ def parallel_config(call: Call) -> Any:
     return config
 
 
-def _dispatched(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, parallel: Any) -> Tensor:
+def _dispatched(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    parallel: Any,
+    is_causal: bool = False,
+) -> Tensor:
     """Attention as the stock processor would have it computed."""
+    grouped = {"enable_gqa": True} if call.spec.grouped else {}
     dispatch = call.site.settings["dispatch"]
     if dispatch is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, **grouped).transpose(1, 2)
     backend = getattr(call.module.processor, "_attention_backend", None)
     if not (_is_native(call.site.settings["backends"]) if backend is None else backend == "native"):
         refuse("a backend of attention may run kernels or set modes that no torch function tells of")
@@ -292,8 +310,9 @@ def _dispatched(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Ten
         value,
         attn_mask=mask,
         dropout_p=0.0,
-        is_causal=False,
+        is_causal=is_causal,
         backend=backend,
         parallel_config=parallel,
+        **grouped,
     )
     return output.to(query.dtype)

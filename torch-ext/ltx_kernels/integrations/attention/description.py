@@ -62,6 +62,10 @@ class Attention:
     added_projections, added_norms, added_output: The names of these layers.
     text_first: The rows of the second stream come before those of the first in the joint order.
     fuses: The stock processor calls the layers that `fuse_qkv_projections` adds instead of those that they are made of.
+    batched: The streams have a batch, [B, S, H]. Otherwise they are [S, H], the tokens of one sample.
+    second_first: The stock forward returns the second stream of a joint attention before the first.
+    grouped: The stock processor gives diffusers' dispatch keys and values of fewer heads, without a copy for each head
+        of the query.
     shared: In a module without such projections, the second stream of a joint attention goes through the layers of
         the first. A context is otherwise the keys and values of a cross-attention.
     rotates_text: The rotation covers the second stream of a joint attention. Otherwise the tables hold the rows of the
@@ -82,10 +86,10 @@ class Attention:
     parallel_cross: The stock processor hands the parallel configuration to a cross-attention as well.
     casts: The stock processor casts query and key to the value's dtype after norm and rotation, so that the norms'
         weights may have another dtype than the input.
-    attends: Computes the attention of a self-attention that keeps keys and values, or attends in several calls: (call,
-        query, key, value), after norm and rotation, to the output [B, S, heads, D]. `attend` of attention/choice.py
-        computes each call. A recorded call does not run it again: it calls `refuse` where it reads or writes what is
-        kept.
+    attends: Computes an attention that keeps keys and values, or attends in several calls: (call, query, key, value),
+        after norm and rotation, to the output [B, S, heads, D], or to a pair of a joint attention's first and second
+        stream. `attend` of attention/choice.py computes each call. A recorded call does not run it again: it calls
+        `refuse` where it reads or writes what is kept.
     arguments: Names of the stock forward's further arguments, which `attends` reads from `Call.further`.
     check: A further reason why a call has to run stock: (module, hidden_states, encoder_hidden_states, rope) to a
         reason, or "".
@@ -117,6 +121,9 @@ class Attention:
     added_output: str = ADDED_OUTPUT
     text_first: bool = True
     fuses: bool = False
+    batched: bool = True
+    second_first: bool = False
+    grouped: bool = False
     shared: bool = False
     rotates_text: bool = True
     image: tuple[str, ...] = ()
@@ -130,7 +137,7 @@ class Attention:
     cross: bool = False
     parallel_cross: bool = True
     casts: bool = False
-    attends: Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None = None
+    attends: Callable[[Any, Tensor, Tensor, Tensor], Any] | None = None
     arguments: tuple[str, ...] = ()
     check: Callable[[Any, Tensor, Tensor | None, Any], str] = lambda *_: ""
     why_not: Callable[[Any], str] = lambda _: ""

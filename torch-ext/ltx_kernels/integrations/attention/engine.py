@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from typing import Any, cast
+from typing import Any, Callable, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +107,21 @@ def _forward(call: Call, options: dict[str, Any]) -> Any:
         return _stock(call, reason, options)
     joint = call.context is not None and (call.layers.added is not None or spec.shared)
     call.cross = call.cross and not joint
-    compute = _joint if joint else _single
+    compute: Callable[[Call], Any] = _joint if joint else _single
+    if not spec.batched:
+        compute = functools.partial(_of_one_sample, compute)
     if not torch.is_grad_enabled() or isinstance(call.input, tuple):
         return compute(call)
     return marked(functools.partial(_way, call), call.input, compute, call)
+
+
+def _of_one_sample(compute: Callable[[Call], Any], call: Call) -> Any:
+    """``compute(call)`` of streams [S, H]."""
+    input = call.input
+    call.input = (input[0].unsqueeze(0), input[1].unsqueeze(0)) if isinstance(input, tuple) else input.unsqueeze(0)
+    call.context = None if call.context is None else call.context.unsqueeze(0)
+    output = compute(call)
+    return output.squeeze(0) if isinstance(output, Tensor) else tuple([stream.squeeze(0) for stream in output])
 
 
 def _way(call: Call) -> Hashable:
@@ -159,15 +170,21 @@ def _project(call: Call, linears: Linears, input: Input, width: int = 0) -> tupl
 
     width: D, where the first layer is not the query's and may have fewer heads.
     """
-    heads = call.layers.heads
     if linears.even:
-        shape = len(linears.sizes), -1 if width else heads, width or -1
-        return linears.together(input).unflatten(-1, shape).unbind(-3)
+        return _cut(call, linears, linears.together(input), width)
     if not linears.packed and len(linears.modules) > 1 and call.site.rounding == "fp32":
         call.site.count("unpacked")
     outputs = linears(input)
-    width = width or outputs[0].shape[-1] // heads
+    width = width or outputs[0].shape[-1] // call.layers.heads
     return tuple([x.unflatten(-1, (-1, width)) for x in outputs])
+
+
+def _cut(call: Call, linears: Linears, packed: Tensor, width: int = 0) -> tuple[Tensor, ...]:
+    """The output of each layer, [B, S, heads, D]: views of all outputs side by side. `width` is as in `_project`."""
+    if linears.even:
+        return packed.unflatten(-1, (len(linears.sizes), -1 if width else call.layers.heads, width or -1)).unbind(-3)
+    width = width or linears.sizes[0] // call.layers.heads
+    return tuple([x.unflatten(-1, (-1, width)) for x in packed.split_with_sizes(linears.sizes, -1)])
 
 
 def _norm_and_rotate(
@@ -339,7 +356,7 @@ def _gated(call: Call, output: Tensor) -> Input:
 
 
 def _joint(call: Call) -> tuple[Tensor, Tensor]:
-    """Attention of two streams to both; (first, second) as the stock processors return them."""
+    """Attention of two streams to both; the outputs in the order in which the stock processor returns them."""
     spec, layers = call.spec, call.layers
     input, added, context = call.input, layers.added, cast(Tensor, call.context)
     second = context.shape[1]
@@ -353,9 +370,9 @@ def _joint(call: Call) -> tuple[Tensor, Tensor]:
     if added is None:
         query, key, value = _project_both(call, rows, rows2)
         query, key = _norm_and_rotate(call, 0, query, key, tables, layers.all.packed)
-    elif layers.in_place and layers.all.even and added.even and layers.all.sizes == added.sizes:
+    elif layers.in_place and layers.all.packed and added.packed and layers.all.sizes == added.sizes:
         packed = joined(layers.all, input, rows, added, context, rows2, first + second)
-        query, key, value = packed.unflatten(-1, (3, layers.heads, -1)).unbind(-3)
+        query, key, value = _cut(call, layers.all, packed)
         for stream, part in enumerate((rows, rows2)):
             query_part, key_part = query[:, part], key[:, part]
             new = _norm_and_rotate(call, stream, query_part, key_part, _rows(tables, part), True)
@@ -373,18 +390,23 @@ def _joint(call: Call) -> tuple[Tensor, Tensor]:
     mask, padding = call.mask, spec.mask if isinstance(spec.mask, PaddingMask) else None
     if mask is not None and padding is not None:
         query, key, value, mask = without_padding(call, padding, query, key, value, mask)
-    output, own = attend(call, query, key, value, call.seen(mask))
+    if spec.attends is not None:
+        heads, text_heads = spec.attends(call, query, key, value)
+        own = False  # it says so itself
+    else:
+        output, own = attend(call, query, key, value, call.seen(mask))
+        heads, text_heads = output[:, rows], output[:, rows2]
     _count(call, tables is not None, own)
     if added is None:
         both = _output(call, output)
         return both[:, rows], both[:, rows2]
-    result = _output(call, output[:, rows])
-    text = output[:, rows2].flatten(2)
+    result = _output(call, heads)
+    text = text_heads.flatten(2)
     if call.mask is not None and padding is not None:
         text = padding.text_of(text, call.mask)
     if layers.added_out is not None:
         (text,) = layers.added_out(text)
-    return result, text
+    return (text, result) if spec.second_first else (result, text)
 
 
 def _project_both(call: Call, rows: slice, rows2: slice) -> tuple[Tensor, ...]:

@@ -92,7 +92,8 @@ class GatedMLP(Projections):
             return [group for name, expert in experts.items() for group in self.groups(expert, f"{prefix}.{name}")]
         if class_of(module) not in self.classes:
             return []
-        return [tuple(f"{prefix}.{name}" for name in self.projections), (f"{prefix}.{self.down}",)]
+        present = [name for name in self.projections if module._modules.get(name) is not None]
+        return [tuple(f"{prefix}.{name}" for name in present), (f"{prefix}.{self.down}",)]
 
     def readers(self, module: nn.Module, input: Tensor) -> Linears | None:
         """As `Entry.readers`."""

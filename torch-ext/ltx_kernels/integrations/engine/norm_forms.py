@@ -17,6 +17,7 @@ TORCH_LAYERNORM = "torch.nn.modules.normalization.LayerNorm"
 RMSNORM = "diffusers.models.normalization.RMSNorm"
 FP32_LAYERNORM = "diffusers.models.normalization.FP32LayerNorm"
 MOCHI_RMSNORM = "diffusers.models.normalization.MochiRMSNorm"
+COSMOS3_RMSNORM = "diffusers.models.transformers.transformer_cosmos3.Cosmos3NemotronRMSNorm"
 KREA2_RMSNORM = "diffusers.models.transformers.transformer_krea2.Krea2RMSNorm"
 
 
@@ -110,6 +111,7 @@ FORMS: Mapping[str, Form] = {
     TORCH_LAYERNORM: Form(LAYER),
     FP32_LAYERNORM: Form(LAYER),
     MOCHI_RMSNORM: Form(),
+    COSMOS3_RMSNORM: Form(),
     KREA2_RMSNORM: _FROM_ONE,
     **LANGUAGE_FORMS,
 }
