@@ -68,6 +68,7 @@ MODELS_FILES |= dict.fromkeys(
         "graphs",
         "graphs_that_pay",
         "kv_cache",
+        "appended_tokens",
         "sliding_windows",
         "replay",
     ],

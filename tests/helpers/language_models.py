@@ -203,7 +203,7 @@ def plain_flash(
     ) -> Tensor:
         asked(query, window)
         queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (query, key))
-        behind = queries[:, None] - keys
+        behind = queries[:, None] + len(keys) - len(queries) - keys
         mask = (behind >= 0) & (behind < (window or len(keys))) if is_causal else None
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         return output.transpose(1, 2)

@@ -33,7 +33,7 @@ from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears, kept_layers
 from ..linear.packing import unpack
 from ..linear.products import Input, as_tensor, like_of, may_overwrite
-from . import flash, own_kernel, padded_token, window
+from . import causal_mask, flash, masked_tokens, own_kernel
 from .call import FunctionCall
 from .kv_cache import empty_layer, fill, heads_first, is_filled, is_large
 
@@ -231,7 +231,7 @@ def _may_be_written(argument: Any) -> bool:
 
 
 # What may compute attention in the place of the model's function, in this order: each says for itself whether it does.
-CANDIDATES = (own_kernel, flash, window, padded_token)
+CANDIDATES = (own_kernel, flash, causal_mask, masked_tokens)
 
 
 def _attend(

@@ -21,17 +21,24 @@ SHORT = 1024  # tokens of a prompt from which cuDNN is left to plan: it gains th
 
 
 def attend(call: FunctionCall) -> Tensor | None:
-    """The attention of one token, or of all tokens of a short prompt, to itself and those before it."""
+    """The attention of one token, or of all tokens of a short prompt, to itself and those before it.
+
+    A static cache has places after a prompt, which no token sees.
+    """
     if call.mask is not None or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     query, key, value = call.query, call.key, call.value
     length = query.shape[2]
-    if call.site.rounding != "fp32" or (length > 1 and (length >= SHORT or key.shape[2] != length)):
+    is_causal = length > 1 and getattr(call.module, "is_causal", True)
+    fits = length == 1 or (key.shape[2] >= length if is_causal else key.shape[2] == length)
+    if call.site.rounding != "fp32" or length >= SHORT or not fits:
         return None
     if not call.is_plain() or not takes(query, key, value):
         return None
     call.site.remark("attention without a mask in torch's flash attention")
-    return attention(query, key, value, call.scale, is_causal=length > 1 and getattr(call.module, "is_causal", True))
+    if is_causal:
+        key, value = key[:, :, :length], value[:, :, :length]
+    return attention(query, key, value, call.scale, is_causal=is_causal)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -69,7 +76,7 @@ def attention(
     is_causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """[B, S, heads, D] of [B, heads, S, D].
+    """[B, S, heads, D] of [B, heads, S, D]. The last query belongs to the last key.
 
     scale: Of the logits; None is 1 / sqrt(D).
     window: How many keys a token attends to, itself included.

@@ -1,7 +1,8 @@
 """Attention of a prompt without a mask, in this package's kernel.
 
 Without padding, transformers hands no mask to scaled_dot_product_attention and asks it for causal attention. The op
-`attention` computes the same, and takes as few heads of keys and values as the model has.
+`attention` computes the same, and takes as few heads of keys and values as the model has. A static cache has places
+after the prompt, which no token sees.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def attend(call: FunctionCall) -> Tensor | None:
     # the kernel does not run. An exported graph has to serve all lengths.
     if length == 1 or not runs_kernel(query, key, value) or _is_exporting():
         return None
-    if length < LEAST or key.shape[2] != length or (window is not None and window < length):
+    if length < LEAST or key.shape[2] < length or (window is not None and window < length):
         return None
     if call.site.rounding != "fp32" or not call.is_plain() or not getattr(call.module, "is_causal", True):
         return None
     if others_take_functions():
         return None
     call.site.remark("causal attention of a prompt in this package's kernel")
-    tokens_first = (heads.transpose(1, 2) for heads in (query, key, value))
+    tokens_first = (heads[:, :, :length].transpose(1, 2) for heads in (query, key, value))
     return attention(*tokens_first, is_causal=True, scale=call.scale)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...rope import apply_rotary_qk
 from ..blocks.block import Block
 from ..blocks.stream import Stream
-from ..causal import flash, padded_token
+from ..causal import flash, masked_tokens
 from ..causal.engine import input_of
 from ..engine.guards import children, why_not_input, why_not_tensor
 from ..engine.norm_forms import TORCH_LAYERNORM
@@ -59,9 +59,9 @@ def _token(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
         return None
     if mask is None:
         return flash.attention(query, key, value, is_causal=False) if flash.takes(query, key, value) else None
-    if not padded_token.takes(site, query, key, value, mask):
+    if not masked_tokens.takes(site, query, key, value, mask):
         return None
-    return padded_token.attention(site, query, key, value, mask, query.shape[-1] ** -0.5)
+    return masked_tokens.attention(site, query, key, value, mask, query.shape[-1] ** -0.5)
 
 
 def attention_forward(

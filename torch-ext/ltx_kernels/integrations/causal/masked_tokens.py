@@ -1,4 +1,4 @@
-"""Attention of one token of each sample with a mask, in products of groups of heads.
+"""Attention of one token of each sample, or of a few, with a mask, in products of groups of heads.
 
 With a mask, transformers repeats keys and values for every head of the queries, which copies a whole KV cache at every
 token, and cuDNN plans for the new number of keys (see causal/flash.py). Here the queries that share a head of keys
@@ -16,9 +16,11 @@ from ..engine.recording import others_take_functions
 from ..engine.sites import Site
 from .call import FunctionCall
 
+FEW = 16  # tokens of a sample at most: their scores lie in memory
+
 
 def attend(call: FunctionCall) -> Tensor | None:
-    """The attention of one token of each sample."""
+    """The attention of one token of each sample, or of a few."""
     mask = call.mask
     if mask is None or torch.compiler.is_compiling():
         return None
@@ -30,15 +32,16 @@ def attend(call: FunctionCall) -> Tensor | None:
         return None
     if not call.is_plain():
         return None
-    site.remark("attention of a token with a mask in groups of heads")
+    tokens = "a token" if query.shape[2] == 1 else "a few tokens"
+    site.remark(f"attention of {tokens} with a mask in groups of heads")
     return attention(site, query, key, value, mask, call.scale)
 
 
 def takes(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Whether `attention` takes these tensors."""
-    if query.shape[2] != 1 or torch.is_grad_enabled() or site.rounding != "fp32":
+    if query.shape[2] > FEW or torch.is_grad_enabled() or site.rounding != "fp32":
         return False
-    shapes = [torch.Size((batch, 1, 1, key.shape[2])) for batch in (1, query.shape[0])]
+    shapes = [torch.Size((batch, 1, query.shape[2], key.shape[2])) for batch in (1, query.shape[0])]
     if type(mask) is not Tensor or mask.shape not in shapes:
         return False
     heads = query.shape[1] % key.shape[1] == 0 and key.shape == value.shape and key.shape[3] == query.shape[3]
@@ -51,25 +54,32 @@ def _has_products(query: Tensor) -> bool:
 
 
 def attention(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[B, 1, heads, D] of query [B, heads, 1, D], and key and value [B, groups, S, D]; the scores are in float32.
+    """[B, S, heads, D] of query [B, heads, S, D], and key and value [B, groups, T, D]; the scores are in float32.
 
-    mask: [B or 1, 1, 1, S], True or a number to be added to the score.
+    mask: [B or 1, 1, S, T], True or a number to be added to the score. A token that sees nothing gets zeros.
     """
-    batch, heads, _, width = query.shape
+    batch, heads, tokens, width = query.shape
     groups, length = key.shape[1:3]
+    shared = heads // groups
+    # One token always sees itself, and its row of the bias serves all heads of a group.
+    rows = 1 if tokens == 1 else shared
 
-    def make() -> Tensor:
+    def make() -> tuple[Tensor, Tensor | None]:
         if mask.dtype == torch.bool:
             bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
         else:
             bias = mask.float()
-        return bias.expand(batch, groups, 1, length).reshape(-1, 1, length)
+        bias = bias.unsqueeze(2).expand(batch, groups, rows, tokens, length).reshape(-1, rows * tokens, length)
+        return bias, None if tokens == 1 else (bias == -torch.inf).all(-1, keepdim=True)
 
-    bias = kept(site, ("bias of a token", batch, groups), (mask,), make)
-    queries = query.reshape(-1, heads // groups, width)
+    bias, sees_nothing = kept(site, ("bias of tokens", batch, groups, rows), (mask,), make)
+    queries = query.reshape(-1, shared * tokens, width)
     scores = _scores(bias, queries, key.reshape(-1, length, width), scale)
-    weights = scores.softmax(-1).to(query.dtype)
-    return torch.bmm(weights, value.reshape(-1, length, width)).view(batch, 1, heads, width)
+    weights = scores.softmax(-1)
+    if sees_nothing is not None:
+        weights = weights.masked_fill_(sees_nothing, 0.0)
+    output = torch.bmm(weights.to(query.dtype), value.reshape(-1, length, width))
+    return output.view(batch, heads, tokens, width).transpose(1, 2)
 
 
 def _scores(bias: Tensor, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
