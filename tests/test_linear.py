@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Make, assert_same_bits, guarded_output, kernels_of, place
+from helpers import Make, assert_close_to_fp64, assert_same_bits, guarded_output, kernels_of, place
 from test_quant import E4M3, FLOATS, assert_exactly, exactly
 from torch import Tensor
 
@@ -579,3 +580,93 @@ def test_linear_cat_into_columns_that_overlap_its_input(ltx, device, start):
     out = both[:, start : start + 16]
     assert ltx.linear_cat([both[:, :16]], weight, out=out) is out
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+# ---- weight_only_linear
+
+
+def weight_only_inputs(
+    ltx: Any, device: str, dtype: torch.dtype, rows: int, channels: int = 77, width: int = 1040
+) -> dict[str, Tensor]:
+    values, scales = ltx.quantize_weight(torch.randn(channels, width, device=device))
+    bias = torch.randn(channels, device=device).to(dtype)
+    return {
+        "input": torch.randn(rows, width, device=device).to(dtype),
+        "weight": values,
+        "weight_scales": scales,
+        "bias": bias,
+    }
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize(("channels", "width"), [(77, 1040), (5, 16), (64, 512)])
+def test_weight_only(ltx, device, dtype, rows, channels, width):
+    """Against float64, with a row's bits as they are when it comes alone."""
+    given = weight_only_inputs(ltx, device, dtype, rows, channels, width)
+    output = ltx.quant.weight_only_linear(**given)
+    exact = {name: tensor.double() for name, tensor in given.items()}
+    weight = exact["weight"] * exact["weight_scales"][:, None]
+    truth = torch.nn.functional.linear(exact["input"], weight, exact["bias"])
+    terms = torch.nn.functional.linear(exact["input"].abs(), weight.abs(), exact["bias"].abs())
+    assert_close_to_fp64(output, truth, terms)
+    if device == "cuda":
+        for row in range(rows):
+            alone = ltx.quant.weight_only_linear(**{**given, "input": given["input"][row : row + 1].clone()})
+            assert_same_bits(output[row : row + 1], alone)
+
+
+def test_every_e4m3_value_of_a_weight(ltx, device):
+    """Each of the 256 codes is converted exactly; NaN stays NaN."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    weight = torch.zeros(256, 16, device=device).to(torch.float8_e4m3fn)
+    weight[:, 3] = codes
+    input = torch.zeros(1, 16, device=device)
+    input[:, 3] = 1
+    output = ltx.quant.weight_only_linear(input, weight, torch.ones(256, device=device))
+    wanted = codes.float()
+    assert torch.equal(output[0].isnan(), wanted.isnan())
+    assert torch.equal(output[0].nan_to_num(), wanted.nan_to_num())
+
+
+def test_weight_only_at_an_odd_address(ltx, device):
+    given = weight_only_inputs(ltx, device, torch.bfloat16, 3)
+    storage = torch.zeros(given["weight"].numel() + 16, dtype=torch.uint8, device=device)
+    moved = storage[3 : 3 + given["weight"].numel()].view(torch.float8_e4m3fn).view_as(given["weight"])
+    moved.copy_(given["weight"])
+    rows = torch.zeros(given["input"].numel() + 8, dtype=torch.bfloat16, device=device)
+    own = rows[1 : 1 + given["input"].numel()].view_as(given["input"])
+    own.copy_(given["input"])
+    wanted = ltx.quant.weight_only_linear(**given)
+    assert_same_bits(ltx.quant.weight_only_linear(**{**given, "weight": moved, "input": own}), wanted)
+
+
+WRONG = {
+    "weight: expected dtype float8_e4m3fn, got bfloat16": lambda given: {"weight": given["weight"].bfloat16()},
+    "weight: expected a last dimension that is a positive multiple of 16, got shape [77, 8]": lambda given: {
+        "weight": given["weight"][:, :8].contiguous(),
+        "input": given["input"][:, :8].contiguous(),
+    },
+    "input: expected a last dimension of 1040 (that of weight), got shape [2, 16]": lambda given: {
+        "input": given["input"][:, :16].contiguous()
+    },
+    "input: expected a contiguous tensor, got strides [2080, 1]": lambda given: {
+        "input": given["input"].repeat(1, 2)[:, :1040]
+    },
+    "weight_scales: expected shape [77], got [76]": lambda given: {"weight_scales": given["weight_scales"][:76]},
+    "weight_scales: expected dtype float32, got float64": lambda given: {
+        "weight_scales": given["weight_scales"].double()
+    },
+    "bias: expected dtype bfloat16 (that of input), got float32": lambda given: {"bias": given["bias"].float()},
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_arguments_of_weight_only(ltx, device, text):
+    """The op and its fake say the same."""
+    given = weight_only_inputs(ltx, device, torch.bfloat16, 2)
+    for on in (device, "meta"):
+        moved = {name: tensor.to(on) for name, tensor in given.items()}
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            ltx.quant.weight_only_linear(**{**moved, **WRONG[text](moved)})

@@ -44,7 +44,7 @@ def inputs_of_flux(device: str) -> dict[str, Any]:
     return cast(CASES["flux"].inputs(1), device, torch.bfloat16)
 
 
-@pytest.mark.parametrize("shape", [(2, 64), (1, 3, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 64), (1, 3, 64), (3, 9, 64)], ids=str)
 @pytest.mark.parametrize("part_bytes", [32 * 2**20, 4096])
 def test_product_against_fp64(
     ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], part_bytes: int

@@ -778,6 +778,7 @@ def test_error_where_a_gradient_is_needed(ltx, device):
 
 OPS = ["norm_quant", "residual_norm_quant", "norm_residual_norm_quant", "adaln_norm_pair_quant"]
 OPS += ["residual_norm_pair_quant", "glu_quant", "gelu_quant", "gate_heads_quant", "scaled_linear"]
+OPS += ["weight_only_linear"]
 
 
 def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ...]]:
@@ -818,6 +819,7 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
             (*row, *weight, None, None, True),
             (*row, *weight, make(32).bfloat16(), make(*row[0].shape[:-1], 32).bfloat16(), False),
         ],
+        "weight_only_linear": [(make(2, 3, 16), *weight, None), (make(5, 16), *weight, make(32))],
     }[name]
 
 
@@ -828,7 +830,7 @@ def op_samples(name: str, device: str, dtype: torch.dtype) -> list[tuple[Any, ..
 def test_opcheck(ltx, device, name, dtype):
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     for sample in op_samples(name, device, dtype):
-        takes_fp8 = name == "scaled_linear"  # which test_schema cannot compare
+        takes_fp8 = name in ("scaled_linear", "weight_only_linear")  # which test_schema cannot compare
         torch.library.opcheck(getattr(ltx._ops.ops, name).default, sample, test_utils=tests[takes_fp8:])
 
 

@@ -1,4 +1,6 @@
-// scaled_linear: the product of quantised rows and a quantised weight, by cuBLASLt without a workspace. CUDA alone.
+// Linear layers with weights in fp8: scaled_linear, and weight_only_linear at the end. CUDA alone.
+//
+// scaled_linear: the product of quantised rows and a quantised weight, by cuBLASLt without a workspace.
 //
 //   out[r, c] = bf16(scales[r] * weight_scales[c] * sum_k values[r, k] * weight[c, k] + bias[c] + addend[r, c])
 //
@@ -19,6 +21,7 @@
 
 #include "cublaslt.h"
 #include "ltx/force.cuh"
+#include "ltx/weight_only.h"
 #include "tensor_checks.h"
 #include "torch_binding.h"
 
@@ -368,6 +371,51 @@ Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& w
   Launch launch(a.values);
   if (!is_empty(a) && by_cublaslt(a, out.mutable_data_ptr(), launch.context())) return out;
   return by_torch(values, row_scales, weight, channel_scales, bias, addend, a);
+}
+
+// ---- weight_only_linear: as check_weight_only_linear of ltx_kernels/_checks.py
+
+Tensor weight_only_linear(const Tensor& input, const Tensor& weight, const Tensor& weight_scales,
+                          const OptionalTensor& bias) {
+  Arg x = arg("input", input), w = arg("weight", weight);
+  const Arg scales = arg("weight_scales", weight_scales), b = arg("bias", bias);
+  WeightOnlyParams p;
+  p.dtype = float_dtype(x);
+  check_dim(w, 2);
+  check_dtype(w, aoti_torch_dtype_float8_e4m3fn());
+  check_dtype(scales, aoti_torch_dtype_float32());
+  p.channels = w.size[0];
+  p.width = w.size[1];
+  if (p.width == 0 || p.width % 16 != 0) {
+    fail(w.name, "a last dimension that is a positive multiple of 16", "shape " + shape_text(w));
+  }
+  check_min_dim(x, 1);
+  if (x.last() != p.width) {
+    fail(x.name, text("a last dimension of ", p.width, " (that of weight)"), "shape " + shape_text(x));
+  }
+  check_shape(scales, {p.channels});
+  if (b) {
+    check_same_dtype(b, x);
+    check_shape(b, {p.channels});
+    check_same_device(b, x);
+  }
+  check_same_device(w, x);
+  check_same_device(scales, x);
+  for (const Arg& operand : {x, w, scales, b}) {
+    if (operand) check_contiguous(operand);
+  }
+  Tensor out = empty_rows(x, p.channels);
+  p.rows = x.numel() / p.width;
+  if (p.rows == 0 || p.channels == 0) return out;
+  Launch launch(x);
+  const Tensor own_input = at_16_bytes(input, x), own_weight = at_16_bytes(weight, w);
+  p.input = x.data;
+  p.weight = w.data;
+  p.scales = static_cast<const float*>(scales.data);
+  p.bias = b ? b.data : nullptr;
+  p.out = out.mutable_data_ptr();
+  ltx::weight_only_linear(p, launch.context());
+  return out;
 }
 
 }  // namespace ltx::host

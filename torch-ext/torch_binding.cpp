@@ -149,6 +149,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   "bool use_fast_accum"
   ops.def("scaled_linear(" LTX_SCALED_LINEAR_ARGS ") -> Tensor");
   ops.def("scaled_linear_out(Tensor(a!) out, " LTX_SCALED_LINEAR_ARGS ") -> ()");
+  ops.def("weight_only_linear(Tensor input, Tensor weight, Tensor weight_scales, Tensor? bias) -> Tensor");
 
 #define LTX_ROPE_ARGS \
   "Tensor query, Tensor key, Tensor? positions, SymInt[] grid, int[] rope_dims, float[] theta_base, bool interleaved"
@@ -273,6 +274,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("gate_heads_backward", TORCH_BOX(&ltx::host::gate_heads_backward));
 #ifdef CUDA_KERNEL
   LTX_IMPL(scaled_linear);
+  ops.impl("weight_only_linear", TORCH_BOX(&ltx::host::weight_only_linear));
   LTX_IMPL(attention);
   LTX_IMPL(attention_lse);
   LTX_IMPL(attention_int8);

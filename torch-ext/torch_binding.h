@@ -167,6 +167,8 @@ void scaled_linear_out(const Tensor& out, const Tensor& values, const Tensor& sc
                        bool use_fast_accum);
 Tensor scaled_linear(const Tensor& values, const Tensor& scales, const Tensor& weight, const Tensor& weight_scales,
                      const OptionalTensor& bias, const OptionalTensor& addend, bool use_fast_accum);
+Tensor weight_only_linear(const Tensor& input, const Tensor& weight, const Tensor& weight_scales,
+                          const OptionalTensor& bias);
 Tensor channel_norm(const Tensor& input, const OptionalTensor& bias, const OptionalTensor& noise,
                     const OptionalTensor& noise_scale, const OptionalTensor& residual, const OptionalTensor& weight,
                     const OptionalTensor& scale, const OptionalTensor& shift, const OptionalTensor& scale_table,

@@ -725,6 +725,34 @@ def check_product(
     check_sum(values, weight, torch.bfloat16, addend=addend, out=out)
 
 
+def check_weight_only_linear(
+    input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, float64: bool = False
+) -> None:
+    _float_dtype("input", input, float64)
+    _dim("weight", weight, 2)
+    if weight.dtype != torch.float8_e4m3fn:
+        _fail("weight", "dtype float8_e4m3fn", _dtype_text(weight.dtype))
+    if weight_scales.dtype != torch.float32:
+        _fail("weight_scales", "dtype float32", _dtype_text(weight_scales.dtype))
+    channels, width = weight.shape
+    if width == 0 or width % 16 != 0:
+        _fail("weight", "a last dimension that is a positive multiple of 16", "shape " + _shape_text(weight.shape))
+    _min_dim("input", input, 1)
+    if input.shape[-1] != width:
+        _fail("input", f"a last dimension of {width} (that of weight)", "shape " + _shape_text(input.shape))
+    _shape("weight_scales", weight_scales, (channels,))
+    if bias is not None:
+        _same_dtype("bias", bias, "input", input)
+        _shape("bias", bias, (channels,))
+        _same_device("bias", bias, "input", input)
+    for name, tensor in (("weight", weight), ("weight_scales", weight_scales)):
+        _same_device(name, tensor, "input", input)
+    operands = (("input", input), ("weight", weight), ("weight_scales", weight_scales), ("bias", bias))
+    for name, operand in operands:
+        if operand is not None and not operand.is_contiguous():
+            _fail(name, "a contiguous tensor", f"strides {_shape_text(operand.stride())}")
+
+
 # ---- rope.cpp
 
 

@@ -209,6 +209,13 @@ def _scaled_linear(mode: Mode, *, use_fast_accum: bool, **arguments: Any) -> Res
     return (values.new_empty((*values.shape[:-1], weight.shape[0]), dtype=torch.bfloat16),)
 
 
+def _weight_only_linear(mode: Mode, *, input: Tensor, weight: Tensor, **arguments: Any) -> Results:
+    _checks.check_weight_only_linear(input, weight, **arguments, float64=mode.float64)
+    if mode.compute:
+        return (_formulas.weight_only_product(input, weight, **arguments),)
+    return (input.new_empty((*input.shape[:-1], weight.shape[0])),)
+
+
 # ---- Rotary
 
 
@@ -370,6 +377,7 @@ BODIES: dict[str, Callable[..., Results]] = {
     "gelu_quant": _gelu_quant,
     "gate_heads_quant": _gate_heads_quant,
     "scaled_linear": _scaled_linear,
+    "weight_only_linear": _weight_only_linear,
     "rope": _rope,
     "apply_rotary": _apply_rotary,
     "apply_rotary_qk": _apply_rotary_qk,

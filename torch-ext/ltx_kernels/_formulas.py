@@ -409,6 +409,12 @@ def product(
     return out.to(out_dtype)
 
 
+def weight_only_product(input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """``weight_only_linear`` without its checks."""
+    out = input.float() @ weight.float().t() * weight_scales
+    return (out if bias is None else out + bias.float()).to(input.dtype)
+
+
 # ---- Rotary
 
 

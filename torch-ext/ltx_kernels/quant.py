@@ -49,6 +49,7 @@ _residual_norm_pair_quant = op("residual_norm_pair_quant", gradient=False)
 _glu_quant = op("glu_quant", gradient=False)
 _gelu_quant = op("gelu_quant", gradient=False)
 _gate_heads_quant = op("gate_heads_quant", gradient=False)
+_weight_only_linear = op("weight_only_linear")
 _scaled_linear = ops.scaled_linear.default
 _scaled_linear_out = ops.scaled_linear_out.default
 
@@ -1114,3 +1115,29 @@ def multiply(
     if addend is not None:
         result = result + addend
     return result if out is None else out.copy_(result)
+
+
+def weight_only_linear(input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer whose weight alone is in fp8, for few rows: it takes as long as reading the weight.
+
+    Equivalent to::
+
+        w = weight.float() * weight_scales[:, None]
+        torch.nn.functional.linear(input.float(), w, bias.float()).to(input.dtype)
+
+    The weight is read once for every four rows. A row has the same bits in any batch.
+
+    Args:
+        input: [..., in], float32, float16 or bfloat16, contiguous.
+        weight: [out, in], float8_e4m3fn, contiguous; in is a positive multiple of 16.
+        weight_scales: [out], float32, contiguous: as ``quantize_weight`` returns them.
+        bias: [out], in input's dtype, contiguous; None adds nothing.
+
+    Returns:
+        [..., out], contiguous, in input's dtype.
+
+    Raises:
+        RuntimeError: A shape, dtype or device does not fit.
+    """
+    result: Tensor = _weight_only_linear(None, input, weight, weight_scales, bias)
+    return result
