@@ -67,7 +67,9 @@ def clock(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def graphs(ltx: ModuleType) -> Any:
     module = ltx.integrations.replay.cuda_graphs
-    return module.Graphs(module.Plan(auto=True))
+    plan = module.Plan(auto=True)
+    plan.price.seconds = 0.1
+    return module.Graphs(plan)
 
 
 def until_replayed(held: Any, module: nn.Module, size: int = 1, limit: int = 50) -> int | None:
@@ -102,7 +104,17 @@ def test_the_price_and_the_gain_are_those_of_the_last_graph(ltx: ModuleType, clo
     for _ in range(rule.REPLAYS):
         held.run(module, torch.neg, torch.ones(1))
     assert until_replayed(held, module, size=2) == rule.WARM_UP + 4
-    assert held.rule.gain == pytest.approx(0.8) and held.rule.price == 0.3
+    assert held.rule.gain == pytest.approx(0.8) and held.rule.price.seconds == 0.3
+
+
+def test_the_modules_of_a_plan_know_what_a_capture_costs(ltx: ModuleType, clock: Clock, module: nn.Module) -> None:
+    """0.05 s of the first module's are one call of the second's, and 0.2 s four."""
+    first, rule = graphs(ltx), ltx.integrations.replay.rent_or_buy
+    for capture, calls in ((0.05, 1), (0.2, 4)):
+        clock.capture = capture
+        assert until_replayed(first, module, calls) is not None
+        second = ltx.integrations.replay.cuda_graphs.Graphs(first.plan)
+        assert until_replayed(second, nn.Identity().eval()) == rule.WARM_UP + calls
 
 
 def test_a_gpu_that_is_the_limit_is_never_captured(ltx: ModuleType, clock: Clock, module: nn.Module) -> None:
@@ -265,7 +277,7 @@ def test_results_and_the_report(ltx: ModuleType, clock: Clock) -> None:
     for seed in range(8):
         assert torch.equal(model(**make_inputs("cpu", seed=seed))[0], expected[seed])
     line = (
-        "graphs of LTXVideoTransformer3DModel where they pay: 1, 100 MiB; captured in 0.05 s or less; 4 calls replayed"
+        "graphs of LTXVideoTransformer3DModel where they pay: 1, 100 MiB; captured in 0.05 s or less; 5 calls replayed"
     )
     assert line in str(report), report
     to_q = model.transformer_blocks[0].attn1.to_q

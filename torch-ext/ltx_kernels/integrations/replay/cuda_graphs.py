@@ -32,7 +32,7 @@ from ..engine.guards import class_of, has_changing_hooks, has_hooks, hooked, is_
 from ..engine.signature import signature
 from ..engine.sites import Entry, site_of
 from ..engine.state import HELD, Held, Snapshot, held
-from .rent_or_buy import NO_GAIN, RentOrBuy
+from .rent_or_buy import NO_GAIN, Price, RentOrBuy
 
 DEVICE = "cuda"
 LIMIT = 8  # graphs of a module: the one that was used least recently goes first
@@ -107,6 +107,7 @@ class Plan:
 
     def __init__(self, auto: bool = False) -> None:
         self.auto = auto
+        self.price = Price()
         self.lock = threading.Lock()
         self.pools: dict[Any, Pool] = {}  # by stream
 
@@ -125,7 +126,7 @@ class Graphs:
 
     def __init__(self, plan: Plan | None = None) -> None:
         self.plan = plan or Plan()
-        self.rule = RentOrBuy() if self.plan.auto else None
+        self.rule = RentOrBuy(self.plan.price) if self.plan.auto else None
         self.captured: OrderedDict[Any, Captured | None] = OrderedDict()
         self.refused: dict[Any, str] = {}  # signatures that are not captured again, and why
         self.ordinary: Counter[str] = Counter()  # calls that were not replayed, by reason

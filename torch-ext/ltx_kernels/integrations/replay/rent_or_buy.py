@@ -23,7 +23,7 @@ import torch
 WARM_UP = 2  # calls of a signature that do not count: they allocate memory and record
 WAITS = 1.15  # the GPU waits where it needs less than this many times the host's time of a launch
 SHARE = 0.5  # of a call that waits, before a replay has told
-PRICE = 0.1  # seconds of a capture, before the first
+PRICE = 0.05  # seconds of a capture, before the first (h200-clip.json has those of a clip)
 GAIN = 0.02  # the least part of a call that a graph has to save
 REPLAYS = 3  # after which the gain is known; the first one uploads the graph
 FREE = 2 * 2**30  # bytes to leave to others
@@ -62,6 +62,13 @@ class Timed:
 
 
 @dataclass
+class Price:
+    """The seconds of the last capture, which the modules of one `optimize` share."""
+
+    seconds: float = PRICE
+
+
+@dataclass
 class Tenant:
     """What is known of one signature, in seconds."""
 
@@ -76,10 +83,10 @@ class Tenant:
 class RentOrBuy:
     """The rule for one module."""
 
-    def __init__(self) -> None:
+    def __init__(self, price: Price | None = None) -> None:
         self.tenants: OrderedDict[Any, Tenant] = OrderedDict()
         self.timed: deque[tuple[Any, Tenant, Timed, bool]] = deque(maxlen=KEPT)
-        self.price, self.gain = PRICE, SHARE
+        self.price, self.gain = price or Price(), SHARE
         self.largest = 0  # bytes of the last graph
         self.free = 0  # bytes, before the last capture
         self.short_lived = 0
@@ -139,14 +146,14 @@ class RentOrBuy:
             return NO_RETURN
         if tenant.calls < WARM_UP:
             return WARMING
-        if tenant.waited < self.price:
+        if tenant.waited < self.price.seconds:
             return NOT_YET if tenant.waits else KEEPS_UP
         self.free = torch.cuda.mem_get_info()[0]
         return NO_MEMORY if self.free < FREE + 2 * self.largest else ""
 
     def bought(self, seconds: float, size: int) -> str:
         """Takes up what a capture cost; returns why the graph cannot stay, empty where it can."""
-        self.price, self.largest = seconds, size
+        self.price.seconds, self.largest = seconds, size
         limit = min(LARGEST * torch.cuda.mem_get_info()[1], LARGEST_OF_FREE * self.free)
         return "" if size <= limit else f"its graph was dropped: it held {size / 2**20:.0f} MiB"
 
