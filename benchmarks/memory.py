@@ -16,8 +16,8 @@ which copies the stock weights of quantised layers to the host. "kernels_fp8_bes
 With `--blocks` a group offload is measured with the first blocks alone. With all blocks the peak is the same, since the
 GPU never holds more than two groups. Time, `moved_gb` and `host_gb` are left out of these records.
 
-The VAE and the text encoder are not part of it: an offload moves them away. The file is written after each model; a
-model's records replace its earlier ones.
+The VAE and the text encoder are not part of it: an offload moves them away. The file is written after each model, and
+keeps what is not measured again.
 """
 
 from __future__ import annotations
@@ -158,6 +158,11 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def of_one(record: dict[str, Any]) -> tuple[str, ...]:
+    """What a record measures."""
+    return record["model"], record["config"], record["offload"]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
@@ -182,7 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
                         failed = True
                         console.print(f"[red]{model}, {label(config)}, {mode} failed[/red]: {first_line(reason)}")
                     free_memory(options.device)
-            records = [one for one in records if one["model"] != model] + measured
+            again = {of_one(one) for one in measured}
+            records = [one for one in records if of_one(one) not in again] + measured
             write(output, meta, records)
     print_table(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)
