@@ -2,7 +2,7 @@
 
 import math
 
-from pages.names import MODELS
+from pages.names import MODELS, QUALITY_CONFIGS
 from pages.ops import LARGE
 from pages.writing import across, block, grid, link, load, records_of, sizes, table, text
 
@@ -114,6 +114,38 @@ def memory_low() -> str:
     )
 
 
+@block("docs/measured/fp8.md", "memory low steps")
+def memory_low_steps() -> str:
+    """What memory="low" costs beside fp8, of whole models."""
+    meta = load("h200-models-low")["meta"]
+    peaks = {(r["model"], r["config"]): r["peak_gb"] for r in records_of("h200-memory", offload="none")}
+    of = {(r["model"], r["config"]): r for r in records_of("h200-models-low")}
+    rows = []
+    for model in dict.fromkeys(name for name, _ in of):
+        fp8, low = of[model, "kernels_fp8"], of[model, "kernels_fp8_low"]
+        held = [peaks.get((model, config)) for config in ("baseline", "kernels_fp8", "kernels_fp8_low")]
+        rows.append(
+            [
+                MODELS[model].title,
+                f"{fp8['step_ms']:.1f}",
+                f"{low['step_ms']:.1f}",
+                f"{low['step_ms'] / fp8['step_ms']:.3f}",
+                f"{fp8['loop_error_vs_fp32']:.2e}",
+                f"{low['loop_error_vs_fp32']:.2e}",
+                *("" if peak is None else f"{peak:.1f}" for peak in held),
+            ]
+        )
+    return text(
+        f"A step of whole models on one {meta['device']} (`python benchmarks/models.py`, {link('h200-models-low')}), the "
+        f"error of the latents after eight steps of the first blocks, and the peak of a step ({link('h200-memory')}):",
+        grid(
+            '| model | fp8, ms | `memory="low"`, ms | ratio | error: fp8 | `memory="low"` | peak, GiB: bf16 | fp8 '
+            '| `memory="low"` |',
+            rows,
+        ),
+    )
+
+
 @block("docs/measured/fp8.md", "loop")
 def loop() -> str:
     """What fp8 costs over a whole denoising loop."""
@@ -154,4 +186,25 @@ def quantised_norms() -> str:
         "Quantised norms in bf16, in times of a copy of the same bytes, of calls that move "
         f"{LARGE / 1e6:.0f} MB and more ({link('h200-layernorm-quant')}, {link('h200-quant-rows')}):",
         grid("| op | its vectors | shape, times as long as the copy |", rows),
+    )
+
+
+@block("docs/measured/fp8.md", "trained model")
+def trained_model() -> str:
+    """What clips of a trained model lose."""
+    meta, records = load("h200-quality")["meta"], records_of("h200-quality")
+    rows = [
+        [
+            QUALITY_CONFIGS[r["config"]],
+            f"{r['psnr']:.1f}" if "psnr" in r else "",
+            f"{r['least_psnr']:.1f}" if "psnr" in r else "",
+            f"{r['recognised']} of {r['clips']}",
+        ]
+        for r in records
+    ]
+    return text(
+        f"Clips of {meta['steps']} steps by the demo's small LTX-Video, which is trained, in {meta['dtype']} on one "
+        f"{meta['device']}, beside the same clips of the stock model in float32 (`python benchmarks/quality.py`, "
+        f"{link('h200-quality')}). A program reads from each clip what it shows, and compares that with the prompt:",
+        grid("| configuration | PSNR, dB, median | of the worst clip | shows its prompt |", rows),
     )

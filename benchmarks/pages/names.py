@@ -19,6 +19,17 @@ CONFIGS = {
     "kernels_int8": '`ltx.optimize(pipe, attention="int8")`',
     "kernels_fp8_int8": '`ltx.optimize(pipe, precision="fp8", attention="int8")`',
 }
+# The configurations of benchmarks/quality.py beside these.
+QUALITY_CONFIGS = {
+    **CONFIGS,
+    "float32": "diffusers in float32",
+    "stock": "diffusers",
+    "stock_fbc": "diffusers, with FirstBlockCache",
+    "kernels_fbc": "`ltx.optimize(pipe)`, with FirstBlockCache",
+    "kernels_fp8_fbc": '`ltx.optimize(pipe, precision="fp8")`, with FirstBlockCache',
+}
+# The configurations of benchmarks/engines.py.
+ENGINE_CONFIGS = {"plain": "without", "plugin": "`{}`", "plugin_fp8": '`{"precision": "fp8"}`'}
 # The configurations of benchmarks/clip.py and parallel.py.
 CLIP_CONFIGS = {
     "stock": "diffusers",

@@ -1,5 +1,6 @@
 """docs/serving.md: what runs under the versions that engines pin, and the load and faults under Ray."""
 
+from pages.names import ENGINE_CONFIGS
 from pages.writing import block, grid, link, load, records_of, text
 
 
@@ -49,4 +50,30 @@ def load_and_faults() -> str:
         f"and {accepted['sent'] - accepted['answered']} were lost.",
         grid("| requests | sent | answered |", rows),
         f"Resident memory from request {meta['flat_from']} on, the most beside the first sample: {', '.join(memory)}.",
+    )
+
+
+@block("docs/measured/serving.md", "engines")
+def engines() -> str:
+    """Requests to the pipelines that engines load."""
+    meta, records = load("h200-engines")["meta"], records_of("h200-engines")
+    plain = {r["engine"]: r["request_ms"] for r in records if r["config"] == "plain"}
+    rows = [
+        [
+            f"{r['engine'].replace('_', '-')} {r['version']}",
+            ENGINE_CONFIGS[r["config"]],
+            f"{r['request_ms']:.0f}",
+            f"{plain[r['engine']] / r['request_ms']:.2f}",
+            "the same bits" if r["same_image"] else "another image",
+        ]
+        for r in records
+    ]
+    double, single = meta["blocks"]
+    size = f"{records[0]['height']}x{records[0]['width']}"
+    return text(
+        f"An image of {size} in {records[0]['steps']} steps by the first {double} double and {single} single blocks of "
+        f"{meta['model']} with random weights, on one {meta['device']} (`python benchmarks/engines.py`, "
+        f"{link('h200-engines')}). The engine's own class has loaded the pipeline from a folder, and the plug-in has "
+        "optimized it. The last column compares the image with one that a program of its own makes with `optimize`:",
+        grid("| engine | `LTX_KERNELS_OPTIMIZE` | request, ms | x without | the image |", rows),
     )
