@@ -45,11 +45,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 from llm_models import Configured, configure, has_liger, random_model
-from llm_shapes import CONFIGS, DTYPES, SHAPES
+from llm_shapes import CONFIGS, DTYPES, LARGE, SHAPES
 
 KEPT_LOGITS = 64
 WARM_TOKENS = 4  # before those that are timed
-MODELS = [name for name in SHAPES if name != "tiny"]
+MODELS = [name for name in SHAPES if name not in ("tiny", *LARGE)]
 SIZES = ["8192x1", "512x1", "512x8"]  # tokens x batch
 IDENTITY = ("model", "layers", "tokens", "batch", "padding", "config")  # what a record measures
 

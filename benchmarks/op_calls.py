@@ -166,6 +166,14 @@ def dimensions_of(shape: Sequence[int], stride: Sequence[int], kept: int, sizes:
     return found[::-1]
 
 
+# Of language models that are not recorded with the first layers that have every type, in their own configuration: the
+# number of layers, and what is changed.
+RECORDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama4-scout": (0, {"num_local_experts": 2}),  # experts call no op
+    "gemma4": (12, {"num_kv_shared_layers": 6}),  # as the smaller ones share keys and values
+}
+
+
 def calls_of_model(name: str, precision: str, ltx: ModuleType) -> list[Call]:
     """The calls of one forward of a model of model_shapes.py, or of a prompt and a token of a language model."""
     import diffusers
@@ -184,7 +192,8 @@ def calls_of_model(name: str, precision: str, ltx: ModuleType) -> list[Call]:
             shapes.calls.clear()  # the weights were quantised
             model(**inputs, return_dict=False)
         else:
-            model = random_model(name, torch.bfloat16, "cpu", layers=1)
+            layers, changes = RECORDED.get(name, (0, {}))
+            model = random_model(name, torch.bfloat16, "cpu", layers, **changes)
             report = ltx.optimize(model, precision=precision)
             shapes.calls.clear()
             ids = torch.zeros(1, PROMPT, dtype=torch.int64)

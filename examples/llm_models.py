@@ -21,10 +21,17 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from steps import precision_of, view_of
 
 
-def random_model(name: str, dtype: torch.dtype, device: str, layers: int | None = None) -> Any:
-    """A model of a named shape with random weights, made on the device; `layers` makes it shallower."""
+def random_model(name: str, dtype: torch.dtype, device: str, layers: int | None = None, **changes: Any) -> Any:
+    """A model of a named shape with random weights, made on the device.
+
+    layers: How many of the first layers it has; 0: as many as have a layer of every type.
+    changes: Further changes of the configuration.
+    """
     config_class, sizes = SHAPES[name]
-    config = getattr(transformers, config_class)(**sizes)
+    config = getattr(transformers, config_class)(**{**sizes, **changes})
+    types = getattr(config, "layer_types", None) or [""]
+    if layers == 0:
+        layers = 1 + max(map(types.index, set(types)))
     if layers:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):

@@ -116,4 +116,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "bias": False,
         },
     ),
+    "ministral-8b": (
+        "MinistralConfig",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "vocab_size": 131072,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 32768,
+            **LLAMA_HEADS,
+            **rope(1e8),
+        },
+    ),
+    # The classes' own sizes from here on.
+    "ministral3-8b": ("Ministral3Config", {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 34}),
+    "qwen3.5-9b": ("Qwen3_5TextConfig", {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32}),
+    "gemma4": ("Gemma4TextConfig", {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}),
+    "llama4-scout": ("Llama4TextConfig", {"hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48}),
 }
+# They do not fit a GPU of 80 GB.
+LARGE = ("llama4-scout",)
