@@ -136,8 +136,9 @@ def memory_low_steps() -> str:
             ]
         )
     return text(
-        f"A step of whole models on one {meta['device']} (`python benchmarks/models.py`, {link('h200-models-low')}), the "
-        f"error of the latents after eight steps of the first blocks, and the peak of a step ({link('h200-memory')}):",
+        f"A step of whole models on one {meta['device']} (`python benchmarks/models.py`, {link('h200-models-low')}), "
+        "the error of the latents after eight steps of the first blocks, and the peak of a step "
+        f"({link('h200-memory')}):",
         grid(
             '| model | fp8, ms | `memory="low"`, ms | ratio | error: fp8 | `memory="low"` | peak, GiB: bf16 | fp8 '
             '| `memory="low"` |',

@@ -38,7 +38,8 @@ def images() -> str:
     result = load("h200-image")
     meta, records = result["meta"], result["records"]
     stock = {_image(record): record["image_ms"] for record in records if record["config"] == "stock"}
-    head = "| image | | ms | x diffusers | prompt | a step | decoding | to PIL | peak GiB | first image | error | PSNR, dB |"
+    times = "ms | x diffusers | prompt | a step | decoding | to PIL"
+    head = f"| image | | {times} | peak GiB | first image | error | PSNR, dB |"
     row = (
         "| {image} | {config} | {image_ms:.0f} | {stock/image_ms:.2f} | {text_ms:.1f} | {step_ms:.1f} | "
         "{decode_ms:.1f} | {post_ms:.1f} | {peak_gb:.1f} | {first_s:.1f} s | {error_vs_fp32?:.2e} | {psnr?:.1f} |"
@@ -48,9 +49,9 @@ def images() -> str:
         for r in sorted(records, key=_place)
     ]
     return text(
-        f"Whole calls of the pipelines with prompt, steps, decoding and the conversion to PIL, on one {meta['device']}, "
-        f"torch {meta['torch']}, {meta['dtype']}, random weights ({link('h200-image')}, `python benchmarks/image.py`). "
-        "Times are in ms. The error is that of the latents after all steps, and the PSNR that of the image, both beside "
-        "the stock pipeline in float32:",
+        "Whole calls of the pipelines with prompt, steps, decoding and the conversion to PIL, on one "
+        f"{meta['device']}, torch {meta['torch']}, {meta['dtype']}, random weights ({link('h200-image')}, "
+        "`python benchmarks/image.py`). Times are in ms. The error is that of the latents after all steps, and the "
+        "PSNR that of the image, both beside the stock pipeline in float32:",
         table(head, row, rows),
     )
