@@ -260,6 +260,22 @@ def _below_autograd(home: Any) -> None:
     assert view._base is None and view.data_ptr() == base[1:].data_ptr() and base[1:]._base is base
 
 
+def _dispatch_mode(home: Any) -> None:
+    seen = []
+
+    class Mode(home.DispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    with torch.enable_grad():
+        x = torch.ones(2, 2, requires_grad=True)
+        with Mode():
+            (gradient,) = torch.autograd.grad(x.t().exp().sum(), x)
+    assert seen[:3] == ["aten::t", "aten::exp", "aten::sum"] and seen[-1] == "aten::t" and len(seen) > 4
+    assert torch.equal(gradient, x.exp())
+
+
 def _own_attention(home: Any) -> None:
     assert home.own_attention is F.scaled_dot_product_attention
 
@@ -391,6 +407,7 @@ EXPECTED: dict[str, Callable[[Any], None]] = {
     "dispatch_modes": _dispatch_modes,
     "DeviceContext": _device_context,
     "below_autograd": _below_autograd,
+    "DispatchMode": _dispatch_mode,
     "own_attention": _own_attention,
     "has_global_hooks": _global_hooks,
     "storage_number": _storage,
@@ -419,6 +436,9 @@ ATTRIBUTES: dict[str, Callable[[], Any]] = {
     "_forward_pre_hooks": lambda: _hooked("register_forward_pre_hook")._forward_pre_hooks,
     "_non_persistent_buffers_set": lambda: _with_buffer()._non_persistent_buffers_set == {"b"},
     "_version": lambda: torch.zeros(1).add_(1)._version == 1,
+    "_backward_hooks": lambda: (
+        [torch.zeros(1)._backward_hooks, len(_with_gradient_hook()._backward_hooks)] == [None, 1]
+    ),
     "_schema": lambda: torch.ops.aten.add.Tensor._schema.arguments[0].name == "self",
     "_current_level": lambda: torch.autograd.forward_ad._current_level == -1,
 }
@@ -428,6 +448,12 @@ def _hooked(register: str) -> nn.Module:
     module = nn.Identity()
     getattr(module, register)(lambda *_: None)
     return module
+
+
+def _with_gradient_hook() -> Tensor:
+    tensor = torch.zeros(1, requires_grad=True)
+    tensor.register_hook(lambda gradient: gradient)
+    return tensor
 
 
 def _with_buffer() -> nn.Module:

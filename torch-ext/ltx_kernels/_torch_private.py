@@ -17,6 +17,7 @@ from torch.autograd import forward_ad as forward_ad  # its `_current_level` says
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # takes nested arguments apart and puts them together again  # noqa: F401
 from torch.utils._device import DeviceContext as DeviceContext  # the mode of a default device
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees the ops below autograd  # noqa: F401
 
 # ---- Modes of the process, which guards ask for at every call
 
@@ -111,6 +112,7 @@ ATTRIBUTES = {
     "_forward_pre_hooks": "of a module, by number",
     "_non_persistent_buffers_set": "of a module: the names of buffers that state_dict leaves out",
     "_version": "of a tensor: how often it was written to",
+    "_backward_hooks": "of a tensor: what its gradient goes through, by number; None if nothing ever was there",
     "_schema": "of an op: its arguments and results",
     "_current_level": "of torch.autograd.forward_ad: below zero while forward-mode autograd is off",
 }

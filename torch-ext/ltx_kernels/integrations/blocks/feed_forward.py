@@ -12,6 +12,7 @@ from typing import Callable, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ..._checks import requires_grad
 from ..._linear import linear_cat
 from ...glu import geglu, gelu, swiglu
 from ...quant import geglu_quant, gelu_quant, swiglu_quant
@@ -131,5 +132,7 @@ def beside_mlp(out: Linears, attended: Tensor, up: Linears, input: Input, module
     hidden = activated(up, input, activation)
     if out.direct:
         parts = attended, hidden
+        if torch.is_grad_enabled() and requires_grad(*parts, out.weights[0], out.biases[0]):
+            return linear_cat(parts, out.weights[0], out.biases[0])  # it decides by addresses without gradients alone
         return cast(Tensor, as_one(linear_cat, parts, out.weights[0], out.biases[0]))
     return out(torch.cat((attended, hidden), -1))[0]

@@ -84,14 +84,14 @@ def clipped(value: Tensor) -> Tensor:
 
 def joint(first: Tensor, second: Tensor) -> Tensor:
     """Two streams [B, S, H] and [B, T, H] as one [B, S + T, H]: a view where they are neighbours in one tensor."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return torch.cat((first, second), 1)
     return as_one(_joint, first, second)
 
 
 def _joint(first: Tensor, second: Tensor) -> Tensor:
     batch, rows, width = first.shape
     length = rows + second.shape[1]
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return torch.cat((first, second), 1)
     neighbours = (
         first.stride() == second.stride()
         and first.stride()[1:] == (width, 1)

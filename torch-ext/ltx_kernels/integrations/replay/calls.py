@@ -8,6 +8,9 @@ A call is not recorded where something else decides: the contents or the address
 tensors up by their identity, or a module of another library. Code of this package that decides by one of these says so
 (engine/recording.py).
 
+A call with gradients is recorded with its backward (gradients.py). The signature then also says which arguments and
+parameters need a gradient.
+
 `replayed` is the entry point, and `Replays` holds the recorded calls of a block.
 """
 
@@ -25,14 +28,16 @@ from torch import Tensor, nn
 from ..._torch_private import COMPILED_CALL, dispatch_modes, func_interpreter, function_modes, has_global_hooks
 from ..._variant import COMPILED_DEVICE
 from ..engine.code import patched
-from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing
+from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing, is_recomputation
 from ..engine.recording import Live, thread
 from ..engine.signature import PLAIN, attention_is_replaced, signature
 from ..engine.state import HELD, SIGNATURES, Held, Snapshot, held, is_watched
 from ..linear.fp8 import holds_fp8
 from ..linear.lora import adapters_state, is_lora
 from ..linear.merged_adapters import is_behind
+from . import gradients
 from .check import compare
+from .gradients import GradientRecorder, GradientRecording, exchanged
 from .recorder import Recorder, Recording
 
 # LTX_KERNELS_RECORD: "1" records calls and replays them, "0" does neither, and "check" runs each replay beside the
@@ -50,8 +55,9 @@ LIBRARIES = ("torch", "diffusers")
 ACTIVATIONS = "transformers.activations"  # of transformers' other modules, replaced ones and `Entry.plain` are recorded
 
 Call = Callable[..., Any]
+_NOT_FOLLOWED = "calls with gradients that are not recorded: "
 
-_OTHERS = ("fallbacks", "gradients", "traces")  # counters of calls that ran a stock forward, or were traced
+_OTHERS = ("fallbacks", "traces")  # counters of calls that ran a stock forward, or were traced
 
 
 def replayed(
@@ -60,10 +66,20 @@ def replayed(
     """``compute(module, *args, **kwargs)``; the second call of a signature is recorded, and later ones are replayed."""
     if torch.compiler.is_compiling() or RECORD == "0" or not _is_ordinary():
         return compute(module, *args, **kwargs)
+    followed = torch.is_grad_enabled()
+    if followed:
+        reason = gradients.why_not()
+        if reason:
+            module.__dict__[ATTRIBUTE].remark(_NOT_FOLLOWED + reason)
+        if reason or is_recomputation():
+            return compute(module, *args, **kwargs)
     handed: dict[str, Any] = {}
     of_live: Hashable = None
     if live is not None:
         handed = {name: kwargs[name] for name in live.names if type(kwargs.get(name)) not in PLAIN}
+        if handed and followed:
+            module.__dict__[ATTRIBUTE].remark(_NOT_FOLLOWED + "an argument may be another one at every call")
+            return compute(module, *args, **kwargs)
         if handed:
             of_live = live.signature(module, args, kwargs)
             if of_live is None:
@@ -74,6 +90,8 @@ def replayed(
         key = *handed, of_live, *fixed, *signature((*args, *fixed.values()), tensors)
     except (TypeError, RuntimeError):  # an argument that no recording can depend on
         return compute(module, *args, **kwargs)
+    if followed:
+        key = *key, *[tensor.requires_grad for tensor in tensors]
     place = held(module)
     replays: Replays | None = place.replays
     if replays is not None and replays.refused:
@@ -85,8 +103,9 @@ def replayed(
         # The call comes first: it puts a `Held` on modules, which the snapshot of `Replays` has to contain.
         result = compute(module, *args, **kwargs)
         place.replays = replays = Replays(module, 0 if replays is None else replays.changes + 1)
-        replays.calls[key] = ""
+        replays.calls[key, replays.state.gradients()] = ""
         return result
+    key = key, replays.state.gradients()
     found = replays.calls.get(key)
     if found is None:  # the first call
         if len(replays.calls) >= SIGNATURES:
@@ -94,16 +113,20 @@ def replayed(
         replays.calls[key] = ""
     elif found == "":  # the second call
         replays.calls[key] = "a call has failed"  # unless it does not
-        result, replays.calls[key] = replays.record(
-            module, functools.partial(compute, module, *args, **kwargs), tensors, handed
-        )
+        result, replays.calls[key] = replays.record(module, compute, args, kwargs, tensors, handed)
         return result
     elif not isinstance(found, str):
         if replays.answers_as(found, module):
             if RECORD == CHECK:
-                ordinary = functools.partial(compute, module, *args, **kwargs)
-                again = functools.partial(replays.record, module, ordinary, tensors, handed)
-                return compare(module, found, again, tensors, handed)
+                trained = [tensor for tensor in replays.state.tensors if followed and tensor.requires_grad]
+
+                def again(given: Sequence[Tensor], state: Replays = replays) -> tuple[Any, Recording | str]:
+                    if not followed:
+                        return state.record(module, compute, args, kwargs, given, handed)
+                    mine, options = exchanged((tuple(args), dict(kwargs)), tensors, given)
+                    return state.record(module, compute, mine, options, given, handed)
+
+                return compare(module, found, again, tensors, handed, trained)
             begun: list[bool] = []
             try:
                 result = found((*tensors, *handed.values(), begun) if handed else tensors)
@@ -166,22 +189,36 @@ class Replays:
         return self._asks is None or bool(self._asks(module) == found.answer)
 
     def record(
-        self, module: nn.Module, compute: Call, tensors: Sequence[Tensor], live: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        compute: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        live: Mapping[str, Any],
     ) -> tuple[Any, Recording | str]:
         """Runs a call; returns its result, and the recorded call or the reason why there is none."""
+        call = functools.partial(compute, module, *args, **kwargs)
         weights = self.state.tensors
         known = {id(value) for value in (*tensors, *weights, *live.values())}
         if len(known) < len(tensors) + len({id(tensor) for tensor in weights}) + len(live):
-            return compute(), "an argument is given twice"
+            return call(), "an argument is given twice"
+        followed = torch.is_grad_enabled()
+        given = gradients.as_inputs(tensors) if followed else tensors
+        if followed:
+            call = functools.partial(
+                compute, module, *exchanged(args, tensors, given), **exchanged(kwargs, tensors, given)
+            )
+        recorder: Recorder | GradientRecorder
         try:
-            recorder = Recorder(tensors, weights, live)
+            recorder = GradientRecorder(given, weights) if followed else Recorder(given, weights, live)
         except Exception as error:
-            return compute(), f"its tensors cannot be recorded: {error}"
+            return call(), f"its tensors cannot be recorded: {error}"
         try:
             thread.recorder = recorder
             answer = None if self._asks is None else self._asks(module)
-            with recorder:
-                result = compute()
+            with recorder.tracing():
+                result = call()
         finally:
             thread.recorder = None
         if any(counter in _OTHERS for _, counter, _ in recorder.counts):
@@ -212,6 +249,7 @@ def lines(root: nn.Module) -> list[str]:
     """What the report says of recorded calls: how many blocks of a class have any, or why they have none."""
     blocks: Counter[str] = Counter()
     recorded: Counter[str] = Counter()
+    with_gradients: Counter[str] = Counter()
     reasons: Counter[tuple[str, str]] = Counter()
     for module in root.modules():
         found: Held | None = module.__dict__.get(HELD)
@@ -220,11 +258,18 @@ def lines(root: nn.Module) -> list[str]:
             continue
         name = module.__dict__[ATTRIBUTE].name
         blocks[name] += 1
-        recorded[name] += any(isinstance(call, Recording) for call in replays.calls.values())
+        kinds = set(map(type, replays.calls.values()))
+        recorded[name] += bool(kinds & {Recording, GradientRecording})
+        with_gradients[name] += GradientRecording in kinds
         why = [replays.reason] if replays.reason else [call for call in replays.calls.values() if isinstance(call, str)]
         reasons.update((name, reason) for reason in set(why) if reason)
     return [
         *(f"recorded calls: {count} of {blocks[name]} {name}" for name, count in recorded.items() if count),
+        *(
+            f"recorded with gradients: {count} of {blocks[name]} {name}"
+            for name, count in with_gradients.items()
+            if count
+        ),
         *(f"not recorded, {name}, {count} x: {reason}" for (name, reason), count in reasons.items()),
     ]
 
@@ -234,7 +279,6 @@ def _is_ordinary() -> bool:
     return not (
         COMPILED_DEVICE is None
         or attention_is_replaced()
-        or torch.is_grad_enabled()
         or function_modes()
         or dispatch_modes()
         or func_interpreter() is not None

@@ -13,30 +13,39 @@ from torch import Tensor, nn
 
 from ..._torch_private import storage_number
 from ..engine.guards import ATTRIBUTE
+from .gradients import GradientRecording, as_inputs, choices, without_autocast
 from .recorder import Recording
 
 
 def compare(
     module: nn.Module,
     found: Recording,
-    again: Callable[[], tuple[Any, Recording | str]],
+    again: Callable[[Sequence[Tensor]], tuple[Any, Recording | str]],
     tensors: Sequence[Tensor],
     live: Mapping[str, Any],
+    trained: Sequence[Tensor],
 ) -> Any:
     """The ordinary call's result; RuntimeError where a recorded call on copies of the arguments has another one.
 
-    again: Runs the ordinary call; its result, and another recording of it or the reason why there is none.
+    again: Runs the ordinary call on given tensors; its result, and another recording of it or the reason why there is
+        none.
+    trained: The parameters that need a gradient, where calls have gradients.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     given = [_copy_of(tensor, storages) for tensor in tensors]
+    followed = isinstance(found, GradientRecording)
+    if followed:
+        tensors = as_inputs(tensors)
     mine = [_copy_of(value, storages) if type(value) is Tensor else copy.deepcopy(value) for value in live.values()]
     replayed = found.run([*given, *mine, []] if live else given)
-    result, now = again()
+    result, now = again(tensors)
     pairs = list(_pairs(replayed, result, "result"))
     for i, both in enumerate(zip(given, tensors)):
         pairs += _pairs(*both, f"argument {i}")
     for name, mine_too, theirs in zip(live, mine, live.values()):
         pairs += _pairs(mine_too, theirs, name)
+    if followed:
+        pairs += _gradients((replayed, given), (result, tensors), trained)
     for place, one, other in pairs:
         if not _same_bits(one, other):
             why = f"{place}, {_described(one)} replayed and {_described(other)} computed"
@@ -44,12 +53,36 @@ def compare(
     return result
 
 
+def _gradients(
+    one: tuple[Any, Sequence[Tensor]], other: tuple[Any, Sequence[Tensor]], trained: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(place, tensor, tensor) of the gradients of two calls, each a result and its arguments.
+
+    They come from each choice of the results. A gradient that does not exist is an empty tensor.
+    """
+    parts = (one[0],) if isinstance(one[0], Tensor) else one[0]
+    generator = torch.Generator(parts[0].device).manual_seed(0)
+    drawn = [torch.randn(part.shape, dtype=part.dtype, device=part.device, generator=generator) for part in parts]
+    for choice in choices(len(parts)):
+        found = []
+        for result, arguments in (one, other):
+            results = (result,) if isinstance(result, Tensor) else result
+            chosen, gradients = zip(*((part, drawn[i]) for i, part in enumerate(results) if choice[i]))
+            inputs = [tensor for tensor in (*arguments, *trained) if tensor.requires_grad]
+            with without_autocast():
+                found.append(torch.autograd.grad(chosen, inputs, gradients, retain_graph=True, allow_unused=True))
+        for i, pair in enumerate(zip(*found)):
+            mine, theirs = (parts[0].new_empty(0) if gradient is None else gradient for gradient in pair)
+            yield f"gradient {i}", mine, theirs
+
+
 def _copy_of(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     """A copy at the same place of a copy of its memory, which tensors that share it share again."""
     number = storage_number(tensor)
     if number not in storages:
         storages[number] = tensor.untyped_storage().clone()
-    return tensor.new_empty(0).set_(storages[number], tensor.storage_offset(), tensor.size(), tensor.stride())
+    copied = tensor.new_empty(0).set_(storages[number], tensor.storage_offset(), tensor.size(), tensor.stride())
+    return copied.requires_grad_(torch.is_grad_enabled() and tensor.requires_grad)
 
 
 def _pairs(one: Any, other: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -70,7 +103,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
         return False
     bits = (
-        tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for tensor in (one, other)
+        tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        for tensor in (one, other)
     )
     return torch.equal(*bits)
 

@@ -66,7 +66,7 @@ class Recording:
     answer: What `Entry.asks` answered in the recorded call.
     """
 
-    __slots__ = ("answer", "calls", "function", "live", "remarks", "source", "unpacked")
+    __slots__ = ("answer", "calls", "function", "gradients", "live", "remarks", "source", "unpacked")
 
     def __init__(
         self, function: Call, source: str, live: bool, counts: Mapping[tuple[Site, str, str], int], answer: Any
@@ -75,6 +75,7 @@ class Recording:
         self.calls = [(site, number) for (site, counter, _), number in counts.items() if counter == "calls"]
         self.unpacked = [(site, number) for (site, counter, _), number in counts.items() if counter == "unpacked"]
         self.remarks = [(site, text, n) for (site, counter, text), n in counts.items() if counter == "remarks"]
+        self.gradients = [(site, number) for (site, counter, _), number in counts.items() if counter == "gradients"]
 
     def run(self, arguments: Sequence[Any]) -> Any:
         """The recorded call's result, without its counts."""
@@ -87,13 +88,19 @@ class Recording:
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         result = self.run(arguments)
+        self.count()
+        return result
+
+    def count(self) -> None:
+        """Adds what the recorded call counts to the sites' counters."""
         for site, calls in self.calls:
             site.calls += calls
         for site, unpacked in self.unpacked:
             site.unpacked += unpacked
         for site, text, number in self.remarks:
             site.remark(text, number)
-        return result
+        for site, number in self.gradients:
+            site.gradients += number
 
 
 class Line(NamedTuple):
@@ -109,8 +116,8 @@ class Line(NamedTuple):
 # ---- trace
 
 
-class Recorder(TorchFunctionMode):
-    """Traces a call: writes down the torch functions that run while it is on, as lines of a Python function.
+class Trace:
+    """What a call runs, as lines of a Python function.
 
     Tensors are variables of that function: ``given0``, ... are its arguments, ``held0``, ... weights in its globals,
     ``t0``, ... results of lines, and ``view0``, ... views. A live argument is ``live_`` and its name. Views take fewer
@@ -119,7 +126,6 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor], live: Mapping[str, Any]) -> None:
-        super().__init__()
         # By site, counter and text: what the call counts, but for what functions of `as_one` count at every replay.
         self.counts: Counter[tuple[Site, str, str]] = Counter()
         self.live = {id(value): f"live_{name}" for name, value in live.items()}
@@ -128,26 +134,23 @@ class Recorder(TorchFunctionMode):
         self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # tensor and variable, by the tensor's id
         self.globals: dict[str, Any] = {}
         self.lines: list[Line] = []
+        self.prefix = "t"  # begins the names of what lines assign
+        self.reads_held = False  # tensors of the globals are variables too
         # The variable that a view is made of, for all tensors in storages that the call was given or has allocated.
         self.roots: dict[str, str] = {}
         self.small: set[str] = set()  # held tensors of small storages, and their views
         self.whole: dict[str, tuple[Any, ...]] = {}  # numel and storage offset of contiguous roots
         self.others = {storage_number(tensor) for tensor in (*given, *held)}  # storages from before the call
-        self.given = [self._name(tensor, f"given{i}") for i, tensor in enumerate(given)]
+        self.given = [self._note_name(tensor, f"given{i}") for i, tensor in enumerate(given)]
         for name, tensor in zip(self.given, given):
             self._note_whole(name, tensor)
             self.roots[name] = name
         for i, tensor in enumerate(held):
-            name = self._name(tensor, f"held{i}")
+            name = self._note_name(tensor, f"held{i}")
             self.globals[name] = tensor
-            if tensor.untyped_storage().nbytes() <= SMALL:
+            followed = torch.is_grad_enabled() and tensor.requires_grad  # its views belong to the graph of one call
+            if tensor.untyped_storage().nbytes() <= SMALL and not followed:
                 self.small.add(name)
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not self.paused and not self.reason:
-            self._trace(function, args, kwargs or {}, result)
-        return result
 
     def as_one(self, function: Call, args: Sequence[Any]) -> Any:
         """Calls a function and writes it down as one line."""
@@ -171,12 +174,12 @@ class Recorder(TorchFunctionMode):
                 return self.reason
             parameters = (*self.given, *self.live.values(), *((_BEGUN,) if self.live else ()))
             source = emit(parameters, simplify(self.lines, read), returned, self.given)
-            exec(_compiled(source), self.globals)  # names alone: every value is in the globals
+            exec(compiled(source), self.globals)  # names alone: every value is in the globals
         except Exception as error:  # Python limits how deep expressions nest
             return f"its lines cannot be compiled: {error}"
         return Recording(cast(Call, self.globals.pop("replay")), source, bool(self.live), self.counts, answer)
 
-    def _name(self, tensor: Tensor, name: str) -> str:
+    def _note_name(self, tensor: Tensor, name: str) -> str:
         self.names[id(tensor)] = weakref.ref(tensor), name
         return name
 
@@ -190,19 +193,24 @@ class Recorder(TorchFunctionMode):
             self.reason = f"a call cannot be written down: {error}"
 
     def _write(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, whole: bool) -> None:
-        name = getattr(function, "__name__", "")
-        if name == "__get__":  # of a property
-            name = function.__self__.__name__
-        writes = isinstance(function, OpOverload) or name == "__setitem__"
-        answers = not isinstance(result, (Tensor, tuple, list)) and not (result is None and writes)
-        if answers or name in _FORM:  # a shape or strides are tuples
-            if name not in _FORM:
-                self.reason = f"a call asks for {name}"
-            elif args and id(args[0]) in self.live:
-                self.reason = f"a call asks for {name} of an argument that changes"
+        name = _function_name(function)
+        if self._is_question(function, args, result):
             return
         if not whole and name in _VIEWS and args and self._is_view(result, args[0]):
             return
+        self._add_line(function, args, kwargs, result, name in _PURE and not whole, name == "as_strided", whole)
+
+    def _add_line(
+        self,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        pure: bool,
+        strides: bool,
+        whole: bool = False,
+    ) -> None:
+        """strides: The function is as_strided."""
         read: set[str] = set()
         values = [self._text(value, read, whole) for value in args]
         values += [f"{key}={self._text(value, read)}" for key, value in kwargs.items()]
@@ -214,11 +222,24 @@ class Recorder(TorchFunctionMode):
             call = f"{_BEGUN}.append(True) or {call}"
         if not whole:
             self._note_roots(result, (*args, *kwargs.values()))
-        line = Line(target, call, read, set(target.translate(_NO_MARKS).split()), not whole and name in _PURE)
-        if name == "as_strided" and not read:  # of weights: it fails before the call has changed anything
+        line = Line(target, call, read, set(target.translate(_NO_MARKS).split()), pure)
+        if strides and not read:  # of weights: it fails before the call has changed anything
             self.lines.insert(0, line)
         else:
             self.lines.append(line)
+
+    def _is_question(self, function: Any, args: Sequence[Any], result: Any) -> bool:
+        """Whether a call asks something of a tensor. An answer that does not follow from its form is a `reason`."""
+        name = _function_name(function)
+        writes = isinstance(function, OpOverload) or name == "__setitem__"
+        answers = not isinstance(result, (Tensor, tuple, list)) and not (result is None and writes)
+        if not answers and name not in _FORM:  # a shape or strides are tuples
+            return False
+        if name not in _FORM:
+            self.reason = self.reason or f"a call asks for {name}"
+        elif args and id(args[0]) in self.live:
+            self.reason = self.reason or f"a call asks for {name} of an argument that changes"
+        return True
 
     def _note_roots(self, result: Any, arguments: Sequence[Any]) -> None:
         """Notes tensors in storages that the call allocated itself.
@@ -253,7 +274,7 @@ class Recorder(TorchFunctionMode):
             return False
         if known in self.small:
             for view in views:
-                name = self._name(view, f"held{len(self.globals)}_")
+                name = self._note_name(view, f"held{len(self.globals)}_")
                 self.globals[name] = view
                 self.small.add(name)
             return True
@@ -262,7 +283,7 @@ class Recorder(TorchFunctionMode):
         if not root or (root in self.given and not all(whole)):  # an argument may begin elsewhere in its memory
             return False
         for view, is_whole in zip(views, whole):
-            name = self._name(view, f"view{len(self.roots)}")
+            name = self._note_name(view, f"view{len(self.roots)}")
             self.roots[name] = root
             place = f"{root}, {tuple(view.shape)}"
             if is_whole:
@@ -279,9 +300,9 @@ class Recorder(TorchFunctionMode):
 
     def _target(self, result: Any, place: str = "") -> str:
         """The variables that a line assigns, nested as its result is; the left side of the assignment."""
-        name = f"t{len(self.lines)}{place}"
+        name = f"{self.prefix}{len(self.lines)}{place}"
         if isinstance(result, Tensor):
-            return self._name(result, name)
+            return self._note_name(result, name)
         if result is None:
             return name if place else ""
         if not isinstance(result, (tuple, list)):
@@ -302,7 +323,7 @@ class Recorder(TorchFunctionMode):
             if not name:
                 self.reason = self.reason or "a call reads a tensor that comes from elsewhere"
                 return "None"
-            if name not in self.globals:
+            if self.reads_held or name not in self.globals:
                 read.add(name)
             return name
         if type(value) in (tuple, list):
@@ -320,6 +341,30 @@ class Recorder(TorchFunctionMode):
         name = f"value{len(self.globals)}"
         self.globals[name] = value
         return name
+
+
+class Recorder(TorchFunctionMode, Trace):
+    """Traces a call: writes down the torch functions that run while it is on."""
+
+    def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor], live: Mapping[str, Any]) -> None:
+        TorchFunctionMode.__init__(self)
+        Trace.__init__(self, given, held, live)
+
+    def tracing(self) -> Recorder:
+        """A context in which calls are traced."""
+        return self
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.paused and not self.reason:
+            self._trace(function, args, kwargs or {}, result)
+        return result
+
+
+def _function_name(function: Any) -> str:
+    """The name of a torch function, or of the property that it gets."""
+    name: str = getattr(function, "__name__", "")
+    return cast(str, function.__self__.__name__) if name == "__get__" else name
 
 
 def _is_packed(tensor: Tensor) -> bool:
@@ -364,6 +409,6 @@ def emit(
 
 
 @functools.lru_cache(maxsize=SIGNATURES)
-def _compiled(source: str) -> types.CodeType:
+def compiled(source: str) -> types.CodeType:
     """Compiles a recorded call. Blocks of one class share the code object; their values are in the globals of each."""
     return compile(source, "<recorded call>", "exec")

@@ -1,0 +1,262 @@
+"""Calls of blocks that are recorded with gradients: the bits of calls and backwards that are not."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+from test_families import FAMILIES, cast, make
+from test_training import TRAINED, blocks_of, step, with_adapters, with_autocast
+
+pytestmark = pytest.mark.usefixtures("one_thread", "without_cudnn_attention")
+
+
+@pytest.fixture
+def replay(ltx: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{ltx.__name__}.integrations.replay.calls")
+
+
+@pytest.fixture
+def kind(ltx: ModuleType) -> Any:
+    """The class of calls that are recorded with gradients."""
+    return importlib.import_module(f"{ltx.__name__}.integrations.replay.gradients").GradientRecording
+
+
+def calls(replay: ModuleType, model: nn.Module) -> list[Any]:
+    """What the blocks hold of their calls: a recording, or the reason why there is none."""
+    found = [part.__dict__[replay.HELD].replays for part in model.modules() if replay.HELD in part.__dict__]
+    return [call for replays in found if replays is not None for call in replays.calls.values()]
+
+
+@contextmanager
+def not_recorded(replay: ModuleType) -> Iterator[None]:
+    old, replay.RECORD = replay.RECORD, "0"
+    try:
+        yield
+    finally:
+        replay.RECORD = old
+
+
+def tiny(ltx: ModuleType, device: str, name: str = "ltx", **config: Any) -> tuple[Any, dict[str, Any], Any]:
+    """(an optimized model with trained adapters, its inputs, its report)."""
+    family = FAMILIES[name]
+    model = with_adapters(make(family, device), family, **config)
+    return model, cast(family.inputs(2), device, torch.float32), ltx.optimize(model)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    assert torch.equal(got[0], want[0]) and got[1].keys() == want[1].keys() and got[1]
+    assert all(torch.equal(grad, want[1][name]) for name, grad in got[1].items())
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_and_counts(
+    ltx: ModuleType, replay: ModuleType, kind: Any, device: str, name: str, dtype: torch.dtype
+) -> None:
+    """Losses and gradients, of steps with other inputs and adapters that an optimizer writes to."""
+    family = FAMILIES[name]
+    found = []
+    for recorded in (False, True):
+        model = with_adapters(make(family, device, dtype), family)
+        report = ltx.optimize(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer, steps = torch.optim.SGD(trained, lr=1e-2), []
+        with with_autocast(device, dtype):
+            for seed in range(5):
+                inputs = cast(family.inputs(2), device, dtype)
+                torch.manual_seed(seed)
+                inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
+                if recorded:
+                    steps.append(step(model, inputs))
+                else:
+                    with not_recorded(replay):
+                        steps.append(step(model, inputs))
+                optimizer.step()
+        counts = {site.name: (site.calls, site.gradients, dict(site.remarks)) for site in report.sites}
+        found.append((steps, counts, calls(replay, model)))
+    (want, counts, none), (got, counts_too, recordings) = found
+    assert not none and recordings and all(isinstance(call, kind) for call in recordings), recordings
+    assert counts == counts_too
+    for one, other in zip(got, want):
+        assert_same(one, other)
+    assert sum(count > 0 for _, count, _ in counts.values()) == len(blocks_of(report, family))
+
+
+def test_gradients_of_other_parameters(ltx: ModuleType, replay: ModuleType, kind: Any, device: str) -> None:
+    """What is frozen and trained in turn belongs to the signature; a frozen parameter gets no gradient."""
+    model, inputs, _ = tiny(ltx, device)
+    parameter = next(p for name, p in model.named_parameters() if "blocks.0.attn1.to_q.lora_A" in name)
+    with not_recorded(replay):
+        wanted = {True: step(model, inputs)}
+        parameter.requires_grad_(False)
+        wanted[False] = step(model, inputs)
+    for trained in (True, True, True, False, False, False, True, False):
+        parameter.requires_grad_(trained)
+        assert_same(step(model, inputs), wanted[trained])
+    assert sum(isinstance(call, kind) for call in calls(replay, model)) == 3  # two of block 0
+
+
+def test_a_result_that_nothing_reads(ltx: ModuleType, replay: ModuleType, kind: Any, device: str) -> None:
+    """Parameters that only the other result depends on get no gradient, not zeros."""
+    model, inputs, _ = tiny(ltx, device, "flux")
+    block, given = model.transformer_blocks[0], {}
+    handle = block.register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True)
+    model(**inputs)
+    handle.remove()
+    given = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
+
+    def gradients(chosen: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        results = block(**given)
+        loss = torch.stack([results[i].square().mean() for i in chosen]).sum()
+        loss.backward()
+        return loss, {name: p.grad.clone() for name, p in block.named_parameters() if p.grad is not None}
+
+    for chosen in ((0,), (1,), (0, 1)):
+        with not_recorded(replay):
+            want = gradients(chosen)
+        for _ in range(3):
+            assert_same(gradients(chosen), want)
+    assert any(isinstance(call, kind) for call in block.__dict__[replay.HELD].replays.calls.values())
+
+
+def test_an_argument_that_is_made_of_another(ltx: ModuleType, replay: ModuleType, device: str) -> None:
+    """The backward that is traced ends at the arguments."""
+    model, inputs, _ = tiny(ltx, device)
+    block, given = model.transformer_blocks[0], {}
+    handle = block.register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True)
+    args: list[Any] = []
+    other = block.register_forward_pre_hook(lambda module, found: args.extend(found))
+    model(**inputs)
+    handle.remove()
+    other.remove()
+    names = ("hidden_states", "encoder_hidden_states")
+    for name, value in zip((*names, "temb", "image_rotary_emb", "encoder_attention_mask"), args):
+        given[name] = value
+
+    def gradient() -> Tensor:
+        first = given["hidden_states"].detach().requires_grad_()
+        second = first[:, :4] * 2
+        block(**{**given, names[0]: first, names[1]: second, "encoder_attention_mask": None}).square().mean().backward()
+        return first.grad
+
+    with not_recorded(replay):
+        want = gradient()
+    for _ in range(3):
+        torch.testing.assert_close(gradient(), want, rtol=1e-5, atol=1e-7)
+    assert block.__dict__[replay.HELD].replays is not None
+
+
+@pytest.mark.parametrize("name", ["lora_B", "base_layer.weight"])
+def test_a_weight_written_to_before_the_backward(ltx: ModuleType, device: str, name: str) -> None:
+    model, inputs, _ = tiny(ltx, device)
+    for _ in range(3):
+        step(model, inputs)
+    loss = model(**inputs)[0].square().mean()
+    with torch.no_grad():
+        next(p for key, p in model.named_parameters() if f"blocks.1.attn1.to_v.{name}" in key).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_two_backwards_of_one_call(ltx: ModuleType, device: str) -> None:
+    model, inputs, _ = tiny(ltx, device)
+    _, once = [step(model, inputs) for _ in range(3)][-1]
+    model.zero_grad()
+    loss = torch.stack([model(**inputs)[0].double().square().mean()]).sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, 2 * once[name])
+    inputs["hidden_states"].requires_grad_()
+    model(**inputs)[0].square().mean().backward()
+    (first,) = torch.autograd.grad(model(**inputs)[0].square().mean(), inputs["hidden_states"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_calls_that_are_not_recorded(ltx: ModuleType, replay: ModuleType, kind: Any, device: str) -> None:
+    """Each has the gradients that it had, and a reason in the report."""
+    model, inputs, report = tiny(ltx, device)
+    want = [step(model, inputs) for _ in range(3)][-1]
+    model.enable_gradient_checkpointing()
+    model.train()
+    got = [step(model, inputs) for _ in range(3)][-1]
+    assert_same(got, want)
+    assert "not recorded: a checkpoint, or another hook, takes what is saved for the backward" in str(report)
+    model.disable_gradient_checkpointing()
+
+    model, inputs, report = tiny(ltx, device, lora_dropout=0.5)
+    model.train()
+    wanted = []
+    for recorded in (False, True):
+        torch.manual_seed(5)
+        for _ in range(4):
+            if recorded:
+                wanted.append(step(model, inputs))
+            else:
+                with not_recorded(replay):
+                    wanted.append(step(model, inputs))
+    for one, other in zip(wanted[:4], wanted[4:]):
+        assert_same(one, other)
+    assert "not recorded" in str(report) and "peft computes adapters" in str(report)
+
+    model, inputs, report = tiny(ltx, device)
+    parameter = next(p for name, p in model.named_parameters() if "blocks.0.attn1.to_q.lora_A" in name)
+    seen: list[Tensor] = []
+    parameter.register_hook(seen.append)
+    for _ in range(4):
+        step(model, inputs)
+    assert len(seen) == 4 and "a parameter has a hook for its gradient" in str(report)
+
+
+def test_replays_with_gradients_are_checked(
+    ltx: ModuleType, replay: ModuleType, kind: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs, _ = tiny(ltx, device)
+    for _ in range(3):
+        want = step(model, inputs)
+    monkeypatch.setattr(replay, "RECORD", "check")
+    assert_same(step(model, inputs), want)
+    recording = next(call for call in calls(replay, model) if isinstance(call, kind))
+    for choice, function in list(recording.backwards.items()):
+
+        def wrong(*given: Tensor, function: Any = function) -> Any:
+            return tuple(None if gradient is None else gradient * 1.001 for gradient in function(*given))
+
+        recording.backwards[choice] = wrong
+    with pytest.raises(RuntimeError, match=r"LTXVideoTransformerBlock transformer_blocks\.0: gradient"):
+        step(model, inputs)
+
+
+def test_what_is_saved(ltx: ModuleType, replay: ModuleType, device: str) -> None:
+    """A recorded call keeps no more memory for its backward than the call that is not recorded."""
+    model, inputs, _ = tiny(ltx, device)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def kept(tensors: list[Tensor]) -> int:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(size for address, size in storages.items() if address not in weights)
+
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
+        model(**inputs)
+    for _ in range(2):
+        step(model, inputs)
+    found, nodes = [], [model(**inputs)[0].grad_fn]
+    for node in nodes:
+        nodes += [other for other, _ in node.next_functions if other is not None and other not in nodes]
+        if node.name() == "_ReplayBackward":
+            found += node.saved_tensors
+    assert found and kept(found) <= kept(saved)
