@@ -270,4 +270,6 @@ def test_flash_attention(ltx: ModuleType, cuda: str, case: str, cache: Caches, d
         valid = padding.bool() if mask is not None else torch.ones_like(ids).bool()
         ours = in_pieces(model, ids, cache, mask)
         assert distance(ours[valid], wanted[valid]) <= 1.25 * distance(theirs[valid], wanted[valid])
-    assert remarks(report, ORDER) + remarks(report, IN_WINDOW) > 0 and remarks(report, MASKED) > 0
+    assert remarks(report, ORDER) + remarks(report, IN_WINDOW) > 0
+    if cache is dynamic or case != "Mistral-window":  # a static cache's full window shows other masks
+        assert remarks(report, MASKED) > 0

@@ -17,7 +17,7 @@ from ...quant import weight_only_linear
 from ..engine.sites import site_of, why_stock
 from .fp8 import LINEAR, quantised_weight, run_stock, why_not_fp8_input, why_not_fp8_weight
 
-FEW_ROWS = 16  # up to which reading the weight once for every four rows costs no more than converting it
+FEW_ROWS = 8  # for more the conversion costs less than reading the weight once for every four rows
 PART_BYTES = 32 * 2**20  # of converted values that exist at a time: part of an H100's L2 cache of 50 MiB (not measured)
 
 
