@@ -1,4 +1,4 @@
-"""Training: steps of LoRA adapters, and the ops' gradients one by one, as an H100 was measured with them."""
+"""Training: steps of LoRA adapters on an H200, and the ops' gradients one by one on an H100."""
 
 from pages.names import CONFIGS
 from pages.writing import block, records_of, table, text
@@ -7,7 +7,7 @@ from pages.writing import block, records_of, table, text
 @block("docs/measured/training.md", "steps")
 def steps() -> str:
     """Steps of LTX-Video 2B, by configuration."""
-    records = records_of("h100-80gb-hbm3-train")
+    records = records_of("h200-train")
     form = ("frames", "checkpointing", "timesteps")
     stock = {tuple(r[key] for key in form): r["step_ms"] for r in records if r["config"] == "baseline"}
     rows = [{**r, "title": CONFIGS[r["config"]], "stock": stock[tuple(r[key] for key in form)]} for r in records]
