@@ -75,7 +75,9 @@ MODELS_FILES |= dict.fromkeys(
     1,
 )
 MODELS_FILES |= dict.fromkeys(["processors", "state", "threads", "checkpoints", "quantizer", "autocast", "training"], 1)
-MODELS_FILES |= dict.fromkeys(["memory_low", "quantised_layers", "quantizer_text", "vae_images", "training_steps"], 1)
+MODELS_FILES |= dict.fromkeys(
+    ["replay_gradients", "memory_low", "quantised_layers", "quantizer_text", "vae_images", "training_steps"], 1
+)
 # What these look at is the variant, whatever they take: its machine code, and how it is loaded.
 OF_THE_VARIANT = {"sass", "loading"}
 # Of the others that take a device: parts of their own, what runs the code of pages, examples and notebooks, and what
