@@ -11,7 +11,7 @@
 
 #include "ltx/launch.cuh"
 #include "ltx/vec.cuh"
-#include "ltx/weight_only.h"
+#include "ltx/weight_only.cuh"
 
 namespace ltx {
 namespace {

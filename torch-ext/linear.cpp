@@ -21,7 +21,7 @@
 
 #include "cublaslt.h"
 #include "ltx/force.cuh"
-#include "ltx/weight_only.h"
+#include "ltx/weight_only.cuh"
 #include "tensor_checks.h"
 #include "torch_binding.h"
 
