@@ -3,8 +3,8 @@
     python tools/build.py
     python benchmarks/memory.py [--models flux wan] [--offload none blocks] [--tiny] [--output PATH]
 
-`peak_gb` is the most that the GPU held while a second forward ran, the first one having set up what stays, and
-`step_ms` its time; on a CPU both are left out. `moved_gb` is what an offload brings to the GPU in a forward: all
+`peak_gb` is the most that the GPU held while a fifth forward ran, those before having set up what stays and recorded
+calls, and `step_ms` its time; on a CPU both are left out. `moved_gb` is what an offload brings to the GPU in a forward: all
 parameters and buffers. `host_gb` is what waits in the host's memory beside them: the stock weights of quantised layers.
 `fits` names the cards that have more memory than the peak and RESERVE_GB for everything else.
 
@@ -42,6 +42,7 @@ from torch import nn
 BESIDE = "kernels_fp8_beside"
 CONFIGS = ("baseline", "kernels", "kernels_fp8", LOW, BESIDE)
 CARDS_GB = (12, 16, 24, 32)
+FORWARDS = 5  # the last one counts
 RESERVE_GB = 1.5  # the CUDA context, the allocator's gaps and what the desktop takes
 
 
@@ -126,7 +127,7 @@ def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: 
         moved = sum(tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
         found["moved_gb"] = round(moved / 2**30, 6)
         found["host_gb"] = round(held(model, ltx) / 2**30, 6)
-    for _ in range(2):
+    for _ in range(FORWARDS):
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -289,7 +289,12 @@ def test_generation(ltx: ModuleType, device: str, case: Case, cache: str | None)
     options = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False, "cache_implementation": cache}
     if cache == "static":
         options["disable_compile"] = True
-    stock = model.generate(ids, **options)
+    try:
+        stock = model.generate(ids, **options)
+    except TypeError as error:  # transformers 5.17, for chunked masks of a static cache
+        if "block_sequence_ids" not in str(error):
+            raise
+        pytest.skip(f"NOT RUN: {error}")
     report = ltx.optimize(model)
     assert torch.equal(model.generate(ids, **options), stock)
     assert_ran(report, case)
