@@ -4,9 +4,9 @@
     python benchmarks/memory.py [--models flux wan] [--offload none blocks] [--tiny] [--output PATH]
 
 `peak_gb` is the most that the GPU held while a fifth forward ran, those before having set up what stays and recorded
-calls, and `step_ms` its time; on a CPU both are left out. `moved_gb` is what an offload brings to the GPU in a forward: all
-parameters and buffers. `host_gb` is what waits in the host's memory beside them: the stock weights of quantised layers.
-`fits` names the cards that have more memory than the peak and RESERVE_GB for everything else.
+calls, and `step_ms` its time; on a CPU both are left out. `moved_gb` is what an offload brings to the GPU in a
+forward: all parameters and buffers. `host_gb` is what waits in the host's memory beside them: the stock weights of
+quantised layers. `fits` names the cards that have more memory than the peak and RESERVE_GB for everything else.
 
 In fp8 without an offload, `optimize_s` and `restore_s` are the seconds of these calls on a model that is on the GPU,
 and `optimize_peak_gb` and `restore_peak_gb` the most that it held meanwhile. "kernels_fp8" is the default,
