@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .numeric import BITS
+from .numeric import BITS, to_compare
 
 # Elements before and after, a number that keeps the alignment of what lies between. LTX_TEST_GUARD=0 leaves the ends of
 # buffers to AddressSanitizer or compute-sanitizer, which see every access past them.
@@ -155,7 +155,7 @@ def unchanged(**tensors: Tensor) -> Iterator[None]:
     before = {name: _storage(tensor).clone() for name, tensor in tensors.items()}
     yield
     for name, tensor in tensors.items():
-        assert torch.equal(_storage(tensor), before[name]), f"{name}: its memory was modified"
+        assert torch.equal(*map(to_compare, (_storage(tensor), before[name]))), f"{name}: its memory was modified"
 
 
 def assert_same_memory(actual: Tensor, expected: Tensor, what: str) -> None:

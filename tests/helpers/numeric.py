@@ -94,11 +94,14 @@ def assert_close_to_fp64(
 HOST_SIZE = 2**20
 
 
+def to_compare(tensor: Tensor) -> Tensor:
+    return tensor.cpu() if tensor.numel() <= HOST_SIZE else tensor
+
+
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "output") -> None:
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    if actual.numel() <= HOST_SIZE:
-        actual, expected = actual.cpu(), expected.cpu()
+    actual, expected = to_compare(actual), to_compare(expected)
     bits = BITS[actual.element_size()]
     wrong = actual.contiguous().view(bits) != expected.contiguous().view(bits)
     assert not bool(wrong.any()), report(actual, expected, wrong, what)
