@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kWarps* kLanes)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) row[r] = input + min(first_row + r, rows - 1) * width;
   float sum[kRows][kChannels] = {};
-#pragma unroll 2
+  constexpr int kAtOnce = sizeof(T) == 4 ? 1 : 2;  // reads: two of fp32 rows do not fit into the registers of 10.0
+#pragma unroll kAtOnce
   for (int64_t k = lane * kValues; k < width; k += kLanes * kValues) {
     uint4 read[kChannels];
     float x[kRows][kValues];
