@@ -17,16 +17,15 @@ bits of the one that the same pipeline makes in a program of its own that calls 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -63,20 +62,6 @@ def make_pipeline(blocks: int, tiny: bool, device: torch.device) -> Any:
         )
 
 
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def request(pipe: Any, size: int) -> np.ndarray[Any, Any]:
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +92,7 @@ def own_image(folder: str, config: str, ltx: ModuleType, options: argparse.Names
 def served(engine: str, folder: str, config: str, options: argparse.Namespace) -> Any:
     given = OPTIONS[config]
     text = "0" if given is None else json.dumps(given)
-    with environment(LTX_KERNELS_OPTIMIZE=text, LTX_KERNELS_REPO=REPO_ID):
+    with mock.patch.dict(os.environ, LTX_KERNELS_OPTIMIZE=text, LTX_KERNELS_REPO=REPO_ID):
         return START[engine](folder, device=torch.device(options.device), dtype=DTYPES[options.dtype])
 
 

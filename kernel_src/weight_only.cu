@@ -2,9 +2,10 @@
 //
 //   out[r, c] = scales[c] * sum_k input[r, k] * weight[c, k] + bias[c]         summed in fp32, rounded once
 //
-// The modulation of a block is such a layer: it reads one row for each sample, and its product takes as long as reading
-// the weight, 1 byte an element. A warp sums kChannels channels of up to kRows rows. Each lane reads 16 neighbouring
-// values of every channel at a time, which hides the latency, and converts them once for all rows.
+// The modulation of a block is such a layer: it reads one row for each sample, and its product is a reading of the
+// weight, 1 byte an element. From three rows on the conversions are the limit. A warp sums kChannels channels of up to
+// kRows rows. Each lane reads 16 neighbouring values of every channel at a time, which hides the latency, and converts
+// them once for all rows.
 //
 // A lane adds its products in the order of k, and the lanes meet in one order: a row has the same bits in any batch.
 #include <cstdint>

@@ -51,7 +51,7 @@ def images() -> str:
     return text(
         "Whole calls of the pipelines with prompt, steps, decoding and the conversion to PIL, on one "
         f"{meta['device']}, torch {meta['torch']}, {meta['dtype']}, random weights ({link('h200-image')}, "
-        "`python benchmarks/image.py`). Times are in ms. The error is that of the latents after all steps, and the "
-        "PSNR that of the image, both beside the stock pipeline in float32:",
+        "`python benchmarks/image.py`). Times are in ms. The last two columns compare with the stock pipeline in "
+        "float32: the latents after all steps, and the image:",
         table(head, row, rows),
     )

@@ -180,7 +180,7 @@ def convolved(conv: Any, x: Tensor) -> Tensor:
 
 # More columns than a head of torch's flash attention may have.
 _WIDE = 256
-# From so many pixels on two products are faster (h200-vae.json); fewer have not been timed.
+# From so many pixels on two products are faster (h200-pixels-tuning.json); fewer have not been timed.
 _PIXELS = 4096
 _SCORES = 2**26  # that are in memory at a time
 

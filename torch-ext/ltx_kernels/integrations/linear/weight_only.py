@@ -1,8 +1,8 @@
 """Linear layers whose weights alone are in fp8: modulation, with ``memory="low"``.
 
 A layer that makes the modulation of a block reads one row of each sample, so that its product takes as long as reading
-its weight, which `weight_only_linear` does once. For more rows the values are converted to the input's dtype part by
-part, which is exact, and the products are scaled in float32.
+its weight, which `weight_only_linear` does once. For more than a few rows the values are converted to the input's dtype
+part by part, which is exact, and the products are scaled in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from ...quant import weight_only_linear
 from ..engine.sites import site_of, why_stock
 from .fp8 import LINEAR, quantised_weight, run_stock, why_not_fp8_input, why_not_fp8_weight
 
-FEW_ROWS = 8  # for more the conversion costs less than reading the weight once for every four rows
+# Of more rows the kernel takes longer than moving five bytes for each value, which the conversion does. The kernel's
+# times are in h200-weight-only-tuning.json; the conversion has not been timed by itself.
+FEW_ROWS = 8
 PART_BYTES = 32 * 2**20  # of converted values that exist at a time: part of an H100's L2 cache of 50 MiB (not measured)
 
 
