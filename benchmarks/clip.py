@@ -43,7 +43,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, precision_of, synchronize, view_of
+from steps import COLUMNS, options_of, synchronize, view_of
 from whole import Model, graphs_option, measure, random_pipeline
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -147,7 +147,7 @@ def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
     elif config != "stock":
         graphs = graphs_option(config)
         ltx.optimize(made, components=("text_encoder", "vae"), graphs=graphs)
-        ltx.optimize(made, components=("transformer",), graphs=graphs, **precision_of(config))
+        ltx.optimize(made, components=("transformer",), **{**options_of(config), "graphs": graphs})
     return made
 
 

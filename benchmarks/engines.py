@@ -82,7 +82,7 @@ def own_image(folder: str, config: str, ltx: ModuleType, options: argparse.Names
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=DTYPES[options.dtype]).to(options.device)
     given = OPTIONS[config]
     if given is not None:
-        ltx.optimize(pipe, **given)
+        ltx.optimize(pipe, **{"graphs": False, **given})  # as the plug-ins do
     image = request(pipe, size)
     del pipe
     free_memory(options.device)

@@ -31,7 +31,7 @@ from ltx import make_inputs
 from result_files import REPOSITORY, common_meta, load_package, result_file, write
 from rich.console import Console
 from runs import empty_table, make_console
-from steps import as_graph, error, precision_of, quantise_with_torchao, time_steps, view_of, weight_bytes
+from steps import as_graph, error, options_of, quantise_with_torchao, time_steps, view_of, weight_bytes
 from torch import nn
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
@@ -58,7 +58,7 @@ def make_transformer(recipe: str, transformer: nn.Module, ltx: ModuleType) -> nn
     if recipe == TORCHAO:
         quantise_with_torchao(model)
     elif RECIPES[recipe] is not None:
-        ltx.optimize(model, **{**RECIPES[recipe], **precision_of(recipe)})
+        ltx.optimize(model, **{**RECIPES[recipe], **options_of(recipe)})
     return model
 
 
@@ -122,7 +122,7 @@ def measure_costs(ltx: ModuleType, stock: nn.Module, args: argparse.Namespace, r
         options = RECIPES[record["recipe"]]
         if options and options.get("precision") == "fp8":
             model = copy.deepcopy(stock)
-            ltx.optimize(model, **options, stock_weights="free")
+            ltx.optimize(model, **options, stock_weights="free", graphs=False)
             record["freed_gb"] = round(weight_bytes(model) / 2**30, 3)
         if on_gpu:
             model = make_transformer(record["recipe"], stock, ltx)

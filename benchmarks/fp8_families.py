@@ -96,10 +96,10 @@ def measure(name: str, ltx: ModuleType, options: argparse.Namespace) -> list[dic
         print(f"{name:12}{found:.3e}  {layers}", flush=True)
         return {"model": name, "blocks": options.blocks, "layers": layers, "error": float(f"{found:.4g}")}
 
-    with ltx.optimize(model):
+    with ltx.optimize(model, graphs=False):
         records = [record("none (bf16)")]
     for layers, recipe in recipes(model, ltx, not options.few_tokens):
-        with ltx.optimize(model, precision="fp8", **recipe):
+        with ltx.optimize(model, precision="fp8", graphs=False, **recipe):
             records.append(record(layers))
     return records
 

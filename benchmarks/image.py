@@ -48,7 +48,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, TORCHAO_INDUCTOR, free_memory, precision_of, synchronize, view_of
+from steps import COLUMNS, TORCHAO_INDUCTOR, free_memory, options_of, synchronize, view_of
 from torch import Tensor
 from whole import Model, graphs_option, measure, modules_of, random_pipeline
 
@@ -202,7 +202,7 @@ def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
     elif config.startswith("flux_fast"):
         flux_fast(made, config)
     elif config.startswith("kernels"):
-        ltx.optimize(made, graphs=graphs_option(config), **precision_of(config))
+        ltx.optimize(made, **{**options_of(config), "graphs": graphs_option(config)})
     return made
 
 

@@ -43,7 +43,7 @@ from steps import (
     error,
     label,
     measure,
-    precision_of,
+    options_of,
     psnr,
     quantise_with_torchao,
     view_of,
@@ -98,7 +98,7 @@ def make_inputs(
 def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     model = view_of(model)
     if config.startswith("kernels"):
-        ltx.optimize(model, **precision_of(config))
+        ltx.optimize(model, **options_of(config))
     elif config.startswith("torchao"):
         quantise_with_torchao(model)
     if config == "torchao_fp8_compile":  # block by block: whole, that takes minutes

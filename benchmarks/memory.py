@@ -89,11 +89,11 @@ def prepare(model: nn.Module, config: str, mode: str, device: str, ltx: ModuleTy
     found: dict[str, float] = {}
     if config.startswith("kernels_fp8"):
         options = {BESIDE: {"stock_weights": "beside"}, LOW: {"memory": "low"}}.get(config, {})
-        measured = timed("optimize", lambda: ltx.optimize(model, precision="fp8", **options), device)
+        measured = timed("optimize", lambda: ltx.optimize(model, precision="fp8", graphs=False, **options), device)
         found = measured if mode == "none" else {}  # with an offload the model is in the host's memory
     offload(model, mode, device)
     if config == "kernels":
-        ltx.optimize(model)
+        ltx.optimize(model, graphs=False)
     return found
 
 

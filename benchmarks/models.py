@@ -55,7 +55,7 @@ from steps import (
     free_memory,
     label,
     measure,
-    precision_of,
+    options_of,
     profile,
     quantise_with_torchao,
     view_of,
@@ -92,7 +92,7 @@ def first_blocks(model: nn.Module, count: int) -> nn.Module:
 def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     model = view_of(model)
     if config.startswith("kernels"):
-        ltx.optimize(model, attention="int8" if "int8" in config else "native", **precision_of(config))
+        ltx.optimize(model, attention="int8" if "int8" in config else "native", **options_of(config))
     elif config.startswith("torchao"):
         quantise_with_torchao(model, list(block_lists(model).values()))
     if config.endswith("compile"):

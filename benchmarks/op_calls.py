@@ -188,13 +188,13 @@ def calls_of_model(name: str, precision: str, ltx: ModuleType) -> list[Call]:
             known = replace(known, config={**known.config, **{depth: 2 for depth in DEPTHS if depth in names}})
             model = known.construct(False, torch.bfloat16, "cpu")
             inputs = known.inputs(model, MakeInputs(torch.bfloat16, "cpu"), **known.shape)
-            report = ltx.optimize(model, precision=precision)
+            report = ltx.optimize(model, precision=precision, graphs=False)
             shapes.calls.clear()  # the weights were quantised
             model(**inputs, return_dict=False)
         else:
             layers, changes = RECORDED.get(name, (0, {}))
             model = random_model(name, torch.bfloat16, "cpu", layers, **changes)
-            report = ltx.optimize(model, precision=precision)
+            report = ltx.optimize(model, precision=precision, graphs=False)
             shapes.calls.clear()
             ids = torch.zeros(1, PROMPT, dtype=torch.int64)
             cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values

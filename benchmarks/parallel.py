@@ -51,7 +51,7 @@ from models import block_lists, first_blocks, one_tensor
 from result_files import DTYPES, REPOSITORY, common_meta, kept_records, load_package, slug_of, write
 from rich.console import Console
 from runs import empty_table, make_console
-from steps import error, first_line, precision_of, time_steps, view_of
+from steps import error, first_line, options_of, time_steps, view_of
 from torch import Tensor, nn
 
 CONFIGS = ("stock", "kernels", "kernels_fp8")
@@ -191,7 +191,7 @@ class Run:
     def make(self, way: Way, model: nn.Module) -> nn.Module:
         made = view_of(model)
         if way.config != "stock":
-            self.ltx.optimize(made, **precision_of(way.config))
+            self.ltx.optimize(made, **options_of(way.config))
         if way.mode:
             split(made, self.meshes[way.mode], self.ltx)
         return made

@@ -29,7 +29,7 @@ from result_files import DTYPES, REPOSITORY, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, LOW, precision_of, view_of
+from steps import COLUMNS, LOW, options_of, view_of
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 import diffusers
@@ -49,7 +49,7 @@ def configured(config: str, pipe: Any, ltx: ModuleType) -> Any:
     if config.endswith("_fbc"):
         made.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=THRESHOLD))
     if config.startswith("kernels"):
-        ltx.optimize(made, components=["transformer"], **precision_of(config))
+        ltx.optimize(made, components=["transformer"], **options_of(config))
     return made
 
 

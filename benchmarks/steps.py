@@ -80,10 +80,11 @@ def view_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(p): p for p in [*model.parameters(), *model.buffers()]})
 
 
-def precision_of(config: str) -> dict[str, str]:
-    """`optimize`'s arguments for a `view_of` a model: in fp8 the shared parameters keep the stock weights."""
+def options_of(config: str) -> dict[str, Any]:
+    """`optimize`'s arguments for a `view_of` a model: launched calls; in fp8 the parameters keep the stock weights."""
     memory = {"memory": "low"} if config == LOW else {}
-    return {"precision": "fp8", "stock_weights": "beside", **memory} if "fp8" in config else {}
+    precision = {"precision": "fp8", "stock_weights": "beside"} if "fp8" in config else {}
+    return {"graphs": False, **precision, **memory}
 
 
 def quantise_with_torchao(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:

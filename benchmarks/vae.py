@@ -192,7 +192,7 @@ def configured(config: str, vae: Any, ltx: Any) -> Any:
         made.decoder.compile()
         made.encoder.compile()
     elif config == "kernels":
-        ltx.optimize(made, strict=True)
+        ltx.optimize(made, strict=True, graphs=False)
     return made
 
 

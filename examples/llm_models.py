@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from steps import precision_of, view_of
+from steps import options_of, view_of
 
 
 def random_model(name: str, dtype: torch.dtype, device: str, layers: int | None = None, **changes: Any) -> Any:
@@ -120,7 +120,7 @@ def configure(config: str, model: Any, ltx: ModuleType, **options: Any) -> Confi
     """A view of a model in a configuration of `CONFIGS`. `options` go to `optimize`."""
     made = Configured(config, view_of(model))
     if config.startswith("kernels"):
-        made.report = ltx.optimize(made.model, **precision_of(config), **options)
+        made.report = ltx.optimize(made.model, **options_of(config), **options)
     elif config == "liger":
         made.functions = apply_liger(made.model)
     if config.endswith("compile"):

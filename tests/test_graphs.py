@@ -55,7 +55,7 @@ def state(graphs: ModuleType, module: nn.Module) -> Any:
 
 def test_second_call_is_captured_and_later_ones_replayed(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
     model = make_model(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = [model(**make_inputs(device, seed=seed))[0] for seed in range(4)]
     report = ltx.optimize(model, graphs=True)
     found = [model(**make_inputs(device, seed=seed))[0] for seed in range(4)]
@@ -106,7 +106,36 @@ def test_arguments_that_cannot_be_compared(graphs: ModuleType, device: str) -> N
     x = torch.eye(3, device=device)
     for given in ({1}, torch.nested.nested_tensor([x, x[:2]])):
         assert held.run(module, lambda x, given: x, x, given) is x
-    assert held.ordinary == {"an argument that cannot be compared": 2}
+    assert held.ordinary == {"an argument is a set": 1, "an argument that cannot be compared": 1}
+
+
+def test_an_object_among_the_arguments_is_refused_and_copied_in_a_result(graphs: ModuleType, device: str) -> None:
+    """A call may change it, as a language model changes its KV cache; a replay would change the graph's own."""
+
+    class Cache:
+        def __init__(self, x: Tensor) -> None:
+            self.keys = [x]
+
+    x = torch.ones(3, device=device)
+    held, module, cache = graphs.Graphs(), nn.Identity().eval(), Cache(x)
+    for _ in range(3):
+        held.run(module, lambda x, cache: cache.keys.append(x), x, cache)
+    assert len(cache.keys) == 4 and held.ordinary == {"an argument is a Cache": 3}
+    held = graphs.Graphs()
+    results = [held.run(module, lambda x: (x + 1, Cache(x + 2)), x * i) for i in range(4)]
+    assert held.replayed == 3
+    for i, (value, made) in enumerate(results):
+        assert value[0] == i + 1 and made.keys[0][0] == i + 2
+
+
+@pytest.mark.host
+def test_values_that_never_change_are_part_of_the_signature(graphs: ModuleType, device: str) -> None:
+    held, module = graphs.Graphs(), nn.Identity().eval()
+    x = torch.ones(3, device=device)
+    for _ in range(2):
+        for dtype in (torch.float32, torch.float64):
+            assert held.run(module, lambda x, dtype: x.to(dtype), x, dtype).dtype == dtype
+    assert held.replayed == 2
 
 
 def test_a_bounded_number_is_kept(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
@@ -306,9 +335,17 @@ def test_restore_and_copies(ltx: ModuleType, graphs: ModuleType, device: str) ->
     assert torch.equal(model(**make_inputs(device))[0], stock)
 
 
+def test_a_part_and_then_the_whole(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+    model = make_model(device)
+    ltx.optimize(model.transformer_blocks[0], graphs=True)
+    report = ltx.optimize(model, graphs=True)
+    assert report.replaced["diffusers.LTXVideoTransformerBlock"] == len(model.transformer_blocks)
+    assert "patched" not in str(report)
+
+
 def test_threads_share_a_model(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
     model = make_model(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = [model(**make_inputs(device, seed=seed))[0] for seed in range(4)]
     ltx.optimize(model, graphs=True)
     wrong = []
@@ -327,12 +364,17 @@ def test_threads_share_a_model(ltx: ModuleType, graphs: ModuleType, device: str)
     assert not wrong
 
 
-def test_off_by_default_and_checked(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
+def test_where_they_pay_by_default_and_checked(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
     model = make_model(device)
-    report = ltx.optimize(model)
-    for _ in range(3):
-        model(**make_inputs(device))
+    report = ltx.optimize(model, graphs=False)
+    model(**make_inputs(device))
     assert state(graphs, model) is None and "graphs" not in str(report)
+    report = ltx.optimize(model)
+    with torch.enable_grad():
+        model(**make_inputs(device))
+    assert state(graphs, model).rule is not None
+    assert "graphs of LTXVideoTransformer3DModel where they pay: none; 1 x gradients are on" in str(report)
+    assert "diffusers.LTXVideoTransformer3DModel" not in report.replaced
     with pytest.raises(TypeError, match='graphs: expected True, False or "auto", got 1'):
         ltx.optimize(model, graphs=1)
     with pytest.raises(ValueError, match="graphs: expected True, False or \"auto\", got 'yes'"):
@@ -344,7 +386,7 @@ def test_in_fp8(ltx: ModuleType, graphs: ModuleType, device: str) -> None:
         pytest.skip("fp8 needs a GPU of compute capability 8.9")
     dtype = torch.bfloat16
     model = make_model(device, dtype)
-    ltx.optimize(model, precision="fp8")
+    ltx.optimize(model, precision="fp8", graphs=False)
     expected = [model(**make_inputs(device, seed=seed, dtype=dtype))[0] for seed in range(3)]
     ltx.optimize(model, precision="fp8", graphs=True)
     for seed in range(3):

@@ -149,13 +149,15 @@ def with_clip(components: dict[str, Any], device: str) -> Any:
 
 
 def test_text_encoders(ltx: ModuleType, device: str, components: dict[str, Any]) -> None:
-    """They are taken where their blocks are known, and with `graphs` in any case."""
+    """They are taken where their blocks are known, and unless `graphs` is False in any case."""
     pipe = with_clip(components, device)
-    report = ltx.optimize(pipe)
+    report = ltx.optimize(pipe, graphs=False)
     assert touched(pipe.components) == {"transformer", "text_encoder_2"} and report.left_alone == {}
-    ltx.optimize(pipe, graphs=True)
-    assert touched(pipe.components) == {"transformer", "text_encoder", "text_encoder_2"}
-    ltx.optimize(pipe)
+    for options in ({}, {"graphs": True}):
+        report = ltx.optimize(pipe, **options)
+        assert touched(pipe.components) == {"transformer", "text_encoder", "text_encoder_2"}
+        assert report.left_alone == {}
+    ltx.optimize(pipe, graphs=False)
     assert touched(pipe.components) == {"transformer", "text_encoder_2"}
     ltx.optimize(pipe, level="norms")
     assert touched(pipe.components) == {"transformer"}

@@ -318,7 +318,7 @@ def test_default_options(ltx: ModuleType, device: str, name: str) -> None:
     pipe = make(name, case, device)
     stock = generate(pipe, case)
     report = ltx.optimize(pipe)
-    known = {"transformer", case.component, *(("vae",) if case.known_vae else ())}
+    known = {"transformer", case.component, *case.clips, *(("vae",) if case.known_vae else ())}
     assert touched(pipe.components) == known and report.left_alone == {}
     ours = generate(pipe, case)
     calls = {site.name: site.calls for site in report.sites}

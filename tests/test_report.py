@@ -28,7 +28,7 @@ def test_op_calls_and_stock_calls_are_told_apart(ltx: ModuleType, device: str) -
     """Each call is counted once: as one of the ops, or as a stock call with its reason."""
     model = Model().to(device)
     x = torch.randn(2, 16, device=device)
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, graphs=False)
     with torch.no_grad():
         for _ in range(3):
             model(x)
@@ -114,7 +114,8 @@ def test_idle_share(
     monkeypatch.setattr(module, "_wall_us", wall)
     monkeypatch.setattr(module, "_device_work", work)
     report = importlib.import_module(f"{ltx.__name__}.integrations.report").Report("Model")
-    monkeypatch.setattr(type(report), "_graph_lines", lambda self: ["graphs of Model: 1"] if graphs else [])
+    found = SimpleNamespace(replayed=3, lines=lambda name: [f"graphs of {name}: 1"])
+    monkeypatch.setattr(type(report), "_graphs", lambda self: [("Model", found)] if graphs else [])
     assert "idle" not in str(report)
     assert report.idle_share(lambda: order.append("call")) == pytest.approx(share)
     assert len(order) == 4 and text in str(report).splitlines()

@@ -72,7 +72,7 @@ def _options() -> dict[str, Any] | None:
         raise ValueError(f"{OPTIONS}: expected a JSON object or 0, got {text!r} ({error})") from error
     if not isinstance(options, dict):
         raise ValueError(f"{OPTIONS}: expected a JSON object or 0, got {text!r}")
-    return options
+    return {"graphs": False, **options}  # a server plans its memory before the first request
 
 
 def _package() -> ModuleType:

@@ -58,7 +58,7 @@ def optimize(
     memory: str | None = None,
     stock_weights: str = "cpu",
     weights: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None = None,
-    graphs: bool | str = False,
+    graphs: bool | str = "auto",
     strict: bool = False,
 ) -> Report:
     """Puts the package's ops into a model or a pipeline, in place.
@@ -93,8 +93,8 @@ def optimize(
         components: Names of the pipeline's components to optimize. None: its denoisers (transformer, transformer_2,
             transformer_ref, unconditional_transformer, unet, controlnet), as far as it has them, and with level "block"
             its autoencoder (vae), where its class is known and it is not in float32, and its text encoders
-            (text_encoder, text_encoder_2 to text_encoder_4) that have known blocks, as T5, Qwen and Mistral do, or with
-            `graphs` all of them. Text encoders that are not named stay in their own precision.
+            (text_encoder, text_encoder_2 to text_encoder_4); those without known blocks not with ``graphs=False``. Text
+            encoders that are not named stay in their own precision.
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
             (its branch has no gate) and its key and value (of a few text tokens).
@@ -113,13 +113,14 @@ def optimize(
             no autoencoder: ``weights={"transformer": FILE}``. All tensors of these components are read from it, and
             nothing is quantised. The model may be on "meta". `restore` has nothing to give back then. The file says
             which layers are in fp8; with another program's, `skip` names layers to multiply by their scales instead.
-        graphs: Replay calls of each component (of an autoencoder: of its encoder and its decoder), or of the module
-            given, as CUDA graphs: the first call of an input signature runs ordinarily, the second is captured, later
-            ones launch all kernels at once. Worth it where the host is the limit: short clips, few tokens, fp8. A call
-            that a graph cannot hold (gradients, hooks, offload, LoRA layers, torch.compile, another stream) runs
-            ordinarily, and the report counts it. A module keeps 8 signatures. Each holds the memory of a call's
-            intermediate results. "auto": of denoisers and text encoders alone, a signature once the GPU has waited for
-            the host as long as a capture takes, where memory is free; a graph that gains nothing is dropped again.
+        graphs: Replay calls of each component, or of the module given, as CUDA graphs, which launch all kernels at
+            once. That is faster where the GPU waits for the host: short clips, few tokens, fp8. "auto": of denoisers
+            and text encoders, a signature once the GPU has waited for the host as long as a capture takes, where memory
+            is free; a graph that gains nothing is dropped again. True: also of autoencoders (of their encoder and their
+            decoder), and each signature at its second call. False: never. A call that a graph cannot hold (gradients,
+            hooks, offload, LoRA layers, torch.compile, another stream, a cache among the arguments) runs ordinarily,
+            and the report counts it. A module keeps 8 signatures. Each holds the memory of a call's intermediate
+            results.
         strict: Raise, and change nothing, where something of a known class or a norm of transformers has to be left
             alone, or nothing is known.
 
@@ -158,6 +159,7 @@ def optimize(
         for root in roots.values():
             context.check(root)
         codes = "" if files else codes_without_scales(selection)
+        replaced = {module for module, _ in selection.modules.values()}
         if graphs:
             select_graphs(selection, roots, graphs == "auto")
         if stock_weights == fp8.BESIDE and any(map(is_offloaded, models.values())):
@@ -196,7 +198,6 @@ def optimize(
         if low:
             report.target += f"; {_saved(before, carried_bytes(models.values()))}"
             report.notes.append(left_in_bf16(selection, skip))
-        replaced = {module for module, _ in selection.modules.values()}
         if replaced.isdisjoint(module for root in models.values() for module in root.modules()):
             where = f" in {', '.join(models)}" if replaced else ""  # beside the autoencoder
             warnings.warn(f"ltx-kernels: nothing was replaced{where}\n{report}", stacklevel=2)
@@ -222,7 +223,7 @@ def _install(
             site = Site(entry, type(module).forward, name, rounding, settings)
             site.roots = list(report._roots)
             sites[name, entry] = site
-            report.sites.append(site)
+            (report._around if entry.around else report.sites).append(site)
         install(module, sites[name, entry])
     pairs = {(site.class_name, site.entry.together_with) for site in report.sites}
     pairs = {(one, other) for one, other in pairs if any(other == name for name, _ in sites)}

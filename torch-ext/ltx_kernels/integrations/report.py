@@ -16,7 +16,7 @@ from .idle import advice, idle_share
 from .linear.fp8_files import save
 from .parallel import context, guidance
 from .replay import calls
-from .replay.cuda_graphs import graphs_of
+from .replay.cuda_graphs import Graphs, graphs_of
 
 
 def _columns(rows: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
@@ -47,6 +47,7 @@ class Report:
     sites: list[Site] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    _around: list[Site] = field(default_factory=list, repr=False)  # of models whose calls are replayed
     _roots: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
     _in_files: dict[str, Any] = field(default_factory=dict, repr=False)  # the components that `save_weights` writes
     _idle: float | None = field(default=None, repr=False)
@@ -63,7 +64,7 @@ class Report:
     def fallbacks(self) -> dict[str, dict[str, int]]:
         """Calls that ran the stock forward instead, by class and reason."""
         found: dict[str, Counter[str]] = {}
-        for site in self.sites:
+        for site in (*self.sites, *self._around):
             if site.fallbacks:
                 found.setdefault(site.name, Counter()).update(site.fallbacks)
         return {name: dict(reasons) for name, reasons in found.items()}
@@ -126,11 +127,12 @@ class Report:
     def __exit__(self, *exception: object) -> None:
         self.restore()
 
-    def _graph_lines(self) -> list[str]:
+    def _graphs(self) -> list[tuple[str, Graphs]]:
+        """The graphs of every module that has some, with the name of its class."""
         roots = (reference() for reference in self._roots)
         modules = (module for root in roots if root is not None for module in root.modules())
-        found = ((module, graphs_of(module)) for module in modules)
-        return [line for module, graphs in found if graphs is not None for line in graphs.lines(type(module).__name__)]
+        found = ((type(module).__name__, graphs_of(module)) for module in modules)
+        return [(name, graphs) for name, graphs in found if graphs is not None]
 
     def __str__(self) -> str:
         lines = [f"ltx-kernels: {self.target}"]
@@ -155,10 +157,10 @@ class Report:
                     f"projections of {s.name} one by one, {s.unpacked} x: their weights lie apart (optimize again), or "
                     "they are no plain linear layers"
                 )
-        graph_lines = self._graph_lines()
-        lines += graph_lines
+        graphs = self._graphs()
+        lines += [line for name, of_module in graphs for line in of_module.lines(name)]
         if self._idle is not None:
-            lines.append(advice(self._idle, bool(graph_lines)))
+            lines.append(advice(self._idle, any(of_module.replayed for _, of_module in graphs)))
         for root in (reference() for reference in self._roots):
             lines += [] if root is None else [*calls.lines(root), *context.lines(root), *guidance.lines(root)]
         grouped: dict[str, list[str]] = {}

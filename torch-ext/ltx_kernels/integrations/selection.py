@@ -111,10 +111,14 @@ def codes_without_scales(selection: Selection) -> str:
 def select_graphs(selection: Selection, roots: Mapping[str, nn.Module], auto: bool) -> None:
     """Has calls of whole components replayed; of an autoencoder, whose own calls are several, its decoder's.
 
-    auto: Where it pays. An autoencoder is left out: it holds the most memory and does not wait for the host.
+    auto: Where it pays. An autoencoder is left out: it holds the most memory and does not wait for the host. So is a
+    language model by itself: the calls of its tokens have a KV cache among their arguments.
     """
     plan = Plan(auto)
     for component, root in roots.items():
+        can_generate = getattr(root, "can_generate", None)
+        if auto and not component and can_generate is not None and can_generate():
+            continue
         alone = {
             n: m for n, (m, entry) in selection.modules.items() if entry.alone and any(m is p for p in root.modules())
         }
@@ -122,7 +126,12 @@ def select_graphs(selection: Selection, roots: Mapping[str, nn.Module], auto: bo
             continue
         for name, module in (alone or {component: root}).items():
             _, entry = selection.modules.get(name, (module, None))
-            selection.modules[name] = module, with_graphs(module, entry, plan)
+            replayed = with_graphs(module, entry, plan)
+            reason = why_not(module, replayed) if replayed.around else ""
+            if reason:
+                selection.left_alone.setdefault(name, f"its calls are not replayed: {reason}")
+            else:
+                selection.modules[name] = module, replayed
 
 
 def _groups(selection: Selection, native: Container[str] = ()) -> Iterator[tuple[Entry, Entry, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -15,23 +16,25 @@ from .autocast import autocast_state
 PLAIN = (type(None), bool, int, float, str)  # types of arguments whose value belongs to the signature
 
 
-def signature(values: Iterable[Any], tensors: list[Tensor], objects: bool = False) -> tuple[Hashable, ...]:
+# Others whose value never changes. Few calls have one.
+CONSTANT = (complex, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def signature(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Hashable, ...]:
     """The choices of the process and what `values` are; the tensors in them are appended to `tensors`.
 
-    objects: Values of other types count by themselves; they may have no hash.
-
     Raises:
-        TypeError: There is a value of a type that is not known, and `objects` is false.
+        TypeError: There is a value of a type that is not known, such as a cache, which a call may change.
         RuntimeError: There is a tensor without strides, which is a nested one.
     """
     # Kernels of attention and convolutions differ in the strides of their results, and a recorded call makes views with
     # the strides that it has seen.
     settings = [setting() for setting in kernel_settings]
     modes = torch.is_inference_mode_enabled(), autocast_state(), F.scaled_dot_product_attention
-    return *modes, *settings, *sdp_priority_order(), *_described(values, tensors, objects)
+    return *modes, *settings, *sdp_priority_order(), *_described(values, tensors)
 
 
-def _described(values: Iterable[Any], tensors: list[Tensor], objects: bool) -> list[Hashable]:
+def _described(values: Iterable[Any], tensors: list[Tensor]) -> list[Hashable]:
     """`signature` of the values alone. It is written for speed, because every call of every block needs it."""
     described: list[Hashable] = []
     for value in values:
@@ -42,10 +45,10 @@ def _described(values: Iterable[Any], tensors: list[Tensor], objects: bool) -> l
         elif kind in PLAIN:
             described.append((kind, value))
         elif kind in (tuple, list):
-            described.append((kind, *_described(value, tensors, objects)))
+            described.append((kind, *_described(value, tensors)))
         elif kind is dict:
-            described.append((kind, *value, *_described(value.values(), tensors, objects)))
-        elif objects:
+            described.append((kind, *value, *_described(value.values(), tensors)))
+        elif kind in CONSTANT or isinstance(value, enum.Enum):
             described.append((kind, value))
         else:
             raise TypeError

@@ -12,6 +12,7 @@ A call that a graph cannot hold runs ordinarily, and the report counts it with t
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -81,7 +82,12 @@ class Captured:
             if isinstance(mine, Tensor):
                 mine.copy_(given)
         self.graph.replay()
-        return pytree.tree_map_only(Tensor, Tensor.clone, self.outputs)
+        return pytree.tree_map(_copy, self.outputs)
+
+
+def _copy(part: Any) -> Any:
+    """A part of a result with memory of its own; of an object, such as a cache of keys, with all that it holds."""
+    return part.clone() if isinstance(part, Tensor) else copy.deepcopy(part)
 
 
 def _end_capturing() -> None:
@@ -136,17 +142,17 @@ class Graphs:
 
     def run(self, module: nn.Module, function: Function, *args: Any, **kwargs: Any) -> Any:
         """What ``function(*args, **kwargs)`` returns; the module holds the parameters that it reads."""
-        if torch.compiler.is_compiling() or is_capturing():
+        if is_capturing():
             return function(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         with self.plan.lock:  # one call's inputs, launch and results at a time
             reason = _why_not_call(leaves) or self._why_not_module(module)
             if not reason:
                 try:
-                    key = spec, *signature(leaves, [], objects=True)
+                    key = spec, *signature(leaves, [])
                     hash(key)
                 except (TypeError, RuntimeError):
-                    reason = "an argument that cannot be compared"
+                    reason = _why_not_comparable(leaves)
             if not reason:
                 reason = self._why_not_signature(key, function, leaves, spec)
                 if not reason:
@@ -232,6 +238,9 @@ class Graphs:
         size = sum(captured.bytes for captured in held) / 2**20
         slowest = f" captured in {max(one.seconds for one in held):.2f} s or less;" if held else ""
         auto = "" if self.rule is None else " where they pay"
+        if self.rule is not None and not self.replayed and not held:
+            calls = "; ".join(f"{count} x {reason}" for reason, count in self.ordinary.items())
+            return [f"graphs of {name}{auto}: none; {calls}"]
         lines = [f"graphs of {name}{auto}: {len(held)}, {size:.0f} MiB;{slowest} {self.replayed} calls replayed"]
         return lines + [f"not replayed, {count} x: {reason}" for reason, count in self.ordinary.items()]
 
@@ -247,15 +256,17 @@ def with_graphs(module: nn.Module, entry: Entry | None, plan: Plan) -> Entry:
     compute = None if entry is None else entry.forward
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        place = held(module)
-        if place.graphs is None:
-            place.graphs = Graphs(plan)
-        graphs: Graphs = place.graphs
         function = compute
         if function is None:
             site = site_of(module)
             site.count_call()
             function = site.stock
+        if torch.compiler.is_compiling() or not torch.get_device_module(DEVICE).is_available():
+            return function(module, *args, **kwargs)
+        place = held(module)
+        if place.graphs is None:
+            place.graphs = Graphs(plan)
+        graphs: Graphs = place.graphs
         if entry is not None and entry.why_no_graph:
             graphs.ordinary[entry.why_no_graph] += 1
             return function(module, *args, **kwargs)
@@ -269,7 +280,7 @@ def with_graphs(module: nn.Module, entry: Entry | None, plan: Plan) -> Entry:
     if entry is not None:
         return replace(entry, forward=forward, release=release)
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    return Entry((class_of(module),), forward, (), parameters, release=release)
+    return Entry((class_of(module),), forward, (), parameters, release=release, around=True)
 
 
 def _why_not_call(leaves: Sequence[Any]) -> str:
@@ -290,6 +301,18 @@ def _why_not_call(leaves: Sequence[Any]) -> str:
         if not _is_here(tensor):
             return f"an argument is on {tensor.device}, not on the current GPU"
     return ""
+
+
+def _why_not_comparable(leaves: Sequence[Any]) -> str:
+    """Which argument no signature tells of: an object that a call may read or write, or a nested tensor."""
+    for leaf in leaves:
+        try:
+            signature([leaf], [])
+        except TypeError:
+            return f"an argument is a {type(leaf).__name__}"
+        except RuntimeError:
+            break
+    return "an argument that cannot be compared"
 
 
 def _is_here(tensor: Tensor) -> bool:
