@@ -261,7 +261,7 @@ def with_graphs(module: nn.Module, entry: Entry | None, plan: Plan) -> Entry:
             site = site_of(module)
             site.count_call()
             function = site.stock
-        if torch.compiler.is_compiling() or not torch.get_device_module(DEVICE).is_available():
+        if torch.compiler.is_compiling() or (plan.auto and not torch.get_device_module(DEVICE).is_available()):
             return function(module, *args, **kwargs)
         place = held(module)
         if place.graphs is None:
