@@ -316,29 +316,47 @@ def of_flux(name: str, device: str, components: dict[str, Any]) -> Any:
     return assembled(name, **parts, text_encoder_2=encoder, tokenizer_2=components["tokenizer"])
 
 
+UNET: dict[str, Any] = {
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+    "cross_attention_dim": 32,
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+}
+
+
 def of_sdxl(name: str, device: str, components: dict[str, Any]) -> Any:
     """In float16, as it is usually loaded: its pipelines cast the autoencoder to float32 for a call, and back."""
     unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        **UNET,
         attention_head_dim=(2, 4),
         use_linear_projection=True,
         addition_embed_type="text_time",
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=6 * 8 + 16,
-        cross_attention_dim=32,
     )
     vae = image_vae(4, device, torch.float16)
     scheduler = diffusers.EulerDiscreteScheduler()
     return assembled(name, unet=unet.to(device, torch.float16).eval(), vae=vae, scheduler=scheduler)
 
 
+def of_sd15(name: str, device: str, components: dict[str, Any]) -> Any:
+    """Its blocks stand between convolutions of one pixel, and it has as many heads in each."""
+    unet = diffusers.UNet2DConditionModel(**UNET, sample_size=32, attention_head_dim=4)
+    vae = image_vae(4, device, torch.float16)
+    parts = {
+        "unet": unet.to(device, torch.float16).eval(),
+        "vae": vae,
+        "scheduler": diffusers.EulerDiscreteScheduler(steps_offset=1),
+    }
+    return assembled(name, **parts, requires_safety_checker=False)
+
+
 IMAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "FluxPipeline": (of_flux, {}, {"Decoder"}),
     "FluxImg2ImgPipeline": (of_flux, {"image": square, "strength": 0.5}, {"Decoder", "Encoder"}),
     "StableDiffusionXLPipeline": (of_sdxl, {}, {"Decoder"}),
+    "StableDiffusionPipeline": (of_sd15, {}, {"Decoder"}),
 }
 
 
@@ -352,11 +370,9 @@ def test_images(ltx: ModuleType, device: str, components: dict[str, Any], name: 
     dtype = pipe.vae.dtype
 
     def embedded() -> dict[str, Tensor]:
-        if "XL" in name:
-            return {
-                "prompt_embeds": torch.ones(1, 5, 32, device=device, dtype=dtype),
-                "pooled_prompt_embeds": torch.ones(1, 16, device=device, dtype=dtype),
-            }
+        if "Stable" in name:
+            pooled = {"pooled_prompt_embeds": torch.ones(1, 16, device=device, dtype=dtype)} if "XL" in name else {}
+            return {"prompt_embeds": torch.ones(1, 5, 32, device=device, dtype=dtype), **pooled}
         embeds = pipe._get_t5_prompt_embeds("a kite", max_sequence_length=16, device=device, dtype=dtype)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": torch.ones(1, 8, device=device, dtype=dtype)}
 
@@ -374,6 +390,8 @@ def test_images(ltx: ModuleType, device: str, components: dict[str, Any], name: 
     assert torch.equal(generate(), stock)
     assert report.fallbacks == {} and pipe.vae.dtype == dtype
     assert {half for half in ("Decoder", "Encoder") if calls[f"diffusers.{half}"]} == halves
-    block = "BasicTransformerBlock" if "XL" in name else "FluxTransformerBlock"
-    assert calls[f"diffusers.{block}"] >= 1 and calls.get("transformers.T5Block", 0) >= ("Flux" in name)
+    of_unet = ("BasicTransformerBlock", "ResnetBlock2D", "Transformer2DModel", "Upsample2D")
+    blocks = of_unet if "Stable" in name else ("FluxTransformerBlock",)
+    assert all(calls[f"diffusers.{block}"] >= 1 for block in blocks)
+    assert calls.get("transformers.T5Block", 0) >= ("Flux" in name)
     assert ((ours - stock).norm() / stock.norm()).item() < 0.02

@@ -17,12 +17,13 @@ from .attention.engine import entry_of as entry_of_attention
 from .blocks.autoencoder import Autoencoder
 from .blocks.block import Block
 from .blocks.gated_mlp import GatedMLP
+from .blocks.image_module import ImageModule
 from .causal.engine import CausalAttention
 from .engine.guards import class_of
 from .engine.sites import Entry
 from .parallel.context import Parallel
 
-Known = Union[Entry, Block, Attention, CausalAttention, GatedMLP, Autoencoder]
+Known = Union[Entry, Block, Attention, CausalAttention, GatedMLP, Autoencoder, ImageModule]
 
 
 def entries_of(package: str, path: Iterable[str]) -> dict[str, Entry]:

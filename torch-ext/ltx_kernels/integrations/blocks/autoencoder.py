@@ -11,7 +11,7 @@ every call. They are the same parameters with the same values. `restore` and cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -19,21 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...channels_last import (
-    channel_norm,
-    channel_norm_residual,
-    group_norm,
-    group_norm_residual,
-    unpatchify,
-    upsample_nearest,
-)
+from ...channels_last import channel_norm, channel_norm_residual
 from ..engine.autocast import remark_autocast
 from ..engine.guards import HOOK, class_of, hooked, is_hopper, is_ordinary, why_not_input
 from ..engine.signature import attention_is_replaced
 from ..engine.sites import Entry, site_of, stock_forward
 from ..engine.state import remember
+from .images import VIDEO, ResidualStream, move_weights, move_weights_back, parts
 
-VIDEO = torch.channels_last_3d
 OPS = {  # by the dimensions of the tensors
     5: ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify", "upsample_nearest"),
     4: ("group_norm", "group_norm_residual", "upsample_nearest", "unpatchify"),
@@ -62,30 +55,6 @@ class Form:
         front, back = self.padding
         x = padded[:, :, front : padded.shape[2] - back]
         return x[..., 1:-1, 1:-1] if self.reflect else x
-
-
-class ResidualStream:
-    """The residual stream, and the branch that waits to be added to it: a convolution's output without its bias."""
-
-    def __init__(self, branch: Tensor, bias: Tensor | None = None, **operands: Tensor) -> None:
-        self.stream: Tensor | None = None
-        self.add(branch, bias, **operands)
-
-    def add(self, branch: Tensor, bias: Tensor | None = None, **operands: Tensor | None) -> None:
-        """operands: What else the next op adds, by its names."""
-        self.branch: dict[str, Any] = {"input": branch, "bias": bias, **operands}
-
-    def upsampled(self, times: int) -> Tensor:
-        """The sum, with each pixel `times` over in rows and columns. The stream starts anew."""
-        return upsample_nearest(**self._waiting(keep=False), scale=(times, times))
-
-    def _waiting(self, keep: bool) -> dict[str, Any]:
-        """The operands of the sum; no branch waits from now on, and without `keep` the stream is empty."""
-        waiting = {**self.branch, "residual": self.stream} if self.branch else {"input": self.stream}
-        self.branch = {}
-        if not keep:
-            self.stream = None
-        return waiting
 
 
 class Hidden(ResidualStream):
@@ -144,40 +113,6 @@ class Hidden(ResidualStream):
         return channel_norm(**waiting, norm="none", padding=frames, reflect=form.reflect, out=out)
 
 
-class Images(ResidualStream):
-    """A stream of images, [B, C, H, W], whose norms are over groups of channels."""
-
-    def norm(self, norm: nn.GroupNorm, activation: str = "silu", *, last: bool = False) -> Tensor:
-        """The normalised and activated sum.
-
-        last: Nothing else will read the sum, and the stream starts anew.
-        """
-        options: dict[str, Any] = {
-            "groups": norm.num_groups,
-            "weight": norm.weight,
-            "bias_norm": norm.bias,
-            "eps": norm.eps,
-            "activation": activation,
-        }
-        if last or not self.branch:
-            return group_norm(**self._waiting(keep=not last), **options)
-        waiting = self._waiting(keep=True)
-        branch = waiting["input"]
-        dense = branch.is_contiguous(memory_format=torch.channels_last)
-        x, self.stream = group_norm_residual(**waiting, **options, residual_out=branch if dense else None)
-        return x
-
-    def finished(self, norm: nn.GroupNorm, conv: nn.Conv2d) -> Tensor:
-        """The last norm, SiLU and convolution of the sum, in contiguous memory."""
-        branch = convolved(conv, self.norm(norm, last=True))
-        return unpatchify(branch.unsqueeze(2), 1, bias=conv.bias).squeeze(2)
-
-
-def convolved(conv: Any, x: Tensor) -> Tensor:
-    """A convolution without its bias."""
-    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
-
-
 # More columns than a head of torch's flash attention may have.
 _WIDE = 256
 # From so many pixels on two products are faster (h200-pixels-tuning.json); fewer have not been timed.
@@ -218,43 +153,6 @@ def space_to_depth(x: Tensor, stride: Sequence[int]) -> Tensor:
     t, h, w = stride
     x = x.unflatten(4, (-1, w)).unflatten(3, (-1, h)).unflatten(2, (-1, t))  # [B, C, T, t, H, h, W, w]
     return x.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4, 7).movedim(-1, 1)
-
-
-# ---- The memory order of the weights
-
-MOVED = "_ltx_kernels_moved"  # a convolution whose weight was not in channels-last memory
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that run without their own forward: all but the embedders of the timestep."""
-    for name, part in module.named_modules():
-        if "time_embedder" not in name:
-            yield part
-
-
-def _give_order(conv: Any, order: torch.memory_format) -> None:
-    """Moves a weight into memory of this order, which is an inference tensor's where the weight is one.
-
-    torch makes no views of a parameter of inference mode with other memory.
-    """
-    with torch.inference_mode(conv.weight.is_inference()), torch.no_grad():
-        conv.weight.data = conv.weight.data.contiguous(memory_format=order)
-
-
-def _move_weights(module: nn.Module) -> None:
-    for conv in _parts(module):
-        if isinstance(conv, (nn.Conv2d, nn.Conv3d)):
-            order = VIDEO if isinstance(conv, nn.Conv3d) else torch.channels_last
-            if not conv.weight.is_contiguous(memory_format=order):
-                _give_order(conv, order)
-                conv.__dict__[MOVED] = True
-
-
-def _move_weights_back(module: nn.Module) -> None:
-    for conv in _parts(module):
-        if conv.__dict__.get(MOVED, False) and isinstance(conv, (nn.Conv2d, nn.Conv3d)):
-            _give_order(conv, torch.contiguous_format)
-        conv.__dict__.pop(MOVED, None)
 
 
 # ---- What a family describes
@@ -304,12 +202,12 @@ class Autoencoder:
             reason = self._why_not_call(module, {**dict(zip(parameters, args)), **kwargs})
             if reason:
                 if not torch.compiler.is_compiling():
-                    _move_weights_back(module)
+                    move_weights_back(module)
                 return stock_forward(module, reason, *args, **kwargs)
             site = site_of(module)
             site.count_call()
             remark_autocast(site.remark, args[0] if args else kwargs[parameters[0]])
-            remember(module, "weights", _move_weights)
+            remember(module, "weights", move_weights)
             return compute(module, *args, **kwargs)
 
         return Entry(
@@ -318,13 +216,13 @@ class Autoencoder:
             OPS[self.dimensions],
             parameters,
             why_not=self._why_not_module,
-            release=_move_weights_back,
+            release=move_weights_back,
             alone=True,
             why_no_graph="it writes into a list that it is given" if self.keeps_frames else "",
         )
 
     def _why_not_module(self, module: nn.Module) -> str:
-        for part in _parts(module):
+        for part in parts(module):
             if class_of(part) not in self.known:
                 return f"it holds a {class_of(part)}"
         return self.why_not(module)
@@ -332,7 +230,7 @@ class Autoencoder:
     def _why_not_state(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> str:
         """Why the modules as they are now cannot be read past their forwards; empty if they can."""
         grad = torch.is_grad_enabled()
-        for part in _parts(module):
+        for part in parts(module):
             if part is not module and (hooked(part) == HOOK or "forward" in part.__dict__):
                 return f"a {type(part).__name__} has a hook or another forward"
             if part is not module and hooked(part):

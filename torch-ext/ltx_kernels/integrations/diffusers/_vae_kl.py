@@ -8,13 +8,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from ..blocks.autoencoder import Images, attention_between_pixels, convolved, why_not_convolution
+from ..blocks.autoencoder import attention_between_pixels, why_not_convolution
+from ..blocks.images import Images
 from ..engine.autocast import group_norm, why_not_result
 from ..engine.code import patched
 from ..engine.guards import class_of
+from ._resnet import MODELS, RESNET, resnet
 
-MODELS = "diffusers.models."
-RESNET = MODELS + "resnet.ResnetBlock2D"
 ATTENTION = MODELS + "attention_processor.Attention"
 PROCESSOR = MODELS + "attention_processor.AttnProcessor2_0"
 TORCH_MODULES = frozenset(
@@ -29,17 +29,6 @@ TORCH_MODULES = frozenset(
     )
 )
 COMMON = TORCH_MODULES | {RESNET, ATTENTION, MODELS + "unets.unet_2d_blocks.UNetMidBlock2D"}
-
-
-def resnet(block: Any, h: Images) -> None:
-    inner = Images(convolved(block.conv1, h.norm(block.norm1)), block.conv1.bias)
-    branch = convolved(block.conv2, inner.norm(block.norm2, last=True))
-    shortcut = block.conv_shortcut
-    if shortcut is None:
-        h.add(branch, block.conv2.bias)
-    else:
-        h.stream = convolved(shortcut, h.stream)  # type: ignore[arg-type]
-        h.add(branch, block.conv2.bias, residual_bias=shortcut.bias)
 
 
 def attention(attn: Any, h: Images) -> None:

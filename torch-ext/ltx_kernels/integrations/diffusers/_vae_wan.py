@@ -9,14 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.autoencoder import (
-    TORCH_MODULES,
-    VIDEO,
-    Form,
-    Hidden,
-    attention_between_pixels,
-    why_not_convolution,
-)
+from ..blocks.autoencoder import TORCH_MODULES, Form, Hidden, attention_between_pixels, why_not_convolution
+from ..blocks.images import VIDEO
 from ..engine.guards import class_of
 
 WAN = "diffusers.models.autoencoders.autoencoder_kl_wan."

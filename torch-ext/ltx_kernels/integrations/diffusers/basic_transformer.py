@@ -1,7 +1,7 @@
 """SDXL, Stable Diffusion 1 and 2, their ControlNets, PixArt, DiT, Latte: self-attention, cross-attention and MLP.
 
 One class serves all of them. UNets have norms without modulation, PixArt and Latte modulate by a table, and DiT by the
-first norm.
+first norm. Of UNets and ControlNets the modules that take images are known as well.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..blocks.block import Block
 from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation, modulation_by
 from ..engine.guards import children, why_not_tensor
+from ._unet import UNET
 
 ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
 LAYER_NORM, TABLE, ZERO = "layer_norm", "ada_norm_single", "ada_norm_zero"
@@ -111,4 +112,4 @@ BLOCK = Block(
     ops=("adaln_layernorm", "gated_residual", "gated_residual_adaln_layernorm", "layernorm"),
 )
 
-ENTRIES = (SELF, BLOCK)
+ENTRIES = (SELF, BLOCK, *UNET)

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...channels_last import pixel_shuffle_3d
-from ..blocks.autoencoder import Autoencoder, Images, attention_between_pixels, convolved
+from ..blocks.autoencoder import Autoencoder, attention_between_pixels
+from ..blocks.images import Images, convolved
 from ..engine.autocast import group_norm, why_not_result
 from ..engine.guards import class_of
-from ._vae_kl import TORCH_MODULES, resnet, why_not_kl
+from ._resnet import resnet
+from ._vae_kl import TORCH_MODULES, why_not_kl
 
 HUNYUAN = "diffusers.models.autoencoders.autoencoder_kl_hunyuanimage.HunyuanImage"
 COMMON = TORCH_MODULES | {f"{HUNYUAN}{name}" for name in ("MidBlock", "ResnetBlock", "AttentionBlock")}

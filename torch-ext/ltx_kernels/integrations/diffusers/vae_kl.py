@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..blocks.autoencoder import Autoencoder, Images, convolved
+from ..blocks.autoencoder import Autoencoder
+from ..blocks.images import Images, convolved
 from ..engine.guards import class_of
-from ._vae_kl import COMMON, MODELS, check_call, middle, resnet, why_not_kl
-
-UPSAMPLE = MODELS + "upsampling.Upsample2D"
+from ._resnet import MODELS, UPSAMPLE, doubles_pixels, resnet
+from ._vae_kl import COMMON, check_call, middle, why_not_kl
 
 
 def decode(self: Any, sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
@@ -25,12 +25,8 @@ def decode(self: Any, sample: Tensor, latent_embeds: Tensor | None = None) -> Te
 
 
 def _why_not(decoder: Any) -> str:
-    for part in decoder.modules():
-        usual = class_of(part) != UPSAMPLE or (
-            part.use_conv and part.interpolate and part.name == "conv" and part.norm is None
-        )
-        if not usual or getattr(part, "use_conv_transpose", False):
-            return "its upsamplers do not double the pixels before one convolution"
+    if not all(doubles_pixels(part) for part in decoder.modules() if class_of(part) == UPSAMPLE):
+        return "its upsamplers do not double the pixels before one convolution"
     return why_not_kl(decoder)
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blocks.autoencoder import Autoencoder, Images, convolved
+from ..blocks.autoencoder import Autoencoder
+from ..blocks.images import Images, convolved
 from ..engine.guards import class_of
-from ._vae_kl import COMMON, MODELS, check_call, middle, resnet, why_not_kl
+from ._resnet import MODELS, resnet
+from ._vae_kl import COMMON, check_call, middle, why_not_kl
 
 DOWNSAMPLE = MODELS + "downsampling.Downsample2D"
 
