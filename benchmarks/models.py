@@ -74,11 +74,9 @@ ALL_CONFIGS = (*CONFIGS, *FP8_CONFIGS, *INT8_CONFIGS, LOW)
 
 def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """The lists of a model's repeated blocks by name, and no list within a block."""
-    return {
-        name: child
-        for name, child in model.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1
-    }
+    known = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
+    lists = {n: c for n, c in model.named_children() if isinstance(c, nn.ModuleList) and len({*map(type, c)}) == 1}
+    return {n: c for n, c in lists.items() if len(c) > 1 and (not known or type(c[0]).__name__ in known)}
 
 
 def first_blocks(model: nn.Module, count: int) -> nn.Module:

@@ -137,7 +137,9 @@ def test_a_call_that_does_not_end(ltx: ModuleType, device: str, monkeypatch: pyt
         future = pool.submit(call, model, inputs)
         assert inside.wait(60)
         for change in (ltx.restore, ltx.optimize, lambda model: report.restore()):
-            with pytest.raises(RuntimeError, match=r"another thread has been in a call of a LTXVideoTransformer3DModel"):
+            with pytest.raises(
+                RuntimeError, match=r"another thread has been in a call of a LTXVideoTransformer3DModel"
+            ):
                 change(model)
         ended.set()
         close(future.result(), expected)

@@ -121,8 +121,7 @@ class Entry:
     alone: bool = False
     # Its forward asks `why_stock` by itself, where the answer stands from call to call.
     guarded: bool = False
-    # Its forward runs the stock one, and runs no ops itself: graphs of a model whose parts are replaced.
-    around: bool = False
+    around: bool = False  # its forward runs the stock one and no ops itself: CUDA graphs of a whole model
     # Why no CUDA graph can hold calls of such a module; empty if one can.
     why_no_graph: str = ""
 
@@ -321,11 +320,8 @@ def why_not(module: nn.Module, entry: Entry) -> str:
     children = frozenset(name for name, _ in module.named_children())
     if entry.children and not entry.children <= children <= entry.children | entry.optional_children:
         return f"it holds the modules {', '.join(sorted(children))}; expected {', '.join(sorted(entry.children))}"
-    site = module.__dict__.get(ATTRIBUTE)  # of an earlier `optimize`, which is taken out first
-    ours = entry if site is None else site.entry
-    if "forward" in module.__dict__ and not any(
-        _is_bound(forward, module, function) for _, _, forward in _slots(module) for function in (stock, ours.forward)
-    ):
+    known = stock, getattr(module.__dict__.get(ATTRIBUTE), "entry", entry).forward  # an earlier one is taken out first
+    if "forward" in module.__dict__ and not any(_is_bound(f, module, k) for _, _, f in _slots(module) for k in known):
         return "its forward is patched already"
     return entry.why_not(module)
 

@@ -240,7 +240,7 @@ class Graphs:
         auto = "" if self.rule is None else " where they pay"
         if self.rule is not None and not self.replayed and not held:
             calls = "; ".join(f"{count} x {reason}" for reason, count in self.ordinary.items())
-            return [f"graphs of {name}{auto}: none; {calls}"]
+            return [f"graphs of {name} where they pay: none; {calls}"]
         lines = [f"graphs of {name}{auto}: {len(held)}, {size:.0f} MiB;{slowest} {self.replayed} calls replayed"]
         return lines + [f"not replayed, {count} x: {reason}" for reason, count in self.ordinary.items()]
 
