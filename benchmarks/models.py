@@ -76,7 +76,8 @@ def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """The lists of a model's repeated blocks by name, and no list within a block."""
     known = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
     lists = {n: c for n, c in model.named_children() if isinstance(c, nn.ModuleList) and len({*map(type, c)}) == 1}
-    return {n: c for n, c in lists.items() if len(c) > 1 and (not known or type(c[0]).__name__ in known)}
+    has_block = {n: not known or any(type(part).__name__ in known for part in c[0].modules()) for n, c in lists.items()}
+    return {n: c for n, c in lists.items() if len(c) > 1 and has_block[n]}
 
 
 def first_blocks(model: nn.Module, count: int) -> nn.Module:
