@@ -313,7 +313,7 @@ def test_gradients(ltx: ModuleType, device: str) -> None:
     model = make("sd 1.5", device)
     report = ltx.optimize(model)
     run("sd 1.5", model)
-    parameter = model.conv_in.weight.requires_grad_()
+    parameter = model.down_blocks[0].resnets[0].conv1.weight.requires_grad_()
     inputs = inputs_of("sd 1.5", model)
     with torch.enable_grad():
         model(**inputs, return_dict=False)[0].sum().backward()
