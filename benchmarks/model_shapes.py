@@ -201,6 +201,14 @@ def sd3_inputs(model: Any, make: Make, height: int, width: int, text: int) -> In
     }
 
 
+def auraflow_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
+    return {
+        "hidden_states": make(2, model.config.in_channels, height // 8, width // 8),
+        "encoder_hidden_states": make(2, text, model.config.joint_attention_dim),
+        "timestep": make.full(0.5, 2),
+    }
+
+
 def hidream_inputs(model: Any, make: Make, height: int, width: int, text: int) -> Inputs:
     t5, llama = model.config.caption_channels
     depth, layers = len(model.caption_projection) - 1, 32  # blocks, and layers of Llama: its last one serves the rest
@@ -567,6 +575,16 @@ MODELS = {
         sd3_inputs,
         {**IMAGE, "text": 333},
         {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128, "joint_attention_dim": 32},
+        TINY_IMAGE,
+    ),
+    "auraflow": Model(
+        "AuraFlowTransformer2DModel",
+        "1024x1024",
+        {"pos_embed_max_size": 9216},
+        auraflow_inputs,
+        {**IMAGE, "text": 256},
+        {"num_mmdit_layers": 2, "num_single_dit_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
+        | {"joint_attention_dim": 32, "caption_projection_dim": 32},
         TINY_IMAGE,
     ),
     "hidream": Model(

@@ -72,13 +72,14 @@ def test_other_processors(
     assert distance(ours, run(model, inputs)) < CLOSE
 
 
-PROCESSORS_CHANGE = ("sd3", "cogvideox-5b")
+# Families that exchange the processor for a class of its own, and how its name begins.
+PROCESSORS_CHANGE = {"sd3": "FusedJoint", "cogvideox-5b": "FusedCogVideoX", "auraflow": "FusedAuraFlow"}
 
 
 @pytest.mark.parametrize("order", ["fused first", "optimize first"])
-@pytest.mark.parametrize("name", ["flux", "flux2", "wan-t2v", "wan-i2v", "qwenimage", "sd3", "cogvideox-5b"])
+@pytest.mark.parametrize("name", ["flux", "flux2", "wan-t2v", "wan-i2v", "qwenimage", *PROCESSORS_CHANGE])
 def test_fused_projections(ltx: ModuleType, device: str, name: str, order: str) -> None:
-    """FLUX, FLUX.2 and Wan call them; the others' processors change (SD3, CogVideoX) or know none (Qwen-Image)."""
+    """FLUX, FLUX.2 and Wan call them; the others' processors change or, as Qwen-Image's, know none."""
     model = make(FAMILIES[name], device)
     inputs = cast(FAMILIES[name].inputs(1), device, torch.float32)
     stock = run(model, inputs)
@@ -89,7 +90,9 @@ def test_fused_projections(ltx: ModuleType, device: str, name: str, order: str) 
         model.fuse_qkv_projections()
     assert distance(run(model, inputs), stock) < CLOSE
     told = [reason for reasons in report.fallbacks.values() for reason in reasons] + list(report.left_alone.values())
-    assert any("FusedJoint" in reason or "FusedCogVideoX" in reason for reason in told) == (name in PROCESSORS_CHANGE)
+    fused = [reason for reason in told if ".Fused" in reason]
+    assert all(PROCESSORS_CHANGE.get(name, "no class") in reason for reason in fused)
+    assert bool(fused) == (name in PROCESSORS_CHANGE)
     if name in ("flux", "flux2", "wan-t2v", "wan-i2v"):
         assert report.fallbacks == report.left_alone == {} and "not packed" not in str(report)
         single = [m.to_v.weight for m in model.modules() if vars(m).get("fused_projections")]

@@ -63,6 +63,7 @@ MODELS = {
     "qwen": Model("Qwen-Image", "qwenimage"),
     "qwen21": Model("Qwen-Image 2.1", "qwenimage21"),
     "sd35": Model("Stable Diffusion 3.5 large", "sd3"),
+    "auraflow": Model("AuraFlow", "auraflow"),
     "hidream": Model("HiDream-I1", "hidream"),
     "hyvideo15": Model("HunyuanVideo 1.5", "hunyuan_video15"),
     "cogvideox": Model("CogVideoX-5B", "cogvideox"),

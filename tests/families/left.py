@@ -17,7 +17,6 @@ LEFT: dict[str, str] = {
             "AllegroTransformer3DModel",
             "AnyFlowFARTransformer3DModel",
             "AnyFlowTransformer3DModel",
-            "AuraFlowTransformer2DModel",
             "CogView3PlusTransformer2DModel",
             "CogView4Transformer2DModel",
             "EasyAnimateTransformer3DModel",
@@ -71,7 +70,7 @@ OF_UNETS = (
 )
 
 # Those that a reader of the README's table looks for.
-WELL_KNOWN = ("AuraFlowTransformer2DModel", "Kandinsky6Transformer3DModel")
+WELL_KNOWN = ("Kandinsky6Transformer3DModel",)
 
 FEW_TOKENS = "it runs once per forward, on the tokens of the prompt"
 LEFT_BLOCKS: dict[str, str] = {

@@ -15,12 +15,13 @@ from typing import Any, Callable, cast
 import torch
 from torch import Tensor, nn
 
+from ..._checks import LAYER
 from ...attention import qk_norm_cross_attention
 from ...glu import gate_heads, swiglu
 from ...norm import rmsnorm
 from ...quant import gate_heads_quant, swiglu_quant
 from ...rope import apply_rotary, qk_norm_rope
-from ..blocks.stream import RMSNORM, TORCH_LAYERNORM, joint
+from ..blocks.stream import RMSNORM, joint
 from ..engine.guards import hooked, why_not_input
 from ..engine.kept import kept
 from ..engine.marks import marked
@@ -206,7 +207,8 @@ def _norm_and_rotate(
         # One launch for both norms; the table is one row, which stays in the cache.
         rope = as_one(_identity, call.site, query, key)
     if one_op and rope is not None:
-        layer, offset = spec.norm == TORCH_LAYERNORM, FORMS[cast(str, spec.norm)].offset
+        form = FORMS[cast(str, spec.norm)]
+        layer = form.statistic == LAYER
         query_bias, key_bias = layers.biases[places] if layer else (None, None)
         return qk_norm_rope(
             query,
@@ -219,13 +221,16 @@ def _norm_and_rotate(
             norm="layer" if layer else "rms",
             query_bias=query_bias,
             key_bias=key_bias,
-            weight_offset=offset,
+            weight_offset=form.offset,
             layout=layers.layout,
             rounding=call.site.rounding,
             out=out,
         )
-    query = _norm_then_rotate(call, query, query_weight, eps, rope)
-    return query, _norm_then_rotate(call, key, key_weight, eps, rope)
+    if normed:
+        query, key = _normed(call, query, query_weight, eps), _normed(call, key, key_weight, eps)
+    if rope is not None:
+        query, key = (apply_rotary(x, *rope, layout=layers.layout, rounding=call.site.rounding) for x in (query, key))
+    return query, key
 
 
 def _rotates_in_one_op(call: Call) -> bool:
@@ -254,15 +259,11 @@ def _identity(site: Site, query: Tensor, key: Tensor) -> Tables:
     return cos.expand(rows, width), sin.expand(rows, width)
 
 
-def _norm_then_rotate(call: Call, x: Tensor, weight: Tensor | None, eps: float | None, rope: Tables | None) -> Tensor:
-    """weight: Of the norm; None where there is none."""
-    if weight is not None:
-        rows, form = x.flatten(-2) if call.spec.across_heads else x, FORMS[cast(str, call.spec.norm)]
-        rounding = form.rounding(call.site.rounding)
-        x = rmsnorm(rows, weight, eps, weight_offset=form.offset, rounding=rounding).view_as(x)
-    if rope is not None:
-        x = apply_rotary(x, *rope, layout=call.layers.layout, rounding=call.site.rounding)
-    return x
+def _normed(call: Call, x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    """Query or key [B, S, heads, D] after its norm; weight: None where the norm has none."""
+    rows, form = x.flatten(-2) if call.spec.across_heads else x, FORMS[cast(str, call.spec.norm)]
+    rounding = form.rounding(call.site.rounding)
+    return rmsnorm(rows, weight, eps, weight_offset=form.offset, rounding=rounding).view_as(x)
 
 
 def _single(call: Call) -> Tensor:
@@ -316,7 +317,7 @@ def _single(call: Call) -> Tensor:
         return _output(call, _gated(call, output))
     output, own = attend(call, query, key, value, seen, out, ahead)
     if image:
-        key = _norm_then_rotate(call, image[0], layers.weights[-1], layers.eps[-1], None)
+        key = _normed(call, image[0], layers.weights[-1], layers.eps[-1])
         output = output + attend(call, query, key, image[1], ALL_KEYS)[0]
     _count(call, tables is not None, own)
     if gate_up is None:

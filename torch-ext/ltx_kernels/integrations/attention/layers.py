@@ -51,8 +51,8 @@ def _why_not_norms(spec: Attention, module: nn.Module) -> str:
             return f"{pair[0]} or {pair[1]} is not {'torch.nn.RMSNorm' if spec.norm == TORCH_RMSNORM else spec.norm}"
         one, other = norms
         assert one is not None and other is not None
-        if one.eps != other.eps or any(norm._parameters.get("weight") is None for norm in (one, other)):
-            return f"{pair[0]} and {pair[1]} differ in eps, or have no weight"
+        if one.eps != other.eps:
+            return f"{pair[0]} and {pair[1]} differ in eps"
     return ""
 
 
@@ -152,7 +152,7 @@ class AttentionLayers:
         self.eps: list[float | None] = []
         for pair in _norm_pairs(spec, module):
             norms = children(module, *pair)
-            self.weights += [norm._parameters["weight"] for norm in norms]
+            self.weights += [norm._parameters.get("weight") for norm in norms]
             self.biases += [norm._parameters.get("bias") for norm in norms]
             self.eps.append(norms[0].eps)
 
