@@ -125,6 +125,8 @@ def attention(modules: list[Any]) -> str:
         checks.append(f"added_projections, added_norms, added_output: {', '.join(second)}; text_first")
     elif "encoder_hidden_states" in call:
         checks.append("cross=True in a copy for attentions that read another input")
+    if "attn.scale" in call:
+        fields["scale"] = repr("scale")
     if "fused_projections" in call or "to_qkv" in call:
         fields["fuses"] = True
     names = [name for name in parameters(type(processor).__call__) if re.search("rotary|rope|freqs", name)]
@@ -154,7 +156,11 @@ def gated_mlp(module: Any) -> str:
         "activation": repr(others[0] if others else ""),
         "down": repr(down[0] if down else "TODO"),
     }
-    checks = ["projections name the gate first", "the activation is in ACTIVATIONS of blocks/gated_mlp.py"]
+    checks = ["projections name the gate first"]
+    if others:
+        checks.append("the activation is in ACTIVATIONS of blocks/gated_mlp.py")
+    else:
+        checks.append("kind: ERF or TANH of blocks/gated_mlp.py where the forward computes GELU; SiLU is the default")
     return text(fields, "GatedMLP", checks)
 
 
@@ -196,6 +202,9 @@ def block(modules: list[Any], names: dict[str, str]) -> Iterator[str]:
         fields["attentions"] = "{" + ", ".join(f"{name!r}: {part}" for name, part in parts.items()) + "}"
     if feed_forwards:
         fields["feed_forwards"] = repr(feed_forwards)
+    modulation = [f"{path}.{name}" for path in paths if path in holders for name in linears_of(paths[path])]
+    if modulation:
+        fields["modulation"] = repr(tuple(modulation))
     checks = [
         "streams and tensors: which arguments are residual streams, and which ops read beside them",
         "casts=True where the stock forward computes in float32 and casts back",
@@ -215,6 +224,11 @@ def norm_paths(modules: Iterable[Any]) -> dict[str, list[Any]]:
                 if is_norm(norm):
                     found.setdefault(path, []).append(norm)
     return found
+
+
+def linears_of(modules: Iterable[Any]) -> list[str]:
+    """The linear layers among the children of norms that make their modulation."""
+    return [name for name, parts in children(modules).items() if hasattr(parts[0], "in_features")]
 
 
 def holds_norm(module: Any) -> bool:

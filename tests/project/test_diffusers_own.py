@@ -21,6 +21,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("kernels")
 import diffusers_tests
 from diffusers_tests import SIDES, Run, compare, verdict
+from families.left import LEFT
 from helpers.build import ROOT
 from helpers.diffusers_models import files_of_tests, known_models
 
@@ -229,7 +230,7 @@ def test_files_and_models(ltx: ModuleType, source: Path) -> None:
     models = known_models(ltx)
     known = {"LTXVideoTransformer3DModel", "FluxControlNetModel", "SD3Transformer2DModel"}
     assert known | {"AutoencoderKLWan", "AutoencoderKL"} <= set(models)
-    assert not {"Kandinsky6Transformer3DModel", "AutoencoderKLMochi"} & set(models)
+    assert not {*LEFT, "AutoencoderKLMochi"} & set(models)
     expected = [source / name_of(fake) for fake in sorted(FAKES) if fake != "other"]
     assert files_of_tests(source, models) == {file: ["LTXVideoTransformer3DModel"] for file in expected}
 
