@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -396,6 +397,62 @@ def _seen(seen: list[Any], home: Any, x: Tensor) -> Tensor:
     return x.exp()
 
 
+def _without_saved_tensors_hooks(home: Any) -> None:
+    seen: list[str] = []
+    hooks = [torch.autograd.graph.saved_tensors_hooks(functools.partial(_noted, seen, name), abs) for name in "ab"]
+    with torch.enable_grad(), hooks[0], hooks[1]:
+        x = torch.zeros(1, requires_grad=True)
+        with home.without_saved_tensors_hooks():
+            assert home.saved_tensors_hooks() is None
+            x.exp()
+        assert seen == []
+        x.exp()
+    assert seen == ["b"] and home.saved_tensors_hooks() is None
+
+
+def _noted(seen: list[str], name: str, x: Tensor) -> Tensor:
+    seen.append(name)
+    return x
+
+
+def _checkpoint_of(home: Any) -> None:
+    seen: list[Any] = []
+    with torch.enable_grad():
+        for inside in (False, True):
+            x = torch.zeros(1, requires_grad=True)
+
+            def compute(x: Tensor) -> Tensor:
+                seen.append(home.checkpoint_of(home.saved_tensors_hooks()[0]))
+                return x.exp()
+
+            def outer(x: Tensor, compute: Any = compute, inside: bool = inside) -> Tensor:
+                return torch.utils.checkpoint.checkpoint(compute, x, use_reentrant=False) if inside else compute(x)
+
+            torch.utils.checkpoint.checkpoint(outer, x, use_reentrant=False).backward()
+            (first, again), (second, true) = seen
+            assert first is second and not again and true
+            weakref.ref(first)
+            seen.clear()
+    assert home.checkpoint_of(abs) is None
+    assert home.checkpoint_of(torch.autograd.graph.save_on_cpu().pack_hook) is None
+
+
+def _storage_uses(home: Any) -> None:
+    x = torch.ones(4, requires_grad=True)
+    memory = x.untyped_storage()
+    assert home.storage_uses(memory) == 2
+    with torch.enable_grad():
+        y = x.exp()
+        memory = y.untyped_storage()
+        view, graph = y[1:], y.sin()
+    del y
+    assert home.storage_uses(memory) >= 3
+    del view, graph
+    assert home.storage_uses(memory) == 1
+    memory.resize_(0)
+    assert memory.nbytes() == 0
+
+
 # By name of the file. Names of one subject share a function.
 EXPECTED: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("function_modes", "function_mode_at", "without_function_modes"), _function_modes),
@@ -418,6 +475,9 @@ EXPECTED: dict[str, Callable[[Any], None]] = {
     "forward_ad": _forward_ad,
     "backward_number": _backward_number,
     "saved_tensors_hooks": _saved_tensors_hooks,
+    "without_saved_tensors_hooks": _without_saved_tensors_hooks,
+    "checkpoint_of": _checkpoint_of,
+    "storage_uses": _storage_uses,
 }
 
 

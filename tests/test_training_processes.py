@@ -87,8 +87,9 @@ def compare(ltx: ModuleType, rank: int, way: Way, sharded: bool) -> None:
     wrapped = way.wrap(model)
     ours = gradients(wrapped, [batches[rank]], way.calls)
     assert_as_exact(ours, stock, exact)
-    again = gradients(wrapped, [batches[rank]], way.calls)
-    assert all(torch.equal(again[name], ours[name]) for name in ours)
+    for _ in range(3):  # the second is recorded
+        again = gradients(wrapped, [batches[rank]], way.calls)
+        assert all(torch.equal(again[name], ours[name]) for name in ours)
     (site,) = [site for site in report.sites if site.name == BLOCK]
     assert site.fallbacks == {} and site.gradients == site.calls > 0
     assert (APART in str(report)) == sharded  # its parameters do not lie side by side

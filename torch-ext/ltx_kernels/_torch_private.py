@@ -8,6 +8,8 @@ looked up when it is called, so that a torch without it breaks that op or room a
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Callable
 
 import torch
@@ -56,6 +58,35 @@ def saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """A context in which autograd itself keeps what it saves."""
+    home, taken = torch._C._autograd, []
+    while (hooks := saved_tensors_hooks()) is not None:
+        home._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            home._push_saved_tensors_default_hooks(*hooks)
+
+
+def checkpoint_of(pack: Any) -> tuple[Any, bool] | None:
+    """What a function of `saved_tensors_hooks` belongs to: (a checkpoint's object for one call, its second run).
+
+    None for hooks other than torch.utils.checkpoint's.
+    """
+    pack = getattr(pack, "_torchdynamo_orig_callable", pack)
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or not getattr(pack, "__closure__", None):
+        return None
+    held = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__)))
+    if "frame" in held:
+        return held["frame"], False
+    again = held.get("target_frame_ref")
+    return None if again is None else (again(), True)
+
+
 def has_global_hooks() -> bool:
     """Whether a hook is registered for the forwards of all modules."""
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
@@ -69,6 +100,11 @@ has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispa
 def storage_number(tensor: Tensor) -> int:
     """A number for the memory that a tensor and its views share, while one of them lives."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors there are in a memory, and one more for its Python object."""
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def op_of(overload: OpOverload) -> Callable[..., Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import pickle
 import threading
 import time
@@ -23,17 +22,13 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from ..._variant import constant_when_compiled
 from . import threads
 from .code import patched
-from .guards import ATTRIBUTE, RELEASE, class_of, is_recomputation
-from .recording import recorder_of_thread
+from .counts import Counts
+from .guards import ATTRIBUTE, RELEASE, class_of
 from .state import forget
 
 PATIENCE = 10.0  # seconds that `restore` waits for a call in another thread that holds tables
-
-_numbers = itertools.count()
-_by_key: weakref.WeakValueDictionary[str, Site] = weakref.WeakValueDictionary()
 
 
 def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]:
@@ -150,12 +145,13 @@ def short_name(class_name: str) -> str:
     return f"{parts[0]}.{parts[-1]}"
 
 
-class Site:
+class Site(Counts):
     """The modules of one class in one optimized object: their settings, and what has happened at run time."""
 
     def __init__(
         self, entry: Entry, stock: Callable[..., Any], class_name: str, rounding: str, settings: dict[str, Any]
     ) -> None:
+        super().__init__()
         self.entry, self.class_name, self.rounding, self.settings = entry, class_name, rounding, settings
         # The class's own forward. It is kept here because torch.compile cannot look it up on the classes of blocks,
         # which diffusers marks allow_in_graph.
@@ -164,21 +160,9 @@ class Site:
         # The models that were given to `optimize`, and the classes that have to be restored together with this one.
         self.roots: list[weakref.ref[nn.Module]] = []
         self.partners: frozenset[str] = frozenset()
-        self.unpacked = 0  # calls of an attention in which projections ran one by one instead of as one GEMM
-        self.calls = 0  # calls that ran the package's ops
-        self.gradients = 0  # the part of `calls` through which a gradient goes
-        self.recomputed = 0  # further calls, of ops or stock, in which a checkpoint computed a call again in a backward
-        self.traces = 0  # traces of torch.compile that put the ops into a graph
-        self.chosen: set[str] = set()  # ops that `count_call` was told of, where calls of a class run different ones
-        self.fallbacks: Counter[str] = Counter()  # calls that ran the stock forward, by reason
-        self.remarks: Counter[str] = Counter()  # other events at calls, by text
         self.cache: dict[Any, Any] = {}
         # By id, tables in a layout that only replaced modules read: `restore` waits until no call holds one.
         self.handed_out: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        # torch.compile treats a text as a constant, where a number may become a dynamic one. All modules of a site
-        # share it, and `_count_trace` finds the site by it.
-        self.key = str(next(_numbers))
-        _by_key[self.key] = self
 
     @property
     def name(self) -> str:
@@ -199,44 +183,6 @@ class Site:
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError("an optimized model cannot be pickled: restore it first, or save its state_dict")
-
-    def count_call(self, *ops: str) -> None:
-        if torch.compiler.is_compiling():
-            _count_trace(self.key, "", *ops)
-        else:
-            self.count("recomputed" if is_recomputation() else "calls")
-            self.chosen.update(ops)
-
-    def count(self, counter: str) -> None:
-        if not torch.compiler.is_compiling():
-            setattr(self, counter, getattr(self, counter) + 1)
-            _note(self, counter)
-
-    def count_fallback(self, reason: str) -> None:
-        if torch.compiler.is_compiling():
-            _count_trace(self.key, reason)
-        else:
-            if is_recomputation():
-                self.count("recomputed")
-            else:
-                self.fallbacks[reason] += 1
-            _note(self, "fallbacks")
-
-    def remark(self, text: str, count: int = 1) -> None:
-        """Counts something that happened at calls and is neither an op nor a stock forward."""
-        if torch.compiler.is_compiling():
-            for _ in range(count):  # one at a time: a count that has changed is a symbol for torch.compile
-                _count_remark(self.key, f"{text} (compiled)")
-        elif not is_recomputation():
-            self.remarks[text] += count
-            _note(self, "remarks", text, count)
-
-
-def _note(site: Site, counter: str, text: str = "", count: int = 1) -> None:
-    """Tells a recording that a counter of a site has moved on."""
-    recorder = recorder_of_thread()
-    if recorder is not None and not recorder.paused:
-        recorder.counts[site, counter, text] += count
 
 
 def site_of(module: nn.Module) -> Site:
@@ -260,27 +206,6 @@ def stock_forward(module: nn.Module, reason: str, *arguments: Any, **options: An
     # torch.compile cannot look the forward up on classes that diffusers marks allow_in_graph.
     stock = site.stock if torch.compiler.is_compiling() else type(module).forward
     return stock(module, *arguments, **options)
-
-
-@constant_when_compiled
-def _count_trace(key: str, reason: str, *ops: str) -> None:
-    """Runs while torch.compile traces, and leaves nothing in the graph."""
-    site = _by_key.get(key)
-    if site is None:
-        return
-    if reason:
-        site.fallbacks[f"{reason} (compiled)"] += 1
-    else:
-        site.traces += 1
-        site.chosen.update(ops)
-    _note(site, "traces")
-
-
-@constant_when_compiled
-def _count_remark(key: str, text: str) -> None:
-    site = _by_key.get(key)
-    if site is not None:
-        site.remarks[text] += 1
 
 
 # ---- Installing and removing

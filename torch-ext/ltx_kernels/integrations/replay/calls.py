@@ -9,7 +9,8 @@ tensors up by their identity, or a module of another library. Code of this packa
 (engine/recording.py).
 
 A call with gradients is recorded with its backward (gradients.py). The signature then also says which arguments and
-parameters need a gradient.
+parameters need a gradient. Under a checkpoint the call that is recorded runs for the recording alone, and both runs of
+a call go the same way (checkpoints.py).
 
 `replayed` is the entry point, and `Replays` holds the recorded calls of a block.
 """
@@ -19,16 +20,25 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Callable
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Callable, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..._torch_private import COMPILED_CALL, dispatch_modes, func_interpreter, function_modes, has_global_hooks
+from ..._torch_private import (
+    COMPILED_CALL,
+    dispatch_modes,
+    func_interpreter,
+    function_modes,
+    has_global_hooks,
+    saved_tensors_hooks,
+    without_saved_tensors_hooks,
+)
 from ..._variant import COMPILED_DEVICE
 from ..engine.code import patched
-from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing, is_recomputation
+from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing
 from ..engine.recording import Live, thread
 from ..engine.signature import PLAIN, attention_is_replaced, signature
 from ..engine.state import HELD, SIGNATURES, Held, Snapshot, held, is_watched
@@ -37,7 +47,9 @@ from ..linear.lora import adapters_state, is_lora
 from ..linear.merged_adapters import is_behind
 from . import gradients
 from .check import compare
-from .gradients import GradientRecorder, GradientRecording, exchanged
+from .checkpoints import run_of
+from .gradient_recorder import GradientRecorder, as_inputs, exchanged
+from .gradients import GradientRecording, Way
 from .recorder import Recorder, Recording
 
 # LTX_KERNELS_RECORD: "1" records calls and replays them, "0" does neither, and "check" runs each replay beside the
@@ -66,12 +78,19 @@ def replayed(
     """``compute(module, *args, **kwargs)``; the second call of a signature is recorded, and later ones are replayed."""
     if torch.compiler.is_compiling() or RECORD == "0" or not _is_ordinary():
         return compute(module, *args, **kwargs)
-    followed = torch.is_grad_enabled()
+    followed, way = torch.is_grad_enabled(), None
     if followed:
-        reason = gradients.why_not()
+        reason, hooks = gradients.why_not(), saved_tensors_hooks()
+        if not reason and hooks is not None:
+            run = run_of(hooks)
+            if run is None:
+                reason = "hooks, and no checkpoint's, take what is saved for the backward"
+            elif run.again:
+                return _again(module, compute, args, kwargs, run.next_way(module))
+            else:
+                way = run.next_way(module)
         if reason:
             module.__dict__[ATTRIBUTE].remark(_NOT_FOLLOWED + reason)
-        if reason or is_recomputation():
             return compute(module, *args, **kwargs)
     handed: dict[str, Any] = {}
     of_live: Hashable = None
@@ -87,11 +106,9 @@ def replayed(
     fixed = {name: value for name, value in kwargs.items() if name not in handed} if handed else kwargs
     tensors: list[Tensor] = []
     try:
-        key = *handed, of_live, *fixed, *signature((*args, *fixed.values()), tensors)
+        key: Hashable = *handed, of_live, *_key(args, fixed, tensors)
     except (TypeError, RuntimeError):  # an argument that no recording can depend on
         return compute(module, *args, **kwargs)
-    if followed:
-        key = *key, *[tensor.requires_grad for tensor in tensors]
     place = held(module)
     replays: Replays | None = place.replays
     if replays is not None and replays.refused:
@@ -111,25 +128,35 @@ def replayed(
         if len(replays.calls) >= SIGNATURES:
             replays.calls.clear()
         replays.calls[key] = ""
-    elif found == "":  # the second call
+    elif found == "" and way is None:  # the second call
         replays.calls[key] = "a call has failed"  # unless it does not
         result, replays.calls[key] = replays.record(module, compute, args, kwargs, tensors, handed)
         return result
-    elif not isinstance(found, str):
-        if replays.answers_as(found, module):
-            if RECORD == CHECK:
-                trained = [tensor for tensor in replays.state.tensors if followed and tensor.requires_grad]
+    elif found == "":
+        found = replays.calls[key] = replays.traced(module, compute, args, kwargs, tensors)
+    if isinstance(found, Recording):
+        if not replays.answers_as(found, module):
+            del replays.calls[key]
+        elif RECORD == CHECK:
+            trained = [tensor for tensor in replays.state.tensors if followed and tensor.requires_grad]
 
-                def again(given: Sequence[Tensor], state: Replays = replays) -> tuple[Any, Recording | str]:
-                    if not followed:
-                        return state.record(module, compute, args, kwargs, given, handed)
-                    mine, options = exchanged((tuple(args), dict(kwargs)), tensors, given)
-                    return state.record(module, compute, mine, options, given, handed)
+            def again(given: Sequence[Tensor], state: Replays = replays) -> tuple[Any, Recording | str]:
+                if not followed:
+                    return state.record(module, compute, args, kwargs, given, handed)
+                mine, options = exchanged((tuple(args), dict(kwargs)), tensors, given)
+                return state.record(module, compute, mine, options, given, handed, way is not None)
 
+            if way is None:
                 return compare(module, found, again, tensors, handed, trained)
+            with _apart(tensors):
+                compare(module, found, again, tensors, handed, trained)
+        else:
             begun: list[bool] = []
             try:
-                result = found((*tensors, *handed.values(), begun) if handed else tensors)
+                if isinstance(found, GradientRecording):
+                    result = found.run(tensors, way)
+                else:
+                    result = found.run((*tensors, *handed.values(), begun) if handed else tensors)
             # For example, an offload has put weights that lay side by side into separate storages.
             except Exception as error:
                 replays.calls[key] = f"a replay failed: {error}"
@@ -137,11 +164,47 @@ def replayed(
                     raise
                 module.__dict__[ATTRIBUTE].remark(f"a recorded call failed, and ran ordinarily: {error}")
             else:
+                if way is not None:
+                    way.recording, way.valid = cast(GradientRecording, found), (replays, replays.active, key)
+                found.count()
                 replays.changes = 0
                 return result
-        else:
-            del replays.calls[key]
     return compute(module, *args, **kwargs)
+
+
+def _key(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> tuple[Hashable, ...]:
+    """The signature of a call without live arguments, as of `signature`."""
+    key = *kwargs, *signature((*args, *kwargs.values()), tensors)
+    return (*key, *[tensor.requires_grad for tensor in tensors]) if torch.is_grad_enabled() else key
+
+
+def _again(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mapping[str, Any], way: Way) -> Any:
+    """The second run of a call under a checkpoint. It goes the way of the first, or the checkpoint raises its error."""
+    found = way.recording
+    if found is None:
+        return compute(module, *args, **kwargs)
+    replays, active, (key, followed) = way.valid
+    tensors: list[Tensor] = []
+    if key != (None, *_key(args, kwargs, tensors)):
+        return compute(module, *args, **kwargs)
+    if not replays.holds(module):  # weights may have gone and come back to another place, as under FSDP
+        replays = Replays(module, 0)
+        now = replays.reason or replays.traced(module, compute, args, kwargs, tensors)
+        if isinstance(now, str) or not now.equals(found):
+            return compute(module, *args, **kwargs)
+        way.recording = found = now
+    if replays.active != active or replays.state.gradients() != followed or not replays.answers_as(found, module):
+        return compute(module, *args, **kwargs)
+    found.count()  # the checkpoint ends the run as soon as it has what it needs
+    return found.run(tensors, way, True)
+
+
+@contextmanager
+def _apart(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """What runs in this context is seen neither by a checkpoint nor by the generators of random numbers."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    with without_saved_tensors_hooks(), torch.random.fork_rng(devices):
+        yield
 
 
 class Replays:
@@ -152,12 +215,12 @@ class Replays:
         self._asks = module.__dict__[ATTRIBUTE].entry.asks
         self._adapted = [part for part in self.state.modules if is_lora(part)]
         self._quantised = [part for part in self._adapted if holds_fp8(part)]
-        self._adapters = self._active()
+        self.active = self._active()
         self.changes = changes
         # By signature: a recording, or the reason why there is none. With an empty reason the next call is recorded.
         self.calls: dict[Hashable, Recording | str] = {}
         # `calls` for each choice of active adapters, so that a switch back finds its recordings again.
-        self._of_adapters = {self._adapters: self.calls}
+        self._of_adapters = {self.active: self.calls}
         plain = module.__dict__[ATTRIBUTE].entry.plain
         # Why no call is recorded.
         self.reason = next((why for why in (_does_more(part, plain) for part in self.state.modules) if why), "")
@@ -178,10 +241,10 @@ class Replays:
         if not self.state.holds(module) or any(map(is_behind, self._quantised)):
             return False
         active = self._active()
-        if active != self._adapters:
+        if active != self.active:
             if len(self._of_adapters) >= SIGNATURES:
                 self._of_adapters.clear()
-            self._adapters, self.calls = active, self._of_adapters.setdefault(active, {})
+            self.active, self.calls = active, self._of_adapters.setdefault(active, {})
         return True
 
     def answers_as(self, found: Recording, module: nn.Module) -> bool:
@@ -196,15 +259,19 @@ class Replays:
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
         live: Mapping[str, Any],
+        apart: bool = False,
     ) -> tuple[Any, Recording | str]:
-        """Runs a call; returns its result, and the recorded call or the reason why there is none."""
+        """Runs a call; returns its result, and the recorded call or the reason why there is none.
+
+        apart: The call runs for the recording alone, and does not count. Without a recording it does not run.
+        """
         call = functools.partial(compute, module, *args, **kwargs)
         weights = self.state.tensors
         known = {id(value) for value in (*tensors, *weights, *live.values())}
         if len(known) < len(tensors) + len({id(tensor) for tensor in weights}) + len(live):
-            return call(), "an argument is given twice"
+            return None if apart else call(), "an argument is given twice"
         followed = torch.is_grad_enabled()
-        given = gradients.as_inputs(tensors) if followed else tensors
+        given = as_inputs(tensors) if followed else tensors
         if followed:
             call = functools.partial(
                 compute, module, *exchanged(args, tensors, given), **exchanged(kwargs, tensors, given)
@@ -213,7 +280,8 @@ class Replays:
         try:
             recorder = GradientRecorder(given, weights) if followed else Recorder(given, weights, live)
         except Exception as error:
-            return call(), f"its tensors cannot be recorded: {error}"
+            return None if apart else call(), f"its tensors cannot be recorded: {error}"
+        recorder.apart = apart
         try:
             thread.recorder = recorder
             answer = None if self._asks is None else self._asks(module)
@@ -224,6 +292,22 @@ class Replays:
         if any(counter in _OTHERS for _, counter, _ in recorder.counts):
             recorder.reason = recorder.reason or "a call ran a stock forward"
         return result, recorder.recording(result, answer)
+
+    def traced(
+        self,
+        module: nn.Module,
+        compute: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+    ) -> GradientRecording | str:
+        """A call with gradients that runs for its recording alone; or the reason why there is none."""
+        try:
+            with _apart(tensors):
+                found = self.record(module, compute, args, kwargs, tensors, {}, apart=True)[1]
+        except Exception as error:
+            return f"a call has failed: {error}"
+        return cast("GradientRecording | str", found)
 
 
 def _does_more(part: nn.Module, plain: Sequence[str]) -> str:

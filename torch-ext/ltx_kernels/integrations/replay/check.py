@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..._torch_private import storage_number
 from ..engine.guards import ATTRIBUTE
-from .gradients import GradientRecording, as_inputs, choices, without_autocast
-from .recorder import Recording
+from .gradient_recorder import as_inputs
+from .gradients import GradientRecording, choices, without_autocast
+from .recorder import Recording, same_constant
 
 
 def compare(
@@ -130,7 +131,7 @@ def _first_difference(then: Recording, now: Recording | str) -> str:
             return f"line {number} of the recording is {old.strip()!r}, and would be {new.strip()!r}"
         for name in re.findall(r"\w+", old):
             one, other = then.function.__globals__.get(name), now.function.__globals__.get(name)
-            same = one is other or (type(one) is type(other) and not isinstance(one, Tensor) and one == other)
+            same = same_constant(one, other)
             if isinstance(one, Tensor) and isinstance(other, Tensor):
                 same = one.data_ptr() == other.data_ptr() and _same_bits(one, other)
             if not same:

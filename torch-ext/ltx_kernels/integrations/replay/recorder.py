@@ -86,11 +86,6 @@ class Recording:
         with below_autograd():
             return self.function(*arguments)
 
-    def __call__(self, arguments: Sequence[Any]) -> Any:
-        result = self.run(arguments)
-        self.count()
-        return result
-
     def count(self) -> None:
         """Adds what the recorded call counts to the sites' counters."""
         for site, calls in self.calls:
@@ -111,6 +106,7 @@ class Line(NamedTuple):
     reads: set[str]  # names of the variables in its arguments
     makes: set[str]  # names of the variables that it assigns
     pure: bool  # it is left out where no later line reads what it assigns
+    view: bool = False  # what it assigns lies in memory of what it reads
 
 
 # ---- trace
@@ -131,6 +127,7 @@ class Trace:
         self.live = {id(value): f"live_{name}" for name, value in live.items()}
         self.reason = ""  # why the call cannot be replayed; empty as long as it can
         self.paused = False
+        self.apart = False  # the call is traced alone, and does not count
         self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # tensor and variable, by the tensor's id
         self.globals: dict[str, Any] = {}
         self.lines: list[Line] = []
@@ -222,8 +219,9 @@ class Trace:
             call = f"{_BEGUN}.append(True) or {call}"
         if not whole:
             self._note_roots(result, (*args, *kwargs.values()))
-        line = Line(target, call, read, set(target.translate(_NO_MARKS).split()), pure)
-        if strides and not read:  # of weights: it fails before the call has changed anything
+        makes = set(target.translate(_NO_MARKS).split())
+        line = Line(target, call, read, makes, pure, pure and _lies_in(result, args))
+        if strides and not read.difference(self.globals):  # of weights: it fails before the call has changed anything
             self.lines.insert(0, line)
         else:
             self.lines.append(line)
@@ -290,7 +288,7 @@ class Trace:
                 call = f"{self._constant(Tensor.view)}({place})"
             else:
                 call = f"{self._constant(torch.as_strided)}({place}, {view.stride()}, {view.storage_offset()})"
-            self.lines.append(Line(name, call, {root}, {name}, True))
+            self.lines.append(Line(name, call, {root}, {name}, True, True))
         return True
 
     def _name_of(self, tensor: Tensor) -> str:
@@ -367,9 +365,24 @@ def _function_name(function: Any) -> str:
     return cast(str, function.__self__.__name__) if name == "__get__" else name
 
 
+def _lies_in(result: Any, args: Sequence[Any]) -> bool:
+    """Whether a function has returned nothing but tensors in the memory of the first tensor that it reads."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    base = args[0] if args and isinstance(args[0], Tensor) else None
+    return base is not None and all(
+        isinstance(part, Tensor) and storage_number(part) == storage_number(base) for part in results
+    )
+
+
 def _is_packed(tensor: Tensor) -> bool:
     """Whether a tensor has the strides of a new tensor of its shape, also in dimensions of size 1."""
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+
+
+def same_constant(one: Any, other: Any) -> bool:
+    """Whether lines of two recordings hold the same value, which is no tensor."""
+    one, other = (getattr(value, "__wrapped__", value) for value in (one, other))
+    return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
 
 
 # ---- simplify
