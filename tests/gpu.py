@@ -76,7 +76,11 @@ MODELS_FILES |= dict.fromkeys(
 )
 MODELS_FILES |= dict.fromkeys(["processors", "state", "threads", "checkpoints", "quantizer", "autocast", "training"], 1)
 MODELS_FILES |= dict.fromkeys(
-    ["replay_gradients", "memory_low", "quantised_layers", "quantizer_text", "vae_images", "unet", "training_steps"], 1
+    [
+        *("replay_gradients", "replay_checkpoints", "memory_low", "quantised_layers", "quantizer_text", "vae_images"),
+        *("unet", "training_steps"),
+    ],
+    1,
 )
 # What these look at is the variant, whatever they take: its machine code, and how it is loaded.
 OF_THE_VARIANT = {"sass", "loading"}
