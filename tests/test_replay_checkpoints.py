@@ -238,29 +238,42 @@ def test_another_scaling_in_the_backward_is_an_error(ltx: ModuleType, device: st
 
 
 def test_weights_that_move_between_the_runs(ltx: ModuleType, device: str) -> None:
-    """FSDP frees weights after the first run, and gathers them again in the backward, where memory is free."""
+    """FSDP frees weights after the first run, and gathers them again. An offload makes new parameters."""
     model, inputs, _ = tiny(ltx, device)
     with_checkpoints(model)
     names = ("ff.net.2.weight", "norm_k.weight", "scale_shift_table", "to_out.0.lora_A.default.weight")
-    moved = [p for name, p in model.named_parameters() if name.endswith(names)]
+    moved = [name for name, _ in model.named_parameters() if name.endswith(names)]
     assert len(moved) == 2 + 4 + 3 + 4
+
+    def put(name: str, parameter: nn.Parameter) -> None:
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, parameter)
 
     def one_step() -> Step:
         model.zero_grad()
         loss = model(**inputs)[0].square().mean()
-        old = [parameter.data for parameter in moved]
-        for parameter in moved:
-            parameter.data = parameter.data.clone()
-        for data in old[:-1]:  # nothing may read what lay here
-            data.fill_(float("nan"))
+        old = {name: model.get_parameter(name) for name in moved}
+        kept = {name: parameter.detach().clone() for name, parameter in old.items()}
+        for name, parameter in old.items():
+            with torch.no_grad():
+                parameter.data, memory = kept[name].clone(), parameter.data
+                memory.fill_(float("nan"))  # nothing may read what lay here
+                if not parameter.requires_grad:
+                    put(name, nn.Parameter(kept[name].clone(), requires_grad=False))
+                    parameter.data = memory
         loss.backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        for parameter, data in zip(moved, old):
-            data.copy_(parameter.data)
-            parameter.data = data
+        for name, parameter in old.items():
+            parameter.data = kept[name]
+            put(name, parameter)
         return loss.detach(), grads
 
-    assert_as_ordinary(ltx, model, one_step)
+    want = ordinary_steps(ltx, 4, one_step)
+    for i in range(4):
+        for _ in range(3):
+            step(model, inputs)  # weights lie elsewhere than in the step before
+        assert recordings(ltx, model)
+        assert_same(one_step(), want[i])
 
 
 def test_replays_are_checked(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,4 +339,4 @@ def test_memory(ltx: ModuleType, device: str) -> None:
         one_step = functools.partial(peak, device, functools.partial(step, model, inputs))
         peaks.append([one_step() for _ in range(4)] if recorded else ordinary_steps(ltx, 4, one_step))
     want, got = peaks
-    assert got[1] <= 1.15 * want[1] and got[3] <= 1.02 * want[3], peaks
+    assert got[1] <= 1.1 * want[1] and got[3] <= 1.02 * want[3], peaks

@@ -425,7 +425,7 @@ TOOL_DEFECTS = [
         ENGINE + "engine/counts.py",
         "    return not recorder.apart\n",
         "    return True\n",
-        "replay_checkpoints::test_same_bits_and_counts[ltx-dtype0-non-reentrant]",
+        "replay_checkpoints::test_same_bits_and_counts[torch.float32-non-reentrant-ltx]",
     ),
     defect(
         "weights that moved between the runs of a checkpoint read where they were",

@@ -188,8 +188,9 @@ def _again(module: nn.Module, compute: Call, args: Sequence[Any], kwargs: Mappin
     if key != (None, *_key(args, kwargs, tensors)):
         return compute(module, *args, **kwargs)
     if not replays.holds(module):  # weights may have gone and come back to another place, as under FSDP
-        replays = Replays(module, 0)
-        now = replays.reason or replays.traced(module, compute, args, kwargs, tensors)
+        for _ in range(2):  # the first call after a change also makes what the modules keep
+            replays = Replays(module, 0)
+            now = replays.reason or replays.traced(module, compute, args, kwargs, tensors)
         if isinstance(now, str) or not now.equals(found):
             return compute(module, *args, **kwargs)
         way.recording = found = now
