@@ -25,9 +25,9 @@ TOOL_DEFECTS = [
     ),
     defect(
         "stock calls counted as the ops' calls too",
-        PACKAGE + "integrations/engine/sites.py",
-        "            self.fallbacks[reason] += 1",
-        "            self.fallbacks[reason] += 1\n            self.calls += 1",
+        ENGINE + "engine/counts.py",
+        "                self.fallbacks[reason] += 1",
+        "                self.fallbacks[reason] += 1\n                self.calls += 1",
         "report",
     ),
     defect(
@@ -310,8 +310,8 @@ TOOL_DEFECTS = [
     defect(
         "keywords in another order taken for the recorded call",
         ENGINE + "replay/calls.py",
-        "of_live, *fixed, *signature(",
-        "of_live, *signature(",
+        "    key = *kwargs, *signature(",
+        "    key = *(), *signature(",
         "replay::test_keywords_in_another_order",
     ),
     defect(

@@ -303,9 +303,12 @@ class Replays:
         tensors: Sequence[Tensor],
     ) -> GradientRecording | str:
         """A call with gradients that runs for its recording alone; or the reason why there is none."""
+        # The graph of an argument may lead to the same parameters, where a block is used twice.
+        given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        mine, options = exchanged((tuple(args), dict(kwargs)), tensors, given)
         try:
             with _apart(tensors):
-                found = self.record(module, compute, args, kwargs, tensors, {}, apart=True)[1]
+                found = self.record(module, compute, mine, options, given, {}, apart=True)[1]
         except Exception as error:
             return f"a call has failed: {error}"
         return cast("GradientRecording | str", found)
