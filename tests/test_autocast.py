@@ -16,6 +16,7 @@ from torch import nn
 diffusers = pytest.importorskip("diffusers")
 from families import Family  # noqa: E402
 from helpers.autocast import CudaLists, autocast  # noqa: E402
+from helpers.diffusers_models import BLOCK_NAMES  # noqa: E402
 from test_families import FAMILIES, assert_ran, cast, distance, every_path, make, run  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
@@ -132,7 +133,7 @@ def test_other_dtypes_run_stock(ltx: ModuleType, device: str) -> None:
             report = ltx.optimize(changed, rounding=rounding)
             ours = run(changed, given)
         assert all(map(torch.equal, ours, stock))
-        (site,) = [site for site in report.sites if site.name.endswith("Block")]
+        (site,) = [site for site in report.sites if site.name.endswith(BLOCK_NAMES)]
         assert site.calls == 0 and sum(site.fallbacks.values()) == 2
         assert set(site.fallbacks) == reasons
         report.restore()
@@ -168,7 +169,7 @@ def test_recorded_calls(ltx: ModuleType, device: str, monkeypatch: pytest.Monkey
         patch.setattr(replay, "RECORD", "0")
         expected = {enabled: call(enabled) for enabled in (True, False)}
     assert not torch.equal(expected[True][0], expected[False][0])
-    (site,) = [site for site in report.sites if site.name.endswith("Block")]
+    (site,) = [site for site in report.sites if site.name.endswith(BLOCK_NAMES)]
     remark, before = "under autocast in torch.bfloat16", site.remarks["under autocast in torch.bfloat16"]
     for enabled in (True, True, True, False, False, False, True, False):
         assert torch.equal(call(enabled)[0], expected[enabled][0])

@@ -18,6 +18,7 @@ import test_vae  # noqa: E402
 import test_vae_images  # noqa: E402
 from families import families, random_  # noqa: E402
 from helpers import language_models  # noqa: E402
+from helpers.diffusers_models import BLOCK_NAMES  # noqa: E402
 from test_integration_pipelines import assembled, touched  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -326,7 +327,7 @@ def test_default_options(ltx: ModuleType, device: str, name: str) -> None:
     assert torch.equal(generate(pipe, case), stock)
     assert report.fallbacks == {}
     layer = f"transformers.{case.text}{'Block' if case.text in ENCODERS else 'DecoderLayer'}"
-    blocks = [block for block in KNOWN[case.family].blocks if block.endswith("Block")]
+    blocks = [block for block in KNOWN[case.family].blocks if block.endswith(BLOCK_NAMES)]
     decoders = [site for site in calls if re.search(r"^diffusers\.\w*Decoder(2D|3d)?$", site)]
     assert calls[layer] == language_models.LAYERS and all(calls[site] >= 1 for site in decoders)
     assert bool(decoders) == case.known_vae

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.diffusers_models import BLOCK_NAMES
 from helpers.dispatch import Namespaces
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -707,7 +708,7 @@ def test_images_are_timed_by_part(model: str, ltx: ModuleType, tmp_path: Path, m
     stock, ours = (record["error_vs_fp32"] for record in records)
     assert stock == 0 < ours < 1e-5
     (report,) = reports
-    assert report.fallbacks == {} and all(site.calls for site in report.sites if site.name.endswith("Block"))
+    assert report.fallbacks == {} and all(site.calls for site in report.sites if site.name.endswith(BLOCK_NAMES))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("diffusers")
 from families import families
+from helpers.diffusers_models import BLOCK_NAMES
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "describe_model.py"
 FAMILIES = families()
@@ -43,7 +44,7 @@ def test_a_skeleton_fits_the_model(ltx: ModuleType, tool: ModuleType, name: str)
     fits = 0
     for path, module in model.named_modules():
         known = registry.entry_for(ltx.integrations.diffusers.ENTRIES, module)
-        if known is not None and known.level == "block" and sites.short_name(known.classes[0]).endswith("Block"):
+        if known is not None and known.level == "block" and sites.short_name(known.classes[0]).endswith(BLOCK_NAMES):
             entry = registry.entry_for(by_class, module)
             assert entry is not None, path
             assert sites.why_not(module, entry) == "", path

@@ -24,6 +24,7 @@ import transformers  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from diffusers.loaders import PeftAdapterMixin  # noqa: E402
 from families import random_  # noqa: E402
+from helpers.diffusers_models import BLOCK_NAMES  # noqa: E402
 from helpers.trainers import forget_accelerator  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -209,8 +210,8 @@ def test_trains_as_stock(
         given = [*options, "--gradient_checkpointing"] if checkpoints else options
         ours = run(script, folder, output, given, ltx.optimize, device)
         blocks = KNOWN[trainer.family].blocks
-        sites = {site.name: site for site in ours.report.sites if site.name.endswith("Block")}
-        assert sites.keys() == {block for block in blocks if block.endswith("Block")}
+        sites = {site.name: site for site in ours.report.sites if site.name.endswith(BLOCK_NAMES)}
+        assert sites.keys() == {block for block in blocks if block.endswith(BLOCK_NAMES)}
         for block, site in sites.items():
             assert site.fallbacks == {} and site.gradients == site.calls == STEPS * blocks[block]
             assert site.recomputed == (site.calls if checkpoints else 0)
@@ -235,7 +236,7 @@ def test_resumes(ltx: ModuleType, device: str, scripts: Path, folders: Any, tmp_
     more = ["--mixed_precision", "no", "--resume_from_checkpoint", "latest", "--max_train_steps", str(STEPS + 1)]
     resumed = run(script, folder, tmp_path, more, ltx.optimize, device)
     assert len(resumed.losses) == 1
-    assert all(site.fallbacks == {} for site in resumed.report.sites if site.name.endswith("Block"))
+    assert all(site.fallbacks == {} for site in resumed.report.sites if site.name.endswith(BLOCK_NAMES))
     assert resumed.adapters.keys() == saved.keys()
     assert all((resumed.adapters[key] - value).abs().max() < 0.01 for key, value in saved.items())
     assert any(not torch.equal(resumed.adapters[key], value) for key, value in saved.items())
