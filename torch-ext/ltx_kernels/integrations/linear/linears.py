@@ -20,9 +20,9 @@ from ..engine.state import recall, remember
 from .fp8 import Rows, count_products, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
 from .lora import (
     LowRank,
+    adapted,
     adapters_of,
     adapters_state,
-    added_up,
     base_of,
     fit_autograd,
     fit_in_place,
@@ -203,11 +203,11 @@ class Linears:
         tensor = dequantised(input) if isinstance(input, tuple) else input
         if self._fit_in_place(adapters):
             return self._in_place(input, tensor, adapters)
+        by_autograd = torch.is_grad_enabled() and not self._compiling and self.site.rounding == "fp32"
+        if by_autograd and self.plain and fit_autograd(adapters, tensor):
+            return self._by_autograd(tensor, adapters)
         whole = self._together(input) if self._packed else None
         outputs = self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
-        by_autograd = torch.is_grad_enabled() and not self._compiling and self.site.rounding == "fp32"
-        if by_autograd and fit_autograd(adapters, tensor):
-            return None, added_up(outputs, tensor, adapters)
         return None, tuple(one_by_one(output, tensor, added) for output, added in zip(outputs, adapters))
 
     def _fit_in_place(self, adapters: list[list[LowRank]]) -> bool:
@@ -239,6 +239,22 @@ class Linears:
             output = product_with_adapters(
                 rows, quantised, layers, [len(weight)], adapters[i : i + 1], ranks[i : i + 1]
             )
+            outputs.append(output.view(*leading, len(weight)))
+        return None, tuple(outputs)
+
+    def _by_autograd(self, input: Tensor, adapters: list[list[LowRank]]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """`_with_adapters` of plain layers, with gradients."""
+        rows, leading = input.reshape(-1, input.shape[-1]), input.shape[:-1]
+        stacked = self.stacked() if self._packed else None
+        if stacked is not None:
+            bias = stacked[-1] if self._given_biases() else None
+            whole = adapted(rows, stacked[0], bias, [len(weight) for weight in self.weights], adapters).view(
+                *leading, sum(self.sizes)
+            )
+            return whole, whole.split_with_sizes(self.sizes, -1)
+        outputs = []
+        for weight, bias, added in zip(self.weights, self.biases, adapters):
+            output = adapted(rows, weight, bias, [len(weight)], [added]) if added else F.linear(rows, weight, bias)
             outputs.append(output.view(*leading, len(weight)))
         return None, tuple(outputs)
 

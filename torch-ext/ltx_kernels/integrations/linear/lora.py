@@ -9,11 +9,13 @@ input stays in bfloat16 for the adapters, and is quantised once for the fp8 prod
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..engine.autocast import autocast_dtype
 from ..engine.guards import class_of, hooked, is_idle, plain_linear
@@ -117,26 +119,93 @@ def one_by_one(output: Tensor, input: Tensor, adapters: Sequence[LowRank]) -> Te
 
 
 def fit_autograd(adapters: Sequence[Sequence[LowRank]], input: Tensor) -> bool:
-    """Whether `added_up` computes adapters in the dtype in which peft does."""
+    """Whether `adapted` computes adapters in the dtype in which peft does."""
     dtypes = {input.dtype}
     if autocast_dtype(input) == input.dtype:
         dtypes.add(torch.float32)  # autocast casts them
     return all(up.dtype in dtypes and bias is None for added in adapters for _, up, bias, _ in added)
 
 
-def added_up(outputs: Sequence[Tensor], input: Tensor, adapters: Sequence[Sequence[LowRank]]) -> tuple[Tensor, ...]:
-    """The outputs [..., out] of layers with what their adapters add, for autograd.
+def adapted(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], adapters: Sequence[Sequence[LowRank]]
+) -> Tensor:
+    """``F.linear(rows, weight, bias)`` of frozen layers, and what their adapters add, for autograd: [M, out].
 
-    The input is read once for all adapters, and a layer's output once for each of its own.
+    The rows are read once for all adapters, and a layer's output once for each of its own. So are, in the backward, the
+    gradients of rows and outputs.
+
+    rows: [M, in].
+    weight: [out, in], the weights of all layers one below the other.
+    sizes: The number of rows of each layer's weight.
     """
-    dtype, results = input.dtype, []
-    cast = [[LowRank(down.to(dtype), up.to(dtype), None, scale) for down, up, _, scale in added] for added in adapters]
-    for output, ranks, added in zip(outputs, low_ranks(input.reshape(-1, input.shape[-1]), cast), cast):
-        total = output.reshape(-1, output.shape[-1])
-        for rank, (_, up, _, scale) in zip(ranks, added):
-            total = torch.addmm(total, rank, up.t(), alpha=scale)
-        results.append(total.view(output.shape))
-    return tuple(results)
+    dtype = rows.dtype
+    places, begun = [], 0
+    for size, added in zip(sizes, adapters):
+        places += [_Place(begun, size, adapter.up.shape[1], adapter.scale) for adapter in added]
+        begun += size
+    downs = [adapter.down.to(dtype) for added in adapters for adapter in added]
+    ups = [adapter.up.to(dtype) for added in adapters for adapter in added]
+    down = downs[0] if len(downs) == 1 else torch.cat(downs)
+    output: Tensor = _Adapted.apply(places, rows, weight, bias, down, *ups)
+    return output
+
+
+class _Place(NamedTuple):
+    """Where an adapter adds to the output of several layers: columns, their number, its rank and scale."""
+
+    begin: int
+    size: int
+    rank: int
+    scale: float
+
+
+class _Adapted(Function):
+    """Linear layers and their adapters, whose products write to one output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        places: Sequence[_Place],
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        *ups: Tensor,
+    ) -> Tensor:
+        output, low = F.linear(rows, weight, bias), F.linear(rows, down)
+        ranks = low.split_with_sizes([place.rank for place in places], -1)
+        for place, rank, up in zip(places, ranks, ups):
+            output.narrow(1, place.begin, place.size).addmm_(rank, up.t(), alpha=place.scale)
+        ctx.places = places
+        ctx.save_for_backward(rows, weight, down, low, *ups)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """With ``low = rows @ down.T`` and ``output = rows @ weight.T + scale * low @ up.T``."""
+        rows, weight, down, low, *ups = ctx.saved_tensors
+        needs: tuple[bool, ...] = ctx.needs_input_grad[1:]
+        places: Sequence[_Place] = ctx.places
+        parts = [gradient.narrow(1, place.begin, place.size) for place in places]
+        ranks = low.split_with_sizes([place.rank for place in places], -1)
+        low_gradient: Tensor | None = None
+        if needs[0] or needs[3]:
+            lows = [
+                torch.addmm(rank, part, up, beta=0, alpha=place.scale)
+                for place, rank, part, up in zip(places, ranks, parts, ups)
+            ]
+            low_gradient = lows[0] if len(lows) == 1 else torch.cat(lows, 1)
+        up_gradients = [
+            torch.addmm(up, part.t(), rank, beta=0, alpha=place.scale) if needed else None
+            for place, rank, part, up, needed in zip(places, ranks, parts, ups, needs[4:])
+        ]
+        rows_gradient = down_gradient = None
+        if low_gradient is not None and needs[0]:
+            rows_gradient = torch.mm(gradient, weight).addmm_(low_gradient, down)
+        if low_gradient is not None and needs[3]:
+            down_gradient = torch.mm(low_gradient.t(), rows)
+        return None, rows_gradient, None, None, down_gradient, *up_gradients
 
 
 def fit_in_place(adapters: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> bool:

@@ -214,7 +214,8 @@ class Trace:
         call = (
             f"{self._constant(op_of(function) if isinstance(function, OpOverload) else function)}({', '.join(values)})"
         )
-        target = self._target(result)
+        written = isinstance(result, Tensor) and any(result is value for value in (*args, *kwargs.values()))
+        target = "" if written and not whole else self._target(result)
         if whole and self.live:
             call = f"{_BEGUN}.append(True) or {call}"
         if not whole:
