@@ -78,6 +78,8 @@ class Model:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and "norm" in name and name.endswith("weight"):
                 nn.init.normal_(parameter, 1.0, 0.1)  # as constructed they are all one
+            elif parameter.dim() > 1 and not parameter.any():  # gates that are closed before a training
+                nn.init.normal_(parameter, 0.0, 0.02)
         return model
 
 

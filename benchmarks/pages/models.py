@@ -113,9 +113,11 @@ def fp8_models() -> str:
     growth = {}
     for of_config in rows:
         bf16, fp8 = of_config["bf16"], of_config["fp8"]
-        growth[model_of(fp8)] = max(fp8[key] / bf16[key] for key in ERRORS if key in fp8 and key in bf16)
-    close = [times for times in growth.values() if times <= CLOSE]
-    apart = [f"{title} ({times:.1f} times)" for title, times in growth.items() if times > CLOSE]
+        times = [fp8[key] / bf16[key] for key in ERRORS if key in fp8 and key in bf16]
+        if times:
+            growth[model_of(fp8)] = max(times)
+    close = [most for most in growth.values() if most <= CLOSE]
+    apart = [f"{title} ({most:.1f} times)" for title, most in growth.items() if most > CLOSE]
     summary = f"In {len(close)} of these models fp8 has at most {max(close):.2f} times the error of bf16."
     summary += f" It has more than {CLOSE} times the error in {' and '.join(apart)}." if apart else ""
     forward, loop = (across(f"{{@.{error}?:.2e}}", names) for error in ERRORS)
