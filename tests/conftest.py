@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from helpers.build import ROOT, build_directory, load_build, use_own_build_by_default
 from helpers.failures import name_failures
 from helpers.gpus import take_turns
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 use_own_build_by_default()
 
@@ -80,6 +82,13 @@ def without_cudnn_attention() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield
     torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+@pytest.fixture
+def same_attention(device: str) -> Iterator[None]:
+    """On a GPU the fast kernels of torch's attention sum gradients in the order in which their blocks end."""
+    with sdpa_kernel(SDPBackend.MATH) if device == "cuda" else nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_changes_are_seen(
     ltx: ModuleType, replay: ModuleType, device: str, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     before = warm(model, inputs)
     assert replays(replay, model) == TINY["num_layers"]
     change(model)
@@ -157,7 +157,7 @@ def test_modes_of_the_process(ltx: ModuleType, replay: ModuleType, device: str) 
             return function(*args, **(kwargs or {}))
 
     model, inputs = make_model(device), make_inputs(device)
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, graphs=False)
     expected = warm(model, inputs)
     (site,) = (site for site in report.sites if site.name.endswith("TransformerBlock"))
     with torch.autocast(device, torch.bfloat16):
@@ -179,7 +179,7 @@ def test_modes_of_the_process(ltx: ModuleType, replay: ModuleType, device: str) 
 def test_keywords_in_another_order(ltx: ModuleType, device: str) -> None:
     """Tensors of one form, so that their names alone tell them apart. A replay reads its arguments by position."""
     model, stock = make_model(device), make_model(device).transformer_blocks[0]
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, graphs=False)
     block = model.transformer_blocks[0]
     one, other, cos, sin = torch.randn(4, 1, 6, 64, generator=torch.Generator().manual_seed(1)).to(device)
     more = {"temb": torch.ones(1, 1, 6 * 64, device=device), "image_rotary_emb": (cos, sin)}
@@ -195,7 +195,7 @@ def test_attention_that_is_replaced(
 ) -> None:
     """A function that is put in the place of torch's attention is called, and neither recorded nor passed by."""
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected, asked, own = warm(model, inputs), [], F.scaled_dot_product_attention
 
     def counted(*args: Any, **options: Any) -> Tensor:
@@ -219,7 +219,7 @@ def test_backends_of_attention(
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = warm(model, inputs)
     asked: list[str] = []
     backends = _AttentionBackendRegistry._backends
@@ -245,7 +245,7 @@ def test_backends_of_attention(
 def test_replays_are_checked(ltx: ModuleType, replay: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """LTX_KERNELS_RECORD=check: the same results, and an error that names block, line and tensor at a difference."""
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = warm(model, inputs)
     monkeypatch.setattr(replay, "RECORD", replay.CHECK)
     assert all(torch.equal(model(**inputs)[0], expected) for _ in range(3))
@@ -266,7 +266,7 @@ def test_recording_can_be_turned_off(
 ) -> None:
     monkeypatch.setattr(replay, "RECORD", "0")
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     warm(model, inputs)
     assert found(replay, model) == []
 
@@ -276,7 +276,7 @@ def test_kernels_of_attention(
 ) -> None:
     """A replay is of torch's settings for attention: its kernels differ in the strides of their results."""
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = warm(model, inputs)
     with sdpa_kernel(SDPBackend.MATH):
         results = [model(**inputs)[0] for _ in range(4)]
@@ -288,7 +288,7 @@ def test_kernels_of_attention(
 def test_restore_and_copies(ltx: ModuleType, replay: ModuleType, device: str) -> None:
     model, inputs = make_model(device), make_inputs(device)
     stock = model(**inputs)[0]
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     warm(model, inputs)
     copied = copy.deepcopy(model)
     for parameter in copied.parameters():
@@ -301,7 +301,7 @@ def test_restore_and_copies(ltx: ModuleType, replay: ModuleType, device: str) ->
 def test_weights_that_move_at_every_call(ltx: ModuleType, replay: ModuleType, device: str) -> None:
     """As under an offload: the forward runs, and recording is given up."""
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = warm(model, inputs)
     for _ in range(replay.CHANGES + 2):
         for parameter in model.parameters():
@@ -314,7 +314,7 @@ def test_weights_that_move_at_every_call(ltx: ModuleType, replay: ModuleType, de
 def test_changes_with_replays_between_them(ltx: ModuleType, replay: ModuleType, device: str) -> None:
     """However often the weights move: recording goes on while its calls are replayed."""
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = warm(model, inputs)
     for _ in range(replay.CHANGES + 2):
         for parameter in model.parameters():
@@ -327,7 +327,7 @@ def test_changes_with_replays_between_them(ltx: ModuleType, replay: ModuleType, 
 def test_a_block_that_was_refused_is_looked_at_again(ltx: ModuleType, replay: ModuleType, device: str) -> None:
     model, inputs = make_model(device), make_inputs(device)
     handle = model.transformer_blocks[0].attn1.to_q.register_forward_hook(lambda module, args, output: output)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = warm(model, inputs)
     assert replays(replay, model) == TINY["num_layers"] - 1
     handle.remove()
@@ -395,7 +395,7 @@ def test_a_recorder_that_fails(
         raise KeyError("no such line")
 
     model, inputs = make_model(device), make_inputs(device)
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, graphs=False)
     expected = model(**inputs)[0]
     monkeypatch.setattr(recorders.Recorder, "_write", fail)
     assert all(torch.equal(model(**inputs)[0], expected) for _ in range(3))
@@ -414,7 +414,7 @@ def test_a_replay_that_fails_is_not_tried_again(
         raise error("gone")
 
     model, inputs = make_model(device), make_inputs(device)
-    report = ltx.optimize(model)
+    report = ltx.optimize(model, graphs=False)
     expected = warm(model, inputs)
     for call in found(replay, model):
         call.function = fail
@@ -435,7 +435,7 @@ def test_tensors_without_an_address_or_strides(ltx: ModuleType, replay: ModuleTy
         "mkldnn": lambda: torch.eye(3).to_mkldnn(),
     }[kind]
     model, inputs = make_model("cpu"), make_inputs("cpu")
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     expected = model(**inputs)[0]
     model.transformer_blocks[0].note = make()
     assert torch.equal(warm(model, inputs), expected) and replays(replay, model) == TINY["num_layers"]
@@ -449,7 +449,7 @@ def test_adapters_that_come_back(
     """A switch back finds the calls that were recorded before, and they read the weights as these are now."""
     peft = pytest.importorskip("peft")
     model, inputs = make_model(device), make_inputs(device)
-    ltx.optimize(model)
+    ltx.optimize(model, graphs=False)
     for name in ("one", "two"):
         model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), adapter_name=name)
     model.requires_grad_(False)

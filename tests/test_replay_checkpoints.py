@@ -19,7 +19,7 @@ from test_training import CHANGES, HANDLES, TRAINED, step, step_under, with_adap
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-pytestmark = pytest.mark.usefixtures("one_thread", "without_cudnn_attention")
+pytestmark = pytest.mark.usefixtures("one_thread", "same_attention")
 
 Step = tuple[Tensor, dict[str, Tensor]]
 
@@ -330,7 +330,7 @@ def peak(device: str, function: Callable[[], object]) -> int:
 
 
 def test_memory(ltx: ModuleType, device: str) -> None:
-    """A step takes no more memory at once than one without recordings, and the one that records hardly more."""
+    """A step takes no more memory at once than one without recordings. The one that records has a block's twice."""
     family, peaks = FAMILIES["ltx"], []
     inputs = cast(family.inputs(16), device, torch.float32)
     for recorded in (False, True):
@@ -339,4 +339,4 @@ def test_memory(ltx: ModuleType, device: str) -> None:
         one_step = functools.partial(peak, device, functools.partial(step, model, inputs))
         peaks.append([one_step() for _ in range(4)] if recorded else ordinary_steps(ltx, 4, one_step))
     want, got = peaks
-    assert got[1] <= 1.1 * want[1] and got[3] <= 1.02 * want[3], peaks
+    assert got[1] <= 1.3 * want[1] and got[3] <= 1.02 * want[3], peaks

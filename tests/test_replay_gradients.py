@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 from test_families import FAMILIES, cast, make
 from test_training import TRAINED, blocks_of, step, with_adapters, with_autocast
 
-pytestmark = pytest.mark.usefixtures("one_thread", "without_cudnn_attention")
+pytestmark = pytest.mark.usefixtures("one_thread", "same_attention")
 
 
 @pytest.fixture
