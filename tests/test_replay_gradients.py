@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 from test_families import FAMILIES, cast, make
-from test_training import TRAINED, blocks_of, step, with_adapters, with_autocast
+from test_training import TRAINED, blocks_of, step, step_under, with_adapters
 
 pytestmark = pytest.mark.usefixtures("one_thread", "same_attention")
 
@@ -71,17 +71,16 @@ def test_same_bits_and_counts(
         report = ltx.optimize(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer, steps = torch.optim.SGD(trained, lr=1e-2), []
-        with with_autocast(device, dtype):
-            for seed in range(5):
-                inputs = cast(family.inputs(2), device, dtype)
-                torch.manual_seed(seed)
-                inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
-                if recorded:
-                    steps.append(step(model, inputs))
-                else:
-                    with not_recorded(replay):
-                        steps.append(step(model, inputs))
-                optimizer.step()
+        for seed in range(5):
+            inputs = cast(family.inputs(2), device, dtype)
+            torch.manual_seed(seed)
+            inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
+            if recorded:
+                steps.append(step_under(device, dtype, model, inputs))
+            else:
+                with not_recorded(replay):
+                    steps.append(step_under(device, dtype, model, inputs))
+            optimizer.step()
         counts = {site.name: (site.calls, site.gradients, dict(site.remarks)) for site in report.sites}
         found.append((steps, counts, calls(replay, model)))
     (want, counts, none), (got, counts_too, recordings) = found
