@@ -78,7 +78,7 @@ class Model:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and "norm" in name and name.endswith("weight"):
                 nn.init.normal_(parameter, 1.0, 0.1)  # as constructed they are all one
-            elif parameter.dim() > 1 and not parameter.any():  # gates that are closed before a training
+            elif parameter.dim() > 1 and not parameter.is_meta and not parameter.any():  # gates, closed before training
                 nn.init.normal_(parameter, 0.0, 0.02)
         return model
 

@@ -82,6 +82,7 @@ LEFT_BLOCKS: dict[str, str] = {
         ),
         FEW_TOKENS,
     ),
+    "AuraFlowPreFinalBlock": "it modulates once per forward, after the blocks",
     "HiDreamBlock": "it only calls the block that it holds",
     "MotionEncoderResBlock": "convolutions take its time",
     "TemporalBasicTransformerBlock": "Stable Video Diffusion alone has it, and it has no description yet",
