@@ -1,4 +1,4 @@
-"""Compares clips of the demo's trained model, in fp8 and with caches, with those of the stock model in float32.
+"""Compares clips of the demo's trained model with those of the stock model in float32. fp8 and caches are among them.
 
     python tools/build.py
     python benchmarks/quality.py [--clips 24] [--configs stock kernels_fp8]
@@ -8,9 +8,9 @@ and each configuration makes the same clips. "stock" is the model in bfloat16, "
 "kernels_fp8" adds precision="fp8", and "kernels_fp8_low" memory="low". "_fbc" adds diffusers' FirstBlockCache, which
 skips blocks.
 
-`psnr` compares the frames of a clip with those of the stock model in float32, in dB. It is the median of all clips, and
-`least_psnr` is that of the worst one. `recognised` counts the clips that show what their prompt says, as
-examples/scenes.py reads them.
+The PSNR of a clip, in dB, is that of its frames to the frames of the stock model in float32. `psnr` is the median of
+all clips, and `least_psnr` is the lowest. examples/scenes.py reads what a clip shows. `recognised` counts the clips
+that show what their prompt says.
 
 int8 attention is not among the configurations: it needs heads of 128 columns, and this model's have 64.
 """

@@ -76,7 +76,7 @@ class Measured:
 
 
 def view_of(model: nn.Module) -> nn.Module:
-    """Another model with the same parameters, but for those of convolutions: these may change their memory order."""
+    """Another model that shares all parameters but those of convolutions, whose memory order may change."""
     own = {id(p) for part in model.modules() if isinstance(part, nn.Conv2d) for p in part.parameters()}
     shared = {id(p): p for p in [*model.parameters(), *model.buffers()] if id(p) not in own}
     return copy.deepcopy(model, shared)

@@ -164,6 +164,14 @@ def test_every_transformer_of_diffusers(ltx: ModuleType) -> None:
     assert sorted(set(WELL_KNOWN) - set(LEFT)) == [], "has a family: take it out of WELL_KNOWN"
 
 
+def test_no_layer_norm_across_heads() -> None:
+    """No op computes it without a rotation."""
+    (block,) = DESCRIPTIONS["diffusers.CogVideoXBlock"]
+    attention = block.attentions["attn1"]
+    with pytest.raises(ValueError, match="across_heads: expected an RMS norm of query and key"):
+        dataclasses.replace(attention, across_heads=True)
+
+
 @of_the_pinned_diffusers
 def test_every_known_block_has_a_tiny_model(ltx: ModuleType) -> None:
     """A class that no module of tests/families makes would be in the tables of models without a test."""

@@ -165,7 +165,7 @@ def test_a_recording_that_is_made_between_two_runs(ltx: ModuleType, device: str)
 
 
 def test_two_backwards_and_none(ltx: ModuleType, device: str) -> None:
-    """A graph that is kept, one that is dropped, and one of which a part is asked for."""
+    """One call's graph is dropped. The other's is kept: it gives one gradient, and then all of them twice."""
     model, inputs, _ = tiny(ltx, device)
     with_checkpoints(model)
     last = next(p for name, p in model.named_parameters() if "blocks.1.attn2.to_out.0.lora_B" in name)

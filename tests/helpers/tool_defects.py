@@ -646,7 +646,7 @@ TOOL_DEFECTS = [
         "unet::test_residual_block",
     ),
     defect(
-        "SiLU behind the norm before a UNet's transformer blocks",
+        "SiLU after the norm before a UNet's transformer blocks",
         ENGINE + "diffusers/_unet.py",
         'h.norm(self.norm, "none")',
         "h.norm(self.norm)",

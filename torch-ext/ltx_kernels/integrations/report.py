@@ -160,7 +160,9 @@ class Report:
         graphs = self._graphs()
         lines += [line for name, of_module in graphs for line in of_module.lines(name)]
         if self._idle is not None:
-            lines.append(advice(self._idle, any(of_module.replayed for _, of_module in graphs)))
+            lines.append(
+                advice(self._idle, any(of_module.replayed or of_module.rule is None for _, of_module in graphs))
+            )
         for root in (reference() for reference in self._roots):
             lines += [] if root is None else [*calls.lines(root), *context.lines(root), *guidance.lines(root)]
         grouped: dict[str, list[str]] = {}

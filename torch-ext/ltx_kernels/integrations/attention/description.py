@@ -7,6 +7,7 @@ from typing import Any, Callable, Protocol, cast
 
 from torch import Tensor, nn
 
+from ..._checks import LAYER
 from ..blocks.stream import TORCH_RMSNORM
 from ..engine.guards import submodule
 from ..engine.norm_forms import FORMS
@@ -142,6 +143,10 @@ class Attention:
     check: Callable[[Any, Tensor, Tensor | None, Any], str] = lambda *_: ""
     why_not: Callable[[Any], str] = lambda _: ""
     together_with: str = ""
+
+    def __post_init__(self) -> None:
+        if self.across_heads and self.norm and FORMS[self.norm].statistic == LAYER:
+            raise ValueError("across_heads: expected an RMS norm of query and key with it, which alone has an op")
 
     @property
     def children(self) -> frozenset[str]:
