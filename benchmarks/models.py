@@ -64,8 +64,7 @@ from torch import Tensor, nn
 
 ERROR_BLOCKS = 4
 KEPT_KERNELS = 12  # of a profile, from the one that takes longest
-# The host does not limit longer steps. Stock FLUX.1's, of 0.17 s, crashed in its replay (torch 2.11, H200).
-GRAPH_S = 0.1
+GRAPH_S = 0.1  # the host does not limit longer steps
 # What the run says of every record, since another run may measure the other models.
 OF_THE_RUN = ("commit", "date", "note")
 OF_THE_PROFILE = ("kernels", "ms_by_kind", "clock_mhz", "power_w")

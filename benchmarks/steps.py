@@ -206,8 +206,8 @@ def psnr(got: Tensor, expected: Tensor) -> float | None:
     return 10 * math.log10(span * span / mean_square) if mean_square else None
 
 
-def prepare(made: nn.Module, step: Step, start: float, device: str, graph_s: float) -> Measured:
-    """Runs a configuration's first steps, and captures one. `start`: when the making of `made` began."""
+def prepare(made: nn.Module, step: Step, start: float, device: str) -> Measured:
+    """Runs a configuration's first steps. `start`: when the making of `made` began."""
     step()
     synchronize(device)
     record: dict[str, Any] = {"first_step_s": round(time.perf_counter() - start, 3)}
@@ -226,8 +226,6 @@ def prepare(made: nn.Module, step: Step, start: float, device: str, graph_s: flo
     measured = Measured(step, result, record, time.perf_counter() - begin)
     if device == "cuda":
         record["peak_gb"] = round((weight_bytes(made) + torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-        if measured.step_s <= graph_s:
-            measured.graph = as_graph(step)
     return measured
 
 
@@ -262,7 +260,7 @@ def measure(
         start = time.perf_counter()
         try:
             made = make(config)
-            measured = prepare(made, step_of(made), start, device, turns.graph_s)
+            measured = prepare(made, step_of(made), start, device)
         except Exception as reason:
             if failed is None:
                 raise
@@ -272,6 +270,9 @@ def measure(
         all_measured[config] = measured
         progress.console.print(f"{title}, {label(config)}: first step {measured.record['first_step_s']} s")
         progress.advance(task)
+    for measured in all_measured.values():  # not before: `optimize` may move parameters that another one shares
+        if device == "cuda" and measured.step_s <= turns.graph_s:
+            measured.graph = as_graph(measured.step)
     for turn in range(turns.rounds):
         for measured in list(all_measured.values())[:: -1 if turn % 2 else 1]:
             for step, times in ((measured.step, measured.times), (measured.graph, measured.graph_times)):
