@@ -270,7 +270,6 @@ def test_rows_by_index_of_wide_rows(ltx, device, op, width, modulation_dtype):
         assert_same_bits(output, want, op)
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("op", MODEL_INDEX)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32, torch.bool], ids=str)

@@ -598,7 +598,6 @@ def weight_only_inputs(
     }
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize(("channels", "width"), [(77, 1040), (5, 16), (64, 512)])

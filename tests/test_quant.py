@@ -540,6 +540,30 @@ MODULATED = [op for op in QUANTISED_NORMS if set(NORM_OPS[op]) & set(MODULATORS)
 
 
 @pytest.mark.sanitize
+@every_dtype
+def test_rows_by_index_in_small(ltx, device, dtype):
+    for op in MODULATED:
+        if op in MODEL_INDEX:
+            for index_dtype in (torch.int64, torch.int32, torch.bool):
+                case = model_index_case(op, Make("cpu", dtype), index_dtype=index_dtype)
+                assert_like_the_reference(ltx, device, case, "contiguous")
+
+
+@pytest.mark.sanitize
+@every_dtype
+def test_weight_only_in_small(ltx, device, dtype):
+    """One row and several; channels and columns that are no whole number of tiles."""
+    for rows, channels, width in ((1, 77, 1040), (3, 77, 1040), (4, 5, 16), (9, 64, 512)):
+        make = Make("cpu", dtype, seed=width)
+        input, bias = make(rows, width), make(channels)
+        scales = make(channels, dtype=torch.float32).abs() / 64
+        weight = make(channels, width, std=64, dtype=torch.float32).to(torch.float8_e4m3fn)
+        expected = torch.nn.functional.linear(input.float(), weight.float() * scales[:, None], bias.float()).to(dtype)
+        there = [tensor.to(device) for tensor in (input, weight, scales, bias)]
+        ours = ltx.quant.weight_only_linear(*there).cpu()
+        torch.testing.assert_close(ours, expected, rtol=2.0**-7, atol=2.0**-7 * width**0.5)
+
+
 @pytest.mark.parametrize("op", [op for op in MODULATED if op in MODEL_INDEX])
 @every_dtype
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32, torch.bool], ids=str)

@@ -13,6 +13,7 @@ from helpers import (
     CLAMPED,
     DTYPES,
     MASKS,
+    MODEL_INDEX,
     MODULATORS,
     NORM_OPS,
     TABLES,
@@ -24,6 +25,7 @@ from helpers import (
     attention_case,
     check_everywhere,
     gate_heads_case,
+    model_index_case,
     norm_case,
     plain_attention_case,
     qk_norm_rope_case,
@@ -67,6 +69,13 @@ def test_norms(ltx, device, op, dtype):
         make = Make("cpu", dtype, seed=width)
         mixed = norm_case(op, make, (2, ROWS, width), param_dtype=torch.float32, modulation="[B, S, H]")
         run(ltx, device, norm_case(op, make, (2, ROWS, width), tables=tables), mixed)
+
+
+@pytest.mark.parametrize("op", MODEL_INDEX)
+@every_dtype
+def test_rows_by_index(ltx, device, op, dtype):
+    for index_dtype in (torch.int64, torch.int32, torch.bool):
+        run(ltx, device, model_index_case(op, Make("cpu", dtype), index_dtype=index_dtype))
 
 
 @every_dtype
