@@ -249,7 +249,10 @@ PROGRAMS = [
     Program("benchmarks/fp8.py", "{machine}-fp8", in_place=False),
     Program("benchmarks/fp8_gemm.py", "{machine}-fp8-gemm", in_place=False),
     Program("benchmarks/lora.py", "{machine}-lora", in_place=False),
-    Program("benchmarks/train.py", "{machine}-train", in_place=False),
+    Program(
+        "benchmarks/train.py", "{machine}-train", _by_name("model"),
+        lambda name, records: ["--update", *configs(records)], "--models", keys=_one,
+    ),
     Program("benchmarks/quality.py", "{machine}-quality", in_place=False),
     Program("benchmarks/engines.py", "{machine}-engines", in_place=False),
     Program("benchmarks/cards.py", "cards", machine="cpu", in_place=False),

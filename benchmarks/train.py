@@ -1,12 +1,15 @@
-"""Times a training step of LoRA adapters on LTX-Video 2B: stock, with torch.compile, and with this package.
+"""Times a training step of LoRA adapters: stock, with torch.compile, and with this package.
 
     python tools/build.py
-    python benchmarks/train.py [--frames 49 89] [--checkpointing off on] [--timesteps sample token] [--tiny]
+    python benchmarks/train.py [--models ltx flux] [--sizes 49x512x768] [--checkpointing off on] [--tiny]
+
+Models have their released depth and width, and random weights. Without --sizes they are trained at those of SCENES, in
+which larger ones have gradient checkpoints, as one GPU needs them.
 
 A step is a forward under `torch.autocast`, a backward, and AdamW's step on the adapters. The base is frozen, and its
 weights are shared by the configurations, which take turns. "compile" is torch.compile of each block, "kernels" is
-`optimize` after the adapters were added. `--timesteps token` gives each token its own timestep, as trainers with a
-conditioning frame do.
+`optimize` after the adapters were added. `--timesteps token` gives each token of LTX-Video its own timestep, as
+trainers with a conditioning frame do.
 
 `step_ms` is a whole step on the device, `forward_ms`, `backward_ms` and `optimizer_ms` are its parts. `peak_gb` is the
 weights and what a step needs beside them. `grad_error_vs_fp32` is the relative L2 error of all adapters' gradients
@@ -24,26 +27,48 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import peft
 import torch
-from ltx import load_model, make_inputs
-from models import first_blocks, floats
+from model_shapes import MODELS, Make
+from models import block_lists, first_blocks, floats, one_tensor
 from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, Turns, error, label, measure, synchronize, view_of
+from steps import COLUMNS, Turns, error, free_memory, label, measure, synchronize, view_of
 from torch import Tensor, nn
 
 CONFIGS = ("baseline", "compile", "kernels")
 PARTS = ("forward", "backward", "optimizer")
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-IDENTITY = ("frames", "height", "width", "rank", "checkpointing", "timesteps", "config")  # what a record measures
+IDENTITY = ("model", "size", "rank", "checkpointing", "timesteps", "config")  # what a record measures
 ERROR_BLOCKS = 4
-HEIGHT, WIDTH = 512, 768
+
+
+@dataclass(frozen=True)
+class Scene:
+    """How a model is trained here. `size` is frames x height x width, and 1 frame is an image."""
+
+    sizes: tuple[str, ...]
+    rank: int = 32
+    checkpointing: tuple[bool, ...] = (True,)
+    timesteps: tuple[str, ...] = ("sample",)
+
+
+SCENES = {
+    "ltx": Scene(("49x512x768", "89x512x768"), checkpointing=(False, True), timesteps=("sample", "token")),
+    "ltx13b": Scene(("65x768x768",), rank=128, timesteps=("token",)),
+    "flux": Scene(("1x1024x1024",)),
+    "wan": Scene(("17x480x832",)),
+    "qwen": Scene(("1x1024x1024",)),
+}
+TRAINED = {name: MODELS[name] for name in SCENES if name in MODELS}
+# LTX-Video 2B has the class's own depth and width.
+TRAINED["ltx"] = replace(MODELS["ltx13b"], config={}, tiny={**MODELS["ltx13b"].tiny, "cross_attention_dim": 128})
 
 
 def with_adapters(model: nn.Module, rank: int, checkpointing: bool) -> Any:
@@ -62,7 +87,7 @@ def make_model(config: str, model: nn.Module, ltx: ModuleType, rank: int, checkp
     if config == "kernels":
         made.report = ltx.optimize(made, graphs=False)
     elif config == "compile":
-        for block in made.transformer_blocks:
+        for block in itertools.chain(*block_lists(made).values()):
             block.compile()
     return made
 
@@ -120,12 +145,17 @@ def gradients(model: nn.Module, inputs: dict[str, Any], target: Tensor, autocast
 
 
 def gradient_errors(
-    model: nn.Module, inputs: dict[str, Any], target: Tensor, options: Any, made: Callable[[str, nn.Module], nn.Module]
+    model: nn.Module,
+    inputs: dict[str, Any],
+    target: Tensor,
+    rank: int,
+    options: Any,
+    made: Callable[[str, nn.Module], nn.Module],
 ) -> dict[str, float]:
     """By configuration but the compiled one, of a model of the first blocks."""
     shallow = first_blocks(model, ERROR_BLOCKS)
-    exact = with_adapters(copy.deepcopy(shallow).float(), options.rank, checkpointing=False)
-    for parameter, other in zip(trained(exact), trained(with_adapters(shallow, options.rank, checkpointing=False))):
+    exact = with_adapters(copy.deepcopy(shallow).float(), rank, checkpointing=False)
+    for parameter, other in zip(trained(exact), trained(with_adapters(shallow, rank, checkpointing=False))):
         parameter.data.copy_(other)
     wanted = gradients(exact, {key: floats(value) for key, value in inputs.items()}, target.float(), autocast=False)
     found = {}
@@ -150,10 +180,23 @@ def calls_of(step: Step) -> dict[str, Any]:
     return {"own_calls": dict(own), "stock_calls": dict(stock)}
 
 
-def measure_size(
+def inputs_of(name: str, model: nn.Module, size: str, timesteps: str, options: Any) -> dict[str, Any]:
+    """A batch of one, of the given size in frames, height and width, or "tiny"."""
+    known = TRAINED[name]
+    shape = dict(known.tiny_shape if options.tiny else known.shape)
+    if size != "tiny":
+        shape |= {key: n for key, n in zip(("frames", "height", "width"), map(int, size.split("x"))) if key in shape}
+    inputs = known.inputs(model, Make(DTYPES[options.dtype], options.device), **shape)
+    if timesteps == "token":
+        inputs["timestep"] = torch.linspace(0, 999, inputs["hidden_states"].shape[1], device=options.device)[None]
+    return {**inputs, "return_dict": False}
+
+
+def measure_scene(
+    name: str,
     model: nn.Module,
     ltx: ModuleType,
-    size: tuple[int, int, int],
+    size: str,
     checkpointing: bool,
     timesteps: str,
     options: Any,
@@ -161,21 +204,19 @@ def measure_size(
 ) -> list[dict[str, Any]]:
     torch.compiler.reset()
     torch.manual_seed(1)
-    inputs = make_inputs(model, 1, *size)
-    if timesteps == "token":
-        tokens = inputs["hidden_states"].shape[1]
-        inputs["timestep"] = torch.linspace(0, 999, tokens, device=model.device)[None]
-    target = torch.randn_like(inputs["hidden_states"])
+    inputs = inputs_of(name, model, size, timesteps, options)
+    with torch.no_grad():
+        target = torch.randn_like(one_tensor(model(**inputs)))
     autocast = options.dtype != "fp32"
-    identity = {"frames": size[0], "height": size[1], "width": size[2], "rank": options.rank}
-    identity |= {"checkpointing": checkpointing, "timesteps": timesteps}
+    rank = options.rank or SCENES[name].rank
+    identity = {"model": name, "size": size, "rank": rank, "checkpointing": checkpointing, "timesteps": timesteps}
 
     def made(config: str, base: nn.Module = model) -> Any:
-        return make_model(config, base, ltx, options.rank, checkpointing)
+        return make_model(config, base, ltx, rank, checkpointing)
 
-    errors = gradient_errors(model, inputs, target, options, lambda config, base: made(config, base))
+    errors = gradient_errors(model, inputs, target, rank, options, made)
     measured = measure(
-        f"{size[0]} frames, {timesteps}{', checkpointing' if checkpointing else ''}",
+        f"{name} {size}, {timesteps}{', checkpointing' if checkpointing else ''}",
         made,
         lambda one: Step(one, inputs, target, autocast),
         options.configs,
@@ -200,13 +241,13 @@ def measure_size(
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
     numbers = ["step_ms", *(f"{part}_ms" for part in PARTS), "peak_gb", "grad_error_vs_fp32"]
     headings = ["x baseline", *(column.replace("_", " ") for column in numbers)]
-    table = empty_table("A training step of LoRA adapters on LTX-Video 2B", ["frames", "form", "config"], headings)
+    table = empty_table("A training step of LoRA adapters", ["model", "size", "form", "config"], headings)
     stock = {_scene(r): r["step_ms"] for r in records if r["config"] == "baseline"}
     for record in records:
         form = f"{record['timesteps']}{', checkpointing' if record['checkpointing'] else ''}"
         ratio = f"{stock[_scene(record)] / record['step_ms']:.3f}" if _scene(record) in stock else ""
         row = (str(record.get(column, "")) for column in numbers)
-        table.add_row(str(record["frames"]), form, label(record["config"]), ratio, *row)
+        table.add_row(record["model"], record["size"], form, label(record["config"]), ratio, *row)
     console.print(table)
 
 
@@ -217,10 +258,11 @@ def _scene(record: dict[str, Any]) -> tuple[Any, ...]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(default: all)")
-    parser.add_argument("--frames", nargs="+", type=int, default=[49, 89], help="of 512x768 (default: 49 89)")
-    parser.add_argument("--checkpointing", nargs="+", choices=["off", "on"], default=["off", "on"])
-    parser.add_argument("--timesteps", nargs="+", choices=["sample", "token"], default=["sample", "token"])
-    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--models", nargs="+", choices=SCENES, default=["ltx"], help="(default: ltx)")
+    parser.add_argument("--sizes", nargs="+", metavar="FxHxW", help="(default: the model's)")
+    parser.add_argument("--checkpointing", nargs="+", choices=["off", "on"], help="(default: the model's)")
+    parser.add_argument("--timesteps", nargs="+", choices=["sample", "token"], help="(default: the model's)")
+    parser.add_argument("--rank", type=int, help="(default: the model's)")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each configuration (default: 4)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a turn (default: 6)")
     parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
@@ -228,16 +270,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     facts = {"peft": peft.__version__, "targets": TARGETS, "dtype": options.dtype}
     ltx, output, meta, console = begin("train", options, **facts)
-    model = load_model("tiny" if options.tiny else "random", DTYPES[options.dtype], options.device)
-    height, width = (64, 64) if options.tiny else (HEIGHT, WIDTH)
     records: list[dict[str, Any]] = []
     with Progress(*COLUMNS, console=console) as progress:
-        for frames, checkpointing, timesteps in itertools.product(
-            options.frames, options.checkpointing, options.timesteps
-        ):
-            size = frames, height, width
-            records += measure_size(model, ltx, size, checkpointing == "on", timesteps, options, progress)
-            write(output, meta, kept_records(output, meta, records, IDENTITY) if options.update else records)
+        for name in options.models:
+            scene = SCENES[name]
+            model = TRAINED[name].construct(options.tiny, DTYPES[options.dtype], options.device)
+            checkpointing = [form == "on" for form in options.checkpointing or ()] or scene.checkpointing
+            for size, saved, timesteps in itertools.product(
+                options.sizes or scene.sizes[: 1 if options.tiny else None],
+                checkpointing,
+                options.timesteps or scene.timesteps,
+            ):
+                records += measure_scene(name, model, ltx, size, saved, timesteps, options, progress)
+                write(output, meta, kept_records(output, meta, records, IDENTITY) if options.update else records)
+            del model
+            free_memory(options.device)
     print_table(records, console)
     console.print(str(output), highlight=False, soft_wrap=True)
     return 0

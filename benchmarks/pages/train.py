@@ -1,25 +1,34 @@
 """Training: steps of LoRA adapters on an H200, and the ops' gradients one by one on an H100."""
 
 from pages.names import CONFIGS
+from pages.parallel import PARALLEL
 from pages.writing import block, records_of, table, text
 
 
 @block("docs/measured/training.md", "steps")
 def steps() -> str:
-    """Steps of LTX-Video 2B, by configuration."""
+    """Steps by model, size and configuration."""
     records = records_of("h200-train")
-    form = ("frames", "checkpointing", "timesteps")
+    form = ("model", "size", "rank", "checkpointing", "timesteps")
     stock = {tuple(r[key] for key in form): r["step_ms"] for r in records if r["config"] == "baseline"}
     rows = [{**r, "title": CONFIGS[r["config"]], "stock": stock[tuple(r[key] for key in form)]} for r in records]
     head = (
-        "| frames | timestep per | checkpointing | configuration | step, ms | x stock | forward | backward | peak GiB "
-        "| error of gradients |"
+        "| model | size | rank | timestep per | checkpoints | configuration | step, ms | x stock | forward | backward "
+        "| peak GiB | error of gradients |"
     )
     row = (
-        "| {frames} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms:.2f} | {forward_ms:.1f} "
-        "| {backward_ms:.1f} | {peak_gb:.2f} | {grad_error_vs_fp32?:.2e} |"
+        "| {name} | {size} | {rank} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms:.2f} "
+        "| {forward_ms:.1f} | {backward_ms:.1f} | {peak_gb:.2f} | {grad_error_vs_fp32?:.2e} |"
     )
-    return text(table(head, row, rows, checkpoints=lambda record: "yes" if record["checkpointing"] else "no"))
+    return text(
+        table(
+            head,
+            row,
+            rows,
+            name=lambda record: PARALLEL[record["model"]],
+            checkpoints=lambda record: "yes" if record["checkpointing"] else "no",
+        )
+    )
 
 
 @block("docs/measured/training.md", "backward")
