@@ -277,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
             model = TRAINED[name].construct(options.tiny, DTYPES[options.dtype], options.device)
             checkpointing = [form == "on" for form in options.checkpointing or ()] or scene.checkpointing
             for size, saved, timesteps in itertools.product(
-                options.sizes or scene.sizes[: 1 if options.tiny else None],
+                ["tiny"] if options.tiny else options.sizes or scene.sizes,
                 checkpointing,
                 options.timesteps or scene.timesteps,
             ):
