@@ -61,6 +61,7 @@ from steps import (
     view_of,
 )
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 ERROR_BLOCKS = 4
 KEPT_KERNELS = 12  # of a profile, from the one that takes longest
@@ -125,11 +126,14 @@ def denoise(model: nn.Module, inputs: Inputs, steps: int) -> Tensor:
 
 
 def moved(latents: Tensor, velocity: Tensor, steps: int) -> Tensor:
-    """One step; where the model has inputs beside the latents in their channels, dimension 1, these stay."""
+    """One step in the channels, dimension 1, that the latents and the result have in common.
+
+    Some models have inputs beside the latents in their channels, and some predict a variance beside the velocity.
+    """
     if latents.shape == velocity.shape:
         return latents - velocity.float() / steps
-    channels = velocity.shape[1]
-    return torch.cat((latents[:, :channels] - velocity.float() / steps, latents[:, channels:]), 1)
+    channels = min(latents.shape[1], velocity.shape[1])
+    return torch.cat((latents[:, :channels] - velocity[:, :channels].float() / steps, latents[:, channels:]), 1)
 
 
 def floats(value: Any) -> Any:
@@ -139,6 +143,18 @@ def floats(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(floats(v) for v in value)
     return value
+
+
+class RepeatedKeys(TorchFunctionMode):
+    """Attention with a key for each head of the query: torch has no other one in float32 that fits into the memory."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is nn.functional.scaled_dot_product_attention and kwargs.pop("enable_gqa", False):
+            query, *others = args if args else (kwargs.pop("query"), kwargs.pop("key"), kwargs.pop("value"))
+            times = [query.shape[-3] // other.shape[-3] for other in others[:2]]
+            args = (query, *(x.repeat_interleave(n, -3) for x, n in zip(others, times)), *others[2:])
+        return function(*args, **kwargs)
 
 
 @dataclass
@@ -162,8 +178,9 @@ class Benchmark:
         blocks, steps = self.options.error_blocks, self.options.loop_steps
         shallow = first_blocks(model, blocks) if blocks else model
         exact, exact_inputs = copy.deepcopy(shallow).float(), {key: floats(value) for key, value in inputs.items()}
-        expected = one_tensor(exact(**exact_inputs, return_dict=False))
-        expected_latents = denoise(exact, exact_inputs, steps)
+        with RepeatedKeys():
+            expected = one_tensor(exact(**exact_inputs, return_dict=False))
+            expected_latents = denoise(exact, exact_inputs, steps)
         del exact
         found: dict[str, dict[str, float]] = {}
         for config in configs:
