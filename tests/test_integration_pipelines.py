@@ -340,6 +340,18 @@ def of_sdxl(name: str, device: str, components: dict[str, Any]) -> Any:
     return assembled(name, unet=unet.to(device, torch.float16).eval(), vae=vae, scheduler=scheduler)
 
 
+def of_controlnet(name: str, device: str, components: dict[str, Any]) -> Any:
+    parts = of_sdxl("StableDiffusionXLPipeline", device, components).components
+    options: dict[str, Any] = {"conditioning_embedding_out_channels": (16, 32)}
+    if "Union" in name:
+        options |= {"num_trans_channel": 32, "num_trans_head": 2, "num_proj_channel": 32}
+    model = diffusers.ControlNetUnionModel if "Union" in name else diffusers.ControlNetModel
+    controlnet = model.from_config(parts["unet"].config, **options)
+    for parameter in controlnet.parameters():  # zeros, where its results are added to the UNet's
+        parameter.data.normal_(0, 0.05)
+    return assembled(name, **parts, controlnet=controlnet.to(device, torch.float16).eval())
+
+
 def of_sd15(name: str, device: str, components: dict[str, Any]) -> Any:
     """Its blocks stand between convolutions of one pixel, and it has as many heads in each."""
     unet = diffusers.UNet2DConditionModel(**UNET, sample_size=32, attention_head_dim=4)
@@ -357,10 +369,18 @@ IMAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
     "FluxImg2ImgPipeline": (of_flux, {"image": square, "strength": 0.5}, {"Decoder", "Encoder"}),
     "StableDiffusionXLPipeline": (of_sdxl, {}, {"Decoder"}),
     "StableDiffusionPipeline": (of_sd15, {}, {"Decoder"}),
+    "StableDiffusionXLControlNetPipeline": (of_controlnet, {"image": square}, {"Decoder"}),
+    "StableDiffusionXLControlNetUnionPipeline": (
+        of_controlnet,
+        {"control_image": [square], "control_mode": [0]},
+        {"Decoder"},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extended if "ControlNet" in name else ()) for name in IMAGES]
+)
 def test_images(ltx: ModuleType, device: str, components: dict[str, Any], name: str) -> None:
     """From the prompt to the picture, with default options: text encoder, denoiser and autoencoder run the ops."""
     make, arguments, halves = IMAGES[name]

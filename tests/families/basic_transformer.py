@@ -66,7 +66,8 @@ def pixart_inputs(batch: int) -> dict[str, Any]:
 
 
 def dit() -> nn.Module:
-    return DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=16, num_layers=2, sample_size=8)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8}
+    return DiTTransformer2DModel(**sizes, out_channels=8)
 
 
 def dit_inputs(batch: int) -> dict[str, Any]:

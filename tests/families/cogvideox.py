@@ -16,20 +16,10 @@ TOKENS = 2 * 2 * 3
 
 
 def make(cls: type[nn.Module] = CogVideoXTransformer3DModel, **config: Any) -> nn.Module:
-    return cls(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        time_embed_dim=32,
-        text_embed_dim=32,
-        num_layers=2,
-        sample_height=GRID[1],
-        sample_width=GRID[2],
-        sample_frames=5,
-        max_text_seq_length=TEXT,
-        **config,
-    )
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+    widths = {"time_embed_dim": 32, "text_embed_dim": 32, "max_text_seq_length": TEXT}
+    sample = {"sample_height": GRID[1], "sample_width": GRID[2], "sample_frames": 5}
+    return cls(**{**sizes, **widths, **sample, **config})
 
 
 def inputs(batch: int) -> dict[str, Any]:

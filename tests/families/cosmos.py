@@ -15,18 +15,10 @@ TEXT, GRID = 5, (2, 4, 6)  # latent frames, height, width
 
 
 def make(**config: Any) -> nn.Module:
-    return CosmosTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=2,
-        text_embed_dim=32,
-        adaln_lora_dim=8,
-        max_size=(4, 8, 8),
-        concat_padding_mask=False,
-        **config,
-    )
+    sizes = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": 32, "adaln_lora_dim": 8}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16}
+    places = {"max_size": (4, 8, 8), "concat_padding_mask": False}
+    return CosmosTransformer3DModel(**{**sizes, **heads, **places, **config})
 
 
 def inputs(batch: int) -> dict[str, Any]:

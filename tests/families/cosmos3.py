@@ -15,19 +15,10 @@ TEXT, GRID, SOUND = 5, (2, 2, 3), 4  # tokens; latent frames, rows and columns o
 
 
 def make(**config: Any) -> nn.Module:
-    return Cosmos3OmniTransformer(
-        head_dim=16,
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        latent_channel=4,
-        patch_latent_dim=16,
-        vocab_size=40,
-        rope_axes_dim=(4, 2, 2),
-        **config,
-    )
+    heads = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_axes_dim": (4, 2, 2)}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 40}
+    latents = {"latent_channel": 4, "patch_latent_dim": 16}
+    return Cosmos3OmniTransformer(**{**heads, **sizes, **latents, **config})
 
 
 def indexes(first: int, count: int) -> Tensor:

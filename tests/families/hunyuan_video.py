@@ -62,8 +62,8 @@ def padded(*lengths: int) -> torch.Tensor:
     return (torch.arange(TEXT) < torch.tensor(lengths).unsqueeze(1)).long()
 
 
-def make_15() -> nn.Module:
-    model = HunyuanVideo15Transformer3DModel(**SIZES, text_embed_2_dim=24, image_embed_dim=16)
+def make_15(**config: Any) -> nn.Module:
+    model = HunyuanVideo15Transformer3DModel(**{**SIZES, **config}, text_embed_2_dim=24, image_embed_dim=16)
     model.register_forward_pre_hook(with_time_in_dtype, with_kwargs=True)
     return model
 

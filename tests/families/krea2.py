@@ -13,9 +13,9 @@ from . import Family, randn
 TEXT, IMAGE = 5, 6
 
 
-def make() -> nn.Module:
+def make(in_channels: int = 4) -> nn.Module:
     return Krea2Transformer2DModel(
-        in_channels=4,
+        in_channels=in_channels,
         num_layers=2,
         attention_head_dim=16,
         num_attention_heads=4,

@@ -13,13 +13,13 @@ from . import Family, randn
 TEXT, GRID = 6, (2, 4, 6)  # latent frames, height, width
 
 
-def make() -> nn.Module:
+def make(in_channels: int = 4) -> nn.Module:
     return MochiTransformer3DModel(
         num_attention_heads=3,
         attention_head_dim=16,
         num_layers=2,
         pooled_projection_dim=96,
-        in_channels=4,
+        in_channels=in_channels,
         text_embed_dim=32,
         time_embed_dim=16,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +100,9 @@ FAMILIES = {
         2 * FP8,
     ),
     "animate": Family(make_animate, animate, BLOCKS, FP8),
-    "chronoedit": Family(lambda: make(ChronoEditTransformer3DModel), inputs, BLOCKS, FP8),
+    "chronoedit": Family(partial(make, ChronoEditTransformer3DModel), inputs, BLOCKS, FP8),
     "skyreels": Family(
-        lambda: make(SkyReelsV2Transformer3DModel),
+        partial(make, SkyReelsV2Transformer3DModel),
         inputs,
         {"diffusers.SkyReelsV2TransformerBlock": 2, "diffusers.SkyReelsV2Attention": 4},
         FP8,
