@@ -627,7 +627,10 @@ def generate(pipe: Any, case: Pipeline) -> Tensor:
         options = {
             name: value for name, value in options.items() if name in inspect.signature(pipe.__call__).parameters
         }
-        return pipe(**case.prompt(embeds[..., : case.width]), **{**options, **case.arguments})[0].float()
+        given = dict(case.arguments)
+        if "image_embeds" in given:  # pipelines leave these where they are
+            given["image_embeds"] = given["image_embeds"].to(pipe.device)
+        return pipe(**case.prompt(embeds[..., : case.width]), **{**options, **given})[0].float()
 
 
 # Their blocks, text encoders and autoencoders run in the other pipelines too, or are tested by themselves.
