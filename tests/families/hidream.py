@@ -60,6 +60,7 @@ BLOCKS = {
     "diffusers.HiDreamImageSingleTransformerBlock": LAYERS,
     "diffusers.HiDreamAttention": 2 * LAYERS,
 }
+MIXTURE = "diffusers.MOEFeedForwardSwiGLU"
 MLP = "diffusers.HiDreamImageFeedForwardSwiGLU"
 LORA = ("to_q", "to_k", "to_v", "to_out", "w1")
 
@@ -67,12 +68,11 @@ FAMILIES = {
     "": Family(
         make,
         inputs,
-        {**BLOCKS, MLP: 2 * LAYERS * (EXPERTS + 1) + LAYERS},
+        {**BLOCKS, MIXTURE: 2 * LAYERS, MLP: 2 * LAYERS * (EXPERTS + 1) + LAYERS},
         fp8=2 * LAYERS * (4 + 3 * (EXPERTS + 1)),
         masked=masked,
         lora=LORA,
         one_graph=False,
-        not_recorded="its experts get as many tokens as the gate gives them",
     ),
     "dense": Family(
         functools.partial(make, experts=0),

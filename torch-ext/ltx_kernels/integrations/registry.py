@@ -18,12 +18,13 @@ from .blocks.autoencoder import Autoencoder
 from .blocks.block import Block
 from .blocks.gated_mlp import GatedMLP
 from .blocks.image_module import ImageModule
+from .blocks.mixture import Mixture
 from .causal.engine import CausalAttention
 from .engine.guards import class_of
 from .engine.sites import Entry
 from .parallel.context import Parallel
 
-Known = Union[Entry, Block, Attention, CausalAttention, GatedMLP, Autoencoder, ImageModule]
+Known = Union[Entry, Block, Attention, CausalAttention, GatedMLP, Mixture, Autoencoder, ImageModule]
 
 
 def entries_of(package: str, path: Iterable[str]) -> dict[str, Entry]:

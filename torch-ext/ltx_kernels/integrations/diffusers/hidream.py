@@ -1,7 +1,7 @@
 """HiDream-I1: blocks of two streams, image and text, that meet in one attention, and blocks of one stream.
 
-The MLP of the image is a mixture of experts. Its own code chooses the experts of each token and calls them; shared and
-chosen experts run ops. The choice asks the host, so that the blocks are neither recorded nor one graph.
+The MLP of the image is a mixture of experts, which grouped products compute together (blocks/mixture.py). Where they
+cannot, each expert is called. That asks the host how many tokens each gets, so that such calls are not recorded.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention.description import Attention
 from ..attention.masks import KeyFactor
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
+from ..blocks.mixture import Mixture
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation
-from ..engine.guards import children, class_of
-from ..engine.recording import refuse
+from ..engine.guards import children
 from ..engine.rotary_tables import of_matrices
 from ._double_block import Tokens
 
@@ -45,11 +45,7 @@ MLP = GatedMLP(
     down="w2",
     mixtures=(HIDREAM + "MOEFeedForwardSwiGLU",),
 )
-
-
-def _refuse_experts(ff: nn.Module) -> None:
-    if class_of(ff) in MLP.mixtures:
-        refuse("its experts get as many tokens as the gate gives them")
+MIXTURE = Mixture(MLP.mixtures, MLP)
 
 
 def double_forward(
@@ -60,8 +56,7 @@ def double_forward(
     temb: Any = None,
     image_rotary_emb: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    attn1, ff, adaln = children(self, "attn1", "ff_i", "adaLN_modulation")
-    _refuse_experts(ff)
+    attn1, adaln = children(self, "attn1", "adaLN_modulation")
     mods = modulation(adaln(temb), 12)
     image = Tokens(self, hidden_states, ("norm1_i", "norm3_i", "ff_i"), mods[:6])
     text = Tokens(self, encoder_hidden_states, ("norm1_t", "norm3_t", "ff_t"), mods[6:])
@@ -83,7 +78,6 @@ def single_forward(
     image_rotary_emb: Any = None,
 ) -> Tensor:
     norm1, attn1, norm3, ff, adaln = children(self, "norm1_i", "attn1", "norm3_i", "ff_i", "adaLN_modulation")
-    _refuse_experts(ff)
     shift1, scale1, gate1, shift2, scale2, gate2 = modulation(adaln(temb), 6)
     h = Stream(self, hidden_states)
     attended = attn1(
@@ -107,6 +101,7 @@ DOUBLE = Block(
     fp8_skip=("*.attn1.to_*_t", "*.ff_t.*"),
     fp8_skip_low=(),
     modulation=("adaLN_modulation.1",),
+    plain=(HIDREAM + "MoEGate",),
 )
 SINGLE = replace(
     DOUBLE,
@@ -117,4 +112,4 @@ SINGLE = replace(
     attentions={"attn1": ATTENTION, "ff_i": MLP},
 )
 
-ENTRIES = (ATTENTION, MLP, DOUBLE, SINGLE)
+ENTRIES = (ATTENTION, MLP, MIXTURE, DOUBLE, SINGLE)

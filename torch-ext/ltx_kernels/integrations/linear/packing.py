@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..._linear import adjacent, make_adjacent, stacked
 from ..._ops import add_op_namespace_prefix
 from ...quant import multiply
-from ..engine.guards import hooked, is_ordinary
+from ..engine.guards import hooked, is_ordinary, submodule
 from .fp8 import in_fp8
 from .lora import base_of
 
@@ -50,7 +50,8 @@ def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
     if not module.__dict__.get(PACKED, False):
         return
     for names in groups:
-        found = (base_of(linear) for linear in map(module._modules.get, names) if linear is not None)
+        layers = (submodule(module, name) for name in names)
+        found = (base_of(linear) for linear in layers if linear is not None)
         linears = [linear for linear in found if type(linear) is nn.Linear]
         shared: dict[int, list[Tensor]] = {}
         for parameter in (p for linear in linears for p in (None if in_fp8(linear) else linear.weight, linear.bias)):
