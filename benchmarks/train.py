@@ -8,8 +8,10 @@ which larger ones have gradient checkpoints, as one GPU needs them.
 
 A step is a forward under `torch.autocast`, a backward, and AdamW's step on the adapters. The base is frozen, and its
 weights are shared by the configurations, which take turns. "compile" is torch.compile of each block, "kernels" is
-`optimize` after the adapters were added. `--timesteps token` gives each token of LTX-Video its own timestep, as
-trainers with a conditioning frame do.
+`optimize` after the adapters were added. "kernels_fp8" is that with precision="fp8" and stock_weights="free", of
+weights of its own. "torchao_fp8_compile" is torchao's float8 training of the frozen layers below the adapters,
+compiled: it keeps the weights in bfloat16, and rounds them at every step. `--timesteps token` gives each token of LTX-
+Video its own timestep, as trainers with a conditioning frame do.
 
 `step_ms` is a whole step on the device, `forward_ms`, `backward_ms` and `optimizer_ms` are its parts. `peak_gb` is the
 weights and what a step needs beside them. `grad_error_vs_fp32` is the relative L2 error of all adapters' gradients
@@ -22,12 +24,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.util
 import itertools
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +46,7 @@ from runs import add_options, begin, empty_table
 from steps import COLUMNS, Turns, error, free_memory, label, measure, synchronize, view_of
 from torch import Tensor, nn
 
-CONFIGS = ("baseline", "compile", "kernels")
+CONFIGS = ("baseline", "compile", "kernels", "kernels_fp8", "torchao_fp8_compile")
 PARTS = ("forward", "backward", "optimizer")
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 IDENTITY = ("model", "size", "rank", "checkpointing", "timesteps", "config")  # what a record measures
@@ -89,13 +93,30 @@ def with_adapters(model: nn.Module, rank: int, checkpointing: bool) -> Any:
 
 
 def make_model(config: str, model: nn.Module, ltx: ModuleType, rank: int, checkpointing: bool) -> Any:
-    made = with_adapters(model, rank, checkpointing)
+    frees = config == "kernels_fp8"  # the weights of its own
+    made = with_adapters(copy.deepcopy(model) if frees else model, rank, checkpointing)
     if config == "kernels":
         made.report = ltx.optimize(made, graphs=False)
-    elif config == "compile":
+    elif config == "kernels_fp8":
+        made.report = ltx.optimize(made, graphs=False, precision="fp8", stock_weights="free")
+    elif config == "torchao_fp8_compile":
+        train_with_torchao(made)
+    if config.endswith("compile"):
         for block in itertools.chain(*block_lists(made).values()):
             block.compile()
     return made
+
+
+def train_with_torchao(model: Any) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_wide(module: nn.Module, name: str) -> bool:
+        frozen = not any(parameter.requires_grad for parameter in module.parameters())
+        return frozen and isinstance(module, nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
+
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    for block in itertools.chain(*block_lists(model).values()):
+        convert_to_float8_training(block, module_filter_fn=is_wide, config=config)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -158,7 +179,7 @@ def gradient_errors(
     options: Any,
     made: Callable[[str, nn.Module], nn.Module],
 ) -> dict[str, float]:
-    """By configuration but the compiled one, of a model of the first blocks."""
+    """By configuration but the compiled ones, of a model of the first blocks."""
     shallow = first_blocks(model, ERROR_BLOCKS)
     exact = with_adapters(copy.deepcopy(shallow).float(), rank, checkpointing=False)
     for parameter, other in zip(trained(exact), trained(with_adapters(shallow, rank, checkpointing=False))):
@@ -166,7 +187,7 @@ def gradient_errors(
     wanted = gradients(exact, {key: floats(value) for key, value in inputs.items()}, target.float(), autocast=False)
     found = {}
     for config in options.configs:
-        if config != "compile":
+        if not config.endswith("compile"):
             got = gradients(made(config, shallow), inputs, target, options.dtype != "fp32")
             found[config] = float(f"{error(got, wanted):.4g}")
     return found
@@ -238,7 +259,7 @@ def measure_scene(
             record |= one.step.parts(options.steps)
         if config in errors:
             record |= {"grad_error_vs_fp32": errors[config], "error_blocks": ERROR_BLOCKS}
-        if config == "kernels":
+        if config.startswith("kernels"):
             record |= calls_of(one.step)
         records.append(record)
     synchronize(options.device)
@@ -275,7 +296,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
     add_options(parser, "train", "a model of seconds on a CPU")
     options = parser.parse_args(arguments)
-    facts = {"peft": peft.__version__, "targets": TARGETS, "dtype": options.dtype}
+    torchao = version("torchao") if importlib.util.find_spec("torchao") else None
+    if (options.device == "cpu" or not torchao) and "torchao_fp8_compile" in options.configs:
+        options.configs.remove("torchao_fp8_compile")
+        print("not run: torchao, which needs a GPU and to be installed")
+    facts = {"peft": peft.__version__, "torchao": torchao, "targets": TARGETS, "dtype": options.dtype}
     ltx, output, meta, console = begin("train", options, **facts)
     records: list[dict[str, Any]] = []
     with Progress(*COLUMNS, console=console) as progress:

@@ -125,20 +125,15 @@ def test_every_linear_layer_of_a_block_is_offered(ltx: ModuleType, name: str) ->
     assert left == []
 
 
-def test_gradients_and_dtypes_run_stock(ltx: ModuleType, device: str) -> None:
+def test_dtypes_run_stock(ltx: ModuleType, device: str) -> None:
     model, inputs = flux(device), inputs_of_flux(device)
     report = ltx.optimize(model, memory="low")
     (linear, *_) = modulation_of(ltx, model).values()
     rows = torch.randn(2, linear.in_features, device=device)
     assert linear(rows.bfloat16()).dtype == torch.bfloat16 and report.fallbacks == {}
-    with torch.enable_grad():
-        linear(rows.bfloat16().requires_grad_(True)).float().sum().backward()
     with pytest.raises(RuntimeError, match="dtype"):
         linear(rows)
-    assert report.fallbacks["torch.Linear"] == {
-        "a gradient is needed": 1,
-        "fp8 takes bfloat16 activations, not torch.float32": 1,
-    }
+    assert report.fallbacks["torch.Linear"] == {"fp8 takes bfloat16 activations, not torch.float32": 1}
     assert distance(run(model, inputs), run(model, inputs)) == 0
 
 

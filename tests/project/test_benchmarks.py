@@ -873,11 +873,16 @@ def test_training_steps_are_timed(ltx: ModuleType, tmp_path: Path) -> None:
     import train
 
     path = tmp_path / "train.json"
-    arguments = ["--tiny", "--device", "cpu", "--frames", "9", "--rounds", "1", "--steps", "1", "--timesteps", "token"]
-    assert train.main([*arguments, "--configs", "baseline", "kernels", "--output", str(path)]) == 0
+    configs = ("baseline", "kernels", "kernels_fp8")
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--steps", "1"]
+    arguments += ["--models", "ltx", "--timesteps", "token"]
+    assert train.main([*arguments, "--configs", *configs, "--output", str(path)]) == 0
     records = json.loads(path.read_text())["records"]
     found = [(record["checkpointing"], record["config"]) for record in records]
-    assert found == [(on, config) for on in (False, True) for config in ("baseline", "kernels")]
-    for stock, kernels in zip(records[::2], records[1::2]):
+    assert found == [(on, config) for on in (False, True) for config in configs]
+    for stock, kernels, fp8 in zip(records[::3], records[1::3], records[2::3]):
+        assert stock["grad_error_vs_fp32"] < fp8["grad_error_vs_fp32"] < 0.2
+        assert fp8["own_calls"]["torch.nn.modules.linear.Linear"] > 0
+        assert fp8["stock_calls"] == kernels["stock_calls"]
         assert 0 < kernels["grad_error_vs_fp32"] < 1.2 * stock["grad_error_vs_fp32"] < 0.05
         assert sum(kernels["own_calls"].values()) > 0 < kernels["step_ms"]

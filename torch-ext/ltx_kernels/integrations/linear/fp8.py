@@ -3,7 +3,8 @@
 A weight is quantised once, per output channel. Where the stock weight stays beside, the fp8 one is a buffer that is not
 saved. Otherwise the fp8 values take the place of the parameter's data, so that whatever moves the model's parameters
 moves them, and the stock weight is held in the host's memory, or freed. The forward quantises its input row by row, so
-that whatever calls the layer works; a fused block hands over rows that an op has quantised already.
+that whatever calls the layer works; a fused block hands over rows that an op has quantised already. With gradients
+on it does not, and the weights count as frozen (frozen.py).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._linear import joined_bits
-from ...quant import has_own_product, multiply, quantize_rows, quantize_weight
+from ...quant import has_own_product, quantize_weight
 from ..engine.autocast import autocast_dtype
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward, why_stock
+from .frozen import Layers, Rows, rows_of
 from .lora import base_of, is_lora
 from .offload import hooks_of, is_offload, is_offloaded, tell_offload
 
@@ -43,8 +45,6 @@ CHANGING = ("fuse_lora", "unfuse_lora", "unload_lora", "fuse_qkv_projections")
 
 ALONE = 'in fp8 alone (stock_weights="free" or weights=...)'
 
-Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them
-
 
 def why_not_fp8(linear: nn.Linear) -> str:
     """Why the weight of a linear layer cannot be quantised; empty if it can."""
@@ -61,10 +61,12 @@ def why_not_shape(linear: nn.Linear) -> str:
 
 
 def quantised_weight(linear: nn.Linear) -> Rows:
-    """The fp8 weight [out, in] and its scales [out]."""
+    """The fp8 weight [out, in] and its scales [out], which need no gradient."""
     values = linear._buffers.get(VALUES)
     if values is None:
         values = cast(Tensor, linear._parameters["weight"])
+        if torch.is_grad_enabled():  # autograd saves it, and `bring_back` may give the parameter other data meanwhile
+            values = values.detach()
     return values, cast(Tensor, linear._buffers[SCALES])
 
 
@@ -299,7 +301,7 @@ def why_not_fp8_input(input: Tensor) -> str:
     """Why the product of an input cannot be in fp8; empty if it can."""
     if input.dtype != torch.bfloat16:
         return f"fp8 takes bfloat16 activations, not {input.dtype}"
-    return why_not_input(input)
+    return why_not_input(input, gradient=True)
 
 
 def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
@@ -311,6 +313,8 @@ def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
         return "the fp8 weight was converted or is on another device"
     if not torch.compiler.is_compiling() and _changed(linear):
         return "the weight has changed since it was quantised: call optimize again"
+    if torch.is_grad_enabled() and linear.weight.requires_grad and not is_replaced(linear):
+        return "a gradient of its weight is needed"
     return ""
 
 
@@ -318,16 +322,14 @@ def count_products(linears: Iterable[nn.Linear], rows: Rows) -> None:
     """Counts a product for each layer, and remarks those that torch._scaled_mm computes on a GPU."""
     device = rows[0].device
     by_torch = device.type != "cpu" and not has_own_product(device)
+    followed = torch.is_grad_enabled()
     for linear in linears:
         site = site_of(linear)
         site.count_call()
         if by_torch:
             site.remark("products by torch._scaled_mm")
-
-
-def product(linear: nn.Linear, rows: Rows) -> Tensor:
-    """A layer's output of quantised rows."""
-    return multiply(*rows, *quantised_weight(linear), linear._parameters["bias"])
+        if followed and linear.weight.requires_grad:
+            site.remark("no gradients of weights that are in fp8 alone or in the host's memory")
 
 
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
@@ -335,9 +337,9 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
         input = input.to(torch.bfloat16)  # as autocast has every linear layer read it
     reason = why_stock(self) or why_not_fp8_input(input) or why_not_fp8_weight(self, input)
     if not reason:
-        rows = quantize_rows(input)
+        rows = rows_of(input)
         count_products((self,), rows)
-        return product(self, rows)
+        return Layers(*quantised_weight(self), self._parameters["bias"]).product(input, rows)
     return run_stock(self, reason, input)
 
 

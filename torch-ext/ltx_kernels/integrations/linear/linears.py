@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from ..._checks import requires_grad
 from ..._linear import adjacent, linear_gelu, linear_gelu_op, packed_linear_op
 from ..._torch_private import without_function_modes
-from ...quant import multiply, quantize_rows
+from ...quant import multiply
 from ..engine.guards import hooked, plain_linear
 from ..engine.recording import refuse
 from ..engine.sites import Site, site_of
 from ..engine.state import recall, remember
-from .fp8 import Rows, count_products, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from .fp8 import count_products, in_fp8, quantised_weight, why_not_fp8_input, why_not_fp8_weight
+from .frozen import Layers, Rows, rows_of
 from .lora import (
     LowRank,
     adapted,
@@ -36,7 +37,6 @@ from .merged_adapters import follow_layer
 from .packing import packed_scaled_linear_op
 from .products import (
     Input,
-    Layers,
     dequantised,
     lie_apart,
     like_of,
@@ -73,7 +73,7 @@ class Linears:
 
     site: The replaced module that they belong to, where what happens to adapters is counted.
     scaled: Their products are of fp8 weights, and one product where these are adjacent.
-    fp8: They read quantised rows: they are `scaled`, and no adapter is active.
+    fp8: They read quantised rows: they are `scaled`, no adapter is active, and gradients are off, which such rows lack.
     plain: nn.Linear and nothing else but adapters, so that their weights can be used without calling them.
     direct: They are `plain`, and no adapter is active.
     packed: One product computes all their outputs, which are views of one new tensor.
@@ -84,8 +84,8 @@ class Linears:
     """
 
     __slots__ = (
-        *("_alone", "_compiling", "_given", "_known", "_packed", "_stacks", "biases", "modules", "plain"),
-        *("scaled", "scales", "site", "sizes", "weights"),
+        *("_alone", "_compiling", "_followed", "_given", "_known", "_packed", "_stacks", "biases", "modules"),
+        *("plain", "scaled", "scales", "site", "sizes", "weights"),
     )
 
     def __init__(
@@ -95,9 +95,8 @@ class Linears:
         bases = cast("list[nn.Linear]", list(map(base_of, modules)))
         hooks = any(map(hooked, modules))
         self.site = site
-        # Quantised rows have no gradient. With gradients on, adapters may need one even where this input needs none, so
-        # each layer is called as a module and checks its own input.
-        self.scaled = not (hooks or torch.is_grad_enabled() or why_not_fp8_input(input)) and all(
+        self._followed = torch.is_grad_enabled()
+        self.scaled = not (hooks or why_not_fp8_input(input)) and all(
             in_fp8(base) and not hooked(base) and not why_not_fp8_weight(base, input) for base in bases
         )
         self.plain = not (hooks or self.scaled) and all(plain_linear(base, input.dtype) for base in bases)
@@ -126,17 +125,19 @@ class Linears:
         biases = self._given_biases()
         if parts == 1 and (len(self.modules) == 1 or not pack or len(biases) not in (0, len(self.modules))):
             return
+        if self._followed and len(biases) > 1 and requires_grad(*biases):  # a view of several has no gradient for each
+            return
         self.sizes = [len(weight) // parts for weight in self.weights for _ in range(parts)]
         groups = [group for group in (self.weights, self.scales, biases) if group]
         if self._compiling:  # the ops ask for adjacency where they run, and have no gradient
-            self._packed = not (torch.is_grad_enabled() and input.requires_grad)
+            self._packed = not (self._followed and input.requires_grad)
         elif all(map(adjacent, groups)):
             self._packed = True
             self._stacks = [_Stack.of(group) for group in groups]
 
     @property
     def fp8(self) -> bool:
-        return self.scaled and not self._adapters()
+        return self.scaled and not self._followed and not self._adapters()
 
     @property
     def direct(self) -> bool:
@@ -203,8 +204,8 @@ class Linears:
         tensor = dequantised(input) if isinstance(input, tuple) else input
         if self._fit_in_place(adapters):
             return self._in_place(input, tensor, adapters)
-        by_autograd = torch.is_grad_enabled() and not self._compiling and self.site.rounding == "fp32"
-        if by_autograd and self.plain and fit_autograd(adapters, tensor):
+        by_autograd = self._followed and not self._compiling and self.site.rounding == "fp32"
+        if by_autograd and fit_autograd(adapters, tensor):
             return self._by_autograd(tensor, adapters)
         whole = self._together(input) if self._packed else None
         outputs = self._apart(input) if whole is None else whole.split_with_sizes(self.sizes, -1)
@@ -226,12 +227,9 @@ class Linears:
         ranks = low_ranks(rows, adapters)
         stacked = self.stacked() if self._packed else None
         if stacked is not None:
-            layers = Layers(
-                stacked[0], stacked[1] if self.scaled else None, stacked[-1] if self._given_biases() else None
-            )
-            whole = product_with_adapters(rows, quantised, layers, self.sizes, adapters, ranks).view(
-                *leading, sum(self.sizes)
-            )
+            whole = product_with_adapters(
+                rows, quantised, self._side_by_side(stacked), self.sizes, adapters, ranks
+            ).view(*leading, sum(self.sizes))
             return whole, whole.split_with_sizes(self.sizes, -1)
         outputs = []
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases)):
@@ -243,20 +241,28 @@ class Linears:
         return None, tuple(outputs)
 
     def _by_autograd(self, input: Tensor, adapters: list[list[LowRank]]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """`_with_adapters` of plain layers, with gradients."""
+        """`_with_adapters` with gradients."""
         rows, leading = input.reshape(-1, input.shape[-1]), input.shape[:-1]
+        quantised = self._rows(rows) if self.scaled else None
         stacked = self.stacked() if self._packed else None
         if stacked is not None:
-            bias = stacked[-1] if self._given_biases() else None
-            whole = adapted(rows, stacked[0], bias, [len(weight) for weight in self.weights], adapters).view(
-                *leading, sum(self.sizes)
-            )
+            layers = self._side_by_side(stacked)
+            sizes = [len(weight) for weight in self.weights]
+            whole = adapted(rows, quantised, layers, sizes, adapters).view(*leading, sum(self.sizes))
             return whole, whole.split_with_sizes(self.sizes, -1)
         outputs = []
-        for weight, bias, added in zip(self.weights, self.biases, adapters):
-            output = adapted(rows, weight, bias, [len(weight)], [added]) if added else F.linear(rows, weight, bias)
-            outputs.append(output.view(*leading, len(weight)))
+        for i, added in enumerate(adapters):
+            layers = Layers(self.weights[i], self.scales[i] if self.scaled else None, self.biases[i])
+            if added:
+                output = adapted(rows, quantised, layers, [len(layers.weight)], [added])
+            else:
+                output = layers.product(rows, quantised)
+            outputs.append(output.view(*leading, len(layers.weight)))
         return None, tuple(outputs)
+
+    def _side_by_side(self, stacked: Sequence[Tensor]) -> Layers:
+        """The tensors of `stacked`, by what they are."""
+        return Layers(stacked[0], stacked[1] if self.scaled else None, stacked[-1] if self._given_biases() else None)
 
     def widened(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
         """(input, weight) of one plain layer with its adapters beside them, for one product; None: call the layer."""
@@ -339,24 +345,28 @@ class Linears:
         stacked = self.stacked()
         if stacked is None:
             return torch.cat(self._apart(input), -1)
-        if self.scaled:
-            values, scales = self._rows(input)
-            return multiply(values, scales, *stacked)  # type: ignore[arg-type]
-        return F.linear(input, *stacked)  # type: ignore[arg-type]
+        return self._side_by_side(stacked).product(*self._both(input))
 
     def _apart(self, input: Input) -> tuple[Tensor, ...]:
         if self.scaled:
-            values, scales = self._rows(input)
+            both = self._both(input)
             groups = zip(self.weights, self.scales, self.biases)
-            return tuple([multiply(values, scales, *tensors) for tensors in groups])
+            return tuple([Layers(*tensors).product(*both) for tensors in groups])
         if self.plain:
             return tuple([F.linear(input, *tensors) for tensors in zip(self.weights, self.biases)])  # type: ignore[arg-type]
         return tuple(linear(input) for linear in self.modules)
 
     def _rows(self, input: Input) -> Rows:
-        rows = input if isinstance(input, tuple) else quantize_rows(input)
+        rows = input if isinstance(input, tuple) else rows_of(input)
         count_products(self.modules, rows)
         return rows
+
+    def _both(self, input: Input) -> tuple[Tensor, Rows | None]:
+        """An input as the layers read it: a tensor, and its rows in fp8 for layers in fp8."""
+        if not self.scaled:
+            return cast(Tensor, input), None
+        rows = self._rows(input)
+        return rows[0] if isinstance(input, tuple) else input, rows
 
 
 def kept_layers(kind: str, module: nn.Module, input: Input, make: Callable[..., Made], *arguments: Any) -> Made:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..engine.autocast import autocast_dtype
 from ..engine.guards import class_of, hooked, is_idle, plain_linear
+from .frozen import Layers, Rows
 
 LORA_CLASS = "peft.tuners.lora.layer.Linear"
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -127,15 +128,14 @@ def fit_autograd(adapters: Sequence[Sequence[LowRank]], input: Tensor) -> bool:
 
 
 def adapted(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], adapters: Sequence[Sequence[LowRank]]
+    rows: Tensor, quantised: Rows | None, layers: Layers, sizes: Sequence[int], adapters: Sequence[Sequence[LowRank]]
 ) -> Tensor:
-    """``F.linear(rows, weight, bias)`` of frozen layers, and what their adapters add, for autograd: [M, out].
+    """The outputs of frozen layers, and what their adapters add, for autograd: [M, out].
 
     The rows are read once for all adapters, and a layer's output once for each of its own. So are, in the backward, the
     gradients of rows and outputs.
 
-    rows: [M, in].
-    weight: [out, in], the weights of all layers one below the other.
+    rows, quantised: The input [M, in], and the same quantised for layers in fp8.
     sizes: The number of rows of each layer's weight.
     """
     dtype = rows.dtype
@@ -146,7 +146,7 @@ def adapted(
     downs = [adapter.down.to(dtype) for added in adapters for adapter in added]
     ups = [adapter.up.to(dtype) for added in adapters for adapter in added]
     down = downs[0] if len(downs) == 1 else torch.cat(downs)
-    output: Tensor = _Adapted.apply(places, rows, weight, bias, down, *ups)
+    output: Tensor = _Adapted.apply(places, quantised, rows, *layers, down, *ups)
     return output
 
 
@@ -166,31 +166,33 @@ class _Adapted(Function):
     def forward(
         ctx: Any,
         places: Sequence[_Place],
+        quantised: Rows | None,
         rows: Tensor,
         weight: Tensor,
+        scales: Tensor | None,
         bias: Tensor | None,
         down: Tensor,
         *ups: Tensor,
     ) -> Tensor:
-        output, low = F.linear(rows, weight, bias), F.linear(rows, down)
+        output, low = Layers(weight, scales, bias).product(rows, quantised), F.linear(rows, down)
         ranks = low.split_with_sizes([place.rank for place in places], -1)
         for place, rank, up in zip(places, ranks, ups):
             output.narrow(1, place.begin, place.size).addmm_(rank, up.t(), alpha=place.scale)
-        ctx.places = places
-        ctx.save_for_backward(rows, weight, down, low, *ups)
+        ctx.places, ctx.bias_dtype = places, None if bias is None else bias.dtype
+        ctx.save_for_backward(rows, weight, scales, down, low, *ups)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """With ``low = rows @ down.T`` and ``output = rows @ weight.T + scale * low @ up.T``."""
-        rows, weight, down, low, *ups = ctx.saved_tensors
-        needs: tuple[bool, ...] = ctx.needs_input_grad[1:]
+        rows, weight, scales, down, low, *ups = ctx.saved_tensors
+        needs_rows, _, _, needs_bias, needs_down, *needs_ups = ctx.needs_input_grad[2:]
         places: Sequence[_Place] = ctx.places
         parts = [gradient.narrow(1, place.begin, place.size) for place in places]
         ranks = low.split_with_sizes([place.rank for place in places], -1)
         low_gradient: Tensor | None = None
-        if needs[0] or needs[3]:
+        if needs_rows or needs_down:
             lows = [
                 torch.addmm(rank, part, up, beta=0, alpha=place.scale)
                 for place, rank, part, up in zip(places, ranks, parts, ups)
@@ -198,14 +200,16 @@ class _Adapted(Function):
             low_gradient = lows[0] if len(lows) == 1 else torch.cat(lows, 1)
         up_gradients = [
             torch.addmm(up, part.t(), rank, beta=0, alpha=place.scale) if needed else None
-            for place, rank, part, up, needed in zip(places, ranks, parts, ups, needs[4:])
+            for place, rank, part, up, needed in zip(places, ranks, parts, ups, needs_ups)
         ]
         rows_gradient = down_gradient = None
-        if low_gradient is not None and needs[0]:
-            rows_gradient = torch.mm(gradient, weight).addmm_(low_gradient, down)
-        if low_gradient is not None and needs[3]:
+        bias_gradient = gradient.sum(0, dtype=ctx.bias_dtype) if needs_bias else None
+        if low_gradient is not None and needs_rows:
+            rows_gradient = torch.mm(gradient, Layers(weight, scales, None).full_weight(gradient.dtype))
+            rows_gradient.addmm_(low_gradient, down)
+        if low_gradient is not None and needs_down:
             down_gradient = torch.mm(low_gradient.t(), rows)
-        return None, rows_gradient, None, None, down_gradient, *up_gradients
+        return None, None, rows_gradient, None, None, bias_gradient, down_gradient, *up_gradients
 
 
 def fit_in_place(adapters: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Union
+from typing import Union
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._linear import joined_bits
 from ...quant import multiply
 from ..engine.recording import as_one
-from .fp8 import Rows
+from .frozen import Layers, Rows
 from .lora import LowRank, add_up, widened, widening_pays
 
 ROWS_OF_A_SAMPLE = 1024  # least rows for a product of one sample; a product of fewer leaves a large GPU partly idle
@@ -23,14 +23,6 @@ Input = Union[Tensor, Rows]  # of a linear layer: a tensor, or its rows quantise
 def may_overwrite() -> bool:
     """Whether fresh tensors may be overwritten: torch.compile and autograd want new ones."""
     return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-
-
-class Layers(NamedTuple):
-    """Layers side by side, or one by itself."""
-
-    weight: Tensor  # [N, K]
-    scales: Tensor | None  # [N] in fp8
-    bias: Tensor | None
 
 
 def product_with_adapters(
