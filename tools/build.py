@@ -394,6 +394,11 @@ class Options:
         return hashlib.sha256(repr((self.archs, self.sanitize, self.static_libstdcxx)).encode()).hexdigest()[:8]
 
     @property
+    def cache_key(self) -> str:
+        """The same for builds that compile alike: how they are linked makes no difference."""
+        return dataclasses.replace(self, static_libstdcxx=False).key
+
+    @property
     def folder(self) -> str:
         """Where below build/ its variants lie by default."""
         if self.sanitize:
@@ -527,11 +532,21 @@ def write_if_changed(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """How one source is compiled: the rule of build.ninja, the source's path in the project, and the flags."""
+    """How one source is compiled: the rule of build.ninja, the source's path in the project, the flags, the folder.
+
+    Objects lie in obj/ of the folder: that of all builds that compile alike, or the build's own for the source that
+    names the ops.
+    """
 
     rule: str
     source: str
     flags: list[str]
+    folder: Path
+
+
+def own_folder(options: Options, cache: Path) -> Path:
+    """What differs between builds that compile alike: registration.h with what includes it, and the library."""
+    return cache / "static" if options.static_libstdcxx else cache
 
 
 def edges_of(
@@ -556,14 +571,19 @@ def edges_of(
         return [f"-I{project.root / name}" for name in names]
 
     binding_flags = [
-        *common, *project.torch_cxx_flags, f"-I{cache}", *includes(project.torch_include),
-        *(f"-isystem{path}" for path in system),
+        *common, *project.torch_cxx_flags, *includes(project.torch_include), *(f"-isystem{path}" for path in system)
     ]  # fmt: skip
-    edges = [Edge("cxx", source, binding_flags) for source in project.torch_src if source.endswith(CXX_SUFFIXES)]
+    own = own_folder(options, cache)
+    edges = []
+    for source in (source for source in project.torch_src if source.endswith(CXX_SUFFIXES)):
+        if "registration.h" in (project.root / source).read_text():
+            edges.append(Edge("cxx", source, [*binding_flags, f"-I{own}"], own))
+        else:
+            edges.append(Edge("cxx", source, binding_flags, cache))
     for kernel in project.kernels_for(backend):
         for source in kernel.src:
             if source.endswith(CXX_SUFFIXES):
-                edges.append(Edge("cxx", source, [*common, *kernel.cxx_flags, *includes(kernel.include)]))
+                edges.append(Edge("cxx", source, [*common, *kernel.cxx_flags, *includes(kernel.include)], cache))
             elif source.endswith(".cu") and cuda is not None:
                 archs = archs_of(kernel, options.archs, cuda.version)
                 flags = [
@@ -571,7 +591,7 @@ def edges_of(
                     "-Xptxas=-v", *gencode_flags(archs), *defines, *kernel.cuda_flags,
                     *includes(kernel.include),
                 ]  # fmt: skip
-                edges.append(Edge("nvcc", source, flags))
+                edges.append(Edge("nvcc", source, flags, cache))
     return edges
 
 
@@ -620,12 +640,16 @@ def rules(cxx: str, cuda: Cuda | None) -> list[str]:
 def write_ninja(
     project: Project, backend: str, torch: Torch, cuda: Cuda | None, options: Options, cache: Path, ops: str
 ) -> Path:
-    """Write build.ninja below `cache`; the path of the library that it builds."""
+    """Write build.ninja below `cache`; the path of the library that it builds.
+
+    Builds that compile alike share the cache, ninja's records and the objects.
+    """
+    own = own_folder(options, cache)
     cxx = find_tool("CXX", ["g++", "c++"], "install a C++ compiler (Debian: apt-get install g++)")
     lines = rules(cxx, cuda)
     objects = []
     for edge in edges_of(project, backend, torch, cuda, options, cache):
-        target = ninja_path(cache / "obj" / (edge.source.replace("/", "__") + ".o"))
+        target = ninja_path(edge.folder / "obj" / (edge.source.replace("/", "__") + ".o"))
         objects.append(target)
         lines += [
             f"build {target}: {edge.rule} {ninja_path(project.root / edge.source)}",
@@ -633,7 +657,7 @@ def write_ninja(
             f"  flags = {ninja_quote(edge.flags)}",
         ]
     objects += [ninja_path(project.root / name) for name in project.torch_src if name.endswith(LINKER_SUFFIX)]
-    library = cache / "lib" / f"{ops}.abi3.so"
+    library = own / "lib" / f"{ops}.abi3.so"
     lines += [
         f"build {ninja_path(library)}: link {' '.join(objects)}",
         f"  library = {library.name}",
@@ -641,8 +665,8 @@ def write_ninja(
         f"default {ninja_path(library)}",
         "",
     ]
-    write_if_changed(cache / "registration.h", REGISTRATION.format(ops=ops))
-    write_if_changed(cache / "build.ninja", "\n".join(lines))
+    write_if_changed(own / "registration.h", REGISTRATION.format(ops=ops))
+    write_if_changed(own / "build.ninja", "\n".join(lines))
     return library
 
 
@@ -671,7 +695,8 @@ def compile_variant(library: Path, cache: Path, jobs: int, verbose: bool) -> Non
         "NVCC_APPEND_FLAGS": f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads={jobs}",
         "NINJA_STATUS": "  [%f/%t, %e s] ",
     }
-    command = [find_ninja(), "-j", str(jobs), *(["-v"] if verbose else [])]
+    command = [find_ninja(), "-f", str(library.parents[1] / "build.ninja"), "-j", str(jobs)]
+    command += ["-v"] if verbose else []
     sys.stdout.flush()
     if subprocess.run(command, cwd=cache, env=environment, check=False).returncode != 0:
         raise BuildError("compilation failed (see above)")
@@ -821,7 +846,7 @@ def build_variant(
     ops = f"_{project.python_name}_{backend}_{unique_id(project, backend, options, git)}"
     variant = variant_name(project, backend, cuda)
     archs = () if cuda is None else options.archs or tuple(project.capabilities(cuda.version))
-    cache = project.root / "build" / ".cache" / (f"{variant}.{options.key}" if options.key else variant)
+    cache = project.root / "build" / ".cache" / (f"{variant}.{options.cache_key}" if options.cache_key else variant)
     with locked(cache):
         print(f"{variant}{': ' if archs else ''}{' '.join(archs)}")
         library = write_ninja(project, backend, torch, cuda, options, cache, ops)
@@ -1022,7 +1047,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if options.sanitize and list(backends) != ["cpu"]:
             raise BuildError("--sanitize builds the CPU variant alone: drop --backend cuda")
-        if options.archs and "cpu" in backends:
+        if options.archs and "cuda" not in backends:
             raise BuildError("--arch is for the CUDA variant: drop it, or --backend cpu")
         output = args.output or project.root / "build" / options.folder
         torch = find_torch(min(project.stable_abi[b] for b in backends))
@@ -1040,7 +1065,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         raise BuildError(reason)
                     results.append(Result("cuda", f"skipped: {reason}"))
                     continue
-            results.append(build_variant(project, backend, torch, cuda, output, options, args.jobs, args.verbose))
+            own = options if backend == "cuda" else dataclasses.replace(options, archs=())
+            results.append(build_variant(project, backend, torch, cuda, output, own, args.jobs, args.verbose))
         print_table(results)
         if output != project.root / "build":
             print(f"\nIt is in {output}, where LOCAL_KERNELS and get_local_kernel have to look.")

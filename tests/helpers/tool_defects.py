@@ -125,7 +125,7 @@ TOOL_DEFECTS = [
     defect(
         "--arch ignored for the CPU",
         BUILD,
-        'if options.archs and "cpu" in backends:',
+        'if options.archs and "cuda" not in backends:',
         "if False:",
         "build_local::test_argument_errors",
     ),

@@ -170,7 +170,8 @@ def test_static_libstdcxx(project: Path):
     edit(project / "kernel_src/cpu/add.cpp", '#include "ltx/add.h"', '#include <iostream>\n#include "ltx/add.h"')
     edit(project / "kernel_src/cpu/add.cpp", "{\n", "{\n  std::cerr << count << std::endl;\n")
     run_build(project, "--backend", "cpu")
-    run_build(project, "--backend", "cpu", "--static-libstdcxx")
+    second = run_build(project, "--backend", "cpu", "--static-libstdcxx").stdout
+    assert re.findall(r"c\+\+ (\S+)", second) == ["torch-ext/torch_binding.cpp"]  # the rest is compiled already
     for folder, static in (("build", False), ("build/static-libstdcxx", True)):
         library = library_of(cpu_variant(project, folder))
         assert ("libstdc++" not in tool("objdump", "-p", library)) == static
