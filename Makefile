@@ -3,6 +3,7 @@
 #   VENV=dir                 where the environment is (default: .venv)
 #   SYSTEM=1                 no environment: use python3 (or PYTHON) and the torch that is installed there
 #   BACKEND=cpu|cuda         build this backend alone (default: what this machine can build; for demo, test: can run)
+#   ARCHS=9.0+PTX            architectures of the CUDA variant, instead of all that build.toml names
 #   BUILD_ARGS=...           more arguments for tools/build.py, for example --cuda-from-pypi
 #   PYTEST_ARGS=...          more arguments for pytest, for example "-k rope -x"
 #   MODEL=...                handed to examples/demo.py
@@ -48,17 +49,19 @@ else
 endif
 
 BACKEND_ARG := $(if $(BACKEND),--backend $(BACKEND))
+ARCHS_ARG := $(if $(ARCHS),$(addprefix --arch ,$(ARCHS)) --output build)
 BUILD := $(PY) tools/build.py
 LOCAL := LOCAL_KERNELS="org/ltx-kernels=$(CURDIR)/build"
-RUN := $(LOCAL) HF_HUB_DISABLE_TELEMETRY=1 $(PY)
+RUN := $(LOCAL) HF_HUB_DISABLE_TELEMETRY=1 $(if $(ARCHS),LTX_KERNELS_ARCHS="$(ARCHS)") $(PY)
 RELEASE := $(or $(PYTHON),python3) tools/release.py
 CXX_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 STARTED := $(shell date +%s)
 # After the tests: how long it took with environment and build, and what was left out. The status is that of the tests.
 TOOK = status=$$?; echo "make $@ took $$(($$(date +%s) - $(STARTED))) s. Not run: $(1)."; exit $$status
 
-.PHONY: help setup build test test-variants test-all test-torch test-versions test-static test-recorded test-newest
-.PHONY: test-engines engine-versions test-diffusers test-serving fuzz notebooks sanitize demo docs lint actionlint format
+.PHONY: help setup build test test-variants test-rest test-all test-torch test-versions test-static test-recorded
+.PHONY: test-newest test-engines engine-versions test-diffusers test-serving fuzz notebooks sanitize demo docs lint
+.PHONY: actionlint format
 .PHONY: check-all nix-matrix nix-build check-variants check-complete check-release sign card upload gpu-job case-study
 .PHONY: clean distclean
 .DEFAULT_GOAL := help
@@ -75,7 +78,7 @@ demo: $(READY)  ## build what this machine can run, then run examples/demo.py (M
 
 test: $(READY)  ## build what this machine can run, then run the tests of a few minutes
 	$(BUILD) $(or $(BACKEND_ARG),--this-machine) $(BUILD_ARGS)
-	LTX_KERNELS_THIS_MACHINE=1 $(RUN) -m pytest $(XDIST) -m "not slow and not extended" $(PYTEST_ARGS); \
+	LTX_KERNELS_THIS_MACHINE=1 $(RUN) -m pytest $(XDIST) -m "not slow and not extended and not repeated" $(PYTEST_ARGS); \
 	  $(call TOOK,CUDA variants without a GPU and extended tests: make test-variants; every family of each path \
 	  and other slow tests: make check-all)
 
@@ -91,10 +94,13 @@ $(READY):
 endif
 
 build: $(READY)  ## build every variant this machine can into build/
-	$(BUILD) $(BACKEND_ARG) $(BUILD_ARGS)
+	$(BUILD) $(or $(BACKEND_ARG),$(if $(ARCHS),--backend cpu --backend cuda)) $(ARCHS_ARG) $(BUILD_ARGS)
 
-test-variants: build  ## build every variant this machine can, then run all tests but the slow ones
-	$(RUN) -m pytest $(XDIST) -m "not slow" $(PYTEST_ARGS)
+test-variants: build  ## build every variant this machine can, then run all tests but slow and repeated ones
+	$(RUN) -m pytest $(XDIST) -m "not slow and not repeated" $(PYTEST_ARGS)
+
+test-rest: build  ## build, then run the tests that test-variants leaves out
+	$(RUN) -m pytest $(XDIST) -m "slow or repeated" $(PYTEST_ARGS)
 
 test-all: build  ## build, then run all tests
 	$(RUN) -m pytest $(XDIST) $(PYTEST_ARGS)

@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "kernels_ci: the fast subset, under 60 s in all",
         "slow: minutes, tens of gigabytes, or more models and builds of one kind; make check-all runs it",
         "extended: seconds for one more kind of what `make test` runs in another kind; make test-variants runs it",
+        "repeated: what a test without this mark checks, for more dtypes, widths or models; GPUs and test-all run it",
         "host: takes the device, but its subject is code that runs on the host, the same for every device",
         "sanitize: every op, dtype and geometry in small, for compute-sanitizer",
     ):

@@ -35,6 +35,11 @@ def lists(request: pytest.FixtureRequest, ltx: ModuleType, device: str) -> Any:
     known.cache_clear()
 
 
+lists_of_cuda_first = pytest.mark.parametrize(
+    "lists", ["cuda", pytest.param("cpu", marks=pytest.mark.repeated)], indirect=True
+)
+
+
 def test_lists_of_cuda() -> None:
     """What the package relies on, by torch's own dispatch for tensors of a GPU."""
     x, heads = torch.zeros(2, 8), torch.zeros(1, 2, 4, 8)
@@ -65,7 +70,7 @@ FLOAT32_REFINERS = ("hunyuan_video", "hunyuan_video-padded", "hunyuan_video-toke
 
 
 @every_path
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.repeated)], ids=str)
 def test_families(ltx: ModuleType, device: str, family: Family, dtype: torch.dtype, lists: str) -> None:
     """Whole blocks run ops, in the dtypes of stock, and no further from the model in float32 than stock is."""
     model, inputs = make(family, device, dtype), cast(family.inputs(2), device, dtype)
@@ -213,6 +218,7 @@ def test_kept_answers(ltx: ModuleType, device: str) -> None:
 
 
 @every_path
+@lists_of_cuda_first
 def test_fp8(ltx: ModuleType, device: str, family: Family, lists: str) -> None:
     """`optimize` and calls with fp8 weights: torch.cat, which autocast has a list for, takes no fp8 there."""
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
@@ -258,8 +264,7 @@ from helpers.language_models import make_ids  # noqa: E402
 from test_language_models import every_path as every_language_path  # noqa: E402
 from test_language_models import make as make_language_model  # noqa: E402
 from test_language_models import make_encoder  # noqa: E402
-from test_vae import BATCH, RUN, calls, make_vae  # noqa: E402
-from test_vae import CASES as HALVES  # noqa: E402
+from test_vae import BATCH, RUN, calls, every_class, make_vae  # noqa: E402
 
 
 @every_language_path
@@ -290,7 +295,8 @@ def test_encoders(ltx: ModuleType, device: str, prefix: str, lists: str) -> None
     assert report.fallbacks == {}
 
 
-@pytest.mark.parametrize("name, half", HALVES, ids=map(" ".join, HALVES))
+@every_class
+@lists_of_cuda_first
 def test_autoencoders(ltx: ModuleType, device: str, name: str, half: str, lists: str) -> None:
     """LTX-2's runs stock where autocast squares in float32: its op rounds each step."""
     vae, batch = make_vae(name, device, torch.bfloat16), BATCH[half]

@@ -69,7 +69,7 @@ BLOCKS = {name: family.blocks for name, family in FAMILIES.items()}
 FIRST = one_of_each_path(DESCRIPTIONS, BLOCKS)
 FEW = few_with_every_part(DESCRIPTIONS, BLOCKS, FIRST)
 every_path = of_each_path("family", FAMILIES, FIRST)
-every_changed_family = of_each_path("family", FAMILIES, FIRST, pytest.mark.extended)
+every_changed_family = of_each_path("family", FAMILIES, FIRST, pytest.mark.repeated)
 every_compiled_path = of_each_path("family", FAMILIES, FEW)
 
 

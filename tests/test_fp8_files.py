@@ -16,7 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 safetensors = pytest.importorskip("safetensors.torch")
 accelerate = pytest.importorskip("accelerate")
-from test_families import cast, every_family, make, run  # noqa: E402
+from test_families import cast, every_changed_family, make, run  # noqa: E402
 from test_integration import LAYERS, make_inputs, make_model, patched  # noqa: E402
 from test_integration_fp8 import LINEARS  # noqa: E402
 
@@ -130,7 +130,7 @@ def test_offloaded_autoencoder(ltx: ModuleType, device: str) -> None:
     assert "beside the stock ones" in str(report) and "diffusers.LTXVideoDecoder3d" in report.replaced
 
 
-@every_family
+@every_changed_family
 def test_families(ltx: ModuleType, device: str, family: Any, tmp_path: Path) -> None:
     inputs = cast(family.inputs(1), device, torch.bfloat16)
     model = make(family, device, torch.bfloat16)

@@ -26,6 +26,8 @@ VARIANTS = Path(os.environ.get("LTX_KERNELS_VARIANTS") or ROOT / "build").resolv
 # Set by `make test`, which builds what this machine can run: another variant may be missing, older than the sources, or
 # without the code of some GPUs. Its tests are skipped then.
 THIS_MACHINE = bool(os.environ.get("LTX_KERNELS_THIS_MACHINE"))
+# Set by `make ARCHS=...`: the CUDA variant has the code of these architectures alone.
+ARCHS = os.environ.get("LTX_KERNELS_ARCHS", "").split()
 
 
 def built_variants(backend: str) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.build_checks import (
+    ARCHS,
     PACKAGE,
     ROOT,
     THIS_MACHINE,
@@ -47,10 +48,11 @@ def variant(request: pytest.FixtureRequest) -> Path:
 
 def local_cache(variant: Path) -> Path:
     """What tools/build.py left of the build of a variant; Nix leaves nothing."""
-    cache = ROOT / "build" / ".cache" / variant.name
-    if variant.parent != ROOT / "build" or not cache.is_dir():
+    caches = (ROOT / "build" / ".cache").glob(f"{variant.name}*")
+    found = [cache for cache in caches if (cache / "lib" / library_of(variant).name).is_file()]
+    if variant.parent != ROOT / "build" or not found:
         pytest.skip(f"NOT RUN: {variant} was not built here")
-    return cache
+    return found[0]
 
 
 def validate(variant: Path) -> None:
@@ -91,13 +93,16 @@ def test_metadata(variant: Path):
     assert metadata.provenance is not None
     assert metadata.digest is not None
     git = builder.git_status(ROOT)
+    every = None if "-cpu-" in variant.name else project.capabilities(cuda_version(variant))
     if git is not None:
         assert metadata.provenance.kernel is not None and len(metadata.provenance.kernel.commit) == 40
-        assert metadata.provenance.kernel.dirty == metadata.id.endswith("_dirty")
+        # A commit names the build for all architectures alone.
+        named = not metadata.provenance.kernel.dirty and metadata.backend.archs == every
+        assert metadata.id.endswith("_dirty") == (not named)
     if "-cpu-" in variant.name:
         assert metadata.backend.archs is None
     else:
-        expected = [project.capabilities(cuda_version(variant))]
+        expected = [ARCHS or every]
         if THIS_MACHINE:
             expected.append(builder.native_archs())
         assert metadata.backend.archs in expected
@@ -198,11 +203,12 @@ def test_target_version(variant: Path):
 
 
 def test_device_code_of_each_architecture():
+    """Those that the variant was built for, which are all unless ARCHS names fewer."""
     variant = built_variant("cuda")
     images = fatbin_archs(library_of(variant))
     project = builder.load_project()
     expected = [
-        expected_images(builder.archs_of(kernel, [], cuda_version(variant)))
+        expected_images(builder.archs_of(kernel, ARCHS, cuda_version(variant)))
         for kernel in project.kernels_for("cuda")
         for source in kernel.src
         if source.endswith(".cu")
@@ -218,12 +224,12 @@ def resource_lines(report: str) -> list[str]:
 
 
 def test_no_spills_and_no_local_memory():
-    """`ptxas -v` of every kernel on every architecture."""
+    """`ptxas -v` of every kernel on every architecture of the variant."""
     variant = built_variant("cuda")
     project = builder.load_project()
     for kernel in project.kernels_for("cuda"):
         report = (local_cache(variant) / f"ptxas-{kernel.name}.txt").read_text()
-        for arch in builder.archs_of(kernel, [], cuda_version(variant)):
+        for arch in builder.archs_of(kernel, ARCHS, cuda_version(variant)):
             number = arch.removesuffix("+PTX").replace(".", "")
             assert f"for 'sm_{number}'" in report, f"{kernel.name} was not compiled for {arch}"
         lines = resource_lines(report)
@@ -234,6 +240,29 @@ def test_no_spills_and_no_local_memory():
                 function = line
             elif (found := resource_lines(line)) and found[0] != ("0", "0", "0"):
                 pytest.fail(f"{function}\n{line}")
+
+
+@pytest.mark.parametrize("name", [kernel.name for kernel in builder.load_project().kernels_for("cuda")])
+def test_front_end_for_other_architectures(name: str, tmp_path: Path):
+    """nvcc's front end takes each source for the architectures that the variant has no machine code of.
+
+    It reads what the preprocessor leaves for an architecture and instantiates the templates; inline assembly is left to
+    the build for all architectures.
+    """
+    variant = built_variant("cuda")
+    project = builder.load_project()
+    (kernel,) = (kernel for kernel in project.kernels_for("cuda") if kernel.name == name)
+    every, compiled = (builder.archs_of(kernel, asked, cuda_version(variant)) for asked in ([], ARCHS))
+    others = tuple(arch for arch in every if arch not in compiled)
+    if not others:
+        pytest.skip(f"the variant has the machine code of {' '.join(every)}")
+    cuda = builder.find_cuda() or builder.install_cuda_from_pypi("13.0", ROOT / builder.CUDA_TOOLCHAIN_DIR)
+    torch = builder.find_torch(project.stable_abi["cuda"])
+    edges = builder.edges_of(project, "cuda", torch, cuda, builder.Options(archs=others), local_cache(variant))
+    for edge in edges:
+        if edge.source in kernel.src:
+            output = ["-fatbin", "-o", tmp_path / "none.fatbin"]
+            tool(cuda.nvcc, "--fdevice-syntax-only", *output, *edge.flags, project.root / edge.source)
 
 
 def test_cpu_variant_loads_and_runs():

@@ -407,7 +407,10 @@ def test_builds_of_other_sources_are_not_measured(monkeypatch: pytest.MonkeyPatc
         measure.main([])
 
 
-@pytest.mark.parametrize("place", ["kernel_src/rope.cu", "torch-ext/ltx_kernels/integrations/engine/sites.py"])
+PYTHON = "torch-ext/ltx_kernels/integrations/engine/sites.py"
+
+
+@pytest.mark.parametrize("place", ["kernel_src/rope.cu", pytest.param(PYTHON, marks=pytest.mark.repeated)])
 def test_an_edit_changes_no_page(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a page says of stale figures follows from the result files and the history alone."""
     import readme

@@ -22,13 +22,13 @@ import ops  # noqa: E402
 RECORDS = json.loads(op_cases.CALLS.read_text())["records"]
 KEYS = {op_calls.key_of(record): record for record in RECORDS}
 MODELS = op_calls.models()
-QUICK = ("ltx2", "qwen3-8b")  # the others take seconds each, and their calls are of the same code
+QUICK = ("ltx2", "qwen3-8b")  # the others take seconds each, and are recorded by the same code
 ELEMENTS = 2_000_000  # of a call that a CPU computes in a moment
 
 
 @pytest.mark.parametrize("precision", op_calls.PRECISIONS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.extended) for name in MODELS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.repeated) for name in MODELS]
 )
 def test_every_call_of_a_model_has_a_case(ltx: ModuleType, backend: str, name: str, precision: str) -> None:
     if backend != "cpu":
