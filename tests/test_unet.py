@@ -24,18 +24,32 @@ SD15: dict[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "attention_head_dim": 2,
 }
+# Of Kandinsky 2 and unCLIP: blocks that change the size, and time embeddings that scale.
+KANDINSKY2: dict[str, Any] = {
+    **SD15,
+    "down_block_types": ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+    "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+    "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+    "resnet_time_scale_shift": "scale_shift",
+    "attention_head_dim": 16,
+}
 UP = {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
 MAKE: dict[str, Callable[..., Any]] = {
     "sdxl": basic_transformer.unet,
     "sd 1.5": lambda: diffusers.UNet2DConditionModel(**SD15, **UP),
+    "kandinsky 2": lambda: diffusers.UNet2DConditionModel(**KANDINSKY2),
     "controlnet": lambda: diffusers.ControlNetModel(**SD15, conditioning_embedding_out_channels=(8, 16)),
 }
 # How many of them there are; what a ControlNet has is what a UNet has on its way down.
 COUNTS = {
     "sdxl": {"ResnetBlock2D": 8, "Transformer2DModel": 4, "Upsample2D": 1},
     "sd 1.5": {"ResnetBlock2D": 8, "Transformer2DModel": 4, "Upsample2D": 1},
+    "kandinsky 2": {"ResnetBlock2D": 10, "Upsample2D": 1},
     "controlnet": {"ResnetBlock2D": 4, "Transformer2DModel": 2},
 }
+# Of these, the calls of a forward: a residual block that enlarges images calls no module for it.
+CALLS = {**COUNTS, "kandinsky 2": {"ResnetBlock2D": 10, "Upsample2D": 0}}
+SIZES = [(8, 8), (6, 10), (7, 9)]
 IMAGE_MODULES = ("ResnetBlock2D", "Transformer2DModel", "Upsample2D")
 every_model = pytest.mark.parametrize("name", MAKE)
 
@@ -83,17 +97,21 @@ def reasons_of(report: Any, name: str = "ResnetBlock2D") -> set[str]:
     return set(report.fallbacks.get(f"diffusers.{name}", {}))
 
 
-@every_model
-@pytest.mark.parametrize("size", [(8, 8), (6, 10), (7, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, size) for name in MAKE for size in SIZES[: 2 if name == "kandinsky 2" else 3]], ids=str
+)
 def test_float32(ltx: ModuleType, device: str, name: str, size: tuple[int, int]) -> None:
-    """Odd sizes are halved upwards, and doubled to a size that the model asks for: one Upsample2D runs stock."""
+    """Odd sizes are halved upwards, and doubled to a size that the model asks for: one Upsample2D runs stock.
+
+    Blocks that change the size by themselves take even sizes alone.
+    """
     model = make(name, device)
     stock = run(name, model, 3, size)
     report = ltx.optimize(model, strict=True)
     close(run(name, model, 3, size), stock)
     odd = name != "controlnet" and size == (7, 9)
     assert report.fallbacks == ({"diffusers.Upsample2D": {"an output of (7, 9)": 1}} if odd else {})
-    assert image_calls(report) == {**COUNTS[name], **({"Upsample2D": 0} if odd else {})}
+    assert image_calls(report) == {**CALLS[name], **({"Upsample2D": 0} if odd else {})}
     assert {key: report.replaced[f"diffusers.{key}"] for key in COUNTS[name]} == COUNTS[name]
 
 
@@ -107,7 +125,7 @@ def test_half_error(ltx: ModuleType, device: str, name: str, dtype: torch.dtype,
     stock, truth = run(name, model, 8), run(name, copy.deepcopy(model).double(), 8)
     report = ltx.optimize(model, strict=True)
     assert error(run(name, model, 8), truth) <= 1.1 * error(stock, truth)
-    assert report.fallbacks == {} and image_calls(report) == COUNTS[name]
+    assert report.fallbacks == {} and image_calls(report) == CALLS[name]
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd 1.5"])
@@ -356,11 +374,9 @@ def stock_resnet(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"time_embedding_norm": "scale_shift"}, "time_embedding_norm is scale_shift"),
-        ({"up": True}, "it changes the size or the scale of its result"),
-        ({"down": True}, "it changes the size or the scale of its result"),
-        ({"output_scale_factor": 2.0}, "it changes the size or the scale of its result"),
-        ({"non_linearity": "gelu"}, "nonlinearity is torch.nn.modules.activation.GELU"),
+        ({"up": True, "kernel": "fir"}, "its upsample computes with a kernel, or more than one step"),
+        ({"down": True, "kernel": "fir"}, "its downsample computes with a kernel, or more than one step"),
+        ({"non_linearity": "mish"}, "nonlinearity is torch.nn.modules.activation.Mish"),
     ],
     ids=str,
 )
@@ -368,7 +384,23 @@ def test_residual_blocks_that_are_left_alone(ltx: ModuleType, options: dict[str,
     assert ltx.optimize(stock_resnet(**options)).left_alone[""] == reason
 
 
-@pytest.mark.parametrize("options", [{}, {"skip_time_act": True}, {"conv_shortcut_bias": False}, {"eps": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"skip_time_act": True},
+        {"conv_shortcut_bias": False},
+        {"eps": 0.3},
+        {"time_embedding_norm": "scale_shift"},
+        {"up": True},
+        {"down": True},
+        {"up": True, "time_embedding_norm": "scale_shift", "out_channels": 32},
+        {"output_scale_factor": 2.0},
+        {"non_linearity": "gelu"},
+        {"non_linearity": "gelu", "time_embedding_norm": "scale_shift", "skip_time_act": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_residual_block(ltx: ModuleType, device: str, options: dict[str, Any], contiguous: bool) -> None:
     block = stock_resnet(**options).to(device)
@@ -376,9 +408,29 @@ def test_residual_block(ltx: ModuleType, device: str, options: dict[str, Any], c
     given = {"input_tensor": randn(2, 32, 5, 6).to(device).to(memory_format=order), "temb": randn(2, 16).to(device)}
     with torch.no_grad():
         stock = block(**given)
-        report = ltx.optimize(block)
+        report = ltx.optimize(block, strict=True)
         for _ in range(3):
-            close(block(**given), stock)
+            result = block(**given)
+            close(result, stock)
+            assert result.is_contiguous(memory_format=torch.channels_last)
+    assert report.fallbacks == {}
+    assert "recorded calls: 1 of 1 diffusers.ResnetBlock2D" in str(report)
+
+
+@pytest.mark.parametrize("options", [{"time_embedding_norm": "scale_shift"}, {"up": True}, {"down": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_error_of_a_residual_block(
+    ltx: ModuleType, device: str, dtype: torch.dtype, options: dict[str, Any], request: Any
+) -> None:
+    """Not further from the block in fp64 than the stock block is."""
+    if device == "cpu":
+        request.getfixturevalue("exact_convolutions")
+    block = stock_resnet(**options).to(device, dtype)
+    image, temb = randn(8, 32, 10, 12).to(device, dtype), randn(8, 16).to(device, dtype)
+    with torch.no_grad():
+        stock, truth = block(image, temb), copy.deepcopy(block).double()(image.double(), temb.double())
+        report = ltx.optimize(block)
+        assert error(block(image, temb), truth) <= 1.1 * error(stock, truth)
     assert report.fallbacks == {}
 
 
@@ -412,6 +464,27 @@ def test_reasons_of_a_residual_block(ltx: ModuleType, device: str) -> None:
     block.eval()
     block.time_emb_proj = None
     assert "a time embedding without a layer" in why(image, randn(2, 64, 1, 1).to(device))
+
+
+@pytest.mark.parametrize("options", [{"up": True}, {"down": True}], ids=str)
+def test_hooks_of_a_change_of_size(ltx: ModuleType, device: str, options: dict[str, Any]) -> None:
+    block = stock_resnet(**options).to(device)
+    (name,) = (f"{name}sample" for name in options)
+    block.get_submodule(name).register_forward_hook(lambda _, __, output: 2 * output)
+    given = randn(2, 32, 6, 8).to(device), randn(2, 16).to(device)
+    with torch.no_grad():
+        stock = block(*given)
+        report = ltx.optimize(block)
+        close(block(*given), stock)
+    assert reasons_of(report) == {f"{name} has a hook"}
+
+
+def test_a_scale_without_a_time_embedding(ltx: ModuleType, device: str) -> None:
+    """The stock block refuses it."""
+    block = stock_resnet(time_embedding_norm="scale_shift", temb_channels=None).to(device)
+    ltx.optimize(block)
+    with torch.no_grad(), pytest.raises(ValueError, match="temb"):
+        block(randn(2, 32, 6, 8).to(device), None)
 
 
 def test_convolutions_that_pad_otherwise(ltx: ModuleType, device: str) -> None:

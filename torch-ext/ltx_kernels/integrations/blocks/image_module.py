@@ -25,7 +25,6 @@ from ..replay.calls import replayed
 from .images import MOVED, move_weights, move_weights_back
 
 GROUP_NORM = "torch.nn.modules.normalization.GroupNorm"
-SILU = "torch.nn.modules.activation.SiLU"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class ImageModule:
     unused: Names of further parameters of the stock forward's. A call that gives any runs stock.
     tensors: Names of other arguments that are tensors of the image's dtype.
     norms: Names of the GroupNorms that `forward` reads and does not call.
-    activations: Names of the SiLUs that it does not call as often as the stock forward.
     dropouts: Names of dropouts that it does not call.
     apart: Names of children with forwards of their own, which it calls.
     records: Whether later calls replay the functions of an earlier one.
@@ -53,7 +51,6 @@ class ImageModule:
     unused: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
-    activations: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
     apart: frozenset[str] = frozenset()
     records: bool = True
@@ -109,10 +106,9 @@ class ImageModule:
                 move_weights_back(child)
 
     def _why_not_module(self, module: nn.Module) -> str:
-        for names, expected in ((self.norms, GROUP_NORM), (self.activations, SILU)):
-            for name in names:
-                if class_of(module._modules.get(name)) != expected:
-                    return f"{name} is {class_of(module._modules.get(name))}"
+        for name in self.norms:
+            if class_of(module._modules.get(name)) != GROUP_NORM:
+                return f"{name} is {class_of(module._modules.get(name))}"
         return self.why_not(module)
 
     def _why_not_state(self, module: nn.Module, image: Tensor) -> str:
@@ -120,7 +116,7 @@ class ImageModule:
         reason = self._why_not_module(module)
         if reason:
             return reason
-        for name in (*self.norms, *self.activations):
+        for name in self.norms:
             if hooked(module._modules[name]):  # type: ignore[arg-type]
                 return f"{name} {hooked(module._modules[name])}"  # type: ignore[arg-type]
         for name in self.dropouts:

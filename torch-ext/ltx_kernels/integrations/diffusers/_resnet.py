@@ -11,12 +11,18 @@ from ..blocks.images import Images, branch_of
 MODELS = "diffusers.models."
 RESNET = MODELS + "resnet.ResnetBlock2D"
 UPSAMPLE = MODELS + "upsampling.Upsample2D"
+DOWNSAMPLE = MODELS + "downsampling.Downsample2D"
 
 
-def resnet(block: Any, h: Images, shift: Tensor | None = None) -> None:
-    """shift: [B, C] that the first convolution's result is moved by, such as a UNet's time embedding."""
-    inner = Images(*branch_of(block.conv1, h.norm(block.norm1)), residual_bias=shift)
-    branch = branch_of(block.conv2, inner.norm(block.norm2, last=True))
+def resnet(block: Any, h: Images) -> None:
+    """The residual block of an autoencoder."""
+    inner = Images(*branch_of(block.conv1, h.norm(block.norm1)))
+    add_branch(block, h, inner.norm(block.norm2, last=True))
+
+
+def add_branch(block: Any, h: Images, activated: Tensor) -> None:
+    """Adds the second convolution of a residual block to the stream, or to what the shortcut makes of the stream."""
+    branch = branch_of(block.conv2, activated)
     shortcut = block.conv_shortcut
     if shortcut is None:
         h.add(*branch)
@@ -26,6 +32,11 @@ def resnet(block: Any, h: Images, shift: Tensor | None = None) -> None:
 
 
 def doubles_pixels(upsample: Any) -> bool:
-    """Whether an Upsample2D repeats each pixel twice in rows and columns, and then convolves."""
-    usual = upsample.use_conv and upsample.interpolate and upsample.name == "conv" and upsample.norm is None
+    """Whether an Upsample2D repeats each pixel twice in rows and columns, and then convolves or does nothing more."""
+    usual = upsample.interpolate and upsample.name == "conv" and upsample.norm is None
     return bool(usual and not upsample.use_conv_transpose)
+
+
+def halves_pixels(downsample: Any) -> bool:
+    """Whether a Downsample2D takes the means of squares of four pixels, and does nothing more."""
+    return bool(not downsample.use_conv and downsample.norm is None)

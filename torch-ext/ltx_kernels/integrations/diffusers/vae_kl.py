@@ -25,7 +25,7 @@ def decode(self: Any, sample: Tensor, latent_embeds: Tensor | None = None) -> Te
 
 
 def _why_not(decoder: Any) -> str:
-    if not all(doubles_pixels(part) for part in decoder.modules() if class_of(part) == UPSAMPLE):
+    if not all(doubles_pixels(part) and part.use_conv for part in decoder.modules() if class_of(part) == UPSAMPLE):
         return "its upsamplers do not double the pixels before one convolution"
     return why_not_kl(decoder)
 
