@@ -16,7 +16,8 @@ Video its own timestep, as trainers with a conditioning frame do.
 `step_ms` is a whole step on the device, `forward_ms`, `backward_ms` and `optimizer_ms` are its parts. `peak_gb` is the
 weights and what a step needs beside them. `grad_error_vs_fp32` is the relative L2 error of all adapters' gradients
 against the stock model in float32, of the first `error_blocks` blocks. `own_calls` and `stock_calls` count the
-calls of a step that run the ops, and those that do not, by reason.
+calls of a step that run the ops, and those that do not, by reason. With `--profile`, `ms_by_kind` is what a step's
+kernels take, and "idle" the time in which the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, Turns, error, free_memory, label, measure, synchronize, view_of
+from steps import COLUMNS, PROFILED_STEPS, Turns, error, free_memory, label, measure, synchronize, view_of
 from torch import Tensor, nn
 
 CONFIGS = ("baseline", "compile", "kernels", "kernels_fp8", "torchao_fp8_compile")
@@ -216,6 +217,8 @@ def inputs_of(name: str, model: nn.Module, size: str, timesteps: str, options: A
     inputs = known.inputs(model, Make(DTYPES[options.dtype], options.device), **shape)
     if timesteps == "token":
         inputs["timestep"] = torch.linspace(0, 999, inputs["hidden_states"].shape[1], device=options.device)[None]
+    if "guidance" in inputs:  # times 1000 a number of bfloat16, so that the model in float32 is guided in the same way
+        inputs["guidance"] = torch.full_like(inputs["guidance"], 4.0)
     return {**inputs, "return_dict": False}
 
 
@@ -248,13 +251,15 @@ def measure_scene(
         made,
         lambda one: Step(one, inputs, target, autocast),
         options.configs,
-        Turns(options.rounds, options.steps, profiled=0, graph_s=0.0),
+        Turns(options.rounds, options.steps, profiled=PROFILED_STEPS if options.profile else 0, graph_s=0.0),
         options.device,
         progress,
     )
     records = []
     for config, one in measured.items():
         record = {**identity, "config": config, **one.record}
+        if "kernels" in record:
+            record["launches"] = sum(kernel["launches"] for kernel in record.pop("kernels"))
         if options.device == "cuda":
             record |= one.step.parts(options.steps)
         if config in errors:
@@ -293,6 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, help="(default: the model's)")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each configuration (default: 4)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a turn (default: 6)")
+    parser.add_argument("--profile", action="store_true", help="add milliseconds by kind of kernel, and launches")
     parser.add_argument("--update", action="store_true", help="keep what the file says of all else")
     add_options(parser, "train", "a model of seconds on a CPU")
     options = parser.parse_args(arguments)

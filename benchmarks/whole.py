@@ -16,7 +16,7 @@ from steps import kernel_times, synchronize, weight_bytes
 from torch import nn
 
 WARM_UP = 2  # calls before those that are timed; the second may capture graphs
-WARM_UP_AUTO = 6  # graphs="auto" captures after some calls
+WARM_UP_AUTO = 12  # with graphs="auto" a text encoder, which runs once a call, is captured after about eight
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whole clips: h200-clip.json."""
+"""Whole clips: h200-clip.json and h100-80gb-hbm3-clip.json."""
 
 from pages.names import CLIP_CONFIGS
 from pages.writing import Record, block, link, load, table, text
@@ -17,10 +17,11 @@ def _place(record: Record) -> tuple[object, ...]:
     return models.index(record["model"]), record["recipe"], size, configs.index(record["config"])
 
 
-@block("docs/measured/clips.md", "clips")
-def clips() -> str:
+@block("docs/measured/clips.md", "clips", file="h200-clip")
+@block("docs/measured/clips.md", "clips-h100", file="h100-80gb-hbm3-clip")
+def clips(file: str) -> str:
     """Whole clips, by part."""
-    result = load("h200-clip")
+    result = load(file)
     meta, records = result["meta"], result["records"]
     stock = {_clip(record): record["clip_ms"] for record in records if record["config"] == "stock"}
     head = "| clip | | ms | x diffusers | waiting for the host | prompt | a step | decoding | peak GiB | first clip |"
@@ -34,7 +35,7 @@ def clips() -> str:
     ]
     return text(
         f"Whole calls of the pipelines with prompt, steps and decoding, on one {meta['device']}, torch "
-        f"{meta['torch']}, {meta['dtype']}, random weights ({link('h200-clip')}, `python benchmarks/clip.py`). The "
+        f"{meta['torch']}, {meta['dtype']}, random weights ({link(file)}, `python benchmarks/clip.py`). The "
         "text encoder, the transformer and the video's decoder are optimized. Distilled: 8 steps without guidance. "
         "Guided: 30 steps with it. Times are in ms. Waiting for the host is the part of a clip in which no kernel "
         f"runs. {meta.get('note', '')}".rstrip(),

@@ -29,7 +29,7 @@ def source(file: str) -> str:
 
 
 @block("docs/measured/guarantees.md", "fuzz-cpu", file="fuzz-cpu")
-@block("docs/measured/guarantees.md", "fuzz-gpu", file="fuzz-h100-80gb-hbm3")
+@block("docs/measured/guarantees.md", "fuzz-gpu", file="fuzz-h200")
 def fuzz(file: str) -> str:
     """Cases, failures, and the largest errors of each op and dtype."""
     result = load(file)
@@ -82,7 +82,7 @@ def sanitizers() -> str:
 @block("docs/measured/guarantees.md", "suites")
 def suites() -> str:
     """How the tests ended on a GPU, by run and file."""
-    result = load("suites-h100-80gb-hbm3")
+    result = load("suites-h200")
     rows = []
     for suite in [*filter(result["suites"].get, SUITES), *sorted(result["suites"].keys() - SUITES.keys())]:
         for file, numbers in sorted(result["suites"][suite]["files"].items()):
@@ -92,7 +92,7 @@ def suites() -> str:
     seconds = result["meta"]["seconds_of_calls"]
     took = ", ".join(f"{call:.0f} s" for call in seconds)
     return text(
-        f"{source('suites-h100-80gb-hbm3')} `tests/gpu.py` ran these in {len(seconds)} calls ({took}).",
+        f"{source('suites-h200')} `tests/gpu.py` ran these in {len(seconds)} calls ({took}).",
         grid("| run | tests | passed | failed | skipped |", rows),
     )
 

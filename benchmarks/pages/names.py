@@ -34,12 +34,12 @@ ENGINE_CONFIGS = {"plain": "without", "plugin": "`{}`", "plugin_fp8": '`{"precis
 CLIP_CONFIGS = {
     "stock": "diffusers",
     "compile": "torch.compile of these three",
-    "kernels": "`optimize`",
+    "kernels": "`optimize(graphs=False)`",
     "kernels_graphs": "`optimize(graphs=True)`",
-    "kernels_auto": '`optimize(graphs="auto")`',
-    "kernels_fp8": '`optimize(precision="fp8")`',
+    "kernels_auto": "`optimize`",
+    "kernels_fp8": '`optimize(precision="fp8", graphs=False)`',
     "kernels_fp8_graphs": '`optimize(precision="fp8", graphs=True)`',
-    "kernels_fp8_auto": '`optimize(precision="fp8", graphs="auto")`',
+    "kernels_fp8_auto": '`optimize(precision="fp8")`',
 }
 
 

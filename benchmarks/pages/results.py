@@ -42,7 +42,7 @@ def files() -> str:
 @block("docs/guarantees.md", "trust")
 def trust() -> str:
     """What tests found, in short."""
-    runs = [load("fuzz-h100-80gb-hbm3"), load("fuzz-cpu")]
+    runs = [load("fuzz-h200"), load("fuzz-cpu")]
     calls = ", ".join(f"{len(run['failures'])} of {run['cases']:,} on {run['meta']['device']}" for run in runs)
     tools = load("sanitize-h200")["tools"]
     faults = [process["faults"] for tool in tools.values() for process in tool.values()]
