@@ -2,12 +2,12 @@
 
 from pages.names import CONFIGS
 from pages.parallel import PARALLEL
-from pages.writing import block, records_of, table, text
+from pages.writing import KINDS, block, records_of, table, table_of_kinds, text, titled
 
 
 @block("docs/measured/training.md", "steps")
 def steps() -> str:
-    """Steps by model, size and configuration."""
+    """Steps by model, size and configuration, and what some of them consist of."""
     records = records_of("h200-train")
     form = ("model", "size", "rank", "checkpointing", "timesteps")
     stock = {tuple(r[key] for key in form): r["step_ms"] for r in records if r["config"] == "baseline"}
@@ -20,15 +20,19 @@ def steps() -> str:
         "| {name} | {size} | {rank} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms:.2f} "
         "| {forward_ms:.1f} | {backward_ms:.1f} | {peak_gb:.2f} | {grad_error_vs_fp32?:.2e} |"
     )
-    return text(
-        table(
-            head,
-            row,
-            rows,
-            name=lambda record: PARALLEL[record["model"]],
-            checkpoints=lambda record: "yes" if record["checkpointing"] else "no",
-        )
+    cells = {
+        "name": lambda record: PARALLEL[record["model"]],
+        "checkpoints": lambda record: "yes" if record["checkpointing"] else "no",
+    }
+    kinds = table_of_kinds(
+        "| model | size | checkpoints | configuration | launches |",
+        "| {name} | {size} | {checkpoints} | {title} | {launches} |",
+        [row for row in rows if "ms_by_kind" in row],
+        (*KINDS, "idle"),
+        **cells,
     )
+    told = "Milliseconds of a step by kind of kernel. While the GPU is idle, it waits for the host:"
+    return text(table(head, row, rows, **cells), titled(told, kinds))
 
 
 @block("docs/measured/training.md", "backward")
