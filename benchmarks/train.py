@@ -1,4 +1,4 @@
-"""Times a training step of LoRA adapters: stock, with torch.compile, and with this package.
+"""Times a training step of LoRA adapters or of a whole model: stock, with torch.compile, and with this package.
 
     python tools/build.py
     python benchmarks/train.py [--models ltx flux] [--sizes 49x512x768] [--checkpointing off on] [--tiny]
@@ -6,12 +6,13 @@
 Models have their released depth and width, and random weights. Without --sizes they are trained at those of SCENES, in
 which larger ones have gradient checkpoints, as one GPU needs them.
 
-A step is a forward under `torch.autocast`, a backward, and AdamW's step on the adapters. The base is frozen, and its
-weights are shared by the configurations, which take turns. "compile" is torch.compile of each block, "kernels" is
-`optimize` after the adapters were added. "kernels_fp8" is that with precision="fp8" and stock_weights="free", of
-weights of its own. "torchao_fp8_compile" is torchao's float8 training of the frozen layers below the adapters,
-compiled: it keeps the weights in bfloat16, and rounds them at every step. `--timesteps token` gives each token of LTX-
-Video its own timestep, as trainers with a conditioning frame do.
+A step is a forward under `torch.autocast`, a backward, and AdamW's step. The adapters' base is frozen, and its weights
+are shared by the configurations, which take turns. With `--rank 0` there are no adapters: all weights are trained, in
+`--dtype`, and each configuration has its own. "compile" is torch.compile of each block, "kernels" is `optimize`, after
+the adapters were added. "kernels_fp8" is that with precision="fp8" and stock_weights="free". "torchao_fp8_compile" is
+torchao's float8 training of the frozen layers below the adapters, compiled: it keeps the weights in bfloat16 and rounds
+them at every step. `--timesteps token` gives each token of LTX-Video its own timestep, as trainers with a conditioning
+frame do.
 
 `step_ms` is a whole step on the device, `forward_ms`, `backward_ms` and `optimizer_ms` are its parts. `peak_gb` is the
 weights and what a step needs beside them. `grad_error_vs_fp32` is the relative L2 error of all adapters' gradients
@@ -82,12 +83,13 @@ TRAINED = {name: MODELS[name] for name in SCENES if name in MODELS}
 TRAINED["ltx"] = replace(MODELS["ltx13b"], config={}, tiny={**MODELS["ltx13b"].tiny, "cross_attention_dim": 128})
 
 
-def with_adapters(model: nn.Module, rank: int, checkpointing: bool) -> Any:
-    """Another model with the same frozen weights, and trained adapters of its own."""
-    made: Any = view_of(model)
-    torch.manual_seed(2)
-    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS, init_lora_weights=False)
-    made.add_adapter(config)
+def trainable(model: nn.Module, rank: int, checkpointing: bool) -> Any:
+    """Another model with the same frozen weights, and trained adapters of its own; of rank 0 with trained weights."""
+    made: Any = view_of(model) if rank else copy.deepcopy(model).requires_grad_(True)
+    if rank:
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS, init_lora_weights=False)
+        made.add_adapter(config)
     if checkpointing:
         made.enable_gradient_checkpointing()
     return made.train()
@@ -95,7 +97,7 @@ def with_adapters(model: nn.Module, rank: int, checkpointing: bool) -> Any:
 
 def make_model(config: str, model: nn.Module, ltx: ModuleType, rank: int, checkpointing: bool) -> Any:
     frees = config == "kernels_fp8"  # the weights of its own
-    made = with_adapters(copy.deepcopy(model) if frees else model, rank, checkpointing)
+    made = trainable(copy.deepcopy(model) if frees else model, rank, checkpointing)
     if config == "kernels":
         made.report = ltx.optimize(made, graphs=False)
     elif config == "kernels_fp8":
@@ -182,8 +184,8 @@ def gradient_errors(
 ) -> dict[str, float]:
     """By configuration but the compiled ones, of a model of the first blocks."""
     shallow = first_blocks(model, ERROR_BLOCKS)
-    exact = with_adapters(copy.deepcopy(shallow).float(), rank, checkpointing=False)
-    for parameter, other in zip(trained(exact), trained(with_adapters(shallow, rank, checkpointing=False))):
+    exact = trainable(copy.deepcopy(shallow).float(), rank, checkpointing=False)
+    for parameter, other in zip(trained(exact), trained(trainable(shallow, rank, checkpointing=False))):
         parameter.data.copy_(other)
     wanted = gradients(exact, {key: floats(value) for key, value in inputs.items()}, target.float(), autocast=False)
     found = {}
@@ -238,7 +240,7 @@ def measure_scene(
     with torch.no_grad():
         target = torch.randn_like(one_tensor(model(**inputs)))
     autocast = options.dtype != "fp32"
-    rank = options.rank or SCENES[name].rank
+    rank = SCENES[name].rank if options.rank is None else options.rank
     identity = {"model": name, "size": size, "rank": rank, "checkpointing": checkpointing, "timesteps": timesteps}
     identity |= {} if SCENES[name].cudnn else {"cudnn_attention": False}
 
@@ -274,7 +276,7 @@ def measure_scene(
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
     numbers = ["step_ms", *(f"{part}_ms" for part in PARTS), "peak_gb", "grad_error_vs_fp32"]
     headings = ["x baseline", *(column.replace("_", " ") for column in numbers)]
-    table = empty_table("A training step of LoRA adapters", ["model", "size", "form", "config"], headings)
+    table = empty_table("A training step", ["model", "size", "form", "config"], headings)
     stock = {_scene(r): r["step_ms"] for r in records if r["config"] == "baseline"}
     for record in records:
         form = f"{record['timesteps']}{', checkpointing' if record['checkpointing'] else ''}"
@@ -295,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", metavar="FxHxW", help="(default: the model's)")
     parser.add_argument("--checkpointing", nargs="+", choices=["off", "on"], help="(default: the model's)")
     parser.add_argument("--timesteps", nargs="+", choices=["sample", "token"], help="(default: the model's)")
-    parser.add_argument("--rank", type=int, help="(default: the model's)")
+    parser.add_argument("--rank", type=int, help="0: all weights are trained (default: the model's)")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each configuration (default: 4)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a turn (default: 6)")
     parser.add_argument("--profile", action="store_true", help="add milliseconds by kind of kernel, and launches")

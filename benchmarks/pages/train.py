@@ -17,11 +17,12 @@ def steps() -> str:
         "| peak GiB | error of gradients |"
     )
     row = (
-        "| {name} | {size} | {rank} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms:.2f} "
+        "| {name} | {size} | {adapters} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms:.2f} "
         "| {forward_ms:.1f} | {backward_ms:.1f} | {peak_gb:.2f} | {grad_error_vs_fp32?:.2e} |"
     )
     cells = {
         "name": lambda record: PARALLEL[record["model"]],
+        "adapters": lambda record: record["rank"] or "all weights",
         "checkpoints": lambda record: "yes" if record["checkpointing"] else "no",
     }
     kinds = table_of_kinds(
