@@ -20,7 +20,7 @@ from helpers import (
     qk_norm_rope_case,
     rotary_case,
 )
-from helpers.cases import MODULATORS, eps_names, offers_offset, optional
+from helpers.cases import MODULATORS, eps_names, index_case, offers_offset, optional
 from helpers.numeric import OUTPUT_ULPS, SUM_ERROR, report, ulp
 from helpers.registry import SCHEMAS
 from torch import Tensor
@@ -128,6 +128,7 @@ def test_the_table_is_whole(ltx: Any) -> None:
     """Every Function has a case here, and gives what this table says."""
     functions = ltx._autograd.FUNCTIONS
     names = {name for function in functions.values() for name in function.given}
+    assert all(not set(function.given) & set(function.shared) for function in functions.values())
     assert {name for given_names in GIVEN.values() for name in given_names} == names
     assert {case_of(name, "cpu", torch.float32).op for name in CASES} == set(GIVEN)
 
@@ -160,6 +161,101 @@ def test_every_op_and_need(ltx: Any, device: str, name: str, dtype: torch.dtype)
         for needs in itertools.combinations(names, count):
             for name, grad in check(ltx, case, needs).items():
                 assert_same_bits(grad, whole[name], f"{name} alone")
+
+
+ROTARY = {
+    "full table": {"table": "[S, D]"},
+    "half table": {"table": "[S, D/2]"},
+    "halves": {"table": "[S, D]", "layout": "half"},
+    "halves, half table": {"table": "[S, D/2]", "layout": "half"},
+}
+# Of a sum over rows as a whole: what is multiplied was rounded to the rows' dtype, and so is the sum.
+SHARED_ERROR = {torch.float32: 2.0**-18, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+WITH_SHARED = [name for name in CASES if case_of(name, "cpu", torch.float32).op in (*NORM_OPS, "qk_norm_rope")]
+
+
+def shared_by_rows(case: Case) -> list[str]:
+    """Weights, biases, scales, shifts, gates and tables."""
+    tensors = (name for name, value in case.kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())
+    return [name for name in tensors if name not in GIVEN[case.op] and not name.endswith(("cos", "sin"))]
+
+
+def rows_of(case: Case) -> Tensor:
+    rows: Tensor = case.kwargs[GIVEN[case.op][0]]
+    return rows
+
+
+def check_shared(ltx: Any, case: Case) -> None:
+    """All at once, one alone, and beside the gradients of rows: the same bits in each."""
+    names, dtype = shared_by_rows(case), rows_of(case).dtype
+    with torch.no_grad():
+        grads = random_like(case.run(ltx))
+    assert runs_function(with_needs(case, names), ltx)
+    whole = gradients(ltx, case, names, grads)
+    assert_near(whole, truth(ltx, case, names, grads), case, dtype)
+    beside = gradients(ltx, case, [*given(case), *names], grads)
+    for key, grad in whole.items():
+        assert_same_bits(gradients(ltx, case, [key], grads)[key], grad, f"{key} alone")
+    for key, grad in {**check(ltx, case), **whole}.items():
+        assert_same_bits(beside[key], grad, f"{key} beside all others")
+    for i in range(len(grads)) if len(grads) > 1 else ():
+        one = [grad if i == j else None for j, grad in enumerate(grads)]
+        want = {key: grad for key, grad in truth(ltx, case, names, one).items() if grad.any()}
+        found = gradients(ltx, case, names, one)
+        assert_near({key: found[key] for key in want}, want, case, dtype)
+
+
+def assert_near(found: dict[str, Tensor], want: dict[str, Tensor], case: Case, dtype: torch.dtype) -> None:
+    assert found.keys() == want.keys()
+    for key, grad in found.items():
+        own = case.kwargs[key].dtype
+        assert grad.dtype == own and grad.shape == want[key].shape
+        size = max(want[key].norm().item(), rows_of(case).numel() ** 0.5)  # terms of about 1 may cancel
+        error = (grad.double() - want[key]).norm()
+        exact = key.startswith(("shift", "bias"))  # sums of the gradients themselves
+        bound = SHARED_ERROR[own] if exact else max(SHARED_ERROR[dtype], SHARED_ERROR[own])
+        assert error <= bound * size, f"{case.op}: {key}"
+
+
+@pytest.mark.parametrize("name", WITH_SHARED)
+@every_dtype
+def test_what_rows_share(ltx: Any, device: str, name: str, dtype: torch.dtype) -> None:
+    case = case_of(name, device, dtype)
+    if not shared_by_rows(case):
+        pytest.skip("rows share nothing in this call")
+    check_shared(ltx, case)
+
+
+@pytest.mark.parametrize("form", ROTARY)
+@pytest.mark.parametrize("across_heads", [True, False])
+@every_dtype
+def test_weights_of_query_and_key(ltx: Any, device: str, form: str, across_heads: bool, dtype: torch.dtype) -> None:
+    """Whose results turn, by tables of their own or one; a pair's entries differ in a full table."""
+    make = Make(device, dtype)
+    norm = {"across_heads": across_heads, "eps": 0.3, "weight_offset": 1.0, **ROTARY[form]}
+    check_shared(ltx, qk_norm_rope_case(make, (2, 5, 3, 16), **norm))
+    check_shared(ltx, qk_norm_rope_case(make, (2, 5, 3, 16), key=(4, 7), **norm))
+    check_shared(ltx, qk_norm_rope_case(make, (2, 5, 3, 16), norm="layer", biases=True, key=(4, 7), **norm))
+
+
+@pytest.mark.parametrize("op", NORM_OPS)
+def test_forms_of_what_rows_share(ltx: Any, device: str, op: str) -> None:
+    """Vectors of every shape and dtype, with tables, or in rows that an index names; eps and offsets that count."""
+    eps = dict.fromkeys(eps_names(op), 0.3)
+    offset = {"weight_offset": 1.0} if offers_offset(op) else {}
+    modulators = [name for name in MODULATORS if name in NORM_OPS[op]]
+    shape = (3, 40, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        make = Make(device, dtype)
+        cases = [norm_case(op, make, shape, tables=modulators, **eps, **offset)]
+        cases.append(norm_case(op, make, shape, param_dtype=torch.float32, modulation_dtype=torch.float32, **eps))
+        if modulators:
+            for modulation in ("per batch", "vector", "[B, S, H]", "[B, S, 1]", "one number"):
+                cases.append(norm_case(op, make, shape, modulation=modulation, tables=modulators, **eps))
+            for per_batch in (False, True):
+                cases.append(index_case(op, make, shape, per_batch=per_batch, **eps))
+        for case in cases:
+            check_shared(ltx, case)
 
 
 WIDTHS = [2, 6, 8, 34, 64, 130, 256, 1024, 2050, 4096]
@@ -256,14 +352,6 @@ def test_input_and_residual_are_one_tensor(ltx: Any, device: str) -> None:
     torch.testing.assert_close(grad, expected)
 
 
-ROTARY = {
-    "full table": {"table": "[S, D]"},
-    "half table": {"table": "[S, D/2]"},
-    "halves": {"table": "[S, D]", "layout": "half"},
-    "halves, half table": {"table": "[S, D/2]", "layout": "half"},
-}
-
-
 @pytest.mark.parametrize("form", ROTARY)
 @every_dtype
 def test_forms_of_rotation(ltx: Any, device: str, form: str, dtype: torch.dtype) -> None:
@@ -358,6 +446,8 @@ def test_plain_torch_where_the_function_has_no_gradient(ltx: Any, device: str, n
         for key, value in case.kwargs.items()
         if isinstance(value, Tensor) and value.is_floating_point() and key not in names
     ]
+    if name in WITH_SHARED:
+        others = [key for key in others if key not in shared_by_rows(case)]
     for other in others:
         needs = [*names, other]
         assert not runs_function(with_needs(case, needs), ltx)

@@ -401,7 +401,7 @@ def test_wrong_arguments(ltx: ModuleType, device: str) -> None:
 # ---- Calls that the ops cannot take
 
 
-def test_gradients_run_stock(ltx: ModuleType, device: str) -> None:
+def test_gradients_of_a_whole_model(ltx: ModuleType, device: str) -> None:
     model, inputs = make_model(device).requires_grad_(True), make_inputs(device)
     report = ltx.optimize(model)
 
@@ -411,7 +411,7 @@ def test_gradients_run_stock(ltx: ModuleType, device: str) -> None:
         return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
     ours = gradients()
-    assert report.fallbacks[BLOCK] == {"a gradient of temb is needed": LAYERS}
+    assert BLOCK not in report.fallbacks
     model.enable_gradient_checkpointing()
     checkpointed = gradients()
     model.disable_gradient_checkpointing()

@@ -20,9 +20,11 @@ from typing import Any, Callable
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
-from ._checks import RMS
+from ._checks import FP32, RMS
 from ._ops import ops
+from ._row_sums import Modulation, Norm, of_modulated_norm, of_two_modulations, product
 from ._torch_private import forward_ad, in_func_transform
 from ._variant import COMPILED_DEVICE
 
@@ -31,9 +33,13 @@ _NONE = (None,) * 16  # of arguments without a gradient
 
 
 class _OpFunction(Function):
-    """given: The names of the arguments that the Function gives gradients of."""
+    """
+    given: The names of the arguments that the Function gives gradients of by kernels.
+    shared: The names of those that rows share, whose gradients are sums over rows (_row_sums.py).
+    """
 
     given: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
 
 def _save(ctx: Any, number: int, *tensors: Tensor | None) -> None:
@@ -51,12 +57,13 @@ def _save(ctx: Any, number: int, *tensors: Tensor | None) -> None:
 
 class _Norm(_OpFunction):
     given = ("input",)
+    shared = ("weight", "bias")
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Any, bias: Any, eps: float, weight_offset: float, statistic: int, rounding: int
     ) -> Tensor:
-        _save(ctx, 5, input, weight)
+        _save(ctx, 5, input, weight, bias)
         ctx.norm = (eps, weight_offset, statistic)
         out: Tensor = ops.norm.default(input, weight, bias, eps, weight_offset, statistic, rounding)
         return out
@@ -66,19 +73,28 @@ class _Norm(_OpFunction):
     def backward(ctx: Any, grad: Tensor | None) -> Gradients:
         if grad is None:
             return (None,) * 7
-        input, weight, _ = ctx.saved_tensors
-        return ops.norm_backward.default(grad, input, None, None, weight, *_NONE[:7], *ctx.norm), *_NONE[:6]
+        input, weight, bias, _ = ctx.saved_tensors
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        to_input = None
+        if needs[0]:
+            to_input = ops.norm_backward.default(grad, input, None, None, weight, *_NONE[:7], *ctx.norm)
+        return to_input, *Norm(weight, bias, *ctx.norm).gradients(grad, input, needs[1:3]), *_NONE[:4]
 
 
 class _AdalnNorm(_OpFunction):
     given = ("input",)
+    shared = ("weight", "bias", "scale", "shift", "gate", "scale_table", "shift_table", "gate_table")
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Any, bias: Any, scale: Tensor, shift: Any, gate: Any, scale_table: Any,
         shift_table: Any, gate_table: Any, index: Any, eps: float, statistic: int, rounding: int,
     ) -> Tensor:  # fmt: skip
-        _save(ctx, 6, input, weight, scale, gate, scale_table, gate_table, index)
+        sums = any(ctx.needs_input_grad[1:])
+        _save(
+            ctx, 6, input, weight, scale, gate, scale_table, gate_table, index, bias if sums else None,
+            shift if sums else None, shift_table if sums else None,
+        )  # fmt: skip
         ctx.norm = (eps, 0.0, statistic)
         out: Tensor = ops.adaln_norm.default(
             input, weight, bias, scale, shift, gate, scale_table, shift_table, gate_table, index, eps, statistic,
@@ -91,15 +107,47 @@ class _AdalnNorm(_OpFunction):
     def backward(ctx: Any, grad: Tensor | None) -> Gradients:
         if grad is None:
             return (None,) * 13
-        input, weight, scale, gate, scale_table, gate_table, index, _ = ctx.saved_tensors
-        to_input: Tensor = ops.norm_backward.default(
-            grad, input, None, None, weight, scale, gate, None, scale_table, gate_table, None, index, *ctx.norm
-        )
-        return to_input, *_NONE[:12]
+        input, weight, scale, gate, scale_table, gate_table, index, bias, shift, shift_table, _ = ctx.saved_tensors
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        to_input = to_gate = to_gate_table = None
+        if needs[0]:
+            to_input = ops.norm_backward.default(
+                grad, input, None, None, weight, scale, gate, None, scale_table, gate_table, None, index, *ctx.norm
+            )
+        if needs[5] or needs[8]:
+            eps, _, statistic = ctx.norm
+            modulated = ops.adaln_norm.default(
+                input.float(),
+                weight,
+                bias,
+                scale,
+                shift,
+                None,
+                scale_table,
+                shift_table,
+                None,
+                index,
+                eps,
+                statistic,
+                FP32,
+            )
+            to_gate, to_gate_table = Modulation(gate, gate_table, index).gradients(
+                modulated.mul_(grad), (needs[5], needs[8])
+            )
+        inner = grad if not any(needs[1:5] + needs[6:8]) else Modulation(gate, gate_table, index).times(grad)
+        *of_norm, to_scale_table, to_shift_table = of_modulated_norm(
+            inner, input, Norm(weight, bias, *ctx.norm), Modulation(scale, scale_table, index),
+            Modulation(shift, shift_table, index), (*needs[1:5], needs[6], needs[7]),
+        )  # fmt: skip
+        return to_input, *of_norm, to_gate, to_scale_table, to_shift_table, to_gate_table, *_NONE[:4]
 
 
 class _AdalnNormPair(_OpFunction):
     given = ("input",)
+    shared = (
+        *("weight", "bias", "scale", "shift", "scale2", "shift2"),
+        *("scale_table", "shift_table", "scale2_table", "shift2_table"),
+    )
 
     @staticmethod
     def forward(
@@ -107,7 +155,8 @@ class _AdalnNormPair(_OpFunction):
         scale_table: Any, shift_table: Any, scale2_table: Any, shift2_table: Any, index: Any, eps: float,
         statistic: int, rounding: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        _save(ctx, 7, input, weight, scale, scale2, scale_table, scale2_table, index)
+        sums = (bias, shift, shift2, shift_table, shift2_table) if any(ctx.needs_input_grad[1:]) else _NONE[:5]
+        _save(ctx, 7, input, weight, scale, scale2, scale_table, scale2_table, index, *sums)
         ctx.norm = (eps, 0.0, statistic)
         out, out2 = ops.adaln_norm_pair.default(
             input, weight, bias, scale, shift, scale2, shift2, scale_table, shift_table, scale2_table, shift2_table,
@@ -118,15 +167,22 @@ class _AdalnNormPair(_OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad2: Tensor | None) -> Gradients:
-        input, weight, scale, scale2, scale_table, scale2_table, index, _ = ctx.saved_tensors
-        to_input, _ = _stream_gradients(
-            grad, grad2, None, input, weight, scale, scale2, scale_table, scale2_table, None, None, index, *ctx.norm
+        input, weight, scale, scale2, scale_table, scale2_table, index, *sums, _ = ctx.saved_tensors
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        to_input = None
+        if needs[0]:
+            to_input, _ = _stream_gradients(
+                grad, grad2, None, input, weight, scale, scale2, scale_table, scale2_table, None, None, index, *ctx.norm
+            )
+        of_norm = _two_modulations(
+            grad, grad2, input, weight, scale, scale2, scale_table, scale2_table, index, sums, ctx.norm, needs[1:11]
         )
-        return to_input, *_NONE[:14]
+        return to_input, *of_norm, *_NONE[:4]
 
 
 class _ResidualNorm(_OpFunction):
     given = ("input", "residual")
+    shared = ("gate", "weight", "bias", "scale", "shift", "gate_table", "scale_table", "shift_table")
 
     @staticmethod
     def forward(
@@ -138,23 +194,42 @@ class _ResidualNorm(_OpFunction):
             input, residual, gate, weight, bias, scale, shift, gate_table, scale_table, shift_table, index, eps,
             weight_offset, statistic, rounding,
         )  # fmt: skip
-        _save(ctx, 8, residual_out, weight, scale, scale_table, gate, gate_table, index)
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        sums = any(needs[2:])
+        _save(
+            ctx, 8, residual_out, weight, scale, scale_table, gate, gate_table, index, bias if sums else None,
+            shift if sums else None, shift_table if sums else None, input if needs[2] or needs[7] else None,
+        )  # fmt: skip
         ctx.norm = (eps, weight_offset, statistic)
         return out, residual_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None) -> Gradients:
-        hidden, weight, scale, scale_table, gate, gate_table, index, _ = ctx.saved_tensors
-        to_input, to_residual = _stream_gradients(
-            grad, None, grad_residual, hidden, weight, scale, None, scale_table, None,
-            gate if ctx.needs_input_grad[0] else None, gate_table, index, *ctx.norm,
+        (
+            hidden, weight, scale, scale_table, gate, gate_table, index, bias, shift, shift_table, input, _
+        ) = ctx.saved_tensors  # fmt: skip
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        to_input = to_residual = to_gate = to_gate_table = None
+        if needs[0] or needs[1] or input is not None:
+            to_input, to_residual = _stream_gradients(
+                grad, None, grad_residual, hidden, weight, scale, None, scale_table, None,
+                gate if needs[0] else None, gate_table, index, *ctx.norm,
+            )  # fmt: skip
+        if input is not None and to_residual is not None:
+            to_gate, to_gate_table = Modulation(gate, gate_table, index).gradients(
+                product(input, to_residual), (needs[2], needs[7])
+            )
+        *of_norm, to_scale_table, to_shift_table = of_modulated_norm(
+            grad, hidden, Norm(weight, bias, *ctx.norm), Modulation(scale, scale_table, index),
+            Modulation(shift, shift_table, index), (*needs[3:7], needs[8], needs[9]),
         )  # fmt: skip
-        return to_input, to_residual, *_NONE[:13]
+        return to_input, to_residual, to_gate, *of_norm, to_gate_table, to_scale_table, to_shift_table, *_NONE[:5]
 
 
 class _ResidualNormPair(_OpFunction):
     given = ("input", "residual")
+    shared = ("gate", "gate_table", *_AdalnNormPair.shared)
 
     @staticmethod
     def forward(
@@ -166,19 +241,50 @@ class _ResidualNormPair(_OpFunction):
             input, residual, gate, weight, bias, scale, shift, scale2, shift2, gate_table, scale_table, shift_table,
             scale2_table, shift2_table, index, eps, statistic, rounding,
         )  # fmt: skip
-        _save(ctx, 9, residual_out, weight, scale, scale2, scale_table, scale2_table, gate, gate_table, index)
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        sums = (bias, shift, shift2, shift_table, shift2_table) if any(needs[2:]) else _NONE[:5]
+        branch = input if needs[2] or needs[9] else None
+        _save(
+            ctx, 9, residual_out, weight, scale, scale2, scale_table, scale2_table, gate, gate_table, index, branch,
+            *sums,
+        )  # fmt: skip
         ctx.norm = (eps, 0.0, statistic)
         return out, out2, residual_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad2: Tensor | None, grad_residual: Tensor | None) -> Gradients:
-        hidden, weight, scale, scale2, scale_table, scale2_table, gate, gate_table, index, _ = ctx.saved_tensors
-        to_input, to_residual = _stream_gradients(
-            grad, grad2, grad_residual, hidden, weight, scale, scale2, scale_table, scale2_table,
-            gate if ctx.needs_input_grad[0] else None, gate_table, index, *ctx.norm,
+        (
+            hidden, weight, scale, scale2, scale_table, scale2_table, gate, gate_table, index, branch, *sums, _
+        ) = ctx.saved_tensors  # fmt: skip
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        to_input = to_residual = None
+        of_gate: Gradients = (None, None)
+        if needs[0] or needs[1] or branch is not None:
+            to_input, to_residual = _stream_gradients(
+                grad, grad2, grad_residual, hidden, weight, scale, scale2, scale_table, scale2_table,
+                gate if needs[0] else None, gate_table, index, *ctx.norm,
+            )  # fmt: skip
+        if branch is not None and to_residual is not None:
+            of_gate = Modulation(gate, gate_table, index).gradients(product(branch, to_residual), (needs[2], needs[9]))
+        of_norm = _two_modulations(
+            grad, grad2, hidden, weight, scale, scale2, scale_table, scale2_table, index, sums, ctx.norm,
+            (*needs[3:9], *needs[10:14]),
         )  # fmt: skip
-        return to_input, to_residual, *_NONE[:16]
+        return to_input, to_residual, of_gate[0], *of_norm[:6], of_gate[1], *of_norm[6:], *_NONE[:4]
+
+
+def _two_modulations(
+    grad: Tensor | None, grad2: Tensor | None, rows: Tensor, weight: Any, scale: Any, scale2: Any, scale_table: Any,
+    scale2_table: Any, index: Any, others: Sequence[Any], norm: Sequence[Any], needs: tuple[bool, ...],
+) -> Gradients:  # fmt: skip
+    """others: The bias, and both shifts and their tables, where a sum over rows is needed."""
+    bias, shift, shift2, shift_table, shift2_table = others
+    return of_two_modulations(
+        (grad, grad2), rows, Norm(weight, bias, *norm),
+        (Modulation(scale, scale_table, index), Modulation(scale2, scale2_table, index)),
+        (Modulation(shift, shift_table, index), Modulation(shift2, shift2_table, index)), needs,
+    )  # fmt: skip
 
 
 def _stream_gradients(
@@ -211,26 +317,34 @@ def _stream_gradients(
 
 class _GatedResidual(_OpFunction):
     given = ("input", "residual")
+    shared = ("gate", "gate_table")
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, residual: Tensor, gate: Tensor, gate_table: Any, index: Any, rounding: int
     ) -> Tensor:
-        _save(ctx, 10, gate, gate_table, index)
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        _save(ctx, 10, gate, gate_table, index, input if needs[2] or needs[3] else None)
         out: Tensor = ops.gated_residual.default(input, residual, gate, gate_table, index, rounding)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Gradients:
-        if grad is None or not ctx.needs_input_grad[0]:
-            return None, grad, *_NONE[:4]
-        gate, gate_table, index, _ = ctx.saved_tensors
-        return ops.gated_residual_backward.default(grad, gate, gate_table, index), grad, *_NONE[:4]
+        if grad is None:
+            return _NONE[:6]
+        gate, gate_table, index, input, _ = ctx.saved_tensors
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        to_input = ops.gated_residual_backward.default(grad, gate, gate_table, index) if needs[0] else None
+        of_gate: Gradients = (None, None)
+        if input is not None:
+            of_gate = Modulation(gate, gate_table, index).gradients(product(input, grad), needs[2:4])
+        return to_input, grad, *of_gate, None, None
 
 
 class _NormResidual(_OpFunction):
     given = ("input", "residual")
+    shared = ("weight", "gate", "gate_table")
 
     @staticmethod
     def forward(
@@ -247,17 +361,36 @@ class _NormResidual(_OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Gradients:
-        if grad is None or not ctx.needs_input_grad[0]:
-            return None, grad, *_NONE[:7]
+        if grad is None:
+            return _NONE[:9]
         input, weight, gate, gate_table, index, _ = ctx.saved_tensors
-        to_input: Tensor = ops.norm_backward.default(
-            grad, input, None, None, weight, None, gate, None, None, gate_table, None, index, *ctx.norm
-        )
-        return to_input, grad, *_NONE[:7]
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        to_input = None
+        if needs[0]:
+            to_input = ops.norm_backward.default(
+                grad, input, None, None, weight, None, gate, None, None, gate_table, None, index, *ctx.norm
+            )
+        of_branch = _branch_norm(grad, input, Norm(weight, None, *ctx.norm), gate, gate_table, index, needs[2:5])
+        return to_input, grad, *of_branch, *_NONE[:4]
+
+
+def _branch_norm(
+    grad: Tensor, input: Tensor, norm: Norm, gate: Any, gate_table: Any, index: Any, needs: tuple[bool, ...]
+) -> Gradients:
+    """The gradients of the weight of a branch's norm, its gate and the gate's table, given that of the sum."""
+    modulation = Modulation(gate, gate_table, index)
+    to_weight = None
+    of_gate: Gradients = (None, None)
+    if needs[0]:
+        to_weight, _ = norm.gradients(modulation.times(grad), input, (True, False))
+    if needs[1] or needs[2]:
+        of_gate = modulation.gradients(norm.shares(input, grad), needs[1:])
+    return to_weight, *of_gate
 
 
 class _NormResidualNorm(_OpFunction):
     given = ("input", "residual")
+    shared = ("gate", "weight1", "weight2", "scale", "shift", "gate_table", "scale_table", "shift_table")
 
     @staticmethod
     def forward(
@@ -269,15 +402,19 @@ class _NormResidualNorm(_OpFunction):
             input, residual, gate, weight1, weight2, scale, shift, gate_table, scale_table, shift_table, index, eps1,
             eps2, weight_offset, rounding,
         )  # fmt: skip
-        _save(ctx, 12, input, residual_out, gate, weight1, weight2, scale, gate_table, scale_table, index)
+        sums = (shift, shift_table) if any(ctx.needs_input_grad[2:]) else _NONE[:2]
+        _save(ctx, 12, input, residual_out, gate, weight1, weight2, scale, gate_table, scale_table, index, *sums)
         ctx.norm = (eps1, eps2, weight_offset)
         return out, residual_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_residual: Tensor | None) -> Gradients:
-        input, hidden, gate, weight1, weight2, scale, gate_table, scale_table, index, _ = ctx.saved_tensors
+        (
+            input, hidden, gate, weight1, weight2, scale, gate_table, scale_table, index, shift, shift_table, _
+        ) = ctx.saved_tensors  # fmt: skip
         eps1, eps2, offset = ctx.norm
+        needs: tuple[bool, ...] = ctx.needs_input_grad
         if grad is not None:
             to_input, to_residual = ops.norm_residual_norm_backward.default(
                 grad, hidden, input, grad_residual, gate, weight1, weight2, scale, gate_table, scale_table, index,
@@ -290,8 +427,19 @@ class _NormResidualNorm(_OpFunction):
                 eps1, offset, RMS,
             )  # fmt: skip
         else:
-            to_input = to_residual = None
-        return to_input, to_residual, *_NONE[:13]
+            return _NONE[:15]
+        to_weight1, to_gate, to_gate_table = _branch_norm(
+            to_residual, input, Norm(weight1, None, eps1, offset, RMS), gate, gate_table, index,
+            (needs[3], needs[2], needs[7]),
+        )  # fmt: skip
+        to_weight2, _, *of_modulation, to_scale_table, to_shift_table = of_modulated_norm(
+            grad, hidden, Norm(weight2, None, eps2, offset, RMS), Modulation(scale, scale_table, index),
+            Modulation(shift, shift_table, index), (needs[4], False, needs[5], needs[6], needs[8], needs[9]),
+        )  # fmt: skip
+        return (
+            to_input, to_residual, to_gate, to_weight1, to_weight2, *of_modulation, to_gate_table, to_scale_table,
+            to_shift_table, *_NONE[:5],
+        )  # fmt: skip
 
 
 # ---- Activations
@@ -430,6 +578,7 @@ class _ApplyRotaryQk(_OpFunction):
 
 class _QkNormRope(_OpFunction):
     given = ("query", "key")
+    shared = ("query_weight", "key_weight", "query_bias", "key_bias")
 
     @staticmethod
     def forward(
@@ -438,7 +587,8 @@ class _QkNormRope(_OpFunction):
         statistic: int, across_heads: bool, cast_before_weight: bool, rotary_dim: int, interleaved: bool,
         rounding: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        _save(ctx, 15, query, key, query_weight, key_weight, cos, sin, key_cos, key_sin)
+        biases = (query_bias, key_bias) if any(ctx.needs_input_grad[4:6]) else _NONE[:2]
+        _save(ctx, 15, query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, *biases)
         ctx.set_materialize_grads(True)  # one launch serves both
         ctx.modes = (eps, key_eps, weight_offset, statistic, across_heads, rotary_dim, interleaved)
         query_out, key_out = ops.qk_norm_rope.default(
@@ -450,11 +600,30 @@ class _QkNormRope(_OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> Gradients:
-        query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, _ = ctx.saved_tensors
-        to_query, to_key = ops.qk_norm_rope_backward.default(
-            grad_query, grad_key, query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, *ctx.modes
-        )  # fmt: skip
-        return to_query, to_key, *(None,) * 17
+        query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, query_bias, key_bias, _ = ctx.saved_tensors
+        eps, key_eps, offset, statistic, across_heads, *rotation = ctx.modes
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        to_query = to_key = None
+        if needs[0] or needs[1]:
+            to_query, to_key = ops.qk_norm_rope_backward.default(
+                grad_query, grad_key, query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, *ctx.modes
+            )  # fmt: skip
+        if not any(needs[2:6]):
+            return to_query, to_key, *(None,) * 17
+        turned: Sequence[Tensor]
+        if key_cos is None:
+            turned = ops.apply_rotary_qk_backward.default(grad_query, grad_key, cos, sin, 1, *rotation)
+        else:
+            turned = (
+                ops.apply_rotary_backward.default(grad_query, cos, sin, 1, *rotation),
+                ops.apply_rotary_backward.default(grad_key, key_cos, key_sin, 1, *rotation),
+            )
+        rows: Sequence[Tensor] = (query, key)
+        if across_heads:
+            turned, rows = [each.flatten(2) for each in turned], [each.flatten(2) for each in rows]
+        of_query = Norm(query_weight, query_bias, eps, offset, statistic).gradients(turned[0], rows[0], needs[2:6:2])
+        of_key = Norm(key_weight, key_bias, key_eps, offset, statistic).gradients(turned[1], rows[1], needs[3:6:2])
+        return to_query, to_key, of_query[0], of_key[0], of_query[1], of_key[1], *_NONE[:13]
 
 
 FUNCTIONS: dict[str, type[_OpFunction]] = {
@@ -482,7 +651,9 @@ def function_of(name: str, tensors: Sequence[str]) -> Callable[[Sequence[Any]], 
     ``tensors`` are the names of the op's arguments that are tensors, which lead.
     """
     function = FUNCTIONS.get(name)
-    others = [] if function is None else [i for i, each in enumerate(tensors) if each not in function.given]
+    given = () if function is None else function.given
+    others = [i for i, each in enumerate(tensors) if each not in given]
+    shared = () if function is None else function.shared
 
     def find(arguments: Sequence[Any]) -> Any:
         if function is None or forward_ad._current_level >= 0 or in_func_transform():
@@ -491,7 +662,8 @@ def function_of(name: str, tensors: Sequence[str]) -> Callable[[Sequence[Any]], 
             return None
         for i in others:
             tensor = arguments[i]
-            if tensor is not None and tensor.requires_grad:
+            # torch.compile traces plain torch into kernels of its own.
+            if tensor is not None and tensor.requires_grad and (tensors[i] not in shared or is_compiling()):
                 return None
         return function
 

@@ -68,7 +68,7 @@ def _subtract(a: Tensor, b: Tensor) -> Tensor:
 # ---- Norms
 
 
-def _modulator(
+def modulator(
     value: Tensor | None, table: Tensor | None, input: Tensor, index: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor | None:
     """value + table, converted to ``dtype`` first where given, in a shape that broadcasts to the input."""
@@ -147,7 +147,7 @@ def norm_family(
     x = input if eager else input.to(compute)
     if branch_eps is not None:
         x = rms(x.to(compute), branch_eps, branch_weight)
-    gate = _modulator(gate, gate_table, input, index, wide)
+    gate = modulator(gate, gate_table, input, index, wide)
     if gate is not None:
         x = _multiply(x, gate)
     if residual is not None:
@@ -179,14 +179,14 @@ def norm_family(
         return out.to(dtype).contiguous() if rounded else out
 
     first = modulated(
-        _modulator(scale, scale_table, input, index, wide),
-        _modulator(shift, shift_table, input, index, wide),
-        _modulator(out_gate, out_gate_table, input, index, wide),
+        modulator(scale, scale_table, input, index, wide),
+        modulator(shift, shift_table, input, index, wide),
+        modulator(out_gate, out_gate_table, input, index, wide),
     )
     if scale2 is None:
         return first, h
     second = modulated(
-        _modulator(scale2, scale2_table, input, index, wide), _modulator(shift2, shift2_table, input, index, wide), None
+        modulator(scale2, scale2_table, input, index, wide), modulator(shift2, shift2_table, input, index, wide), None
     )
     return first, second, h
 
@@ -293,7 +293,7 @@ def _norm_gradient(
 
 
 def _gated(gradient: Tensor, gate: Tensor | None, gate_table: Tensor | None, index: Tensor | None) -> Tensor:
-    factor = _modulator(gate, gate_table, gradient, index, _compute_dtype(gradient))
+    factor = modulator(gate, gate_table, gradient, index, _compute_dtype(gradient))
     return gradient if factor is None else gradient * factor
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._checks import INT8_HEAD_DIM
+from ..._checks import INT8_HEAD_DIM, requires_grad
 from ...attention import attention, runs_kernel
 from ..blocks.stream import TORCH_RMSNORM
 from ..engine.guards import has_tensor_cores
@@ -57,7 +57,7 @@ def in_one_op(call: Call, query: Tensor, key: Tensor) -> bool:
         and call.spec.across_heads
         and query.shape[2] == key.shape[2]
         and parallel_config(call) is None
-        and not _needs_gradient(query, key)
+        and not _needs_gradient(query, key, *call.layers.weights)
         and _op_pays(query, key.shape[1], query.shape[-1])
         and _may_attend(call)
     )
@@ -272,8 +272,8 @@ def _remark_native(call: Call, reason: str) -> None:
         call.site.remark(f"attention not in int8: {reason}")
 
 
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and requires_grad(*tensors)
 
 
 def parallel_config(call: Call) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..blocks.gated_mlp import SILU, kind_of
 from ..blocks.stream import TORCH_RMSNORM
 from ..engine.code import patched
-from ..engine.guards import children, class_of, hooked, is_idle, submodule, why_not_norm_weight
+from ..engine.guards import children, class_of, follows_shared, hooked, is_idle, submodule, why_not_norm_weight
 from ..engine.sites import site_of
 from ..linear.fp8 import in_fp8
 from ..linear.linears import Linears
@@ -172,8 +172,8 @@ def _why_not_layers(spec: Attention, module: nn.Module, input: Tensor) -> str:
             assert norm is not None
             if hooked(norm):
                 return f"{name} {hooked(norm)}"
-            reason = reason or why_not_norm_weight(norm, input, spec.casts)  # type: ignore[arg-type]
-            reason = f"{name}: {reason}" if reason else ""
+            found = "" if reason else why_not_norm_weight(norm, input, spec.casts, follows_shared())  # type: ignore[arg-type]
+            reason = f"{name}: {found}" if found else reason
     if spec.mlp and not reason:
         activation = cast(nn.Module, module._modules[spec.mlp])
         reason = _why_not_mlp(spec, module) or (

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from ..._checks import LAYER, RMS
 from ..engine.autocast import remark_autocast
-from ..engine.guards import ATTRIBUTE, class_of, hooked, submodule, why_not_input, why_not_norm_weight, why_not_tensor
+from ..engine.guards import (
+    ATTRIBUTE,
+    class_of,
+    follows_shared,
+    hooked,
+    submodule,
+    why_not_input,
+    why_not_norm_weight,
+    why_not_tensor,
+)
 from ..engine.marks import first_with_gradient, marked
 from ..engine.norm_forms import FORMS, statistic
 from ..engine.recording import Live
@@ -222,7 +231,7 @@ class Block:
         for name in self.tensors:
             table = module._parameters.get(name)
             if table is not None:
-                reason = why_not_tensor(name, table, input, self.casts)
+                reason = why_not_tensor(name, table, input, self.casts, gradient=follows_shared())
                 if reason:
                     return reason
         for path in (*self.modules, *self.norms):
@@ -233,7 +242,7 @@ class Block:
             norm = submodule(module, path)
             if norm is None:
                 continue
-            reason = why_not_norm_weight(norm, input, self.casts)  # type: ignore[arg-type]
+            reason = why_not_norm_weight(norm, input, self.casts, follows_shared())  # type: ignore[arg-type]
             if reason:
                 return f"{path}: {reason}"
         return ""
@@ -248,7 +257,8 @@ class Block:
             tensor = arguments.get(name)
             if tensor is not None:
                 beside = name in self.tensors
-                reason = why_not_tensor(name, tensor, input, self.casts and beside, gradient=not beside)
+                gradient = not beside or follows_shared()
+                reason = why_not_tensor(name, tensor, input, self.casts and beside, gradient)
                 if reason:
                     return reason
         key = "block", input.dtype, input.device

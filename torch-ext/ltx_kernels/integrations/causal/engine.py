@@ -20,6 +20,7 @@ from ..blocks.gated_mlp import Projections, arguments_by_name
 from ..engine.guards import (
     ATTRIBUTE,
     class_of,
+    follows_shared,
     hooked,
     why_not_input,
     why_not_norm_weight,
@@ -149,7 +150,7 @@ def _why_not_norms(spec: CausalAttention, norms: list[nn.Module], input: Tensor)
             return f"{name} is {class_of(norm)}"
         if hooked(norm):
             return f"{name} {hooked(norm)}"
-        reason = why_not_norm_weight(norm, input)  # type: ignore[arg-type]
+        reason = why_not_norm_weight(norm, input, gradient=follows_shared())  # type: ignore[arg-type]
         if reason:
             return f"{name}: {reason}"
     return "" if len({form_of(norm) for norm in norms}) < 2 else "its norms are of different classes"

@@ -177,6 +177,11 @@ def why_not_input(tensor: Tensor, rounding: str = "fp32", gradient: bool = False
     return ""
 
 
+def follows_shared() -> bool:
+    """Whether ops have gradients of what rows share, such as weights of norms and scales; torch.compile runs none."""
+    return not torch.compiler.is_compiling()
+
+
 def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False, gradient: bool = False) -> str:
     """Why ops cannot read a parameter or an argument beside an input; empty if they can.
 
@@ -194,11 +199,11 @@ def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False
     return ""
 
 
-def why_not_norm_weight(module: NormModule, input: Tensor, casts: bool = False) -> str:
-    """Why a norm's weight and bias cannot go with an input now; empty if they can."""
+def why_not_norm_weight(module: NormModule, input: Tensor, casts: bool = False, gradient: bool = False) -> str:
+    """Why a norm's weight and bias cannot go with an input now; empty if they can. The last two as `why_not_tensor`."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            reason = why_not_tensor(f"its {name}", parameter, input, casts)
+            reason = why_not_tensor(f"its {name}", parameter, input, casts, gradient)
             if reason:
                 return reason
     return ""
