@@ -214,7 +214,8 @@ def test_what_is_trained_in_a_block_itself(ltx: ModuleType, device: str) -> None
 def test_gradients_of_all_parameters(ltx: ModuleType, device: str, family: Family, dtype: torch.dtype) -> None:
     """A whole model in training: blocks run ops, and no gradient is further from float64's than stock's."""
     model = make(family, device, dtype).requires_grad_(True)
-    batches = (1, 2, 3)  # one alone is 1.1 times as far by chance
+    # By chance one batch alone is up to 1.2 times as far from float64's as stock's, or 0.8 times.
+    batches = range(1, 9 if dtype == torch.bfloat16 else 3)
     grads: tuple[dict[str, Tensor], ...] = ({}, {}, {})
 
     def collect(all_of_one: dict[str, Tensor], step: Any) -> None:
