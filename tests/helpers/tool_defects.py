@@ -725,7 +725,7 @@ TOOL_DEFECTS = [
     defect(
         "a backward Function for arguments whose gradient it does not give",
         PACKAGE + "_autograd.py",
-        "if tensor is not None and tensor.requires_grad:",
+        "if tensor is not None and tensor.requires_grad and (tensors[i] not in shared or is_compiling()):",
         "if False:",
         "backward",
     ),
