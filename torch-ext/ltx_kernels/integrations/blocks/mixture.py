@@ -101,6 +101,8 @@ class ExpertLayers:
         self.down = Linears(last, input, site)
         if any(map(in_fp8, last)):
             self.reason = "in fp8"
+        elif input.dtype != last[0].weight.dtype:  # under autocast, which casts in each layer
+            self.reason = f"dtype {input.dtype}"
         elif any(bias is not None for layers in (self.up, self.down) for bias in layers.biases):
             self.reason = "they have biases"
 
