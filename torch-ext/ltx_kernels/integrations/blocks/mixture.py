@@ -101,8 +101,6 @@ class ExpertLayers:
         self.down = Linears(last, input, site)
         if any(map(in_fp8, last)):
             self.reason = "in fp8"
-        elif input.dtype != last[0].weight.dtype:  # under autocast, which casts in each layer
-            self.reason = f"dtype {input.dtype}"
         elif any(bias is not None for layers in (self.up, self.down) for bias in layers.biases):
             self.reason = "they have biases"
 
@@ -170,9 +168,9 @@ def _sorted(rows: Tensor, index: Tensor, experts: int) -> tuple[Tensor, Tensor, 
 
 
 def _sums(made: Tensor, order: Tensor, weight: Tensor) -> Tensor:
-    """For each token, the weighted sum of what its experts made: the reverse of `_sorted`.
+    """For each token, the weighted sum of what its experts made, in their dtype: the reverse of `_sorted`.
 
-    weight: [tokens, chosen].
+    weight: [tokens, chosen]; in float32 under autocast, as softmax returns it.
     """
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return (made.index_select(0, back).view(*weight.shape, -1) * weight.unsqueeze(-1)).sum(1)
+    return (made.index_select(0, back).view(*weight.shape, -1) * weight.unsqueeze(-1)).sum(1).to(made.dtype)
