@@ -210,16 +210,10 @@ class _ResidualNorm(_OpFunction):
             hidden, weight, scale, scale_table, gate, gate_table, index, bias, shift, shift_table, input, _
         ) = ctx.saved_tensors  # fmt: skip
         needs: tuple[bool, ...] = ctx.needs_input_grad
-        to_input = to_residual = to_gate = to_gate_table = None
-        if needs[0] or needs[1] or input is not None:
-            to_input, to_residual = _stream_gradients(
-                grad, None, grad_residual, hidden, weight, scale, None, scale_table, None,
-                gate if needs[0] else None, gate_table, index, *ctx.norm,
-            )  # fmt: skip
-        if input is not None and to_residual is not None:
-            to_gate, to_gate_table = Modulation(gate, gate_table, index).gradients(
-                product(input, to_residual), (needs[2], needs[7])
-            )
+        to_input, to_residual, to_gate, to_gate_table = _sum_gradients(
+            (grad, None, grad_residual), hidden, weight, (scale, None, scale_table, None), (gate, gate_table, index),
+            input, (*needs[:3], needs[7]), ctx.norm,
+        )  # fmt: skip
         *of_norm, to_scale_table, to_shift_table = of_modulated_norm(
             grad, hidden, Norm(weight, bias, *ctx.norm), Modulation(scale, scale_table, index),
             Modulation(shift, shift_table, index), (*needs[3:7], needs[8], needs[9]),
@@ -258,20 +252,39 @@ class _ResidualNormPair(_OpFunction):
             hidden, weight, scale, scale2, scale_table, scale2_table, gate, gate_table, index, branch, *sums, _
         ) = ctx.saved_tensors  # fmt: skip
         needs: tuple[bool, ...] = ctx.needs_input_grad
-        to_input = to_residual = None
-        of_gate: Gradients = (None, None)
-        if needs[0] or needs[1] or branch is not None:
-            to_input, to_residual = _stream_gradients(
-                grad, grad2, grad_residual, hidden, weight, scale, scale2, scale_table, scale2_table,
-                gate if needs[0] else None, gate_table, index, *ctx.norm,
-            )  # fmt: skip
-        if branch is not None and to_residual is not None:
-            of_gate = Modulation(gate, gate_table, index).gradients(product(branch, to_residual), (needs[2], needs[9]))
+        to_input, to_residual, to_gate, to_gate_table = _sum_gradients(
+            (grad, grad2, grad_residual), hidden, weight, (scale, scale2, scale_table, scale2_table),
+            (gate, gate_table, index), branch, (*needs[:3], needs[9]), ctx.norm,
+        )  # fmt: skip
         of_norm = _two_modulations(
             grad, grad2, hidden, weight, scale, scale2, scale_table, scale2_table, index, sums, ctx.norm,
             (*needs[3:9], *needs[10:14]),
         )  # fmt: skip
-        return to_input, to_residual, of_gate[0], *of_norm[:6], of_gate[1], *of_norm[6:], *_NONE[:4]
+        return to_input, to_residual, to_gate, *of_norm[:6], to_gate_table, *of_norm[6:], *_NONE[:4]
+
+
+def _sum_gradients(
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], hidden: Tensor, weight: Any, scales: Sequence[Any],
+    gates: tuple[Any, Any, Any], branch: Tensor | None, needs: tuple[bool, ...], norm: Sequence[Any],
+) -> Gradients:  # fmt: skip
+    """The gradients of a gated branch, of the stream that it is added to, of the gate and of the gate's table.
+
+    grads: Of the rows with a first and a second modulation, and of the sum.
+    scales: The scales of both modulations, then their tables.
+    gates: The gate, its table and the index.
+    branch: What is gated; None where neither the gate nor its table needs a gradient.
+    needs: Which of the four are needed.
+    """
+    if not any(needs):
+        return _NONE[:4]
+    gate, gate_table, index = gates
+    to_input, to_residual = _stream_gradients(
+        *grads, hidden, weight, *scales, gate if needs[0] else None, gate_table, index, *norm
+    )
+    of_gate: Gradients = (None, None)
+    if branch is not None and to_residual is not None:
+        of_gate = Modulation(gate, gate_table, index).gradients(product(branch, to_residual), needs[2:])
+    return to_input, to_residual, *of_gate
 
 
 def _two_modulations(

@@ -38,6 +38,7 @@ class ImageModule:
     unused: Names of further parameters of the stock forward's. A call that gives any runs stock.
     tensors: Names of other arguments that are tensors of the image's dtype.
     norms: Names of the GroupNorms that `forward` reads and does not call.
+    passed_over: Names of other modules that it does not call as often as the stock forward. They may be missing.
     dropouts: Names of dropouts that it does not call.
     apart: Names of children with forwards of their own, which it calls.
     records: Whether later calls replay the functions of an earlier one.
@@ -51,6 +52,7 @@ class ImageModule:
     unused: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
     apart: frozenset[str] = frozenset()
     records: bool = True
@@ -116,9 +118,11 @@ class ImageModule:
         reason = self._why_not_module(module)
         if reason:
             return reason
-        for name in self.norms:
-            if hooked(module._modules[name]):  # type: ignore[arg-type]
-                return f"{name} {hooked(module._modules[name])}"  # type: ignore[arg-type]
+        for name in (*self.norms, *self.passed_over):
+            part = module._modules.get(name)
+            reason = "" if part is None else next(filter(None, map(hooked, part.modules())), "")
+            if reason:
+                return f"{name} {reason}"
         for name in self.dropouts:
             if not is_idle(module._modules[name]):  # type: ignore[arg-type]
                 return f"{name} is on, or has a hook"

@@ -10,74 +10,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...channels_last import upsample_nearest
 from ..blocks.image_module import ImageModule
-from ..blocks.images import Images, branch_of, is_plain
-from ..engine.guards import class_of, hooked
-from ._resnet import DOWNSAMPLE, MODELS, RESNET, UPSAMPLE, add_branch, doubles_pixels, halves_pixels
-
-SILU, GELU = "torch.nn.modules.activation.SiLU", "torch.nn.modules.activation.GELU"
-
-
-def _resnet(self: Any, input_tensor: Tensor, temb: Tensor | None) -> Tensor:
-    h = Images.of(input_tensor)
-    x = _activated(self, h, self.norm1)
-    if self.upsample is not None:
-        x, h.stream = upsample_nearest(x, (2, 2)), h.upsampled(2)
-    elif self.downsample is not None:
-        x, h.stream = F.avg_pool2d(x, 2), F.avg_pool2d(input_tensor, 2)
-    conv1 = branch_of(self.conv1, x)
-    if temb is not None:
-        temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
-    if temb is None or self.time_embedding_norm == "default":
-        x = _activated(self, Images(*conv1, residual_bias=temb), self.norm2, last=True)
-    else:
-        scale, shift = temb[..., None, None].chunk(2, 1)
-        x = torch.addcmul(shift, Images(*conv1).norm(self.norm2, "none", last=True), 1 + scale)
-        x = F.silu(x) if class_of(self.nonlinearity) == SILU else self.nonlinearity(x)
-    add_branch(self, h, x)
-    output = h.upsampled(1)
-    return output if self.output_scale_factor == 1 else output / self.output_scale_factor
-
-
-def _activated(block: Any, h: Images, norm: nn.GroupNorm, last: bool = False) -> Tensor:
-    if class_of(block.nonlinearity) == SILU:
-        return h.norm(norm, last=last)
-    activated: Tensor = block.nonlinearity(h.norm(norm, "none", last=last))
-    return activated
-
-
-def _why_not_resnet(block: Any) -> str:
-    activation = class_of(block.nonlinearity)
-    if activation not in (SILU, GELU):
-        return f"nonlinearity is {activation}"
-    for name, expected, usual in (("upsample", UPSAMPLE, doubles_pixels), ("downsample", DOWNSAMPLE, halves_pixels)):
-        part = getattr(block, name)
-        if part is not None and not (class_of(part) == expected and usual(part)):
-            return f"its {name} computes with a kernel, or more than one step"
-    return ""
-
-
-def _check_resnet(block: Any, arguments: Mapping[str, Any]) -> str:
-    for name in ("upsample", "downsample", "nonlinearity"):
-        part = block._modules.get(name)
-        if part is None or class_of(part) == GELU:  # which is called as often as in the stock block
-            continue
-        reason = next(filter(None, map(hooked, part.modules())), "")
-        if reason:
-            return f"{name} {reason}"
-    image, temb = arguments["input_tensor"], arguments.get("temb")
-    if temb is None and block.time_embedding_norm == "scale_shift":
-        return "no time embedding"
-    if (temb is None) != (block.time_emb_proj is None):
-        return "a time embedding without a layer for it, or the layer alone"
-    if temb is not None and temb.shape[:-1] != image.shape[:1]:
-        return f"a time embedding of shape {list(temb.shape)}"
-    return ""
+from ..blocks.images import Images, is_plain
+from ._resnet import MODELS, RESNET, UPSAMPLE, check_unet_resnet, doubles_pixels, unet_resnet, why_not_unet_resnet
 
 
 def _upsample(self: Any, hidden_states: Tensor, output_size: tuple[int, int] | None = None) -> Any:
@@ -161,14 +100,15 @@ def _check_transformer(transformer: Any, arguments: Mapping[str, Any]) -> str:
 UNET = (
     ImageModule(
         (RESNET,),
-        _resnet,
+        unet_resnet,
         ("group_norm", "upsample_nearest"),
         unused=("args", "kwargs"),
         tensors=("temb",),
         norms=("norm1", "norm2"),
+        passed_over=("upsample", "downsample", "nonlinearity"),
         dropouts=("dropout",),
-        why_not=_why_not_resnet,
-        check=_check_resnet,
+        why_not=why_not_unet_resnet,
+        check=check_unet_resnet,
     ),
     ImageModule(
         (UPSAMPLE,),
