@@ -250,8 +250,10 @@ PROGRAMS = [
     Program("benchmarks/fp8_gemm.py", "{machine}-fp8-gemm", in_place=False),
     Program("benchmarks/lora.py", "{machine}-lora", in_place=False),
     Program(
-        "benchmarks/train.py", "{machine}-train", _by_name("model"),
-        lambda name, records: ["--update", *configs(records)], "--models", keys=_one,
+        "benchmarks/train.py", "{machine}-train",
+        lambda record: f"{record['model']}{'' if record['rank'] else ' whole'}",
+        lambda name, records: ["--update", *configs(records), *(["--rank", "0"] if name.endswith(" whole") else [])],
+        "--models", lambda name: name.split()[0], keys=_one,
     ),
     Program("benchmarks/quality.py", "{machine}-quality", in_place=False),
     Program("benchmarks/engines.py", "{machine}-engines", in_place=False),

@@ -3,8 +3,8 @@
     python tools/build.py
     python benchmarks/train.py [--models ltx flux] [--sizes 49x512x768] [--checkpointing off on] [--tiny]
 
-Models have their released depth and width, and random weights. Without --sizes they are trained at those of SCENES, in
-which larger ones have gradient checkpoints, as one GPU needs them.
+Models have their released depth and width, and random weights. SCENES has the size at which each of them is trained,
+unless --sizes names others. Models larger than LTX-Video 2B are trained with gradient checkpoints.
 
 A step is a forward under `torch.autocast`, a backward, and AdamW's step. The adapters' base is frozen, and its weights
 are shared by the configurations, which take turns. With `--rank 0` there are no adapters: all weights are trained, in

@@ -229,8 +229,14 @@ OF_IMAGE = {"guidance_scale": 1.0, "image": PICTURE, "strength": 1.0}
 COSMOS = {"guidance_scale": 1.0, "num_frames": 5}
 SOUND = {"audio_guidance_scale": 1.0, "stg_scale": 0.0, "modality_scale": 1.0}
 SOUND |= {f"audio_{name}": value for name, value in SOUND.items() if not name.startswith("audio")}
-LTX2 = {**SOUND, "guidance_scale": 1.0, "num_frames": 9, "height": 64, "width": 64}
 VIDEO = torch.linspace(0, 1, 9 * 3 * SIZE * SIZE).view(1, 9, 3, SIZE, SIZE)
+
+
+def ltx2(**arguments: Any) -> Pipeline:
+    given = {**SOUND, "guidance_scale": 1.0, "num_frames": 9, "height": 64, "width": 64, **arguments}
+    vae = video_vae("ltx2 2.0")
+    return Pipeline("ltx2", "Gemma3", 48, vae, with_mask(torch.int64), arguments=given, parts=of_ltx2)
+
 
 PIPELINES = {
     "StableDiffusion3Pipeline": Pipeline(
@@ -556,9 +562,7 @@ PIPELINES = {
         parts=lambda: {"processor": Words()},
         known_vae=False,
     ),
-    "LTX2ConditionPipeline": Pipeline(
-        "ltx2", "Gemma3", 48, video_vae("ltx2 2.0"), with_mask(torch.int64), arguments=LTX2, parts=of_ltx2
-    ),
+    "LTX2ConditionPipeline": ltx2(),
     "CogVideoXImageToVideoPipeline": Pipeline(
         "cogvideox-5b",
         "T5",
@@ -570,18 +574,8 @@ PIPELINES = {
         config={"in_channels": 8, "ofs_embed_dim": 32},
         known_vae=False,
     ),
-    "LTX2Pipeline": Pipeline(
-        "ltx2", "Gemma3", 48, video_vae("ltx2 2.0"), with_mask(torch.int64), arguments=LTX2, parts=of_ltx2
-    ),
-    "LTX2ImageToVideoPipeline": Pipeline(
-        "ltx2",
-        "Gemma3",
-        48,
-        video_vae("ltx2 2.0"),
-        with_mask(torch.int64),
-        arguments={**LTX2, "image": PICTURE, "image_crf": 0},
-        parts=of_ltx2,
-    ),
+    "LTX2Pipeline": ltx2(),
+    "LTX2ImageToVideoPipeline": ltx2(image=PICTURE, image_crf=0),
 }
 
 
