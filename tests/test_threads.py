@@ -74,6 +74,40 @@ def test_restore_while_other_threads_call(ltx: ModuleType, device: str, make: An
     close(run(), expected)
 
 
+def test_restore_waits_for_the_call_that_makes_a_table(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call of the whole model, which holds that of the rotary embedding, began after `restore` did."""
+    integrations = f"{ltx.__name__}.integrations"
+    sites = importlib.import_module(f"{integrations}.engine.sites")
+    rope = importlib.import_module(f"{integrations}.diffusers._ltx_rope")
+    model, run = transformer(device)
+    expected = run()
+    inside = threading.Event()
+    uninstall, has_stock_reader = sites._uninstall_maker, rope._has_stock_reader
+
+    def stop(module: nn.Module) -> bool:
+        inside.set()
+        time.sleep(0.3)
+        answer: bool = has_stock_reader(module)
+        return answer
+
+    with ThreadPoolExecutor(1) as pool:
+        futures = []
+
+        def uninstall_while_called(*arguments: Any) -> None:
+            futures.append(pool.submit(run))
+            assert inside.wait(60)
+            uninstall(*arguments)
+
+        ltx.optimize(model)
+        monkeypatch.setattr(rope, "_has_stock_reader", stop)
+        monkeypatch.setattr(sites, "_uninstall_maker", uninstall_while_called)
+        ltx.restore(model)
+        close(futures[0].result(), expected)
+    assert not any("_ltx_kernels" in part.__dict__ for part in model.modules())
+
+
 def test_restore_waits_for_a_table_that_is_no_longer_kept(ltx: ModuleType, device: str) -> None:
     """As where two threads make the table of one shape: the site keeps one of them."""
     model, inputs = make_model(device), make_inputs(device)

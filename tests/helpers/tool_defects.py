@@ -603,6 +603,13 @@ TOOL_DEFECTS = [
         "graphs_that_pay::test_threads_on_modules_of_one_plan",
     ),
     defect(
+        "a table's maker restored within a call of the whole model",
+        ENGINE + "sites.py",
+        "threads.alone_with(other for other in replaced if any(part is module for part in other.modules()))",
+        "threads.alone_with([module])",
+        "threads::test_restore_waits_for_the_call_that_makes_a_table",
+    ),
+    defect(
         "stock calls of a class's last site for those of all",
         ENGINE + "report.py",
         "found.setdefault(site.name, Counter()).update(site.fallbacks)",

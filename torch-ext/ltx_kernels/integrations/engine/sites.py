@@ -292,10 +292,13 @@ def _uninstall_each(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Excep
     return failed
 
 
-def _uninstall_maker(module: nn.Module) -> None:
-    """Restores a module that makes tables, and waits until no call in another thread holds one for its blocks."""
+def _uninstall_maker(module: nn.Module, replaced: Iterable[nn.Module]) -> None:
+    """Restores a module that makes tables, and waits until no call in another thread holds one for its blocks.
+
+    replaced: All replaced modules. A call of one that contains the maker may be inside of the maker.
+    """
     site = site_of(module)
-    with threads.alone_with([module]):
+    with threads.alone_with(other for other in replaced if any(part is module for part in other.modules())):
         uninstall(module)
     site.cache.clear()
     deadline = time.monotonic() + PATIENCE
@@ -360,7 +363,7 @@ def _uninstall_all(roots: Sequence[nn.Module]) -> None:
         replaced = [module for module in modules if ATTRIBUTE in module.__dict__]
         for module in replaced:
             if site_of(module).entry.table_readers:
-                _uninstall_maker(module)
+                _uninstall_maker(module, replaced)
         with threads.alone_with(replaced):
             failed += _uninstall_each(modules)
         for entry in entries:
