@@ -604,7 +604,7 @@ TOOL_DEFECTS = [
     ),
     defect(
         "a table's maker restored within a call of the whole model",
-        ENGINE + "sites.py",
+        ENGINE + "engine/sites.py",
         "threads.alone_with(other for other in replaced if any(part is module for part in other.modules()))",
         "threads.alone_with([module])",
         "threads::test_restore_waits_for_the_call_that_makes_a_table",
