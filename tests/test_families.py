@@ -624,6 +624,37 @@ def test_prefix_cache_of_qwen_image21(ltx: ModuleType, device: str, padded: bool
     assert "recorded calls: " not in str(report)  # a replay would keep the keys of another cache
 
 
+def test_kept_keys_of_flux2_klein(ltx: ModuleType, device: str) -> None:
+    """The first step keeps keys and values of the reference images, and later ones read them."""
+    from diffusers.models.transformers import transformer_flux2 as flux2
+
+    family, references = FAMILIES["flux2-klein"], 2
+    model = make(family, device)
+    for block in model.transformer_blocks:
+        block.attn.set_processor(flux2.Flux2KVAttnProcessor())
+    for block in model.single_transformer_blocks:
+        block.attn.set_processor(flux2.Flux2KVParallelSelfAttnProcessor())
+    inputs = cast(family.inputs(2), device, torch.float32)
+    later = {name: inputs[name][..., references:, :] for name in ("hidden_states", "img_ids")}
+
+    def steps() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            first, cache = model(**inputs, kv_cache_mode="extract", num_ref_tokens=references, return_dict=False)
+        outputs = [first]
+        for step in range(1, 4):
+            given = {**inputs, **later, "timestep": inputs["timestep"] * (1 - 0.1 * step)}
+            outputs += run(model, {**given, "kv_cache": cache, "kv_cache_mode": "cached"})
+        layers = (*cache.double_block_caches, *cache.single_block_caches)
+        return (*outputs, *(tensor for layer in layers for tensor in layer.get()))
+
+    stock = steps()
+    report = ltx.optimize(model)
+    for _ in range(2):
+        assert distance(steps(), stock) < CLOSE
+    assert report.fallbacks == {}
+    assert "recorded calls: " not in str(report)  # a replay would keep the keys of another cache
+
+
 @pytest.mark.host
 def test_heads_that_do_not_fit_run_stock(ltx: ModuleType, device: str) -> None:
     """Keys of fewer heads run ops; columns that make no heads give the stock module's error, not an op's."""

@@ -24,6 +24,7 @@ from families.left import OF_UNETS  # noqa: E402
 from helpers import language_models  # noqa: E402
 from helpers.diffusers_models import BLOCK_NAMES, known_models  # noqa: E402
 from helpers.versions import pinned  # noqa: E402
+from PIL import Image  # noqa: E402
 from test_integration_pipelines import assembled, touched  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -296,6 +297,9 @@ PIPELINES = {
     "ZImagePipeline": Pipeline("z_image", "Qwen3", 24, image_vae(4), listed, arguments={"guidance_scale": 0.0}),
     "Flux2Pipeline": Pipeline("flux2", "Mistral", 32, flux2_vae(2)),
     "Flux2KleinPipeline": Pipeline("flux2-klein", "Qwen3", 32, flux2_vae(2)),
+    "Flux2KleinKVPipeline": Pipeline(
+        "flux2-klein", "Qwen3", 32, flux2_vae(2), arguments={"image": Image.linear_gradient("L").convert("RGB")}
+    ),
     "ChromaPipeline": Pipeline("chroma", "T5", 32, image_vae(2), with_mask(torch.bfloat16)),
     "HunyuanImagePipeline": Pipeline("hunyuan_video-image", "Qwen2_5_VL", 32, hunyuan_vae, two_prompts, arguments={}),
     "Lumina2Pipeline": Pipeline(
@@ -642,6 +646,7 @@ SLOW = {
 }
 # They take seconds, most of them in stock modules, and their blocks run in the pipelines above them too.
 EXTENDED = {
+    "Flux2KleinKVPipeline",
     "CosmosVideoToWorldPipeline",
     "Cosmos2VideoToWorldPipeline",
     "Cosmos2_5_PredictBasePipeline",
@@ -694,7 +699,6 @@ NOT_RUN = {
     "BriaFiboEditPipeline": TEXT_ALONE,
     "Ideogram4Pipeline": TEXT_ALONE,
     "Cosmos2_5_TransferPipeline": "it needs torchvision",
-    "Flux2KleinKVPipeline": "its attentions get a KV cache of the images, and run the stock code",
     "HunyuanVideoFramepackPipeline": VISION,
     "HunyuanVideo15ImageToVideoPipeline": VISION,
     "WanAnimatePipeline": VISION,

@@ -603,6 +603,13 @@ TOOL_DEFECTS = [
         "graphs_that_pay::test_threads_on_modules_of_one_plan",
     ),
     defect(
+        "reference images of FLUX.2 klein see the other tokens too",
+        ENGINE + "diffusers/flux2.py",
+        "query[:, references], key[:, references], value[:, references]",
+        "query[:, references], key, value",
+        "families::test_kept_keys_of_flux2_klein",
+    ),
+    defect(
         "a table's maker restored within a call of the whole model",
         ENGINE + "engine/sites.py",
         "threads.alone_with(other for other in replaced if any(part is module for part in other.modules()))",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Callable
 
 from torch import Tensor, nn
 
@@ -53,6 +53,12 @@ class Call:
         self.ropes, self.rope = ropes, ropes[0] if ropes[1] is None else ropes
         self.cross = self.context is not None
         self.further = further or {}
+
+    @property
+    def attends(self) -> Callable[[Call, Tensor, Tensor, Tensor], Any] | None:
+        """The description's `attends`, unless it reads arguments and none of these was given."""
+        given = any(value is not None for value in self.further.values())
+        return self.spec.attends if given or not self.spec.arguments else None
 
     def without_arguments(self) -> Call:
         """A call for `attend` in a recording, which must hold neither the tensors of this call nor the layers."""

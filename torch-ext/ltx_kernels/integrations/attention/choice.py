@@ -181,6 +181,16 @@ def attend(
     return output, overlaps(query, key, value)
 
 
+def attend_noted(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, seen: Seen = ALL_KEYS, is_causal: bool = False
+) -> Tensor:
+    """`attend` for the `attends` of a description: the site notes whether an op of this package computed it."""
+    output, own = attend(call, query, key, value, seen, is_causal=is_causal)
+    if own:
+        call.site.chosen.add("attention")
+    return output
+
+
 def attend_read(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Self-attention [B, S, heads, D] with a `PaddingMask` or a `SegmentMask`, of which the host reads what they hide.
 

@@ -91,7 +91,8 @@ class Attention:
         after norm and rotation, to the output [B, S, heads, D], or to a pair of a joint attention's first and second
         stream. `attend` of attention/choice.py computes each call. A recorded call does not run it again: it calls
         `refuse` where it reads or writes what is kept.
-    arguments: Names of the stock forward's further arguments, which `attends` reads from `Call.further`.
+    arguments: Names of the stock forward's further arguments, which `attends` reads from `Call.further`. A
+        call without any of them attends as other classes do.
     check: A further reason why a call has to run stock: (module, hidden_states, encoder_hidden_states, rope) to a
         reason, or "".
     why_not: A further reason why a module cannot be replaced, or "". Processors that many models share need it.

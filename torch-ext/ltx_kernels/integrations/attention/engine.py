@@ -148,6 +148,8 @@ def _why_not(call: Call, options: dict[str, Any]) -> str:
         if spec.mask is None or not isinstance(mask, Tensor):
             return "a mask"
         reason = spec.mask.why_not(mask, None if context is None else context.shape[1])
+    if call.attends is not None and parallel_config(call) is not None:
+        return "ranks exchange tokens"
     return reason or spec.check(call.module, input, context, call.rope)
 
 
@@ -302,20 +304,19 @@ def _single(call: Call) -> Tensor:
         output = qk_norm_cross_attention(query, key, value, query_weight, key_weight, layers.eps[0], mask=seen.keys)
         return _output(call, _gated(call, output))
     fewer = key.shape[2] != layers.heads  # ranks exchange them with a copy for each head of the query
-    ahead = None if call.cross or fewer or call.spec.attends is not None else values_ahead(call, value, seen)
+    ahead = None if call.cross or fewer or call.attends is not None else values_ahead(call, value, seen)
     query, key = _norm_and_rotate(call, 0, query, key, tables, fresh)
     key = call.keys(key)
-    if call.spec.attends is not None:
-        output = call.spec.attends(call, query, key, value)
-        _count(call, tables is not None, False)
-        return _output(call, _gated(call, output))
-    reads = isinstance(call.spec.mask, (PaddingMask, SegmentMask))
+    reads = call.attends is None and isinstance(call.spec.mask, (PaddingMask, SegmentMask))
     if call.mask is not None and reads and parallel_config(call) is None:
         attend_now = functools.partial(attend_read, call.without_arguments())
         output = as_one(attend_now, query, key, value, call.mask)
         _count(call, tables is not None, False)
         return _output(call, _gated(call, output))
-    output, own = attend(call, query, key, value, seen, out, ahead)
+    if call.attends is not None:
+        output, own = call.attends(call, query, key, value), False  # it says so itself
+    else:
+        output, own = attend(call, query, key, value, seen, out, ahead)
     if image:
         key = _normed(call, image[0], layers.weights[-1], layers.eps[-1])
         output = output + attend(call, query, key, image[1], ALL_KEYS)[0]
@@ -391,8 +392,8 @@ def _joint(call: Call) -> tuple[Tensor, Tensor]:
     mask, padding = call.mask, spec.mask if isinstance(spec.mask, PaddingMask) else None
     if mask is not None and padding is not None:
         query, key, value, mask = without_padding(call, padding, query, key, value, mask)
-    if spec.attends is not None:
-        heads, text_heads = spec.attends(call, query, key, value)
+    if call.attends is not None:
+        heads, text_heads = call.attends(call, query, key, value)
         own = False  # it says so itself
     else:
         output, own = attend(call, query, key, value, call.seen(mask))

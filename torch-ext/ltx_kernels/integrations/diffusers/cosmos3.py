@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..attention.call import Call
-from ..attention.choice import attend
+from ..attention.choice import attend_noted
 from ..attention.description import ADDED, ADDED_NORMS, ADDED_OUTPUT, Attention
-from ..attention.masks import ALL_KEYS
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import RMSNORM, Stream
@@ -43,16 +42,8 @@ def _attends(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
     """The outputs of what is generated and of the text, whose rows come first."""
     assert call.context is not None
     rows = call.context.shape[1]
-    text, own_text = attend(call, query[:, :rows], key[:, :rows], value[:, :rows], ALL_KEYS, is_causal=True)
-    output, own = attend(call, query[:, rows:], key, value, ALL_KEYS)
-    if own or own_text:
-        call.site.chosen.add("attention")
-    return output, text
-
-
-def _why_not_attention(attention: Any, *_: Any) -> str:
-    ranks = getattr(attention.processor, "_parallel_config", None) is not None
-    return "ranks exchange tokens" if ranks else ""
+    text = attend_noted(call, query[:, :rows], key[:, :rows], value[:, :rows], is_causal=True)
+    return attend_noted(call, query[:, rows:], key, value), text
 
 
 def _why_not_module(attention: Any) -> str:
@@ -83,7 +74,6 @@ ATTENTION = Attention(
     optional_children=("k_norm_und_for_gen",),
     tables=_tables,
     attends=_attends,
-    check=_why_not_attention,
     why_not=_why_not_module,
 )
 MLP = GatedMLP((COSMOS3 + "VLTextMLP",))

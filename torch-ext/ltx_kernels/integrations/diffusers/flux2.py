@@ -1,7 +1,7 @@
 """FLUX.2 (dev, klein): double blocks as FLUX.1's, and single blocks whose attention and MLP share both linear layers.
 
 The model makes the modulation once for all double blocks, and once for all single blocks. The MLPs are SwiGLU, and no
-layer has a bias.
+layer has a bias. The KV pipeline of klein keeps keys and values of reference images from the first step.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..attention.call import Call
+from ..attention.choice import attend_noted
+from ..attention.kept_keys import with_kept
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import TORCH_LAYERNORM, Stream, clipped, joint, modulation
 from ..engine.guards import children
+from ..engine.recording import refuse
 from ..engine.rotary_tables import Tables
 from ._double_block import IMAGE, TEXT, Tokens, double_block
 from .flux import ATTENTION as FLUX1_ATTENTION
@@ -22,11 +27,40 @@ from .flux import ATTENTION as FLUX1_ATTENTION
 FLUX2 = "diffusers.models.transformers.transformer_flux2."
 
 
+def _attends(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """The first step's tokens of reference images see themselves alone; later steps read the keys that it kept."""
+    cache, mode = call.further.get("kv_cache"), call.further.get("kv_cache_mode")
+    text = call.context.shape[1] if call.context is not None else call.further.get("num_txt_tokens") or 0
+    end = text + (call.further.get("num_ref_tokens") or 0)
+    if cache is not None:
+        refuse("keys and values of reference images are kept")
+    if mode == "extract" and end > text:
+        references = slice(text, end)
+        if cache is not None:
+            cache.store(key[:, references].clone(), value[:, references].clone())
+        output = torch.cat(
+            [
+                attend_noted(call, query[:, :text], key, value),
+                attend_noted(call, query[:, references], key[:, references], value[:, references]),
+                attend_noted(call, query[:, end:], key, value),
+            ],
+            1,
+        )
+    elif mode == "cached" and cache is not None:
+        key, value = (with_kept(*pair) for pair in zip(cache.get(), (key, value)))
+        output = attend_noted(call, query, key, value)
+    else:
+        output = attend_noted(call, query, key, value, call.seen(call.mask))
+    return (output[:, text:], output[:, :text]) if call.context is not None else output
+
+
 ATTENTION = replace(
     FLUX1_ATTENTION,
     classes=(FLUX2 + "Flux2Attention",),
     processor=FLUX2 + "Flux2AttnProcessor",
     other_processors=(FLUX2 + "Flux2KVAttnProcessor",),
+    attends=_attends,
+    arguments=("kv_cache", "kv_cache_mode", "num_ref_tokens"),
 )
 PARALLEL = replace(
     ATTENTION,
@@ -37,6 +71,7 @@ PARALLEL = replace(
     projections=("to_qkv_mlp_proj",),
     mlp="mlp_act_fn",
     added=False,
+    arguments=(*ATTENTION.arguments, "num_txt_tokens"),
 )
 MLP = GatedMLP((FLUX2 + "Flux2FeedForward",), projections=("linear_in",), down="linear_out")
 

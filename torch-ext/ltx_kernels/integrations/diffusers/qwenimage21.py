@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..attention.call import Call
-from ..attention.choice import attend
+from ..attention.choice import attend_noted
 from ..attention.description import Attention
+from ..attention.kept_keys import with_kept
 from ..attention.masks import ALL_KEYS, ScoresMask, Seen
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
@@ -35,38 +36,17 @@ def _attends(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if mode == "extract" and rows is not None:
             cache.store(key[:, rows].clone(), value[:, rows].clone())
         elif mode == "cached":
-            key, value = (_joined(*pair) for pair in zip(cache.get(), (key, value)))
+            key, value = (with_kept(*pair) for pair in zip(cache.get(), (key, value)))
     if segments is None:
-        return _attend(call, query, key, value, call.seen(call.mask))
+        return attend_noted(call, query, key, value, call.seen(call.mask))
     outputs, rows = [], query.shape[1]
     for start, end, is_text in (*segments, (segments[-1][1] if segments else 0, rows, False)):
         seen = ALL_KEYS if valid is None else call.seen(valid[:, None, None, :end])
         if is_text:  # each token sees those before it
             mask = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)[None, None]
             seen = Seen(mask if seen.mask is None else mask & seen.mask, None, False)
-        outputs.append(_attend(call, query[:, start:end], key[:, :end], value[:, :end], seen))
+        outputs.append(attend_noted(call, query[:, start:end], key[:, :end], value[:, :end], seen))
     return torch.cat(outputs, 1)
-
-
-def _joined(kept: Tensor, own: Tensor) -> Tensor:
-    """``torch.cat([kept, own], 1)``, copied in units of 16 bytes.
-
-    The own keys and values are columns of one product, and torch.cat copies such rows element by element.
-    """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return torch.cat([kept, own], 1)
-    unit = 16 // own.element_size()
-    fits = all(size % unit == 0 for t in (kept, own) for size in (t.shape[-1], t.storage_offset(), *t.stride()[:-1]))
-    if not fits or kept.stride(-1) != 1 or own.stride(-1) != 1:
-        return torch.cat([kept, own], 1)
-    return torch.cat([kept.view(torch.complex128), own.view(torch.complex128)], 1).view(own.dtype)
-
-
-def _attend(call: Call, query: Tensor, key: Tensor, value: Tensor, seen: Seen) -> Tensor:
-    output, own = attend(call, query, key, value, seen)
-    if own:
-        call.site.chosen.add("attention")
-    return output
 
 
 ATTENTION = Attention(
