@@ -1,4 +1,4 @@
-"""torch.autocast: fused blocks run under it where their stream and weights have its dtype, no less exact than stock."""
+"""torch.autocast: fused blocks run under it, with weights of its dtype or in float32, no less exact than stock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ diffusers = pytest.importorskip("diffusers")
 from families import Family  # noqa: E402
 from helpers.autocast import CudaLists, autocast  # noqa: E402
 from helpers.diffusers_models import BLOCK_NAMES  # noqa: E402
-from test_families import FAMILIES, assert_ran, cast, distance, every_path, make, run  # noqa: E402
+from test_families import FAMILIES, assert_ran, cast, distance, every_path, flat, make, run  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
 
@@ -118,9 +118,45 @@ def test_norms_by_themselves(ltx: ModuleType, device: str, dtype: torch.dtype, l
         assert norms[0](x).dtype == (torch.float32 if lists == "cuda" else dtype)
 
 
+# Models that keep float32 weights under autocast. LTX-Video's stream becomes float32 in its first block; the others'
+# streams stay in autocast's dtype, beside norms' weights and tables in float32.
+FLOAT32_MODELS = ("ltx", "ltx-per_token", "wan-t2v", "wan-ti2v", "flux", "qwenimage")
+
+
+@pytest.mark.parametrize("name", FLOAT32_MODELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.repeated)], ids=str)
+def test_models_in_float32(ltx: ModuleType, device: str, name: str, dtype: torch.dtype, lists: str) -> None:
+    """Whole blocks run ops, each in the dtypes of stock, and no further from the model in float32 than stock is."""
+    family = FAMILIES[name]
+    model, inputs = make(family, device), cast(family.inputs(2), device, torch.float32)
+    exact = run(model, inputs)
+
+    def results() -> list[tuple[torch.Tensor, ...]]:
+        found: list[tuple[torch.Tensor, ...]] = []
+        blocks = [module for module in model.modules() if type(module).__name__.endswith("Block")]
+        hooks = [block.register_forward_hook(lambda *given: found.append(flat(given[-1]))) for block in blocks]
+        with autocast(device, dtype, lists):
+            found.append(run(model, inputs))
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    stock = results()
+    report = ltx.optimize(model)
+    hooked = results()
+    with autocast(device, dtype, lists):
+        ours = [run(model, inputs) for _ in range(3)]
+    assert [[x.dtype for x in result] for result in hooked] == [[x.dtype for x in result] for result in stock]
+    assert all(torch.equal(a, b) for results in ours[1:] for a, b in zip(results, ours[0]))
+    assert distance(ours[0], exact) <= 1.1 * distance(stock[-1], exact)
+    for site in report.sites:
+        if site.name in family.blocks and site.name.endswith((*BLOCK_NAMES, "Attention")):
+            assert site.calls > 0 and site.fallbacks == {}, site.name
+
+
 def test_other_dtypes_run_stock(ltx: ModuleType, device: str) -> None:
     """A stream or a table of another dtype, and the roundings of "eager", are reasons that name the dtypes."""
-    family = FAMILIES["ltx"]
+    family = FAMILIES["ltx2"]
     model, inputs = make(family, device), cast(family.inputs(1), device, torch.float32)
     half, halves = make(family, device, torch.bfloat16), cast(family.inputs(1), device, torch.bfloat16)
     table = "scale_shift_table has dtype torch.float32, the input torch.bfloat16"  # whose sum with it is float32
@@ -238,13 +274,14 @@ def test_fp8(ltx: ModuleType, device: str, family: Family, lists: str) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_compile(ltx: ModuleType, device: str, masked: bool) -> None:
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
+def test_compile(ltx: ModuleType, device: str, masked: bool, weights: torch.dtype) -> None:
     """One graph, with ops in it, and stock's error."""
     family = FAMILIES["ltx"]
-    model, inputs = make(family, device, torch.bfloat16), cast(family.inputs(2), device, torch.bfloat16)
+    model, inputs = make(family, device, weights), cast(family.inputs(2), device, weights)
     if masked:
         assert family.masked is not None
-        inputs.update(cast(family.masked(2), device, torch.bfloat16))
+        inputs.update(cast(family.masked(2), device, weights))
     exact = run(copy.deepcopy(model).float(), cast(inputs, device, torch.float32))
     report = ltx.optimize(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

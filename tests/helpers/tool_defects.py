@@ -786,6 +786,27 @@ TOOL_DEFECTS = [
         "mixture",
     ),
     defect(
+        "a stream that stock promotes to float32 under autocast left in autocast's dtype",
+        ENGINE + "blocks/stream.py",
+        "if len({part.dtype for part in parts}) == 1:",
+        "if True:",
+        "autocast::test_models_in_float32",
+    ),
+    defect(
+        "results of a float32 stream that autocast's layers get in float32",
+        ENGINE + "blocks/stream.py",
+        "rows.to(self._cast_to)",
+        "rows",
+        "autocast::test_models_in_float32",
+    ),
+    defect(
+        "norms of query and key in float32 that keep an attention from running ops under autocast",
+        ENGINE + "attention/layers.py",
+        "spec.casts or autocast_dtype(input) is not None",
+        "spec.casts",
+        "autocast::test_models_in_float32",
+    ),
+    defect(
         "a shortcut of a UNet's residual block without its bias",
         ENGINE + "diffusers/_resnet.py",
         "h.add(*branch, residual_bias=bias)",

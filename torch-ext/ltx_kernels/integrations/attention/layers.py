@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..blocks.gated_mlp import SILU, kind_of
 from ..blocks.stream import TORCH_RMSNORM
+from ..engine.autocast import autocast_dtype
 from ..engine.code import patched
 from ..engine.guards import children, class_of, follows_shared, hooked, is_idle, submodule, why_not_norm_weight
 from ..engine.sites import site_of
@@ -166,13 +167,15 @@ def _why_not_layers(spec: Attention, module: nn.Module, input: Tensor) -> str:
         return f"its {spec.heads} and head_dim do not make its inner_dim"
     reason = _why_not_heads(spec, module) or patched(type(processor)) or spec.why_not(module)
     reason = reason or _why_not_norms(spec, module)
+    # Under autocast, attention itself casts query and key to the dtype of the value.
+    casts = spec.casts or autocast_dtype(input) is not None
     for pair in [] if reason else _norm_pairs(spec, module):
         for name in pair:
             norm = module._modules[name]
             assert norm is not None
             if hooked(norm):
                 return f"{name} {hooked(norm)}"
-            found = "" if reason else why_not_norm_weight(norm, input, spec.casts, follows_shared())  # type: ignore[arg-type]
+            found = "" if reason else why_not_norm_weight(norm, input, casts, follows_shared())  # type: ignore[arg-type]
             reason = f"{name}: {found}" if found else reason
     if spec.mlp and not reason:
         activation = cast(nn.Module, module._modules[spec.mlp])

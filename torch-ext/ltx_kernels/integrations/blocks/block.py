@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._checks import LAYER, RMS
-from ..engine.autocast import remark_autocast
+from ..engine.autocast import autocast_dtype, remark_autocast
 from ..engine.guards import (
     ATTRIBUTE,
     class_of,
@@ -70,6 +70,8 @@ class Block:
     modulation: Paths of linear layers in no group that read one row of each sample. With memory="low" their weights
         alone are in fp8.
     casts: The stock forward casts results to the stream's dtype, so that `tensors` and norms may have another dtype.
+    promotes: Under autocast the first stream, `tensors` and norms may be in float32, and the results are promoted as
+        the stock forward's. `forward` has a `Stream` that says so.
     live: Arguments that may be others at every recorded call, such as keys and values of earlier tokens.
     plain, asks: As in `Entry`.
     check: A further reason why a call has to run stock: (block, arguments by name) to a reason or "".
@@ -96,6 +98,7 @@ class Block:
     fp8_skip_low: tuple[str, ...] | None = None
     modulation: tuple[str, ...] = ()
     casts: bool = False
+    promotes: bool = False
     live: Live | None = None
     plain: tuple[str, ...] = ()
     asks: Callable[[nn.Module], Any] | None = None
@@ -223,6 +226,10 @@ class Block:
                 return f"it has no parameter {name}"
         return ""
 
+    def _mixes(self, input: Tensor) -> bool:
+        """Whether `tensors` and norms may have another dtype than the stream."""
+        return self.casts or (self.promotes and autocast_dtype(input) is not None)
+
     def _why_not_state(self, module: nn.Module, input: Tensor) -> str:
         """Why the block's own parameters and norms keep a call from running ops."""
         reason = why_stock(module) or self._why_not_module(module)
@@ -231,7 +238,7 @@ class Block:
         for name in self.tensors:
             table = module._parameters.get(name)
             if table is not None:
-                reason = why_not_tensor(name, table, input, self.casts, gradient=follows_shared())
+                reason = why_not_tensor(name, table, input, self._mixes(input), gradient=follows_shared())
                 if reason:
                     return reason
         for path in (*self.modules, *self.norms):
@@ -242,7 +249,7 @@ class Block:
             norm = submodule(module, path)
             if norm is None:
                 continue
-            reason = why_not_norm_weight(norm, input, self.casts, follows_shared())  # type: ignore[arg-type]
+            reason = why_not_norm_weight(norm, input, self._mixes(input), follows_shared())  # type: ignore[arg-type]
             if reason:
                 return f"{path}: {reason}"
         return ""
@@ -250,7 +257,7 @@ class Block:
     def _why_not_call(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
         """Why a call has to run stock: tensors and modes are checked at every call, modules once for each state."""
         input: Tensor = arguments[self.streams[0]]
-        reason = why_not_input(input, site_of(module).rounding, gradient=True)
+        reason = why_not_input(input, site_of(module).rounding, gradient=True, promotes=self.promotes)
         if reason:
             return reason
         for name in self.streams[1:] + self.tensors:
@@ -258,7 +265,7 @@ class Block:
             if tensor is not None:
                 beside = name in self.tensors
                 gradient = not beside or follows_shared()
-                reason = why_not_tensor(name, tensor, input, self.casts and beside, gradient)
+                reason = why_not_tensor(name, tensor, input, beside and self._mixes(input), gradient)
                 if reason:
                     return reason
         key = "block", input.dtype, input.device

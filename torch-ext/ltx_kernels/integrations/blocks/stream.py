@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..._checks import RMS
 from ..._fused_norm import fused_norm, fused_norm_pair
 from ...quant import quantize_rows
+from ..engine.autocast import autocast_dtype
 from ..engine.guards import children
 from ..engine.kept import kept
 from ..engine.norm_forms import FP32_LAYERNORM as FP32_LAYERNORM
@@ -117,17 +118,20 @@ class Stream:
     quantised rows, (values, scales), and otherwise a tensor. Attentions, feed-forwards and `Linears` support both.
     """
 
-    __slots__ = ("_branch", "_branch_norm", "_first", "_gate", "_index", "_module", "_value", "rounding")
+    __slots__ = ("_branch", "_branch_norm", "_cast_to", "_first", "_gate", "_index", "_module", "_value", "rounding")
 
-    def __init__(self, module: nn.Module, value: Tensor, index: Tensor | None = None) -> None:
+    def __init__(self, module: nn.Module, value: Tensor, index: Tensor | None = None, promotes: bool = False) -> None:
         """Starts with the value [B, S, H] that a block is given.
 
         module: The block, a module that `optimize` replaced.
         index: [B, S] or [S], the row of every modulation that a token takes; the modulations are then [B, rows, H].
             None: the modulations are as `Mod` says.
+        promotes: Under autocast a sum has the dtype that torch promotes its parts to, and linear layers alone read what
+            `norm` and `rows` return. It is returned in autocast's dtype, to which each of these layers would cast it.
         """
         self._module, self._index = module, index
         self.rounding: str = site_of(module).rounding
+        self._cast_to = autocast_dtype(value) if promotes else None
         self._first = self._value = value
         self._branch: Tensor | None = None
         self._branch_norm: nn.Module | None = None
@@ -150,7 +154,19 @@ class Stream:
                 self._branch_norm = norm
             else:  # the op would round in other places than this class does
                 branch = form.rms(norm, branch, self.rounding)
-        self._branch, self._gate = branch, gate
+        self._branch, self._gate = branch if self._cast_to is None else self._promoted(branch, gate), gate
+
+    def _promoted(self, branch: Tensor, gate: Mod | None) -> Tensor:
+        """The branch in the dtype of its sum with the stream, which is cast to it too."""
+        parts = [self._value, branch, *(part for part in gate or () if part is not None)]
+        if len({part.dtype for part in parts}) == 1:
+            return branch
+        self._value = self._value.float()  # what torch promotes any two of its dtypes to
+        return branch.float()
+
+    def _read(self, rows: Input) -> Input:
+        """A result as linear layers read it."""
+        return rows if self._cast_to is None or isinstance(rows, tuple) else rows.to(self._cast_to)
 
     def own(self) -> Tensor | None:
         """The stream if it may be overwritten: no branch waits, and it is not the block's own input. Else None."""
@@ -189,7 +205,7 @@ class Stream:
     def rows(self, into: Readers = None) -> Input:
         """The stream for the layers that read it."""
         if not self._quantises(into):
-            return self.value()
+            return self._read(self.value())
         gate = self._gate
         if self._branch is None or gate is None or self._branch_norm is not None:
             return quantize_rows(self.value())
@@ -241,7 +257,7 @@ class Stream:
             rounding,
             quantise,
         )
-        return rows
+        return self._read(rows)
 
     def norm_pair(
         self,

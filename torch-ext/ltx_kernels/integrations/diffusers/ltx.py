@@ -52,7 +52,7 @@ def block_forward(
 ) -> Tensor:
     norm1, attn1, norm2, attn2, ff = children(self, "norm1", "attn1", "norm2", "attn2", "ff")
     shift1, scale1, gate1, shift2, scale2, gate2 = modulation(temb, 6, self.scale_shift_table)
-    h = Stream(self, hidden_states)
+    h = Stream(self, hidden_states, promotes=True)
     x = h.norm(norm1, shift1, scale1, into="attn1")
     h.add(attn1(hidden_states=x, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb), gate1)
     x = h.rows(into="attn2")
@@ -83,6 +83,7 @@ BLOCK = Block(
     attentions={"attn1": SELF, "attn2": CROSS},
     feed_forwards=("ff",),
     fp8_skip=("*.attn2.to_k", "*.attn2.to_v", "*.attn2.to_out.0"),
+    promotes=True,
     check=_why_not_block,
 )
 

@@ -2,9 +2,11 @@
 
 Under autocast torch's own functions compute in other dtypes than their inputs have, by lists that differ between
 devices and versions of torch: CUDA's ``layer_norm`` returns float32, and from torch 2.12 on its ``rms_norm`` does too.
-The ops never look at autocast. They stand in for a module where its stream and its weights have autocast's own dtype.
-Its linear layers and its attention then compute in that dtype with and without autocast, and what the stock module
-keeps in float32 in between, an op never rounds.
+The ops never look at autocast. They stand in for a module where its stream has autocast's own dtype, or where the
+module's description says what the stock module promotes it to. Its linear layers and its attention then compute in
+autocast's dtype, and what the stock module keeps in float32 in between, an op never rounds. Weights may be in float32:
+linear layers are then called as modules, for which autocast keeps its copies of the weights. Ops read tables and the
+weights of norms as they are.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def why_not_autocast(input: Tensor, rounding: str) -> str:
-    """Why ops cannot stand in under the current autocast; empty if they can, or if autocast is off."""
+def why_not_autocast(input: Tensor, rounding: str, promotes: bool = False) -> str:
+    """Why ops cannot stand in under the current autocast; empty if they can, or if autocast is off.
+
+    promotes: The input may be in float32.
+    """
     dtype = autocast_dtype(input)
     if dtype is None:
         return ""
-    if dtype != input.dtype:
+    if dtype != input.dtype and not (promotes and input.dtype == torch.float32):
         return f"autocast is on in {dtype}, the input has dtype {input.dtype}"
     return "" if rounding == "fp32" else f"autocast is on in {dtype}, and rounds in other places than '{rounding}'"
 

@@ -151,11 +151,12 @@ def plain_linear(module: nn.Module, dtype: torch.dtype, trained: bool = False) -
     return True
 
 
-def why_not_input(tensor: Tensor, rounding: str = "fp32", gradient: bool = False) -> str:
+def why_not_input(tensor: Tensor, rounding: str = "fp32", gradient: bool = False, promotes: bool = False) -> str:
     """Why ops do not support a module's input in this call; empty if they do.
 
     rounding: Of the module's site, where it supports more than one.
     gradient: The input may need one: the ops hand it on.
+    promotes: Under autocast the input may be in float32.
     """
     if tensor.dtype not in _DTYPES:
         return f"dtype {tensor.dtype}"
@@ -164,7 +165,7 @@ def why_not_input(tensor: Tensor, rounding: str = "fp32", gradient: bool = False
     device = tensor.device.type
     if device != COMPILED_DEVICE:
         return f"the input is on {device}, and this build holds the kernels for {COMPILED_DEVICE}"
-    reason = why_not_autocast(tensor, rounding)
+    reason = why_not_autocast(tensor, rounding, promotes)
     if reason:
         return reason
     if not torch.compiler.is_compiling():
