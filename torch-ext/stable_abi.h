@@ -2,7 +2,7 @@
 //
 // The library uses no iostreams and no locales, because libstdc++ keeps their state in objects that exist once. Where a
 // toolchain links a part of libstdc++ statically, a process has two sets of these objects, and code that mixes them
-// crashes when it formats a number. torch's headers use iostreams in three places.
+// crashes when it formats a number. torch's headers use iostreams in four places.
 #pragma once
 
 // 1. STD_TORCH_CHECK formats the text of its errors with a stream, unless torch is told to leave the texts out. These
@@ -32,6 +32,16 @@ namespace ltx::host {
   if ((call) != TORCH_SUCCESS) {                     \
     ltx::host::fail_call(#call, __FILE__, __LINE__); \
   }
+
+// 4. STABLE_TORCH_ERROR_CODE_CHECK, from torch 2.14 on. macros.h has a function for it that names std::cerr, which
+// nothing calls then, so that the declaration is all that it needs.
+namespace std {
+extern ostream cerr;
+}
+#include <torch/csrc/stable/macros.h>
+
+#undef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

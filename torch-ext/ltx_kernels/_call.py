@@ -31,6 +31,9 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)  # they lead in every schema
     plain = in_torch(name)
     find_function = function_of(name, [argument.name for argument in schema.arguments[:tensors]])
+    # torch.compile traces the checks of types, and cannot trace what the schema has as types.
+    kinds = [(argument.name, _kind(str(argument.type))) for argument in schema.arguments]
+    out_names = [] if into is None else [argument.name for argument in into._schema.arguments[:results]]
 
     def call(outs: Any, *arguments: Any) -> Any:
         try:
@@ -60,25 +63,27 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
         return plain(Mode(compute=True), *arguments)
 
     def check_types(arguments: Sequence[Any]) -> None:
-        for argument, value in zip(schema.arguments, arguments):
-            kind = str(argument.type).replace("List", "Sequence")
-            if kind.startswith("Optional["):
-                kind = kind[len("Optional[") : -1] + " | None"
-            if argument.name in elements:
-                for part, element in zip(elements[argument.name], value):
+        for (argument, kind), value in zip(kinds, arguments):
+            if argument in elements:
+                for part, element in zip(elements[argument], value):
                     check_type(part, kind[len("Sequence[") : -1], element)
             else:
-                check_type(argument.name, kind, value)
+                check_type(argument, kind, value)
 
     def check_outs(outs: Any) -> None:
-        names = [argument.name for argument in into._schema.arguments[:results]]
-        if names[0] != "out":
+        if out_names[0] != "out":
             check_type("out", "Pair", outs)
         else:
-            for name, out in zip(names, (outs,) if results == 1 else outs):
+            for name, out in zip(out_names, (outs,) if results == 1 else outs):
                 check_type(name, "Tensor", out)
 
     return call
+
+
+def _kind(type: str) -> str:
+    """The type of a schema's argument as `check_type` names it."""
+    kind = type.replace("List", "Sequence")
+    return kind[len("Optional[") : -1] + " | None" if kind.startswith("Optional[") else kind
 
 
 def given_or_new(input: Tensor, *outs: Tensor | None) -> tuple[Tensor, ...]:
