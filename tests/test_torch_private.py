@@ -297,6 +297,8 @@ def _global_hooks(home: Any) -> None:
     for register in (
         nn.modules.module.register_module_forward_hook,
         nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
     ):
         handle = register(lambda *_: None)
         assert home.has_global_hooks()

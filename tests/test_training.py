@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import statistics
 import types
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -184,6 +185,39 @@ def test_gradients_of_inputs(ltx: ModuleType, device: str) -> None:
         ours = gradients(model, inputs)
         assert all(site.fallbacks == {} and site.calls for site in blocks_of(report, family))
         assert_as_exact(ours, stock, exact)
+
+
+@pytest.mark.parametrize("name", ["ltx", pytest.param("flux", marks=pytest.mark.repeated)])
+def test_backward_hooks_on_every_module(ltx: ModuleType, device: str, name: str) -> None:
+    """Each module that the first and the last block call, in turn: its gradients go through the hook."""
+    family = FAMILIES[name]
+    model, inputs = with_adapters(make(family, device), family), cast(family.inputs(1), device, torch.float32)
+    stock = copy.deepcopy(model)
+    ltx.optimize(model)
+    for _ in range(3):  # calls are recorded
+        step(model, inputs)
+    called: set[str] = set()
+    names = [path for path, part in stock.named_modules() if type(part).__name__.endswith(BLOCK_NAMES)]
+    for path, part in stock.named_modules():
+        if path.startswith((f"{names[0]}.", f"{names[-1]}.")):
+            part.register_forward_hook(lambda *_, path=path: called.add(path))
+    step(stock, inputs)
+    calls: Counter[nn.Module] = Counter()
+
+    def double(module: nn.Module, gradients: Any) -> Any:
+        calls[module] += 1
+        return tuple(None if gradient is None else 2 * gradient for gradient in gradients)
+
+    for path in sorted(called):
+        expected, found = stock.get_submodule(path), model.get_submodule(path)
+        hooks = [part.register_full_backward_pre_hook(double) for part in (expected, found)]
+        wanted, got = step(stock, inputs)[1], step(model, inputs)[1]
+        assert calls[found] == calls[expected], path
+        for key, gradient in wanted.items():
+            torch.testing.assert_close(got[key], gradient, rtol=1e-3, atol=1e-5, msg=f"{path}: {key}")
+        for hook in hooks:
+            hook.remove()
+    assert calls
 
 
 def test_what_is_trained_in_a_block_itself(ltx: ModuleType, device: str) -> None:

@@ -610,6 +610,20 @@ TOOL_DEFECTS = [
         "families::test_kept_keys_of_flux2_klein",
     ),
     defect(
+        "hooks for the gradients of modules not seen",
+        ENGINE + "engine/guards.py",
+        "module._forward_pre_hooks or module._backward_pre_hooks or module._backward_hooks",
+        "module._forward_pre_hooks",
+        "training::test_backward_hooks_on_every_module",
+    ),
+    defect(
+        "hooks for the gradients of modules left out of the snapshot",
+        ENGINE + "engine/state.py",
+        '"_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")',
+        '"_forward_pre_hooks")',
+        "training::test_backward_hooks_on_every_module",
+    ),
+    defect(
         "a table's maker restored within a call of the whole model",
         ENGINE + "engine/sites.py",
         "threads.alone_with(other for other in replaced if any(part is module for part in other.modules()))",

@@ -88,8 +88,9 @@ def checkpoint_of(pack: Any) -> tuple[Any, bool] | None:
 
 
 def has_global_hooks() -> bool:
-    """Whether a hook is registered for the forwards of all modules."""
-    return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
+    """Whether a hook is registered for the forwards or the backwards of all modules."""
+    forward = _module._global_forward_hooks or _module._global_forward_pre_hooks
+    return bool(forward or _module._global_backward_hooks or _module._global_backward_pre_hooks)
 
 
 # ---- Ops and tensors
@@ -148,7 +149,8 @@ ATTRIBUTES = {
     "_forward_pre_hooks": "of a module, by number",
     "_non_persistent_buffers_set": "of a module: the names of buffers that state_dict leaves out",
     "_version": "of a tensor: how often it was written to",
-    "_backward_hooks": "of a tensor: what its gradient goes through, by number; None if nothing ever was there",
+    "_backward_hooks": "of a module or a tensor, by number; None for a tensor that never had any",
+    "_backward_pre_hooks": "of a module, by number",
     "_schema": "of an op: its arguments and results",
     "_current_level": "of torch.autograd.forward_ad: below zero while forward-mode autograd is off",
 }

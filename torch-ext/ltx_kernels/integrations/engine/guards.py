@@ -57,17 +57,18 @@ HOOK = "has a hook"
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks wrap a module's forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether hooks wrap a module's forward, or what its gradients go through."""
+    return has_changing_hooks(module) or bool(module._forward_hooks)
 
 
 def has_changing_hooks(module: nn.Module) -> bool:
-    """Whether hooks wrap a module's forward that may do more than note its result for the caller.
+    """Whether a module has hooks that may do more than note its result for the caller.
 
     transformers leaves such a note-taking hook on layers and attentions from the first call on that asks the model for
     hidden states or attentions. The notes become part of what the model returns.
     """
-    return bool(module._forward_pre_hooks) or not all(map(_takes_notes, module._forward_hooks.values()))
+    before = module._forward_pre_hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(before) or not all(map(_takes_notes, module._forward_hooks.values()))
 
 
 def _takes_notes(hook: Any) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..._torch_private import function_modes, without_function_modes
 from .autocast import autocast_state
 from .code import code_of
-from .guards import ATTRIBUTE, class_of, version_of
+from .guards import ATTRIBUTE, class_of, has_hooks, version_of
 
 HELD = "_ltx_kernels_held"  # the attribute with a module's `Held`
 SIGNATURES = 64  # answers, or recorded calls, that are held for a module; a model is called with few shapes
@@ -88,7 +88,10 @@ _WRAPPERS = ("_hf_hook", "_diffusers_hook")
 _SEEN_OTHERWISE = (nn.Module, Tensor, type, Enum, dict, list, set, types.FunctionType, types.MethodType)
 
 # Dictionaries of nn.Module, of which only these decide what a call runs.
-_READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_READ = (
+    *("_parameters", "_buffers", "_modules"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+)
 _UNREAD = frozenset(
     name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)) and name not in _READ
 )
@@ -271,7 +274,7 @@ def _new_memory(module: nn.Module) -> Memory | None:
     site = module.__dict__.get(ATTRIBUTE)
     apart = frozenset() if site is None else site.entry.apart
     parts = [module, *_below(module, apart)]
-    if any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
+    if any(map(has_hooks, parts[1:])):
         return None
     tensors = [t for part in parts for place in (part._parameters, part._buffers) for t in place.values()]
     if any(t is not None and not is_watched(t) for t in tensors):
