@@ -34,7 +34,6 @@ LAYERS = 2
 TEXT = 8
 GRID = 2, 3, 4  # latent frames, height, width
 BLOCK, ATTENTION = "diffusers.LTXVideoTransformerBlock", "diffusers.LTXAttention"
-# Why a model in float32 runs stock under autocast: its first block gets a stream in bfloat16, and adds its table to it.
 FUSED_BY_COMPILE = {
     "torch.LayerNorm": {"torch.compile fuses it with what follows (compiled)": 1}
 }  # the model's last norm

@@ -11,8 +11,8 @@ from torch import nn
 
 pytest.importorskip("diffusers")
 from diffusers.models import attention_processor
-from diffusers.models.transformers import transformer_flux, transformer_flux2
-from families import Family, families, randn
+from diffusers.models.transformers import transformer_flux
+from families import families, randn
 from test_families import CLOSE, cast, distance, make, run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_grad")
@@ -154,33 +154,3 @@ def test_fused_projections_in_fp8(ltx: ModuleType, device: str, name: str, reque
     assert fused and all("ltx_fp8_scales" in m._buffers for m in fused)
     assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), apart))
     assert report.fallbacks == {}
-
-
-def test_keys_and_values_of_reference_images(ltx: ModuleType, device: str) -> None:
-    """FLUX.2 klein keeps keys and values of the first step; its attentions run stock then, and count it."""
-    family: Family = FAMILIES["flux2-klein"]
-    stock_model, model = make(family, device), make(family, device)
-    for one in (stock_model, model):
-        for blocks, processor in (
-            (one.transformer_blocks, transformer_flux2.Flux2KVAttnProcessor),
-            (one.single_transformer_blocks, transformer_flux2.Flux2KVParallelSelfAttnProcessor),
-        ):
-            for block in blocks:
-                block.attn.set_processor(processor())
-    inputs = cast(family.inputs(1), device, torch.float32)
-    report = ltx.optimize(model)
-    assert distance(run(model, inputs), run(stock_model, inputs)) < CLOSE
-    assert report.fallbacks == {}  # without a cache the processors compute the same
-    results = []
-    for one in (stock_model, model):
-        first, cache = one(**inputs, kv_cache_mode="extract", num_ref_tokens=2, return_dict=False)
-        less = {**inputs, "hidden_states": inputs["hidden_states"][:, 2:], "img_ids": inputs["img_ids"][2:]}
-        results.append((first, *run_cached(one, less, cache)))
-    assert distance(results[1], results[0]) < CLOSE
-    assert all("kv_cache" in reason for reasons in report.fallbacks.values() for reason in reasons)
-    assert set(report.fallbacks) == {"diffusers.Flux2Attention", "diffusers.Flux2ParallelSelfAttention"}
-
-
-def run_cached(model: nn.Module, inputs: dict[str, Any], cache: Any) -> tuple[torch.Tensor, ...]:
-    result: tuple[torch.Tensor, ...] = model(**inputs, kv_cache=cache, kv_cache_mode="cached", return_dict=False)
-    return result[:1]
