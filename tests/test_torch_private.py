@@ -499,8 +499,10 @@ ATTRIBUTES: dict[str, Callable[[], Any]] = {
     "_forward_pre_hooks": lambda: _hooked("register_forward_pre_hook")._forward_pre_hooks,
     "_non_persistent_buffers_set": lambda: _with_buffer()._non_persistent_buffers_set == {"b"},
     "_version": lambda: torch.zeros(1).add_(1)._version == 1,
+    "_backward_pre_hooks": lambda: _hooked("register_full_backward_pre_hook")._backward_pre_hooks,
     "_backward_hooks": lambda: (
-        [torch.zeros(1)._backward_hooks, len(_with_gradient_hook()._backward_hooks)] == [None, 1]
+        _hooked("register_full_backward_hook")._backward_hooks
+        and [torch.zeros(1)._backward_hooks, len(_with_gradient_hook()._backward_hooks)] == [None, 1]
     ),
     "_schema": lambda: torch.ops.aten.add.Tensor._schema.arguments[0].name == "self",
     "_current_level": lambda: torch.autograd.forward_ad._current_level == -1,
