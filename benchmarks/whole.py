@@ -16,7 +16,7 @@ from steps import kernel_times, synchronize, weight_bytes
 from torch import nn
 
 WARM_UP = 2  # calls before those that are timed; the second may capture graphs
-WARM_UP_AUTO = 12  # with graphs="auto"; a text encoder runs once a call, and FLUX.1's T5 had no graph after six
+WARM_UP_AUTO = 12  # with graphs="auto": a text encoder runs once a call, so that its graph pays late
 
 
 @dataclass(frozen=True)

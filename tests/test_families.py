@@ -654,6 +654,9 @@ def test_kept_keys_of_flux2_klein(ltx: ModuleType, device: str) -> None:
     assert "recorded calls: " not in str(report)  # a replay would keep the keys of another cache
     assert distance(run(model, inputs), without) < CLOSE
     assert report.fallbacks == {}
+    model.transformer_blocks[1].attn.processor._parallel_config = object()  # which the stock processor does not read
+    assert distance(steps(), stock) < CLOSE
+    assert report.fallbacks == {"diffusers.Flux2Attention": {"ranks exchange tokens": 4}}
 
 
 @pytest.mark.host

@@ -727,7 +727,7 @@ def test_biases_of_some_projections(ltx: ModuleType, device: str, missing: tuple
 
 
 def test_global_hooks_run_stock(ltx: ModuleType, device: str) -> None:
-    from torch.nn.modules.module import register_module_forward_hook
+    from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 
     model, stock_model, inputs = make_model(device), make_model(device), make_inputs(device)
     report = ltx.optimize(model)
@@ -736,7 +736,14 @@ def test_global_hooks_run_stock(ltx: ModuleType, device: str) -> None:
         assert_close(model(**inputs)[0], stock_model(**inputs)[0])
     finally:
         handle.remove()
-    assert report.fallbacks[BLOCK] == {"a global forward hook is registered": LAYERS}
+    reason = "a hook of all modules is registered"
+    assert report.fallbacks[BLOCK] == {reason: LAYERS}
+    handle = register_module_full_backward_hook(lambda *_: None)
+    try:
+        model(**inputs)
+    finally:
+        handle.remove()
+    assert report.fallbacks[BLOCK] == {reason: 2 * LAYERS}
 
 
 def test_vmap_runs_stock(ltx: ModuleType, device: str) -> None:

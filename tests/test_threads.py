@@ -77,7 +77,7 @@ def test_restore_while_other_threads_call(ltx: ModuleType, device: str, make: An
 def test_restore_waits_for_the_call_that_makes_a_table(
     ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call of the whole model, which holds that of the rotary embedding, began after `restore` did."""
+    """A call of the whole model begins after `restore` did. `restore` waits until it has left the rotary embedding."""
     integrations = f"{ltx.__name__}.integrations"
     sites = importlib.import_module(f"{integrations}.engine.sites")
     rope = importlib.import_module(f"{integrations}.diffusers._ltx_rope")

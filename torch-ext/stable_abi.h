@@ -33,8 +33,8 @@ namespace ltx::host {
     ltx::host::fail_call(#call, __FILE__, __LINE__); \
   }
 
-// 4. STABLE_TORCH_ERROR_CODE_CHECK, from torch 2.14 on. macros.h has a function for it that names std::cerr, which
-// nothing calls then, so that the declaration is all that it needs.
+// 4. STABLE_TORCH_ERROR_CODE_CHECK, from torch 2.14 on. macros.h defines a function for it that prints to std::cerr.
+// The macro below replaces torch's, so that nothing calls that function, and a declaration of std::cerr is enough.
 namespace std {
 extern ostream cerr;
 }

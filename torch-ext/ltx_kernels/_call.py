@@ -80,9 +80,9 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
     return call
 
 
-def _kind(type: str) -> str:
-    """The type of a schema's argument as `check_type` names it."""
-    kind = type.replace("List", "Sequence")
+def _kind(text: str) -> str:
+    """The type of a schema's argument as `check_type` names it; `text` is how torch prints it."""
+    kind = text.replace("List", "Sequence")
     return kind[len("Optional[") : -1] + " | None" if kind.startswith("Optional[") else kind
 
 

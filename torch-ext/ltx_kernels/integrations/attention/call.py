@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,11 +27,12 @@ class Call:
     rope: The same as the functions of the description get it: one argument, or both where the key has its own.
     cross: Keys and values come from the context alone.
     further: The arguments that the description's `arguments` name, as far as they were given.
+    attends: The description's `attends`; None where it reads arguments and none of these was given.
     """
 
     __slots__ = (
-        *("context", "cross", "further", "input", "layers", "mask", "module", "rope", "ropes", "site", "spec"),
-        "twice",
+        *("attends", "context", "cross", "further", "input", "layers", "mask", "module", "rope", "ropes", "site"),
+        *("spec", "twice"),
     )
 
     layers: AttentionLayers
@@ -53,12 +54,8 @@ class Call:
         self.ropes, self.rope = ropes, ropes[0] if ropes[1] is None else ropes
         self.cross = self.context is not None
         self.further = further or {}
-
-    @property
-    def attends(self) -> Callable[[Call, Tensor, Tensor, Tensor], Any] | None:
-        """The description's `attends`, unless it reads arguments and none of these was given."""
-        given = any(value is not None for value in self.further.values())
-        return self.spec.attends if given or not self.spec.arguments else None
+        given = not spec.arguments or any(value is not None for value in self.further.values())
+        self.attends = spec.attends if given else None
 
     def without_arguments(self) -> Call:
         """A call for `attend` in a recording, which must hold neither the tensors of this call nor the layers."""

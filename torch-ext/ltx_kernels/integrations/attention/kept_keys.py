@@ -1,4 +1,4 @@
-"""Keys and values that a model keeps from an earlier step, beside those of this step."""
+"""A model may keep keys and values of an earlier step. This file joins them with those of the current step."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def why_not_input(tensor: Tensor, rounding: str = "fp32", gradient: bool = False
         if type(tensor) is not Tensor:
             return f"the input is a {type(tensor).__name__}"
         if has_global_hooks():
-            return "a global forward hook is registered"
+            return "a hook of all modules is registered"
         if func_interpreter() is not None:
             return "a transformation of torch.func is active"
     return ""
