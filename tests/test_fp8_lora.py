@@ -532,13 +532,18 @@ def test_compile(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], comp
 
 @every_path
 def test_families(ltx: ModuleType, device: str, family: Any) -> None:
-    """Every layer that fp8 takes has its adapter beside it, in both orders, and the bare bits come back."""
+    """Every layer that fp8 takes has its adapter beside it, in both orders, and the bare bits come back.
+
+    In a module that is left alone peft adds them.
+    """
     if family.idle:
         pytest.skip("calls leave out some of its blocks")
     inputs = cast(family.inputs(1), device, torch.bfloat16)
     outputs = []
     for first in (True, False):
         model = make(family, device, torch.bfloat16)
+        if not hasattr(model, "add_adapter"):
+            pytest.skip(f"NOT RUN: {type(model).__name__} has no adapters in this diffusers")
         if first:
             report = ltx.optimize(model, precision="fp8")
             plain = run(model, inputs)
@@ -552,7 +557,8 @@ def test_families(ltx: ModuleType, device: str, family: Any) -> None:
         assert LINEAR not in report.fallbacks
         layers = [m for m in model.modules() if type(m).__name__ == "Linear" and hasattr(m, "base_layer")]
         wrapped = sum("_ltx_kernels" in vars(layer.base_layer) for layer in layers)
-        assert wrapped > 0 and remarks(report) == {"adapters beside fp8": wrapped}
+        assert wrapped > 0
+        assert remarks(report) == ({} if family.left_alone else {"adapters beside fp8": wrapped})
         model.unload_lora()
         assert all(torch.equal(a, b) for a, b in zip(run(model, inputs), plain))
     assert distances(outputs[0], stock) < 0.2 * max(1.0, distances(plain, stock))
