@@ -26,8 +26,8 @@ def steps() -> str:
         "checkpoints": lambda record: "yes" if record["checkpointing"] else "no",
     }
     kinds = table_of_kinds(
-        "| model | size | checkpoints | configuration | launches |",
-        "| {name} | {size} | {checkpoints} | {title} | {launches} |",
+        "| model | size | rank | checkpoints | configuration | launches |",
+        "| {name} | {size} | {adapters} | {checkpoints} | {title} | {launches} |",
         [row for row in rows if "ms_by_kind" in row],
         (*KINDS, "idle"),
         **cells,
