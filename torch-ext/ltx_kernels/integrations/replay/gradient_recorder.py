@@ -11,7 +11,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..._ops import ops
 from ..._torch_private import DispatchMode, OpOverload, storage_number, storage_uses, without_function_modes
 from .gradients import DEVICES, GradientRecording, choices, without_autocast
-from .recorder import Line, Recording, Trace, compiled, emit, simplify
+from .recorder import Line, Recording, Trace, emit, simplify
 
 RESULTS = 2  # a block with more results has too many choices of those that a gradient comes from
 
@@ -96,31 +96,24 @@ class GradientRecorder(DispatchMode, Trace):
                 self.storages[number].resize_(0)
                 self.allocated.remove(number)
 
-    def as_one(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        autocast = self.autocast
+    def _replayed(self, function: Callable[..., Any], result: Any) -> Callable[..., Any]:
+        if any(tensor.requires_grad for tensor in _tensors_in(result)):
+            self.reason = self.reason or "a gradient goes through a function that every replay calls again"
+        devices = self.autocast
+        if not devices:
+            return function
 
         @functools.wraps(function)
         def as_called(*arguments: Any) -> Any:
-            for device in autocast:
+            for device in devices:
                 torch.set_autocast_enabled(device, True)
             try:
                 return function(*arguments)
             finally:
-                for device in autocast:
+                for device in devices:
                     torch.set_autocast_enabled(device, False)
 
-        if self.paused:
-            return function(*args)
-        self.paused = True
-        try:
-            result = function(*args)
-        finally:
-            self.paused = False
-        if any(tensor.requires_grad for tensor in _tensors_in(result)):
-            self.reason = self.reason or "a gradient goes through a function that every replay calls again"
-        if not self.reason:
-            self._trace(as_called if autocast else function, args, {}, result, whole=True)
-        return result
+        return as_called
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -224,10 +217,6 @@ class GradientRecorder(DispatchMode, Trace):
     def _source(self, parameters: Sequence[str], lines: Sequence[Line], returned: str, read: set[str]) -> str:
         """read: The variables that the function returns."""
         return emit(parameters, simplify(lines, read), returned, {*parameters, *self.globals})
-
-    def _function(self, source: str) -> Callable[..., Any]:
-        exec(compiled(source), self.globals)  # names alone: every value is in the globals
-        return cast("Callable[..., Any]", self.globals.pop("replay"))
 
     def _note_name(self, tensor: Tensor, name: str) -> str:
         self.forms.setdefault(_form(tensor), name)

@@ -158,9 +158,14 @@ class Trace:
             result = function(*args)
         finally:
             self.paused = False
+        replayed = self._replayed(function, result)
         if not self.reason:
-            self._trace(function, args, {}, result, whole=True)
+            self._trace(replayed, args, {}, result, whole=True)
         return result
+
+    def _replayed(self, function: Call, result: Any) -> Call:
+        """What replays call in the place of a function that `as_one` has called."""
+        return function
 
     def recording(self, result: Any, answer: Any = None) -> Recording | str:
         """The recorded call, which returned `result`; or the reason why there is none."""
@@ -171,10 +176,14 @@ class Trace:
                 return self.reason
             parameters = (*self.given, *self.live.values(), *((_BEGUN,) if self.live else ()))
             source = emit(parameters, simplify(self.lines, read), returned, self.given)
-            exec(compiled(source), self.globals)  # names alone: every value is in the globals
+            function = self._function(source)
         except Exception as error:  # Python limits how deep expressions nest
             return f"its lines cannot be compiled: {error}"
-        return Recording(cast(Call, self.globals.pop("replay")), source, bool(self.live), self.counts, answer)
+        return Recording(function, source, bool(self.live), self.counts, answer)
+
+    def _function(self, source: str) -> Call:
+        exec(compiled(source), self.globals)  # names alone: every value is in the globals
+        return cast(Call, self.globals.pop("replay"))
 
     def _note_name(self, tensor: Tensor, name: str) -> str:
         self.names[id(tensor)] = weakref.ref(tensor), name
