@@ -9,10 +9,10 @@ others. A request is a POST to http://127.0.0.1:8000/ with the JSON
 
     {"prompt": "A red kite over a beach", "seed": 0, "frames": 49, "height": 512, "width": 768, "steps": 20}
 
-The answer is the clip, [frames, height, width, 3] in uint8, as a file of numpy. A wrong request gets 4xx, one beside a
-full queue 503, a failed call 500, each with the reason. A replica that dies is started again, and its requests are sent
-to another one: with its seed, a request can be made twice. GET gives the report of one replica.
-http://127.0.0.1:8000/-/healthz is Ray's.
+The answer is the clip, [frames, height, width, 3] in uint8, as a file of numpy. A wrong request is answered with 4xx,
+a request that finds the queue full with 503, and a call that fails with 500. Each answer has the reason. A replica that
+dies is started again, and its requests are sent to another one: with its seed, a request can be made twice. GET gives
+the report of one replica. http://127.0.0.1:8000/-/healthz is Ray's.
 """
 
 from __future__ import annotations

@@ -480,7 +480,7 @@ MUTATIONS = [
         backends=("cuda",),
     ),
     Mutation(
-        "logits in units of ln where those of log2 are meant (CUDA)",
+        "logits in units of ln in place of log2 (CUDA)",
         CUDA_HOPPER,
         "a.scale = p.scale * kLog2E;",
         "a.scale = p.scale;",

@@ -164,7 +164,7 @@ class Trace:
         return result
 
     def _replayed(self, function: Call, result: Any) -> Call:
-        """What replays call in the place of a function that `as_one` has called."""
+        """What replays call in the place of a function that `as_one` has called. It may set a `reason`."""
         return function
 
     def recording(self, result: Any, answer: Any = None) -> Recording | str:
