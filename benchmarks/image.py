@@ -16,8 +16,9 @@ says what that costs. How much FirstBlockCache skips depends on the weights, and
 
 "flux_fast" is the recipe of the project flux-fast: fused projections, the decoder in channels-last memory, and
 torch.compile of transformer and decoder with max-autotune. "flux_fast_fp8" adds torchao's dynamic fp8 with one scale
-for each tensor, "flux_fast_fp8_rows" with one for each row. Attention is torch's in all three, where flux-fast has
-FlashAttention 3 in fp8 without scales.
+for each tensor, "flux_fast_fp8_rows" with one for each row. "flux_fast_fp8_blocks" is the latter with a transformer
+that is compiled block by block and has no CUDA graph, because torch 2.11 takes a quarter of an hour or more to compile
+it as a whole. Attention is torch's in all four, where flux-fast has FlashAttention 3 in fp8 without scales.
 
 `image_ms` is the whole call and `tensor_ms` the same without the conversion to PIL, which is `post_ms`. `text_ms` is
 the prompt, `decode_ms` the decoder, `steps_ms` all that lies between, and `step_ms` that for each step.
@@ -71,7 +72,7 @@ from llm_shapes import SHAPES
 CONFIGS = ("stock", "compile", "kernels", "kernels_graphs", "kernels_auto")
 CONFIGS += ("kernels_fp8", "kernels_fp8_graphs", "kernels_fp8_auto")
 CACHES = ("stock_fbc", "kernels_fbc", "stock_taylor", "kernels_taylor")
-FLUX_FAST = ("flux_fast", "flux_fast_fp8", "flux_fast_fp8_rows")
+FLUX_FAST = ("flux_fast", "flux_fast_fp8", "flux_fast_fp8_rows", "flux_fast_fp8_blocks")
 IDENTITY = ("model", "height", "width", "config")  # what a record measures
 
 # As the pages of the released models state them.
@@ -214,14 +215,18 @@ def flux_fast(pipe: Any, config: str) -> None:
     if "fp8" in config:
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quantize_
 
-        granularity = PerRow() if config.endswith("rows") else PerTensor()
+        granularity = PerRow() if config.endswith(("rows", "blocks")) else PerTensor()
         quantize_(
             pipe.transformer,
             Float8DynamicActivationFloat8WeightConfig(granularity=granularity, set_inductor_config=False),
         )
     options = {**TORCHAO_INDUCTOR, "conv_1x1_as_mm": True, "epilogue_fusion": False}
     options |= {"max_autotune": True, "triton.cudagraphs": True}
-    pipe.transformer.compile(fullgraph=True, options=options)
+    options["compile_threads"] = 1  # torch 2.11 compiles what its worker processes have tuned a second time
+    if config.endswith("blocks"):
+        pipe.transformer.compile_repeated_blocks(fullgraph=True, options={**options, "triton.cudagraphs": False})
+    else:
+        pipe.transformer.compile(fullgraph=True, options=options)
     pipe.vae.decode = torch.compile(pipe.vae.decode, fullgraph=True, options=options)
 
 

@@ -17,6 +17,7 @@ IMAGE_CONFIGS = {
     "flux_fast": "flux-fast",
     "flux_fast_fp8": "flux-fast, fp8",
     "flux_fast_fp8_rows": "flux-fast, fp8 per row",
+    "flux_fast_fp8_blocks": "flux-fast, fp8 per row, block by block",
     "stock_fbc": "diffusers, FirstBlockCache",
     "kernels_fbc": "`optimize`, FirstBlockCache",
     "stock_taylor": "diffusers, TaylorSeer",
