@@ -219,6 +219,39 @@ def test_sliding_layers_that_record_the_past(ltx: ModuleType, device: str) -> No
     assert_same(*reversed(caches))
 
 
+def test_keywords_that_a_cache_changes(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 5.24 on transformers hands a cache the keywords of the attention function, for its batches of requests."""
+
+    class Marking(DynamicCache):
+        def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **options: Any) -> Any:
+            options.get("kwargs", {})["mark"] = layer
+            return super().update(key, value, layer, *args, **options)
+
+    model, ids = make("Llama", device), make_ids(device)
+    stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    marks: list[Any] = []
+
+    def attend(*args: Any, mark: Any = None, **options: Any) -> Any:
+        marks.append(mark)
+        return stock(*args, **options)
+
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(registry._global_mapping, "sdpa", attend)
+    logits = []
+    for optimized in (False, True):
+        if optimized:
+            ltx.optimize(model)
+        cache = Marking(config=model.config)
+        logits += [
+            model(ids, past_key_values=cache).logits,
+            *(model(ids[:, :1], past_key_values=cache).logits for _ in "123"),
+        ]
+    assert len(marks) == 8 * len(model.model.layers)
+    assert marks[: len(marks) // 2] == marks[len(marks) // 2 :]
+    for got, want in zip(logits[4:], logits[:4]):
+        assert distance(got, want) < CLOSE
+
+
 @pytest.mark.parametrize("where", ["cache", "Cache", "DynamicLayer", "layer"])
 def test_patched_updates_are_called(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A patch of transformers' own classes, or of one object, and the report says so."""

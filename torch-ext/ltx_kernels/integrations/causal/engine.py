@@ -36,7 +36,7 @@ from ..linear.packing import unpack
 from ..linear.products import Input, as_tensor, like_of, may_overwrite
 from . import causal_mask, flash, masked_tokens, own_kernel
 from .call import FunctionCall
-from .kv_cache import empty_layer, fill, heads_first, is_filled, is_large
+from .kv_cache import CACHE, EARLIER, cache_of, empty_layer, fill, heads_first, is_filled, is_large, update
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CausalAttention(Projections):
         "hidden_states",
         "position_embeddings",
         "attention_mask",
-        "past_key_values",
+        CACHE,
         "kwargs",
     )
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -195,7 +195,7 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
         form = form_of(norm)
         assert form is not None
         value = form.rms(norm, value, layers.site.rounding)
-    cache = arguments.get("past_key_values")
+    cache = cache_of(arguments)
     # What the layers made is new, unless something else than this package called them.
     fresh = layers.projections.packed or layers.projections.plain or layers.projections.scaled
     out, empty, one_token = None, None, False
@@ -250,20 +250,20 @@ def _attend(
     empty: The layer of the cache that takes keys and values as they are, or None.
     arguments: Of the stock forward, without those that query, key and value were made of.
     """
-    cache = arguments.get("past_key_values")
+    cache = cache_of(arguments)
+    options = {name: value for name, value in arguments.items() if name not in (*spec.parameters, EARLIER)}
     if key is None or value is None:
         key, value = (heads.to(query.device) for heads in arguments[spec.shares][module.layer_type])
     elif empty is not None:
         key, value = fill(empty, key, value)
     elif cache is not None:
-        key, value = cache.update(key, value, module.layer_idx)
+        key, value = update(cache, key, value, module.layer_idx, options)
     if spec.shares and module.store_full_length_kv:
         arguments[spec.shares][module.layer_type] = key, value
     home: Any = sys.modules[type(module).__module__]  # where the stock forward looks the functions up
     function = home.ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, home.eager_attention_forward
     )
-    options = {name: value for name, value in arguments.items() if name not in spec.parameters}
     options.update(spec.options(module, arguments))
     mask: Tensor | None = arguments.get("attention_mask")
     if not module.training:
@@ -290,7 +290,7 @@ def _token_form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> H
 
     What is done before the attention depends on the cache if that is empty, or large and for several samples.
     """
-    cache, attention = kwargs.get("past_key_values"), block._modules["self_attn"]
+    cache, attention = cache_of(kwargs), block._modules["self_attn"]
     if cache is None:
         return False
     samples, tokens, _ = input_of(args, kwargs).shape
@@ -300,7 +300,7 @@ def _token_form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> H
 
 
 # Of decoder layers: a token's cache is another one for every text, and its mask grows from token to token.
-LIVE = Live(("past_key_values", "attention_mask"), _token_form)
+LIVE = Live((CACHE, "attention_mask"), _token_form)
 
 
 def _heads_first_like(heads: Tensor) -> Tensor:

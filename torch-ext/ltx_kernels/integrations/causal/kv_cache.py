@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Callable
 
 import torch
@@ -22,6 +24,39 @@ SLIDING_WINDOW = 4  # of the layers that `_fills_as` compares
 LARGE = 2**24
 
 Pair = tuple[Tensor, Tensor]
+
+
+def _is_renamed() -> bool:
+    try:
+        major, minor, *_ = version("transformers").split(".")
+    except PackageNotFoundError:
+        return True
+    return (int(major), int(minor)) >= (5, 24)
+
+
+# Under which name transformers hands the cache to layers and attentions. From 5.24 on it also hands the other keywords
+# to the cache's update, which may change them.
+EARLIER = "past_key_values"
+IS_RENAMED = _is_renamed()
+CACHE = "cache" if IS_RENAMED else EARLIER
+RENAMES = {"cache": CACHE}  # of blocks
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a layer or an attention, where newer ones still accept the earlier name."""
+    cache = arguments.get(CACHE)
+    return arguments.get(EARLIER) if cache is None else cache
+
+
+def update(cache: Any, key: Tensor, value: Tensor, index: int, options: dict[str, Any]) -> Pair:
+    """``cache.update`` as the stock attention calls it.
+
+    options: The further keywords of the attention function.
+    """
+    further = {"kwargs": options} if IS_RENAMED else {}
+    pair: Pair = cache.update(key, value, index, **further)
+    return pair
+
 
 _known: dict[Any, bool] = {}  # by the updates of transformers' own layers: whether `fill` does the same
 

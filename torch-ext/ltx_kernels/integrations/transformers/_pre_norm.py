@@ -15,6 +15,7 @@ from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention
+from ..causal.kv_cache import CACHE, RENAMES
 from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.rotary_tables import Tables
@@ -69,7 +70,7 @@ def pre_norm_layer(
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool | None = False,
         position_embeddings: Tables | None = None,
         **kwargs: Any,
@@ -80,7 +81,7 @@ def pre_norm_layer(
             hidden_states=h.norm(norm, into="self_attn"),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             use_cache=use_cache,
             position_embeddings=position_embeddings,
             **kwargs,
@@ -91,6 +92,7 @@ def pre_norm_layer(
     return Block(
         classes,
         forward,
+        renames=RENAMES,
         children=frozenset({"mlp"}),  # also where it has no description
         optional_children=frozenset({"resid_attn_dropout", "resid_mlp_dropout"}),
         norms={"input_layernorm": NORMS, "post_attention_layernorm": NORMS},

@@ -14,6 +14,7 @@ from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention
+from ..causal.kv_cache import CACHE, RENAMES
 from ..engine.guards import children
 from ..engine.norm_forms import OFFSET_NORMS
 from ..engine.norm_forms import transformers_class as _class
@@ -41,7 +42,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
         position_embeddings: Tables | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         norm1, norm2, norm3, norm4 = children(self, *NORMS)
@@ -52,7 +53,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             **kwargs,
         )
         h.add(attended[0], norm=norm2)
@@ -62,6 +63,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
     return Block(
         classes,
         forward,
+        renames=RENAMES,
         norms=dict.fromkeys(NORMS, OFFSET_NORMS),
         attentions={"self_attn": attention, "mlp": mlp},
         live=LIVE,

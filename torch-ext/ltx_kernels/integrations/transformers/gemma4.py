@@ -16,6 +16,7 @@ from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention, input_of
+from ..causal.kv_cache import CACHE, RENAMES
 from ..engine.guards import children
 from ..engine.norm_forms import NORMS, form_of
 from ..engine.norm_forms import transformers_class as _class
@@ -43,7 +44,7 @@ ATTENTION = CausalAttention(
         "position_embeddings",
         "attention_mask",
         "shared_kv_states",
-        "past_key_values",
+        CACHE,
         "kwargs",
     ),
     norms=("q_norm", "k_norm", "v_norm"),
@@ -80,7 +81,7 @@ def layer_forward(
     position_embeddings: Tables | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     norm1, norm2, norm3, norm4 = children(self, *SANDWICH)
@@ -92,7 +93,7 @@ def layer_forward(
         attention_mask=attention_mask,
         shared_kv_states=shared_kv_states,
         position_ids=position_ids,
-        past_key_values=past_key_values,
+        **{CACHE: cache},
         **kwargs,
     )
     h.add(attended[0], norm=norm2)
@@ -111,6 +112,7 @@ ENTRIES = (
     Block(
         (_class("gemma4", "Gemma4TextDecoderLayer"),),
         layer_forward,
+        renames=RENAMES,
         children=frozenset({"self_attn", "mlp"}),
         optional_children=frozenset((*OF_EXPERTS, AFTER_MLP, *OF_INPUT, "act_fn")),
         tensors=("per_layer_input",),

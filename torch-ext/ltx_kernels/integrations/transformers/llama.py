@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..blocks.gated_mlp import GatedMLP
 from ..causal.engine import CausalAttention
+from ..causal.kv_cache import CACHE
 from ..engine.norm_forms import transformers_class as _class
 from ._pre_norm import Options, layer_window, pre_norm_layer
 
@@ -41,7 +42,7 @@ MINISTRAL3 = CausalAttention(
         "position_embeddings",
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        CACHE,
         "kwargs",
     ),
     scales=_scale_of_position,
@@ -54,7 +55,7 @@ QWEN2_5_VL = CausalAttention(
         "hidden_states",
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        CACHE,
         "position_embeddings",
         "kwargs",
     ),

@@ -16,6 +16,7 @@ from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention
+from ..causal.kv_cache import CACHE, RENAMES
 from ..engine.guards import children
 from ..engine.norm_forms import LLAMA4_NORM
 from ..engine.norm_forms import transformers_class as _class
@@ -62,7 +63,7 @@ def layer_forward(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     use_cache: bool | None = False,
     position_embeddings: Tensor | None = None,
     **kwargs: Any,
@@ -73,7 +74,7 @@ def layer_forward(
         hidden_states=h.norm(norm, into="self_attn"),
         position_embeddings=position_embeddings,
         attention_mask=attention_mask,
-        past_key_values=past_key_values,
+        **{CACHE: cache},
         use_cache=use_cache,
         **kwargs,
     )
@@ -87,6 +88,7 @@ ENTRIES = (
     Block(
         (_class("llama4", "Llama4TextDecoderLayer"),),
         layer_forward,
+        renames=RENAMES,
         norms={"input_layernorm": (LLAMA4_NORM,), "post_attention_layernorm": (LLAMA4_NORM,)},
         attentions={"self_attn": ATTENTION, MLP_NAME: MLP},
         live=LIVE,

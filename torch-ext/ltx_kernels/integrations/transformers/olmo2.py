@@ -10,6 +10,7 @@ from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention
+from ..causal.kv_cache import CACHE, RENAMES
 from ..engine.guards import children
 from ..engine.norm_forms import NORMS
 from ..engine.norm_forms import transformers_class as _class
@@ -26,7 +27,7 @@ def layer_forward(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     use_cache: bool | None = False,
     position_embeddings: Tables | None = None,
     **kwargs: Any,
@@ -39,7 +40,7 @@ def layer_forward(
         hidden_states=h.rows(into="self_attn"),
         attention_mask=attention_mask,
         position_ids=position_ids,
-        past_key_values=past_key_values,
+        **{CACHE: cache},
         use_cache=use_cache,
         position_embeddings=position_embeddings,
         **kwargs,
@@ -55,6 +56,7 @@ ENTRIES = (
     Block(
         (_class("olmo2", "Olmo2DecoderLayer"),),
         layer_forward,
+        renames=RENAMES,
         norms={"post_attention_layernorm": NORMS, "post_feedforward_layernorm": NORMS},
         attentions={"self_attn": ATTENTION, "mlp": MLP},
         live=LIVE,

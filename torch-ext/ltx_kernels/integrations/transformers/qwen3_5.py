@@ -15,6 +15,7 @@ from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.engine import LIVE, CausalAttention, input_of
+from ..causal.kv_cache import CACHE, IS_RENAMED, RENAMES
 from ..engine.guards import children
 from ..engine.norm_forms import OFFSET_NORMS
 from ..engine.norm_forms import transformers_class as _class
@@ -29,6 +30,7 @@ ATTENTION = CausalAttention(
 )
 MLP = GatedMLP((_class("qwen3_5", "Qwen3_5MLP"), _class("qwen3_5_moe", "Qwen3_5MoeMLP")))
 LINEAR = "linear_attn"
+LINEAR_CACHE = "cache" if IS_RENAMED else "cache_params"  # its name for the cache
 NUMBERS = "it makes one number for each head, which decides how fast the state decays"
 
 
@@ -40,7 +42,7 @@ def _form(block: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashabl
 
 
 def _attend_linearly(module: Any, rows: Tensor, cache: Any, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-    attended: Tensor = module(hidden_states=rows, cache_params=cache, attention_mask=mask, **options)
+    attended: Tensor = module(hidden_states=rows, **{LINEAR_CACHE: cache}, attention_mask=mask, **options)
     return attended
 
 
@@ -53,20 +55,20 @@ def _layer(classes: tuple[str, ...], linear: tuple[str, ...], mlp: GatedMLP | No
         position_embeddings: Tables,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         (norm,) = children(self, "input_layernorm")
         h = Stream(self, hidden_states)
         if LINEAR in self._modules:
             module, rows = self._modules[LINEAR], h.norm(norm)
-            h.add(as_one(_attend_linearly, module, rows, past_key_values, attention_mask, kwargs))
+            h.add(as_one(_attend_linearly, module, rows, cache, attention_mask, kwargs))
         else:
             attended = self._modules["self_attn"](
                 hidden_states=h.norm(norm, into="self_attn"),
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **{CACHE: cache},
                 position_embeddings=position_embeddings,
                 **kwargs,
             )
@@ -76,6 +78,7 @@ def _layer(classes: tuple[str, ...], linear: tuple[str, ...], mlp: GatedMLP | No
     return Block(
         classes,
         forward,
+        renames=RENAMES,
         children=frozenset({"mlp"}),
         optional_children=frozenset({"self_attn", LINEAR}),
         norms={"input_layernorm": OFFSET_NORMS, "post_attention_layernorm": OFFSET_NORMS},

@@ -7,6 +7,7 @@ which clamps its stream.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any, Callable
@@ -18,6 +19,8 @@ from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.call import HOME
+from ..causal.kv_cache import CACHE, RENAMES
+from ..engine.code import patched
 from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.norm_forms import transformers_class as _class
@@ -58,7 +61,8 @@ def _attention_functions(block: Any) -> tuple[Callable[..., Any], ...]:
     registry, eager = home["ALL_ATTENTION_FUNCTIONS"], home["eager_attention_forward"]
     functions = stock.forward, registry.get_interface(attention.config._attn_implementation, eager)
     homes = home, vars(sys.modules[HOME])
-    if not all(any(getattr(function, "__globals__", None) is names for names in homes) for function in functions):
+    codes = [getattr(inspect.unwrap(function), "__globals__", None) for function in functions]
+    if patched(stock) or not all(any(code is names for names in homes) for code in codes):
         refuse("an attention function may run kernels that no torch function tells of")
     return functions
 
@@ -71,7 +75,7 @@ def t5_block_forward(
     encoder_hidden_states: Tensor | None = None,
     encoder_attention_mask: Tensor | None = None,
     encoder_decoder_position_bias: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, None]:
     _, norm1, attention, _, norm2, ff = _parts(self)
@@ -80,7 +84,7 @@ def t5_block_forward(
         h.norm(norm1),
         mask=attention_mask,
         position_bias=position_bias,
-        past_key_values=past_key_values,
+        **{CACHE: cache},
         **kwargs,
     )
     h.add(attended)
@@ -103,12 +107,12 @@ def umt5_block_forward(
     attention_mask: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None,
     encoder_attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     _, norm1, attention, _, norm2, ff = _parts(self)
     h = Stream(self, hidden_states)
-    h.add(attention(h.norm(norm1), attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)[0])
+    h.add(attention(h.norm(norm1), attention_mask=attention_mask, **{CACHE: cache}, **kwargs)[0])
     h.add(ff(h.norm(norm2)))
     return h.value()
 
@@ -121,6 +125,7 @@ def _block(model: str, prefix: str, forward: Any) -> Block:
     return Block(
         (_class(model, f"{prefix}Block"),),
         forward,
+        renames=RENAMES,
         norms={"layer.0.layer_norm": NORMS, "layer.1.layer_norm": NORMS},
         # A decoder's second layer is a cross-attention.
         modules={
