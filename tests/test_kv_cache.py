@@ -252,6 +252,23 @@ def test_keywords_that_a_cache_changes(ltx: ModuleType, device: str, monkeypatch
         assert distance(got, want) < CLOSE
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_batches_of_requests(ltx: ModuleType, device: str, family: str) -> None:
+    """A paged cache, which earlier releases of transformers hand to the attention function as an argument `cache`."""
+    model = make(family, device)
+    requests = [ids.tolist() for ids in make_ids(device)] + [make_ids(device)[0, :5].tolist()]
+    options = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    tokens = []
+    for optimized in (False, True):
+        if optimized:
+            report = ltx.optimize(model)
+        small = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+        found = model.generate_batch(requests, options, small, progress_bar=False, warmup=False)
+        tokens.append([found[name].generated_tokens for name in sorted(found)])
+    assert tokens[1] == tokens[0] and all(map(len, tokens[0]))
+    assert all(site.calls for site in report.sites) and report.fallbacks == {}
+
+
 @pytest.mark.parametrize("where", ["cache", "Cache", "DynamicLayer", "layer"])
 def test_patched_updates_are_called(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A patch of transformers' own classes, or of one object, and the report says so."""

@@ -25,6 +25,8 @@ LARGE = 2**24
 
 Pair = tuple[Tensor, Tensor]
 
+_known: dict[Any, bool] = {}  # by the updates of transformers' own layers: whether `fill` does the same
+
 
 def _is_renamed() -> bool:
     try:
@@ -39,7 +41,7 @@ def _is_renamed() -> bool:
 EARLIER = "past_key_values"
 IS_RENAMED = _is_renamed()
 CACHE = "cache" if IS_RENAMED else EARLIER
-RENAMES = {"cache": CACHE}  # of blocks
+RENAMES = {EARLIER: CACHE}  # of blocks, whose forwards here have the earlier name
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
@@ -56,9 +58,6 @@ def update(cache: Any, key: Tensor, value: Tensor, index: int, options: dict[str
     further = {"kwargs": options} if IS_RENAMED else {}
     pair: Pair = cache.update(key, value, index, **further)
     return pair
-
-
-_known: dict[Any, bool] = {}  # by the updates of transformers' own layers: whether `fill` does the same
 
 
 def empty_layer(cache: Any, index: int, remark: Callable[[str], None]) -> Any:

@@ -42,7 +42,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
         position_embeddings: Tables | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: Any = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         norm1, norm2, norm3, norm4 = children(self, *NORMS)
@@ -53,7 +53,7 @@ def sandwich_layer(classes: tuple[str, ...], attention: CausalAttention, mlp: Ga
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **{CACHE: cache},
+            **{CACHE: past_key_values},
             **kwargs,
         )
         h.add(attended[0], norm=norm2)

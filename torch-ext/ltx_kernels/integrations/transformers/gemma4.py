@@ -81,7 +81,7 @@ def layer_forward(
     position_embeddings: Tables | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    cache: Any = None,
+    past_key_values: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     norm1, norm2, norm3, norm4 = children(self, *SANDWICH)
@@ -93,7 +93,7 @@ def layer_forward(
         attention_mask=attention_mask,
         shared_kv_states=shared_kv_states,
         position_ids=position_ids,
-        **{CACHE: cache},
+        **{CACHE: past_key_values},
         **kwargs,
     )
     h.add(attended[0], norm=norm2)

@@ -63,7 +63,7 @@ def layer_forward(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    cache: Any = None,
+    past_key_values: Any = None,
     use_cache: bool | None = False,
     position_embeddings: Tensor | None = None,
     **kwargs: Any,
@@ -74,7 +74,7 @@ def layer_forward(
         hidden_states=h.norm(norm, into="self_attn"),
         position_embeddings=position_embeddings,
         attention_mask=attention_mask,
-        **{CACHE: cache},
+        **{CACHE: past_key_values},
         use_cache=use_cache,
         **kwargs,
     )

@@ -55,20 +55,20 @@ def _layer(classes: tuple[str, ...], linear: tuple[str, ...], mlp: GatedMLP | No
         position_embeddings: Tables,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: Any = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         (norm,) = children(self, "input_layernorm")
         h = Stream(self, hidden_states)
         if LINEAR in self._modules:
             module, rows = self._modules[LINEAR], h.norm(norm)
-            h.add(as_one(_attend_linearly, module, rows, cache, attention_mask, kwargs))
+            h.add(as_one(_attend_linearly, module, rows, past_key_values, attention_mask, kwargs))
         else:
             attended = self._modules["self_attn"](
                 hidden_states=h.norm(norm, into="self_attn"),
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                **{CACHE: cache},
+                **{CACHE: past_key_values},
                 position_embeddings=position_embeddings,
                 **kwargs,
             )

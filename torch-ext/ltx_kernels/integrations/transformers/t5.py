@@ -75,7 +75,7 @@ def t5_block_forward(
     encoder_hidden_states: Tensor | None = None,
     encoder_attention_mask: Tensor | None = None,
     encoder_decoder_position_bias: Tensor | None = None,
-    cache: Any = None,
+    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, None]:
     _, norm1, attention, _, norm2, ff = _parts(self)
@@ -84,7 +84,7 @@ def t5_block_forward(
         h.norm(norm1),
         mask=attention_mask,
         position_bias=position_bias,
-        **{CACHE: cache},
+        **{CACHE: past_key_values},
         **kwargs,
     )
     h.add(attended)
@@ -107,12 +107,12 @@ def umt5_block_forward(
     attention_mask: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None,
     encoder_attention_mask: Tensor | None = None,
-    cache: Any = None,
+    past_key_values: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     _, norm1, attention, _, norm2, ff = _parts(self)
     h = Stream(self, hidden_states)
-    h.add(attention(h.norm(norm1), attention_mask=attention_mask, **{CACHE: cache}, **kwargs)[0])
+    h.add(attention(h.norm(norm1), attention_mask=attention_mask, **{CACHE: past_key_values}, **kwargs)[0])
     h.add(ff(h.norm(norm2)))
     return h.value()
 
