@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -410,6 +410,27 @@ def test_masks_that_are_no_tensors(ltx: ModuleType, device: str, monkeypatch: py
     for mask, own in [(True, same)] * 4 + [(False, same)] * 4:
         layer(hidden_states, position_embeddings=tables, past_key_values=cache, attention_mask=mask, own=own)
         assert given.pop() == (mask, own)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_mask_that_is_no_tensor(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """flex_attention has a mask of its own class."""
+    model = make("Llama", device)
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    given: list[Any] = []
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        given.append(mask)
+        return stock(module, query, key, value, None, **options)
+
+    monkeypatch.setitem(registry._global_mapping, "sdpa", attend)
+    ltx.optimize(model)
+    layer, hidden_states, mask = model.model.layers[0], torch.randn(2, tokens, WIDTH, device=device), SimpleNamespace()
+    tables = model.model.rotary_emb(hidden_states, torch.arange(tokens, device=device)[None])
+    for _ in range(4):
+        layer(hidden_states, position_embeddings=tables, attention_mask=mask)
+    assert given == [mask] * 4
 
 
 @pytest.mark.parametrize("asks", [lambda mask: mask.shape, lambda mask: mask.dim(), lambda mask: mask + 1])

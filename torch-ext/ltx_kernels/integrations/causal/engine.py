@@ -265,8 +265,8 @@ def _attend(
         module.config._attn_implementation, home.eager_attention_forward
     )
     options.update(spec.options(module, arguments))
-    mask: Tensor | None = arguments.get("attention_mask")
-    if not module.training:
+    mask: Tensor | None = arguments.get("attention_mask")  # another function may have a mask of its own kind
+    if not module.training and (mask is None or isinstance(mask, Tensor)):
         call = FunctionCall(site_of(module), module, function, query, key, value, mask, module.scaling, options)
         for candidate in CANDIDATES:
             output = candidate.attend(call)
