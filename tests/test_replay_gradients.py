@@ -218,6 +218,29 @@ def test_calls_that_are_not_recorded(ltx: ModuleType, replay: ModuleType, kind: 
     assert len(seen) == 4 and "a parameter has a hook for its gradient" in str(report)
 
 
+def test_other_backends_of_attention_are_not_traced(
+    ltx: ModuleType, replay: ModuleType, kind: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flex_attention does not run below a dispatch mode, and torch.compile would not forget the attempt."""
+    dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+    registry, name = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName._NATIVE_MATH
+    stock = registry._backends[name]
+
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        assert torch._C._len_torch_dispatch_stack() == 0
+        return stock(*args, **kwargs)
+
+    monkeypatch.setitem(registry._backends, name, untraced)
+    model, inputs, report = tiny(ltx, device)
+    for backend in ("native", "_native_math", "native"):
+        model.set_attention_backend(backend)
+        for _ in range(3):
+            step(model, inputs)
+        recorded = {isinstance(call, kind) for call in calls(replay, model)}
+        assert recorded == {backend == "native"}
+        assert ("a backend of attention may run kernels" in str(report)) is (backend != "native")
+
+
 def test_replays_with_gradients_are_checked(
     ltx: ModuleType, replay: ModuleType, kind: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._checks import INT8_HEAD_DIM, requires_grad
 from ...attention import attention, runs_kernel
 from ..blocks.stream import TORCH_RMSNORM
-from ..engine.guards import has_tensor_cores
+from ..engine.guards import has_tensor_cores, is_native
 from ..engine.kept import kept, may_read
 from ..engine.recording import others_take_functions, refuse
 from ..engine.signature import attention_is_replaced
@@ -107,14 +107,10 @@ def _may_attend(call: Call) -> bool:
     return (
         call.site.rounding == "fp32"
         and getattr(call.module.processor, "_attention_backend", None) is None
-        and ((backends is None and settings["dispatch"] is None) or _is_native(backends))
+        and ((backends is None and settings["dispatch"] is None) or is_native(backends))
         and not others_take_functions()
         and not attention_is_replaced()
     )
-
-
-def _is_native(backends: Any) -> bool:
-    return backends is not None and backends.get_active_backend()[0] == "native"  # a str and an Enum
 
 
 def attend(
@@ -311,9 +307,6 @@ def _dispatched(
     if dispatch is None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, **grouped).transpose(1, 2)
-    backend = getattr(call.module.processor, "_attention_backend", None)
-    if not (_is_native(call.site.settings["backends"]) if backend is None else backend == "native"):
-        refuse("a backend of attention may run kernels or set modes that no torch function tells of")
     output: Tensor = dispatch(
         query,
         key,
@@ -321,7 +314,7 @@ def _dispatched(
         attn_mask=mask,
         dropout_p=0.0,
         is_causal=is_causal,
-        backend=backend,
+        backend=getattr(call.module.processor, "_attention_backend", None),
         parallel_config=parallel,
         **grouped,
     )

@@ -112,6 +112,20 @@ def is_ordinary(parameter: Tensor) -> bool:
     return type(parameter) is nn.Parameter
 
 
+def has_torch_backend(attention: nn.Module) -> bool:
+    """Whether diffusers' dispatch of a replaced attention, if it has one, leads to torch's attention."""
+    settings = attention.__dict__[ATTRIBUTE].settings
+    if settings.get("dispatch") is None:
+        return True
+    backend = getattr(attention.processor, "_attention_backend", None)
+    return is_native(settings["backends"]) if backend is None else backend == "native"
+
+
+def is_native(backends: Any) -> bool:
+    """Whether diffusers' registry of backends has torch's attention as its default."""
+    return backends is not None and backends.get_active_backend()[0] == "native"  # a str and an Enum
+
+
 def is_recomputation() -> bool:
     """Whether a checkpoint computes a call again, in a backward."""
     return torch.is_grad_enabled() and backward_number() >= 0

@@ -38,7 +38,7 @@ from ..._torch_private import (
 )
 from ..._variant import COMPILED_DEVICE
 from ..engine.code import patched
-from ..engine.guards import ATTRIBUTE, class_of, hooked, is_capturing
+from ..engine.guards import ATTRIBUTE, class_of, has_torch_backend, hooked, is_capturing
 from ..engine.recording import Live, thread
 from ..engine.signature import PLAIN, attention_is_replaced, signature
 from ..engine.state import HELD, SIGNATURES, Held, Snapshot, held, is_watched
@@ -216,6 +216,8 @@ class Replays:
         self._asks = module.__dict__[ATTRIBUTE].entry.asks
         self._adapted = [part for part in self.state.modules if is_lora(part)]
         self._quantised = [part for part in self._adapted if holds_fp8(part)]
+        replaced = (part for part in self.state.modules if ATTRIBUTE in part.__dict__)
+        self._attentions = [part for part in replaced if "processor" in part.__dict__]
         self.active = self._active()
         self.changes = changes
         # By signature: a recording, or the reason why there is none. With an empty reason the next call is recorded.
@@ -271,6 +273,8 @@ class Replays:
         known = {id(value) for value in (*tensors, *weights, *live.values())}
         if len(known) < len(tensors) + len({id(tensor) for tensor in weights}) + len(live):
             return None if apart else call(), "an argument is given twice"
+        if not all(map(has_torch_backend, self._attentions)):
+            return None if apart else call(), "a backend of attention may run kernels that no torch function tells of"
         followed = torch.is_grad_enabled()
         given = as_inputs(tensors) if followed else tensors
         if followed:
