@@ -505,6 +505,27 @@ TOOL_DEFECTS = [
         "replay_gradients::test_calls_that_are_not_recorded",
     ),
     defect(
+        "a trace of a call to another backend of attention",
+        ENGINE + "replay/calls.py",
+        "        if not all(map(has_torch_backend, self._attentions)):\n",
+        "        if False:\n",
+        "replay_gradients::test_other_backends_of_attention_are_not_traced",
+    ),
+    defect(
+        "a mask of flex_attention taken for a tensor",
+        ENGINE + "causal/engine.py",
+        "    if not module.training and (mask is None or isinstance(mask, Tensor)):\n",
+        "    if not module.training:\n",
+        "tokens::test_a_mask_that_is_no_tensor",
+    ),
+    defect(
+        "another argument of the name cache taken for a layer's cache",
+        ENGINE + "causal/kv_cache.py",
+        "    cache = arguments.get(CACHE)\n",
+        '    cache = arguments.get(CACHE) or arguments.get("cache")\n',
+        "kv_cache::test_batches_of_requests",
+    ),
+    defect(
         "the second run of a checkpoint that chooses for itself",
         ENGINE + "replay/calls.py",
         "            elif run.again:\n",
