@@ -129,6 +129,58 @@ def test_a_result_that_nothing_reads(ltx: ModuleType, replay: ModuleType, kind: 
     assert any(isinstance(call, kind) for call in block.__dict__[replay.HELD].replays.calls.values())
 
 
+@pytest.mark.parametrize("kind_of_hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_without_a_gradient(
+    ltx: ModuleType, replay: ModuleType, kind: Any, device: str, kind_of_hook: str
+) -> None:
+    """LTX-2's last block makes sound that a loss of the pictures does not read: hooks there are not called."""
+    model, inputs, _ = tiny(ltx, device, "ltx2")
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def backward() -> None:
+        model.zero_grad()
+        model(**inputs)[0].square().mean().backward()
+
+    for _ in range(3):
+        backward()
+    assert any(isinstance(call, kind) for call in calls(replay, model))
+    want = {name for parameter, name in names.items() if parameter.grad is not None}
+    assert len(want) < len(names)
+    seen: list[str] = []
+    for parameter, name in names.items():
+
+        def note(found: Tensor, name: str = name) -> None:
+            assert found is not None
+            seen.append(name)
+
+        getattr(parameter, kind_of_hook)(note)
+    for _ in range(3):
+        seen.clear()
+        backward()
+        assert sorted(seen) == sorted(want)
+
+
+@pytest.mark.parametrize("name", ["ltx2", "flux"])
+@pytest.mark.parametrize("everything", [False, True])
+def test_hooks_of_blocks_without_a_gradient(ltx: ModuleType, device: str, name: str, everything: bool) -> None:
+    """Such a hook makes autograd walk what the loss does not read, without gradients. They are None then, not zeros."""
+    found = []
+    for optimized in (False, True):
+        family = FAMILIES[name]
+        model = make(family, device)
+        model = model.requires_grad_(True) if everything else with_adapters(model, family)
+        if optimized:
+            ltx.optimize(model)
+        for part in list(model.modules()):
+            if type(part).__name__.endswith("Block"):
+                part.register_full_backward_hook(lambda *given: None)
+        for _ in range(3):
+            model.zero_grad()
+            model(**cast(family.inputs(2), device, torch.float32))[0].square().mean().backward()
+            found.append({key for key, parameter in model.named_parameters() if parameter.grad is None})
+    assert all(missing == found[0] for missing in found)  # of ordinary and of recorded calls
+
+
 def test_an_argument_that_is_made_of_another(ltx: ModuleType, replay: ModuleType, device: str) -> None:
     """The backward that is traced ends at the arguments."""
     model, inputs, _ = tiny(ltx, device)

@@ -504,6 +504,10 @@ ATTRIBUTES: dict[str, Callable[[], Any]] = {
         _hooked("register_full_backward_hook")._backward_hooks
         and [torch.zeros(1)._backward_hooks, len(_with_gradient_hook()._backward_hooks)] == [None, 1]
     ),
+    "_post_accumulate_grad_hooks": lambda: (
+        torch.zeros(1)._post_accumulate_grad_hooks is None
+        and len(_with_gradient_hook("register_post_accumulate_grad_hook")._post_accumulate_grad_hooks) == 1
+    ),
     "_schema": lambda: torch.ops.aten.add.Tensor._schema.arguments[0].name == "self",
     "_current_level": lambda: torch.autograd.forward_ad._current_level == -1,
 }
@@ -515,9 +519,9 @@ def _hooked(register: str) -> nn.Module:
     return module
 
 
-def _with_gradient_hook() -> Tensor:
+def _with_gradient_hook(register: str = "register_hook") -> Any:
     tensor = torch.zeros(1, requires_grad=True)
-    tensor.register_hook(lambda gradient: gradient)
+    getattr(tensor, register)(lambda gradient: None)
     return tensor
 
 

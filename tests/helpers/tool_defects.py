@@ -526,6 +526,20 @@ TOOL_DEFECTS = [
         "kv_cache::test_batches_of_requests",
     ),
     defect(
+        "hooks of parameters called without a gradient",
+        ENGINE + "replay/calls.py",
+        "            if isinstance(found, GradientRecording) and found.is_hooked():\n",
+        "            if False:\n",
+        "replay_gradients::test_hooks_of_parameters_without_a_gradient",
+    ),
+    defect(
+        "zeros for the gradients of adapters that nothing reads",
+        ENGINE + "linear/lora.py",
+        "        ctx.set_materialize_grads(False)\n",
+        "",
+        "replay_gradients::test_hooks_of_blocks_without_a_gradient",
+    ),
+    defect(
         "the second run of a checkpoint that chooses for itself",
         ENGINE + "replay/calls.py",
         "            elif run.again:\n",

@@ -576,15 +576,20 @@ class _ApplyRotaryQk(_OpFunction):
         interleaved: bool, rounding: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         _save(ctx, 14, cos, sin)
-        ctx.set_materialize_grads(True)  # one launch serves both
         ctx.modes = (sequence_dim, rotary_dim, interleaved)
         query_out, key_out = ops.apply_rotary_qk.default(query, key, cos, sin, *ctx.modes, rounding)
         return query_out, key_out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> Gradients:
+    def backward(ctx: Any, grad_query: Tensor | None, grad_key: Tensor | None) -> Gradients:
         cos, sin, _ = ctx.saved_tensors
+        if grad_query is None or grad_key is None:
+            turned = (
+                None if grad is None else ops.apply_rotary_backward.default(grad, cos, sin, *ctx.modes)
+                for grad in (grad_query, grad_key)
+            )
+            return *turned, *_NONE[:6]
         both = ops.apply_rotary_qk_backward.default(grad_query, grad_key, cos, sin, *ctx.modes)
         return *both, *_NONE[:6]
 
@@ -602,7 +607,6 @@ class _QkNormRope(_OpFunction):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         biases = (query_bias, key_bias) if any(ctx.needs_input_grad[4:6]) else _NONE[:2]
         _save(ctx, 15, query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, *biases)
-        ctx.set_materialize_grads(True)  # one launch serves both
         ctx.modes = (eps, key_eps, weight_offset, statistic, across_heads, rotary_dim, interleaved)
         query_out, key_out = ops.qk_norm_rope.default(
             query, key, query_weight, key_weight, query_bias, key_bias, cos, sin, key_cos, key_sin, eps, key_eps,
@@ -612,10 +616,17 @@ class _QkNormRope(_OpFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> Gradients:
+    def backward(ctx: Any, grad_query: Tensor | None, grad_key: Tensor | None) -> Gradients:
+        if grad_query is None and grad_key is None:
+            return (None,) * 19
         query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, query_bias, key_bias, _ = ctx.saved_tensors
         eps, key_eps, offset, statistic, across_heads, *rotation = ctx.modes
         needs: tuple[bool, ...] = ctx.needs_input_grad
+        # One launch serves both.
+        grad_query, grad_key = (
+            rows.new_zeros(rows.shape) if grad is None else grad
+            for rows, grad in ((query, grad_query), (key, grad_key))
+        )
         to_query = to_key = None
         if needs[0] or needs[1]:
             to_query, to_key = ops.qk_norm_rope_backward.default(

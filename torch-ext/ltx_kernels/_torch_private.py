@@ -151,6 +151,7 @@ ATTRIBUTES = {
     "_version": "of a tensor: how often it was written to",
     "_backward_hooks": "of a module or a tensor, by number; None for a tensor that never had any",
     "_backward_pre_hooks": "of a module, by number",
+    "_post_accumulate_grad_hooks": "of a tensor, by number; None for a tensor that never had any",
     "_schema": "of an op: its arguments and results",
     "_current_level": "of torch.autograd.forward_ad: below zero while forward-mode autograd is off",
 }

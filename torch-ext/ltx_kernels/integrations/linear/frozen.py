@@ -64,18 +64,21 @@ class _Scaled(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         return *frozen_gradients(ctx, gradient), None, None
 
 
 def save_frozen(ctx: Any, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
     """Saves what `frozen_gradients` reads."""
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(weight, scales)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def frozen_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+def frozen_gradients(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, Tensor | None]:
     """The gradients of a Function whose arguments begin with input, weight, scales and bias of a linear layer."""
+    if gradient is None:
+        return None, None, None, None
     weight, scales = ctx.saved_tensors
     rows = gradient.reshape(-1, len(weight))
     to_input = to_bias = None

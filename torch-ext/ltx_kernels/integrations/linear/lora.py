@@ -178,14 +178,17 @@ class _Adapted(Function):
         ranks = low.split_with_sizes([place.rank for place in places], -1)
         for place, rank, up in zip(places, ranks, ups):
             output.narrow(1, place.begin, place.size).addmm_(rank, up.t(), alpha=place.scale)
+        ctx.set_materialize_grads(False)
         ctx.places, ctx.bias_dtype = places, None if bias is None else bias.dtype
         ctx.save_for_backward(rows, weight, scales, down, low, *ups)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         """With ``low = rows @ down.T`` and ``output = rows @ weight.T + scale * low @ up.T``."""
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         rows, weight, scales, down, low, *ups = ctx.saved_tensors
         needs_rows, _, _, needs_bias, needs_down, *needs_ups = ctx.needs_input_grad[2:]
         places: Sequence[_Place] = ctx.places

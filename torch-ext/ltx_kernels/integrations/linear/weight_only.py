@@ -47,7 +47,7 @@ class _WeightOnly(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         return frozen_gradients(ctx, gradient)
 
 

@@ -212,7 +212,8 @@ class GradientRecorder(DispatchMode, Trace):
         recording = Recording(self._function(sources[0]), "\n".join(sources), False, self.counts, answer)
         gradients = [tensor.requires_grad for tensor in given]
         places = frozenset(saved.index(name) for name in own.intersection(saved))
-        return GradientRecording(recording, functions, gradients, trained, weights, places, self.autocast)
+        partial = [t for t in trained if not all(back.gradients[place[id(t)]] for back in backwards.values())]
+        return GradientRecording(recording, functions, gradients, trained, partial, weights, places, self.autocast)
 
     def _source(self, parameters: Sequence[str], lines: Sequence[Line], returned: str, read: set[str]) -> str:
         """read: The variables that the function returns."""

@@ -41,13 +41,14 @@ class GradientRecording(Recording):
     inputs: For each argument, whether it gets a gradient.
     trained: The parameters that get one.
     weights: The parameters that the backward reads.
+    partial: Those of `trained` that get none where nothing reads one of the results.
     own: The places of results among the tensors that the function saves.
     backwards: The functions of the backward, by the choice of results that a gradient comes from. Each takes the
         gradients, and a list of what the function has saved, which it empties.
     autocast: The devices whose autocast is on in the call.
     """
 
-    __slots__ = ("autocast", "backwards", "inputs", "own", "trained", "weights")
+    __slots__ = ("autocast", "backwards", "inputs", "own", "partial", "trained", "weights")
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class GradientRecording(Recording):
         backwards: Mapping[tuple[bool, ...], Callable[..., Any]],
         inputs: Sequence[bool],
         trained: Sequence[Tensor],
+        partial: Sequence[Tensor],
         weights: Sequence[Tensor],
         own: frozenset[int],
         autocast: Sequence[str],
@@ -62,11 +64,15 @@ class GradientRecording(Recording):
         for name in Recording.__slots__:
             setattr(self, name, getattr(recording, name))
         self.backwards, self.inputs, self.trained, self.weights = backwards, inputs, trained, weights
-        self.own, self.autocast = own, autocast
+        self.partial, self.own, self.autocast = partial, own, autocast
 
     def run(self, arguments: Sequence[Any], way: Way | None = None, again: bool = False) -> Any:
         """way, again: Of a call under a checkpoint, and whether it is the second run."""
         return _Replay.apply(self, way, again, *arguments, *self.trained)
+
+    def is_hooked(self) -> bool:
+        """Whether a parameter has a hook that would be called without a gradient, as no ordinary call does."""
+        return any(tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in self.partial)
 
     def equals(self, other: GradientRecording) -> bool:
         """Whether another recording runs the same ops with the same values, of tensors that may be others."""
