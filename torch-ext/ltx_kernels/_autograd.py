@@ -576,6 +576,7 @@ class _ApplyRotaryQk(_OpFunction):
         interleaved: bool, rounding: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         _save(ctx, 14, cos, sin)
+        ctx.shapes = query.shape, key.shape
         ctx.modes = (sequence_dim, rotary_dim, interleaved)
         query_out, key_out = ops.apply_rotary_qk.default(query, key, cos, sin, *ctx.modes, rounding)
         return query_out, key_out
@@ -583,13 +584,14 @@ class _ApplyRotaryQk(_OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_query: Tensor | None, grad_key: Tensor | None) -> Gradients:
+        given = grad_key if grad_query is None else grad_query
+        if given is None:
+            return _NONE[:8]
         cos, sin, _ = ctx.saved_tensors
-        if grad_query is None or grad_key is None:
-            turned = (
-                None if grad is None else ops.apply_rotary_backward.default(grad, cos, sin, *ctx.modes)
-                for grad in (grad_query, grad_key)
-            )
-            return *turned, *_NONE[:6]
+        # One launch serves both.
+        grad_query, grad_key = (
+            given.new_zeros(shape) if grad is None else grad for shape, grad in zip(ctx.shapes, (grad_query, grad_key))
+        )
         both = ops.apply_rotary_qk_backward.default(grad_query, grad_key, cos, sin, *ctx.modes)
         return *both, *_NONE[:6]
 
