@@ -17,8 +17,8 @@ says what that costs. How much FirstBlockCache skips depends on the weights, and
 "flux_fast" is the recipe of the project flux-fast: fused projections, the decoder in channels-last memory, and
 torch.compile of transformer and decoder with max-autotune. "flux_fast_fp8" adds torchao's dynamic fp8 with one scale
 for each tensor, "flux_fast_fp8_rows" with one for each row. "flux_fast_fp8_blocks" is the latter with a transformer
-that is compiled block by block and has no CUDA graph, because torch 2.11 takes a quarter of an hour or more to compile
-it as a whole. Attention is torch's in all four, where flux-fast has FlashAttention 3 in fp8 without scales.
+that is compiled block by block and has no CUDA graph, because torch 2.11 takes very long to compile it as a whole.
+Attention is torch's in all four, where flux-fast has FlashAttention 3 in fp8 without scales.
 
 `image_ms` is the whole call and `tensor_ms` the same without the conversion to PIL, which is `post_ms`. `text_ms` is
 the prompt, `decode_ms` the decoder, `steps_ms` all that lies between, and `step_ms` that for each step.
@@ -222,7 +222,8 @@ def flux_fast(pipe: Any, config: str) -> None:
         )
     options = {**TORCHAO_INDUCTOR, "conv_1x1_as_mm": True, "epilogue_fusion": False}
     options |= {"max_autotune": True, "triton.cudagraphs": True}
-    options["compile_threads"] = 1  # torch 2.11 compiles what its worker processes have tuned a second time
+    # With worker processes, torch 2.11 compiles each kernel that it tunes there first, and then here again.
+    options["compile_threads"] = 1
     if config.endswith("blocks"):
         pipe.transformer.compile_repeated_blocks(fullgraph=True, options={**options, "triton.cudagraphs": False})
     else:

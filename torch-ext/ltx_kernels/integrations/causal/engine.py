@@ -251,7 +251,7 @@ def _attend(
     arguments: Of the stock forward, without those that query, key and value were made of.
     """
     cache = cache_of(arguments)
-    options = {name: value for name, value in arguments.items() if name not in (*spec.parameters, EARLIER)}
+    options = {name: value for name, value in arguments.items() if name not in spec.parameters and name != EARLIER}
     if key is None or value is None:
         key, value = (heads.to(query.device) for heads in arguments[spec.shares][module.layer_type])
     elif empty is not None:

@@ -41,7 +41,7 @@ class GradientRecording(Recording):
     inputs: For each argument, whether it gets a gradient.
     trained: The parameters that get one.
     weights: The parameters that the backward reads.
-    partial: Those of `trained` that get none where nothing reads one of the results.
+    partial: The trained parameters whose gradient is None if the loss reads only one of two results.
     own: The places of results among the tensors that the function saves.
     backwards: The functions of the backward, by the choice of results that a gradient comes from. Each takes the
         gradients, and a list of what the function has saved, which it empties.

@@ -24,7 +24,7 @@ from ..engine.code import patched
 from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.norm_forms import transformers_class as _class
-from ..engine.recording import refuse
+from ..engine.recording import recorder_of_thread, refuse
 
 
 def _mlp(model: str, prefix: str) -> GatedMLP:
@@ -61,7 +61,10 @@ def _attention_functions(block: Any) -> tuple[Callable[..., Any], ...]:
     registry, eager = home["ALL_ATTENTION_FUNCTIONS"], home["eager_attention_forward"]
     functions = stock.forward, registry.get_interface(attention.config._attn_implementation, eager)
     homes = home, vars(sys.modules[HOME])
-    codes = [getattr(inspect.unwrap(function), "__globals__", None) for function in functions]
+    if recorder_of_thread() is None:
+        return functions
+    written = inspect.unwrap(stock.forward), functions[1]  # transformers decorates the forward
+    codes = [getattr(function, "__globals__", None) for function in written]
     if patched(stock) or not all(any(code is names for names in homes) for code in codes):
         refuse("an attention function may run kernels that no torch function tells of")
     return functions
