@@ -221,6 +221,7 @@ def test_sliding_layers_that_record_the_past(ltx: ModuleType, device: str) -> No
 
 def test_keywords_that_a_cache_changes(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 5.24 on transformers hands a cache the keywords of the attention function, for its batches of requests."""
+    monkeypatch.setattr(f"{ltx.__name__}.integrations.causal.kv_cache.IS_RENAMED", True)
 
     class Marking(DynamicCache):
         def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **options: Any) -> Any:
@@ -237,19 +238,11 @@ def test_keywords_that_a_cache_changes(ltx: ModuleType, device: str, monkeypatch
 
     registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     monkeypatch.setitem(registry._global_mapping, "sdpa", attend)
-    logits = []
-    for optimized in (False, True):
-        if optimized:
-            ltx.optimize(model)
-        cache = Marking(config=model.config)
-        logits += [
-            model(ids, past_key_values=cache).logits,
-            *(model(ids[:, :1], past_key_values=cache).logits for _ in "123"),
-        ]
-    assert len(marks) == 8 * len(model.model.layers)
-    assert marks[: len(marks) // 2] == marks[len(marks) // 2 :]
-    for got, want in zip(logits[4:], logits[:4]):
-        assert distance(got, want) < CLOSE
+    ltx.optimize(model)
+    cache = Marking(config=model.config)
+    for tokens in (ids, *[ids[:, :1]] * 3):
+        model(tokens, past_key_values=cache)
+    assert marks == 4 * list(range(len(model.model.layers)))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
@@ -258,11 +251,11 @@ def test_batches_of_requests(ltx: ModuleType, device: str, family: str) -> None:
     model = make(family, device)
     requests = [ids.tolist() for ids in make_ids(device)] + [make_ids(device)[0, :5].tolist()]
     options = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     tokens = []
     for optimized in (False, True):
         if optimized:
             report = ltx.optimize(model)
-        small = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
         found = model.generate_batch(requests, options, small, progress_bar=False, warmup=False)
         tokens.append([found[name].generated_tokens for name in sorted(found)])
     assert tokens[1] == tokens[0] and all(map(len, tokens[0]))

@@ -751,6 +751,14 @@ def _registered(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setitem(registry._global_mapping, "sdpa", twice)
 
 
+def _registered_in_its_name(model: Any, patch: pytest.MonkeyPatch) -> None:
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    stock = registry._global_mapping["sdpa"]
+    patch.setitem(
+        registry._global_mapping, "sdpa", functools.wraps(stock)(lambda *args, **kwargs: twice(*args, **kwargs))
+    )
+
+
 def _eager_function(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys.modules[type(model).__module__], "eager_attention_forward", twice)
     model.encoder.config._attn_implementation = "eager"
@@ -759,7 +767,12 @@ def _eager_function(model: Any, patch: pytest.MonkeyPatch) -> None:
 def _forward_of_the_class(model: Any, patch: pytest.MonkeyPatch) -> None:
     cls = type(model.encoder.block[0].layer[0].SelfAttention)
     stock = cls.forward
-    patch.setattr(cls, "forward", lambda *args, **options: (2 * (found := stock(*args, **options))[0], *found[1:]))
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **options: Any) -> Any:
+        return 2 * (found := stock(*args, **options))[0], *found[1:]
+
+    patch.setattr(cls, "forward", forward)
 
 
 def _hook(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -822,7 +835,11 @@ def test_changes_of_recorded_encoders(
     assert all(torch.equal(result, expected) for result in after)
 
 
-@pytest.mark.parametrize("change", [_registered, _eager_function, _forward_of_the_class], ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize(
+    "change",
+    [_registered, _registered_in_its_name, _eager_function, _forward_of_the_class],
+    ids=lambda change: change.__name__[1:],
+)
 @pytest.mark.parametrize("prefix", ["T5", "UMT5"])
 def test_attention_of_others_in_encoders(
     ltx: ModuleType,

@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -390,9 +390,12 @@ def test_functions_write_to_what_they_are_given(
         assert given.pop() is own and given.pop() is own
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("same", [True, False])
-def test_masks_that_are_no_tensors(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
-    """A mask may be a flag of somebody's attention function, and equal to other arguments."""
+def test_masks_that_are_no_tensors(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, same: bool, tokens: int
+) -> None:
+    """Such as a flag of somebody's attention function, which equals other arguments, or flex_attention's own class."""
     model = make("Llama", device)
     registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
@@ -405,32 +408,11 @@ def test_masks_that_are_no_tensors(ltx: ModuleType, device: str, monkeypatch: py
     monkeypatch.setitem(registry._global_mapping, "sdpa", attend)
     ltx.optimize(model)
     cache = DynamicCache(config=model.config)
-    layer, hidden_states = model.model.layers[0], torch.randn(2, 1, WIDTH, device=device)
-    tables = model.model.rotary_emb(hidden_states, torch.zeros(2, 1, dtype=torch.int64, device=device))
+    layer, hidden_states = model.model.layers[0], torch.randn(2, tokens, WIDTH, device=device)
+    tables = model.model.rotary_emb(hidden_states, torch.zeros(2, tokens, dtype=torch.int64, device=device))
     for mask, own in [(True, same)] * 4 + [(False, same)] * 4:
         layer(hidden_states, position_embeddings=tables, past_key_values=cache, attention_mask=mask, own=own)
         assert given.pop() == (mask, own)
-
-
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_a_mask_that_is_no_tensor(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """flex_attention has a mask of its own class."""
-    model = make("Llama", device)
-    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-    stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
-    given: list[Any] = []
-
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        given.append(mask)
-        return stock(module, query, key, value, None, **options)
-
-    monkeypatch.setitem(registry._global_mapping, "sdpa", attend)
-    ltx.optimize(model)
-    layer, hidden_states, mask = model.model.layers[0], torch.randn(2, tokens, WIDTH, device=device), SimpleNamespace()
-    tables = model.model.rotary_emb(hidden_states, torch.arange(tokens, device=device)[None])
-    for _ in range(4):
-        layer(hidden_states, position_embeddings=tables, attention_mask=mask)
-    assert given == [mask] * 4
 
 
 @pytest.mark.parametrize("asks", [lambda mask: mask.shape, lambda mask: mask.dim(), lambda mask: mask + 1])

@@ -516,7 +516,7 @@ TOOL_DEFECTS = [
         ENGINE + "causal/engine.py",
         "    if not module.training and (mask is None or isinstance(mask, Tensor)):\n",
         "    if not module.training:\n",
-        "tokens::test_a_mask_that_is_no_tensor",
+        "tokens::test_masks_that_are_no_tensors",
     ),
     defect(
         "another argument of the name cache taken for a layer's cache",

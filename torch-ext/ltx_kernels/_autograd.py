@@ -52,6 +52,19 @@ def _save(ctx: Any, number: int, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors, first.new_empty((0, present << 8 | number)))
 
 
+def _both(
+    first: Tensor | None, second: Tensor | None, shape: Sequence[int], second_shape: Sequence[int]
+) -> tuple[Tensor, Tensor] | None:
+    """The gradients of two results of these shapes, for a launch that serves both; None if nothing reads either."""
+    given = second if first is None else first
+    if given is None:
+        return None
+    return (
+        given.new_zeros(shape) if first is None else first,
+        given.new_zeros(second_shape) if second is None else second,
+    )
+
+
 # ---- Norms
 
 
@@ -584,15 +597,11 @@ class _ApplyRotaryQk(_OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_query: Tensor | None, grad_key: Tensor | None) -> Gradients:
-        given = grad_key if grad_query is None else grad_query
-        if given is None:
+        gradients = _both(grad_query, grad_key, *ctx.shapes)
+        if gradients is None:
             return _NONE[:8]
         cos, sin, _ = ctx.saved_tensors
-        # One launch serves both.
-        grad_query, grad_key = (
-            given.new_zeros(shape) if grad is None else grad for shape, grad in zip(ctx.shapes, (grad_query, grad_key))
-        )
-        both = ops.apply_rotary_qk_backward.default(grad_query, grad_key, cos, sin, *ctx.modes)
+        both = ops.apply_rotary_qk_backward.default(*gradients, cos, sin, *ctx.modes)
         return *both, *_NONE[:6]
 
 
@@ -609,6 +618,7 @@ class _QkNormRope(_OpFunction):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         biases = (query_bias, key_bias) if any(ctx.needs_input_grad[4:6]) else _NONE[:2]
         _save(ctx, 15, query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, *biases)
+        ctx.shapes = query.shape, key.shape
         ctx.modes = (eps, key_eps, weight_offset, statistic, across_heads, rotary_dim, interleaved)
         query_out, key_out = ops.qk_norm_rope.default(
             query, key, query_weight, key_weight, query_bias, key_bias, cos, sin, key_cos, key_sin, eps, key_eps,
@@ -619,16 +629,13 @@ class _QkNormRope(_OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_query: Tensor | None, grad_key: Tensor | None) -> Gradients:
-        if grad_query is None and grad_key is None:
+        gradients = _both(grad_query, grad_key, *ctx.shapes)
+        if gradients is None:
             return (None,) * 19
+        grad_query, grad_key = gradients
         query, key, query_weight, key_weight, cos, sin, key_cos, key_sin, query_bias, key_bias, _ = ctx.saved_tensors
         eps, key_eps, offset, statistic, across_heads, *rotation = ctx.modes
         needs: tuple[bool, ...] = ctx.needs_input_grad
-        # One launch serves both.
-        grad_query, grad_key = (
-            rows.new_zeros(rows.shape) if grad is None else grad
-            for rows, grad in ((query, grad_query), (key, grad_key))
-        )
         to_query = to_key = None
         if needs[0] or needs[1]:
             to_query, to_key = ops.qk_norm_rope_backward.default(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._checks import INT8_HEAD_DIM, requires_grad
 from ...attention import attention, runs_kernel
 from ..blocks.stream import TORCH_RMSNORM
-from ..engine.guards import has_tensor_cores, is_native
+from ..engine.guards import has_tensor_cores, has_torch_backend
 from ..engine.kept import kept, may_read
 from ..engine.recording import others_take_functions, refuse
 from ..engine.signature import attention_is_replaced
@@ -102,12 +102,10 @@ def _may_attend(call: Call) -> bool:
     Diffusers' dispatch chooses where a backend was set, and where somebody else takes calls of torch functions: for
     perturbed attention guidance, for example, or where torch's scaled_dot_product_attention was replaced.
     """
-    settings = call.site.settings
-    backends = settings["backends"]
     return (
         call.site.rounding == "fp32"
         and getattr(call.module.processor, "_attention_backend", None) is None
-        and ((backends is None and settings["dispatch"] is None) or is_native(backends))
+        and has_torch_backend(call.module)
         and not others_take_functions()
         and not attention_is_replaced()
     )

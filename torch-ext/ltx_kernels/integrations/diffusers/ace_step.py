@@ -17,9 +17,8 @@ from ..attention.masks import ScoresMask
 from ..blocks.block import Block
 from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import RMSNORM, Stream, modulation_of
-from ..engine.guards import children
+from ..engine.guards import backend_of, children
 from ..engine.rotary_tables import Tables, first_halves
-from ..engine.sites import site_of
 
 ACE_STEP = "diffusers.models.transformers.ace_step_transformer.AceStep"
 
@@ -29,9 +28,7 @@ def _why_not_attention(attention: Any, hidden_states: Tensor, context: Tensor | 
         return "a context for a self-attention, none for a cross-attention, or one with a rotary table"
     if attention.training and attention.dropout:
         return "dropout"
-    backend, backends = attention.processor._attention_backend, site_of(attention).settings["backends"]
-    if backend is None and backends is not None:
-        backend = backends.get_active_backend()[0]
+    backend = backend_of(attention)
     flash = backend is not None and "flash" in str(getattr(backend, "value", backend))
     return "a flash backend of attention" if flash else ""
 

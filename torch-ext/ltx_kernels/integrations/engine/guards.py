@@ -114,16 +114,14 @@ def is_ordinary(parameter: Tensor) -> bool:
 
 def has_torch_backend(attention: nn.Module) -> bool:
     """Whether diffusers' dispatch of a replaced attention, if it has one, leads to torch's attention."""
-    settings = attention.__dict__[ATTRIBUTE].settings
-    if settings.get("dispatch") is None:
-        return True
-    backend = getattr(attention.processor, "_attention_backend", None)
-    return is_native(settings["backends"]) if backend is None else backend == "native"
+    return attention.__dict__[ATTRIBUTE].settings.get("dispatch") is None or backend_of(attention) == "native"
 
 
-def is_native(backends: Any) -> bool:
-    """Whether diffusers' registry of backends has torch's attention as its default."""
-    return backends is not None and backends.get_active_backend()[0] == "native"  # a str and an Enum
+def backend_of(attention: Any) -> str | None:
+    """The backend that diffusers' dispatch calls for a replaced attention, a str and an Enum; None if it is unknown."""
+    backend: str | None = getattr(attention.processor, "_attention_backend", None)
+    backends = attention.__dict__[ATTRIBUTE].settings.get("backends")
+    return backends.get_active_backend()[0] if backend is None and backends is not None else backend
 
 
 def is_recomputation() -> bool:

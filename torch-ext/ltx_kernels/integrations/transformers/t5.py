@@ -20,7 +20,6 @@ from ..blocks.gated_mlp import GatedMLP
 from ..blocks.stream import Stream
 from ..causal.call import HOME
 from ..causal.kv_cache import CACHE, RENAMES
-from ..engine.code import patched
 from ..engine.guards import children, is_idle
 from ..engine.norm_forms import NORMS
 from ..engine.norm_forms import transformers_class as _class
@@ -65,7 +64,7 @@ def _attention_functions(block: Any) -> tuple[Callable[..., Any], ...]:
         return functions
     written = inspect.unwrap(stock.forward), functions[1]  # transformers decorates the forward
     codes = [getattr(function, "__globals__", None) for function in written]
-    if patched(stock) or not all(any(code is names for names in homes) for code in codes):
+    if not all(any(code is names for names in homes) for code in codes):
         refuse("an attention function may run kernels that no torch function tells of")
     return functions
 
