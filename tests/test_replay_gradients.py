@@ -161,22 +161,22 @@ def test_hooks_of_parameters_without_a_gradient(
 
 
 @pytest.mark.parametrize("name", ["ltx2", "flux"])
-@pytest.mark.parametrize("everything", [False, True])
-def test_hooks_of_blocks_without_a_gradient(ltx: ModuleType, device: str, name: str, everything: bool) -> None:
+@pytest.mark.parametrize("trained", ["adapters", "adapters beside fp8", "everything"])
+def test_hooks_of_blocks_without_a_gradient(ltx: ModuleType, device: str, name: str, trained: str) -> None:
     """Such a hook makes autograd walk what the loss does not read, without gradients. They are None then, not zeros."""
     found = []
     for optimized in (False, True):
-        family = FAMILIES[name]
-        model = make(family, device)
-        model = model.requires_grad_(True) if everything else with_adapters(model, family)
+        family, dtype = FAMILIES[name], torch.bfloat16 if "fp8" in trained else torch.float32
+        model = make(family, device).to(dtype)
+        model = model.requires_grad_(True) if trained == "everything" else with_adapters(model, family)
         if optimized:
-            ltx.optimize(model)
+            ltx.optimize(model, precision="fp8" if "fp8" in trained else "native")
         for part in list(model.modules()):
             if type(part).__name__.endswith("Block"):
                 part.register_full_backward_hook(lambda *given: None)
         for _ in range(3):
             model.zero_grad()
-            model(**cast(family.inputs(2), device, torch.float32))[0].square().mean().backward()
+            model(**cast(family.inputs(2), device, dtype))[0].square().mean().backward()
             found.append({key for key, parameter in model.named_parameters() if parameter.grad is None})
     assert all(missing == found[0] for missing in found)  # of ordinary and of recorded calls
 
