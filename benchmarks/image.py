@@ -16,9 +16,10 @@ says what that costs. How much FirstBlockCache skips depends on the weights, and
 
 "flux_fast" is the recipe of the project flux-fast: fused projections, the decoder in channels-last memory, and
 torch.compile of transformer and decoder with max-autotune. "flux_fast_fp8" adds torchao's dynamic fp8 with one scale
-for each tensor, "flux_fast_fp8_rows" with one for each row. "flux_fast_fp8_blocks" is the latter with a transformer
-that is compiled block by block and has no CUDA graph, because torch 2.11 takes very long to compile it as a whole.
-Attention is torch's in all four, where flux-fast has FlashAttention 3 in fp8 without scales.
+for each tensor, "flux_fast_fp8_rows" with one for each row. torch 2.11 needs more than ten minutes to compile these.
+"flux_fast_fp8_blocks" is the last with less to search: the transformer is compiled block by block without CUDA graphs,
+products are tuned, elementwise kernels and convolutions are not. Attention is torch's in all four, where flux-fast has
+FlashAttention 3 in fp8 without scales.
 
 `image_ms` is the whole call and `tensor_ms` the same without the conversion to PIL, which is `post_ms`. `text_ms` is
 the prompt, `decode_ms` the decoder, `steps_ms` all that lies between, and `step_ms` that for each step.
@@ -220,13 +221,13 @@ def flux_fast(pipe: Any, config: str) -> None:
             pipe.transformer,
             Float8DynamicActivationFloat8WeightConfig(granularity=granularity, set_inductor_config=False),
         )
-    options = {**TORCHAO_INDUCTOR, "conv_1x1_as_mm": True, "epilogue_fusion": False}
-    options |= {"max_autotune": True, "triton.cudagraphs": True}
+    options = {"conv_1x1_as_mm": True, "epilogue_fusion": False}
     # With worker processes, torch 2.11 compiles each kernel that it tunes there first, and then here again.
-    options["compile_threads"] = 1
+    tuned: dict[str, Any] = {**options, "compile_threads": 1}
     if config.endswith("blocks"):
-        pipe.transformer.compile_repeated_blocks(fullgraph=True, options={**options, "triton.cudagraphs": False})
+        pipe.transformer.compile_repeated_blocks(fullgraph=True, options={**tuned, "max_autotune_gemm": True})
     else:
+        options = {**tuned, **TORCHAO_INDUCTOR, "max_autotune": True, "triton.cudagraphs": True}
         pipe.transformer.compile(fullgraph=True, options=options)
     pipe.vae.decode = torch.compile(pipe.vae.decode, fullgraph=True, options=options)
 
