@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
 from collections import Counter
@@ -140,3 +141,25 @@ def test_idle_share_on_a_gpu(ltx: ModuleType, cuda: str) -> None:
     report = ltx.optimize(Model().to(cuda))
     assert report.idle_share(lambda: x @ x) < 0.3
     assert report.idle_share(lambda: (time.sleep(0.2), x.sum())) > 0.5
+
+    def part_of_a_program() -> None:
+        with torch.profiler.record_function("a part"):
+            x.sum()
+            time.sleep(0.2)
+            x.sum()
+
+    assert report.idle_share(part_of_a_program) > 0.5
+
+
+def test_a_name_that_the_host_gives_is_no_work(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler lists a part of the program as an event on the GPU, from its first kernel to its last."""
+
+    def event(start: float, end: float, named: bool) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end)
+        device = torch.autograd.DeviceType.CUDA
+        return SimpleNamespace(device_type=device, is_user_annotation=named, time_range=span)
+
+    profile = SimpleNamespace(events=lambda: [event(0, 9, True), event(0, 1, False), event(8, 9, False)])
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: contextlib.nullcontext(profile))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert idle_module(ltx)._device_work(lambda: None) == [(0, 1), (8, 9)]
