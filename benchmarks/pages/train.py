@@ -25,14 +25,15 @@ def steps() -> str:
         "adapters": lambda record: record["rank"] or "all weights",
         "checkpoints": lambda record: "yes" if record["checkpointing"] else "no",
     }
+    profiled = [row for row in rows if "ms_by_kind" in row]
     kinds = table_of_kinds(
         "| model | size | rank | checkpoints | configuration | launches |",
         "| {name} | {size} | {adapters} | {checkpoints} | {title} | {launches} |",
-        [row for row in rows if "ms_by_kind" in row],
-        (*KINDS, "idle"),
+        profiled,
+        [kind for kind in (*KINDS, "idle") if any(kind in row["ms_by_kind"] for row in profiled)],
         **cells,
     )
-    told = "Milliseconds of a step by kind of kernel. While the GPU is idle, it waits for the host:"
+    told = "Milliseconds of a step by kind of kernel:"
     return text(table(head, row, rows, **cells), titled(told, kinds))
 
 
