@@ -33,7 +33,7 @@ import itertools
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from types import ModuleType
@@ -47,7 +47,7 @@ from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, PROFILED_STEPS, Turns, error, free_memory, label, measure, synchronize, view_of
+from steps import COLUMNS, PROFILED_STEPS, Turns, error, free_memory, label, measure, profile, synchronize, view_of
 from torch import Tensor, nn
 
 CONFIGS = ("baseline", "compile", "kernels", "kernels_fp8", "torchao_fp8_compile")
@@ -237,7 +237,8 @@ def measure_scene(
     timesteps: str,
     options: Any,
     progress: Progress,
-) -> list[dict[str, Any]]:
+) -> Iterator[list[dict[str, Any]]]:
+    """The records of a scene, as soon as they are timed, and again with their profiles."""
     torch.compiler.reset()
     torch.manual_seed(1)
     inputs = inputs_of(name, model, size, timesteps, options)
@@ -252,31 +253,32 @@ def measure_scene(
         return make_model(config, base, ltx, rank, checkpointing)
 
     errors = gradient_errors(model, inputs, target, rank, options, made)
-    graph_s = 0.0 if checkpointing else GRAPH_S
-    turns = Turns(options.rounds, options.steps, profiled=PROFILED_STEPS if options.profile else 0, graph_s=graph_s)
     measured = measure(
         f"{name} {size}, {timesteps}{', checkpointing' if checkpointing else ''}",
         made,
         lambda one: Step(one, inputs, target, autocast),
         options.configs,
-        turns,
+        Turns(options.rounds, options.steps, profiled=0, graph_s=0.0 if checkpointing else GRAPH_S),
         options.device,
         progress,
     )
-    records = []
+    records = {}
     for config, one in measured.items():
-        record = {**identity, "config": config, **one.record}
-        if "kernels" in record:
-            record["launches"] = sum(kernel["launches"] for kernel in record.pop("kernels"))
+        records[config] = record = {**identity, "config": config, **one.record}
         if options.device == "cuda":
             record |= one.step.parts(options.steps)
         if config in errors:
             record |= {"grad_error_vs_fp32": errors[config], "error_blocks": ERROR_BLOCKS}
         if config.startswith("kernels"):
             record |= calls_of(one.step)
-        records.append(record)
     synchronize(options.device)
-    return records
+    yield [*records.values()]
+    if options.profile and options.device == "cuda":
+        for config, one in measured.items():
+            profile(one, PROFILED_STEPS)
+            launches = sum(kernel["launches"] for kernel in one.record.pop("kernels"))
+            records[config] |= {**one.record, "launches": launches}
+        yield [*records.values()]
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
@@ -328,8 +330,10 @@ def main(arguments: list[str] | None = None) -> int:
                 checkpointing,
                 options.timesteps or scene.timesteps,
             ):
-                records += measure_scene(name, model, ltx, size, saved, timesteps, options, progress)
-                write(output, meta, kept_records(output, meta, records, IDENTITY) if options.update else records)
+                earlier = records
+                for found in measure_scene(name, model, ltx, size, saved, timesteps, options, progress):
+                    records = [*earlier, *found]
+                    write(output, meta, kept_records(output, meta, records, IDENTITY) if options.update else records)
             del model
             free_memory(options.device)
     print_table(records, console)
