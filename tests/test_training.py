@@ -31,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "without_cudnn_attention")
 
 TRAINED = ("ltx", "ltx-per_token", "flux", "wan-t2v", "qwenimage")
 every_model = pytest.mark.parametrize("family", [FAMILIES[name] for name in TRAINED], ids=TRAINED)
+OTHERS = [name for name, family in FAMILIES.items() if family.lora and name not in TRAINED]
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def with_adapters(model: Any, family: Family, names: tuple[str, ...] = ("default",), **config: Any) -> Any:
@@ -59,7 +61,7 @@ def assert_as_exact(
 ) -> None:
     """No gradient is far from float64's beside stock's, and all together are about as far as stock's.
 
-    A small tensor's error is by chance 1.9 times stock's, or its half: of all families and dtypes here.
+    A small tensor's error is by chance up to 2.6 times stock's, and in float32 up to 3.9 times.
     """
     assert ours.keys() == stock.keys() == exact.keys() and ours
     ratios = []
@@ -69,7 +71,7 @@ def assert_as_exact(
             assert not ours[name].any()
             continue
         mine, theirs = (((got[name].double() - want).norm() / want.norm()).item() for got in (ours, stock))
-        assert mine <= 2.5 * theirs + 1e-6, name
+        assert mine <= 3 * theirs + 2e-6, name
         ratios.append(mine / theirs)
     half = all(grad.dtype == torch.bfloat16 for grad in stock.values())
     # In float32 sums differ by their order.
@@ -91,7 +93,7 @@ def with_autocast(device: str, dtype: torch.dtype) -> Any:
 
 
 @every_model
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_dtype
 def test_gradients_of_adapters(ltx: ModuleType, device: str, family: Family, dtype: torch.dtype) -> None:
     """Whole blocks run ops, and no gradient is further from float64's than stock's."""
     model, inputs = with_adapters(make(family, device, dtype), family), cast(family.inputs(2), device, dtype)
@@ -104,6 +106,32 @@ def test_gradients_of_adapters(ltx: ModuleType, device: str, family: Family, dty
         assert site.fallbacks == {} and site.calls == site.gradients == family.blocks[site.name]
         assert f"gradients through {site.name}, {site.calls} x" in str(report)
     assert_as_exact(ours, stock, exact)
+
+
+@pytest.mark.slow
+@every_dtype
+@pytest.mark.parametrize("name", OTHERS)
+def test_gradients_of_every_family(ltx: ModuleType, device: str, name: str, dtype: torch.dtype) -> None:
+    """Four steps, of which the last are recorded. Some blocks before the first adapter need no gradient."""
+    family = FAMILIES[name]
+    model = make(family, device, dtype)
+    if not hasattr(model, "add_adapter"):
+        pytest.skip("diffusers has no adapters for this model")
+    model, inputs = with_adapters(model, family), cast(family.inputs(2), device, dtype)
+    try:
+        exact = exact_step(model, inputs)
+    except RuntimeError as error:
+        if "vector_norm" not in str(error):  # of a sum that the stock model takes in float32
+            raise
+        pytest.skip("the stock model does not run in float64")
+    with with_autocast(device, dtype):
+        _, stock = step(model, inputs)
+        report = ltx.optimize(model)
+        steps = [step(model, inputs)[1] for _ in range(4)]
+    for site in blocks_of(report, family):
+        assert site.fallbacks == {} and 0 < site.gradients <= site.calls
+    for ours in steps:
+        assert_as_exact(ours, stock, exact)
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
