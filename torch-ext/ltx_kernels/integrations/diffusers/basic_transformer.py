@@ -17,7 +17,7 @@ from ..attention.masks import KeyOrScoreBias
 from ..blocks.block import Block
 from ..blocks.feed_forward import feed_forward
 from ..blocks.stream import TORCH_LAYERNORM, Stream, modulation, modulation_by
-from ..engine.guards import children, why_not_tensor
+from ..engine.guards import children, follows_shared, why_not_tensor
 from ._unet import UNET
 
 ADA_ZERO = "diffusers.models.normalization.AdaLayerNormZero"
@@ -97,7 +97,9 @@ def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
     table = block.scale_shift_table
     if timestep is None or timestep.shape != (hidden_states.shape[0], table.numel()):
         return "a timestep embedding of another shape than [B, 6 H]"
-    return why_not_tensor("timestep", timestep, hidden_states) or why_not_tensor("its table", table, hidden_states)
+    read, gradient = {"timestep": timestep, "its table": table}, follows_shared()
+    reasons = (why_not_tensor(name, tensor, hidden_states, gradient=gradient) for name, tensor in read.items())
+    return next(filter(None, reasons), "")
 
 
 BLOCK = Block(

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._checks import requires_grad
 from ..attention.description import Attention
 from ..attention.masks import PaddingMask
 from ..blocks.block import Block
 from ..blocks.gated_mlp import ERF, GatedMLP
 from ..blocks.stream import RMSNORM, Stream, modulation_of
-from ..engine.guards import children, why_not_tensor
+from ..engine.guards import children, follows_shared, why_not_tensor
 from ..engine.kept import kept, may_read
 from ..engine.recording import as_one
 from ..engine.rotary_tables import Tables
@@ -72,7 +73,10 @@ def block_forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     norm1, attention, norm2, mlp = children(self, "adaLN_sa_ln", "self_attention", "adaLN_mlp_ln", "mlp")
-    mods = modulation_of(as_one(_modulation, site_of(self), *temb))
+    if torch.is_grad_enabled() and requires_grad(*temb):  # each token's row gets a gradient of its own
+        mods = modulation_of(tuple(value.transpose(0, 1) for value in temb))
+    else:
+        mods = modulation_of(as_one(_modulation, site_of(self), *temb))
     shift1, scale1, gate1, shift2, scale2, gate2 = mods
     h = Stream(self, x.transpose(0, 1))
     rows = h.norm(norm1, shift1, scale1, into="self_attention")
@@ -84,7 +88,7 @@ def block_forward(
 def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
     x = arguments["x"]
     for value in arguments["temb"]:
-        reason = why_not_tensor("temb", value, x) or (
+        reason = why_not_tensor("temb", value, x, gradient=follows_shared()) or (
             "" if value.shape == x.shape else "temb has not a row for each token"
         )
         if reason:
