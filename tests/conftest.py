@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -83,6 +84,14 @@ def without_cudnn_attention() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield
     torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+@pytest.fixture
+def unchecked(ltx: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count what calls run, or have replays fail: LTX_KERNELS_RECORD=check runs each call twice."""
+    replay = importlib.import_module(f"{ltx.__name__}.integrations.replay.calls")
+    if replay.RECORD == replay.CHECK:
+        monkeypatch.setattr(replay, "RECORD", "1")
 
 
 @pytest.fixture

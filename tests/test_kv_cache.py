@@ -219,6 +219,7 @@ def test_sliding_layers_that_record_the_past(ltx: ModuleType, device: str) -> No
     assert_same(*reversed(caches))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_keywords_that_a_cache_changes(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 5.24 on transformers hands a cache the keywords of the attention function, for its batches of requests."""
     monkeypatch.setattr(f"{ltx.__name__}.integrations.causal.kv_cache.IS_RENAMED", True)
