@@ -911,4 +911,18 @@ TOOL_DEFECTS = [
         "if False:",
         "unet::test_gradients",
     ),
+    defect(
+        "a name that the host gives to a part of a call taken for work of the GPU",
+        ENGINE + "idle.py",
+        " and not event.is_user_annotation",
+        "",
+        "report::test_a_name_that_the_host_gives_is_no_work",
+    ),
+    defect(
+        "the gradient of all tokens' modulations given to the first one",
+        ENGINE + "diffusers/ernie_image.py",
+        "if torch.is_grad_enabled() and requires_grad(*temb):",
+        "if False:",
+        "training::test_each_token_gets_the_gradient_of_its_own_modulation",
+    ),
 ]
