@@ -16,7 +16,7 @@ says what that costs. How much FirstBlockCache skips depends on the weights, and
 
 "flux_fast" is the recipe of the project flux-fast: fused projections, the decoder in channels-last memory, and
 torch.compile of transformer and decoder with max-autotune. "flux_fast_fp8" adds torchao's dynamic fp8 with one scale
-for each tensor, "flux_fast_fp8_rows" with one for each row. torch 2.11 needs more than ten minutes to compile these.
+for each tensor, "flux_fast_fp8_rows" with one for each row. torch 2.11 takes very long to compile these.
 "flux_fast_fp8_blocks" is the last with less to search: the transformer is compiled block by block without CUDA graphs,
 products are tuned, elementwise kernels and convolutions are not. Attention is torch's in all four, where flux-fast has
 FlashAttention 3 in fp8 without scales.

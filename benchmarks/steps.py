@@ -165,7 +165,7 @@ def kernel_times(step: Step, steps: int = PROFILED_STEPS) -> tuple[dict[str, flo
     """
     for _ in range(steps):
         step()
-    # The host's events are not asked for: those of thousands of launches take half a minute to read.
+    # Events of the host are left out, since nothing here reads them.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             step()

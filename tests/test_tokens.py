@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -87,6 +86,11 @@ def recordings(ltx: ModuleType, model: Any) -> list[Any]:
     return [call for replays in held if replays is not None for call in replays.calls.values()]
 
 
+def recorded_calls_are_checked(ltx: ModuleType) -> bool:
+    replay = sys.modules[f"{ltx.__name__}.integrations.replay.calls"]
+    return bool(replay.RECORD == replay.CHECK)
+
+
 def count(ltx: ModuleType, model: Any) -> int:
     return sum(not isinstance(call, str) for call in recordings(ltx, model))
 
@@ -122,10 +126,11 @@ def test_same_bits_and_counts(
     assert f"recorded calls: {LAYERS} of {LAYERS}" in str(report)
     assert torch.equal(first, expected) and torch.equal(second, expected)
     assert distance(second, stock) < CLOSE
-    # A module that every replay calls counts by itself, and once more in the call that a replay is checked with.
-    checked = os.environ.get("LTX_KERNELS_RECORD") == "check" and family == "Qwen3_5"
-    if not checked:
-        assert {site.name: site.calls for site in report.sites} == {name: 3 * calls for name, calls in counts.items()}
+    calls = {site.name: site.calls for site in report.sites}
+    if recorded_calls_are_checked(ltx):  # a module that a replay calls, and does not record, runs twice then
+        for found in (calls, counts):
+            found.pop("transformers.Qwen3_5RMSNormGated", None)
+    assert calls == {name: 3 * number for name, number in counts.items()}
     assert not any(site.fallbacks for site in report.sites)
 
 

@@ -61,11 +61,12 @@ def assert_as_exact(
     stock: dict[str, Tensor],
     exact: dict[str, Tensor],
     bound: float | None = None,
-    smallest: float = 2e-6,
+    times: float = 2.5,
+    smallest: float = 1e-6,
 ) -> None:
     """No gradient is far from float64's beside stock's, and all together are about as far as stock's.
 
-    A small tensor's error is by chance up to 2.6 times stock's, and in float32 up to 3.9 times.
+    A small tensor's error is by chance 1.9 times stock's, or its half: of the families of TRAINED and all dtypes.
     """
     assert ours.keys() == stock.keys() == exact.keys() and ours
     ratios = []
@@ -75,7 +76,7 @@ def assert_as_exact(
             assert not ours[name].any()
             continue
         mine, theirs = (((got[name].double() - want).norm() / want.norm()).item() for got in (ours, stock))
-        assert mine <= 3 * theirs + smallest, name
+        assert mine <= times * theirs + smallest, name
         ratios.append(mine / theirs)
     half = all(grad.dtype == torch.bfloat16 for grad in stock.values())
     # In float32 sums differ by their order.
@@ -113,6 +114,7 @@ def test_gradients_of_adapters(ltx: ModuleType, device: str, family: Family, dty
 
 
 def exact_or_skip(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """`exact_step`, where the stock model runs in float64."""
     try:
         return exact_step(model, inputs)
     except RuntimeError as error:
@@ -121,42 +123,42 @@ def exact_or_skip(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]
         pytest.skip("the stock model does not run in float64")
 
 
+def assert_trains(
+    ltx: ModuleType, model: Any, inputs: dict[str, Any], family: Family, autocast: Any, smallest: float
+) -> None:
+    """Four steps of whole blocks, the last of them recorded. Of so many families some are off by chance."""
+    exact = exact_or_skip(model, inputs)
+    with autocast:
+        _, stock = step(model, inputs)
+        report = ltx.optimize(model)
+        steps = [step(model, inputs)[1] for _ in range(4)]
+    for site in blocks_of(report, family):  # blocks that come before the first adapter need no gradient
+        assert site.fallbacks == {} and 0 < site.gradients <= site.calls
+    for ours in steps:
+        assert_as_exact(ours, stock, exact, times=3, smallest=smallest)
+
+
 @pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("name", OTHERS)
 def test_gradients_of_every_family(ltx: ModuleType, device: str, name: str, dtype: torch.dtype) -> None:
-    """Four steps, of which the last are recorded. Some blocks before the first adapter need no gradient."""
+    """Adapters in every model that diffusers has adapters for."""
     family = FAMILIES[name]
     model = make(family, device, dtype)
     if not hasattr(model, "add_adapter"):
         pytest.skip("diffusers has no adapters for this model")
     model, inputs = with_adapters(model, family), cast(family.inputs(2), device, dtype)
-    exact = exact_or_skip(model, inputs)
-    with with_autocast(device, dtype):
-        _, stock = step(model, inputs)
-        report = ltx.optimize(model)
-        steps = [step(model, inputs)[1] for _ in range(4)]
-    for site in blocks_of(report, family):
-        assert site.fallbacks == {} and 0 < site.gradients <= site.calls
-    for ours in steps:
-        assert_as_exact(ours, stock, exact)
+    assert_trains(ltx, model, inputs, family, with_autocast(device, dtype), smallest=2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_weights_of_every_family(ltx: ModuleType, device: str, name: str) -> None:
-    """The same with all weights, in float32. A model that rounds to bfloat16 within may round otherwise."""
+    """All weights of every model, in float32. Some models round to bfloat16 inside, where a small error grows."""
     family = FAMILIES[name]
     model, inputs = make(family, device, torch.float32), cast(family.inputs(2), device, torch.float32)
     model.requires_grad_(True)
-    exact = exact_or_skip(model, inputs)
-    _, stock = step(model, inputs)
-    report = ltx.optimize(model)
-    steps = [step(model, inputs)[1] for _ in range(4)]
-    for site in blocks_of(report, family):
-        assert site.fallbacks == {} and 0 < site.gradients <= site.calls
-    for ours in steps:
-        assert_as_exact(ours, stock, exact, smallest=1e-5)
+    assert_trains(ltx, model, inputs, family, contextlib.nullcontext(), smallest=1e-5)
 
 
 def test_each_token_gets_the_gradient_of_its_own_modulation(ltx: ModuleType, device: str) -> None:

@@ -26,14 +26,16 @@ def steps() -> str:
         "checkpoints": lambda record: "yes" if record["checkpointing"] else "no",
     }
     profiled = [row for row in rows if "ms_by_kind" in row]
+    shown = [kind for kind in (*KINDS, "idle") if any(kind in row["ms_by_kind"] for row in profiled)]
     kinds = table_of_kinds(
         "| model | size | rank | checkpoints | configuration | launches |",
         "| {name} | {size} | {adapters} | {checkpoints} | {title} | {launches} |",
         profiled,
-        [kind for kind in (*KINDS, "idle") if any(kind in row["ms_by_kind"] for row in profiled)],
+        shown,
         **cells,
     )
-    told = "Milliseconds of a step by kind of kernel:"
+    waits = " While the GPU is idle, it waits for the host." if "idle" in shown else ""
+    told = f"Milliseconds of a step by kind of kernel.{waits}"
     return text(table(head, row, rows, **cells), titled(told, kinds))
 
 

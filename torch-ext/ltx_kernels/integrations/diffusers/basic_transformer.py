@@ -97,9 +97,9 @@ def _why_not_block(block: Any, arguments: Mapping[str, Any]) -> str:
     table = block.scale_shift_table
     if timestep is None or timestep.shape != (hidden_states.shape[0], table.numel()):
         return "a timestep embedding of another shape than [B, 6 H]"
-    read, gradient = {"timestep": timestep, "its table": table}, follows_shared()
-    reasons = (why_not_tensor(name, tensor, hidden_states, gradient=gradient) for name, tensor in read.items())
-    return next(filter(None, reasons), "")
+    gradient = follows_shared()
+    reason = why_not_tensor("timestep", timestep, hidden_states, gradient=gradient)
+    return reason or why_not_tensor("its table", table, hidden_states, gradient=gradient)
 
 
 BLOCK = Block(
