@@ -3,7 +3,8 @@
     python tools/build.py --backend cuda
     python benchmarks/backward.py [--only SUBSTRING ...] [--no-compile] [--output PATH]
 
-Only inputs need a gradient, as in the training of adapters in a frozen model. Every column times `torch.autograd.grad`
+Only inputs need a gradient, as in the training of adapters in a frozen model; in the cases with "sums over rows" only
+what rows share does: a norm's weight, scale, shift and gate. Every column times `torch.autograd.grad`
 of outputs that were computed before: `ours` by the public function, `eager` by the package's reference in plain torch,
 `compile` by torch.compile of that, `native` by torch's own op, `liger` by Liger, where it has the op. `copy` moves as
 many bytes as `ours` has to: gradients, what its Function saved, and results. Gradients are compared with `eager` before
@@ -48,20 +49,27 @@ SHAPES: dict[str, Sequence[tuple[int, ...]]] = {
     "gelu": [(5376, 8192), (16128, 8192)],
     "gate_heads": [(2, 8064, 32, 64), (1, 6144, 32, 128)],
 }
+SHARED = ("rmsnorm", "layernorm", "adaln_rmsnorm", "adaln_layernorm", "gated_residual")  # whose sums are timed
 
 
-def cases() -> list[Case]:
-    """The plain case of an op in the table of benchmarks/op_cases.py, or its first one, in other shapes."""
+def cases() -> list[tuple[Case, bool]]:
+    """The plain case of an op in the table of benchmarks/op_cases.py, or its first one, in other shapes.
+
+    Beside it: whether what rows share is to be differentiated, in place of the rows.
+    """
     first: dict[str, Op] = {}
     for op in sorted(OPS, key=lambda op: bool(op.name)):
         first.setdefault(op.function, op)
-    return [first[function].case(shape) for function, shapes in SHAPES.items() for shape in shapes]
+    of_rows = [(first[function].case(shape), False) for function, shapes in SHAPES.items() for shape in shapes]
+    return of_rows + [(case, True) for case, _ in of_rows if case.function in SHARED]
 
 
-def leaves_of(arguments: Sequence[Any], function: str) -> list[Tensor]:
-    """The arguments whose gradients kernels give: the input, and residual stream, gates of heads or key."""
+def leaves_of(arguments: Sequence[Any], function: str, shared: bool) -> list[Tensor]:
+    """The input, and residual stream, gates of heads or key, whose gradients kernels give; or what rows share."""
     both = "residual" in function or function in ("gate_heads", "qk_norm_rope")
-    return [leaf.requires_grad_() for leaf in arguments[: 2 if both else 1]]
+    count = 2 if both else 1
+    chosen = arguments[count:] if shared else arguments[:count]
+    return [leaf.requires_grad_() for leaf in chosen if leaf is not None]
 
 
 def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -84,9 +92,9 @@ def saved_bytes(call: Callable[[], Any]) -> int:
     return sum(saved.values())
 
 
-def measure(ltx: ModuleType, timer: Timer, case: Case, make: Make, compiled: bool) -> dict[str, Any]:
+def measure(ltx: ModuleType, timer: Timer, case: Case, shared: bool, make: Make, compiled: bool) -> dict[str, Any]:
     inputs = case.build(make)
-    leaves = leaves_of(inputs.arguments, case.function)
+    leaves = leaves_of(inputs.arguments, case.function, shared)
     found, failed, size, expected = {}, {}, 0, []
     grads: list[Tensor] = []
     forwards = calls(ltx, case, inputs, compiled)
@@ -115,7 +123,7 @@ def measure(ltx: ModuleType, timer: Timer, case: Case, make: Make, compiled: boo
     target = torch.empty_like(source)
     times = timer.measure({**found, "copy": lambda: target.copy_(source)})
     record = {
-        "op": f"{case.op} backward",
+        "op": f"{case.op}, sums over rows" if shared else f"{case.op} backward",
         "shape": list(case.shape),
         "dtype": case.dtype,
         "bytes": size,
@@ -136,7 +144,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.version.cuda is None:
         sys.exit("benchmarks/backward.py needs an NVIDIA GPU and a torch that can use it")
-    selected = [case for case in cases() if any(part in case.name for part in options.only)]
+    named = [(f"{case.name}{', sums over rows' * shared}", case, shared) for case, shared in cases()]
+    selected = [each for each in named if any(part in each[0] for part in options.only)]
     if not selected:
         sys.exit("no such case")
     ltx, package = load_package()
@@ -147,10 +156,10 @@ def main() -> None:
     output = options.output or result_file("backward")
     torch.manual_seed(0)
     timer, records = Timer(calls=10), []
-    for case in selected:
-        print(case.name, file=sys.stderr, flush=True)
+    for name, case, shared in selected:
+        print(name, file=sys.stderr, flush=True)
         make = Make(DTYPES[case.dtype], "cuda", modules)
-        records.append(measure(ltx, timer, case, make, compiled=not options.no_compile))
+        records.append(measure(ltx, timer, case, shared, make, compiled=not options.no_compile))
         write(output, meta, records)
     print_table(records)
     print(output)

@@ -55,7 +55,7 @@ PARTS = ("forward", "backward", "optimizer")
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 IDENTITY = ("model", "size", "rank", "checkpointing", "timesteps", "config")  # what a record measures
 ERROR_BLOCKS = 4
-GRAPH_S = 0.25  # the host does not limit longer steps
+GRAPH_S = 0.5  # the host does not limit longer steps
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import test_backward
 import test_quant
+import test_row_sums
 import torch
 from helpers import (
     ACTIVATIONS,
@@ -35,6 +36,7 @@ from helpers import (
     index_case,
     model_index_case,
     norm_case,
+    place,
     without_index,
 )
 from helpers.build_checks import ROOT, builder
@@ -72,6 +74,11 @@ EDITS = [
         r"kernel<<<(.*), kThreads, 0, stream>>>\(",
         r"host::launch(dim3(\1), dim3(kThreads), kernel, ",
     ),
+    (
+        "kernel_src/row_sums.cu",
+        r"(\w+_kernel(?:<T>)?)<<<(\w+), kThreads, 0, stream>>>\(",
+        r"host::launch(\2, dim3(kThreads), \1, ",
+    ),
     ("kernel_src/ltx/activation.cuh", r'asm\("ex2.*;', "y = std::exp2(x);"),
     ("kernel_src/ltx/activation.cuh", r'asm\("rcp.*;', "y = 1.f / x;"),
     (
@@ -98,11 +105,11 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         (copy / name).write_text(text)
     shutil.copy(HELPERS / "cuda_on_host.h", copy / "kernel_src" / "cpu" / "cuda_on_host.h")
     shutil.copy(HELPERS / "norm_on_host.cpp", copy / "kernel_src" / "cpu" / "norm.cpp")
-    for name in ("norm_backward", "glu_backward", "group_norm"):
+    for name in ("norm_backward", "row_sums", "glu_backward", "group_norm"):
         kernels = f'#include "cuda_on_host.h"\n#include "{name}.cu"\n'
         (copy / "kernel_src" / "cpu" / f"{name}.cpp").write_text(kernels)
     table, include = copy / "build.toml", toolkit.nvcc.parent.parent / "include"
-    for name in ("norm", "norm_backward", "glu_backward", "group_norm"):
+    for name in ("norm", "norm_backward", "row_sums", "glu_backward", "group_norm"):
         parts = re.split(rf"(\[kernel\.{name}_cpu\].*?cxx-flags = \[)", table.read_text(), flags=re.DOTALL)
         before, kernel, after = parts
         table.write_text(f'{before}{kernel}"-I{include}", "-pthread", "-fno-strict-aliasing", {after}')
@@ -202,6 +209,19 @@ def test_gradients_of_norms(on_host: ModuleType, op: str, width: int, dtype: tor
     if set(NORM_OPS[op]) & set(MODULATORS):
         test_backward.check(on_host, norm_case(op, make, (2, 3, width), modulation="[B, S, H]"))
         test_backward.check(on_host, index_case(op, make, (2, 5, width), tables=tables))
+
+
+@every_dtype
+@pytest.mark.parametrize("statistic", [test_row_sums.NONE, test_row_sums.RMS, test_row_sums.LAYER])
+def test_sums_over_rows(on_host: ModuleType, statistic: int, dtype: torch.dtype) -> None:
+    """Whole packs, and single columns with the same bits."""
+    for shape in ((2, 130, 64), (1, 3, 264), (3, 70, 8)):
+        make = Make("cpu", dtype, seed=shape[-1])
+        grad, rows = make(*shape), make(*shape)
+        packed = test_row_sums.check(on_host, grad, rows, statistic)
+        general = test_row_sums.check(on_host, place(grad, "columns strided"), rows, statistic)
+        for got, want in zip(general, packed, strict=True):
+            assert_same_bits(got, want, str(shape))
 
 
 @every_dtype

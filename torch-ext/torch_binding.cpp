@@ -93,6 +93,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "norm_residual_norm_backward(Tensor grad, Tensor input, Tensor branch, Tensor? grad_residual, Tensor? gate, "
       "Tensor? weight1, Tensor? weight2, Tensor? scale, Tensor? gate_table, Tensor? scale_table, Tensor? index, "
       "float eps1, float eps2, float weight_offset) -> (Tensor, Tensor)");
+  // Sums of grad * n(input) and of grad over the rows of each group, [groups, H] in float32, for [groups, rows, H]. n
+  // is the norm without a weight, or nothing.
+  ops.def("row_sums(Tensor grad, Tensor input, float eps, int statistic) -> (Tensor, Tensor)");
   ops.def("glu_backward(Tensor grad, Tensor input, Tensor? up, int activation, bool gate_first) -> Tensor");
   ops.def(
       "swiglu_clamped_backward(Tensor grad, Tensor input, Tensor? up, float alpha, float limit, bool interleaved) -> "
@@ -268,6 +271,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("apply_rotary_backward", TORCH_BOX(&ltx::host::apply_rotary_backward));
   ops.impl("apply_rotary_qk_backward", TORCH_BOX(&ltx::host::apply_rotary_qk_backward));
   ops.impl("qk_norm_rope_backward", TORCH_BOX(&ltx::host::qk_norm_rope_backward));
+  ops.impl("row_sums", TORCH_BOX(&ltx::host::row_sums));
   ops.impl("glu_backward", TORCH_BOX(&ltx::host::glu_backward));
   ops.impl("swiglu_clamped_backward", TORCH_BOX(&ltx::host::swiglu_clamped_backward));
   ops.impl("gelu_backward", TORCH_BOX(&ltx::host::gelu_backward));

@@ -1,5 +1,5 @@
-// The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, rope.cpp, attention.cpp,
-// glu.cpp, quant.cpp, linear.cpp and channels_last.cpp.
+// The ops as C++ functions, one per schema of torch_binding.cpp. Defined in norm.cpp, row_sums.cpp, rope.cpp,
+// attention.cpp, glu.cpp, quant.cpp, linear.cpp and channels_last.cpp.
 #pragma once
 
 #include <cstdint>
@@ -125,6 +125,7 @@ std::tuple<Tensor, Tensor> norm_residual_norm_backward(const Tensor& grad, const
                                                        const OptionalTensor& scale, const OptionalTensor& gate_table,
                                                        const OptionalTensor& scale_table, const OptionalTensor& index,
                                                        double eps1, double eps2, double weight_offset);
+std::tuple<Tensor, Tensor> row_sums(const Tensor& grad, const Tensor& input, double eps, int64_t statistic);
 Tensor glu_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& up, int64_t activation,
                     bool gate_first);
 Tensor swiglu_clamped_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& up, double alpha,

@@ -22,9 +22,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
-from ._checks import FP32, RMS
+from ._checks import RMS
 from ._ops import ops
-from ._row_sums import Modulation, Norm, of_modulated_norm, of_two_modulations, product
+from ._row_sums import UNMODULATED, Modulation, Norm, of_gate, of_modulated_norm, of_norm, of_two_modulations
 from ._torch_private import forward_ad, in_func_transform
 from ._variant import COMPILED_DEVICE
 
@@ -91,7 +91,7 @@ class _Norm(_OpFunction):
         to_input = None
         if needs[0]:
             to_input = ops.norm_backward.default(grad, input, None, None, weight, *_NONE[:7], *ctx.norm)
-        return to_input, *Norm(weight, bias, *ctx.norm).gradients(grad, input, needs[1:3]), *_NONE[:4]
+        return to_input, *of_norm(grad, input, Norm(weight, bias, *ctx.norm), needs[1:3]), *_NONE[:4]
 
 
 class _AdalnNorm(_OpFunction):
@@ -122,37 +122,16 @@ class _AdalnNorm(_OpFunction):
             return (None,) * 13
         input, weight, scale, gate, scale_table, gate_table, index, bias, shift, shift_table, _ = ctx.saved_tensors
         needs: tuple[bool, ...] = ctx.needs_input_grad
-        to_input = to_gate = to_gate_table = None
+        to_input = None
         if needs[0]:
             to_input = ops.norm_backward.default(
                 grad, input, None, None, weight, scale, gate, None, scale_table, gate_table, None, index, *ctx.norm
             )
-        if needs[5] or needs[8]:
-            eps, _, statistic = ctx.norm
-            modulated = ops.adaln_norm.default(
-                input.float(),
-                weight,
-                bias,
-                scale,
-                shift,
-                None,
-                scale_table,
-                shift_table,
-                None,
-                index,
-                eps,
-                statistic,
-                FP32,
-            )
-            to_gate, to_gate_table = Modulation(gate, gate_table, index).gradients(
-                modulated.mul_(grad), (needs[5], needs[8])
-            )
-        inner = grad if not any(needs[1:5] + needs[6:8]) else Modulation(gate, gate_table, index).times(grad)
-        *of_norm, to_scale_table, to_shift_table = of_modulated_norm(
-            inner, input, Norm(weight, bias, *ctx.norm), Modulation(scale, scale_table, index),
-            Modulation(shift, shift_table, index), (*needs[1:5], needs[6], needs[7]),
+        of_shared = of_modulated_norm(
+            grad, input, Norm(weight, bias, *ctx.norm), Modulation(scale, scale_table, index),
+            Modulation(shift, shift_table, index), Modulation(gate, gate_table, index), needs[1:9],
         )  # fmt: skip
-        return to_input, *of_norm, to_gate, to_scale_table, to_shift_table, to_gate_table, *_NONE[:4]
+        return to_input, *of_shared, *_NONE[:4]
 
 
 class _AdalnNormPair(_OpFunction):
@@ -227,11 +206,11 @@ class _ResidualNorm(_OpFunction):
             (grad, None, grad_residual), hidden, weight, (scale, None, scale_table, None), (gate, gate_table, index),
             input, (*needs[:3], needs[7]), ctx.norm,
         )  # fmt: skip
-        *of_norm, to_scale_table, to_shift_table = of_modulated_norm(
+        *of_shared, _, to_scale_table, to_shift_table, _ = of_modulated_norm(
             grad, hidden, Norm(weight, bias, *ctx.norm), Modulation(scale, scale_table, index),
-            Modulation(shift, shift_table, index), (*needs[3:7], needs[8], needs[9]),
+            Modulation(shift, shift_table, index), UNMODULATED, (*needs[3:7], False, *needs[8:10], False),
         )  # fmt: skip
-        return to_input, to_residual, to_gate, *of_norm, to_gate_table, to_scale_table, to_shift_table, *_NONE[:5]
+        return to_input, to_residual, to_gate, *of_shared, to_gate_table, to_scale_table, to_shift_table, *_NONE[:5]
 
 
 class _ResidualNormPair(_OpFunction):
@@ -294,10 +273,10 @@ def _sum_gradients(
     to_input, to_residual = _stream_gradients(
         *grads, hidden, weight, *scales, gate if needs[0] else None, gate_table, index, *norm
     )
-    of_gate: Gradients = (None, None)
+    to_gate: Gradients = (None, None)
     if branch is not None and to_residual is not None:
-        of_gate = Modulation(gate, gate_table, index).gradients(product(branch, to_residual), needs[2:])
-    return to_input, to_residual, *of_gate
+        to_gate = of_gate(to_residual, branch, Modulation(gate, gate_table, index), needs[2:])
+    return to_input, to_residual, *to_gate
 
 
 def _two_modulations(
@@ -362,10 +341,10 @@ class _GatedResidual(_OpFunction):
         gate, gate_table, index, input, _ = ctx.saved_tensors
         needs: tuple[bool, ...] = ctx.needs_input_grad
         to_input = ops.gated_residual_backward.default(grad, gate, gate_table, index) if needs[0] else None
-        of_gate: Gradients = (None, None)
+        to_gate: Gradients = (None, None)
         if input is not None:
-            of_gate = Modulation(gate, gate_table, index).gradients(product(input, grad), needs[2:4])
-        return to_input, grad, *of_gate, None, None
+            to_gate = of_gate(grad, input, Modulation(gate, gate_table, index), needs[2:4])
+        return to_input, grad, *to_gate, None, None
 
 
 class _NormResidual(_OpFunction):
@@ -404,14 +383,11 @@ def _branch_norm(
     grad: Tensor, input: Tensor, norm: Norm, gate: Any, gate_table: Any, index: Any, needs: tuple[bool, ...]
 ) -> Gradients:
     """The gradients of the weight of a branch's norm, its gate and the gate's table, given that of the sum."""
-    modulation = Modulation(gate, gate_table, index)
-    to_weight = None
-    of_gate: Gradients = (None, None)
-    if needs[0]:
-        to_weight, _ = norm.gradients(modulation.times(grad), input, (True, False))
-    if needs[1] or needs[2]:
-        of_gate = modulation.gradients(norm.shares(input, grad), needs[1:])
-    return to_weight, *of_gate
+    to_weight, _, _, _, to_gate, _, _, to_gate_table = of_modulated_norm(
+        grad, input, norm, UNMODULATED, UNMODULATED, Modulation(gate, gate_table, index),
+        (needs[0], False, False, False, needs[1], False, False, needs[2]),
+    )  # fmt: skip
+    return to_weight, to_gate, to_gate_table
 
 
 class _NormResidualNorm(_OpFunction):
@@ -458,12 +434,13 @@ class _NormResidualNorm(_OpFunction):
             to_residual, input, Norm(weight1, None, eps1, offset, RMS), gate, gate_table, index,
             (needs[3], needs[2], needs[7]),
         )  # fmt: skip
-        to_weight2, _, *of_modulation, to_scale_table, to_shift_table = of_modulated_norm(
+        to_weight2, _, to_scale, to_shift, _, to_scale_table, to_shift_table, _ = of_modulated_norm(
             grad, hidden, Norm(weight2, None, eps2, offset, RMS), Modulation(scale, scale_table, index),
-            Modulation(shift, shift_table, index), (needs[4], False, needs[5], needs[6], needs[8], needs[9]),
+            Modulation(shift, shift_table, index), UNMODULATED,
+            (needs[4], False, *needs[5:7], False, *needs[8:10], False),
         )  # fmt: skip
         return (
-            to_input, to_residual, to_gate, to_weight1, to_weight2, *of_modulation, to_gate_table, to_scale_table,
+            to_input, to_residual, to_gate, to_weight1, to_weight2, to_scale, to_shift, to_gate_table, to_scale_table,
             to_shift_table, *_NONE[:5],
         )  # fmt: skip
 
@@ -654,8 +631,8 @@ class _QkNormRope(_OpFunction):
         rows: Sequence[Tensor] = (query, key)
         if across_heads:
             turned, rows = [each.flatten(2) for each in turned], [each.flatten(2) for each in rows]
-        of_query = Norm(query_weight, query_bias, eps, offset, statistic).gradients(turned[0], rows[0], needs[2:6:2])
-        of_key = Norm(key_weight, key_bias, key_eps, offset, statistic).gradients(turned[1], rows[1], needs[3:6:2])
+        of_query = of_norm(turned[0], rows[0], Norm(query_weight, query_bias, eps, offset, statistic), needs[2:6:2])
+        of_key = of_norm(turned[1], rows[1], Norm(key_weight, key_bias, key_eps, offset, statistic), needs[3:6:2])
         return to_query, to_key, of_query[0], of_key[0], of_query[1], of_key[1], *_NONE[:13]
 
 

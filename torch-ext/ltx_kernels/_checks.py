@@ -557,6 +557,19 @@ def check_norm_backward(
             _grad(tensor, input, input.shape, name)
 
 
+def check_row_sums(grad: Tensor, input: Tensor, *, eps: float, statistic: int, float64: bool) -> tuple[int, int]:
+    """Returns the shape of the results."""
+    if grad.dim() != 3:
+        _fail("grad", "shape [groups, rows, H]", _shape_text(grad.shape))
+    for name, tensor in (("grad", grad), ("input", input)):
+        _float_dtype(name, tensor, float64)
+    _same_device("input", input, "grad", grad)
+    _shape("input", input, grad.shape)
+    _code("statistic", statistic, NONE, LAYER)
+    _eps(eps)
+    return grad.shape[0], grad.shape[2]
+
+
 def _side_by_side(input: Tensor, up: Tensor | None) -> tuple[int, ...]:
     return (*input.shape,) if up is None else (2, *input.shape)
 

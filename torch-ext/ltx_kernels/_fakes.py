@@ -136,6 +136,13 @@ def _norm_residual_norm_backward(
     return _formulas.residual_norm_backward(grad, input, **arguments)
 
 
+def _row_sums(mode: Mode, *, grad: Tensor, input: Tensor, **arguments: Any) -> Results:
+    groups, width = _checks.check_row_sums(grad, input, float64=mode.float64, **arguments)
+    if mode.compute:
+        return _formulas.row_sums(grad, input, **arguments)
+    return [grad.new_empty((groups, width), dtype=torch.float32) for _ in range(2)]
+
+
 # ---- Activations
 
 
@@ -369,6 +376,7 @@ BODIES: dict[str, Callable[..., Results]] = {
     "residual_norm_backward": _residual_norm_backward,
     "gated_residual_backward": _gated_residual_backward,
     "norm_residual_norm_backward": _norm_residual_norm_backward,
+    "row_sums": _row_sums,
     "glu_backward": _glu_backward,
     "swiglu_clamped_backward": _swiglu_clamped_backward,
     "gelu_backward": _gelu_backward,

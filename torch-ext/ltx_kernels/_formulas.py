@@ -24,6 +24,7 @@ from ._checks import (
     GELU_TANH,
     LAYER,
     MIN_SCALE,
+    NONE,
     RMS,
     SILU,
     RotaryInput,
@@ -333,6 +334,15 @@ def gated_residual_backward(
 ) -> list[Tensor]:
     """The gradient of the input of ``gated_residual``."""
     return [_gated(grad.to(_compute_dtype(grad)), gate, gate_table, index).to(grad.dtype).contiguous()]
+
+
+def row_sums(grad: Tensor, input: Tensor, *, eps: float, statistic: int) -> list[Tensor]:
+    """The sums of grad * n(input) and of grad over the rows of each group, with the norm n, in float32."""
+    compute = _compute_dtype(input)
+    rows, grad = input.to(compute), grad.to(compute)
+    if statistic != NONE:
+        rows = norm_family(rows, eps=eps, statistic=statistic)[0]
+    return [each.sum(1).float() for each in (grad * rows, grad)]
 
 
 def _side_by_side(gradients: list[Tensor]) -> Tensor:

@@ -1,18 +1,23 @@
 """The gradients of what rows share, as sums over rows: a norm's weight and bias, scale, shift, gate and their tables.
 
-Kernels give the gradients of rows, and compute a norm's result again, in float32. torch multiplies both and adds up,
-always in the same order for one shape.
+With n(x) the norm of x without a weight, the gradients of
+
+    z = n(x) * weight + bias        y = (z * (1 + scale) + shift) * gate
+
+follow from two sums over the rows that have the same scale, shift and gate: of grad * n(x), and of grad. A kernel adds
+up both in float32, always in the same order for one shape. Where each row has a scale of its own, nothing is added up.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from ._checks import FP32
+from ._checks import FP32, NONE, is_per_batch
 from ._formulas import modulator
 from ._ops import ops
 
@@ -27,31 +32,56 @@ class Modulation(NamedTuple):
     table: Tensor | None
     numbers: Tensor | None
 
-    def gradients(self, terms: Tensor, needs: Needs) -> Two:
-        """Of value and table, where they are needed, given each element's share [..., H]."""
+    def leading(self, rows: Tensor) -> int:
+        """How many leading dimensions of the rows it differs in."""
+        if self.value is None:
+            return 0
+        if self.numbers is not None:
+            return rows.dim() - 1
+        if is_per_batch(self.value, rows):
+            return 1
+        first = rows.dim() - self.value.dim() + 1
+        return max((first + i for i, size in enumerate(self.value.shape[:-1]) if size != 1), default=0)
+
+    def factor(self, rows: Tensor, offset: float = 0.0) -> Tensor | None:
+        """The sum of value, table and offset in float32, in a shape that broadcasts to the rows."""
+        factor = modulator(self.value, self.table, rows, self.numbers, torch.float32)
+        return factor if factor is None or not offset else factor + offset
+
+    def gradients(self, whole: Tensor, needs: Needs) -> Two:
+        """Of value and table, where they are needed, given that of their sum, in float32 [..., H]."""
+        if self.value is None or not any(needs):
+            return None, None
+        to_value = to_table = None
+        if self.numbers is not None:
+            to_value, to_table = self._of_named_rows(whole, needs)
+        elif needs[0]:
+            batch = (len(self.value), *(1,) * (whole.dim() - 2), -1) if is_per_batch(self.value, whole) else None
+            value = self.value if batch is None else self.value.view(batch)
+            to_value = whole.sum_to_size(value.shape).view(self.value.shape).to(self.value.dtype)
+        if needs[1] and self.table is not None and to_table is None:
+            to_table = whole.sum_to_size(self.table.shape).to(self.table.dtype)
+        return to_value, to_table
+
+    def _of_named_rows(self, whole: Tensor, needs: Needs) -> Two:
         leaves = [
             tensor.detach().requires_grad_() if tensor is not None and needed else None
             for tensor, needed in zip(self[:2], needs)
         ]
-        followed = [leaf for leaf in leaves if leaf is not None]
-        if not followed:
-            return None, None
         value, table = (tensor if leaf is None else leaf for tensor, leaf in zip(self[:2], leaves))
         with torch.enable_grad():
-            whole = modulator(value, table, terms, self.numbers, torch.float32)
-            assert whole is not None  # a table has a value beside it
-            found = iter(torch.autograd.grad(whole, followed, _summed(terms, whole.shape)))
+            factor = modulator(value, table, whole, self.numbers, torch.float32)
+            assert factor is not None  # there is a value
+            found = iter(torch.autograd.grad(factor, [leaf for leaf in leaves if leaf is not None], whole))
         to_value, to_table = (None if leaf is None else next(found) for leaf in leaves)
         return to_value, to_table
 
-    def times(self, rows: Tensor, offset: float = 0.0) -> Tensor:
-        """Rows times the modulation plus an offset, in float32; the rows themselves without one."""
-        factor = modulator(self.value, self.table, rows, self.numbers, torch.float32)
-        return rows if factor is None else rows * (factor + offset)
+
+UNMODULATED = Modulation(None, None, None)
 
 
 class Norm(NamedTuple):
-    """A norm with or without a weight and a bias."""
+    """A norm with or without a weight and a bias. statistic NONE: none."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -59,43 +89,58 @@ class Norm(NamedTuple):
     offset: float
     statistic: int
 
-    def shares(self, rows: Tensor, grad: Tensor) -> Tensor:
-        """What each element adds to the gradient of a scale: the norm's result, not rounded, times a gradient."""
-        out: Tensor = ops.norm.default(rows.float(), *self, FP32)
-        return out.mul_(grad)
 
-    def gradients(self, grad: Tensor, rows: Tensor, needs: Needs) -> Two:
-        """Of weight and bias, where they are needed, given the gradient of the result."""
-        to_weight = to_bias = None
-        if self.weight is not None and needs[0]:
-            bare = Norm(None, None, self.eps, 0.0, self.statistic)
-            to_weight = _summed(bare.shares(rows, grad), self.weight.shape).to(self.weight.dtype)
-        if self.bias is not None and needs[1]:
-            to_bias = _summed(grad, self.bias.shape).to(self.bias.dtype)
-        return to_weight, to_bias
+def of_gate(grad: Tensor, rows: Tensor, gate: Modulation, needs: Needs) -> Two:
+    """The gradients of a gate and its table, where they are needed, given that of rows * gate."""
+    if not any(needs):
+        return None, None
+    products, _ = _sums(grad, rows, Norm(None, None, 0.0, 0.0, NONE), gate.leading(rows))
+    return gate.gradients(products, needs)
 
 
-def product(rows: Tensor, grad: Tensor) -> Tensor:
-    """What each element adds to the gradient of a gate, in float32."""
-    return rows.to(torch.float32, copy=True).mul_(grad)
+def of_norm(grad: Tensor, rows: Tensor, norm: Norm, needs: Needs) -> Two:
+    """The gradients of a norm's weight and bias, where they are needed, given that of its result."""
+    to_weight, to_bias, *_ = of_modulated_norm(
+        grad, rows, norm, UNMODULATED, UNMODULATED, UNMODULATED, (*needs, *(False,) * 6)
+    )
+    return to_weight, to_bias
 
 
 def of_modulated_norm(
-    grad: Tensor | None, rows: Tensor, norm: Norm, scale: Modulation, shift: Modulation, needs: Needs
+    grad: Tensor | None,
+    rows: Tensor,
+    norm: Norm,
+    scale: Modulation,
+    shift: Modulation,
+    gate: Modulation,
+    needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of weight, bias, scale, shift, scale_table and shift_table, where they are needed.
+    """The gradients of weight, bias, scale, shift, gate, scale_table, shift_table and gate_table, where needed.
 
     grad: Of the modulated rows; None where nothing reads them.
     """
     if grad is None or not any(needs):
-        return (None,) * 6
-    to_weight = to_bias = to_scale = to_scale_table = None
-    if needs[0] or needs[1]:
-        to_weight, to_bias = norm.gradients(scale.times(grad, 1.0), rows, needs[:2])
-    if needs[2] or needs[4]:
-        to_scale, to_scale_table = scale.gradients(norm.shares(rows, grad), (needs[2], needs[4]))
-    to_shift, to_shift_table = shift.gradients(grad, (needs[3], needs[5]))
-    return to_weight, to_bias, to_scale, to_shift, to_scale_table, to_shift_table
+        return (None,) * 8
+    leading = max(modulation.leading(rows) for modulation in (scale, shift, gate))
+    products, sums = _sums(grad, rows, norm, leading)
+    modulated = scale.factor(rows, 1.0)
+    to_gate: Two = (None, None)
+    if needs[4] or needs[7]:
+        of_result = _modulated(_weighted(products, sums, norm), sums, modulated, shift.factor(rows))
+        to_gate = gate.gradients(of_result, (needs[4], needs[7]))
+    gated = gate.factor(rows)
+    if gated is not None:
+        products, sums = products * gated, sums * gated
+    to_scale = scale.gradients(_weighted(products, sums, norm), (needs[2], needs[5]))
+    to_shift = shift.gradients(sums, (needs[3], needs[6]))
+    if modulated is not None:
+        products, sums = products * modulated, sums * modulated
+    to_weight = to_bias = None
+    if needs[0] and norm.weight is not None:
+        to_weight = products.sum_to_size(norm.weight.shape).to(norm.weight.dtype)
+    if needs[1] and norm.bias is not None:
+        to_bias = sums.sum_to_size(norm.bias.shape).to(norm.bias.dtype)
+    return to_weight, to_bias, to_scale[0], to_shift[0], to_gate[0], to_scale[1], to_shift[1], to_gate[1]
 
 
 def of_two_modulations(
@@ -109,16 +154,39 @@ def of_two_modulations(
     """The gradients of one norm with two modulations: weight, bias, each scale and shift, then each pair of tables."""
     parts = []
     for i, (grad, scale, shift) in enumerate(zip(grads, scales, shifts)):
-        mine = (*needs[:2], *needs[2 + 2 * i : 4 + 2 * i], *needs[6 + 2 * i : 8 + 2 * i])
-        parts.append(of_modulated_norm(grad, rows, norm, scale, shift, mine))
+        values, tables = needs[2 + 2 * i : 4 + 2 * i], needs[6 + 2 * i : 8 + 2 * i]
+        mine = (*needs[:2], *values, False, *tables, False)
+        parts.append(of_modulated_norm(grad, rows, norm, scale, shift, UNMODULATED, mine))
     first, second = parts
-    of_norm = [b if a is None else a if b is None else a + b for a, b in zip(first[:2], second[:2])]
-    return *of_norm, *first[2:4], *second[2:4], *first[4:], *second[4:]
+    of_both = [b if a is None else a if b is None else a + b for a, b in zip(first[:2], second[:2])]
+    return *of_both, *first[2:4], *second[2:4], *first[5:7], *second[5:7]
 
 
-def _summed(terms: Tensor, shape: torch.Size) -> Tensor:
-    """Terms summed to a shape that broadcasts to theirs, in float32."""
-    whole = [1] * (terms.dim() - len(shape)) + list(shape)
-    dims = [i for i, (wanted, size) in enumerate(zip(whole, terms.shape)) if wanted == 1 != size]
-    total = terms.sum(dims, keepdim=True, dtype=torch.float32) if dims else terms.float()
-    return total.view(shape)
+def _sums(grad: Tensor, rows: Tensor, norm: Norm, leading: int) -> tuple[Tensor, Tensor]:
+    """The sums of grad * n(rows) and of grad, over all dimensions but the ``leading`` ones and the last: in float32."""
+    if leading == rows.dim() - 1:  # nothing to add up
+        if norm.statistic == NONE:
+            products = rows.to(torch.float32, copy=True)
+        else:
+            products = ops.norm.default(rows.float(), None, None, norm.eps, 0.0, norm.statistic, FP32)
+        return products.mul_(grad), grad.float()
+    *counts, width = rows.shape
+    shape = (math.prod(counts[:leading]), math.prod(counts[leading:]), width)
+    both = ops.row_sums.default(grad.reshape(shape), rows.reshape(shape), norm.eps, norm.statistic)
+    whole = (*counts[:leading], *(1,) * (len(counts) - leading), width)
+    products, sums = (each.view(whole) for each in both)
+    return products, sums
+
+
+def _weighted(products: Tensor, sums: Tensor, norm: Norm) -> Tensor:
+    """The sum of grad * z with z = n * weight + bias, given those of grad * n and of grad."""
+    if norm.weight is not None:
+        weight = norm.weight.float()
+        products = products * (weight + norm.offset if norm.offset else weight)
+    return products if norm.bias is None else products + sums * norm.bias.float()
+
+
+def _modulated(products: Tensor, sums: Tensor, factor: Tensor | None, addend: Tensor | None) -> Tensor:
+    """The sum of grad * (z * factor + addend), given those of grad * z and of grad."""
+    products = products if factor is None else products * factor
+    return products if addend is None else products + sums * addend
