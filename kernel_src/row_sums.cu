@@ -1,6 +1,6 @@
 // Sums over rows, of which the gradients of what rows share are made: a norm's weight and bias, scale, shift and gate.
 //
-//   products = sum(grad * n)     sums = sum(grad)      ltx/params.h (RowSumsParams) has n
+//   products = sum(grad * n)     sums = sum(grad)      ltx/row_sums.h has n
 //
 // Three kernels, without atomics: row_moments gives mean and rstd of each row where n is a norm, part_sums adds up the
 // rows of a part, and whole_sums the parts of a group. The shape alone decides on the order of the additions.
@@ -9,8 +9,8 @@
 #include <type_traits>
 
 #include "ltx/launch.cuh"
-#include "ltx/params.h"
 #include "ltx/reduce.cuh"
+#include "ltx/row_sums.h"
 #include "ltx/rows.cuh"
 #include "ltx/vec.cuh"
 
@@ -18,7 +18,8 @@ namespace ltx {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 8;  // that a thread owns
+constexpr int kColumns = 8;  // that a thread reads at once
+constexpr int kReads = 4;    // that a thread begins before it uses the first
 
 // Columns of a row as fp32, zero past its end. T: the dtype of rows that are one dimension of whole packs; void: any.
 template <typename T>
@@ -51,44 +52,62 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
   const int64_t own = min(row, p.rows.count - 1);  // the lanes past the last row take part in the sums
   const float inverse_width = 1.f / static_cast<float>(p.rows.width);
-  float x[kColumns], mean = 0.f;
+  float mean = 0.f;
   const auto add_up = [&](const auto& term) {
     float sum = 0.f;
-    for (int64_t column = lane * kColumns; column < p.rows.width; column += lanes * kColumns) {
-      read<T>(p.rows, p.input, own, column, x);
-      sum += term(p.rows.width - column);
+    for (int64_t begin = lane * kColumns; begin < p.rows.width; begin += kReads * lanes * kColumns) {
+      float x[kReads][kColumns];
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int64_t column = begin + i * lanes * kColumns;
+        if (column < p.rows.width) read<T>(p.rows, p.input, own, column, x[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int64_t count = p.rows.width - (begin + i * lanes * kColumns);
+        if (count > 0) sum += term(x[i], count);
+      }
     }
     return lane_sum(sum, lanes);
   };
   if (p.statistic == Statistic::kLayer) {
-    mean = __fmul_rn(add_up([&](int64_t) { return tree_sum(x); }), inverse_width);
+    mean = __fmul_rn(add_up([](const auto& x, int64_t) { return tree_sum(x); }), inverse_width);
   }
-  const float squares = add_up([&](int64_t count) { return pack_squares<true>(x, mean, count); });
+  const float squares = add_up([&](const auto& x, int64_t count) { return pack_squares<true>(x, mean, count); });
   if (lane == 0 && row < p.rows.count) moments[row] = {mean, reciprocal_root(squares, inverse_width, p.eps)};
 }
 
 // Block (x, y) adds up part x, counted through all groups, of the columns from y * lanes * kColumns on.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    part_sums_kernel(const __grid_constant__ RowSumsParams p, const float2* moments, int lanes, int64_t parts) {
+    part_sums_kernel(const __grid_constant__ RowSumsParams p, const float2* moments, int lanes, int64_t part_rows,
+                     int64_t parts) {
   __shared__ float shared[2 * kColumns][kThreads];
   const int lane = threadIdx.x % lanes, first = threadIdx.x / lanes, step = kThreads / lanes;
   const int64_t width = p.rows.width, column = (static_cast<int64_t>(blockIdx.y) * lanes + lane) * kColumns;
-  const int64_t group_rows = p.rows.count / p.groups, part_rows = row_sums_part(width);
+  const int64_t group_rows = p.rows.count / p.groups;
   const int64_t group = blockIdx.x / parts, offset = (blockIdx.x - group * parts) * part_rows;
   const int64_t begin = group * group_rows + offset, end = begin + min(part_rows, group_rows - offset);
   float sums[2 * kColumns] = {};  // of products, then of the gradient
   if (column < width) {
-#pragma unroll 4
-    for (int64_t row = begin + first; row < end; row += step) {
-      float grad[kColumns], x[kColumns];
-      read<T>(p.rows, p.grad, row, column, grad);
-      read<T>(p.rows, p.input, row, column, x);
-      const float2 moment = moments == nullptr ? float2{0.f, 1.f} : moments[row];
+    for (int64_t row = begin + first; row < end; row += kReads * step) {
+      float grad[kReads][kColumns], x[kReads][kColumns];
+      float2 moment[kReads];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        sums[i] = fmaf(grad[i], (x[i] - moment.x) * moment.y, sums[i]);
-        sums[kColumns + i] += grad[i];
+      for (int r = 0; r < kReads; ++r) {
+        if (row + r * step >= end) break;
+        read<T>(p.rows, p.grad, row + r * step, column, grad[r]);
+        read<T>(p.rows, p.input, row + r * step, column, x[r]);
+        moment[r] = moments == nullptr ? float2{0.f, 1.f} : moments[row + r * step];
+      }
+#pragma unroll
+      for (int r = 0; r < kReads; ++r) {
+        if (row + r * step >= end) break;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          sums[i] = fmaf(grad[r][i], (x[r][i] - moment[r].x) * moment[r].y, sums[i]);
+          sums[kColumns + i] += grad[r][i];
+        }
       }
     }
   }
@@ -115,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) whole_sums_kernel(const __grid_const
   const int64_t width = p.rows.width, column = static_cast<int64_t>(blockIdx.y) * 32 + lane;
   float sum = 0.f;
   if (column < width) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t part = first; part < parts; part += kThreads / 32) {
       sum += p.workspace[(blockIdx.x * parts + part) * width + column];
     }
@@ -148,7 +167,7 @@ void launch(const RowSumsParams& p, cudaStream_t stream) {
     row_moments_kernel<T><<<grid, kThreads, 0, stream>>>(p, moments, lanes);
   }
   const dim3 grid(grid_size(p.groups * parts), static_cast<unsigned>(ceil_div(packs, lanes)));
-  part_sums_kernel<T><<<grid, kThreads, 0, stream>>>(p, moments, lanes, parts);
+  part_sums_kernel<T><<<grid, kThreads, 0, stream>>>(p, moments, lanes, row_sums_part(p), parts);
   const dim3 whole(grid_size(2 * p.groups), static_cast<unsigned>(ceil_div(p.rows.width, 32)));
   whole_sums_kernel<<<whole, kThreads, 0, stream>>>(p, parts);
   check_launch("row_sums");

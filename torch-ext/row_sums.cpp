@@ -1,5 +1,7 @@
 // Sums over rows, of which the gradients of what rows share are made. Checks the tensors, fills RowSumsParams and calls
 // ltx::row_sums of the backend.
+#include "ltx/row_sums.h"
+
 #include "op_inputs.h"
 #include "torch_binding.h"
 

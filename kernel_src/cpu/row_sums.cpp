@@ -1,8 +1,10 @@
-// Sums over rows on the CPU; ltx/params.h (RowSumsParams) has the formula.
+// Sums over rows on the CPU; ltx/row_sums.h has the formula.
 //
 // A thread adds up the rows of a part in scratch memory. The parts of a group are added up at the end, in their order.
 
 #ifndef LTX_ISA
+
+#include "ltx/row_sums.h"
 
 #include <algorithm>
 #include <cmath>
@@ -28,7 +30,7 @@ namespace {
 // Units are parts, counted through all groups.
 void part_sums(const RowSumsParams& p, int64_t parts, int64_t begin, int64_t end) {
   const int64_t width = p.rows.width, padded = round_up(width, kSumLanes);
-  const int64_t group_rows = p.rows.count / p.groups, part_rows = row_sums_part(width);
+  const int64_t group_rows = p.rows.count / p.groups, part_rows = row_sums_part(p);
   Scratch scratch(4, padded);
   float *grad = scratch.take(), *x = scratch.take(), *products = scratch.take(), *sums = scratch.take();
   for (int64_t unit = begin; unit < end; ++unit) {
@@ -74,7 +76,7 @@ void row_sums(const RowSumsParams& params, const Context& context) {
     void operator()(int64_t begin, int64_t end) const { sum(params, parts, begin, end); }
   };
   const int64_t parts = row_sums_parts(params), width = params.rows.width;
-  for_ranges(context, params.groups * parts, row_sums_part(width) * width, Job{params, parts, part_sums});
+  for_ranges(context, params.groups * parts, row_sums_part(params) * width, Job{params, parts, part_sums});
   for_ranges(context, 2 * params.groups, parts * width, Job{params, parts, whole_sums});
 }
 

@@ -272,34 +272,8 @@ struct HopperAttentionParams {
   void* workspace = nullptr;  // of hopper_attention_workspace() bytes
 };
 
-// Sums over the rows of each of `groups` groups, which are rows.count / groups rows in a line, in fp32:
-//   products = sum(grad * n)    sums = sum(grad)      n = input (kNone), or the norm of the input without a weight
-// products and sums are contiguous, [groups, width]. A group is added up in parts, of which the workspace has a row for
-// each sum, then two numbers for each row of the op where n is a norm.
-struct RowSumsParams {
-  Rows rows;
-  int64_t groups = 1;
-  Statistic statistic = Statistic::kNone;
-  float eps = 0.f;
-  RowView grad, input;
-  float *products = nullptr, *sums = nullptr;
-  float* workspace = nullptr;  // of row_sums_workspace() numbers
-};
-
-// Rows of a part: more where rows are short. The width alone decides, so that the same shape gives the same bits.
-constexpr int64_t row_sums_part(int64_t width) {
-  return width >= 256 ? 64 : width >= 128 ? 128 : width >= 64 ? 256 : 512;
-}
-constexpr int64_t row_sums_parts(const RowSumsParams& p) {
-  return (p.rows.count / p.groups + row_sums_part(p.rows.width) - 1) / row_sums_part(p.rows.width);
-}
-constexpr int64_t row_sums_workspace(const RowSumsParams& p) {
-  return 2 * (p.groups * row_sums_parts(p) * p.rows.width + (p.statistic == Statistic::kNone ? 0 : p.rows.count));
-}
-
 void norm(const NormParams& params, const Context& context);
 void norm_backward(const NormBackwardParams& params, const Context& context);
-void row_sums(const RowSumsParams& params, const Context& context);
 void glu(const GluParams& params, const Context& context);
 void glu_backward(const GluBackwardParams& params, const Context& context);
 void rotary(const RotaryParams& params, const RotaryAngles* angles, const Context& context);

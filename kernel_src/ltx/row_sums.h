@@ -1,0 +1,37 @@
+// What torch-ext/row_sums.cpp hands to kernel_src/row_sums.cu and kernel_src/cpu/row_sums.cpp.
+#pragma once
+
+#include "ltx/params.h"
+
+namespace ltx {
+
+// Sums over the rows of each of `groups` groups, which are rows.count / groups rows in a line, in fp32:
+//   products = sum(grad * n)    sums = sum(grad)      n = input (kNone), or the norm of the input without a weight
+// products and sums are contiguous, [groups, width]. A group is added up in parts, of which the workspace has a row for
+// each sum, then two numbers for each row of the op where n is a norm.
+struct RowSumsParams {
+  Rows rows;
+  int64_t groups = 1;
+  Statistic statistic = Statistic::kNone;
+  float eps = 0.f;
+  RowView grad, input;
+  float *products = nullptr, *sums = nullptr;
+  float* workspace = nullptr;  // of row_sums_workspace() numbers
+};
+
+// Rows of a part: more where rows are short or many. The shape of a group alone decides, and so on the bits.
+constexpr int64_t row_sums_part(const RowSumsParams& p) {
+  const int64_t width = p.rows.width, least = width >= 256 ? 32 : width >= 128 ? 64 : width >= 64 ? 128 : 256;
+  const int64_t most_parts = 96, wanted = (p.rows.count / p.groups + most_parts - 1) / most_parts;
+  return (wanted + least - 1) / least * least;
+}
+constexpr int64_t row_sums_parts(const RowSumsParams& p) {
+  return (p.rows.count / p.groups + row_sums_part(p) - 1) / row_sums_part(p);
+}
+constexpr int64_t row_sums_workspace(const RowSumsParams& p) {
+  return 2 * (p.groups * row_sums_parts(p) * p.rows.width + (p.statistic == Statistic::kNone ? 0 : p.rows.count));
+}
+
+void row_sums(const RowSumsParams& params, const Context& context);
+
+}  // namespace ltx
