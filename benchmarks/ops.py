@@ -167,20 +167,19 @@ def load_peers() -> tuple[dict[str, ModuleType], dict[str, str]]:
     return modules, missing
 
 
-def earlier(path: Path, meta: dict[str, Any], selected: Sequence[Case]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(what an earlier result says of its run, its cases that are not measured now)."""
+def earlier(path: Path, meta: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(what an earlier result says of its run, its cases)."""
     if not path.exists():
         return meta, []
     result = json.loads(path.read_text())
     for key in ("device", "torch", "cuda"):
         if result["meta"][key] != meta[key]:
             sys.exit(f"--update: {path} is of {key} {result['meta'][key]}, this machine has {meta[key]}")
-    measured = {case.name for case in selected}
-    return result["meta"], [record for record in result["records"] if case_name(record) not in measured]
+    return result["meta"], result["records"]
 
 
 def in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the table has them; cases that it does not have are dropped."""
+    """As the table has them, of each case the last record; cases that the table does not have are dropped."""
     by_name = {case_name(record): record for record in records}
     return [by_name[case.name] for case in cases() if case.name in by_name]
 
@@ -254,7 +253,7 @@ def main() -> None:
         print(f"compiled {len(ready)} of {len(selected)} in {time.monotonic() - start:.0f} s", flush=True)
     commit, kept = meta["commit"], []
     if options.update:
-        meta, kept = earlier(output, meta, selected)
+        meta, kept = earlier(output, meta)
     torch.manual_seed(0)
     timer = Timer(calls=10)
     records: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kColumns = 8;  // that a thread reads at once
-constexpr int kReads = 4;    // that a thread begins before it uses the first
+constexpr int kReads = 4;    // of a row, that row_moments begins before it uses the first
 
 // Columns of a row as fp32, zero past its end. T: the dtype of rows that are one dimension of whole packs; void: any.
 template <typename T>
@@ -90,24 +90,16 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t begin = group * group_rows + offset, end = begin + min(part_rows, group_rows - offset);
   float sums[2 * kColumns] = {};  // of products, then of the gradient
   if (column < width) {
-    for (int64_t row = begin + first; row < end; row += kReads * step) {
-      float grad[kReads][kColumns], x[kReads][kColumns];
-      float2 moment[kReads];
+#pragma unroll 4
+    for (int64_t row = begin + first; row < end; row += step) {
+      float grad[kColumns], x[kColumns];
+      read<T>(p.rows, p.grad, row, column, grad);
+      read<T>(p.rows, p.input, row, column, x);
+      const float2 moment = moments == nullptr ? float2{0.f, 1.f} : moments[row];
 #pragma unroll
-      for (int r = 0; r < kReads; ++r) {
-        if (row + r * step >= end) break;
-        read<T>(p.rows, p.grad, row + r * step, column, grad[r]);
-        read<T>(p.rows, p.input, row + r * step, column, x[r]);
-        moment[r] = moments == nullptr ? float2{0.f, 1.f} : moments[row + r * step];
-      }
-#pragma unroll
-      for (int r = 0; r < kReads; ++r) {
-        if (row + r * step >= end) break;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-          sums[i] = fmaf(grad[r][i], (x[r][i] - moment[r].x) * moment[r].y, sums[i]);
-          sums[kColumns + i] += grad[r][i];
-        }
+      for (int i = 0; i < kColumns; ++i) {
+        sums[i] = fmaf(grad[i], (x[i] - moment.x) * moment.y, sums[i]);
+        sums[kColumns + i] += grad[i];
       }
     }
   }
@@ -134,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) whole_sums_kernel(const __grid_const
   const int64_t width = p.rows.width, column = static_cast<int64_t>(blockIdx.y) * 32 + lane;
   float sum = 0.f;
   if (column < width) {
-#pragma unroll 8
+#pragma unroll 4
     for (int64_t part = first; part < parts; part += kThreads / 32) {
       sum += p.workspace[(blockIdx.x * parts + part) * width + column];
     }

@@ -44,9 +44,11 @@ CPU_NORM, CPU_ROPE, CPU_PARALLEL = "kernel_src/cpu/norm.cpp", "kernel_src/cpu/ro
 CPU_QUANT = "kernel_src/cpu/quant.cpp"
 CPU_ATTENTION, ATTENTION_TESTS = "kernel_src/cpu/attention.cpp", ("sanitize",)
 CUDA_HOPPER, CUDA_INTEGERS = "kernel_src/attention_hopper.cu", "kernel_src/ltx/attention_integers.cuh"
+CPU_ROW_SUMS = "kernel_src/cpu/row_sums.cpp"
 CPU_NORM_BACKWARD, CPU_ROPE_BACKWARD = "kernel_src/cpu/norm_backward.cpp", "kernel_src/cpu/rope_backward.cpp"
 CPU_NORM_GRADIENT = "kernel_src/cpu/norm_gradient.h"
-CPU_GLU_BACKWARD, BACKWARD_TESTS = "kernel_src/cpu/glu_backward.cpp", ("backward",)
+CPU_GLU_BACKWARD, ROW_SUMS_TESTS = ["tests/test_row_sums.py"]
+BACKWARD_TESTS = "kernel_src/cpu/glu_backward.cpp", ("backward",)
 CUDA_LINEAR = "torch-ext/linear.cpp"
 CUDA_GLU, CUDA_NORM_QUANT, CUDA_FP8 = "kernel_src/glu.cu", "kernel_src/norm_quant.cu", "kernel_src/ltx/fp8.cuh"
 CPU_GROUP_NORM = "kernel_src/cpu/group_norm.cpp"
@@ -827,6 +829,27 @@ MUTATIONS = [
         "const float offset = p.weight_offset;",
         "const float offset = 0.f;",
         tests=BACKWARD_TESTS,
+    ),
+    Mutation(
+        "sums over rows of a LayerNorm with its mean",
+        CPU_ROW_SUMS,
+        "if (p.statistic == Statistic::kLayer) centre(x, width);",
+        "",
+        tests=ROW_SUMS_TESTS,
+    ),
+    Mutation(
+        "sums over rows without the last part of a group",
+        CPU_ROW_SUMS,
+        "for (int64_t i = 1; i < parts; ++i) {",
+        "for (int64_t i = 1; i + 1 < parts; ++i) {",
+        tests=ROW_SUMS_TESTS,
+    ),
+    Mutation(
+        "sums over rows that run into the next group",
+        CPU_ROW_SUMS,
+        "count = std::min(part_rows, group_rows - offset);",
+        "count = std::min(part_rows, p.rows.count - offset);",
+        tests=ROW_SUMS_TESTS,
     ),
     Mutation(
         "a backward of a rotation that rotates forward",

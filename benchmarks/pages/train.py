@@ -14,11 +14,11 @@ def steps() -> str:
     rows = [{**r, "title": CONFIGS[r["config"]], "stock": stock[tuple(r[key] for key in form)]} for r in records]
     head = (
         "| model | size | rank | timestep per | checkpoints | configuration | step, ms | x stock | forward | backward "
-        "| peak GiB | error of gradients |"
+        "| as a graph | peak GiB | error of gradients |"
     )
     row = (
         "| {name} | {size} | {adapters} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms:.2f} "
-        "| {forward_ms:.1f} | {backward_ms:.1f} | {peak_gb:.2f} | {grad_error_vs_fp32?:.2e} |"
+        "| {forward_ms:.1f} | {backward_ms:.1f} | {graph_ms?:.1f} | {peak_gb:.2f} | {grad_error_vs_fp32?:.2e} |"
     )
     cells = {
         "name": lambda record: PARALLEL[record["model"]],
@@ -39,13 +39,22 @@ def steps() -> str:
     return text(table(head, row, rows, **cells), titled(told, kinds))
 
 
-@block("docs/measured/training.md", "backward")
-def backward() -> str:
-    """The gradient of each op's inputs at its largest measured shape."""
-    largest = {
-        record["op"]: record for record in sorted(records_of("h100-80gb-hbm3-backward"), key=lambda r: r["bytes"])
-    }
+def _largest(file: str) -> str:
+    """The gradients of each op at its largest measured shape."""
+    largest = {record["op"]: record for record in sorted(records_of(file), key=lambda r: r["bytes"])}
     head = "| op | shape | µs | x copy | plain torch | torch's own op |"
     row = "| {op} | {size} | {us.ours:.0f} | {us.ours/us.copy:.2f} | {us.eager:.0f} | {us.native?:.0f} |"
-    rows = [largest[op] for op in dict.fromkeys(record["op"] for record in records_of("h100-80gb-hbm3-backward"))]
+    rows = [largest[op] for op in dict.fromkeys(record["op"] for record in records_of(file))]
     return text(table(head, row, rows, size=lambda record: "x".join(map(str, record["shape"]))))
+
+
+@block("docs/measured/training.md", "backward")
+def backward() -> str:
+    """The gradients of inputs."""
+    return _largest("h100-80gb-hbm3-backward")
+
+
+@block("docs/measured/training.md", "sums")
+def sums() -> str:
+    """The gradients of what rows share."""
+    return _largest("h200-backward")

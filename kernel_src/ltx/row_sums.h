@@ -19,11 +19,10 @@ struct RowSumsParams {
   float* workspace = nullptr;  // of row_sums_workspace() numbers
 };
 
-// Rows of a part: more where rows are short or many. The shape of a group alone decides, and so on the bits.
+// Rows of a part: more where rows are short. The width alone decides, so that the same shape gives the same bits.
 constexpr int64_t row_sums_part(const RowSumsParams& p) {
-  const int64_t width = p.rows.width, least = width >= 256 ? 32 : width >= 128 ? 64 : width >= 64 ? 128 : 256;
-  const int64_t most_parts = 96, wanted = (p.rows.count / p.groups + most_parts - 1) / most_parts;
-  return (wanted + least - 1) / least * least;
+  const int64_t width = p.rows.width;
+  return width >= 256 ? 64 : width >= 128 ? 128 : width >= 64 ? 256 : 512;
 }
 constexpr int64_t row_sums_parts(const RowSumsParams& p) {
   return (p.rows.count / p.groups + row_sums_part(p) - 1) / row_sums_part(p);

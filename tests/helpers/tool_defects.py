@@ -444,22 +444,22 @@ TOOL_DEFECTS = [
     defect(
         "shared by rows: a weight's gradient without the 1 of 1 + scale",
         PACKAGE + "_row_sums.py",
-        "scale.times(grad, 1.0)",
-        "scale.times(grad)",
+        "modulated = scale.factor(rows, 1.0)",
+        "modulated = scale.factor(rows)",
         "backward::test_what_rows_share",
     ),
     defect(
         "shared by rows: a gate's gradient from the sum",
         PACKAGE + "_autograd.py",
-        "product(branch, to_residual), needs[2:]",
-        "product(hidden, to_residual), needs[2:]",
+        "of_gate(to_residual, branch, Modulation",
+        "of_gate(to_residual, hidden, Modulation",
         "backward::test_what_rows_share",
     ),
     defect(
         "shared by rows: a table's gradient where the value's is needed",
         PACKAGE + "_row_sums.py",
-        "norm.shares(rows, grad), (needs[2], needs[4])",
-        "norm.shares(rows, grad), (needs[4], needs[2])",
+        "norm), (needs[2], needs[5]))",
+        "norm), (needs[5], needs[2]))",
         "backward::test_forms_of_what_rows_share",
     ),
     defect(
@@ -467,7 +467,7 @@ TOOL_DEFECTS = [
         PACKAGE + "_row_sums.py",
         "rows.to(torch.float32, copy=True)",
         "rows.float()",
-        "backward::test_what_rows_share",
+        "backward::test_forms_of_what_rows_share",
     ),
     defect(
         "shared by rows: weights of query and key before the inverse rotation",
@@ -477,10 +477,10 @@ TOOL_DEFECTS = [
         "backward::test_weights_of_query_and_key",
     ),
     defect(
-        "shared by rows: a weight's terms rounded to the rows' dtype",
+        "shared by rows: sums rounded to the rows' dtype",
         PACKAGE + "_row_sums.py",
-        "keepdim=True, dtype=torch.float32)",
-        "keepdim=True).float()",
+        "each.view(whole) for each in both",
+        "each.view(whole).to(rows.dtype).float() for each in both",
         "backward::test_forms_of_what_rows_share",
     ),
     defect(

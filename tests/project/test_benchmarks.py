@@ -369,22 +369,25 @@ def test_a_block_stands_once_in_its_page(page: str) -> None:
 
 
 def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
-    """--update: the other cases of a result, in the table's order, from the same machine alone; each commit is told."""
+    """--update: the other cases of a result, in the table's order, from the same machine alone; each commit is told.
+
+    A run that is cut off keeps the cases that it has not come to.
+    """
     meta = {"device": "GPU", "torch": "2.11", "cuda": "13.0", "commit": "a" * 40}
     first, second, third = op_cases.cases()[:3]
     records = [{"op": c.op, "shape": list(c.shape), "dtype": c.dtype} for c in (first, second, third)]
     path = tmp_path / "ops.json"
     result_files.write(path, meta, records)
     now = {**meta, "commit": "b" * 40}
-    found, kept = ops.earlier(path, now, [second])
-    assert found == meta and kept == [records[0], records[2]]
+    found, kept = ops.earlier(path, now)
+    assert found == meta and kept == records
     updated = ops.in_order([*kept, {**records[1], "commit": now["commit"]}])
     assert [plots.case_name(record) for record in updated] == [first.name, second.name, third.name]
     updated.append({"op": plots.ATTENTION, "shape": [1], "dtype": "bf16", "commit": "c" * 40})  # a whole family
     text = of_commits({"meta": meta, "records": updated})
     assert text == f"of commit aaaaaaa ({second.op} of bbbbbbb; {plots.ATTENTION} of ccccccc)"
     with pytest.raises(SystemExit, match=r"--update: .* is of device GPU, this machine has other"):
-        ops.earlier(path, {**now, "device": "other"}, [second])
+        ops.earlier(path, {**now, "device": "other"})
 
 
 @pytest.mark.parametrize("model", ["flux", "wan"])
