@@ -10,6 +10,7 @@ import torch
 from helpers import LAYOUTS, Make, assert_same_bits, place
 from torch import Tensor
 
+OPS = ["row_sums"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NONE, RMS, LAYER = 0, 1, 2
 EPS = 0.3
@@ -102,3 +103,22 @@ def test_what_is_asked_for_wrongly(ltx: Any, device: str) -> None:
     ]:
         with pytest.raises(RuntimeError, match=expected):
             op(*arguments)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("statistic", [NONE, RMS, LAYER])
+def test_opcheck(ltx: Any, device: str, statistic: int) -> None:
+    make = Make(device, torch.bfloat16)
+    torch.library.opcheck(ltx._ops.ops.row_sums.default, (make(2, 70, 40), make(2, 70, 40), EPS, statistic))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("statistic", [NONE, RMS, LAYER])
+def test_plain_torch_of_the_op(ltx: Any, device: str, statistic: int, dtype: torch.dtype) -> None:
+    """What runs on the device that the variant has no kernels for."""
+    grad, rows = Make(device, dtype)(2, 70, 40), Make(device, dtype, seed=1)(2, 70, 40)
+    results = ltx._ops.ops.row_sums.default(grad, rows, EPS, statistic)
+    expected = ltx._fakes.in_torch("row_sums")(ltx._fakes.Mode(compute=True), grad, rows, EPS, statistic)
+    for got, want in zip(results, expected, strict=True):
+        assert got.dtype == want.dtype and got.stride() == want.stride()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
