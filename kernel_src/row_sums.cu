@@ -19,7 +19,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kColumns = 8;  // that a thread reads at once
-constexpr int kReads = 4;    // of a row, that row_moments begins before it uses the first
 
 // Columns of a row as fp32, zero past its end. T: the dtype of rows that are one dimension of whole packs; void: any.
 template <typename T>
@@ -52,6 +51,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
   const int64_t own = min(row, p.rows.count - 1);  // the lanes past the last row take part in the sums
   const float inverse_width = 1.f / static_cast<float>(p.rows.width);
+  constexpr int kReads = std::is_void_v<T> ? 1 : 4;  // that begin before the first is used
   float mean = 0.f;
   const auto add_up = [&](const auto& term) {
     float sum = 0.f;
