@@ -1,4 +1,5 @@
-// Sums over rows, of which the gradients of what rows share are made: a norm's weight and bias, scale, shift and gate.
+// Sums over rows. The gradients of what rows share follow from them: of a norm's weight and bias, scale, shift and
+// gate.
 //
 //   products = sum(grad * n)     sums = sum(grad)      ltx/row_sums.h has n
 //
@@ -25,21 +26,11 @@ template <typename T>
 __device__ __forceinline__ void read(const Rows& rows, const RowView& view, int64_t row, int64_t column,
                                      float (&x)[kColumns]) {
   if constexpr (!std::is_void_v<T>) {
-    Elements<T, kColumns> elements;
-    elements.load(static_cast<const T*>(view.data) + row * view.stride[0], column);
-    elements.get(x);
+    load_floats_as<T>(view.data, row * view.stride[0], column, 1, rows.width, true, x);
   } else {
     int64_t start = 0;
     walk_row(rows, row, [&](int d, int64_t i) { start += i * view.stride[d]; });
-    const auto load = [&](auto zero) {
-      using C = decltype(zero);
-      unpack(load_pack<C, kColumns>(static_cast<const C*>(view.data) + start, column, view.column_stride, rows.width,
-                                    false),
-             x);
-    };
-    if (view.dtype == DType::kBFloat16) return load(__nv_bfloat16());
-    if (view.dtype == DType::kFloat16) return load(__half());
-    load(float());
+    load_floats(view.data, view.dtype, start, column, view.column_stride, rows.width, false, x);
   }
 }
 
@@ -143,9 +134,8 @@ __global__ void __launch_bounds__(kThreads) whole_sums_kernel(const __grid_const
 }
 
 bool whole_packs(const RowSumsParams& p, const RowView& view) {
-  const int size = element_size(view.dtype);
-  const bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride[0] * size % 16 == 0;
-  return view.column_stride == 1 && p.rows.ndim <= 1 && p.rows.width % kColumns == 0 && aligned;
+  const int64_t width = p.rows.width;
+  return p.rows.ndim <= 1 && is_packed(view.data, view.dtype, kColumns, width, view.column_stride, view.stride, 1);
 }
 
 template <typename T>
@@ -170,7 +160,8 @@ void launch(const RowSumsParams& p, cudaStream_t stream) {
 void row_sums(const RowSumsParams& p, const Context& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
   if (p.rows.width > 32ll * kMaxGridY) throw std::runtime_error("input: expected at most 2,097,120 columns");
-  if (needs_split(p.rows)) throw std::runtime_error("input: expected contiguous rows, being more than 2^32 - 1");
+  if (needs_split(p.rows))
+    throw std::runtime_error("input: expected contiguous rows where there are more than 2^32 - 1");
   if (p.grad.dtype == p.input.dtype && whole_packs(p, p.grad) && whole_packs(p, p.input)) {
     return dispatch(p.input.dtype, [&](auto zero) { launch<decltype(zero)>(p, stream); });
   }

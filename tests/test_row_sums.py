@@ -19,7 +19,7 @@ SHAPES = [(1, 1, 8), (3, 70, 8), (1, 1030, 6), (2, 130, 64), (2, 65, 130), (1, 2
 
 
 def truth(grad: Tensor, rows: Tensor, statistic: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The sums in float64, and those of the magnitudes."""
+    """The sums in float64, and the same sums of the terms' magnitudes."""
     grad, rows = grad.double(), rows.double()
     if statistic == LAYER:
         rows = rows - rows.mean(-1, keepdim=True)
@@ -82,7 +82,7 @@ def test_nothing_to_add_up(ltx: Any, device: str, shape: tuple[int, ...]) -> Non
 
 
 def test_rows_that_are_not_numbers(ltx: Any, device: str) -> None:
-    """A row with an infinity or NaN makes the sums of its columns NaN, so that a gradient scaler sees it."""
+    """A gradient that is infinite or NaN makes the sums of its column so, and a gradient scaler sees it."""
     for bad in (float("inf"), float("nan")):
         make = Make(device, torch.float32)
         grad, rows = make(2, 70, 64), make(2, 70, 64)

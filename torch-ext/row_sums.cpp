@@ -1,5 +1,5 @@
-// Sums over rows, of which the gradients of what rows share are made. Checks the tensors, fills RowSumsParams and calls
-// ltx::row_sums of the backend.
+// Sums over rows. The gradients of what rows share follow from them (_row_sums.py). This file checks the tensors, fills
+// RowSumsParams and calls ltx::row_sums of the backend.
 #include "ltx/row_sums.h"
 
 #include "op_inputs.h"

@@ -7,8 +7,8 @@ namespace ltx {
 
 // Sums over the rows of each of `groups` groups, which are rows.count / groups rows in a line, in fp32:
 //   products = sum(grad * n)    sums = sum(grad)      n = input (kNone), or the norm of the input without a weight
-// products and sums are contiguous, [groups, width]. A group is added up in parts, of which the workspace has a row for
-// each sum, then two numbers for each row of the op where n is a norm.
+// products and sums are contiguous, [groups, width]. The kernels add up a group in parts. The workspace holds the two
+// sums of each part. Where n is a norm, CUDA also keeps the mean and rstd of each row there.
 struct RowSumsParams {
   Rows rows;
   int64_t groups = 1;

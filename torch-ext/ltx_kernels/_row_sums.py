@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, cast
 
 import torch
 from torch import Tensor
@@ -49,39 +49,33 @@ class Modulation(NamedTuple):
         return factor if factor is None or not offset else factor + offset
 
     def gradients(self, whole: Tensor, needs: Needs) -> Two:
-        """Of value and table, where they are needed, given that of their sum, in float32 [..., H]."""
-        if self.value is None or not any(needs):
-            return None, None
+        """The gradients of value and table, where they are needed. ``whole`` is that of their sum, float32 [..., H]."""
         to_value = to_table = None
-        if self.numbers is not None:
-            to_value, to_table = self._of_named_rows(whole, needs)
-        elif needs[0]:
-            batch = (len(self.value), *(1,) * (whole.dim() - 2), -1) if is_per_batch(self.value, whole) else None
-            value = self.value if batch is None else self.value.view(batch)
-            to_value = whole.sum_to_size(value.shape).view(self.value.shape).to(self.value.dtype)
-        if needs[1] and self.table is not None and to_table is None:
+        if self.value is not None and needs[0]:
+            to_value = self._of_value(whole) if self.numbers is None else self._of_named_rows(whole)
+        if self.table is not None and needs[1]:
             to_table = whole.sum_to_size(self.table.shape).to(self.table.dtype)
         return to_value, to_table
 
-    def _of_named_rows(self, whole: Tensor, needs: Needs) -> Two:
-        leaves = [
-            tensor.detach().requires_grad_() if tensor is not None and needed else None
-            for tensor, needed in zip(self[:2], needs)
-        ]
-        value, table = (tensor if leaf is None else leaf for tensor, leaf in zip(self[:2], leaves))
+    def _of_value(self, whole: Tensor) -> Tensor:
+        value = cast(Tensor, self.value)
+        shape: tuple[int, ...] = value.shape
+        if is_per_batch(value, whole):
+            shape = (shape[0], *(1,) * (whole.dim() - 2), shape[1])
+        return whole.sum_to_size(shape).view(value.shape).to(value.dtype)
+
+    def _of_named_rows(self, whole: Tensor) -> Tensor:
+        value = cast(Tensor, self.value).detach().requires_grad_()
         with torch.enable_grad():
-            factor = modulator(value, table, whole, self.numbers, torch.float32)
-            assert factor is not None  # there is a value
-            found = iter(torch.autograd.grad(factor, [leaf for leaf in leaves if leaf is not None], whole))
-        to_value, to_table = (None if leaf is None else next(found) for leaf in leaves)
-        return to_value, to_table
+            factor = cast(Tensor, modulator(value, None, whole, self.numbers, torch.float32))
+            return torch.autograd.grad(factor, value, whole)[0]
 
 
 UNMODULATED = Modulation(None, None, None)
 
 
 class Norm(NamedTuple):
-    """A norm with or without a weight and a bias. statistic NONE: none."""
+    """A norm with or without a weight and a bias. The statistic NONE leaves the rows as they are."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -91,7 +85,7 @@ class Norm(NamedTuple):
 
 
 def of_gate(grad: Tensor, rows: Tensor, gate: Modulation, needs: Needs) -> Two:
-    """The gradients of a gate and its table, where they are needed, given that of rows * gate."""
+    """The gradients of a gate and its table, where they are needed. ``grad`` is the gradient of rows * gate."""
     if not any(needs):
         return None, None
     products, _ = _sums(grad, rows, Norm(None, None, 0.0, 0.0, NONE), gate.leading(rows))
@@ -99,7 +93,7 @@ def of_gate(grad: Tensor, rows: Tensor, gate: Modulation, needs: Needs) -> Two:
 
 
 def of_norm(grad: Tensor, rows: Tensor, norm: Norm, needs: Needs) -> Two:
-    """The gradients of a norm's weight and bias, where they are needed, given that of its result."""
+    """The gradients of a norm's weight and bias, where they are needed. ``grad`` is the gradient of its result."""
     to_weight, to_bias, *_ = of_modulated_norm(
         grad, rows, norm, UNMODULATED, UNMODULATED, UNMODULATED, (*needs, *(False,) * 6)
     )
@@ -123,15 +117,23 @@ def of_modulated_norm(
         return (None,) * 8
     leading = max(modulation.leading(rows) for modulation in (scale, shift, gate))
     products, sums = _sums(grad, rows, norm, leading)
-    modulated = scale.factor(rows, 1.0)
+    for_norm, for_scale, for_gate = (any(needs[i] for i in places) for places in ((0, 1), (2, 5), (4, 7)))
+    modulated = scale.factor(rows, 1.0) if for_norm or for_gate else None
+    to_scale: Two = (None, None)
     to_gate: Two = (None, None)
-    if needs[4] or needs[7]:
-        of_result = _modulated(_weighted(products, sums, norm), sums, modulated, shift.factor(rows))
-        to_gate = gate.gradients(of_result, (needs[4], needs[7]))
+    if for_gate:
+        whole = _weighted(products, sums, norm)
+        if modulated is not None:
+            whole = whole * modulated
+        addend = shift.factor(rows)
+        if addend is not None:
+            whole = whole + sums * addend
+        to_gate = gate.gradients(whole, (needs[4], needs[7]))
     gated = gate.factor(rows)
     if gated is not None:
         products, sums = products * gated, sums * gated
-    to_scale = scale.gradients(_weighted(products, sums, norm), (needs[2], needs[5]))
+    if for_scale:
+        to_scale = scale.gradients(_weighted(products, sums, norm), (needs[2], needs[5]))
     to_shift = shift.gradients(sums, (needs[3], needs[6]))
     if modulated is not None:
         products, sums = products * modulated, sums * modulated
@@ -184,9 +186,3 @@ def _weighted(products: Tensor, sums: Tensor, norm: Norm) -> Tensor:
         weight = norm.weight.float()
         products = products * (weight + norm.offset if norm.offset else weight)
     return products if norm.bias is None else products + sums * norm.bias.float()
-
-
-def _modulated(products: Tensor, sums: Tensor, factor: Tensor | None, addend: Tensor | None) -> Tensor:
-    """The sum of grad * (z * factor + addend), given those of grad * z and of grad."""
-    products = products if factor is None else products * factor
-    return products if addend is None else products + sums * addend
