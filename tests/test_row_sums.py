@@ -14,8 +14,10 @@ OPS = ["row_sums"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NONE, RMS, LAYER = 0, 1, 2
 EPS = 0.3
-# Groups, rows and columns: of one row, of several parts, with a part that is not whole, of odd and of many columns.
-SHAPES = [(1, 1, 8), (3, 70, 8), (1, 1030, 6), (2, 130, 64), (2, 65, 130), (1, 200, 264), (2, 3, 1000), (1, 130, 2048)]
+# Groups, rows and columns: of one row, of several parts, with a part that is not whole, of odd columns, of more columns
+# than two threads, a warp, half a block, a block and a tile own.
+SHAPES = [(1, 1, 8), (3, 70, 8), (1, 2100, 6), (2, 300, 64), (2, 65, 130), (1, 200, 264), (2, 3, 1000), (1, 130, 2048)]
+SHAPES += [(2, 19, 2312), (1, 40, 8192), (1, 18, 8200)]
 
 
 def truth(grad: Tensor, rows: Tensor, statistic: int) -> tuple[list[Tensor], list[Tensor]]:
