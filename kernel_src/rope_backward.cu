@@ -2,9 +2,10 @@
 // weight, and the gradient of the norm, in one launch for both. ltx/rotary_backward.h has the formula.
 //
 // A row is a head, or with a norm across heads a token. Its threads own packs of 16 bytes, as in the norm kernels. The
-// partner of an element is in its own pack, or in the half layout in the pack half a head away. A row is walked once
-// for each pair of sums and once for the result: it is read from DRAM once, and from the cache after that.
+// partner of an element is in its own pack, or in the half layout in the pack half a head away. A thread keeps its
+// packs of a row. Only where it has more than kMostPacks, it reads them again for each pair of sums and for the result.
 #include <algorithm>
+#include <type_traits>
 
 #include "ltx/force.cuh"
 #include "ltx/launch.cuh"
@@ -18,18 +19,16 @@ namespace {
 
 constexpr int kThreads = 128;      // of a block of short rows
 constexpr int kMostThreads = 512;  // of a row
+constexpr int kMostPacks = 2;      // that a thread keeps
 
-// One operand's row. Heads of the row start at multiples of the head strides.
+// A row of one operand. Heads of the row start at multiples of the head strides.
 template <typename T, typename C>
 struct Row {
   const T *grad, *input;
   T* out;
   const C *cos, *sin;
-  HeadStrides grad_stride, input_stride, out_stride, cos_stride, sin_stride;
-  const void* weight;
-  DType weight_dtype;
-  int64_t weight_stride;
-  float eps;
+  const HeadStrides& grad_stride;
+  const RotaryOperand& operand;  // its other strides, weight and eps
 };
 
 template <typename T, typename C>
@@ -56,14 +55,7 @@ __device__ __forceinline__ Row<T, C> row_at(const RotaryBackwardParams& p, int64
           static_cast<const C*>(o.cos) + start(o.cos_stride),
           static_cast<const C*>(o.sin) + start(o.sin_stride),
           grad,
-          o.input_stride,
-          o.output_stride,
-          o.cos_stride,
-          o.sin_stride,
-          o.weight,
-          o.weight_dtype,
-          o.weight_stride,
-          o.eps};
+          o};
 }
 
 // kWhole: every access is a whole pack (the tables': one or two), and no pack holds columns on both sides of a border.
@@ -73,14 +65,14 @@ struct Loader {
   static constexpr int kWidth = kPackWidth<T>;
   const RotaryBackwardParams& p;
   const Row<T, C>& row;
-  int64_t width;  // of the row
+  int width;  // of the row
 
   // A column's place: of the head, and within it.
-  __device__ __forceinline__ int64_t place(const HeadStrides& s, int64_t column) const {
-    const int head = static_cast<int>(column) / static_cast<int>(p.head_dim);
+  __device__ __forceinline__ int64_t place(const HeadStrides& s, int column) const {
+    const int head = column / static_cast<int>(p.head_dim);
     return head * s.head + (column - head * p.head_dim) * s.column;
   }
-  __device__ __forceinline__ void load(const T* from, const HeadStrides& s, int64_t column, float (&x)[kWidth]) const {
+  __device__ __forceinline__ void load(const T* from, const HeadStrides& s, int column, float (&x)[kWidth]) const {
     if constexpr (kWhole) {
       unpack(load_pack<T, kWidth>(from + place(s, column), 0, 1, kWidth, true), x);
     } else {
@@ -88,14 +80,14 @@ struct Loader {
       for (int i = 0; i < kWidth; ++i) x[i] = column + i < width ? to_float(from[place(s, column + i)]) : 0.f;
     }
   }
-  __device__ __forceinline__ void store(int64_t column, const float (&x)[kWidth]) const {
+  __device__ __forceinline__ void store(int column, const float (&x)[kWidth]) const {
     if constexpr (kWhole) {
-      store_row_pack(reinterpret_cast<Pack<T, kWidth>*>(row.out + place(row.out_stride, column)),
+      store_row_pack(reinterpret_cast<Pack<T, kWidth>*>(row.out + place(row.operand.output_stride, column)),
                      to_pack<T, kWidth>(x));
     } else {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        if (column + i < width) row.out[place(row.out_stride, column + i)] = from_float<T>(x[i]);
+        if (column + i < width) row.out[place(row.operand.output_stride, column + i)] = from_float<T>(x[i]);
       }
     }
   }
@@ -105,32 +97,33 @@ struct Loader {
     load_floats_as<C, kCount>(from, 0, 0, 1, kCount, true, x);
   }
 
-  // The gradient of a pack, rotated back.
-  __device__ __forceinline__ void rotated(int64_t column, float (&t)[kWidth]) const {
-    load(row.grad, row.grad_stride, column, t);
+  // The gradient of a pack, which t holds, is rotated back.
+  __device__ __forceinline__ void rotate(int column, float (&t)[kWidth]) const {
     const int half = static_cast<int>(p.rotary_dim / 2);
     if constexpr (!kWhole) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         if (column + i >= width) continue;
-        const int64_t head = (column + i) / p.head_dim;
-        const int c = static_cast<int>(column + i - head * p.head_dim);
+        const int head = (column + i) / static_cast<int>(p.head_dim);
+        const int c = column + i - head * static_cast<int>(p.head_dim);
         if (c >= p.rotary_dim) continue;
         const bool first = p.interleaved ? c % 2 == 0 : c < half;
         const int partner = p.interleaved ? c ^ 1 : first ? c + half : c - half;
         const int pair = p.interleaved ? c / 2 : first ? c : partner;
-        const int64_t cos = head * row.cos_stride.head + (p.half_width_table ? pair : c) * row.cos_stride.column;
-        const int64_t sin = head * row.sin_stride.head + (p.half_width_table ? pair : partner) * row.sin_stride.column;
+        const int64_t cos =
+            head * row.operand.cos_stride.head + (p.half_width_table ? pair : c) * row.operand.cos_stride.column;
+        const int64_t sin =
+            head * row.operand.sin_stride.head + (p.half_width_table ? pair : partner) * row.operand.sin_stride.column;
         const float other = to_float(row.grad[head * row.grad_stride.head + partner * row.grad_stride.column]);
         const float turn = __fmul_rn(other, to_float(row.sin[sin]));
         t[i] = fmaf(t[i], to_float(row.cos[cos]), first ? turn : -turn);
       }
     } else {
-      const int head = static_cast<int>(column) / static_cast<int>(p.head_dim);
-      const int c = static_cast<int>(column - head * p.head_dim);
+      const int head = column / static_cast<int>(p.head_dim);
+      const int c = column - head * static_cast<int>(p.head_dim);
       if (c >= p.rotary_dim) return;
-      const C* const cos = row.cos + head * row.cos_stride.head;
-      const C* const sin = row.sin + head * row.sin_stride.head;
+      const C* const cos = row.cos + head * row.operand.cos_stride.head;
+      const C* const sin = row.sin + head * row.operand.sin_stride.head;
       float cosine[kWidth], sine[kWidth], other[kWidth];
       if (p.interleaved) {
         if (p.half_width_table) {
@@ -172,12 +165,13 @@ struct Loader {
       }
     }
   }
-  // t of a pack: rotated back and weighed.
-  __device__ __forceinline__ void terms(int64_t column, float (&t)[kWidth]) const {
-    rotated(column, t);
-    if (row.weight == nullptr) return;
+  // The gradient of a pack, which t holds, becomes t of the formula: rotated back and weighed.
+  __device__ __forceinline__ void weigh(int column, float (&t)[kWidth]) const {
+    rotate(column, t);
+    if (row.operand.weight == nullptr) return;
     float weight[kWidth];
-    load_floats<kWidth>(row.weight, row.weight_dtype, 0, column, row.weight_stride, width, kWhole, weight);
+    load_floats<kWidth>(row.operand.weight, row.operand.weight_dtype, 0, column, row.operand.weight_stride, width,
+                        kWhole, weight);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       if (p.weight_offset != 0.f) weight[i] = __fadd_rn(p.weight_offset, weight[i]);
@@ -187,62 +181,85 @@ struct Loader {
 };
 
 // block: x = the threads of a row, y = rows. grid: x = groups of rows, those of the key after those of the query.
-template <typename T, typename C, bool kNorm, bool kWhole>
-__global__ void __launch_bounds__(kMostThreads, 1)
+// kPacks: how many packs of a row a thread has, all of which it keeps; 0: any number.
+template <typename T, typename C, bool kNorm, bool kWhole, int kPacks>
+__global__ void __launch_bounds__(kMostThreads, kPacks == 1 ? 2 : 1)
     rotary_backward_kernel(const __grid_constant__ RotaryBackwardParams p, int64_t rows) {
   constexpr int kWidth = kPackWidth<T>;
+  constexpr bool kKept = kPacks > 0;
   __shared__ ReduceScratch<2> scratch[2];
   const bool across = kNorm && p.norm == QkNorm::kAcrossHeads;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool active = number < rows;  // the others read row 0: every thread must reach every shuffle and barrier
   const Row<T, C> row = row_at<T, C>(p, active ? number : 0, across);
-  const int64_t width = across ? p.head_dim * (number < p.batch * p.operand[0].sequence || !active ? p.operand[0].heads
-                                                                                                   : p.operand[1].heads)
-                               : p.head_dim;
+  const int width =
+      static_cast<int>(across ? p.head_dim * (number < p.batch * p.operand[0].sequence || !active ? p.operand[0].heads
+                                                                                                  : p.operand[1].heads)
+                              : p.head_dim);
   const Loader<T, C, kWhole> load{p, row, width};
   const int threads = static_cast<int>(blockDim.x);
+  float h[kKept ? kPacks : 1][kWidth], t[kKept ? kPacks : 1][kWidth];
+  // body(column, i): pack i of those that the thread keeps.
   const auto each_pack = [&](const auto& body) {
+    const int first = threadIdx.x * kWidth, step = threads * kWidth;
+    if constexpr (kKept) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (first + i * step < width) body(first + i * step, i);
+      }
+    } else {
 #pragma unroll 1
-    for (int64_t column = threadIdx.x * kWidth; column < width; column += static_cast<int64_t>(threads) * kWidth) {
-      body(column);
+      for (int column = first; column < width; column += step) body(column, 0);
     }
   };
-  float h[kWidth], t[kWidth];
-  RowNorm norm;
+  const auto read = [&](int column, int i) {
+    if constexpr (kNorm) load.load(row.input, row.operand.input_stride, column, h[i]);
+    load.load(row.grad, row.grad_stride, column, t[i]);
+  };
+  if constexpr (kKept) each_pack(read);  // before the first of them is used
   if constexpr (kNorm) {
     const float inverse_width = 1.f / static_cast<float>(width);
     const bool layer = p.statistic == Statistic::kLayer;
-#pragma unroll 1
-    for (int pass = layer ? 0 : 1; pass < 2; ++pass) {
+    RowNorm norm;
+    const auto take = [&](int column, int i) {
+      if constexpr (!kKept) read(column, i);
+      load.weigh(column, t[i]);
+    };
+    if (layer) {
       float sums[2] = {0.f, 0.f};
-      each_pack([&](int64_t column) {
-        load.load(row.input, row.input_stride, column, h);
-        load.terms(column, t);
-        if (layer) norm.centre<Statistic::kLayer>(h, t);
-        sums[0] += pass == 0 ? tree_sum(h) : pack_squares<false>(h, 0.f, width - column);
-        sums[1] += pass == 0 ? tree_sum(t) : pack_product(t, h, width - column);
+      each_pack([&](int column, int i) {
+        take(column, i);
+        sums[0] += tree_sum(h[i]);
+        sums[1] += tree_sum(t[i]);
       });
-      block_reduce(sums, threads, scratch[pass]);
-      if (pass == 0) {
-        norm.mean = sums[0] * inverse_width;
-        norm.mean_t = sums[1] * inverse_width;
-      } else {
-        norm.set(sums[0], sums[1], inverse_width, row.eps);
-      }
+      block_reduce(sums, threads, scratch[0]);
+      norm.mean = sums[0] * inverse_width;
+      norm.mean_t = sums[1] * inverse_width;
     }
+    float sums[2] = {0.f, 0.f};
+    each_pack([&](int column, int i) {
+      if (!kKept || !layer) take(column, i);
+      if (layer) norm.centre<Statistic::kLayer>(h[i], t[i]);
+      sums[0] += pack_squares<false>(h[i], 0.f, width - column);
+      sums[1] += pack_product(t[i], h[i], width - column);
+    });
+    block_reduce(sums, threads, scratch[1]);
+    norm.set(sums[0], sums[1], inverse_width, row.operand.eps);
     if (!active) return;
-    each_pack([&](int64_t column) {
-      load.load(row.input, row.input_stride, column, h);
-      load.terms(column, t);
-      if (layer) norm.centre<Statistic::kLayer>(h, t);
-      norm.apply(h, t);
-      load.store(column, t);
+    each_pack([&](int column, int i) {
+      if constexpr (!kKept) {
+        take(column, i);
+        if (layer) norm.centre<Statistic::kLayer>(h[i], t[i]);
+      }
+      norm.apply(h[i], t[i]);
+      load.store(column, t[i]);
     });
   } else {
     if (!active) return;
-    each_pack([&](int64_t column) {
-      load.rotated(column, t);
-      load.store(column, t);
+    each_pack([&](int column, int i) {
+      if constexpr (!kKept) read(column, i);
+      load.rotate(column, t[i]);
+      load.store(column, t[i]);
     });
   }
 }
@@ -255,7 +272,7 @@ bool takes_whole_packs(const RotaryBackwardParams& p) {
   if (p.head_dim % kWidth != 0 || border % kWidth != 0) return false;
   // A table is read as many entries at a time as a pack has columns, or pairs.
   const int entries = p.interleaved && p.half_width_table ? kWidth / 2 : kWidth;
-  const int64_t columns = p.half_width_table ? p.rotary_dim / 2 : p.rotary_dim;
+  const int columns = p.half_width_table ? p.rotary_dim / 2 : p.rotary_dim;
   for (int i = 0; i < p.operands; ++i) {
     const RotaryOperand& o = p.operand[i];
     const auto rows = [&](const void* data, const HeadStrides& s) {
@@ -281,20 +298,30 @@ void launch(const RotaryBackwardParams& p, const Context& context) {
     rows += p.batch * p.operand[i].sequence * (across ? 1 : p.operand[i].heads);
     if (across) width = std::max(width, p.head_dim * p.operand[i].heads);
   }
-  // Two packs a thread, in rows of more than a warp. Query and key have as many threads a row.
+  // Query and key have as many threads a row.
   const int64_t packs = ceil_div(width, kPackWidth<T>);
   const int threads = packs <= 32 ? next_power_of_two(packs)
-                                  : static_cast<int>(std::min<int64_t>(ceil_div(packs, 64) * 32, kMostThreads));
+                                  : static_cast<int>(std::min<int64_t>(ceil_div(packs, 32) * 32, kMostThreads));
   const dim3 block(static_cast<unsigned>(threads), threads > 32 ? 1u : static_cast<unsigned>(kThreads / threads));
   const unsigned grid = grid_size(ceil_div(rows, block.y));
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const bool whole = takes_packed("rotary", forced().rotary, takes_whole_packs<T, C>(p));
+  const auto run = [&](auto norm, auto packs) {
+    constexpr bool kNorm = decltype(norm)::value;
+    const auto kernel = whole ? rotary_backward_kernel<T, C, kNorm, true, decltype(packs)::value>
+                              : rotary_backward_kernel<T, C, kNorm, false, 0>;
+    kernel<<<grid, block, 0, stream>>>(p, rows);
+  };
+  using One = std::integral_constant<int, 1>;
+  using Any = std::integral_constant<int, 0>;
   if (p.norm == QkNorm::kNone) {
-    const auto kernel = whole ? rotary_backward_kernel<T, C, false, true> : rotary_backward_kernel<T, C, false, false>;
-    kernel<<<grid, block, 0, stream>>>(p, rows);
+    packs <= threads ? run(std::false_type{}, One{}) : run(std::false_type{}, Any{});
+  } else if (packs <= threads) {
+    run(std::true_type{}, One{});
+  } else if (packs <= kMostPacks * threads) {
+    run(std::true_type{}, std::integral_constant<int, kMostPacks>{});
   } else {
-    const auto kernel = whole ? rotary_backward_kernel<T, C, true, true> : rotary_backward_kernel<T, C, true, false>;
-    kernel<<<grid, block, 0, stream>>>(p, rows);
+    run(std::true_type{}, Any{});
   }
   check_launch("rotary_backward");
 }
