@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Callable, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._checks import requires_grad
 from .autocast import autocast_state
@@ -34,7 +34,8 @@ def kept(
     """What ``make`` returns, from an earlier call with the same key and the same, unchanged tensors.
 
     Nothing is kept under torch.compile, nor of tensors that a gradient goes through, nor of inference tensors, which
-    may be written to without a sign.
+    may be written to without a sign. While a CUDA graph is captured, only what was made of parameters is used: the
+    program may write other inputs to the places of these.
 
     key: All that the result depends on beside tensors.
     sources: The tensors that the value is made of, such as coordinates, angles or a mask. A weak reference to each, its
@@ -46,12 +47,14 @@ def kept(
         return make()
     if torch.is_grad_enabled() and requires_grad(*sources, *views):
         return make()
+    capturing = is_capturing()
+    if capturing and not all(isinstance(tensor, nn.Parameter) for tensor in (*sources, *views)):
+        return make()
     refuse("a value is kept for the tensors that it is made of")
     values = site.cache
     places = [(view.data_ptr(), view.shape, view.stride(), view.dtype, view._version) for view in views]
     place = key, autocast_state(), *places, *((id(source), source.data_ptr(), source._version) for source in sources)
     found = values.get(place)
-    capturing = is_capturing()
     if found is not None and all(reference() is source for reference, source in zip(found[1], sources)):
         if capturing:
             _captured.append(found[0])
