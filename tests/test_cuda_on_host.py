@@ -76,8 +76,8 @@ EDITS = [
     ),
     (
         "kernel_src/row_sums.cu",
-        r"(\w+_kernel(?:<T>)?)<<<(\w+), kThreads, 0, stream>>>\(",
-        r"host::launch(\2, dim3(kThreads), \1, ",
+        r"(\w+_kernel(?:<T>)?)\s*<<<(\w+), (\w+), 0, stream>>>\(",
+        r"host::launch(\2, dim3(\3), \1, ",
     ),
     ("kernel_src/ltx/activation.cuh", r'asm\("ex2.*;', "y = std::exp2(x);"),
     ("kernel_src/ltx/activation.cuh", r'asm\("rcp.*;', "y = 1.f / x;"),
