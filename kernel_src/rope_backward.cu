@@ -3,7 +3,8 @@
 //
 // A row is a head, or with a norm across heads a token. Its threads own packs of 16 bytes, as in the norm kernels. The
 // partner of an element is in its own pack, or in the half layout in the pack half a head away. A thread keeps its
-// packs of a row. Only where it has more than kMostPacks, it reads them again for each pair of sums and for the result.
+// packs of a row. It reads them again for each pair of sums and for the result where it has more than kMostPacks, and
+// where it reads element by element.
 #include <algorithm>
 #include <type_traits>
 
@@ -181,7 +182,7 @@ struct Loader {
 };
 
 // block: x = the threads of a row, y = rows. grid: x = groups of rows, those of the key after those of the query.
-// kPacks: how many packs of a row a thread has, all of which it keeps; 0: any number.
+// A thread has at most kPacks packs of a row and keeps them. With kPacks = 0 it has any number and keeps none.
 template <typename T, typename C, bool kNorm, bool kWhole, int kPacks>
 __global__ void __launch_bounds__(kMostThreads, kPacks == 1 ? 2 : 1)
     rotary_backward_kernel(const __grid_constant__ RotaryBackwardParams p, int64_t rows) {

@@ -181,13 +181,12 @@ bool whole_packs(const RowSumsParams& p, const RowView& view) {
 }
 
 template <typename T>
-void launch(const RowSumsParams& p, cudaStream_t stream) {
+void launch(const RowSumsParams& p, bool grad_packed, bool input_packed, cudaStream_t stream) {
   const int64_t parts = row_sums_parts(p), tiles = ceil_div(p.rows.width, kRowSumsMostColumns);
   const int team = static_cast<int>(row_sums_team(p.rows.width));
   const int threads = team * std::max(1, kThreads / team);
   const dim3 grid(grid_size(p.groups * parts), static_cast<unsigned>(tiles));
-  part_sums_kernel<T>
-      <<<grid, threads, 0, stream>>>(p, whole_packs(p, p.grad), whole_packs(p, p.input), team, row_sums_part(p), parts);
+  part_sums_kernel<T><<<grid, threads, 0, stream>>>(p, grad_packed, input_packed, team, row_sums_part(p), parts);
   const dim3 whole(grid_size(2 * p.groups), static_cast<unsigned>(ceil_div(p.rows.width, 32)));
   whole_sums_kernel<<<whole, kWholeThreads, 0, stream>>>(p, parts);
   check_launch("row_sums");
@@ -201,11 +200,11 @@ void row_sums(const RowSumsParams& p, const Context& context) {
   if (needs_split(p.rows))
     throw std::runtime_error("input: expected contiguous rows where there are more than 2^32 - 1");
   const bool one_tile = p.rows.width <= kRowSumsMostColumns, in_a_line = p.rows.ndim <= 1;
-  const bool packed = whole_packs(p, p.grad) && whole_packs(p, p.input);
-  if (one_tile && in_a_line && packed && p.grad.dtype == p.input.dtype) {
-    return dispatch(p.input.dtype, [&](auto zero) { launch<decltype(zero)>(p, stream); });
+  const bool grad_packed = whole_packs(p, p.grad), input_packed = whole_packs(p, p.input);
+  if (one_tile && in_a_line && grad_packed && input_packed && p.grad.dtype == p.input.dtype) {
+    return dispatch(p.input.dtype, [&](auto zero) { launch<decltype(zero)>(p, true, true, stream); });
   }
-  launch<void>(p, stream);
+  launch<void>(p, grad_packed, input_packed, stream);
 }
 
 }  // namespace ltx

@@ -30,7 +30,6 @@ class Training:
     def __init__(self, model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.start = self.state()
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, fused=True, capturable=True)
         self.inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()}
 

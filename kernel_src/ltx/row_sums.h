@@ -32,9 +32,8 @@ constexpr int64_t row_sums_team(int64_t width) {
   return threads <= 32 ? team : (threads + 31) / 32 * 32;
 }
 
-// Rows of a part. The kernels have blocks enough for all multiprocessors of an H200 (132, of two blocks where rows are
-// short) and add up no more than 128 rows in a line. The shape of a group alone decides, so that it gives the same
-// bits.
+// Rows of a part. Each of the 132 multiprocessors of an H200 gets one block, or two where rows are short, and a thread
+// adds up at most 128 rows. The shape of a group alone decides, so that the same shape gives the same bits.
 constexpr int64_t row_sums_part(const RowSumsParams& p) {
   const int64_t rows = p.rows.count / p.groups, team = row_sums_team(p.rows.width);
   const int64_t at_once = team < kRowSumsThreads ? kRowSumsThreads / team : 1,
