@@ -603,6 +603,13 @@ TOOL_DEFECTS = [
         "integration::test_what_is_kept_of_views",
     ),
     defect(
+        "a value of an input from before a capture read by its replays",
+        ENGINE + "engine/kept.py",
+        "    if capturing and not all(",
+        "    if False and not all(",
+        "captured_training::test_a_capture_keeps_nothing_of_its_inputs",
+    ),
+    defect(
         "the oldest CUDA graph dropped for the one that is not used",
         ENGINE + "replay/cuda_graphs.py",
         '            self.captured.move_to_end(key)\n            return ""\n',
