@@ -2,10 +2,12 @@
 // weight, and the gradient of the norm, in one launch for both. ltx/rotary_backward.h has the formula.
 //
 // A row is a head, or with a norm across heads a token. Its threads own packs of 16 bytes, as in the norm kernels. The
-// partner of an element is in its own pack, or in the half layout in the pack half a head away. A thread keeps its
-// packs of a row. It reads them again for each pair of sums and for the result where it has more than kMostPacks, and
-// where it reads element by element.
+// partner of an element is in its own pack, or in the half layout in the pack half a head away. The same threads turn
+// the rows of one place, of query and key and of every batch, one after the other: mostly they share cos and sin.
+// A thread keeps its packs of a row. It reads them again for each pair of sums and for the result where it has more
+// than kMostPacks, and where it reads element by element.
 #include <algorithm>
+#include <stdexcept>
 #include <type_traits>
 
 #include "ltx/force.cuh"
@@ -33,21 +35,9 @@ struct Row {
 };
 
 template <typename T, typename C>
-__device__ __forceinline__ Row<T, C> row_at(const RotaryBackwardParams& p, int64_t row, bool across) {
-  int operand = 0;
-  const auto rows = [&](const RotaryOperand& o) { return p.batch * o.sequence * (across ? 1 : o.heads); };
-  if (row >= rows(p.operand[0])) {
-    row -= rows(p.operand[0]);
-    operand = 1;
-  }
+__device__ __forceinline__ Row<T, C> row_at(const RotaryBackwardParams& p, int operand, int64_t batch,
+                                            uint32_t sequence, uint32_t head) {
   const RotaryOperand& o = p.operand[operand];
-  int64_t head = 0;
-  if (!across) {
-    const int64_t token = row / o.heads;
-    head = row - token * o.heads;
-    row = token;
-  }
-  const int64_t batch = row / o.sequence, sequence = row - batch * o.sequence;
   const auto start = [&](const HeadStrides& s) { return batch * s.batch + sequence * s.sequence + head * s.head; };
   const HeadStrides& grad = p.grad_stride[operand];
   return {static_cast<const T*>(p.grad[operand]) + start(grad),
@@ -59,6 +49,29 @@ __device__ __forceinline__ Row<T, C> row_at(const RotaryBackwardParams& p, int64
           o};
 }
 
+// A column of a row: its head, and in that head itself, its partner, and the entry of its pair in a half-width table.
+struct Place {
+  int head, column, partner, pair;
+  bool first;  // of the pair
+};
+
+__device__ __forceinline__ Place place_of(const RotaryBackwardParams& p, int column) {
+  const int head_dim = static_cast<int>(p.head_dim), half = static_cast<int>(p.rotary_dim / 2);
+  Place place;
+  place.head = column / head_dim;
+  place.column = column - place.head * head_dim;
+  place.first = p.interleaved ? place.column % 2 == 0 : place.column < half;
+  place.partner = p.interleaved ? place.column ^ 1 : place.column + (place.first ? half : -half);
+  place.pair = p.interleaved ? place.column / 2 : min(place.column, place.partner);
+  return place;
+}
+
+// cos of a pack's columns, and sin of their partners with the sign that it has in their sums.
+template <int kWidth>
+struct Turn {
+  float cos[kWidth], sin[kWidth];
+};
+
 // kWhole: every access is a whole pack (the tables': one or two), and no pack holds columns on both sides of a border.
 // Otherwise element by element.
 template <typename T, typename C, bool kWhole>
@@ -68,107 +81,104 @@ struct Loader {
   const Row<T, C>& row;
   int width;  // of the row
 
-  // A column's place: of the head, and within it.
-  __device__ __forceinline__ int64_t place(const HeadStrides& s, int column) const {
-    const int head = column / static_cast<int>(p.head_dim);
-    return head * s.head + (column - head * p.head_dim) * s.column;
+  __device__ __forceinline__ static int64_t offset(const HeadStrides& s, int head, int column) {
+    return head * s.head + (kWhole ? column : column * s.column);
+  }
+  __device__ __forceinline__ int64_t offset(const HeadStrides& s, int column) const {
+    const Place place = place_of(p, column);
+    return offset(s, place.head, place.column);
   }
   __device__ __forceinline__ void load(const T* from, const HeadStrides& s, int column, float (&x)[kWidth]) const {
     if constexpr (kWhole) {
-      unpack(load_pack<T, kWidth>(from + place(s, column), 0, 1, kWidth, true), x);
+      unpack(load_pack<T, kWidth>(from + offset(s, column), 0, 1, kWidth, true), x);
     } else {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) x[i] = column + i < width ? to_float(from[place(s, column + i)]) : 0.f;
+      for (int i = 0; i < kWidth; ++i) x[i] = column + i < width ? to_float(from[offset(s, column + i)]) : 0.f;
     }
   }
   __device__ __forceinline__ void store(int column, const float (&x)[kWidth]) const {
     if constexpr (kWhole) {
-      store_row_pack(reinterpret_cast<Pack<T, kWidth>*>(row.out + place(row.operand.output_stride, column)),
+      store_row_pack(reinterpret_cast<Pack<T, kWidth>*>(row.out + offset(row.operand.output_stride, column)),
                      to_pack<T, kWidth>(x));
     } else {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        if (column + i < width) row.out[place(row.operand.output_stride, column + i)] = from_float<T>(x[i]);
+        if (column + i < width) row.out[offset(row.operand.output_stride, column + i)] = from_float<T>(x[i]);
       }
     }
   }
   // kCount entries of a table.
   template <int kCount>
-  __device__ __forceinline__ void table(const C* from, float (&x)[kCount]) const {
+  __device__ __forceinline__ void entries(const C* from, float (&x)[kCount]) const {
     load_floats_as<C, kCount>(from, 0, 0, 1, kCount, true, x);
   }
 
-  // The gradient of a pack, which t holds, is rotated back.
-  __device__ __forceinline__ void rotate(int column, float (&t)[kWidth]) const {
-    const int half = static_cast<int>(p.rotary_dim / 2);
+  __device__ __forceinline__ void turn_of(int column, Turn<kWidth>& turn) const {
+    const HeadStrides &cos_stride = row.operand.cos_stride, &sin_stride = row.operand.sin_stride;
     if constexpr (!kWhole) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        if (column + i >= width) continue;
-        const int head = (column + i) / static_cast<int>(p.head_dim);
-        const int c = column + i - head * static_cast<int>(p.head_dim);
-        if (c >= p.rotary_dim) continue;
-        const bool first = p.interleaved ? c % 2 == 0 : c < half;
-        const int partner = p.interleaved ? c ^ 1 : first ? c + half : c - half;
-        const int pair = p.interleaved ? c / 2 : first ? c : partner;
-        const int64_t cos =
-            head * row.operand.cos_stride.head + (p.half_width_table ? pair : c) * row.operand.cos_stride.column;
-        const int64_t sin =
-            head * row.operand.sin_stride.head + (p.half_width_table ? pair : partner) * row.operand.sin_stride.column;
-        const float other = to_float(row.grad[head * row.grad_stride.head + partner * row.grad_stride.column]);
-        const float turn = __fmul_rn(other, to_float(row.sin[sin]));
-        t[i] = fmaf(t[i], to_float(row.cos[cos]), first ? turn : -turn);
+        const Place at = place_of(p, column + i);
+        if (column + i >= width || at.column >= p.rotary_dim) continue;
+        const auto entry = [&](int own) { return p.half_width_table ? at.pair : own; };
+        turn.cos[i] = to_float(row.cos[offset(cos_stride, at.head, entry(at.column))]);
+        const float sin = to_float(row.sin[offset(sin_stride, at.head, entry(at.partner))]);
+        turn.sin[i] = at.first ? sin : -sin;
       }
+      return;
+    }
+    const Place at = place_of(p, column);
+    if (at.column >= p.rotary_dim) return;
+    const C* const cos = row.cos + at.head * cos_stride.head;
+    const C* const sin = row.sin + at.head * sin_stride.head;
+    if (!p.interleaved) {
+      entries(cos + (p.half_width_table ? at.pair : at.column), turn.cos);
+      entries(sin + (p.half_width_table ? at.pair : at.partner), turn.sin);
+      if (at.first) return;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) turn.sin[i] = -turn.sin[i];
+    } else if (p.half_width_table) {
+      float pairs[kWidth / 2];
+      entries(cos + at.pair, pairs);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) turn.cos[i] = pairs[i / 2];
+      entries(sin + at.pair, pairs);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) turn.sin[i] = i % 2 == 0 ? pairs[i / 2] : -pairs[i / 2];
     } else {
-      const int head = column / static_cast<int>(p.head_dim);
-      const int c = column - head * static_cast<int>(p.head_dim);
-      if (c >= p.rotary_dim) return;
-      const C* const cos = row.cos + head * row.operand.cos_stride.head;
-      const C* const sin = row.sin + head * row.operand.sin_stride.head;
-      float cosine[kWidth], sine[kWidth], other[kWidth];
-      if (p.interleaved) {
-        if (p.half_width_table) {
-          float pairs[kWidth / 2];
-          table(cos + c / 2, pairs);
+      float own[kWidth];
+      entries(cos + at.column, turn.cos);
+      entries(sin + at.column, own);
 #pragma unroll
-          for (int i = 0; i < kWidth; ++i) cosine[i] = pairs[i / 2];
-          table(sin + c / 2, pairs);
-#pragma unroll
-          for (int i = 0; i < kWidth; ++i) sine[i] = pairs[i / 2];
-        } else {
-          table(cos + c, cosine);
-          table(sin + c, sine);
-#pragma unroll
-          for (int i = 0; i < kWidth; i += 2) {  // the partner's
-            const float kept = sine[i];
-            sine[i] = sine[i + 1];
-            sine[i + 1] = kept;
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) other[i] = t[i ^ 1];
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          const float turn = __fmul_rn(other[i], sine[i]);
-          t[i] = fmaf(t[i], cosine[i], i % 2 == 0 ? turn : -turn);
-        }
-      } else {
-        const bool first = c < half;
-        const int partner = first ? c + half : c - half, pair = first ? c : partner;
-        load(row.grad, row.grad_stride, column - c + partner, other);
-        table(cos + (p.half_width_table ? pair : c), cosine);
-        table(sin + (p.half_width_table ? pair : partner), sine);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          const float turn = __fmul_rn(other[i], sine[i]);
-          t[i] = fmaf(t[i], cosine[i], first ? turn : -turn);
-        }
-      }
+      for (int i = 0; i < kWidth; ++i) turn.sin[i] = i % 2 == 0 ? own[i + 1] : -own[i - 1];
     }
   }
-  // The gradient of a pack, which t holds, becomes t of the formula: rotated back and weighed.
+
+  // The gradient of a pack, which t holds, is rotated back.
+  __device__ __forceinline__ void rotate(int column, const Turn<kWidth>& turn, float (&t)[kWidth]) const {
+    float other[kWidth];
+    if constexpr (!kWhole) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const Place at = place_of(p, column + i);
+        if (column + i >= width || at.column >= p.rotary_dim) continue;
+        const float partner = to_float(row.grad[offset(row.grad_stride, at.head, at.partner)]);
+        t[i] = fmaf(t[i], turn.cos[i], __fmul_rn(partner, turn.sin[i]));
+      }
+      return;
+    }
+    const Place at = place_of(p, column);
+    if (at.column >= p.rotary_dim) return;
+    if (p.interleaved) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) other[i] = t[i ^ 1];
+    } else {
+      load(row.grad, row.grad_stride, column - at.column + at.partner, other);
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) t[i] = fmaf(t[i], turn.cos[i], __fmul_rn(other[i], turn.sin[i]));
+  }
   __device__ __forceinline__ void weigh(int column, float (&t)[kWidth]) const {
-    rotate(column, t);
     if (row.operand.weight == nullptr) return;
     float weight[kWidth];
     load_floats<kWidth>(row.operand.weight, row.operand.weight_dtype, 0, column, row.operand.weight_stride, width,
@@ -181,87 +191,103 @@ struct Loader {
   }
 };
 
-// block: x = the threads of a row, y = rows. grid: x = groups of rows, those of the key after those of the query.
+// block: x = the threads of a row, y = places. grid: x = groups of places, `heads` of which a position has.
 // A thread has at most kPacks packs of a row and keeps them. With kPacks = 0 it has any number and keeps none.
+// one_table: all rows of a place have the same cos and sin, which a thread of one pack keeps.
 template <typename T, typename C, bool kNorm, bool kWhole, int kPacks>
-__global__ void __launch_bounds__(kMostThreads, kPacks == 1 ? 2 : 1)
-    rotary_backward_kernel(const __grid_constant__ RotaryBackwardParams p, int64_t rows) {
+__global__ void __launch_bounds__(kPacks == 1 ? 768 : kMostThreads, 1)
+    rotary_backward_kernel(const __grid_constant__ RotaryBackwardParams p, uint32_t heads, bool one_table) {
   constexpr int kWidth = kPackWidth<T>;
   constexpr bool kKept = kPacks > 0;
   __shared__ ReduceScratch<2> scratch[2];
   const bool across = kNorm && p.norm == QkNorm::kAcrossHeads;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool active = number < rows;  // the others read row 0: every thread must reach every shuffle and barrier
-  const Row<T, C> row = row_at<T, C>(p, active ? number : 0, across);
-  const int width =
-      static_cast<int>(across ? p.head_dim * (number < p.batch * p.operand[0].sequence || !active ? p.operand[0].heads
-                                                                                                  : p.operand[1].heads)
-                              : p.head_dim);
-  const Loader<T, C, kWhole> load{p, row, width};
+  const uint32_t number = blockIdx.x * blockDim.y + threadIdx.y;
+  const uint32_t sequence = number / heads, head = number - sequence * heads;
   const int threads = static_cast<int>(blockDim.x);
-  float h[kKept ? kPacks : 1][kWidth], t[kKept ? kPacks : 1][kWidth];
-  // body(column, i): pack i of those that the thread keeps.
-  const auto each_pack = [&](const auto& body) {
-    const int first = threadIdx.x * kWidth, step = threads * kWidth;
-    if constexpr (kKept) {
+  int use = 0;  // Two sums in a row use different places, so that one barrier a sum is enough.
+  const auto row_sum = [&](float (&sums)[2]) { block_reduce(sums, threads, scratch[use ^= 1]); };
+  Turn<kWidth> turn;
+  bool known = false;
+
+  const auto turn_row = [&](int operand, int64_t batch) {
+    const int64_t row_heads = p.operand[operand].heads;
+    // The threads without a row read the first: each must reach every shuffle and barrier.
+    const bool active = sequence < p.operand[operand].sequence && (across || head < row_heads);
+    const Row<T, C> row = row_at<T, C>(p, operand, batch, active ? sequence : 0, active ? head : 0);
+    const int width = static_cast<int>(across ? p.head_dim * row_heads : p.head_dim);
+    const Loader<T, C, kWhole> load{p, row, width};
+    float h[kKept ? kPacks : 1][kWidth], t[kKept ? kPacks : 1][kWidth];
+    // body(column, i): pack i of those that the thread keeps.
+    const auto each_pack = [&](const auto& body) {
+      const int first = threadIdx.x * kWidth, step = threads * kWidth;
+      if constexpr (kKept) {
 #pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (first + i * step < width) body(first + i * step, i);
-      }
-    } else {
+        for (int i = 0; i < kPacks; ++i) {
+          if (first + i * step < width) body(first + i * step, i);
+        }
+      } else {
 #pragma unroll 1
-      for (int column = first; column < width; column += step) body(column, 0);
-    }
-  };
-  const auto read = [&](int column, int i) {
-    if constexpr (kNorm) load.load(row.input, row.operand.input_stride, column, h[i]);
-    load.load(row.grad, row.grad_stride, column, t[i]);
-  };
-  if constexpr (kKept) each_pack(read);  // before the first of them is used
-  if constexpr (kNorm) {
-    const float inverse_width = 1.f / static_cast<float>(width);
-    const bool layer = p.statistic == Statistic::kLayer;
-    RowNorm norm;
+        for (int column = first; column < width; column += step) body(column, 0);
+      }
+    };
+    const auto read = [&](int column, int i) {
+      if constexpr (kNorm) load.load(row.input, row.operand.input_stride, column, h[i]);
+      load.load(row.grad, row.grad_stride, column, t[i]);
+    };
+    // t becomes that of the formula.
     const auto take = [&](int column, int i) {
       if constexpr (!kKept) read(column, i);
-      load.weigh(column, t[i]);
+      if (kPacks != 1 || !known) load.turn_of(column, turn);
+      load.rotate(column, turn, t[i]);
+      if constexpr (kNorm) load.weigh(column, t[i]);
     };
-    if (layer) {
+    if constexpr (kKept) each_pack(read);  // before the first of them is used
+    if constexpr (kNorm) {
+      const float inverse_width = 1.f / static_cast<float>(width);
+      const bool layer = p.statistic == Statistic::kLayer;
+      RowNorm norm;
+      if (layer) {
+        float sums[2] = {0.f, 0.f};
+        each_pack([&](int column, int i) {
+          take(column, i);
+          sums[0] += tree_sum(h[i]);
+          sums[1] += tree_sum(t[i]);
+        });
+        row_sum(sums);
+        norm.mean = sums[0] * inverse_width;
+        norm.mean_t = sums[1] * inverse_width;
+      }
       float sums[2] = {0.f, 0.f};
       each_pack([&](int column, int i) {
-        take(column, i);
-        sums[0] += tree_sum(h[i]);
-        sums[1] += tree_sum(t[i]);
-      });
-      block_reduce(sums, threads, scratch[0]);
-      norm.mean = sums[0] * inverse_width;
-      norm.mean_t = sums[1] * inverse_width;
-    }
-    float sums[2] = {0.f, 0.f};
-    each_pack([&](int column, int i) {
-      if (!kKept || !layer) take(column, i);
-      if (layer) norm.centre<Statistic::kLayer>(h[i], t[i]);
-      sums[0] += pack_squares<false>(h[i], 0.f, width - column);
-      sums[1] += pack_product(t[i], h[i], width - column);
-    });
-    block_reduce(sums, threads, scratch[1]);
-    norm.set(sums[0], sums[1], inverse_width, row.operand.eps);
-    if (!active) return;
-    each_pack([&](int column, int i) {
-      if constexpr (!kKept) {
-        take(column, i);
+        if (!kKept || !layer) take(column, i);
         if (layer) norm.centre<Statistic::kLayer>(h[i], t[i]);
-      }
-      norm.apply(h[i], t[i]);
-      load.store(column, t[i]);
-    });
-  } else {
-    if (!active) return;
-    each_pack([&](int column, int i) {
-      if constexpr (!kKept) read(column, i);
-      load.rotate(column, t[i]);
-      load.store(column, t[i]);
-    });
+        sums[0] += pack_squares<false>(h[i], 0.f, width - column);
+        sums[1] += pack_product(t[i], h[i], width - column);
+      });
+      row_sum(sums);
+      norm.set(sums[0], sums[1], inverse_width, row.operand.eps);
+      if (!active) return;
+      each_pack([&](int column, int i) {
+        if constexpr (!kKept) {
+          take(column, i);
+          if (layer) norm.centre<Statistic::kLayer>(h[i], t[i]);
+        }
+        norm.apply(h[i], t[i]);
+        load.store(column, t[i]);
+      });
+    } else {
+      if (!active) return;
+      each_pack([&](int column, int i) {
+        take(column, i);
+        load.store(column, t[i]);
+      });
+    }
+    known = one_table;
+  };
+#pragma unroll 1
+  for (int operand = 0; operand < p.operands; ++operand) {
+#pragma unroll 1
+    for (int64_t batch = 0; batch < p.batch; ++batch) turn_row(operand, batch);
   }
 }
 
@@ -291,27 +317,39 @@ bool takes_whole_packs(const RotaryBackwardParams& p) {
   return true;
 }
 
+bool share_table(const RotaryBackwardParams& p) {
+  const RotaryOperand &q = p.operand[0], &k = p.operand[p.operands - 1];
+  const auto same = [](const HeadStrides& a, const HeadStrides& b) {
+    return a.sequence == b.sequence && a.head == b.head && a.column == b.column;
+  };
+  const auto moves = [&](const HeadStrides& s) { return p.batch > 1 && s.batch != 0; };
+  return q.cos == k.cos && q.sin == k.sin && same(q.cos_stride, k.cos_stride) && same(q.sin_stride, k.sin_stride) &&
+         !moves(q.cos_stride) && !moves(q.sin_stride) && !moves(k.cos_stride) && !moves(k.sin_stride);
+}
+
 template <typename T, typename C>
 void launch(const RotaryBackwardParams& p, const Context& context) {
   const bool across = p.norm == QkNorm::kAcrossHeads;
-  int64_t rows = 0, width = p.head_dim;
+  int64_t heads = 1, sequence = 0, width = p.head_dim;
   for (int i = 0; i < p.operands; ++i) {
-    rows += p.batch * p.operand[i].sequence * (across ? 1 : p.operand[i].heads);
+    sequence = std::max(sequence, p.operand[i].sequence);
     if (across) width = std::max(width, p.head_dim * p.operand[i].heads);
+    if (!across) heads = std::max(heads, p.operand[i].heads);
   }
+  if (sequence > INT32_MAX / heads) throw std::runtime_error("query, key: expected at most 2^31 - 1 heads in a batch");
   // Query and key have as many threads a row.
   const int64_t packs = ceil_div(width, kPackWidth<T>);
   const int threads = packs <= 32 ? next_power_of_two(packs)
                                   : static_cast<int>(std::min<int64_t>(ceil_div(packs, 32) * 32, kMostThreads));
   const dim3 block(static_cast<unsigned>(threads), threads > 32 ? 1u : static_cast<unsigned>(kThreads / threads));
-  const unsigned grid = grid_size(ceil_div(rows, block.y));
+  const unsigned grid = grid_size(ceil_div(sequence * heads, block.y));
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const bool whole = takes_packed("rotary", forced().rotary, takes_whole_packs<T, C>(p));
   const auto run = [&](auto norm, auto packs) {
     constexpr bool kNorm = decltype(norm)::value;
     const auto kernel = whole ? rotary_backward_kernel<T, C, kNorm, true, decltype(packs)::value>
                               : rotary_backward_kernel<T, C, kNorm, false, 0>;
-    kernel<<<grid, block, 0, stream>>>(p, rows);
+    kernel<<<grid, block, 0, stream>>>(p, static_cast<uint32_t>(heads), share_table(p));
   };
   using One = std::integral_constant<int, 1>;
   using Any = std::integral_constant<int, 0>;

@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kMostThreads)
   };
   float products[kColumns] = {}, sums[kColumns] = {};
   if (kAhead) load(begin + first);
-  for (int64_t row = begin + first; row - first < end; row += teams) {  // as often in all threads
+  for (int64_t start = begin; start < end; start += teams) {  // as often in all threads
+    const int64_t row = start + first;
     float grad[kColumns], x[kColumns];
     const auto take = [&] {
       if (!kAhead) load(row);
@@ -98,10 +99,11 @@ __global__ void __launch_bounds__(kMostThreads)
     const auto row_sum = [&](const auto& term) {
       if (!kTiled) return team_sum(column < width ? term(x, width - column) : 0.f);
       float sum = 0.f;
-      for (int at = lane * kColumns; at < width; at += tile) {
+#pragma unroll 1
+      for (int at = row < end ? lane * kColumns : width; at < width; at += tile) {
         Columns<T> columns;
         float y[kColumns];
-        columns.load(p.rows, p.input, input_packed, min(row, end - 1), at);
+        columns.load(p.rows, p.input, input_packed, row, at);
         columns.get(y);
         sum += term(y, width - at);
       }
