@@ -261,8 +261,9 @@ __global__ void __launch_bounds__(kPacks == 1 ? 768 : kMostThreads, 1)
       each_pack([&](int column, int i) {
         if (!kKept || !layer) take(column, i);
         if (layer) norm.centre<Statistic::kLayer>(h[i], t[i]);
-        sums[0] += pack_squares<false>(h[i], 0.f, width - column);
-        sums[1] += pack_product(t[i], h[i], width - column);
+        const int count = kWhole ? kWidth : width - column;
+        sums[0] += pack_squares<false>(h[i], 0.f, count);
+        sums[1] += pack_product(t[i], h[i], count);
       });
       row_sum(sums);
       norm.set(sums[0], sums[1], inverse_width, row.operand.eps);
