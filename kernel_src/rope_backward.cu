@@ -23,45 +23,21 @@ namespace {
 constexpr int kThreads = 128;      // of a block of short rows
 constexpr int kMostThreads = 512;  // of a row
 constexpr int kMostPacks = 2;      // that a thread keeps
-
-// A row of one operand. Heads of the row start at multiples of the head strides.
-template <typename T, typename C>
-struct Row {
-  const T *grad, *input;
-  T* out;
-  const C *cos, *sin;
-  const HeadStrides& grad_stride;
-  const RotaryOperand& operand;  // its other strides, weight and eps
-};
-
-template <typename T, typename C>
-__device__ __forceinline__ Row<T, C> row_at(const RotaryBackwardParams& p, int operand, int64_t batch,
-                                            uint32_t sequence, uint32_t head) {
-  const RotaryOperand& o = p.operand[operand];
-  const auto start = [&](const HeadStrides& s) { return batch * s.batch + sequence * s.sequence + head * s.head; };
-  const HeadStrides& grad = p.grad_stride[operand];
-  return {static_cast<const T*>(p.grad[operand]) + start(grad),
-          static_cast<const T*>(o.input) + start(o.input_stride),
-          static_cast<T*>(o.output) + start(o.output_stride),
-          static_cast<const C*>(o.cos) + start(o.cos_stride),
-          static_cast<const C*>(o.sin) + start(o.sin_stride),
-          grad,
-          o};
-}
+constexpr int kOnePack = 256;      // threads of a row, at most, where each keeps one
 
 // A column of a row: its head, and in that head itself, its partner, and the entry of its pair in a half-width table.
 struct Place {
-  int head, column, partner, pair;
+  uint32_t head, column, partner, pair;
   bool first;  // of the pair
 };
 
-__device__ __forceinline__ Place place_of(const RotaryBackwardParams& p, int column) {
-  const int head_dim = static_cast<int>(p.head_dim), half = static_cast<int>(p.rotary_dim / 2);
+__device__ __forceinline__ Place place_of(const RotaryBackwardParams& p, uint32_t column) {
+  const uint32_t head_dim = static_cast<uint32_t>(p.head_dim), half = static_cast<uint32_t>(p.rotary_dim) / 2;
   Place place;
   place.head = column / head_dim;
   place.column = column - place.head * head_dim;
   place.first = p.interleaved ? place.column % 2 == 0 : place.column < half;
-  place.partner = p.interleaved ? place.column ^ 1 : place.column + (place.first ? half : -half);
+  place.partner = p.interleaved ? place.column ^ 1 : place.first ? place.column + half : place.column - half;
   place.pair = p.interleaved ? place.column / 2 : min(place.column, place.partner);
   return place;
 }
@@ -72,117 +48,127 @@ struct Turn {
   float cos[kWidth], sin[kWidth];
 };
 
-// kWhole: every access is a whole pack (the tables': one or two), and no pack holds columns on both sides of a border.
-// Otherwise element by element.
+// A row of one operand, from its first head on. kWhole: every access is a whole pack (the tables': one or two), no pack
+// holds columns on both sides of a border, and strides have 32 bits. Otherwise element by element.
 template <typename T, typename C, bool kWhole>
-struct Loader {
+struct Row {
   static constexpr int kWidth = kPackWidth<T>;
+  using Stride = std::conditional_t<kWhole, uint32_t, int64_t>;
   const RotaryBackwardParams& p;
-  const Row<T, C>& row;
-  int width;  // of the row
+  const RotaryOperand& operand;
+  const T* grad;
+  const HeadStrides& grad_stride;
+  uint32_t batch, sequence, head;
+  int width;
 
-  __device__ __forceinline__ static int64_t offset(const HeadStrides& s, int head, int column) {
-    return head * s.head + (kWhole ? column : column * s.column);
+  __device__ __forceinline__ int64_t offset(const HeadStrides& s, const Place& at, uint32_t column) const {
+    const auto steps = [](uint32_t count, int64_t stride) {
+      return static_cast<int64_t>(count) * static_cast<Stride>(stride);
+    };
+    return steps(batch, s.batch) + steps(sequence, s.sequence) + steps(head + at.head, s.head) +
+           (kWhole ? column : steps(column, s.column));
   }
-  __device__ __forceinline__ int64_t offset(const HeadStrides& s, int column) const {
-    const Place place = place_of(p, column);
-    return offset(s, place.head, place.column);
-  }
-  __device__ __forceinline__ void load(const T* from, const HeadStrides& s, int column, float (&x)[kWidth]) const {
-    if constexpr (kWhole) {
-      unpack(load_pack<T, kWidth>(from + offset(s, column), 0, 1, kWidth, true), x);
-    } else {
+  // body(i, its place), for the elements of the pack at `column` that are in the row.
+  template <typename Body>
+  __device__ __forceinline__ void each_element(int column, const Body& body) const {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) x[i] = column + i < width ? to_float(from[offset(s, column + i)]) : 0.f;
+    for (int i = 0; i < kWidth; ++i) {
+      if (column + i < width) body(i, place_of(p, column + i));
     }
   }
-  __device__ __forceinline__ void store(int column, const float (&x)[kWidth]) const {
+  // The pack at `column`, whose place is `at`; from_column: the first to read in that head.
+  __device__ __forceinline__ void load(const void* from, const HeadStrides& s, int column, const Place& at,
+                                       uint32_t from_column, float (&x)[kWidth]) const {
+    const T* const data = static_cast<const T*>(from);
     if constexpr (kWhole) {
-      store_row_pack(reinterpret_cast<Pack<T, kWidth>*>(row.out + offset(row.operand.output_stride, column)),
-                     to_pack<T, kWidth>(x));
+      unpack(load_pack<T, kWidth>(data + offset(s, at, from_column), 0, 1, kWidth, true), x);
     } else {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        if (column + i < width) row.out[offset(row.operand.output_stride, column + i)] = from_float<T>(x[i]);
-      }
+      for (int i = 0; i < kWidth; ++i) x[i] = 0.f;
+      each_element(column, [&](int i, const Place& own) { x[i] = to_float(data[offset(s, own, own.column)]); });
+    }
+  }
+  __device__ __forceinline__ void store(int column, const Place& at, const float (&x)[kWidth]) const {
+    T* const out = static_cast<T*>(operand.output);
+    const HeadStrides& s = operand.output_stride;
+    if constexpr (kWhole) {
+      store_row_pack(reinterpret_cast<Pack<T, kWidth>*>(out + offset(s, at, at.column)), to_pack<T, kWidth>(x));
+    } else {
+      each_element(column, [&](int i, const Place& own) { out[offset(s, own, own.column)] = from_float<T>(x[i]); });
     }
   }
   // kCount entries of a table.
   template <int kCount>
-  __device__ __forceinline__ void entries(const C* from, float (&x)[kCount]) const {
-    load_floats_as<C, kCount>(from, 0, 0, 1, kCount, true, x);
+  __device__ __forceinline__ void entries(const void* table, const HeadStrides& s, const Place& at, uint32_t column,
+                                          float (&x)[kCount]) const {
+    load_floats_as<C, kCount>(table, offset(s, at, column), 0, 1, kCount, true, x);
   }
 
-  __device__ __forceinline__ void turn_of(int column, Turn<kWidth>& turn) const {
-    const HeadStrides &cos_stride = row.operand.cos_stride, &sin_stride = row.operand.sin_stride;
+  __device__ __forceinline__ void turn_of(int column, const Place& at, Turn<kWidth>& turn) const {
+    const HeadStrides &cos_stride = operand.cos_stride, &sin_stride = operand.sin_stride;
     if constexpr (!kWhole) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const Place at = place_of(p, column + i);
-        if (column + i >= width || at.column >= p.rotary_dim) continue;
-        const auto entry = [&](int own) { return p.half_width_table ? at.pair : own; };
-        turn.cos[i] = to_float(row.cos[offset(cos_stride, at.head, entry(at.column))]);
-        const float sin = to_float(row.sin[offset(sin_stride, at.head, entry(at.partner))]);
-        turn.sin[i] = at.first ? sin : -sin;
-      }
+      each_element(column, [&](int i, const Place& own) {
+        if (own.column >= p.rotary_dim) return;
+        const auto entry = [&](const void* table, const HeadStrides& s, uint32_t full) {
+          return to_float(static_cast<const C*>(table)[offset(s, own, p.half_width_table ? own.pair : full)]);
+        };
+        turn.cos[i] = entry(operand.cos, cos_stride, own.column);
+        const float sin = entry(operand.sin, sin_stride, own.partner);
+        turn.sin[i] = own.first ? sin : -sin;
+      });
       return;
     }
-    const Place at = place_of(p, column);
-    if (at.column >= p.rotary_dim) return;
-    const C* const cos = row.cos + at.head * cos_stride.head;
-    const C* const sin = row.sin + at.head * sin_stride.head;
+    if (at.column >= static_cast<uint32_t>(p.rotary_dim)) return;
     if (!p.interleaved) {
-      entries(cos + (p.half_width_table ? at.pair : at.column), turn.cos);
-      entries(sin + (p.half_width_table ? at.pair : at.partner), turn.sin);
+      entries(operand.cos, cos_stride, at, p.half_width_table ? at.pair : at.column, turn.cos);
+      entries(operand.sin, sin_stride, at, p.half_width_table ? at.pair : at.partner, turn.sin);
       if (at.first) return;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) turn.sin[i] = -turn.sin[i];
     } else if (p.half_width_table) {
-      float pairs[kWidth / 2];
-      entries(cos + at.pair, pairs);
+      float cos[kWidth / 2], sin[kWidth / 2];
+      entries(operand.cos, cos_stride, at, at.pair, cos);
+      entries(operand.sin, sin_stride, at, at.pair, sin);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) turn.cos[i] = pairs[i / 2];
-      entries(sin + at.pair, pairs);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) turn.sin[i] = i % 2 == 0 ? pairs[i / 2] : -pairs[i / 2];
+      for (int i = 0; i < kWidth; ++i) {
+        turn.cos[i] = cos[i / 2];
+        turn.sin[i] = i % 2 == 0 ? sin[i / 2] : -sin[i / 2];
+      }
     } else {
-      float own[kWidth];
-      entries(cos + at.column, turn.cos);
-      entries(sin + at.column, own);
+      float sin[kWidth];
+      entries(operand.cos, cos_stride, at, at.column, turn.cos);
+      entries(operand.sin, sin_stride, at, at.column, sin);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) turn.sin[i] = i % 2 == 0 ? own[i + 1] : -own[i - 1];
+      for (int i = 0; i < kWidth; ++i) turn.sin[i] = i % 2 == 0 ? sin[i + 1] : -sin[i - 1];
     }
   }
 
   // The gradient of a pack, which t holds, is rotated back.
-  __device__ __forceinline__ void rotate(int column, const Turn<kWidth>& turn, float (&t)[kWidth]) const {
-    float other[kWidth];
+  __device__ __forceinline__ void rotate(int column, const Place& at, const Turn<kWidth>& turn,
+                                         float (&t)[kWidth]) const {
     if constexpr (!kWhole) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const Place at = place_of(p, column + i);
-        if (column + i >= width || at.column >= p.rotary_dim) continue;
-        const float partner = to_float(row.grad[offset(row.grad_stride, at.head, at.partner)]);
-        t[i] = fmaf(t[i], turn.cos[i], __fmul_rn(partner, turn.sin[i]));
-      }
+      each_element(column, [&](int i, const Place& own) {
+        if (own.column >= p.rotary_dim) return;
+        const float other = to_float(grad[offset(grad_stride, own, own.partner)]);
+        t[i] = fmaf(t[i], turn.cos[i], __fmul_rn(other, turn.sin[i]));
+      });
       return;
     }
-    const Place at = place_of(p, column);
-    if (at.column >= p.rotary_dim) return;
+    if (at.column >= static_cast<uint32_t>(p.rotary_dim)) return;
+    float other[kWidth];
     if (p.interleaved) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) other[i] = t[i ^ 1];
     } else {
-      load(row.grad, row.grad_stride, column - at.column + at.partner, other);
+      load(grad, grad_stride, column, at, at.partner, other);
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) t[i] = fmaf(t[i], turn.cos[i], __fmul_rn(other[i], turn.sin[i]));
   }
   __device__ __forceinline__ void weigh(int column, float (&t)[kWidth]) const {
-    if (row.operand.weight == nullptr) return;
+    if (operand.weight == nullptr) return;
     float weight[kWidth];
-    load_floats<kWidth>(row.operand.weight, row.operand.weight_dtype, 0, column, row.operand.weight_stride, width,
-                        kWhole, weight);
+    load_floats<kWidth>(operand.weight, operand.weight_dtype, 0, column, operand.weight_stride, width, kWhole, weight);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       if (p.weight_offset != 0.f) weight[i] = __fadd_rn(p.weight_offset, weight[i]);
@@ -195,7 +181,7 @@ struct Loader {
 // A thread has at most kPacks packs of a row and keeps them. With kPacks = 0 it has any number and keeps none.
 // one_table: all rows of a place have the same cos and sin, which a thread of one pack keeps.
 template <typename T, typename C, bool kNorm, bool kWhole, int kPacks>
-__global__ void __launch_bounds__(kPacks == 1 ? 768 : kMostThreads, 1)
+__global__ void __launch_bounds__(kPacks == 1 ? kOnePack : kMostThreads, kPacks == 1 ? 3 : 1)
     rotary_backward_kernel(const __grid_constant__ RotaryBackwardParams p, uint32_t heads, bool one_table) {
   constexpr int kWidth = kPackWidth<T>;
   constexpr bool kKept = kPacks > 0;
@@ -203,43 +189,54 @@ __global__ void __launch_bounds__(kPacks == 1 ? 768 : kMostThreads, 1)
   const bool across = kNorm && p.norm == QkNorm::kAcrossHeads;
   const uint32_t number = blockIdx.x * blockDim.y + threadIdx.y;
   const uint32_t sequence = number / heads, head = number - sequence * heads;
-  const int threads = static_cast<int>(blockDim.x);
+  const int threads = static_cast<int>(blockDim.x), first = threadIdx.x * kWidth, step = threads * kWidth;
   int use = 0;  // Two sums in a row use different places, so that one barrier a sum is enough.
   const auto row_sum = [&](float (&sums)[2]) { block_reduce(sums, threads, scratch[use ^= 1]); };
+  Place kept[kKept ? kPacks : 1];
+  if constexpr (kKept) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) kept[i] = place_of(p, first + i * step);
+  }
   Turn<kWidth> turn;
   bool known = false;
 
-  const auto turn_row = [&](int operand, int64_t batch) {
-    const int64_t row_heads = p.operand[operand].heads;
+  const auto turn_row = [&](int o, uint32_t batch) {
+    const RotaryOperand& operand = p.operand[o];
     // The threads without a row read the first: each must reach every shuffle and barrier.
-    const bool active = sequence < p.operand[operand].sequence && (across || head < row_heads);
-    const Row<T, C> row = row_at<T, C>(p, operand, batch, active ? sequence : 0, active ? head : 0);
-    const int width = static_cast<int>(across ? p.head_dim * row_heads : p.head_dim);
-    const Loader<T, C, kWhole> load{p, row, width};
+    const bool active = sequence < operand.sequence && (across || head < operand.heads);
+    const int width = static_cast<int>(across ? p.head_dim * operand.heads : p.head_dim);
+    const Row<T, C, kWhole> row{p,
+                                operand,
+                                static_cast<const T*>(p.grad[o]),
+                                p.grad_stride[o],
+                                batch,
+                                active ? sequence : 0,
+                                active ? head : 0,
+                                width};
     float h[kKept ? kPacks : 1][kWidth], t[kKept ? kPacks : 1][kWidth];
-    // body(column, i): pack i of those that the thread keeps.
+    // body(column, its place, i): pack i of those that the thread keeps.
     const auto each_pack = [&](const auto& body) {
-      const int first = threadIdx.x * kWidth, step = threads * kWidth;
       if constexpr (kKept) {
 #pragma unroll
         for (int i = 0; i < kPacks; ++i) {
-          if (first + i * step < width) body(first + i * step, i);
+          if (first + i * step < width) body(first + i * step, kept[i], i);
         }
       } else {
 #pragma unroll 1
-        for (int column = first; column < width; column += step) body(column, 0);
+        for (int column = first; column < width; column += step) body(column, place_of(p, column), 0);
       }
     };
-    const auto read = [&](int column, int i) {
-      if constexpr (kNorm) load.load(row.input, row.operand.input_stride, column, h[i]);
-      load.load(row.grad, row.grad_stride, column, t[i]);
+    const auto read = [&](int column, const Place& at, int i) {
+      if constexpr (kNorm) row.load(operand.input, operand.input_stride, column, at, at.column, h[i]);
+      row.load(row.grad, row.grad_stride, column, at, at.column, t[i]);
     };
     // t becomes that of the formula.
-    const auto take = [&](int column, int i) {
-      if constexpr (!kKept) read(column, i);
-      if (kPacks != 1 || !known) load.turn_of(column, turn);
-      load.rotate(column, turn, t[i]);
-      if constexpr (kNorm) load.weigh(column, t[i]);
+    const auto take = [&](int column, const Place& at, int i) {
+      if constexpr (!kKept) read(column, at, i);
+      if (kPacks != 1 || !known) row.turn_of(column, at, turn);
+      known = one_table && active;
+      row.rotate(column, at, turn, t[i]);
+      if constexpr (kNorm) row.weigh(column, t[i]);
     };
     if constexpr (kKept) each_pack(read);  // before the first of them is used
     if constexpr (kNorm) {
@@ -248,8 +245,8 @@ __global__ void __launch_bounds__(kPacks == 1 ? 768 : kMostThreads, 1)
       RowNorm norm;
       if (layer) {
         float sums[2] = {0.f, 0.f};
-        each_pack([&](int column, int i) {
-          take(column, i);
+        each_pack([&](int column, const Place& at, int i) {
+          take(column, at, i);
           sums[0] += tree_sum(h[i]);
           sums[1] += tree_sum(t[i]);
         });
@@ -258,37 +255,36 @@ __global__ void __launch_bounds__(kPacks == 1 ? 768 : kMostThreads, 1)
         norm.mean_t = sums[1] * inverse_width;
       }
       float sums[2] = {0.f, 0.f};
-      each_pack([&](int column, int i) {
-        if (!kKept || !layer) take(column, i);
+      each_pack([&](int column, const Place& at, int i) {
+        if (!kKept || !layer) take(column, at, i);
         if (layer) norm.centre<Statistic::kLayer>(h[i], t[i]);
         const int count = kWhole ? kWidth : width - column;
         sums[0] += pack_squares<false>(h[i], 0.f, count);
         sums[1] += pack_product(t[i], h[i], count);
       });
       row_sum(sums);
-      norm.set(sums[0], sums[1], inverse_width, row.operand.eps);
+      norm.set(sums[0], sums[1], inverse_width, operand.eps);
       if (!active) return;
-      each_pack([&](int column, int i) {
+      each_pack([&](int column, const Place& at, int i) {
         if constexpr (!kKept) {
-          take(column, i);
+          take(column, at, i);
           if (layer) norm.centre<Statistic::kLayer>(h[i], t[i]);
         }
         norm.apply(h[i], t[i]);
-        load.store(column, t[i]);
+        row.store(column, at, t[i]);
       });
     } else {
       if (!active) return;
-      each_pack([&](int column, int i) {
-        take(column, i);
-        load.store(column, t[i]);
+      each_pack([&](int column, const Place& at, int i) {
+        take(column, at, i);
+        row.store(column, at, t[i]);
       });
     }
-    known = one_table;
   };
 #pragma unroll 1
   for (int operand = 0; operand < p.operands; ++operand) {
 #pragma unroll 1
-    for (int64_t batch = 0; batch < p.batch; ++batch) turn_row(operand, batch);
+    for (uint32_t batch = 0; batch < static_cast<uint32_t>(p.batch); ++batch) turn_row(operand, batch);
   }
 }
 
@@ -303,11 +299,12 @@ bool takes_whole_packs(const RotaryBackwardParams& p) {
   const int columns = p.half_width_table ? p.rotary_dim / 2 : p.rotary_dim;
   for (int i = 0; i < p.operands; ++i) {
     const RotaryOperand& o = p.operand[i];
+    const auto narrow = [](const HeadStrides& s) { return std::max({s.batch, s.sequence, s.head}) <= UINT32_MAX; };
     const auto rows = [&](const void* data, const HeadStrides& s) {
-      return is_packed_head(data, DTypeOf<T>::value, kWidth, p.head_dim, s);
+      return is_packed_head(data, DTypeOf<T>::value, kWidth, p.head_dim, s) && narrow(s);
     };
     const auto table = [&](const void* data, const HeadStrides& s) {
-      return is_packed_head(data, DTypeOf<C>::value, entries, columns, s);
+      return is_packed_head(data, DTypeOf<C>::value, entries, columns, s) && narrow(s);
     };
     if (!rows(p.grad[i], p.grad_stride[i]) || !rows(o.output, o.output_stride)) return false;
     if (p.norm != QkNorm::kNone && !rows(o.input, o.input_stride)) return false;
@@ -339,9 +336,9 @@ void launch(const RotaryBackwardParams& p, const Context& context) {
   }
   if (sequence > INT32_MAX / heads) throw std::runtime_error("query, key: expected at most 2^31 - 1 heads in a batch");
   // Query and key have as many threads a row.
-  const int64_t packs = ceil_div(width, kPackWidth<T>);
+  const int64_t packs = ceil_div(width, kPackWidth<T>), kept = packs <= kOnePack ? 1 : kMostPacks;
   const int threads = packs <= 32 ? next_power_of_two(packs)
-                                  : static_cast<int>(std::min<int64_t>(ceil_div(packs, 32) * 32, kMostThreads));
+                                  : static_cast<int>(std::min<int64_t>(ceil_div(packs, 32 * kept) * 32, kMostThreads));
   const dim3 block(static_cast<unsigned>(threads), threads > 32 ? 1u : static_cast<unsigned>(kThreads / threads));
   const unsigned grid = grid_size(ceil_div(sequence * heads, block.y));
   const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -354,11 +351,11 @@ void launch(const RotaryBackwardParams& p, const Context& context) {
   };
   using One = std::integral_constant<int, 1>;
   using Any = std::integral_constant<int, 0>;
-  if (p.norm == QkNorm::kNone) {
-    packs <= threads ? run(std::false_type{}, One{}) : run(std::false_type{}, Any{});
-  } else if (packs <= threads) {
-    run(std::true_type{}, One{});
-  } else if (packs <= kMostPacks * threads) {
+  if (packs <= threads) {
+    p.norm == QkNorm::kNone ? run(std::false_type{}, One{}) : run(std::true_type{}, One{});
+  } else if (p.norm == QkNorm::kNone) {
+    run(std::false_type{}, Any{});
+  } else if (packs <= kept * threads) {
     run(std::true_type{}, std::integral_constant<int, kMostPacks>{});
   } else {
     run(std::true_type{}, Any{});
