@@ -9,15 +9,16 @@ from pages.writing import KINDS, block, records_of, table, table_of_kinds, text,
 def steps() -> str:
     """Steps by model, size and configuration, and what some of them consist of."""
     records = records_of("h200-train")
-    form = ("model", "size", "rank", "checkpointing", "timesteps")
-    stock = {tuple(r[key] for key in form): r["step_ms"] for r in records if r["config"] == "baseline"}
-    rows = [{**r, "title": CONFIGS[r["config"]], "stock": stock[tuple(r[key] for key in form)]} for r in records]
+    # Hosts differ by more than configurations do: a ratio is of one run.
+    form = ("model", "size", "rank", "checkpointing", "timesteps", "commit")
+    stock = {tuple(r.get(key) for key in form): r["step_ms"] for r in records if r["config"] == "baseline"}
+    rows = [{**r, "title": CONFIGS[r["config"]], "stock": stock.get(tuple(r.get(key) for key in form))} for r in records]
     head = (
         "| model | size | rank | timestep per | checkpoints | configuration | step, ms | x stock | forward | backward "
         "| as a graph | peak GiB | error of gradients |"
     )
     row = (
-        "| {name} | {size} | {adapters} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms:.2f} "
+        "| {name} | {size} | {adapters} | {timesteps} | {checkpoints} | {title} | {step_ms:.1f} | {stock/step_ms?:.2f} "
         "| {forward_ms:.1f} | {backward_ms:.1f} | {graph_ms?:.1f} | {peak_gb:.2f} | {grad_error_vs_fp32?:.2e} |"
     )
     cells = {
