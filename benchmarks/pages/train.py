@@ -12,7 +12,9 @@ def steps() -> str:
     # Hosts differ by more than configurations do: a ratio is of one run.
     form = ("model", "size", "rank", "checkpointing", "timesteps", "commit")
     stock = {tuple(r.get(key) for key in form): r["step_ms"] for r in records if r["config"] == "baseline"}
-    rows = [{**r, "title": CONFIGS[r["config"]], "stock": stock.get(tuple(r.get(key) for key in form))} for r in records]
+    rows = [
+        {**r, "title": CONFIGS[r["config"]], "stock": stock.get(tuple(r.get(key) for key in form))} for r in records
+    ]
     head = (
         "| model | size | rank | timestep per | checkpoints | configuration | step, ms | x stock | forward | backward "
         "| as a graph | peak GiB | error of gradients |"
