@@ -208,16 +208,34 @@ def test_an_argument_that_is_made_of_another(ltx: ModuleType, replay: ModuleType
     assert block.__dict__[replay.HELD].replays is not None
 
 
-@pytest.mark.parametrize("name", ["lora_B", "base_layer.weight"])
+def written_to(model: nn.Module, name: str) -> None:
+    with torch.no_grad():
+        next(p for key, p in model.named_parameters() if f"blocks.1.attn1.{name}" in key).mul_(2)
+
+
+@pytest.mark.parametrize("name", ["to_out.0.lora_B", "to_v.base_layer.weight"])
 def test_a_weight_written_to_before_the_backward(ltx: ModuleType, device: str, name: str) -> None:
     model, inputs, _ = tiny(ltx, device)
     for _ in range(3):
         step(model, inputs)
     loss = model(**inputs)[0].square().mean()
-    with torch.no_grad():
-        next(p for key, p in model.named_parameters() if f"blocks.1.attn1.to_v.{name}" in key).mul_(2)
+    written_to(model, name)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("name", ["to_v.lora_A", "to_v.lora_B"])
+def test_an_adapter_that_was_copied_before_it_was_written_to(ltx: ModuleType, device: str, name: str) -> None:
+    """Adapters of one product are copied side by side. The backward reads the copies, with what the forward read."""
+    model, inputs, _ = tiny(ltx, device)
+    _, want = [step(model, inputs) for _ in range(3)][-1]
+    model.zero_grad()
+    loss = model(**inputs)[0].double().square().mean()
+    written_to(model, name)
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, want[key])
 
 
 def test_two_backwards_of_one_call(ltx: ModuleType, device: str) -> None:

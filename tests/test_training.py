@@ -192,6 +192,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bias": {"lora_bias": True},
     "dora": {"use_dora": True},
     "one layer": {"target_modules": ["to_q"]},
+    "another rank": {"rank_pattern": {"to_k": 4}},
+    "another scale": {"alpha_pattern": {"to_v": 3}},
 }
 
 

@@ -133,30 +133,63 @@ def adapted(
     """The outputs of frozen layers, and what their adapters add, for autograd: [M, out].
 
     The rows are read once for all adapters, and a layer's output once for each of its own. So are, in the backward, the
-    gradients of rows and outputs.
+    gradients of rows and outputs. Adapters of layers side by side, as of query, key and value, share their products.
 
     rows, quantised: The input [M, in], and the same quantised for layers in fp8.
     sizes: The number of rows of each layer's weight.
     """
-    dtype = rows.dtype
-    places, begun = [], 0
-    for size, added in zip(sizes, adapters):
-        places += [_Place(begun, size, adapter.up.shape[1], adapter.scale) for adapter in added]
-        begun += size
-    downs = [adapter.down.to(dtype) for added in adapters for adapter in added]
-    ups = [adapter.up.to(dtype) for added in adapters for adapter in added]
-    down = downs[0] if len(downs) == 1 else torch.cat(downs)
-    output: Tensor = _Adapted.apply(places, quantised, rows, *layers, down, *ups)
+    runs, ups = _runs(sizes, adapters)
+    downs = [adapter.down for added in adapters for adapter in added]
+    down = (downs[0] if len(downs) == 1 else torch.cat(downs)).to(rows.dtype)
+    output: Tensor = _Adapted.apply(runs, quantised, rows, *layers, down, *[up.to(rows.dtype) for up in ups])
     return output
 
 
-class _Place(NamedTuple):
-    """Where an adapter adds to the output of several layers: columns, their number, its rank and scale."""
+class _Run(NamedTuple):
+    """Adapters that one product computes. They add to columns from `begin` on, each to `size` of them."""
 
     begin: int
+    number: int
     size: int
     rank: int
     scale: float
+
+    def continues_in(self, other: _Run) -> bool:
+        return self.begin + self.number * self.size == other.begin and self[2:] == other[2:]
+
+    def outputs(self, tensor: Tensor) -> Tensor:
+        """[number, M, size], of the layers' outputs [M, N]; [M, size] of one adapter."""
+        return self._apart(tensor.narrow(1, self.begin, self.number * self.size), self.size)
+
+    def lows(self, low: Tensor) -> Tensor:
+        """[number, M, rank], of the low-rank products [M, number * rank]; [M, rank] of one adapter."""
+        return self._apart(low, self.rank)
+
+    def _apart(self, tensor: Tensor, width: int) -> Tensor:
+        return tensor if self.number == 1 else tensor.unflatten(1, (self.number, width)).transpose(0, 1)
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
+        """``total.copy_(beta * total + scale * a @ b)``; with beta=0 its contents are not read."""
+        add = total.addmm_ if self.number == 1 else total.baddbmm_
+        return add(a, b, beta=beta, alpha=self.scale)
+
+
+def _runs(sizes: Sequence[int], adapters: Sequence[Sequence[LowRank]]) -> tuple[list[_Run], list[Tensor]]:
+    """(adapters of `adapted` in their order, the `up` of each run [number, size, rank], or [size, rank] of one)."""
+    runs: list[_Run] = []
+    ups: list[list[Tensor]] = []
+    begun = 0
+    for size, added in zip(sizes, adapters):
+        for _, up, _, scale in added:
+            run = _Run(begun, 1, size, up.shape[1], scale)
+            if runs and runs[-1].continues_in(run):
+                runs[-1] = runs[-1]._replace(number=runs[-1].number + 1)
+                ups[-1].append(up)
+            else:
+                runs.append(run)
+                ups.append([up])
+        begun += size
+    return runs, [each[0] if len(each) == 1 else torch.stack(each) for each in ups]
 
 
 class _Adapted(Function):
@@ -165,7 +198,7 @@ class _Adapted(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        places: Sequence[_Place],
+        runs: Sequence[_Run],
         quantised: Rows | None,
         rows: Tensor,
         weight: Tensor,
@@ -175,11 +208,10 @@ class _Adapted(Function):
         *ups: Tensor,
     ) -> Tensor:
         output, low = Layers(weight, scales, bias).product(rows, quantised), F.linear(rows, down)
-        ranks = low.split_with_sizes([place.rank for place in places], -1)
-        for place, rank, up in zip(places, ranks, ups):
-            output.narrow(1, place.begin, place.size).addmm_(rank, up.t(), alpha=place.scale)
+        for run, low_of_run, up in zip(runs, _of_runs(low, runs), ups):
+            run.add_product(run.outputs(output), low_of_run, up.mT)
         ctx.set_materialize_grads(False)
-        ctx.places, ctx.bias_dtype = places, None if bias is None else bias.dtype
+        ctx.runs, ctx.bias_dtype = runs, None if bias is None else bias.dtype
         ctx.save_for_backward(rows, weight, scales, down, low, *ups)
         return output
 
@@ -191,19 +223,16 @@ class _Adapted(Function):
             return (None,) * len(ctx.needs_input_grad)
         rows, weight, scales, down, low, *ups = ctx.saved_tensors
         needs_rows, _, _, needs_bias, needs_down, *needs_ups = ctx.needs_input_grad[2:]
-        places: Sequence[_Place] = ctx.places
-        parts = [gradient.narrow(1, place.begin, place.size) for place in places]
-        ranks = low.split_with_sizes([place.rank for place in places], -1)
+        runs: Sequence[_Run] = ctx.runs
+        parts = [run.outputs(gradient) for run in runs]
         low_gradient: Tensor | None = None
         if needs_rows or needs_down:
-            lows = [
-                torch.addmm(rank, part, up, beta=0, alpha=place.scale)
-                for place, rank, part, up in zip(places, ranks, parts, ups)
-            ]
-            low_gradient = lows[0] if len(lows) == 1 else torch.cat(lows, 1)
+            low_gradient = torch.empty_like(low)
+            for run, low_of_run, part, up in zip(runs, _of_runs(low_gradient, runs), parts, ups):
+                run.add_product(low_of_run, part, up, beta=0)
         up_gradients = [
-            torch.addmm(up, part.t(), rank, beta=0, alpha=place.scale) if needed else None
-            for place, rank, part, up, needed in zip(places, ranks, parts, ups, needs_ups)
+            run.add_product(torch.empty_like(up), part.mT, low_of_run, beta=0) if needed else None
+            for run, low_of_run, part, up, needed in zip(runs, _of_runs(low, runs), parts, ups, needs_ups)
         ]
         rows_gradient = down_gradient = None
         bias_gradient = gradient.sum(0, dtype=ctx.bias_dtype) if needs_bias else None
@@ -213,6 +242,12 @@ class _Adapted(Function):
         if low_gradient is not None and needs_down:
             down_gradient = torch.mm(low_gradient.t(), rows)
         return None, None, rows_gradient, None, None, bias_gradient, down_gradient, *up_gradients
+
+
+def _of_runs(low: Tensor, runs: Sequence[_Run]) -> list[Tensor]:
+    """The low-rank products [M, rank] of all adapters, by run."""
+    parts = low.split_with_sizes([run.number * run.rank for run in runs], -1)
+    return [run.lows(part) for run, part in zip(runs, parts)]
 
 
 def fit_in_place(adapters: Sequence[Sequence[LowRank]], dtype: torch.dtype) -> bool:
