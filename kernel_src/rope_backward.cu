@@ -20,10 +20,10 @@
 namespace ltx {
 namespace {
 
-constexpr int kThreads = 128;      // of a block of short rows
+constexpr int kThreads = 128;      // of a block of rows of at most a warp
 constexpr int kMostThreads = 512;  // of a row
 constexpr int kMostPacks = 2;      // that a thread keeps
-constexpr int kOnePack = 256;      // threads of a row, at most, where each keeps one
+constexpr int kOnePack = 256;      // most threads of a row where each keeps one pack
 
 // A column of a row: its head, and in that head itself, its partner, and the entry of its pair in a half-width table.
 struct Place {
@@ -202,8 +202,9 @@ __global__ void __launch_bounds__(kPacks == 1 ? kOnePack : kMostThreads, kPacks 
 
   const auto turn_row = [&](int o, uint32_t batch) {
     const RotaryOperand& operand = p.operand[o];
-    // The threads without a row read the first: each must reach every shuffle and barrier.
     const bool active = sequence < operand.sequence && (across || head < operand.heads);
+    if (!__any_sync(0xffffffffu, active)) return;  // rows of more than a warp: the whole block
+    // Other threads without a row read the first: each must reach every shuffle.
     const int width = static_cast<int>(across ? p.head_dim * operand.heads : p.head_dim);
     const Row<T, C, kWhole> row{p,
                                 operand,

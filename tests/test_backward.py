@@ -432,6 +432,22 @@ def test_empty(ltx: Any, device: str) -> None:
     assert not grad.any()
 
 
+@pytest.mark.parametrize("across", [False, True], ids=["per head", "across heads"])
+def test_empty_key(ltx: Any, device: str, across: bool) -> None:
+    """The query's gradient has the bits that it has beside another key."""
+    make = Make(device, torch.float32, seed=5)
+    query, width = make(1, 3, 2, 16).requires_grad_(), 32 if across else 16
+    cos, sin = make(3, width), make(3, width)
+    found = []
+    for tokens in (0, 5):
+        key, table = make(1, tokens, 2, 16).requires_grad_(), make(tokens, width)
+        outputs = ltx.qk_norm_rope(query, key, None, None, (cos, table), (sin, table), across_heads=across)
+        grads = torch.autograd.grad(outputs, (query, key), [torch.ones_like(output) for output in outputs])
+        assert grads[1].shape == key.shape
+        found.append(grads[0])
+    assert torch.equal(*found)
+
+
 # ---- Who computes the gradient
 
 
