@@ -37,6 +37,8 @@ from helpers import (
     model_index_case,
     norm_case,
     place,
+    qk_norm_rope_case,
+    rotary_case,
     without_index,
 )
 from helpers.build_checks import ROOT, builder
@@ -79,6 +81,11 @@ EDITS = [
         r"(\w+_kernel(?:<T>)?)\s*<<<(\w+), (\w+), 0, stream>>>\(",
         r"host::launch(\2, dim3(\3), \1, ",
     ),
+    (
+        "kernel_src/rope_backward.cu",
+        r"kernel<<<grid, block, 0, stream>>>\(",
+        "host::launch(dim3(grid), block, kernel, ",
+    ),
     ("kernel_src/ltx/activation.cuh", r'asm\("ex2.*;', "y = std::exp2(x);"),
     ("kernel_src/ltx/activation.cuh", r'asm\("rcp.*;', "y = 1.f / x;"),
     (
@@ -105,11 +112,11 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
         (copy / name).write_text(text)
     shutil.copy(HELPERS / "cuda_on_host.h", copy / "kernel_src" / "cpu" / "cuda_on_host.h")
     shutil.copy(HELPERS / "norm_on_host.cpp", copy / "kernel_src" / "cpu" / "norm.cpp")
-    for name in ("norm_backward", "row_sums", "glu_backward", "group_norm"):
+    for name in ("norm_backward", "rope_backward", "row_sums", "glu_backward", "group_norm"):
         kernels = f'#include "cuda_on_host.h"\n#include "{name}.cu"\n'
         (copy / "kernel_src" / "cpu" / f"{name}.cpp").write_text(kernels)
     table, include = copy / "build.toml", toolkit.nvcc.parent.parent / "include"
-    for name in ("norm", "norm_backward", "row_sums", "glu_backward", "group_norm"):
+    for name in ("norm", "norm_backward", "rope_backward", "row_sums", "glu_backward", "group_norm"):
         parts = re.split(rf"(\[kernel\.{name}_cpu\].*?cxx-flags = \[)", table.read_text(), flags=re.DOTALL)
         before, kernel, after = parts
         table.write_text(f'{before}{kernel}"-I{include}", "-pthread", "-fno-strict-aliasing", {after}')
@@ -222,6 +229,21 @@ def test_sums_over_rows(on_host: ModuleType, statistic: int, dtype: torch.dtype)
         general = test_row_sums.check(on_host, place(grad, "columns strided"), rows, statistic)
         for got, want in zip(general, packed, strict=True):
             assert_same_bits(got, want, str(shape))
+
+
+@every_dtype
+@pytest.mark.parametrize("form", test_backward.ROTARY)
+def test_gradients_of_rotations(on_host: ModuleType, form: str, dtype: torch.dtype) -> None:
+    """Whole packs, and single elements with the same bits; a key of other tokens and heads; two packs a thread."""
+    rotary, make = test_backward.ROTARY[form], Make("cpu", dtype)
+    cases = [rotary_case(make, (2, 5, 3, 16), key=(4, 7), **rotary)]
+    for norm in ({"across_heads": True}, {"across_heads": False}, {"across_heads": True, "norm": "layer"}):
+        cases.append(qk_norm_rope_case(make, (2, 5, 3, 16), key=(4, 7), weight_offset=1.0, **norm, **rotary))
+    cases.append(qk_norm_rope_case(make, (2, 2, 3, 704), key=(3, 1), across_heads=True, **rotary))
+    for case in cases:
+        packed = test_backward.check(on_host, case)
+        for name, gradient in test_backward.check(on_host, case.in_layout("columns strided")).items():
+            assert_same_bits(gradient, packed[name], name)
 
 
 @every_dtype

@@ -113,6 +113,10 @@ template <typename T>
 T __shfl_sync(unsigned, T x, int lane) {
   return host::shuffle(x, lane);
 }
+inline int __any_sync(unsigned, int predicate) {
+  for (int mask = 1; mask < 32; mask *= 2) predicate |= host::shuffle(predicate, host::lane ^ mask);
+  return predicate;
+}
 inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
