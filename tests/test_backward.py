@@ -343,6 +343,15 @@ def test_gradients_are_those_of_the_fp32_formula(ltx: Any, device: str, rounding
                 assert_same_bits(grad, expected[key], f"{name}: {key}")
 
 
+def test_gradients_of_one_sum_lie_apart(ltx: Any, device: str) -> None:
+    """The gradients of bias, shift and table are one sum. Each may be written to."""
+    case = norm_case("adaln_layernorm", Make(device, torch.float32), (1, 3, 64), tables=("shift",))
+    needs = [name for name in shared_by_rows(case) if name in ("bias", "shift") or "table" in name]
+    found = gradients(ltx, case, needs, random_like(case.run(ltx)))
+    assert len(found) == 3
+    assert len({grad.untyped_storage().data_ptr() for grad in found.values()}) == 3
+
+
 def test_input_and_residual_are_one_tensor(ltx: Any, device: str) -> None:
     x = Make(device, torch.float32)(2, 3, 64).requires_grad_()
     out, hidden = ltx.rmsnorm_residual(x, x)

@@ -54,7 +54,7 @@ class Modulation(NamedTuple):
         if self.value is not None and needs[0]:
             to_value = self._of_value(whole) if self.numbers is None else self._of_named_rows(whole)
         if self.table is not None and needs[1]:
-            to_table = whole.sum_to_size(self.table.shape).to(self.table.dtype)
+            to_table = _summed(whole, self.table)
         return to_value, to_table
 
     def _of_value(self, whole: Tensor) -> Tensor:
@@ -62,7 +62,8 @@ class Modulation(NamedTuple):
         shape: tuple[int, ...] = value.shape
         if is_per_batch(value, whole):
             shape = (shape[0], *(1,) * (whole.dim() - 2), shape[1])
-        return whole.sum_to_size(shape).view(value.shape).to(value.dtype)
+        whole = whole if whole.numel() == value.numel() else whole.sum_to_size(shape)
+        return whole.view(value.shape).to(value.dtype)
 
     def _of_named_rows(self, whole: Tensor) -> Tensor:
         value = cast(Tensor, self.value).detach().requires_grad_()
@@ -139,9 +140,9 @@ def of_modulated_norm(
         products, sums = products * modulated, sums * modulated
     to_weight = to_bias = None
     if needs[0] and norm.weight is not None:
-        to_weight = products.sum_to_size(norm.weight.shape).to(norm.weight.dtype)
+        to_weight = _summed(products, norm.weight)
     if needs[1] and norm.bias is not None:
-        to_bias = sums.sum_to_size(norm.bias.shape).to(norm.bias.dtype)
+        to_bias = _summed(sums, norm.bias)
     return to_weight, to_bias, to_scale[0], to_shift[0], to_gate[0], to_scale[1], to_shift[1], to_gate[1]
 
 
@@ -178,6 +179,13 @@ def _sums(grad: Tensor, rows: Tensor, norm: Norm, leading: int) -> tuple[Tensor,
     whole = (*counts[:leading], *(1,) * (len(counts) - leading), width)
     products, sums = (each.view(whole) for each in both)
     return products, sums
+
+
+def _summed(whole: Tensor, like: Tensor) -> Tensor:
+    """A sum in the shape and dtype of a tensor, in memory of its own: gradients are written to."""
+    if whole.numel() == like.numel():  # one kernel in place of two
+        return whole.to(like.dtype, copy=True).view(like.shape)
+    return whole.sum_to_size(like.shape).to(like.dtype)
 
 
 def _weighted(products: Tensor, sums: Tensor, norm: Norm) -> Tensor:
