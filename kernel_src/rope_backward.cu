@@ -3,9 +3,9 @@
 //
 // A row is a head, or with a norm across heads a token. Its threads own packs of 16 bytes, as in the norm kernels. The
 // partner of an element is in its own pack, or in the half layout in the pack half a head away. The same threads turn
-// the rows of one place, of query and key and of every batch, one after the other: mostly they share cos and sin.
-// A thread keeps its packs of a row. It reads them again for each pair of sums and for the result where it has more
-// than kMostPacks, and where it reads element by element.
+// the rows at one place of the sequence in turn: those of query and key, and of every batch. Where these rows share cos
+// and sin, a thread of one pack reads them once. A thread keeps its packs of a row. It reads them again for each pair
+// of sums and for the result where it has more than kMostPacks, and where it reads element by element.
 #include <algorithm>
 #include <stdexcept>
 #include <type_traits>
@@ -177,9 +177,10 @@ struct Row {
   }
 };
 
-// block: x = the threads of a row, y = places. grid: x = groups of places, `heads` of which a position has.
+// block: x = the threads of a row, y = the rows of one operand and batch that it turns at once. grid: x = such blocks.
+// A position of the sequence has `heads` rows of an operand and batch; an operand of fewer heads leaves some out.
 // A thread has at most kPacks packs of a row and keeps them. With kPacks = 0 it has any number and keeps none.
-// one_table: all rows of a place have the same cos and sin, which a thread of one pack keeps.
+// one_table: cos and sin are the same in query, key and every batch.
 template <typename T, typename C, bool kNorm, bool kWhole, int kPacks>
 __global__ void __launch_bounds__(kPacks == 1 ? kOnePack : kMostThreads, kPacks == 1 ? 3 : 1)
     rotary_backward_kernel(const __grid_constant__ RotaryBackwardParams p, uint32_t heads, bool one_table) {
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(kPacks == 1 ? kOnePack : kMostThreads, kPacks 
       if constexpr (kNorm) row.load(operand.input, operand.input_stride, column, at, at.column, h[i]);
       row.load(row.grad, row.grad_stride, column, at, at.column, t[i]);
     };
-    // t becomes that of the formula.
+    // The gradient of a pack is rotated back and weighed, which gives t of the formula.
     const auto take = [&](int column, const Place& at, int i) {
       if constexpr (!kKept) read(column, at, i);
       if (kPacks != 1 || !known) row.turn_of(column, at, turn);
@@ -319,11 +320,11 @@ bool takes_whole_packs(const RotaryBackwardParams& p) {
 bool share_table(const RotaryBackwardParams& p) {
   const RotaryOperand &q = p.operand[0], &k = p.operand[p.operands - 1];
   const auto same = [](const HeadStrides& a, const HeadStrides& b) {
-    return a.sequence == b.sequence && a.head == b.head && a.column == b.column;
+    return a.batch == b.batch && a.sequence == b.sequence && a.head == b.head && a.column == b.column;
   };
   const auto moves = [&](const HeadStrides& s) { return p.batch > 1 && s.batch != 0; };
   return q.cos == k.cos && q.sin == k.sin && same(q.cos_stride, k.cos_stride) && same(q.sin_stride, k.sin_stride) &&
-         !moves(q.cos_stride) && !moves(q.sin_stride) && !moves(k.cos_stride) && !moves(k.sin_stride);
+         !moves(q.cos_stride) && !moves(q.sin_stride);
 }
 
 template <typename T, typename C>

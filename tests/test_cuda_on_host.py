@@ -246,6 +246,11 @@ def test_gradients_of_rotations(on_host: ModuleType, form: str, dtype: torch.dty
             assert_same_bits(gradient, packed[name], name)
 
 
+@pytest.mark.parametrize("across", [False, True], ids=["per head", "across heads"])
+def test_rotation_of_an_empty_key(on_host: ModuleType, across: bool) -> None:
+    test_backward.test_empty_key(on_host, "cpu", across)
+
+
 @every_dtype
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *CLAMPED, "gate_heads per head", "gate_heads per column"])
 def test_gradients_of_activations(on_host: ModuleType, name: str, dtype: torch.dtype) -> None:

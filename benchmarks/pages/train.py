@@ -1,20 +1,24 @@
 """Training: steps of LoRA adapters on an H200, and the ops' gradients one by one on an H100."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from pages.names import CONFIGS
 from pages.parallel import PARALLEL
-from pages.writing import KINDS, block, records_of, table, table_of_kinds, text, titled
+from pages.writing import KINDS, Record, block, records_of, table, table_of_kinds, text, titled
 
 
 @block("docs/measured/training.md", "steps")
 def steps() -> str:
     """Steps by model, size and configuration, and what some of them consist of."""
     records = records_of("h200-train")
-    # Hosts differ by more than configurations do: a ratio is of one run.
-    form = ("model", "size", "rank", "checkpointing", "timesteps", "commit")
-    stock = {tuple(r.get(key) for key in form): r["step_ms"] for r in records if r["config"] == "baseline"}
-    rows = [
-        {**r, "title": CONFIGS[r["config"]], "stock": stock.get(tuple(r.get(key) for key in form))} for r in records
-    ]
+
+    def form(record: Record) -> tuple[Any, ...]:
+        """What is timed, and in which run: a ratio of two runs would be one of their hosts."""
+        return tuple(map(record.get, ("model", "size", "rank", "checkpointing", "timesteps", "commit", "date")))
+
+    stock = {form(record): record["step_ms"] for record in records if record["config"] == "baseline"}
+    rows = [{**record, "title": CONFIGS[record["config"]], "stock": stock.get(form(record))} for record in records]
     head = (
         "| model | size | rank | timestep per | checkpoints | configuration | step, ms | x stock | forward | backward "
         "| as a graph | peak GiB | error of gradients |"
@@ -42,22 +46,22 @@ def steps() -> str:
     return text(table(head, row, rows, **cells), titled(told, kinds))
 
 
-def _largest(file: str) -> str:
+def _largest(records: Sequence[Record]) -> str:
     """The gradients of each op at its largest measured shape."""
-    largest = {record["op"]: record for record in sorted(records_of(file), key=lambda r: r["bytes"])}
+    largest = {record["op"]: record for record in sorted(records, key=lambda r: r["bytes"])}
     head = "| op | shape | µs | x copy | plain torch | torch's own op |"
     row = "| {op} | {size} | {us.ours:.0f} | {us.ours/us.copy:.2f} | {us.eager:.0f} | {us.native?:.0f} |"
-    rows = [largest[op] for op in dict.fromkeys(record["op"] for record in records_of(file))]
+    rows = [largest[op] for op in dict.fromkeys(record["op"] for record in records)]
     return text(table(head, row, rows, size=lambda record: "x".join(map(str, record["shape"]))))
 
 
 @block("docs/measured/training.md", "backward")
 def backward() -> str:
     """The gradients of inputs."""
-    return _largest("h100-80gb-hbm3-backward")
+    return _largest(records_of("h100-80gb-hbm3-backward"))
 
 
 @block("docs/measured/training.md", "sums")
 def sums() -> str:
     """The gradients of what rows share."""
-    return _largest("h200-backward")
+    return _largest([record for record in records_of("h200-backward") if "sums over rows" in record["op"]])
