@@ -43,6 +43,7 @@ from sources import History, Sources, digest, working_tree
 from staleness import NEVER, Age
 
 POLL_S = 0.2
+TOGETHER = 160  # jobs of one process at most: what it compiles ahead is lost if the process is stopped
 MARGIN = 1.2  # a call that was stopped after so many seconds needs more: how much more is a guess
 RESULTS = REPOSITORY / "benchmarks/results"
 
@@ -232,7 +233,7 @@ def next_batch(waiting: Sequence[Waiting], limit: float) -> list[Job]:
             first.job.machine,
             first.job.options,
         )
-        if same and not one.failed and total + (one.seconds or 0.0) <= limit:
+        if len(batch) < TOGETHER and same and not one.failed and total + (one.seconds or 0.0) <= limit:
             batch.append(one.job)
             total += one.seconds or 0.0
     return batch

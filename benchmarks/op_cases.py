@@ -20,6 +20,8 @@ from torch import Tensor
 
 EAGER = 1  # the code of rounding="eager" in the ops
 
+Peers = dict[str, Callable[[], Any]]  # native, liger, quack
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -27,7 +29,7 @@ class Inputs:
     options: dict[str, Any] = field(default_factory=dict)
     rounds: bool = True  # whether the function has a ``rounding``
     stock: Callable[..., Any] | None = None  # what `eager` and `compile` run in place of the package's reference
-    peers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # native, liger, quack
+    peers: Peers = field(default_factory=dict)
     ours: Callable[..., Any] | None = None  # the op itself, where the case is a call of no public function
     again: Tensor | None = None  # what any implementation reads twice, because a statistic of all of it comes first
 
@@ -53,7 +55,7 @@ class Make:
             angle = angle.repeat_interleave(2, -1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
-    def peers(self, **calls: Callable[[ModuleType], Any]) -> dict[str, Callable[[], Any]]:
+    def peers(self, **calls: Callable[[ModuleType], Any]) -> Peers:
         return {name: partial(call, self.modules[name]) for name, call in calls.items() if name in self.modules}
 
 
@@ -80,32 +82,42 @@ def rmsnorm_slice(make: Make, rows: int, width: int) -> Inputs:
 
 
 def rmsnorm_of(make: Make, x: Tensor) -> Inputs:
-    width = x.shape[-1]
-    weight = make(width)
-    peers = make.peers(
-        liger=lambda liger: liger.liger_rms_norm(x, weight, 1e-6),
-        quack=lambda quack: quack.rmsnorm(x, weight, eps=1e-6),
-    )
-    return Inputs((x, weight), peers={"native": lambda: F.rms_norm(x, (width,), weight, 1e-6), **peers})
+    weight = make(x.shape[-1])
+    return Inputs((x, weight), peers=rmsnorm_peers(make, x, weight, 1e-6))
+
+
+def rmsnorm_peers(make: Make, x: Tensor, weight: Tensor | None, eps: float) -> Peers:
+    peers = {} if weight is None else make.peers(liger=lambda liger: liger.liger_rms_norm(x, weight, eps))
+    peers |= make.peers(quack=lambda quack: quack.rmsnorm(x, weight, eps=eps))
+    return {"native": lambda: F.rms_norm(x, (x.shape[-1],), weight, eps), **peers}
 
 
 def layernorm(make: Make, rows: int, width: int) -> Inputs:
     x, weight, bias = make(rows, width), make(width), make(width)
-    wide = [parameter.float() for parameter in (weight, bias)]  # QuACK takes no others
-    peers = make.peers(
-        liger=lambda liger: liger.liger_layer_norm(x, weight, bias, 1e-5),
-        quack=lambda quack: quack.layernorm_fwd(x, *wide, eps=1e-5),
-    )
-    return Inputs((x, weight, bias), peers={"native": lambda: F.layer_norm(x, (width,), weight, bias, 1e-5), **peers})
+    return Inputs((x, weight, bias), peers=layernorm_peers(make, x, weight, bias, 1e-5))
+
+
+def layernorm_peers(make: Make, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Peers:
+    peers: Peers = {}
+    if weight is not None and bias is not None:
+        wide = [parameter.float() for parameter in (weight, bias)]  # QuACK takes no others
+        peers = make.peers(
+            liger=lambda liger: liger.liger_layer_norm(x, weight, bias, eps),
+            quack=lambda quack: quack.layernorm_fwd(x, *wide, eps=eps),
+        )
+    return {"native": lambda: F.layer_norm(x, (x.shape[-1],), weight, bias, eps), **peers}
 
 
 def rmsnorm_residual(make: Make, rows: int, width: int) -> Inputs:
     x, residual, weight = make(rows, width), make(rows, width), make(width)
-    peers = make.peers(
-        liger=lambda liger: liger.liger_fused_add_rms_norm(x, residual, weight, 1e-6),
-        quack=lambda quack: quack.rmsnorm(x, weight, residual=residual, eps=1e-6, prenorm=True),
+    return Inputs((x, residual, weight), peers=rmsnorm_residual_peers(make, x, residual, weight, 1e-6))
+
+
+def rmsnorm_residual_peers(make: Make, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Peers:
+    return make.peers(
+        liger=lambda liger: liger.liger_fused_add_rms_norm(x, residual, weight, eps),
+        quack=lambda quack: quack.rmsnorm(x, weight, residual=residual, eps=eps, prenorm=True),
     )
-    return Inputs((x, residual, weight), peers=peers)
 
 
 def modulated(make: Make, batch: int, tokens: int, width: int, function: str) -> Inputs:
@@ -212,10 +224,14 @@ def rope_3d(make: Make, batch: int, frames: int, rows: int, columns: int, heads:
 
 def glu(make: Make, rows: int, width: int, options: dict[str, Any], liger_name: str | None) -> Inputs:
     x = make(rows, 2 * width)
-    if liger_name is None or "liger" not in make.modules:
-        return Inputs((x,), options)
+    return Inputs((x,), options, peers={} if liger_name is None else glu_peers(make, x, liger_name))
+
+
+def glu_peers(make: Make, x: Tensor, liger_name: str) -> Peers:
+    if "liger" not in make.modules:
+        return {}
     gate, up = (part.contiguous() for part in x.chunk(2, dim=-1))  # it would copy the packed halves
-    return Inputs((x,), options, peers=make.peers(liger=lambda liger: getattr(liger, liger_name)(gate, up)))
+    return make.peers(liger=lambda liger: getattr(liger, liger_name)(gate, up))
 
 
 def gate_heads(make: Make, batch: int, tokens: int, heads: int, width: int, per_head: bool) -> Inputs:
@@ -553,7 +569,55 @@ def called(make: Make, record: dict[str, Any]) -> Inputs:
     def stock(*arguments: Any) -> Any:
         return plain(mode, *(eager.get(i, value) for i, value in enumerate(arguments)))
 
-    return Inputs(tuple(values), rounds=False, stock=stock, ours=op.default)
+    arguments = dict(zip(record["arguments"], values))
+    peers = peers_of_call(make, ltx._checks, record["op"], arguments)
+    return Inputs(tuple(values), rounds=False, stock=stock, ours=op.default, peers=peers)
+
+
+def peers_of_call(make: Make, codes: ModuleType, op: str, arguments: dict[str, Any]) -> Peers:
+    """What torch and other packages have for a call of an op; nothing where they lack what the call asks for.
+
+    codes: The module that names the codes of statistics and activations.
+    """
+    extra = {  # the arguments beside those that a function of another package accepts too
+        "norm": {"weight_offset"},
+        "residual_norm": {
+            "gate",
+            "bias",
+            "scale",
+            "shift",
+            "gate_table",
+            "scale_table",
+            "shift_table",
+            "weight_offset",
+        },
+        "glu": {"up"},
+        "gelu": {"bias"},
+        "group_norm": {"bias", "residual", "residual_bias"},
+        "upsample_nearest": {"bias", "residual", "residual_bias"},
+    }
+    given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or value not in (None, 0.0)}
+    if op not in extra or given.keys() & extra[op]:
+        return {}
+    x, weight, eps = arguments["input"], arguments.get("weight"), arguments.get("eps")
+    statistic, activation = arguments.get("statistic"), arguments.get("activation")
+    if op == "norm" and statistic == codes.LAYER:
+        return layernorm_peers(make, x, weight, arguments["bias"], eps)
+    if op == "norm":
+        return rmsnorm_peers(make, x, weight, eps) if arguments["bias"] is None else {}
+    if op == "residual_norm":
+        is_plain = statistic == codes.RMS and weight is not None
+        return rmsnorm_residual_peers(make, x, arguments["residual"], weight, eps) if is_plain else {}
+    if op == "glu":
+        liger_name = {codes.SILU: "liger_swiglu", codes.GELU_TANH: "liger_geglu"}.get(activation)
+        return glu_peers(make, x, liger_name) if liger_name and arguments["gate_first"] else {}
+    if op == "gelu":
+        approximate = "tanh" if activation == codes.GELU_TANH else "none"
+        return {"native": lambda: F.gelu(x, approximate=approximate)}
+    if op == "group_norm":
+        act = F.silu if arguments["silu"] else lambda y: y
+        return {"native": lambda: act(F.group_norm(x, arguments["groups"], weight, arguments["bias_norm"], eps))}
+    return {"native": lambda: F.interpolate(x, scale_factor=tuple(arguments["scale"]), mode="nearest")}
 
 
 def recorded() -> list[Case]:

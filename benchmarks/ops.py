@@ -8,7 +8,7 @@ Columns: `ours`, in the default rounding; `copy`, a device copy that reads and w
 pages, the fastest that a copy gets; `eager`, the package's reference in plain torch, rounding in the input's dtype as
 model code does, or the models' own chain of ops; `compile`, torch.compile of that; `native`, torch's own op; `liger`
 and `quack`, where installed. The result of every column is compared with `eager` before it is timed. Times are of the
-device, with a cold L2 cache. The JSON is rewritten after every case. With --jobs, processes compile the columns
+device, with a cold L2 cache. The JSON is rewritten after every case. Processes, --jobs of them, compile the columns
 `compile` ahead, into torch's cache on the disk, and end before the first timing; what has not compiled by --limit is
 left out, and named.
 """
@@ -222,7 +222,10 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", metavar="NAME", help='only these, such as "rmsnorm 1024x2048 bf16"')
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes most of the time")
-    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes that compile ahead")
+    jobs = min(os.cpu_count() or 1, 16)
+    parser.add_argument(
+        "--jobs", type=int, default=jobs, metavar="N", help=f"processes that compile ahead; 0: none ({jobs})"
+    )
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="for what compiles ahead (120)")
     parser.add_argument("--output", type=Path, help="JSON (default: benchmarks/results/<gpu>-ops.json)")
     parser.add_argument("--update", action="store_true", help="keep the other cases that the JSON has")
@@ -247,7 +250,7 @@ def main() -> None:
     meta = {**common_meta(package, "cuda"), "missing": missing}
     output = options.output or result_file("ops")
     ready = set() if options.no_compile else {case.name for case in selected}
-    if options.jobs and ready:
+    if options.jobs and len(ready) > 1:
         start = time.monotonic()
         ready = compile_ahead(selected, options.jobs, options.limit)
         print(f"compiled {len(ready)} of {len(selected)} in {time.monotonic() - start:.0f} s", flush=True)
