@@ -371,9 +371,10 @@ void launch(const NormBackwardParams& p, const Context& context) {
   const dim3 block(static_cast<unsigned>(g.threads),
                    g.threads > 32 ? 1u : static_cast<unsigned>(kShortRowThreads / g.threads));
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  bool fast = false, wide = false;
+  bool fast = false;
+  VectorTypes types{};
   WholePacks whole{};
-  whole.operands = whole_pack_operands<T>(p, fast, wide);
+  whole.operands = whole_pack_operands<T>(p, fast, types);
   CompactBackwardParams q{};
   fast = fast && compact_params(p, q.rows) && !p.index.data && g.fits && g.threads <= register_threads(F, g.packs);
   const auto add = [&](CompactView& compact, const RowView& view, bool& packed) {
@@ -391,7 +392,8 @@ void launch(const NormBackwardParams& p, const Context& context) {
   add(q.branch, p.branch, whole.branch);
   // fp32 vectors beside 16-bit rows: the modulations of models that keep them in fp32.
   constexpr bool kTakesWide = sizeof(T) == 2 && F == Fusion::kBackward;
-  fast = fast && (!wide || sizeof(T) == 4 || kTakesWide);
+  const bool wide = types == VectorTypes::kFp32;
+  fast = fast && (types == VectorTypes::kRows || (wide && kTakesWide));
   if (takes_packed("norm", forced().norm, fast)) {
     int rows_read = 2;
     for (const RowView* view : {&p.grad2, &p.grad_residual, &p.branch}) rows_read += view->data != nullptr;

@@ -165,10 +165,11 @@ bool launch_held(const NormParams& p, const Context& context) {
     if (forced().norm != Kernel::kAny || forced().norm_packs != 0) return false;
     const Geometry g = geometry(p.rows.width, kPackWidth<T>, Statistic::kRms, Fusion::kModulate, Output::kQuantised, 1);
     if (g.packs < 3 || !g.fits || p.rows.width != g.threads * g.packs * kPackWidth<T>) return false;
-    bool fast = false, wide = false;
+    bool fast = false;
+    VectorTypes types{};
     CompactParams q{};
-    whole_pack_operands<T>(p, fast, wide);
-    if (!fast || wide || p.index.data || !compact_params(p, q)) return false;
+    whole_pack_operands<T>(p, fast, types);
+    if (!fast || types != VectorTypes::kRows || p.index.data || !compact_params(p, q)) return false;
     const uint32_t vectors = q.present & ~kElementOperands;
     if (vectors == (kScale | kShift) || vectors == (kWeight | kScale) || (vectors & kVarying)) return false;
     const int64_t held = p.rows.width * 2 * static_cast<int64_t>(sizeof(float));

@@ -8,12 +8,11 @@
 //
 // A thread owns units: two packs of kWidth columns, A and B = A + R / 2, so that both members of every pair are in one
 // thread in either layout (interleaved pairs lie inside a pack).
-//   heads_kernel    one unit column of one token, for a run of heads or of batches that share its cos and sin;
-//                   with a norm per head, the lanes of a head sum by shuffles.
+//   heads_kernel    one unit column of one token, for a run of heads or of batches that share its cos and sin, or for
+//                   one head with its own; with a norm per head, the lanes of a head sum by shuffles.
 //   row_kernel      all heads of a token, query and key together (norm across heads).
 //   heads_general, row_general: the same for everything unusual: widths that packs do not divide, misaligned or strided
-//                   columns, partial rotary, angles of each head's own, long rows, eager rounding, layer norm or a
-//                   weight offset across heads.
+//                   columns, partial rotary, long rows, eager rounding, layer norm or a weight offset across heads.
 // The first two are instantiated per table form and load everything before its first use.
 #include <algorithm>
 #include <type_traits>
@@ -314,6 +313,7 @@ struct PackedOperand {
   PackedStrides input_stride, output_stride, table_stride;
   uint32_t sequence, heads;
   float eps;
+  bool fp32_weight;  // beside 16-bit heads
 };
 struct PackedParams {
   PackedOperand operand[2];
@@ -362,17 +362,17 @@ struct FullTable {
   }
 };
 
-// a table of one fp32 entry a pair,
-template <typename T, bool kInterleaved>
+// a table of one entry a pair,
+template <typename T, typename C, bool kInterleaved>
 struct HalfTable {
   static constexpr int kWidth = kPackWidth<T>;
   static constexpr int kRowThreads = row_threads<T>(kInterleaved ? 768 : 640);
   // Interleaved, a pack holds kWidth / 2 pairs; otherwise A and B are the two sides of kWidth pairs.
   static constexpr int kEntries = kInterleaved ? kWidth / 2 : kWidth;
   struct Angles {};
-  static constexpr uint32_t kPairBytes = sizeof(float);
-  static constexpr bool kFp32 = true;
-  Elements<float, kEntries> cos_a, cos_b, sin_a, sin_b;
+  static constexpr uint32_t kPairBytes = sizeof(C);
+  static constexpr bool kFp32 = std::is_same_v<C, float>;
+  Elements<C, kEntries> cos_a, cos_b, sin_a, sin_b;
 
   __device__ __forceinline__ void load(const char* cos, const char* sin, int a, int b) {
     cos_a.load(cos, kInterleaved ? a / 2 : a);
@@ -382,7 +382,7 @@ struct HalfTable {
       sin_b.load(sin, b / 2);
     }
   }
-  static __device__ __forceinline__ void spread(const Elements<float, kEntries>& entries, float (&x)[kWidth]) {
+  static __device__ __forceinline__ void spread(const Elements<C, kEntries>& entries, float (&x)[kWidth]) {
     float pairs[kEntries];
     entries.get(pairs);
 #pragma unroll
@@ -517,6 +517,9 @@ __device__ __forceinline__ void prefetch_heads(const PackedParams& p, const Runs
            static_cast<uint32_t>(heads) * head_bytes);
 }
 
+// Whether an instance has the registers for a weight in fp32 beside 16-bit heads.
+constexpr bool takes_fp32_weight(int heads, Statistic s) { return heads > 1 && s == Statistic::kRms; }
+
 // grid: x = groups of tokens, the runs of each side by side. `lanes` threads share a token, one a unit of a head; with
 // a norm the next power of two, so that the lanes of a head sum among themselves.
 template <typename T, typename Source, bool kInterleaved, Statistic kStatistic, int kHeads>
@@ -525,6 +528,7 @@ __global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads, kStatist
                  const __grid_constant__ Runs runs, int lanes, int units, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
   constexpr bool kNorm = kStatistic != Statistic::kNone, kLayer = kStatistic == Statistic::kLayer;
+  constexpr bool kFp32Weight = takes_fp32_weight(kHeads, kStatistic);
   using P = Pack<T, kWidth>;
   const auto [group, run, second] = share_of(runs, blockIdx.x);
   const PackedOperand& o = p.operand[second];
@@ -592,10 +596,10 @@ __global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads, kStatist
     if (active) source.load(table + (row - first_row) * static_cast<uint32_t>(pairs), a, a + half);
   } else {
     if (active) {
-      const uint64_t start = place(o.table_stride, batch, token, 0);
+      const uint64_t start = place(o.table_stride, batch, token, first_head);
       source.load(o.cos + start, o.sin + start, a, a + half);
     }
-    if constexpr (kNorm) {
+    if (kNorm && !(kFp32Weight && o.fp32_weight)) {
       load_vector<T>(o.weight, a, weight_a);
       load_vector<T>(o.weight, a + half, weight_b);
     }
@@ -608,8 +612,13 @@ __global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads, kStatist
   source.get(turn);
   if (kStatistic == Statistic::kRms && o.weight) {
     float w_a[kWidth], w_b[kWidth];
-    unpack(weight_a, w_a);
-    unpack(weight_b, w_b);
+    if (kFp32Weight && o.fp32_weight) {  // no registers for it before
+      load_floats_as<float, kWidth>(o.weight, 0, a, 1, 0, true, w_a);
+      load_floats_as<float, kWidth>(o.weight, 0, a + half, 1, 0, true, w_b);
+    } else {
+      unpack(weight_a, w_a);
+      unpack(weight_b, w_b);
+    }
     add_offset(p.weight_offset, w_a);
     add_offset(p.weight_offset, w_b);
     weigh<kInterleaved>(w_a, w_b, turn);
@@ -795,10 +804,11 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   const bool turns = active && unit < units.rotated;
   const bool own_angles = o.heads > 1 && (o.cos_stride.head != 0 || o.sin_stride.head != 0);
   Turn<kWidth> turn;
-  if (turns && !own_angles) find_turn(p, o, angles, packed_table, batch, token, 0, a, b, turn);
   // As heads_kernel; where the weight cannot be multiplied out, scale_by applies it.
-  const bool weighed = kNorm && turns && !own_angles && !layer && p.rounding == Rounding::kFp32;
-  if (weighed && o.weight) {
+  const bool weighed = kNorm && turns && !layer && p.rounding == Rounding::kFp32;
+  const auto take_turn = [&](int head) {
+    find_turn(p, o, angles, packed_table, batch, token, head, a, b, turn);
+    if (!weighed || !o.weight) return;
     float w_a[kWidth], w_b[kWidth];
     load_weight<kWidth>(p, o, packed_vectors, a, w_a);
     load_weight<kWidth>(p, o, packed_vectors, b, w_b);
@@ -807,7 +817,8 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
     } else {
       weigh<false>(w_a, w_b, turn);
     }
-  }
+  };
+  if (turns && !own_angles) take_turn(0);
 
 #pragma unroll 1
   for (int head = first_head; head < last_head; ++head) {
@@ -835,7 +846,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
       }
     }
     if (turns) {
-      if (own_angles) find_turn(p, o, angles, packed_table, batch, token, head, a, b, turn);
+      if (own_angles) take_turn(head);
       rotate_general<T>(p, turn, x_a, x_b);
     }
     if (active) {
@@ -1026,10 +1037,11 @@ bool pack_params(const RotaryParams& p, PackedParams& q) {
     const RotaryOperand& o = p.operand[i];
     fits = fits && same(o.cos_stride, o.sin_stride);
     q.operand[i] = {
-        static_cast<const char*>(o.input),  static_cast<const char*>(o.cos),  static_cast<const char*>(o.sin),
-        static_cast<const char*>(o.weight), static_cast<const char*>(o.bias), static_cast<char*>(o.output),
-        pack(o.input_stride, p.dtype),      pack(o.output_stride, p.dtype),   pack(o.cos_stride, p.table_dtype),
-        static_cast<uint32_t>(o.sequence),  static_cast<uint32_t>(o.heads),   o.eps};
+        static_cast<const char*>(o.input),    static_cast<const char*>(o.cos),  static_cast<const char*>(o.sin),
+        static_cast<const char*>(o.weight),   static_cast<const char*>(o.bias), static_cast<char*>(o.output),
+        pack(o.input_stride, p.dtype),        pack(o.output_stride, p.dtype),   pack(o.cos_stride, p.table_dtype),
+        static_cast<uint32_t>(o.sequence),    static_cast<uint32_t>(o.heads),   o.eps,
+        o.weight && o.weight_dtype != p.dtype};
   }
   q.batch = static_cast<uint32_t>(p.batch);
   q.half = static_cast<int32_t>(p.head_dim / 2);
@@ -1044,7 +1056,7 @@ bool is_main_line(const RotaryParams& p, bool computed) {
   if (p.rounding != Rounding::kFp32 || p.rotary_dim != p.head_dim || !divides(p, kWidth)) return false;
   // Threads are counted in 32 bits.
   if (p.batch * longest(p) * std::max<int64_t>(p.head_dim / 2 / kWidth, kHeadsThreads) > 0x7fffffff) return false;
-  if (p.half_width_table && p.table_dtype != DType::kFloat32) return false;
+  if (p.half_width_table && p.interleaved && p.table_dtype != DType::kFloat32) return false;
   if (computed && p.head_dim / 2 > kMaxAngles / 2) return false;
   const bool layer = p.statistic == Statistic::kLayer;
   // No model asks for these, and row_kernel has no register left for them.
@@ -1057,12 +1069,11 @@ bool is_main_line(const RotaryParams& p, bool computed) {
   }
   for (int i = 0; i < p.operands; ++i) {
     const RotaryOperand& o = p.operand[i];
-    if (o.weight && (o.weight_dtype != DTypeOf<T>::value || !(units.packed_vectors >> 2 * i & 1))) return false;
+    const bool fp32_weight = o.weight_dtype == DType::kFloat32 && p.norm == QkNorm::kPerHead && !layer;
+    if (o.weight && (o.weight_dtype != DTypeOf<T>::value && !fp32_weight)) return false;
+    if (o.weight && !(units.packed_vectors >> 2 * i & 1)) return false;
     if (o.bias && (o.bias_dtype != DTypeOf<T>::value || !(units.packed_vectors >> 2 * i & 2))) return false;
-    const bool own_angles = o.cos_stride.head != 0 || o.sin_stride.head != 0;
-    if (p.norm == QkNorm::kAcrossHeads ? o.heads * units.per_head > kMaxRowThreads : own_angles && o.heads > 1) {
-      return false;
-    }
+    if (p.norm == QkNorm::kAcrossHeads && o.heads * units.per_head > kMaxRowThreads) return false;
   }
   return p.norm != QkNorm::kPerHead || units.per_head <= 32;
 }
@@ -1102,7 +1113,10 @@ Runs make_runs(const RotaryParams& p, const RotaryAngles* angles, int lanes, boo
     slots = spare == 1 ? most : std::min(std::max<int64_t>(heads / 3, 1), most);
   }
   runs.slots = static_cast<int32_t>(slots);
-  const int64_t a_thread = std::min<int64_t>(spare, kHeadsAtOnce);
+  const auto has_own_angles = [&](int i) {
+    return p.operands > i && p.operand[i].heads > 1 && p.operand[i].cos_stride.head;
+  };
+  const int64_t a_thread = has_own_angles(0) || has_own_angles(1) ? 1 : std::min<int64_t>(spare, kHeadsAtOnce);
   // All batches or none.
   runs.over_batches = heads == 1 && common && a_thread >= p.batch && !computed;
   const int64_t inner = runs.over_batches ? p.batch : ceil_div(heads, ceil_div(heads, a_thread * slots));
@@ -1203,7 +1217,8 @@ void launch_main_line(const RotaryParams& p, const PackedParams& packed, const t
     };
     constexpr Statistic kStatistic = decltype(statistic)::value;
     if constexpr (kStatistic != Statistic::kLayer) {  // few models have it: one kernel for any number of heads
-      if (runs.inner <= runs.slots) return go(heads_kernel<T, Source, kInterleaved, kStatistic, 1>);
+      const bool fp32_weight = packed.operand[0].fp32_weight || (p.operands == 2 && packed.operand[1].fp32_weight);
+      if (runs.inner <= runs.slots && !fp32_weight) return go(heads_kernel<T, Source, kInterleaved, kStatistic, 1>);
     }
     go(heads_kernel<T, Source, kInterleaved, kStatistic, kHeadsAtOnce>);
   };
@@ -1221,7 +1236,12 @@ void dispatch_source(const RotaryParams& p, const PackedParams& q, const RotaryA
                      cudaStream_t stream) {
   if (angles) return launch_main_line<T, Computed<T, kInterleaved>, kInterleaved>(p, q, *angles, device, stream);
   if (p.half_width_table) {
-    return launch_main_line<T, HalfTable<T, kInterleaved>, kInterleaved>(p, q, {}, device, stream);
+    if constexpr (!kInterleaved) {
+      if (p.table_dtype != DType::kFloat32) {
+        return launch_main_line<T, HalfTable<T, T, false>, false>(p, q, {}, device, stream);
+      }
+    }
+    return launch_main_line<T, HalfTable<T, float, kInterleaved>, kInterleaved>(p, q, {}, device, stream);
   }
   if (p.table_dtype == DType::kFloat32) {
     return launch_main_line<T, FullTable<T, float, kInterleaved>, kInterleaved>(p, q, {}, device, stream);

@@ -23,6 +23,7 @@ from helpers import (
     check,
     check_eager,
     eps_names,
+    fp32_parameters_case,
     index_case,
     model_index_case,
     modulator_shape,
@@ -223,6 +224,15 @@ def test_table_layouts(ltx, device, op, layout):
     outputs = case.replace(**{name: place(table, layout) for name, table in tables.items()}).run(ltx)
     for output, want in zip(outputs, expected, strict=True):
         assert_same_bits(output, want)
+
+
+@every_op
+@pytest.mark.parametrize("width", [8, 64, 1024, 2048, 3072, 5120, 9216])
+def test_fp32_parameters(ltx, device, op, width):
+    """The row kernel reads these on a GPU, too."""
+    make = Make(device, torch.bfloat16)
+    check(ltx, fp32_parameters_case(op, make, (2, 3, width)))
+    check(ltx, fp32_parameters_case(op, make, (3, width)))
 
 
 # ---- Rows of modulation that an index names

@@ -257,6 +257,20 @@ def test_table_forms(ltx, device, dtype, layout, table):
         check(ltx, qk_norm_rope_case(make, SIZES, across_heads=False, key=key, **options))
 
 
+@every_dtype
+@every_pairing
+@pytest.mark.parametrize("table", TABLES)
+def test_table_forms_of_whole_packs(ltx, device, dtype, layout, table):
+    """Heads that whole packs make up, also with weights in fp32."""
+    make = Make(device, dtype)
+    sizes = (2, 6, 3, 64)
+    for table_dtype in {torch.float32, dtype}:
+        options = {"table": table, "table_dtype": table_dtype, "layout": layout}
+        check(ltx, rotary_case(make, sizes, **options))
+        for weight_dtype in {torch.float32, dtype}:
+            check(ltx, qk_norm_rope_case(make, sizes, across_heads=False, weight_dtype=weight_dtype, **options))
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize("name", ["cos", "sin"])
 def test_tables_that_are_no_pair(ltx, device, count, name):

@@ -303,12 +303,16 @@ def norm_case(
     *,
     param_dtype: torch.dtype | None = None,
     modulation_dtype: torch.dtype | None = None,
+    table_dtype: torch.dtype | None = None,
     modulation: str = "[B, 1, H]",
     tables: Sequence[str] = (),
     without: Sequence[str] = (),
     **options: Any,
 ) -> Case:
-    """A call of `op` on an input of `shape`; `tables` and `without` name its modulation inputs."""
+    """A call of `op` on an input of `shape`; `tables` and `without` name its modulation inputs.
+
+    table_dtype: None: modulation_dtype.
+    """
     hidden = shape[-1]
     kwargs: dict[str, Any] = {"input": make(*shape)}
     for name in NORM_OPS[op]:
@@ -323,8 +327,15 @@ def norm_case(
         else:
             kwargs[name] = make(hidden, dtype=param_dtype, mean=1.0 if name in WEIGHTS else 0.0)
     for name in tables:
-        kwargs[f"{name}_table"] = make(hidden, dtype=modulation_dtype)
+        kwargs[f"{name}_table"] = make(hidden, dtype=table_dtype or modulation_dtype)
     return Case(op, {**kwargs, **options})
+
+
+def fp32_parameters_case(op: str, make: Make, shape: Sequence[int], **options: Any) -> Case:
+    """Weights, biases and tables in fp32 beside a modulation of each token in the input's dtype, as in Wan 2.2 5B."""
+    tables = [name for name in MODULATORS if name in NORM_OPS[op]]
+    fp32 = {"param_dtype": torch.float32, "table_dtype": torch.float32}
+    return norm_case(op, make, shape, modulation="[B, S, H]", tables=tables, **fp32, **options)
 
 
 def index_case(

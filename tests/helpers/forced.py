@@ -27,6 +27,7 @@ from helpers import (
     activation_case,
     attention_case,
     check,
+    fp32_parameters_case,
     gate_heads_case,
     model_index_case,
     norm_case,
@@ -56,6 +57,8 @@ def cases(family: str, device: str) -> dict[str, Case]:
                     found[f"{op} {dtype} {width}"] = norm_case(op, make, (2, 5, width), tables=tables)
                     wide = norm_case(op, make, (2, 5, width), param_dtype=torch.float32, modulation_dtype=torch.float32)
                     found[f"{op} {dtype} {width} fp32"] = wide
+                    if dtype == torch.bfloat16:
+                        found[f"{op} {width} fp32 parameters"] = fp32_parameters_case(op, make, (2, 5, width))
             if dtype == torch.bfloat16:
                 found |= {f"{op} by index": model_index_case(op, make) for op in MODEL_INDEX}
         elif family == "glu":
@@ -76,6 +79,9 @@ def cases(family: str, device: str) -> dict[str, Case]:
                 tables = norm_case("adaln_rmsnorm", make, (2, 5, width), without=["weight"], tables=["scale", "shift"])
                 found[f"adaln_rmsnorm {dtype} {width} tables"] = tables
             if dtype == torch.bfloat16:
+                for op in ("adaln_layernorm", "gated_residual_adaln_layernorm", "layernorm"):
+                    for width in (1536, 3072, 5120):
+                        found[f"{op} {width} fp32 parameters"] = fp32_parameters_case(op, make, (2, 5, width))
                 ops = [op for op in MODEL_INDEX if op in QUANTISED_NORMS and op != "gated_residual"]
                 found |= {f"{op} by index": model_index_case(op, make) for op in ops}
             for heads, width in HEADS:
@@ -102,6 +108,14 @@ def cases(family: str, device: str) -> dict[str, Case]:
                             options = {"norm": norm, "biases": norm == "layer", "weight_offset": 1.0}
                             case = qk_norm_rope_case(make, sizes, across_heads=across, layout=layout, **options)
                             found[f"qk_norm_rope {across} {norm} {key}"] = case
+                    for table, table_dtype, weight_dtype in (
+                        ("[1, H, S, D/2]", torch.float32, dtype),
+                        ("[B, S, H*D]", dtype, dtype),
+                        ("[1, S, D/2]", dtype, torch.float32),
+                    ):
+                        options = {"table": table, "table_dtype": table_dtype, "weight_dtype": weight_dtype}
+                        case = qk_norm_rope_case(make, sizes, across_heads=False, layout=layout, **options)
+                        found[f"qk_norm_rope {table} {key}"] = case
     return found
 
 

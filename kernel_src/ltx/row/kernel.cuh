@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(register_threads(S, F, O, kPacks, kThreads, kC
   constexpr FusionTraits kTraits = traits(F);
   constexpr bool kNorm = S != Statistic::kNone, kGated = kTraits.gates;
   constexpr bool kAdds = S == Statistic::kLayer || traits(F).modulates;
-  constexpr uint32_t kAhead = loaded_ahead(S, F, O, kPacks, kThreads, kClusters, kKnown, sizeof(M) > sizeof(T));
+  constexpr uint32_t kAhead = loaded_ahead(S, F, O, kPacks, kThreads, kClusters, kKnown, sizeof(M) > sizeof(T)) &
+                              (std::is_same_v<M, Fp32Parameters> ? ~kParameters : ~0u);
   using P = Pack<T, kWidth>;
   __shared__ ReduceScratch<kRows> scratch[2];
   __shared__ float2 parts[kClusters ? 16 : 1];
@@ -480,6 +481,11 @@ template <typename T>
 constexpr bool takes_fp32(Fusion f, Output o) {
   return has_known_sets<T>(o) && !traits(f).norms_branch && !traits(f).modulates_twice;
 }
+// fp32 parameters beside a modulation of the rows' dtype for each token, as Wan 2.2 has it at 5B.
+template <typename T>
+constexpr bool takes_fp32_parameters(Statistic s, Fusion f) {
+  return std::is_same_v<T, __nv_bfloat16> && s != Statistic::kRms && (f == Fusion::kModulate || f == Fusion::kGated);
+}
 // What has no norm_kernel at all goes to the general kernel: such fp32 rows, those that are quantised, and what no
 // model with a LayerNorm has.
 template <typename T>
@@ -679,7 +685,8 @@ void launch_packed(const CompactParams& p, const Geometry& g, dim3 block, unsign
     return kHasFour;
   };
   constexpr std::array<uint32_t, 4> kNone = {};
-  constexpr std::array<uint32_t, 4> kSets = has_known_sets<T>(O) ? known_sets(S, F, O, sizeof(T), sizeof(M)) : kNone;
+  constexpr bool kHasSets = has_known_sets<T>(O) && !std::is_same_v<M, Fp32Parameters>;
+  constexpr std::array<uint32_t, 4> kSets = kHasSets ? known_sets(S, F, O, sizeof(T), sizeof(M)) : kNone;
   run(Known<kSets[0]>()) || run(Known<kSets[1]>()) || run(Known<kSets[2]>()) || run(Known<kSets[3]>());
 }
 
@@ -691,12 +698,15 @@ void launch(const NormParams& p, const Context& context) {
   const dim3 block(static_cast<unsigned>(g.threads),
                    g.threads > 32 ? 1u : static_cast<unsigned>(kShortRowThreads / g.threads));
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  bool fast = false, wide = false;
-  const uint32_t packed = whole_pack_operands<T>(p, fast, wide);
+  bool fast = false;
+  VectorTypes types{};
+  const uint32_t packed = whole_pack_operands<T>(p, fast, types);
+  const bool same = types == VectorTypes::kRows, wide = types == VectorTypes::kFp32;
   CompactParams q{};
-  constexpr bool kHasKernel = has_norm_kernel<T>(S, F, O);
-  fast = fast && kHasKernel && (!wide || takes_fp32<T>(F, O)) && g.fits && (g.blocks == 1 || has_clusters(F, O));
-  fast = fast && compact_params(p, q) && (!p.index.data || (!wide && takes_index<T, S, F, O>(q, g)));
+  constexpr bool kHasKernel = has_norm_kernel<T>(S, F, O), kTakesParameters = takes_fp32_parameters<T>(S, F);
+  fast = fast && kHasKernel && (same || (wide ? takes_fp32<T>(F, O) : kTakesParameters));
+  fast = fast && g.fits && (g.blocks == 1 || has_clusters(F, O));
+  fast = fast && compact_params(p, q) && (!p.index.data || (same && takes_index<T, S, F, O>(q, g)));
   if (takes_packed("norm", forced().norm, fast)) {
     q.blocks = static_cast<uint32_t>(g.blocks);
     const int64_t row_bytes = p.rows.width * static_cast<int64_t>(sizeof(T)) * (p.residual.data ? 2 : 1);
@@ -704,10 +714,12 @@ void launch(const NormParams& p, const Context& context) {
     const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
     if (p.index.data) {
       launch_by_index<T, S, F, O>(q, g, block, outer, stream);
-    } else if (!wide) {
+    } else if (same) {
       if constexpr (kHasKernel) launch_packed<T, T, S, F, O>(q, g, block, outer, stream);
-    } else if constexpr (kHasKernel && takes_fp32<T>(F, O)) {
-      launch_packed<T, float, S, F, O>(q, g, block, outer, stream);
+    } else if (wide) {
+      if constexpr (kHasKernel && takes_fp32<T>(F, O)) launch_packed<T, float, S, F, O>(q, g, block, outer, stream);
+    } else if constexpr (kTakesParameters) {
+      launch_packed<T, Fp32Parameters, S, F, O>(q, g, block, outer, stream);
     }
   } else {
     launch_general(p, g, block, packed, context);

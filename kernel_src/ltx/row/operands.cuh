@@ -103,13 +103,21 @@ void for_each_vector(const NormParams& p, const Op& op) {
   op(kShiftTable2, p.shift2.table);
 }
 
+// The vectors that belong to a model, and not to its input.
+constexpr uint32_t kParameters = kWeight | kBias | kGateTable | kScaleTable | kShiftTable | kOutGateTable |
+                                 kBranchWeight | kScaleTable2 | kShiftTable2;
+
+// The dtypes of a call's vectors, as the row kernel takes them.
+enum class VectorTypes {
+  kRows,            // the rows'
+  kFp32,            // fp32 beside 16-bit rows
+  kFp32Parameters,  // of the parameters fp32, of the others the rows'
+};
+
 // The operands that can be read in whole packs. `fast`: all of them can, and nothing else stands against norm_kernel.
-// `wide`: the vectors and modulators are fp32 beside 16-bit rows.
 template <typename T>
-uint32_t whole_pack_operands(const NormParams& p, bool& fast, bool& wide) {
-  uint32_t bits = 0;
-  bool narrow = false;
-  wide = false;
+uint32_t whole_pack_operands(const NormParams& p, bool& fast, VectorTypes& types) {
+  uint32_t bits = 0, narrow = 0, wide = 0;  // `narrow`: the vectors of the rows' dtype
   fast = p.rounding == Rounding::kFp32;
   const auto set = [&](Operand bit, const RowView& view) {
     if (view.data == nullptr) return;
@@ -129,15 +137,16 @@ uint32_t whole_pack_operands(const NormParams& p, bool& fast, bool& wide) {
     if (view.data == nullptr) return;
     set(bit, view);
     if (view.dtype == DTypeOf<T>::value) {
-      narrow = true;
+      narrow |= bit;
     } else if (view.dtype == DType::kFloat32) {
-      wide = true;
+      wide |= bit;
     } else {
       fast = false;
     }
   });
   if (p.quantised.values) fast = fast && p.rows.width % kPackWidth<T> == 0;
-  fast = fast && !(narrow && wide);
+  types = !wide ? VectorTypes::kRows : !narrow ? VectorTypes::kFp32 : VectorTypes::kFp32Parameters;
+  fast = fast && !(types == VectorTypes::kFp32Parameters && ((narrow & kParameters) || (wide & ~kParameters)));
   return bits;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ltx/params.h"
 #include "ltx/reduce.cuh"
@@ -215,14 +216,23 @@ __device__ __forceinline__ void apply_factors(const float (&factor)[kWidth], con
   for (int i = 0; i < kWidth; ++i) n[i] = kAdds ? fmaf(n[i], factor[i], addend[i]) : __fmul_rn(n[i], factor[i]);
 }
 
-// kPacks packs, a step apart, of the vectors of a row, all of dtype M; `k` is the pack at hand. kKnown: which vectors
-// the call has, where this is known at compile time; they are then the same for all rows, or with kIndexed the row
-// number `row` of their sets. kAhead: see loaded_ahead.
+// In place of a dtype of vectors: fp32 for parameters, the rows' for the others.
+struct Fp32Parameters {};
+template <typename T, typename M, uint32_t kBit>
+using VectorType =
+    std::conditional_t<!std::is_same_v<M, Fp32Parameters>, M, std::conditional_t<(kBit & kParameters) != 0, float, T>>;
+
+// kPacks packs, a step apart, of the vectors of a row, of dtype M or as Fp32Parameters says; `k` is the pack at hand.
+// kKnown: which vectors the call has, where this is known at compile time; they are then the same for all rows, or with
+// kIndexed the row number `row` of their sets. kAhead: see loaded_ahead.
 template <typename T, typename M, Statistic S, Fusion F, uint32_t kKnown, int kPacks, uint32_t kAhead,
           bool kFlat = false>
 struct Vectors {
   static constexpr int kWidth = kPackWidth<T>;
-  using Held = Elements<M, kWidth>;
+  template <uint32_t kBit>
+  using TypeOf = VectorType<T, M, kBit>;
+  using Held = Elements<TypeOf<0>, kWidth>;
+  static_assert(!std::is_same_v<M, Fp32Parameters> || (kAhead & kParameters) == 0);
   const CompactParams& p;
   uint32_t row;
   int column, step;
@@ -251,8 +261,10 @@ struct Vectors {
     return place == 0 ? p.second : p.more[place - 1];
   }
   template <Operand kBit>
-  __device__ __forceinline__ const M* start() const {
-    return reinterpret_cast<const M*>(row_of<kFlat>(view<kBit>(), kKnown && !(kKnown & kIndexed) ? 0 : row)) + column;
+  __device__ __forceinline__ const TypeOf<kBit>* start() const {
+    return reinterpret_cast<const TypeOf<kBit>*>(
+               row_of<kFlat>(view<kBit>(), kKnown && !(kKnown & kIndexed) ? 0 : row)) +
+           column;
   }
   // Brings the modulation of every batch (blockIdx.y) into the L2 cache, a batch a thread.
   template <Operand kBit>
@@ -260,7 +272,7 @@ struct Vectors {
     if constexpr (kKnown & kBit) {
       const CompactView& from = view<kBit>();
       prefetch(from.data + static_cast<uint64_t>(from.outer) * threadIdx.x,
-               static_cast<uint32_t>(p.width) * static_cast<uint32_t>(sizeof(M)));
+               static_cast<uint32_t>(p.width) * static_cast<uint32_t>(sizeof(TypeOf<kBit>)));
     }
   }
   __device__ __forceinline__ void prefetch_batches() const {
@@ -273,7 +285,7 @@ struct Vectors {
   __device__ __forceinline__ void load_ahead(const bool (&inside)[kPacks]) {
     if constexpr (kAhead & kBit) {
       if (!has<kBit>()) return;
-      const M* const data = start<kBit>();
+      const auto* const data = start<kBit>();
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
         if (inside[i]) held[i][count_bits(vectors_before(kAhead, kBit))].load(data, i * step);
@@ -302,7 +314,7 @@ struct Vectors {
     if constexpr (kAhead & kBit) {
       held[k][count_bits(vectors_before(kAhead, kBit))].get(x);
     } else {
-      Held now;
+      Elements<TypeOf<kBit>, kWidth> now;
       now.load(start<kBit>(), k * step);
       now.get(x);
     }
@@ -312,7 +324,7 @@ struct Vectors {
   static __device__ __forceinline__ constexpr bool knows() { return kKnown != 0; }
   template <Operand kBit>
   __device__ __forceinline__ DType dtype() const {
-    return DTypeOf<M>::value;
+    return DTypeOf<TypeOf<kBit>>::value;
   }
 };
 
