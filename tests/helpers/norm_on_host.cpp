@@ -14,11 +14,12 @@ void run_model_row(const NormParams& p, const Context& context) {
   using T = __nv_bfloat16;
   const Geometry g = geometry(p.rows.width, kPackWidth<T>, S, F, O, 1);
   const unsigned threads = static_cast<unsigned>(g.threads), rows = threads > 32 ? 1 : kShortRowThreads / threads;
-  bool fast = false, wide = false;
-  const uint32_t packed = whole_pack_operands<T>(p, fast, wide);
+  bool fast = false;
+  VectorTypes types{};
+  const uint32_t packed = whole_pack_operands<T>(p, fast, types);
   if (!p.index.data) return launch_general(p, g, dim3(threads, rows), packed, context);
   CompactParams q{};
-  if (!fast || wide || !compact_params(p, q) || !takes_index<T, S, F, O>(q, g)) {
+  if (!fast || types != VectorTypes::kRows || !compact_params(p, q) || !takes_index<T, S, F, O>(q, g)) {
     throw std::runtime_error("norm_kernel has no instance for this index");
   }
   const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
@@ -49,8 +50,9 @@ void norm(const NormParams& p, const Context& context) {
       return p.quantised.values ? run_model_row<Output::kQuantised>(p, context)
                                 : run_model_row<Output::kRounded>(p, context);
     }
-    bool fast = false, wide = false;
-    const uint32_t packed = whole_pack_operands<T>(p, fast, wide);
+    bool fast = false;
+    VectorTypes types{};
+    const uint32_t packed = whole_pack_operands<T>(p, fast, types);
     const Statistic statistic = p.statistic == Statistic::kLayer ? Statistic::kLayer : Statistic::kRms;
     const Geometry g =
         geometry(p.rows.width, kPackWidth<T>, statistic, Fusion::kPlain, Output::kRounded, most_blocks(0));
