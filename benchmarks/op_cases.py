@@ -579,25 +579,16 @@ def peers_of_call(make: Make, codes: ModuleType, op: str, arguments: dict[str, A
 
     codes: The module that names the codes of statistics and activations.
     """
-    extra = {  # the arguments beside those that a function of another package accepts too
-        "norm": {"weight_offset"},
-        "residual_norm": {
-            "gate",
-            "bias",
-            "scale",
-            "shift",
-            "gate_table",
-            "scale_table",
-            "shift_table",
-            "weight_offset",
-        },
-        "glu": {"up"},
-        "gelu": {"bias"},
-        "group_norm": {"bias", "residual", "residual_bias"},
-        "upsample_nearest": {"bias", "residual", "residual_bias"},
+    accepted = {  # by a function of another package
+        "norm": {"input", "weight", "bias", "eps", "statistic"},
+        "residual_norm": {"input", "residual", "weight", "eps", "statistic"},
+        "glu": {"input", "activation", "gate_first"},
+        "gelu": {"input", "activation"},
+        "group_norm": {"input", "weight", "bias_norm", "groups", "eps", "silu"},
+        "upsample_nearest": {"input", "scale"},
     }
-    given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or value not in (None, 0.0)}
-    if op not in extra or given.keys() & extra[op]:
+    given = {name for name, value in arguments.items() if isinstance(value, Tensor) or value not in (None, 0)}
+    if op not in accepted or not given <= accepted[op]:
         return {}
     x, weight, eps = arguments["input"], arguments.get("weight"), arguments.get("eps")
     statistic, activation = arguments.get("statistic"), arguments.get("activation")

@@ -517,9 +517,6 @@ __device__ __forceinline__ void prefetch_heads(const PackedParams& p, const Runs
            static_cast<uint32_t>(heads) * head_bytes);
 }
 
-// Whether an instance has the registers for a weight in fp32 beside 16-bit heads.
-constexpr bool takes_fp32_weight(int heads, Statistic s) { return heads > 1 && s == Statistic::kRms; }
-
 // grid: x = groups of tokens, the runs of each side by side. `lanes` threads share a token, one a unit of a head; with
 // a norm the next power of two, so that the lanes of a head sum among themselves.
 template <typename T, typename Source, bool kInterleaved, Statistic kStatistic, int kHeads>
@@ -528,7 +525,7 @@ __global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads, kStatist
                  const __grid_constant__ Runs runs, int lanes, int units, float inverse_width) {
   constexpr int kWidth = kPackWidth<T>;
   constexpr bool kNorm = kStatistic != Statistic::kNone, kLayer = kStatistic == Statistic::kLayer;
-  constexpr bool kFp32Weight = takes_fp32_weight(kHeads, kStatistic);
+  constexpr bool kFp32Weight = kHeads > 1 && kStatistic == Statistic::kRms;  // the others have no registers for it
   using P = Pack<T, kWidth>;
   const auto [group, run, second] = share_of(runs, blockIdx.x);
   const PackedOperand& o = p.operand[second];
@@ -612,7 +609,7 @@ __global__ void __launch_bounds__(kHeadsThreads, blocks_at_once(kHeads, kStatist
   source.get(turn);
   if (kStatistic == Statistic::kRms && o.weight) {
     float w_a[kWidth], w_b[kWidth];
-    if (kFp32Weight && o.fp32_weight) {  // no registers for it before
+    if (kFp32Weight && o.fp32_weight) {  // It is loaded here: no registers were free for it before.
       load_floats_as<float, kWidth>(o.weight, 0, a, 1, 0, true, w_a);
       load_floats_as<float, kWidth>(o.weight, 0, a + half, 1, 0, true, w_b);
     } else {
@@ -1217,7 +1214,7 @@ void launch_main_line(const RotaryParams& p, const PackedParams& packed, const t
     };
     constexpr Statistic kStatistic = decltype(statistic)::value;
     if constexpr (kStatistic != Statistic::kLayer) {  // few models have it: one kernel for any number of heads
-      const bool fp32_weight = packed.operand[0].fp32_weight || (p.operands == 2 && packed.operand[1].fp32_weight);
+      const bool fp32_weight = packed.operand[0].fp32_weight || packed.operand[1].fp32_weight;
       if (runs.inner <= runs.slots && !fp32_weight) return go(heads_kernel<T, Source, kInterleaved, kStatistic, 1>);
     }
     go(heads_kernel<T, Source, kInterleaved, kStatistic, kHeadsAtOnce>);

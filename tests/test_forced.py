@@ -54,10 +54,10 @@ def errors(results: Results) -> set[str]:
     return {outputs for outputs in results.values() if isinstance(outputs, str)}
 
 
-def by_index_runs(results: Results) -> bool:
-    """Whether the calls with an index that models make ran, all of them."""
-    found = [outputs for key, outputs in results.items() if key.endswith("by index")]
-    return len(found) > 3 and not any(isinstance(outputs, str) for outputs in found)
+def ran(results: Results, only: str, least: int = 1) -> bool:
+    """Whether the calls with this in their name ran, all of them, and how many these are at least."""
+    found = [outputs for key, outputs in results.items() if only in key]
+    return len(found) >= least and not any(isinstance(outputs, str) for outputs in found)
 
 
 def refused(choice: str) -> str:
@@ -77,7 +77,9 @@ def test_norm(cuda: str, packs: int, tmp_path: Path) -> None:
             allowed.add(refused("norm=packed"))
         assert errors(results) <= allowed
         if not packs:
-            assert by_index_runs(results)
+            assert ran(results, " by index", least=4)
+            for op in ("adaln_layernorm", "gated_residual", "gated_residual_adaln_layernorm"):
+                assert ran(results, f"{op} 2048 fp32 parameters")
     if not packs:
         assert assert_alike(run("norm", "", tmp_path), general, "free against general") == sum(
             map(len, general.values())
@@ -93,6 +95,8 @@ def test_rotary(cuda: str, tmp_path: Path) -> None:
         # One element a pack is another order of the norm's sums.
         assert assert_alike(results, general, f"{kernel} against general", only="ro" if kernel == "single" else "") > 50
         assert kernel == "packed" or not errors(results)
+        assert ran(results, "qk_norm_rope [1, H, S, D/2]")
+        assert ran(results, "qk_norm_rope [B, S, H*D]")
 
 
 def test_glu(cuda: str, tmp_path: Path) -> None:
@@ -122,7 +126,7 @@ def test_quantised(cuda: str, packs: int, tmp_path: Path) -> None:
     general, packed = run_all("quant", choices, tmp_path)
     assert assert_alike(packed, general, f"packed against general, {packs or 'any'} packs") > 20
     if not packs:
-        assert by_index_runs(packed)
+        assert ran(packed, " by index", least=4)
         free = run("quant", "", tmp_path)
         assert assert_alike(free, general, "free against general") == sum(map(len, general.values()))
 

@@ -113,14 +113,17 @@ LIGER = in_torch(
 )
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_other_packages_are_called_for_what_the_call_computes(ltx: ModuleType, case: op_cases.Case) -> None:
+def test_other_packages_are_called_for_what_the_call_computes(ltx: ModuleType) -> None:
     torch.manual_seed(0)
+    compared = set()
     with torch.no_grad():
-        inputs = case.build(op_cases.Make(torch.bfloat16, "cpu", {"liger": LIGER}))
-        calls = ops.calls(ltx, case, inputs, compiled=False)
-        if "liger" in calls:
-            ops.assert_same(calls["liger"](), ops.tensors(calls["eager"]()))
+        for case in SMALL:
+            inputs = case.build(op_cases.Make(torch.bfloat16, "cpu", {"liger": LIGER}))
+            calls = ops.calls(ltx, case, inputs, compiled=False)
+            if "liger" in calls:
+                ops.assert_same(calls["liger"](), ops.tensors(calls["eager"]()))
+                compared.add(case.op.split()[0])
+    assert compared == {"norm", "residual_norm", "glu"}
 
 
 def test_each_op_that_others_have_too_is_beside_them() -> None:

@@ -111,7 +111,7 @@ constexpr uint32_t kParameters = kWeight | kBias | kGateTable | kScaleTable | kS
 enum class VectorTypes {
   kRows,            // the rows'
   kFp32,            // fp32 beside 16-bit rows
-  kFp32Parameters,  // of the parameters fp32, of the others the rows'
+  kFp32Parameters,  // fp32 for the parameters, the rows' for the others
 };
 
 // The operands that can be read in whole packs. `fast`: all of them can, and nothing else stands against norm_kernel.

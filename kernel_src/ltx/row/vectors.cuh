@@ -218,9 +218,6 @@ __device__ __forceinline__ void apply_factors(const float (&factor)[kWidth], con
 
 // In place of a dtype of vectors: fp32 for parameters, the rows' for the others.
 struct Fp32Parameters {};
-template <typename T, typename M, uint32_t kBit>
-using VectorType =
-    std::conditional_t<!std::is_same_v<M, Fp32Parameters>, M, std::conditional_t<(kBit & kParameters) != 0, float, T>>;
 
 // kPacks packs, a step apart, of the vectors of a row, of dtype M or as Fp32Parameters says; `k` is the pack at hand.
 // kKnown: which vectors the call has, where this is known at compile time; they are then the same for all rows, or with
@@ -229,10 +226,11 @@ template <typename T, typename M, Statistic S, Fusion F, uint32_t kKnown, int kP
           bool kFlat = false>
 struct Vectors {
   static constexpr int kWidth = kPackWidth<T>;
+  static constexpr bool kFp32Parameters = std::is_same_v<M, Fp32Parameters>;
   template <uint32_t kBit>
-  using TypeOf = VectorType<T, M, kBit>;
+  using TypeOf = std::conditional_t<!kFp32Parameters, M, std::conditional_t<(kBit & kParameters) != 0, float, T>>;
   using Held = Elements<TypeOf<0>, kWidth>;
-  static_assert(!std::is_same_v<M, Fp32Parameters> || (kAhead & kParameters) == 0);
+  static_assert(!kFp32Parameters || (kAhead & kParameters) == 0);
   const CompactParams& p;
   uint32_t row;
   int column, step;
