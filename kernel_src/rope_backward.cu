@@ -3,10 +3,10 @@
 //
 // A row is a head, or with a norm across heads a token. Its threads own packs of 16 bytes, as in the norm kernels. The
 // partner of an element is in its own pack, or in the half layout in the pack half a head away. The same threads take
-// the query's and the key's row of a place in the sequence, one after the other, and then those of the next batch. A
-// thread of one pack reads cos and sin once where all these rows share them. A thread keeps its packs of a row. It
-// reads them again for each pair of sums and for the result where it has more than kMostPacks, and where it reads
-// element by element.
+// the rows of one place in the sequence one after the other: the query's of every batch, then the key's. A thread of
+// one pack reads cos and sin once where all these rows share them. A thread keeps its packs of a row. It reads them
+// again for each pair of sums and for the result where it has more than kMostPacks, and where it reads element by
+// element.
 #include <algorithm>
 #include <stdexcept>
 #include <type_traits>
