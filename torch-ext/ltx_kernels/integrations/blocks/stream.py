@@ -132,7 +132,8 @@ class Stream:
         self._module, self._index = module, index
         self.rounding: str = site_of(module).rounding
         self._cast_to = autocast_dtype(value) if promotes else None
-        self._first = self._value = value
+        # After a patch embedding's transpose the columns lie apart, and each op that reads the rows would be slow.
+        self._first = self._value = value if value.stride(-1) == 1 else value.contiguous()
         self._branch: Tensor | None = None
         self._branch_norm: nn.Module | None = None
         self._gate: Mod | None = None
