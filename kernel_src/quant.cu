@@ -400,9 +400,11 @@ __global__ void __launch_bounds__(glu_register_threads(kGated), 1)
   if (share.active()) share.write(y, by);
 }
 
-// A gate for each head. operands: what the gates multiply. A head has 2^head_shift columns, which are whole packs.
+// operands: what the gates multiply and, where each column has a gate of its own, the logits. `logits`: of a gate for
+// each head, which has 2^head_shift columns, whole packs.
+template <bool kByColumn>
 struct HeadGatesParams {
-  RowPointer operands[1];
+  RowPointer operands[kByColumn + 1];
   RowPointer logits;
   QuantOutput output;
   float scale;
@@ -415,25 +417,34 @@ __device__ __forceinline__ float head_gate(float scale, float logit) {
   return __fmul_rn(scale, sigmoid<T>(logit));
 }
 
-template <typename T, int kPacks>
-__global__ void __launch_bounds__(glu_register_threads(false), 1)
-    head_gates_quant_kernel(const __grid_constant__ HeadGatesParams p) {
+template <typename T, bool kByColumn, int kPacks>
+__global__ void __launch_bounds__(glu_register_threads(kByColumn), 1)
+    head_gates_quant_kernel(const __grid_constant__ HeadGatesParams<kByColumn> p) {
   constexpr int kWidth = kPackWidth<T>;
   __shared__ float4 magnitudes[kWarpMagnitudes / 4];
-  const RowShare<T, kPacks, 1> share(p.rows, p.width, p.operands, p.output);
-  Pack<T, kWidth> packs[1][kPacks];
-  share.template load<true>(packs);
+  const RowShare<T, kPacks, kByColumn + 1> share(p.rows, p.width, p.operands, p.output);
+  Pack<T, kWidth> packs[kByColumn + 1][kPacks];
+  share.template load<!kByColumn>(packs);
   const T* const logits = reinterpret_cast<const T*>(p.logits.at(share.active() ? share.row : 0));
   T logit[kPacks];
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) logit[k] = logits[share.inside[k] ? share.column(k) >> p.head_shift : 0];
+  for (int k = 0; k < kPacks; ++k) {
+    if constexpr (!kByColumn) logit[k] = logits[share.inside[k] ? share.column(k) >> p.head_shift : 0];
+  }
   if constexpr (kPacks > 1) share.prefetch_later(p.operands, p.ahead, p.width);
   float y[kPacks][kWidth];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
-    const float gate = head_gate<T>(p.scale, to_float(logit[k]));
+    float gate[kWidth];
+    if constexpr (kByColumn) {
+      unpack(packs[1][k], gate);
+      each(gate, [&](float v) { return head_gate<T>(p.scale, v); });
+    } else {
+      const float one = head_gate<T>(p.scale, to_float(logit[k]));
+      each(gate, [&](float) { return one; });
+    }
     unpack(packs[0][k], y[k]);
-    if (share.inside[k]) each(y[k], [&](float v) { return __fmul_rn(gate, v); });
+    if (share.inside[k]) multiply(y[k], gate);
   }
   const float most = row_magnitude<(kPacks > 1)>(magnitude(y), magnitudes);
   const QuantScale by = p.output.static_scale ? fixed_scale(p.output.static_scale) : quant_scale(most);
@@ -837,27 +848,28 @@ void launch_glu(const GluParams& p, const QuantOutput& output, RowOperands<T>& o
   check_launch("glu_quant");
 }
 
-template <typename T>
+template <typename T, bool kByColumn>
 void launch_head_gates(const GluParams& p, const QuantOutput& output, const Context& context) {
   Launch<T> launch(p.rows.width, geometry_of_glu(ceil_div(p.rows.width, kPackWidth<T>), false), context);
   RowOperands<T> operands(p.rows);
-  HeadGatesParams q;
+  HeadGatesParams<kByColumn> q;
   q.operands[0] = operands.row(p.up);
+  if constexpr (kByColumn) q.operands[1] = operands.row(p.gate);
+  q.logits = operands.pointer(p.gate);
   q.output = output;
   q.scale = p.scale;
   q.rows = static_cast<uint32_t>(operands.inner());
-  q.ahead = launch.ahead(p.rows.width, 1);
+  q.ahead = launch.ahead(p.rows.width, kByColumn + 1);
   q.width = static_cast<int32_t>(p.rows.width);
   q.head_shift = 0;
   while (int64_t{1} << q.head_shift < p.gate_repeat) ++q.head_shift;
   const bool whole_packs = int64_t{1} << q.head_shift == p.gate_repeat && p.gate_repeat % kPackWidth<T> == 0;
-  const bool fits = whole_packs && launch.in_registers && operands.fits() && p.gate.column_stride == 1;
-  q.logits = operands.pointer(p.gate);
+  const bool fits = (kByColumn || (whole_packs && p.gate.column_stride == 1)) && launch.in_registers && operands.fits();
   if (takes_packed("quant", forced().quant, sizeof(T) == 2 && fits)) {
     if constexpr (sizeof(T) == 2) {
       launch.share(q.rows, operands.outer());
       with_packs(launch.shape.packs,
-                 [&](auto count) { launch.run(head_gates_quant_kernel<T, decltype(count)::value>, q); });
+                 [&](auto count) { launch.run(head_gates_quant_kernel<T, kByColumn, decltype(count)::value>, q); });
     }
   } else {
     launch.shape.threads = std::min(launch.shape.threads, kGeneralThreads);
@@ -870,7 +882,10 @@ void launch_head_gates(const GluParams& p, const QuantOutput& output, const Cont
 
 template <typename T>
 void glu_quant(const GluParams& p, const QuantOutput& output, const Context& context) {
-  if (p.activation == Activation::kSigmoid) return launch_head_gates<T>(p, output, context);
+  if (p.activation == Activation::kSigmoid) {
+    return p.gate_repeat == 1 ? launch_head_gates<T, true>(p, output, context)
+                              : launch_head_gates<T, false>(p, output, context);
+  }
   const int64_t width = prefix_columns<T>(p.prefix_width) + p.rows.width;
   Launch<T> launch(width, geometry_of_glu(ceil_div(width, kPackWidth<T>), p.prefix_width > 0), context);
   RowOperands<T> operands(p.rows);

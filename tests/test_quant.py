@@ -456,8 +456,8 @@ def test_layouts_of_gates(ltx, device, dtype, per_head, layout):
 
 
 def test_gates_of_models_stay_in_registers(ltx, cuda):
-    for heads in (64, 128):  # LTX-2.3's audio and video
-        case = gate_heads_case(Make(cuda, torch.bfloat16), (1, 3, 32, heads), scale=2.0)
+    for heads, width, per_head in ((32, 64, True), (32, 128, True), (48, 128, False)):  # LTX-2.3 and Krea 2
+        case = gate_heads_case(Make(cuda, torch.bfloat16), (1, 3, heads, width), per_head=per_head, scale=2.0)
         (kernel,) = kernels_of(functools.partial(run, ltx, case))
         assert "::head_gates_quant_kernel<" in kernel
 
@@ -568,9 +568,10 @@ def test_weight_only_in_small(ltx, device, dtype):
 @every_dtype
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32, torch.bool], ids=str)
 def test_rows_by_index_as_models_pass_them(ltx, device, op, dtype, index_dtype):
-    case = model_index_case(op, Make(device, dtype), index_dtype=index_dtype)
-    for output, want in zip(check(ltx, case), run(ltx, without_index(case)), strict=True):
-        assert_same_bits(output, want, op)
+    for width in (None, 3584):
+        case = model_index_case(op, Make(device, dtype), width, index_dtype=index_dtype)
+        for output, want in zip(check(ltx, case), run(ltx, without_index(case)), strict=True):
+            assert_same_bits(output, want, op)
 
 
 @pytest.mark.parametrize("op", MODULATED)

@@ -374,10 +374,10 @@ MODEL_INDEX: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def model_index_case(op: str, make: Make, **options: Any) -> Case:
-    """A call of MODEL_INDEX, with two samples of nine tokens."""
-    width, without = MODEL_INDEX[op]
-    return index_case(op, make, (2, 9, width), per_batch=True, without=without, **options)
+def model_index_case(op: str, make: Make, width: int | None = None, **options: Any) -> Case:
+    """A call of MODEL_INDEX, with two samples of nine tokens, or of another width."""
+    own, without = MODEL_INDEX[op]
+    return index_case(op, make, (2, 9, width or own), per_batch=True, without=without, **options)
 
 
 def without_index(case: Case) -> Case:

@@ -84,9 +84,11 @@ def cases(family: str, device: str) -> dict[str, Case]:
                         found[f"{op} {width} fp32 parameters"] = fp32_parameters_case(op, make, (2, 5, width))
                 ops = [op for op in MODEL_INDEX if op in QUANTISED_NORMS and op != "gated_residual"]
                 found |= {f"{op} by index": model_index_case(op, make) for op in ops}
+                found["adaln_rmsnorm 3584 by index"] = model_index_case("adaln_rmsnorm", make, 3584)
             for heads, width in HEADS:
-                case = gate_heads_case(make, (2, 7, heads, width), scale=2.0)
-                found[f"gate_heads {dtype} {heads}x{width}"] = case
+                for per_head in (True, False):
+                    case = gate_heads_case(make, (2, 7, heads, width), per_head=per_head, scale=2.0)
+                    found[f"gate_heads {per_head} {dtype} {heads}x{width}"] = case
             for name in ("swiglu", "geglu erf, gate last", "gelu tanh, bias"):
                 for width in [*GLU_WIDTHS, 18432, 28672]:
                     found[f"{name} {dtype} {width}"] = activation_case(name, make, (7, width))

@@ -486,12 +486,10 @@ template <typename T>
 constexpr bool takes_fp32_parameters(Statistic s, Fusion f) {
   return std::is_same_v<T, __nv_bfloat16> && s != Statistic::kRms && (f == Fusion::kModulate || f == Fusion::kGated);
 }
-// What has no norm_kernel at all goes to the general kernel: such fp32 rows, those that are quantised, and what no
-// model with a LayerNorm has.
+// Such fp32 rows, and those that are quantised, have no norm_kernel at all and go to the general kernel.
 template <typename T>
-constexpr bool has_norm_kernel(Statistic s, Fusion f, Output o) {
-  if (sizeof(T) == 4 && !takes_fp32<T>(f, o)) return false;
-  return !(s == Statistic::kLayer && f == Fusion::kGatedPair);
+constexpr bool has_norm_kernel(Fusion f, Output o) {
+  return sizeof(T) < 4 || takes_fp32<T>(f, o);
 }
 
 // The sets of vectors that models' blocks pass, which have an instance of their own: asking for each vector costs a row
@@ -532,43 +530,51 @@ constexpr std::array<uint32_t, 4> known_sets(Statistic s, Fusion f, Output o, in
   return {};
 }
 
-// The instance that reads its modulation by index: the vectors, a thread's packs, and kThreads. Only models in bfloat16
-// have one: Qwen-Image-Edit, with LayerNorms of 3072 columns, and Z-Image, with RMS norms of 3840. Other calls with an
-// index go to the general kernel.
+// The instances that read their modulation by index: the vectors, a thread's packs, and kThreads. Only models in
+// bfloat16 have them: Qwen-Image-Edit, with LayerNorms of 3072 columns, Z-Image, with RMS norms of 3840, and Bria
+// FIBO 2, with RMS norms of 3584. Other calls with an index go to the general kernel.
 struct Indexed {
   uint32_t known = 0;
   int packs = 1, threads = 0;
 };
 template <typename T>
-constexpr Indexed indexed(Statistic s, Fusion f, Output o) {
+constexpr std::array<Indexed, 2> indexed(Statistic s, Fusion f, Output o) {
   if (!std::is_same_v<T, __nv_bfloat16>) return {};
   const bool layer = s == Statistic::kLayer, quantised = o == Output::kQuantised;
   const int row_packs = layer || f == Fusion::kGated ? 384 : 480, packs = packs_a_thread(s, f, o, row_packs);
   const int threads = row_packs / packs;
+  constexpr uint32_t kWeighed = kWeight | kScale;
   switch (f) {
     case Fusion::kModulate:
-      return {layer ? kScale | kShift : kWeight | kScale, packs, layer || quantised ? threads : 0};
+      if (layer) return {{{kScale | kShift, packs, threads}}};
+      if (!quantised) return {{{kWeighed, packs, 0}}};
+      return {{{kWeighed, packs, threads}, {kWeighed, packs_a_thread(s, f, o, 448), 0}}};
     case Fusion::kGated:
       if (s == Statistic::kRms) return {};
-      return {layer ? kGate | kScale | kShift : uint32_t{kGate}, packs, quantised ? threads : 0};
+      return {{{layer ? kGate | kScale | kShift : uint32_t{kGate}, packs, quantised ? threads : 0}}};
     case Fusion::kBranch:
-      return {s == Statistic::kRms ? kBranchWeight | kWeight | kGate | kScale : kBranchWeight | kGate, packs, 0};
+      return {{{s == Statistic::kRms ? kBranchWeight | kWeight | kGate | kScale : kBranchWeight | kGate, packs, 0}}};
     default:
       return {};
   }
 }
 
+// Which of these takes the call; -1: none.
 template <typename T, Statistic S, Fusion F, Output O>
-bool takes_index(const CompactParams& p, const Geometry& g) {
-  constexpr Indexed kOne = indexed<T>(S, F, O);
-  const bool adds_offset = p.weight_offset == 0.f || known_with_offset(S, F, O);
-  return kOne.known != 0 && (p.present & ~kElementOperands) == (kOne.known | kIndexed) && g.packs == kOne.packs &&
-         adds_offset && (kOne.threads == 0 || p.width == kOne.threads * kOne.packs * kPackWidth<T>);
+int instance_by_index(const CompactParams& p, const Geometry& g) {
+  const std::array<Indexed, 2> instances = indexed<T>(S, F, O);
+  if (p.weight_offset != 0.f && !known_with_offset(S, F, O)) return -1;
+  for (int i = 0; i < 2; ++i) {
+    const Indexed& one = instances[i];
+    if (one.known == 0 || (p.present & ~kElementOperands) != (one.known | kIndexed) || g.packs != one.packs) continue;
+    if (one.threads == 0 || p.width == one.threads * one.packs * kPackWidth<T>) return i;
+  }
+  return -1;
 }
 
-template <typename T, Statistic S, Fusion F, Output O>
-void launch_by_index(const CompactParams& p, const Geometry& g, dim3 block, unsigned outer, cudaStream_t stream) {
-  constexpr Indexed kOne = indexed<T>(S, F, O);
+template <typename T, Statistic S, Fusion F, Output O, int kInstance>
+void launch_by_index(const CompactParams& p, dim3 block, unsigned outer, cudaStream_t stream) {
+  constexpr Indexed kOne = indexed<T>(S, F, O)[kInstance];
   if constexpr (kOne.known != 0) {
     const dim3 grid(grid_size(ceil_div(static_cast<int64_t>(p.rows), block.y)), outer);
     norm_kernel<T, T, S, F, O, kOne.packs, 1, kOne.known | kIndexed, false, kOne.threads>
@@ -703,17 +709,20 @@ void launch(const NormParams& p, const Context& context) {
   const uint32_t packed = whole_pack_operands<T>(p, fast, types);
   const bool same = types == VectorTypes::kRows, wide = types == VectorTypes::kFp32;
   CompactParams q{};
-  constexpr bool kHasKernel = has_norm_kernel<T>(S, F, O), kTakesParameters = takes_fp32_parameters<T>(S, F);
+  constexpr bool kHasKernel = has_norm_kernel<T>(F, O), kTakesParameters = takes_fp32_parameters<T>(S, F);
   fast = fast && kHasKernel && (same || (wide ? takes_fp32<T>(F, O) : kTakesParameters));
   fast = fast && g.fits && (g.blocks == 1 || has_clusters(F, O));
-  fast = fast && compact_params(p, q) && (!p.index.data || (same && takes_index<T, S, F, O>(q, g)));
+  fast = fast && compact_params(p, q);
+  const int instance = fast && same && p.index.data ? instance_by_index<T, S, F, O>(q, g) : -1;
+  fast = fast && (!p.index.data || instance >= 0);
   if (takes_packed("norm", forced().norm, fast)) {
     q.blocks = static_cast<uint32_t>(g.blocks);
     const int64_t row_bytes = p.rows.width * static_cast<int64_t>(sizeof(T)) * (p.residual.data ? 2 : 1);
     q.ahead = rows_ahead(kAheadBytes, row_bytes, context.device);
     const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
     if (p.index.data) {
-      launch_by_index<T, S, F, O>(q, g, block, outer, stream);
+      instance == 0 ? launch_by_index<T, S, F, O, 0>(q, block, outer, stream)
+                    : launch_by_index<T, S, F, O, 1>(q, block, outer, stream);
     } else if (same) {
       if constexpr (kHasKernel) launch_packed<T, T, S, F, O>(q, g, block, outer, stream);
     } else if (wide) {
