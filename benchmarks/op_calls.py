@@ -73,8 +73,17 @@ class Shapes(TorchDispatchMode):
         if tensors and makes_new and (ours or (large and name not in READ)):
             like = tree_map_only(Tensor, on_meta, (args, kwargs))
             outputs = func(*like[0], **{**like[1], **({"device": "meta"} if "device" in kwargs else {})})
+            if name == "convolution":
+                outputs = outputs.contiguous(memory_format=order_of_convolution(*like[0][:2]))
             return tree_map_only(Tensor, unwritten, outputs)
         return func(*args, **kwargs)
+
+
+def order_of_convolution(input: Tensor, weight: Tensor) -> torch.memory_format:
+    """The memory order of a convolution's result on a GPU, as cuDNN chooses it: channels last if either has them so."""
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim(), torch.contiguous_format)
+    last = any(x.is_contiguous(memory_format=order) and not x.is_contiguous() for x in (input, weight))
+    return order if last else torch.contiguous_format
 
 
 def on_meta(x: Tensor) -> Tensor:

@@ -120,20 +120,12 @@ def families(records: list[Record]) -> str:
 
 
 def of_commits(ops: Record) -> str:
-    """The commits of the timed kernels: the most frequent one, then the families and ops that have another."""
+    """The commits of the timed kernels and, where there are several, how many cases are of each."""
     commits = [record.get("commit", ops["meta"]["commit"]) or "unknown" for record in ops["records"]]
-    timed = [(record["op"], commit) for record, commit in zip(ops["records"], commits)]
-    usual = collections.Counter(commit for _, commit in timed).most_common(1)[0][0]
-    of_family: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for op, commit in timed:
-        of_family[family(op)][commit] += 1
-    others: dict[str, dict[str, None]] = {}
-    for op, commit in timed:
-        expected = of_family[family(op)].most_common(1)[0][0]
-        if commit != expected or expected != usual:
-            others.setdefault(commit, {})[family(op) if commit == expected else op] = None
-    names = "; ".join(f"{', '.join(sorted(found))} of {commit[:7]}" for commit, found in others.items())
-    return f"of commit {usual[:7]}" + (f" ({names})" if names else "")
+    counts = collections.Counter(commit[:7] for commit in commits).most_common()
+    if len(counts) == 1:
+        return f"of commit {counts[0][0]}"
+    return "of commits " + ", ".join(f"{commit} ({count})" for commit, count in counts)
 
 
 def find(records: list[Record], op: str, shape: list[int]) -> list[Record]:
