@@ -1,6 +1,6 @@
 """One process with one LTX_KERNELS_FORCE: checks calls against fp64 and writes their outputs, or the error, to a file.
 
-python tests/helpers/forced.py norm outputs.pt
+python tests/helpers/forced.py norm outputs.pt [PART ...]     # only calls with one of these in their name
 """
 
 from __future__ import annotations
@@ -125,10 +125,12 @@ def main() -> None:
     from kernels import get_kernel
     from test_quant import check as check_quantised
 
-    family, path = sys.argv[1:]
+    family, path, *parts = sys.argv[1:]
     ltx = get_kernel(REPO_ID, version=1)
     results: dict[str, list[torch.Tensor] | str] = {}
     for key, case in cases(family, "cuda" if torch.cuda.is_available() else "cpu").items():
+        if parts and not any(part in key for part in parts):
+            continue
         try:
             outputs = check_quantised(ltx, case) if family == "quant" else check(ltx, case)
             results[key] = [output.view(torch.uint8).cpu() for output in outputs]
