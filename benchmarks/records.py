@@ -10,13 +10,16 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from plots import case_name
-from sources import Subject
+from sources import REPOSITORY, Subject
+
+sys.path.insert(0, str(REPOSITORY / "examples"))  # whose tables of shapes the programs share
 
 Record = dict[str, Any]
 # Trials of drafts and of variants that were given up, and a measurement of an older commit to compare with.
@@ -159,6 +162,16 @@ def _parallel_options(name: str, records: Sequence[Record]) -> list[str]:
     return ["--update", "--models", name, *configs(records), *configs(records, "--modes", "mode")]
 
 
+def _train_llm_name(record: Record) -> str:
+    return f"{record['model']} {record['tokens']}{'' if record['checkpointing'] else ' without checkpoints'}"
+
+
+def _train_llm_options(name: str, records: Sequence[Record]) -> list[str]:
+    _, size, *rest = name.split(" ", 2)
+    form = "off" if rest else "on"
+    return ["--update", "--profile", "--sizes", size, "--checkpointing", form, *configs(records)]
+
+
 def _mutations(backend: str, machine: str) -> Program:
     return Program(
         "tests/mutations.py",
@@ -254,6 +267,10 @@ PROGRAMS = [
         lambda record: f"{record['model']}{'' if record['rank'] else ' whole'}",
         lambda name, records: ["--update", *configs(records), *(["--rank", "0"] if name.endswith(" whole") else [])],
         "--models", lambda name: name.split()[0], keys=_one,
+    ),
+    Program(
+        "benchmarks/train_llm.py", "{machine}-train-llm", _train_llm_name, _train_llm_options, "--models",
+        lambda name: name.split()[0], tables=("llm_shapes", "TRAINED"), keys=_one,
     ),
     Program("benchmarks/quality.py", "{machine}-quality", in_place=False),
     Program("benchmarks/engines.py", "{machine}-engines", in_place=False),

@@ -47,7 +47,19 @@ from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
-from steps import COLUMNS, PROFILED_STEPS, Turns, error, free_memory, label, measure, profile, synchronize, view_of
+from steps import (
+    COLUMNS,
+    PROFILED_STEPS,
+    Measured,
+    Turns,
+    error,
+    free_memory,
+    label,
+    measure,
+    profile,
+    synchronize,
+    view_of,
+)
 from torch import Tensor, nn
 
 CONFIGS = ("baseline", "compile", "kernels", "kernels_fp8", "torchao_fp8_compile")
@@ -138,16 +150,15 @@ def loss_of(model: nn.Module, inputs: dict[str, Any], target: Tensor, autocast: 
 class Step:
     """A training step of a model. `marks` are the events at the ends of its parts, where those are recorded."""
 
-    def __init__(self, model: nn.Module, inputs: dict[str, Any], target: Tensor, autocast: bool) -> None:
-        self.model, self.inputs, self.target, self.autocast = model, inputs, target, autocast
-        on_gpu = target.device.type == "cuda"  # where the step may be captured
-        self.optimizer = torch.optim.AdamW(trained(model), lr=1e-5, capturable=on_gpu)
+    def __init__(self, model: Any, loss: Callable[[], Tensor], capturable: bool) -> None:
+        self.model, self.loss = model, loss
+        self.optimizer = torch.optim.AdamW(trained(model), lr=1e-5, capturable=capturable)
         self.marks: list[torch.cuda.Event] | None = None
 
     def __call__(self) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         self._mark()
-        loss = loss_of(self.model, self.inputs, self.target, self.autocast)
+        loss = self.loss()
         self._mark()
         loss.backward()
         self._mark()
@@ -173,8 +184,9 @@ class Step:
         return {f"{part}_ms": round(statistics.median(found), 3) for part, found in times.items()}
 
 
-def gradients(model: nn.Module, inputs: dict[str, Any], target: Tensor, autocast: bool) -> Tensor:
-    loss_of(model, inputs, target, autocast).backward()
+def gradients(model: nn.Module, loss: Tensor) -> Tensor:
+    """All that a loss has, in one row."""
+    loss.backward()
     return torch.cat([parameter.grad.flatten().float() for parameter in trained(model)])
 
 
@@ -191,11 +203,13 @@ def gradient_errors(
     exact = trainable(copy.deepcopy(shallow).float(), rank, checkpointing=False)
     for parameter, other in zip(trained(exact), trained(trainable(shallow, rank, checkpointing=False))):
         parameter.data.copy_(other)
-    wanted = gradients(exact, {key: floats(value) for key, value in inputs.items()}, target.float(), autocast=False)
+    exact_inputs = {key: floats(value) for key, value in inputs.items()}
+    wanted = gradients(exact, loss_of(exact, exact_inputs, target.float(), autocast=False))
     found = {}
     for config in options.configs:
         if not config.endswith("compile"):
-            got = gradients(made(config, shallow), inputs, target, options.dtype != "fp32")
+            one = made(config, shallow)
+            got = gradients(one, loss_of(one, inputs, target, options.dtype != "fp32"))
             found[config] = float(f"{error(got, wanted):.4g}")
     return found
 
@@ -256,12 +270,19 @@ def measure_scene(
     measured = measure(
         f"{name} {size}, {timesteps}{', checkpointing' if checkpointing else ''}",
         made,
-        lambda one: Step(one, inputs, target, autocast),
+        lambda one: Step(one, lambda: loss_of(one, inputs, target, autocast), capturable=options.device == "cuda"),
         options.configs,
         Turns(options.rounds, options.steps, profiled=0, graph_s=0.0 if checkpointing else GRAPH_S),
         options.device,
         progress,
     )
+    yield from records_of(measured, identity, errors, options)
+
+
+def records_of(
+    measured: dict[str, Measured], identity: dict[str, Any], errors: dict[str, float], options: Any
+) -> Iterator[list[dict[str, Any]]]:
+    """The records of configurations that were timed, and again with their profiles. errors: Of some of them."""
     records = {}
     for config, one in measured.items():
         records[config] = record = {**identity, "config": config, **one.record}

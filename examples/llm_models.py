@@ -129,13 +129,18 @@ def configure(config: str, model: Any, ltx: ModuleType, **options: Any) -> Confi
     return made
 
 
-def apply_liger(model: Any) -> list[tuple[ModuleType, str, Any]]:
-    """Patches one model, and returns the functions that Liger would patch for all."""
+def apply_liger(model: Any, layers: bool = True, loss: bool = False) -> list[tuple[ModuleType, str, Any]]:
+    """Patches one model, and returns the functions that Liger would patch for all.
+
+    layers: Whether norms, MLP and rotary embedding are replaced.
+    loss: Whether the model's forward is replaced by one whose loss needs no logits of all tokens at once.
+    """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
-    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+    left_out = {} if layers else dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu"), False)
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=loss, **left_out)
     changed = [name for name, value in vars(module).items() if before.get(name) is not value]
     functions = [(module, name, getattr(module, name)) for name in changed if name in before]
     for name in changed:

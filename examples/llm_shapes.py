@@ -138,3 +138,5 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # They do not fit a GPU of 80 GB.
 LARGE = ("llama4-scout",)
+# What benchmarks/train_llm.py times: a model, and batch x tokens.
+TRAINED = ("llama-8b 1x4096", "qwen3-8b 1x4096")

@@ -888,3 +888,31 @@ def test_training_steps_are_timed(ltx: ModuleType, tmp_path: Path) -> None:
         assert fp8["stock_calls"] == kernels["stock_calls"]
         assert 0 < kernels["grad_error_vs_fp32"] < 1.2 * stock["grad_error_vs_fp32"] < 0.05
         assert sum(kernels["own_calls"].values()) > 0 < kernels["step_ms"]
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_training_steps_of_language_models_are_timed(
+    ltx: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole layers run the ops, and without a GPU the configurations with Liger are left out."""
+    pytest.importorskip("peft")
+    pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    import train_llm
+
+    path = tmp_path / "train-llm.json"
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--steps", "1", "--output", str(path)]
+    configs = [config for config in train_llm.CONFIGS if config != "compile"]
+    assert train_llm.main([*arguments, "--checkpointing", "off", "on", "--configs", *configs]) == 0
+    assert "not run: Liger" in capsys.readouterr().out
+    found = json.loads(path.read_text())["records"]
+    expected = [(on, config) for on in (False, True) for config in ("baseline", "kernels")]
+    assert [(record["checkpointing"], record["config"]) for record in found] == expected
+    for stock, kernels in zip(found[::2], found[1::2]):
+        assert 0 < kernels["grad_error_vs_fp32"] < 1.2 * stock["grad_error_vs_fp32"] < 0.05
+        layer = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+        assert kernels["own_calls"][layer] == train_llm.ERROR_BLOCKS and kernels["step_ms"] > 0
+        assert kernels["stock_calls"] == {"transformers.LlamaRMSNorm: a gradient is needed": 1}  # the last norm
+    assert train_llm.main([*arguments, "--configs", "baseline", "--update"]) == 0
+    kept = json.loads(path.read_text())["records"]
+    assert sorted((record["checkpointing"], record["config"]) for record in kept) == sorted(expected)

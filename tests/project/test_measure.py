@@ -368,6 +368,7 @@ def test_every_function_leads_to_its_kernel(present: sources.Sources) -> None:
         ("models", "cogvideox", "diffusers/cogvideox.py"),
         ("vae", "wan decode 49x512x768 bf16", "diffusers/vae_wan.py"),
         ("llm", "gemma3-12b 512x1 of 48 layers", "transformers/gemma.py"),
+        ("train-llm", "qwen3-8b 1x4096", "transformers/qwen3.py"),
         ("clip", "ltx2 distilled 121x512x768", "diffusers/ltx2.py"),
     ],
 )
