@@ -177,10 +177,10 @@ def test_rows_by_index(on_host: ModuleType, op: str, width: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32, torch.bool], ids=str)
-@pytest.mark.parametrize("op", MODEL_INDEX)
-def test_row_kernel_by_index(on_host: ModuleType, op: str, index_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("op", "width"), [*((op, None) for op in MODEL_INDEX), ("adaln_rmsnorm", 3584)])
+def test_row_kernel_by_index(on_host: ModuleType, op: str, width: int | None, index_dtype: torch.dtype) -> None:
     """The bits of the general kernel, which runs where a modulation for each row is written out."""
-    case = model_index_case(op, Make("cpu", torch.bfloat16), index_dtype=index_dtype)
+    case = model_index_case(op, Make("cpu", torch.bfloat16), width, index_dtype=index_dtype)
     results = [check(on_host, case), without_index(case).run(on_host)]
     if op in QUANTISED_NORMS and op != "gated_residual":  # which quant.cu has
         results[0] = (*results[0], *test_quant.check(on_host, case))

@@ -19,11 +19,12 @@ void run_model_row(const NormParams& p, const Context& context) {
   const uint32_t packed = whole_pack_operands<T>(p, fast, types);
   if (!p.index.data) return launch_general(p, g, dim3(threads, rows), packed, context);
   CompactParams q{};
-  if (!fast || types != VectorTypes::kRows || !compact_params(p, q) || !takes_index<T, S, F, O>(q, g)) {
-    throw std::runtime_error("norm_kernel has no instance for this index");
-  }
+  fast = fast && types == VectorTypes::kRows && compact_params(p, q);
+  const int instance = fast ? instance_by_index<T, S, F, O>(q, g) : -1;
+  if (instance < 0) throw std::runtime_error("norm_kernel has no instance for this index");
   const unsigned outer = p.rows.ndim == 2 ? static_cast<unsigned>(p.rows.size[0]) : 1;
-  launch_by_index<T, S, F, O>(q, g, dim3(threads, rows), outer, nullptr);
+  instance == 0 ? launch_by_index<T, S, F, O, 0>(q, dim3(threads, rows), outer, nullptr)
+                : launch_by_index<T, S, F, O, 1>(q, dim3(threads, rows), outer, nullptr);
 }
 
 template <Output O>
@@ -39,7 +40,7 @@ void run_model_row(const NormParams& p, const Context& context) {
 }
 
 // As many columns as the models have that norm_kernel reads an index for.
-bool is_model_row(const NormParams& p) { return p.rows.width == 3072 || p.rows.width == 3840; }
+bool is_model_row(const NormParams& p) { return p.rows.width == 3072 || p.rows.width == 3584 || p.rows.width == 3840; }
 
 }  // namespace
 
