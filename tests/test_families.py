@@ -628,6 +628,8 @@ def test_kept_keys_of_flux2_klein(ltx: ModuleType, device: str) -> None:
     """The first step keeps keys and values of the reference images, and later ones read them."""
     from diffusers.models.transformers import transformer_flux2 as flux2
 
+    if not hasattr(flux2, "Flux2KVAttnProcessor"):
+        pytest.skip("NOT RUN: this diffusers has no pipeline that keeps keys of reference images")
     family, references = FAMILIES["flux2-klein"], 2
     model = make(family, device)
     for block in model.transformer_blocks:
