@@ -4,8 +4,9 @@
     python benchmarks/train_llm.py [--models llama-8b] [--sizes 1x4096] [--checkpointing off on] [--profile] [--tiny]
 
 Models have their released depth and width, and random weights. A step is a forward under `torch.autocast` with the
-model's own loss, a backward, and AdamW's step. peft's adapters are in float32. Their base is frozen, and its weights
-are shared by the configurations, which take turns. Checkpoints are those of transformers, one for each layer.
+model's own loss, a backward, and AdamW's step. peft's adapters are in float32, and the base model is frozen. All
+configurations share the base model's weights, and they take turns. With gradient checkpointing, transformers computes
+each layer again in the backward.
 
 "compile" is torch.compile of each layer. "liger" is what Liger replaces by default: norms, MLP, rotary embedding and
 the loss, which it computes without the logits of all tokens. "kernels" is `optimize` after the adapters were added,
@@ -75,7 +76,7 @@ def make_model(config: str, model: Any, ltx: ModuleType, checkpointing: bool) ->
     return made.model
 
 
-def loss_of(model: Any, ids: Tensor, autocast: bool = True) -> Tensor:
+def loss_of(model: Any, ids: Tensor, autocast: bool) -> Tensor:
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         return model(input_ids=ids, labels=ids, use_cache=False).loss
 
