@@ -11,12 +11,14 @@ Its sources are
 - the bindings of the ops that these files call, and the kernels that the bindings launch, with the files and the flags
   that build.toml has for each.
 
-Comments, docstrings and the form of the code do not count.
+Comments, docstrings and the form of the code do not count. What only gradients need counts where the program calls
+``backward``: that method of autograd.Functions, what it alone imports, and the kernels that are named after it.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -37,6 +39,8 @@ PACKAGE = "torch-ext/ltx_kernels/"
 INTEGRATIONS = PACKAGE + "integrations/"
 PROGRAM_FOLDERS = ("benchmarks", "examples", "tests")  # where a program finds what it imports
 OP_CALL = r'\bop\(\s*"(\w+)"'
+OP_OF_GRADIENTS = r"\bops\.(\w+)\.default"  # how autograd.Functions call an op
+FORWARD = "without backward"  # the part of a file that counts for programs without gradients
 Parts = dict[str, str]  # what a measurement depends on, by name: a file, or "FILE: DEFINITION"
 
 
@@ -137,6 +141,30 @@ def parsed(text: str) -> ast.Module:
     return module
 
 
+@functools.cache
+def without_backward(text: str) -> ast.Module:
+    """Python without docstrings, without methods named ``backward``, and without what they alone refer to."""
+    module = copy.deepcopy(parsed(text))
+    before = _names_in(module)
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            node.body = [inner for inner in node.body if getattr(inner, "name", "") != "backward"] or [ast.Pass()]
+    gone: set[str] = before - _names_in(module)
+    while gone:
+        used, private = _names_in(module), {name for name in gone if name.startswith("_")}
+        module.body = [node for node in module.body if getattr(node, "name", "") not in private]
+        for node in module.body:
+            if isinstance(node, ast.ImportFrom):
+                node.names = [alias for alias in node.names if (alias.asname or alias.name) not in gone]
+        gone = used - _names_in(module)
+    module.body = [node for node in module.body if not isinstance(node, ast.ImportFrom) or node.names]
+    return module
+
+
+def _names_in(module: ast.Module) -> set[str]:
+    return {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+
+
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')", re.DOTALL)
 
 
@@ -210,6 +238,8 @@ class Sources:
             return None if kernel is None else repr(kernel)
         if not definition:
             return self.tree.read(path)
+        if definition == FORWARD:
+            return ast.dump(without_backward(self.tree.read(path)))
         return self.module(path).reached(definition, keys).code if definition in self.module(path).names else None
 
     def module(self, path: str) -> _Module:
@@ -230,7 +260,9 @@ class Sources:
             files |= {path for path in self.tree.paths if path.startswith(("kernel_src/", "torch-ext/"))}
         else:
             classes = frozenset(word for word in words if word in modules_of_classes())
-            files |= self._once(self.of_functions, frozenset(functions | subject.functions), classes, subject.backend)
+            trains = "backward" in words
+            mine = frozenset(functions | subject.functions)
+            files |= self._once(self.of_functions, mine, classes, subject.backend, trains)
         return [*sorted(program), *sorted(files)]
 
     def of_program(self, path: str, keys: frozenset[str]) -> tuple[set[str], set[str], set[str]]:
@@ -249,14 +281,22 @@ class Sources:
             waiting += reached.references
         return found, functions, words
 
-    def of_functions(self, functions: frozenset[str], classes: frozenset[str], backend: str) -> set[str]:
-        """The files behind public functions, and behind `optimize` of models of these classes."""
+    def of_functions(
+        self, functions: frozenset[str], classes: frozenset[str], backend: str, trains: bool = False
+    ) -> set[str]:
+        """The parts behind public functions, and behind `optimize` of models of these classes."""
         reference = {PACKAGE + "reference.py"} if "reference" in functions else set()
-        python = self.closure(self.public[function] for function in functions if function in self.public)
+        python = self.closure((self.public[function] for function in functions if function in self.public), trains)
         if "optimize" in functions:
-            python |= self.closure([INTEGRATIONS + "__init__.py", *self.families(classes)])
-        calls = {name for path in python for name in re.findall(OP_CALL, self.tree.read(path))}
-        return python | reference | self._once(self.of_ops, frozenset(calls), backend)
+            python |= self.closure([INTEGRATIONS + "__init__.py", *self.families(classes)], trains)
+        forms = (OP_CALL, OP_OF_GRADIENTS) if trains else (OP_CALL,)
+        calls = {name for path in python for form in forms for name in re.findall(form, self.tree.read(path))}
+        parts = python if trains else {self._without_backward(path) for path in python}
+        return parts | reference | self._once(self.of_ops, frozenset(calls), backend, trains)
+
+    def _without_backward(self, path: str) -> str:
+        """The name of what counts of a file for programs without gradients."""
+        return f"{path}: {FORWARD}" if "def backward(" in self.tree.read(path) else path
 
     @functools.cached_property
     def public(self) -> dict[str, str]:
@@ -271,7 +311,7 @@ class Sources:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
         }
 
-    def closure(self, roots: Iterable[str]) -> set[str]:
+    def closure(self, roots: Iterable[str], trains: bool = False) -> set[str]:
         """Python files of the package with all that they import, but for the families that the registry imports."""
         found: set[str] = set()
         waiting = [path for path in roots if path in self.tree.paths]
@@ -281,13 +321,13 @@ class Sources:
                 continue
             found.add(path)
             if path != INTEGRATIONS + "registry.py":
-                waiting += self._once(self.imports, path)
+                waiting += self._once(self.imports, path, trains)
         return found
 
-    def imports(self, path: str) -> list[str]:
+    def imports(self, path: str, trains: bool = False) -> list[str]:
         """The files of the package that a file imports, but for the package's own __init__.py."""
         found: list[str] = []
-        for node in ast.walk(parsed(self.tree.read(path))):
+        for node in ast.walk((parsed if trains else without_backward)(self.tree.read(path))):
             if isinstance(node, ast.ImportFrom) and node.level:
                 folder = path
                 for _ in range(node.level):
@@ -314,7 +354,7 @@ class Sources:
             ]
         return found or files
 
-    def of_ops(self, names: Collection[str], backend: str) -> set[str]:
+    def of_ops(self, names: Collection[str], backend: str, trains: bool = False) -> set[str]:
         """The bindings of ops, and what they launch."""
         if not names:
             return set()
@@ -322,6 +362,8 @@ class Sources:
         bindings = [path for path in self.tree.under("torch-ext/", ".cpp") if path != "torch-ext/torch_binding.cpp"]
         bindings = [path for path in bindings if defined.search(self.tree.read(path))]
         launched = {name for path in bindings for name in re.findall(r"\bltx::(\w+)\(", self.tree.read(path))}
+        if not trains:
+            launched = {name for name in launched if not name.endswith("_backward")}
         return self.included(bindings) | self.of_kernels(launched, backend)
 
     def included(self, paths: Iterable[str]) -> set[str]:

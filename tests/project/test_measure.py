@@ -33,13 +33,40 @@ FILES = {
         [kernel.rope]
         backend = "cuda"
         src = ["kernel_src/rope.cu"]
+        [kernel.norm_backward]
+        backend = "cuda"
+        src = ["kernel_src/norm_backward.cu"]
     """,
     "kernel_src/norm.cu": "namespace ltx {\nvoid norm(const Params& p) {\n  launch(p);  // once\n}\n}\n",
+    "kernel_src/norm_backward.cu": "namespace ltx {\nvoid norm_backward(const Params& p) {\n}\n}\n",
     "kernel_src/rope.cu": "namespace ltx {\nvoid rotary(const Params& p) {\n}\n}\n",
     "kernel_src/ltx/rows.cuh": "constexpr int kRows = 4;\n",
-    "torch-ext/norm.cpp": "Tensor norm(const Tensor& x) {\n  ltx::norm(p);\n}\n",
+    "torch-ext/norm.cpp": "Tensor norm(const Tensor& x) {\n  ltx::norm(p);\n  ltx::norm_backward(p);\n}\n",
     "torch-ext/rope.cpp": "Tensor rope(const Tensor& x) {\n  ltx::rotary(p);\n}\n",
-    "torch-ext/ltx_kernels/norm.py": '"""Norms."""\n\n_norm = op("norm")\n\n\ndef rmsnorm(x):\n    return _norm(x)\n',
+    "torch-ext/ltx_kernels/norm.py": '''
+        """Norms."""
+
+        from ._sums import total
+
+        _norm = op("norm")
+
+
+        def rmsnorm(x):
+            return _norm(x)
+
+
+        class _Norm(Function):
+            def forward(ctx, x):
+                return rmsnorm(x)
+
+            def backward(ctx, grad):
+                return _of_weight(grad)
+
+
+        def _of_weight(grad):
+            return total(grad)
+    ''',
+    "torch-ext/ltx_kernels/_sums.py": "def total(x):\n    return x.sum(0)\n",
     "torch-ext/ltx_kernels/rope.py": '_rope = op("rope")\n\n\ndef rope_1d(x):\n    return _rope(x)\n',
     "benchmarks/shared.py": "def helper():\n    return 1\n\n\ndef other():\n    return 2\n",
     # Writes after each case, as the real programs do. A case may fail, or take its time.
@@ -177,6 +204,27 @@ def test_other_changes_do_not(fake: Fake, name: str, old: str, new: str) -> None
     """Comments, docstrings, other kernels, other functions of shared files, other entries of a table of cases."""
     fake.edit(name, old, new)
     assert fake.reasons() == {}
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("torch-ext/ltx_kernels/norm.py", "return _of_weight(grad)", "return _of_weight(2 * grad)"),
+        ("torch-ext/ltx_kernels/norm.py", "return total(grad)", "return total(2 * grad)"),
+        ("torch-ext/ltx_kernels/_sums.py", "x.sum(0)", "x.sum(1)"),
+        ("kernel_src/norm_backward.cu", "Params& p) {", "Params& p) {\n  launch(p);"),
+    ],
+)
+def test_what_gradients_need_counts_where_a_program_has_them(fake: Fake, name: str, old: str, new: str) -> None:
+    fake.edit(name, old, new)
+    assert fake.reasons() == {}
+    fake.edit(name, new, old)
+    fake.edit("benchmarks/program.py", "    helper()", "    helper().backward()")
+    fake.commit()
+    fake.measured(a="2026-01-01T00:00:00+00:00", b="2026-01-01T00:00:00+00:00")
+    assert fake.reasons() == {}
+    fake.edit(name, old, new)
+    assert fake.reasons().keys() == {"a", "b"}
 
 
 def test_an_entry_of_a_table_is_of_its_own_case(fake: Fake) -> None:
@@ -378,6 +426,9 @@ def test_a_model_leads_to_its_family(present: sources.Sources, program: str, nam
     assert sources.INTEGRATIONS + family in parts
     assert sources.INTEGRATIONS + "diffusers/bria.py" not in parts  # another family
     assert "kernel_src/rope.cu" in parts and "benchmarks/steps.py: synchronize" in parts
+    assert (
+        ("kernel_src/row_sums.cu" in parts) == ("kernel_src/norm_backward.cu" in parts) == program.startswith("train")
+    )
 
 
 def test_list_runs() -> None:
