@@ -22,7 +22,13 @@ LANGUAGE_CONFIGS = {
 @block("docs/measured/training.md", "steps")
 def steps() -> str:
     """Steps by model, size and configuration, and what some of them consist of."""
-    records = records_of("h200-train")
+    models = list(PARALLEL)
+
+    def place(record: Record) -> tuple[Any, ...]:
+        frames = int(record["size"].split("x")[0])
+        return models.index(record["model"]), not record["rank"], frames, record["checkpointing"]
+
+    records = sorted(records_of("h200-train"), key=place)
 
     def form(record: Record) -> tuple[Any, ...]:
         """What is timed, and in which run: a ratio of two runs would be one of their hosts."""
@@ -106,8 +112,11 @@ def language_models() -> str:
 def _largest(records: Sequence[Record]) -> str:
     """The gradients of each op at its largest measured shape."""
     largest = {record["op"]: record for record in sorted(records, key=lambda r: r["bytes"])}
-    head = "| op | shape | µs | x copy | plain torch | torch's own op |"
-    row = "| {op} | {size} | {us.ours:.0f} | {us.ours/us.copy:.2f} | {us.eager:.0f} | {us.native?:.0f} |"
+    head = "| op | shape | µs | x copy | torch.compile | torch's own op | Liger | plain torch |"
+    row = (
+        "| {op} | {size} | {us.ours:.0f} | {us.ours/us.copy:.2f} | {us.compile?:.0f} | {us.native?:.0f} "
+        "| {us.liger?:.0f} | {us.eager:.0f} |"
+    )
     rows = [largest[op] for op in dict.fromkeys(record["op"] for record in records)]
     return text(table(head, row, rows, size=lambda record: "x".join(map(str, record["shape"]))))
 
@@ -115,7 +124,7 @@ def _largest(records: Sequence[Record]) -> str:
 @block("docs/measured/training.md", "backward")
 def backward() -> str:
     """The gradients of inputs."""
-    return _largest(records_of("h100-80gb-hbm3-backward"))
+    return _largest([record for record in records_of("h200-backward") if "sums over rows" not in record["op"]])
 
 
 @block("docs/measured/training.md", "sums")
