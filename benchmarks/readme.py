@@ -30,13 +30,13 @@ from typing import Any
 import pages
 from pages.marks import TOLD, mark
 from pages.writing import BLOCKS, PICTURES, REPOSITORY, at, load
-from plots import READ
+from plots import READ, RESULTS
 from sources import HistoryError
 
 for module in pkgutil.iter_modules(pages.__path__):  # each adds its functions to BLOCKS
     importlib.import_module(f"{pages.__name__}.{module.name}")
 
-FIGURE = re.compile(r"(?P<number>[\d.,]+(?:e[-+]?\d+)?)<!-- (?P<file>[\w-]+) (?P<source>[^>]+?) -->")
+FIGURE = re.compile(r"(?P<number>[\d.,]+(?:e[-+]?\d+)?)?<!-- (?P<file>[\w-]+) (?P<source>[^>]+?) -->")
 
 
 def _pages() -> list[Path]:
@@ -81,7 +81,12 @@ def with_figures(text: str) -> str:
     """A page with the digits of each figure as its result file has them, as many as stand there."""
 
     def written(match: re.Match[str]) -> str:
-        number, value = match["number"], figure(match["file"], match["source"])
+        number = match["number"]
+        if not number:
+            if (RESULTS / f"{match['file']}.json").exists():
+                raise ValueError(f"{match[0]}: expected a number before this comment, such as 0.0")
+            return match[0]  # a comment for readers of the source
+        value = figure(match["file"], match["source"])
         mantissa, _, exponent = number.partition("e")
         digits = len(mantissa.partition(".")[2])
         form = f".{digits}e" if exponent else f",.{digits}f" if "," in number else f".{digits}f"

@@ -368,6 +368,14 @@ def test_a_block_stands_once_in_its_page(page: str) -> None:
         readme.with_block(page, "a", "new\n")
 
 
+def test_a_figure_without_a_number_is_an_error() -> None:
+    comment = "<!-- h200-train-llm model=qwen3-8b config=kernels step_ms -->"
+    assert readme.with_figures(f"0.0{comment} ms") != f"0.0{comment} ms"
+    with pytest.raises(ValueError, match="expected a number before"):
+        readme.with_figures(f"?{comment} ms")
+    assert readme.with_figures("<!-- needs the network -->") == "<!-- needs the network -->"
+
+
 def test_update_keeps_what_is_not_measured_again(tmp_path: Path) -> None:
     """--update: the other cases of a result, in the table's order, from the same machine alone; each commit is told.
 
