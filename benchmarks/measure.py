@@ -14,7 +14,12 @@ program that fails does not stop the others, and is tried last in the next call.
 `<machine>-queue.json` has a line for each call: its seconds, which the estimates come from, and the digest of the
 sources that it measured. Without the history of the repository, as on a machine that got a copy of the files, this
 digest alone tells what is up to date. `--output DIR` writes everything to a folder and reads there what earlier calls
-wrote.
+wrote; benchmarks/take.py brings it back. Several GPUs of a host share the work, each with a call and a folder of its
+own:
+
+    CUDA_VISIBLE_DEVICES=0 taskset -c 0-15 python benchmarks/measure.py --share 1/2 --output first &
+    CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 python benchmarks/measure.py --share 2/2 --output second; wait
+    python benchmarks/take.py first second
 """
 
 from __future__ import annotations
@@ -64,6 +69,7 @@ class Queue:
     root: The repository.
     results: Where the result files are.
     output: Where new ones are written; a file that is there is newer than that in `results`.
+    share: (i, n): The i-th of n calls that divide the jobs among them.
     """
 
     def __init__(
@@ -74,7 +80,9 @@ class Queue:
         machines: Sequence[str],
         like: str = "",
         programs: Sequence[Program] = PROGRAMS,
+        share: tuple[int, int] = (1, 1),
     ) -> None:
+        self.share = share
         self.root, self.output, self.machines, self.like, self.programs = root, output, machines, like, programs
         output.mkdir(parents=True, exist_ok=True)
         if output.resolve() != results.resolve():
@@ -92,7 +100,9 @@ class Queue:
         for machine in self.machines:
             for program in self.programs:
                 found += jobs_of(program, machine, self.output, self.like)
-        return found
+        number, of = self.share
+        mine = {job.title for job in sorted(found, key=lambda job: job.title)[number - 1 :: of]}
+        return [job for job in found if job.title in mine]
 
     def reason(self, job: Job) -> str:
         """Why a job is to be measured; empty where it is up to date."""
@@ -284,6 +294,14 @@ def print_list(waiting: Iterable[Waiting]) -> None:
         print(f"{seconds:>7}  {one.job.title} ({one.reason}{failed})")
 
 
+def share(text: str) -> tuple[int, int]:
+    """(i, n) of I/N."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"expected I/N with 1 <= I <= N, such as 1/2, got {text}")
+    return int(number), int(of)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin and run nothing after this long")
@@ -294,6 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="PART", help="only jobs with one of these in the title"
     )
+    parser.add_argument(
+        "--share", type=share, default=(1, 1), metavar="I/N", help="the I-th of N calls that divide the jobs among them"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="(default: benchmarks/results)")
     options = parser.parse_args(arguments)
     runs = not (options.list or options.dry_run)
@@ -303,7 +324,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if runs and (stale := stale_builds(REPOSITORY)):
         sys.exit(f"{', '.join(stale)}: made from other sources; run python tools/build.py")
     with tempfile.TemporaryDirectory() as folder:  # what only looks writes nothing
-        queue = Queue(REPOSITORY, RESULTS, options.output if runs else Path(folder), machines, options.like)
+        queue = Queue(
+            REPOSITORY, RESULTS, options.output if runs else Path(folder), machines, options.like, share=options.share
+        )
         return work(queue, options.seconds, options.only, options.list, options.dry_run)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ import records  # noqa: E402
 import result_files  # noqa: E402
 import sources  # noqa: E402
 import staleness  # noqa: E402
+import take  # noqa: E402
 
 RESULTS = BENCHMARKS / "results"
 FILES = {
@@ -141,7 +144,7 @@ class Fake:
         of = [{"name": name, "commit": commit, "date": date} for name, date in dates.items()]
         self.write("benchmarks/results/gpu-program.json", json.dumps({"meta": {"device": "gpu"}, "records": of}))
 
-    def queue(self, **options: str) -> measure.Queue:
+    def program(self) -> records.Program:
         program = records.Program(
             "benchmarks/program.py",
             "{machine}-program",
@@ -156,8 +159,11 @@ class Fake:
             def listed(self) -> list[str]:
                 return cases
 
-        program = Listed(**{field: getattr(program, field) for field in program.__dataclass_fields__})
-        return measure.Queue(self.root, self.results, self.results, ["gpu"], programs=[program], **options)
+        return Listed(**{field: getattr(program, field) for field in program.__dataclass_fields__})
+
+    def queue(self, output: Path | None = None, **options: Any) -> measure.Queue:
+        output = output or self.results
+        return measure.Queue(self.root, self.results, output, ["gpu"], programs=[self.program()], **options)
 
     def reasons(self) -> dict[str, str]:
         return {one.job.name: one.reason for one in self.queue().waiting()}
@@ -330,6 +336,46 @@ def test_without_the_history_the_digests_of_earlier_calls_count(fake: Fake) -> N
     assert fake.reasons().keys() == {"a", "b"}
     (fake.results / "gpu-queue.json").unlink()
     assert set(fake.reasons().values()) == {"not measured by this command, and the repository's history is not here"}
+
+
+def test_calls_that_share_the_work_are_taken_together(fake: Fake, tmp_path: Path) -> None:
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    commit = fake.commit()
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for number, folder in enumerate(folders, 1):
+        assert measure.work(fake.queue(folder, share=(number, 2)), 60) == 0
+    assert fake.reasons().keys() == {"a", "b"}  # nothing was written there
+    taken = [take.take_all(folder, fake.results, [fake.program()]) for folder in folders]
+    assert [([job.name for job in jobs], left) for jobs, left in taken] == [(["a"], {}), (["b"], {})]
+    assert fake.reasons() == {}
+    written = json.loads((fake.results / "gpu-program.json").read_text())["records"]
+    assert [record["name"] for record in written] == ["a", "b"] and {record["commit"] for record in written} == {commit}
+
+
+def test_a_record_without_a_peer_of_the_old_one_is_left(fake: Fake, tmp_path: Path) -> None:
+    path = fake.results / "gpu-program.json"
+    result = json.loads(path.read_text())
+    result["records"][0]["us"] = {"ours": 1.0, "peer": 2.0, "absent": None}
+    path.write_text(json.dumps(result))
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    assert measure.work(fake.queue(tmp_path / "other"), 60) == 0
+    jobs, left = take.take_all(tmp_path / "other", fake.results, [fake.program()])
+    assert [job.name for job in jobs] == ["b"]
+    assert left == {"program: a": "no time of ours, peer, which the record has here"}
+    assert json.loads(path.read_text())["records"][0] == result["records"][0]
+
+
+def test_a_folder_without_calls_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["take.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="expected a ledger"):
+        take.main()
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b"])
+def test_a_share_is_one_of_all(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected I/N"):
+        measure.share(text)
 
 
 def test_estimates_are_of_earlier_calls(fake: Fake) -> None:
