@@ -13,7 +13,7 @@ and take turns.
 
 "compile" compiles the transformer's blocks, the decoder of the video and the text encoder. "kernels" is `optimize` of
 these three components, "kernels_fp8" the same with the transformer in fp8, "_graphs" adds `graphs=True`, and "_auto"
-`graphs="auto"`. The other parts of LTX-2, which are the connectors behind the text encoder and the decoder of the
+`graphs="auto"`. The other parts of LTX-2, which are the connectors after the text encoder and the decoder of the
 sound, are the stock ones.
 
 `clip_ms` is the whole call, `text_ms` the prompt, `step_ms` one step (median), `decode_ms` the decoders with what

@@ -284,7 +284,7 @@ class Sources:
     def of_functions(
         self, functions: frozenset[str], classes: frozenset[str], backend: str, trains: bool = False
     ) -> set[str]:
-        """The parts behind public functions, and behind `optimize` of models of these classes."""
+        """The parts that public functions run, and `optimize` of models of these classes."""
         reference = {PACKAGE + "reference.py"} if "reference" in functions else set()
         python = self.closure((self.public[function] for function in functions if function in self.public), trains)
         if "optimize" in functions:

@@ -324,7 +324,7 @@ def rmsnorm_residual(bench: Bench, tokens: int) -> Entry:
 
 
 def norm_linear(bench: Bench, tokens: int) -> Entry:
-    """RMSNorm and the projection to query, key and value behind it."""
+    """RMSNorm and the projection to query, key and value after it."""
     ltx, config = bench.ltx, SHAPES[bench.shape][1]
     outputs = (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
     projection = bench.random(outputs, bench.hidden) / bench.hidden**0.5

@@ -180,7 +180,7 @@ def test_what_is_not_finite(ltx, place, special):
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_key_lengths(ltx, place, finite):
-    """Finite values behind them change no bit, and numbers out of range stand for the nearest. A row that meets other
+    """Finite values after them change no bit, and numbers out of range stand for the nearest. A row that meets other
     values there is computed again from the inputs themselves, which is right within the error."""
     case = int8_case(Make(place, torch.bfloat16), (5, 70, 2, 128), 300)
     lengths = torch.tensor([300, 129, 1, -3, 500], dtype=torch.int32, device=place)

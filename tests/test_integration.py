@@ -912,7 +912,7 @@ def test_lost_packing_is_noticed(ltx: ModuleType, device: str) -> None:
     assert not adjacent(attention)
     stretched = model(**inputs)[0]
     assert "projections of diffusers.LTXAttention one by one, 1 x" in str(report)
-    assert distance(stretched, want) > 1e-5  # the new weight runs, not the one behind to_q
+    assert distance(stretched, want) > 1e-5  # the new weight runs, not the one after to_q
     attention.to_k.weight.data.mul_(0.5)
     assert_close(model(**inputs)[0], want)
 

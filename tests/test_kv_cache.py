@@ -80,7 +80,7 @@ def test_prompts_are_not_copied(ltx: ModuleType, device: str, family: str, packe
     assert_same(ours, stock)
     more = make_ids(device, 3)
     _, copies = filled(model, more, ours)
-    assert copies == 2 * LAYERS  # behind what is there
+    assert copies == 2 * LAYERS  # after what is there
     report.restore()
     filled(model, more, stock)
     assert_same(ours, stock)
@@ -362,7 +362,7 @@ def _module(ltx: ModuleType, name: str) -> Any:
     return sys.modules[f"{ltx.__name__}.integrations.{name}"]
 
 
-# Gemma 4 norms its values, and Llama 4 its keys behind the rotation, which makes them contiguous for any cache.
+# Gemma 4 norms its values, and Llama 4 its keys after the rotation, which makes them contiguous for any cache.
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("Gemma4", "Llama4")])
 @pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
 def test_one_token_of_each_sample_has_the_strides_of_stock(

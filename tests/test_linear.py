@@ -92,7 +92,7 @@ def test_addend_and_out(ltx, device, rows):
 
 
 def test_out_beside_the_weight(ltx, device):
-    """An output right behind fp8 weights in one allocation shares no byte with them."""
+    """An output right after fp8 weights in one allocation shares no byte with them."""
     if ltx.quant.fp8_obstacle(torch.device(device)):
         pytest.skip("no fp8 matrix products")
     values, scales, weight, weight_scales, bias, *_ = linear_inputs(ltx, device, (16,))
@@ -470,7 +470,7 @@ def test_own_products_in_threads(ltx, hopper):
 
 
 def test_own_product_on_a_second_device(ltx, hopper):
-    """The tensors' device is where it runs, behind what was put there, while another one is current and stays so."""
+    """The tensors' device is where it runs, after what was put there, while another one is current and stays so."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     arguments = layer("cuda:0", 300, 2048, 256)

@@ -293,7 +293,7 @@ def test_diffusers_ada_layer_norms(ltx, device, dtype):
     assert not scale.is_contiguous()
     assert_like_module(ltx, Case("adaln_layernorm", kwargs), stock)
 
-    # norm2 of FluxTransformerBlock, behind the gated residual of attention.
+    # norm2 of FluxTransformerBlock, after the gated residual of attention.
     attention = make(2, 9, 64)
     hidden = x + gate.unsqueeze(1) * attention
     norm = F.layer_norm(hidden, (64,), None, None, 1e-6) * (1 + scale_mlp[:, None]) + shift_mlp[:, None]

@@ -315,7 +315,7 @@ def _divide(case: Case, ltx: ModuleType, model: Any) -> None:
 
 
 def _result(case: Case, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """All that a call gives; with gradients, these, behind the sum that they are of."""
+    """All that a call gives; with gradients, these, after the sum that they are of."""
     model.requires_grad_(case.gradients).zero_grad()
     result = _tensors(model(**inputs, return_dict=case.batch and not case.config))
     if not case.gradients:

@@ -170,7 +170,7 @@ every_gpu_case = pytest.mark.parametrize("name", list(gpu_cases("cpu")))
 
 @every_gpu_case
 def test_streams(ltx: Any, cuda: str, name: str) -> None:
-    """Every op launches on the current stream, behind what was put there before it."""
+    """Every op launches on the current stream, after what was put there before it."""
     case = gpu_cases(cuda)[name]
     expected = case.run(ltx)
     late = case.map(torch.zeros_like)
@@ -206,7 +206,7 @@ def test_cuda_graph(ltx: Any, cuda_graphs: str, name: str) -> None:
 
 @every_gpu_case
 def test_second_device(ltx: Any, cuda: str, name: str) -> None:
-    """The tensors' device is where an op runs, behind what was put there, while another one is current and stays so.
+    """The tensors' device is where an op runs, after what was put there, while another one is current and stays so.
 
     A launch on the current one would work, too, where GPUs read each other's memory. But it would not wait."""
     if torch.cuda.device_count() < 2:

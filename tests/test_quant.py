@@ -366,7 +366,7 @@ def check_prefix(ltx: Any, case: Case, prefix: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-# Columns before and behind: whole packs or not, for fewer and for all threads of a row, and more than a row holds.
+# Columns before and after: whole packs or not, for fewer and for all threads of a row, and more than a row holds.
 PREFIXES = [(8, 8), (1, 7), (40, 5), (24, 1000), (264, 33), (3072, 12288), (6144, 18432), (8, 27648), (1032, 27648)]
 
 

@@ -1,4 +1,4 @@
-"""Tokens behind a prompt: recorded calls of decoder layers for any cache and any mask, and attention without a plan."""
+"""Tokens after a prompt: recorded calls of decoder layers for any cache and any mask, and attention without a plan."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def padding(ids: Tensor) -> Tensor:
 
 
 def tokens(model: Any, ids: Tensor, cache: Any = None, mask: Tensor | None = None, count: int = TOKENS) -> Tensor:
-    """The logits of the tokens behind a prompt, one call for each."""
+    """The logits of the tokens after a prompt, one call for each."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     model(ids, past_key_values=cache, attention_mask=mask, use_cache=True)
     logits = []
@@ -303,7 +303,7 @@ def test_changes_are_seen(
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_failure_leaves_the_cache_as_it_is(ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded call that fails behind the cache's update is not run once more, which would append the token twice."""
+    """A recorded call that fails after the cache's update is not run once more, which would append the token twice."""
     model, ids = make("Llama", device), make_ids(device)
     report = ltx.optimize(model)
     expected = tokens(model, ids)

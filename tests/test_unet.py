@@ -130,7 +130,7 @@ def test_half_error(ltx: ModuleType, device: str, name: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("name", ["sdxl", "sd 1.5"])
 def test_memory_order(ltx: ModuleType, device: str, name: str) -> None:
-    """Behind the first module all images are in channels-last memory, so that none is copied; weights are too."""
+    """After the first module all images are in channels-last memory, so that none is copied; weights are too."""
     model = make(name, device)
     ltx.optimize(model)
     seen: list[tuple[bool, bool]] = []

@@ -52,7 +52,7 @@ def models() -> str:
         if (gains := whole(config, other))
     ]
     late = [title for title, value in whole("kernels", "compile").items() if value < 1]
-    summary += [f"- Behind torch.compile: {', '.join(late)}."] if late else []
+    summary += [f"- Slower than torch.compile: {', '.join(late)}."] if late else []
     notes: dict[str, dict[str, None]] = {}
     for record in records:
         if "note" in record:

@@ -116,7 +116,7 @@ def model_of(record: Record) -> str:
 
 
 def first_blocks(record: Record) -> str:
-    """What a table writes behind the name of a model that was timed with its first blocks alone."""
+    """What a table writes after the name of a model that was timed with its first blocks alone."""
     return f", first {max(record['blocks'].values())} blocks" if record.get("shallow", False) else ""
 
 

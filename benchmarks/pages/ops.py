@@ -187,7 +187,7 @@ def on_h100() -> str:
 
 @block("docs/measured/ops.md", "ops")
 def ops_table() -> str:
-    """The ops one by one, with their families and the cases behind a peer or an aim."""
+    """The ops one by one, with their families and the cases that are slower than a peer or an aim."""
     ops = load("h200-ops")
     records = ops["records"]
     (host,) = [r["host_us"] for r in records if r["host_us"]]

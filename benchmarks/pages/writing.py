@@ -134,7 +134,7 @@ def link(file: str) -> str:
 
 
 def titled(title: str, table: str) -> str:
-    """A table behind its title; nothing if the table has no rows."""
+    """A table after its title; nothing if the table has no rows."""
     return f"{title}\n\n{table}" if table.count("\n") > 1 else ""
 
 

@@ -38,7 +38,7 @@ def of_image(batch: int) -> dict[str, Any]:
 
 
 def controlled(batch: int) -> dict[str, Any]:
-    """With what a ControlNet adds behind the first block."""
+    """With what a ControlNet adds after the first block."""
     return {**inputs(batch), "block_controlnet_hidden_states": [randn(batch, 2 * 2 * 3, 32, seed=3)]}
 
 

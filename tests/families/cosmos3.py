@@ -47,7 +47,7 @@ def inputs(batch: int) -> dict[str, Any]:
 
 
 def with_sound(batch: int) -> dict[str, Any]:
-    """With sound behind the video."""
+    """With sound after the video."""
     of_video = inputs(batch)
     first = of_video["sequence_length"]
     places = indexes(first, SOUND)

@@ -758,7 +758,7 @@ MASKS = ["none", "addends", "text", "least numbers", "one for all batches", "lef
 
 
 def attention_mask(make: Make, batch: int, keys: int, kind: str, dtype: torch.dtype | None) -> Tensor | None:
-    """[B or 1, T] addends: any numbers; -10000 behind a text; -inf for some keys; or in the last batch for all of them
+    """[B or 1, T] addends: any numbers; -10000 after a text; -inf for some keys; or in the last batch for all of them
     -inf, or the least number that there is."""
     if kind == "none":
         return None

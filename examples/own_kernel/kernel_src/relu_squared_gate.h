@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-// out = relu(gate)^2 * up, of `count` elements one behind the other.
+// out = relu(gate)^2 * up, of `count` elements one after the other.
 struct ReluSquaredGate {
   const void* gate;
   const void* up;

@@ -53,7 +53,7 @@ struct CompactView {
 // costs a few instructions, and a row of 2048 has time for about 900 in all.
 //
 // The fields are in the order in which rows need them: a block waits for the lines of constant memory that hold them,
-// and the first 48 bytes share one (H200, bf16, of a copy's time with the first vector behind the outputs and beside
+// and the first 48 bytes share one (H200, bf16, of a copy's time with the first vector after the outputs and beside
 // the input: layernorm 4096x4096 1.08, 1.05; adaln_rmsnorm 512x2048 1.09, 1.08; rmsnorm_residual 1024x2048 1.01, 1.00:
 // h200-tuning.json).
 struct CompactParams {

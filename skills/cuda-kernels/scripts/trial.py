@@ -1,4 +1,4 @@
-"""A trial for try_kernel.py: a residual addition and the RMSNorm behind it. Copy the file, and put your kernel in."""
+"""A trial for try_kernel.py: a residual addition and the RMSNorm after it. Copy the file, and put your kernel in."""
 
 from collections.abc import Callable
 

@@ -155,7 +155,7 @@ class Attention:
         return frozenset(self.projections)
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
-        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        """The linear layers of a module that share an input, by their names after a prefix, for fp8."""
         q, *kv = self.projections
         groups: list[tuple[str, ...]] = [(q,), tuple(kv)] if self.cross else [self.projections]
         gate = module._modules.get(self.gate)

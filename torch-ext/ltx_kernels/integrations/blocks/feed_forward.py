@@ -112,7 +112,7 @@ def activated(up: Linears, input: Input, activation: str) -> Tensor:
 
 
 def activated_rows(up: Linears, input: Input, activation: str, prefix: Tensor | None = None) -> Input:
-    """The same behind the columns of a prefix, quantised as one row."""
+    """The same after the columns of a prefix, quantised as one row."""
     (hidden,) = up(input)
     if activation == "swiglu":
         return swiglu_quant(hidden, gate_first=False, prefix=prefix)

@@ -86,7 +86,7 @@ class GatedMLP(Projections):
     gated: ClassVar[bool] = True
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
-        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        """The linear layers of a module that share an input, by their names after a prefix, for fp8."""
         if class_of(module) in self.mixtures:
             experts = {n: m for n, m in module.named_modules() if class_of(m) in self.classes}
             return [group for name, expert in experts.items() for group in self.groups(expert, f"{prefix}.{name}")]

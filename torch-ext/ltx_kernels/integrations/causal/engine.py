@@ -49,13 +49,13 @@ class CausalAttention(Projections):
     norms: Names of the norms of query and key, and of the value's norm if the class has one; empty if it has none. If
         there are three, a module may lack the layer for the value. The layer for the key makes the value then.
     across_heads: A norm's mean is taken over all heads of a token.
-    gated: The layer for the query makes a gate behind each head, whose sigmoid the head's output is multiplied by.
+    gated: The layer for the query makes a gate after each head, whose sigmoid the head's output is multiplied by.
     half_tables: The model's tables hold each angle once. Otherwise their width is that of the columns that turn.
     casts: The stock rotation casts its result to the input's dtype, so that the tables may have another one.
     shares: Name of an argument, a dictionary of keys and values by ``layer_type``; empty where there is none. Modules
         with ``store_full_length_kv`` leave theirs in it, and those with ``is_kv_shared_layer`` make none and read it.
     turn: What the stock forward does with query and key [B, S, heads, D] where that is no rotation by tables (cos, sin)
-        behind the norms: (module, query, key, rotary argument, cache) to new tensors or the same.
+        after the norms: (module, query, key, rotary argument, cache) to new tensors or the same.
     turns_by: The public functions that ``turn`` may call.
     scales: What the stock forward multiplies the turned query [B, S, heads, D] by, from the module and
         ``position_ids``.
@@ -86,7 +86,7 @@ class CausalAttention(Projections):
     options: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = lambda module, arguments: {}
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
-        """The linear layers of a module that share an input, by their names behind a prefix, for fp8."""
+        """The linear layers of a module that share an input, by their names after a prefix, for fp8."""
         return [tuple(f"{prefix}.{name}" for name in self.present(module)), (f"{prefix}.o_proj",)]
 
     def present(self, module: nn.Module) -> tuple[str, ...]:
@@ -304,7 +304,7 @@ LIVE = Live((CACHE, "attention_mask"), _token_form)
 
 
 def _heads_first_like(heads: Tensor) -> Tensor:
-    """New memory for [B, S, heads, D], with all tokens of a head behind one another."""
+    """New memory for [B, S, heads, D], with all tokens of a head one after another."""
     batch, rows, count, width = heads.shape
     return heads.new_empty(batch, count, rows, width).transpose(1, 2)
 

@@ -55,7 +55,7 @@ class Frames:
         before: int = 2,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """A convolution, without its bias, of the sum behind the frames that were before it.
+        """A convolution, without its bias, of the sum after the frames that were before it.
 
         One frame that follows no others is convolved in two dimensions, with the last slice of the weight: the other
         slices would only multiply zeros. Images, and the first frame of every clip, are such frames.

@@ -237,7 +237,7 @@ class Placed:
         return self._notes
 
     def read(self, groups: Sequence[Sequence[nn.Linear]]) -> list[Callable[[], None]]:
-        """Puts the weights of each group one behind the other."""
+        """Puts the weights of each group one after the other."""
         return [functools.partial(_join_weights, linears) for linears in groups]
 
 

@@ -86,7 +86,7 @@ def _stand_in(tensor: Tensor, pieces: tuple[Piece, ...]) -> StandIn:
 
 
 def _cut(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """The rows from `start` to `stop` of some pieces, one behind the other."""
+    """The rows from `start` to `stop` of some pieces, one after the other."""
     found: list[Piece] = []
     first = 0
     for source, low, high in pieces:

@@ -41,7 +41,7 @@ def layers_to_quantise(
 
 
 def with_scales(model: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For ``save_pretrained``: each scale behind its weight."""
+    """For ``save_pretrained``: each scale after its weight."""
     linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and fp8.holds_fp8(m)]
     scales = {f"{name}.weight": fp8.quantised_weight(linear)[1] for name, linear in linears}
     found: dict[str, Tensor] = {}

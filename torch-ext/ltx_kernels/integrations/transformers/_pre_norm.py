@@ -39,7 +39,7 @@ def dropped(layer: Any, name: str, branch: Tensor) -> Tensor:
 
 
 def through_mlp(layer: Any, h: Stream, mlp: GatedMLP | None, name: str = "mlp") -> Tensor:
-    """What a layer returns: its stream after the norm and the MLP behind the attention.
+    """What a layer returns: its stream after the norm and the MLP after the attention.
 
     mlp: The description of the MLP; None where it has none.
     name: The name of the MLP.

@@ -1,4 +1,4 @@
-"""Falcon: norms, attention and MLP, one after another or side by side, and the additions behind them.
+"""Falcon: norms, attention and MLP, one after another or side by side, and the additions after them.
 
 The attention rotates in one launch, and one key head serves all queries without copies of it. Stock attention hands
 scaled_dot_product_attention fewer heads of keys than of queries, for which torch has its slowest implementation alone.

@@ -55,7 +55,7 @@ MLP = GatedMLP((_class("gemma4", "Gemma4TextMLP"),))
 
 
 def _with_experts(block: Any, branch: Tensor, stream: Tensor) -> Tensor:
-    """What the MLP and the experts make of a stream, each behind a norm of its own."""
+    """What the MLP and the experts make of a stream, each after a norm of its own."""
     router, experts, before, after = children(block, *OF_EXPERTS)
     norm = block._modules[AFTER_MLP]
     form = form_of(norm)
