@@ -5,7 +5,8 @@
 
 A step is one forward of the transformer with the inputs that its pipeline hands it. The configurations share one set of
 weights and take turns. "compile" is `compile_repeated_blocks`, which is how diffusers recommends it. Classes that
-do not name their repeated blocks have them compiled in the same way.
+do not name their repeated blocks have them compiled in the same way. "autotune_compile" is the same in the mode
+"max-autotune-no-cudagraphs", which takes minutes: prepare.py does it for several models at once.
 
 `step_ms` is a step as a program launches it, `graph_ms` the same kernels in a CUDA graph (absent where the stock model
 reads values on the host, and where a step takes longer than GRAPH_S). `first_step_s` counts from the call that makes a
@@ -69,7 +70,8 @@ GRAPH_S = 0.1  # the host does not limit longer steps
 # What the run says of every record, since another run may measure the other models.
 OF_THE_RUN = ("commit", "date", "note")
 OF_THE_PROFILE = ("kernels", "ms_by_kind", "clock_mhz", "power_w")
-ALL_CONFIGS = (*CONFIGS, *FP8_CONFIGS, *INT8_CONFIGS, LOW)
+AUTOTUNED = "autotune_compile"  # torch.compile at its best
+ALL_CONFIGS = (*CONFIGS, AUTOTUNED, *FP8_CONFIGS, *INT8_CONFIGS, LOW)
 
 
 def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
@@ -95,7 +97,9 @@ def make_model(config: str, model: nn.Module, ltx: ModuleType) -> nn.Module:
     elif config.startswith("torchao"):
         quantise_with_torchao(model, list(block_lists(model).values()))
     if config.endswith("compile"):
-        options = {"options": TORCHAO_INDUCTOR} if "torchao" in config else {}
+        options: dict[str, Any] = {"options": TORCHAO_INDUCTOR} if "torchao" in config else {}
+        if config == AUTOTUNED:
+            options = {"mode": "max-autotune-no-cudagraphs"}
         if getattr(model, "_repeated_blocks", None):
             model.compile_repeated_blocks(fullgraph=True, **options)
         else:  # of classes that do not name them

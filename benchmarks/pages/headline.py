@@ -3,8 +3,8 @@
 import textwrap
 
 from pages.families import LIBRARIES, families_of, first_sentence
-from pages.names import MODELS, by_config
-from pages.writing import Record, block, grid, load, picture, records_of, text
+from pages.names import COMPILED, MODELS, by_config
+from pages.writing import block, grid, load, picture, records_of, text
 
 CHART = "benchmarks/results/h200-models.svg"
 BARS = {"compile": "torch.compile", "kernels": "ltx-kernels, bf16", "kernels_fp8": "ltx-kernels, fp8"}
@@ -22,10 +22,17 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 }"""
 
 
+def _step_ms(model: str) -> dict[str, float]:
+    """Milliseconds of a step by configuration; of torch.compile's modes the faster one counts."""
+    ms = {config: record["step_ms"] for config, record in by_config(records_of("h200-models", model=model)).items()}
+    compiled = [ms[mode] for mode in COMPILED if mode in ms]
+    return {**ms, "compile": min(compiled)} if compiled else ms
+
+
 def _gains(model: str) -> dict[str, float]:
     """How many times as fast as diffusers a step is, by configuration."""
-    found = by_config(records_of("h200-models", model=model))
-    return {config: found["baseline"]["step_ms"] / found[config]["step_ms"] for config in BARS if config in found}
+    ms = _step_ms(model)
+    return {config: ms["baseline"] / ms[config] for config in BARS if config in ms}
 
 
 @picture(CHART)
@@ -79,12 +86,10 @@ def models() -> str:
     """Milliseconds of a step, one figure a cell."""
     columns = ("baseline", *BARS)
 
-    def cells(found: dict[str, Record]) -> list[str]:
-        return [f"{found[config]['step_ms']:.0f}" if config in found else "" for config in columns]
+    def cells(ms: dict[str, float]) -> list[str]:
+        return [f"{ms[config]:.0f}" if config in ms else "" for config in columns]
 
-    rows = [
-        [MODELS[model].title, *cells(by_config(records_of("h200-models", model=model)))] for model in IN_TABLE
-    ]  # fmt: skip
+    rows = [[MODELS[model].title, *cells(_step_ms(model))] for model in IN_TABLE]
     return text(grid("| ms a step | diffusers | torch.compile | bf16 | fp8 |", rows))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from plots import geometric_mean
 
-from pages.names import CONFIGS, by_model, config_of, first_blocks, in_order, model_of
+from pages.names import COMPILED, CONFIGS, by_model, config_of, first_blocks, in_order, model_of
 from pages.writing import KINDS, Record, across, block, link, load, records_of, table, table_of_kinds, text
 
 PROFILED = ("baseline", "compile", "kernels", "kernels_fp8")  # the configurations whose kernels are shown
@@ -48,11 +48,15 @@ def models() -> str:
     summary = [
         f"- {CONFIGS[config]} beside {CONFIGS[other]}, over {len(gains)} whole models: {spread(gains)}."
         for config in ("kernels", "kernels_fp8")
-        for other in ("baseline", "compile")
+        for other in ("baseline", *COMPILED)
         if (gains := whole(config, other))
     ]
-    late = [title for title, value in whole("kernels", "compile").items() if value < 1]
+    late = dict.fromkeys(title for mode in COMPILED for title, gain in whole("kernels", mode).items() if gain < 1)
     summary += [f"- Slower than torch.compile: {', '.join(late)}."] if late else []
+    if any(record["config"] == "autotune_compile" for record in records):
+        summary.append(
+            f'- {CONFIGS["autotune_compile"]}: the mode "max-autotune-no-cudagraphs". README.md has the faster mode.'
+        )
     notes: dict[str, dict[str, None]] = {}
     for record in records:
         if "note" in record:

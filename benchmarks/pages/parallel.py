@@ -60,8 +60,8 @@ def _missed_aim(row: Record) -> str:
     if not aim or gain >= aim or exchanges is None:
         return ""
     return (
-        f"Short of its aim: {_configured(row)} under {MODES[row['mode']]} is {gain:.2f} times as fast as on one GPU, and "
-        f"the aim is {aim}, a step of {alone / aim:.1f} ms. Half of one GPU's step is {alone / 2:.1f} ms, the "
+        f"Short of its aim: {_configured(row)} under {MODES[row['mode']]} is {gain:.2f} times as fast as on one GPU, "
+        f"and the aim is {aim}, a step of {alone / aim:.1f} ms. Half of one GPU's step is {alone / 2:.1f} ms, the "
         f"exchanges take {exchanges:.1f} ms, and the rest is {row['rest']:.1f} ms. Without the rest the step would be "
         f"{alone / (alone / 2 + exchanges):.2f} times as fast."
     )

@@ -30,7 +30,7 @@ import records  # noqa: E402
 import result_files  # noqa: E402
 import sources  # noqa: E402
 import timing  # noqa: E402
-from pages import families, writing  # noqa: E402
+from pages import families, headline, writing  # noqa: E402
 from pages.ops import of_commits  # noqa: E402
 from pages.writing import table  # noqa: E402
 
@@ -356,6 +356,16 @@ def test_gains_are_of_one_depth_and_half(monkeypatch: pytest.MonkeyPatch) -> Non
     results["h200-vae"].append(results["h200-vae"][0])
     with pytest.raises(ValueError, match="expected one record of each configuration, got 3 in all"):
         families.measured_gains()
+
+
+def test_the_first_screen_has_the_faster_mode_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    ms = {"baseline": 12.0, "compile": 8.0, "autotune_compile": 6.0, "kernels": 4.0}
+    records = [{"config": config, "step_ms": step_ms} for config, step_ms in ms.items()]
+    monkeypatch.setattr(headline, "records_of", lambda file, model: records)
+    assert headline._gains("flux") == {"compile": 2.0, "kernels": 3.0}
+    assert "| FLUX.1 dev | 12 | 6 | 4 |  |" in headline.models()
+    records.pop(2)
+    assert headline._gains("flux") == {"compile": 1.5, "kernels": 3.0}
 
 
 @pytest.mark.parametrize(
