@@ -20,6 +20,9 @@ own:
     CUDA_VISIBLE_DEVICES=0 taskset -c 0-15 python benchmarks/measure.py --share 1/2 --output first &
     CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 python benchmarks/measure.py --share 2/2 --output second; wait
     python benchmarks/take.py first second
+
+Most of the time of whole models is torch.compile's. benchmarks/prepare.py compiles several at once. --prepared says
+that it did: then the first steps of compiled configurations are not written.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ class Queue:
     results: Where the result files are.
     output: Where new ones are written; a file that is there is newer than that in `results`.
     share: (i, n): The i-th of n calls that divide the jobs among them.
+    prepared: Whether prepare.py has compiled the models on this machine.
     """
 
     def __init__(
@@ -81,8 +85,9 @@ class Queue:
         like: str = "",
         programs: Sequence[Program] = PROGRAMS,
         share: tuple[int, int] = (1, 1),
+        prepared: bool = False,
     ) -> None:
-        self.share = share
+        self.share, self.prepared = share, prepared
         self.root, self.output, self.machines, self.like, self.programs = root, output, machines, like, programs
         output.mkdir(parents=True, exist_ok=True)
         if output.resolve() != results.resolve():
@@ -159,7 +164,7 @@ class Queue:
         target = self.output / f"{first.file}.json"
         with tempfile.TemporaryDirectory() as folder:
             written = target if program.in_place else Path(folder) / target.name
-            command = command_of(batch, self.root, self.output if program.folder else written)
+            command = command_of(batch, self.root, self.output if program.folder else written, self.prepared)
             log = Path(folder) / "log"
             with log.open("wb") as file:
                 process = subprocess.Popen(command, stdout=file, stderr=file, cwd=self.root, start_new_session=True)
@@ -222,11 +227,14 @@ class Queue:
         print(f"{job.title}: {seconds:.0f} s", flush=True)
 
 
-def command_of(batch: Sequence[Job], root: Path, output: Path) -> list[str]:
+def command_of(batch: Sequence[Job], root: Path, output: Path, prepared: bool = False) -> list[str]:
     """The call that measures these jobs."""
     first, program = batch[0], batch[0].program
     values = [program.value_of(job.name) for job in batch]
     command = [sys.executable, str(root / program.script), "--output", str(output), *first.options]
+    compiled = [value for value in first.options if value.endswith("compile")]
+    if prepared and program.compiled_before and compiled:
+        command += ["--compiled-before", *compiled]
     return [*command, program.flag, *values] if program.flag else command
 
 
@@ -315,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--share", type=share, default=(1, 1), metavar="I/N", help="the I-th of N calls that divide the jobs among them"
     )
+    parser.add_argument("--prepared", action="store_true", help="prepare.py has compiled the models on this machine")
     parser.add_argument("--output", type=Path, default=RESULTS, help="(default: benchmarks/results)")
     options = parser.parse_args(arguments)
     runs = not (options.list or options.dry_run)
@@ -324,9 +333,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if runs and (stale := stale_builds(REPOSITORY)):
         sys.exit(f"{', '.join(stale)}: made from other sources; run python tools/build.py")
     with tempfile.TemporaryDirectory() as folder:  # what only looks writes nothing
-        queue = Queue(
-            REPOSITORY, RESULTS, options.output if runs else Path(folder), machines, options.like, share=options.share
-        )
+        output = options.output if runs else Path(folder)
+        shared = {"share": options.share, "prepared": options.prepared}
+        queue = Queue(REPOSITORY, RESULTS, output, machines, options.like, **shared)
         return work(queue, options.seconds, options.only, options.list, options.dry_run)
 
 
@@ -348,7 +357,8 @@ def work(queue: Queue, seconds: float, only: Sequence[str] = ("",), listed: bool
         if not batch or remaining <= 0:
             break
         if dry:
-            print(" ".join(command_of(batch, queue.root, queue.output / f"{batch[0].file}.json")))
+            target = queue.output / f"{batch[0].file}.json"
+            print(" ".join(command_of(batch, queue.root, target, queue.prepared)))
             attempted |= {job.title for job in batch}
             continue
         done, failures = queue.run(batch, remaining)

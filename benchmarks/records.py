@@ -24,6 +24,9 @@ sys.path.insert(0, str(REPOSITORY / "examples"))  # whose tables of shapes the p
 Record = dict[str, Any]
 # Trials of drafts and of variants that were given up, and a measurement of an older commit to compare with.
 BY_HAND = re.compile(r".*-(\w+-)?tuning|.*-(layernorm-quant|quant-rows|row-index|host-start)|planted-trial")
+# The models of README.md's table. They are also timed beside torch.compile with max-autotune.
+HEADLINE = ("ltx13b", "ltx2", "flux", "flux2", "sd35", "qwen", "wan", "zimage", "chroma", "cogvideox")
+AUTOTUNED = "autotune_compile"
 LEDGER = "{machine}-queue"  # what benchmarks/measure.py writes of its jobs
 WHOLE = ""  # the name of the job of a program that measures its file at once
 
@@ -52,6 +55,7 @@ class Program:
     in_place: Whether the program keeps what its file has of other jobs, or goes on where it was stopped. The output of
         others goes to a file of its own until they have ended.
     folder: Whether the program's --output is a folder.
+    compiled_before: Whether the program can be told which configurations benchmarks/prepare.py has compiled.
     """
 
     script: str
@@ -67,6 +71,7 @@ class Program:
     machine: str = ""
     in_place: bool = True
     folder: bool = False
+    compiled_before: bool = False
 
     @property
     def about(self) -> str:
@@ -125,7 +130,10 @@ def _llm_name(record: Record) -> str:
 
 def _model_options(name: str, records: Sequence[Record]) -> list[str]:
     blocks = max((max(record["blocks"].values()) for record in records if record.get("shallow")), default=0)
-    return [*configs(records), *(["--blocks", str(blocks)] if blocks else [])]
+    options = configs(records)
+    if name in HEADLINE and "compile" in options and AUTOTUNED not in options:
+        options.append(AUTOTUNED)
+    return [*options, *(["--blocks", str(blocks)] if blocks else [])]
 
 
 def _memory_options(name: str, records: Sequence[Record]) -> list[str]:
@@ -213,7 +221,7 @@ PROGRAMS = [
     Program(
         "benchmarks/models.py", "{machine}-models", _by_name("model"),
         lambda name, records: [*_model_options(name, records), "--profile"], "--models",
-        tables=("model_shapes", "MODELS"), also="{machine}-models-profile", keys=_one,
+        tables=("model_shapes", "MODELS"), also="{machine}-models-profile", keys=_one, compiled_before=True,
     ),
     Program("benchmarks/models.py", "{machine}-models-int8", _by_name("model"), _model_options, "--models", keys=_one),
     Program("benchmarks/models.py", "{machine}-models-low", _by_name("model"), _model_options, "--models", keys=_one),

@@ -2,14 +2,15 @@
 
 import textwrap
 
+from records import HEADLINE
+
 from pages.families import LIBRARIES, families_of, first_sentence
 from pages.names import COMPILED, MODELS, by_config
 from pages.writing import block, grid, load, picture, records_of, text
 
 CHART = "benchmarks/results/h200-models.svg"
 BARS = {"compile": "torch.compile", "kernels": "ltx-kernels, bf16", "kernels_fp8": "ltx-kernels, fp8"}
-IN_CHART = ("ltx13b", "ltx2", "flux", "flux2", "sd35", "qwen", "wan", "zimage")
-IN_TABLE = (*IN_CHART, "chroma", "cogvideox")
+IN_CHART = HEADLINE[:8]
 WIDTH, LABELS, BAR, GAP, TOP = 820, 190, 13, 14, 52  # of the chart, in pixels
 MOST = 2.75  # times as fast as diffusers, at the right end of the chart
 # The colours follow the reader's light or dark scheme, as pictures in GitHub's pages do.
@@ -66,7 +67,7 @@ def chart() -> str:
 
 
 def _range(config: str) -> str:
-    gains = sorted(_gains(model)[config] for model in IN_TABLE)
+    gains = sorted(_gains(model)[config] for model in HEADLINE)
     return f"{gains[0]:.2f} to {gains[-1]:.2f}"
 
 
@@ -75,7 +76,7 @@ def shown() -> str:
     """The picture, and what it says in a sentence."""
     return text(
         f'<img src="{CHART}" width="100%" alt="Times as fast as diffusers: torch.compile, bf16 and fp8">',
-        f"A step of the {len(IN_TABLE)} models below on one {load('h200-models')['meta']['device']}: "
+        f"A step of the {len(HEADLINE)} models below on one {load('h200-models')['meta']['device']}: "
         f"{_range('kernels')} times as fast as diffusers in bf16, {_range('kernels_fp8')} times in fp8.",
     )
 
@@ -89,7 +90,7 @@ def models() -> str:
     def cells(ms: dict[str, float]) -> list[str]:
         return [f"{ms[config]:.0f}" if config in ms else "" for config in columns]
 
-    rows = [[MODELS[model].title, *cells(_step_ms(model))] for model in IN_TABLE]
+    rows = [[MODELS[model].title, *cells(_step_ms(model))] for model in HEADLINE]
     return text(grid("| ms a step | diffusers | torch.compile | bf16 | fp8 |", rows))
 
 

@@ -378,6 +378,22 @@ def test_a_share_is_one_of_all(text: str) -> None:
         measure.share(text)
 
 
+@pytest.mark.parametrize("name, compiled", [("flux", ["compile", "autotune_compile"]), ("auraflow", ["compile"])])
+def test_the_call_of_a_model_names_what_is_compiled(name: str, compiled: list[str]) -> None:
+    """README's models are also timed beside torch.compile at its best, though no record has that yet."""
+    (program,) = [one for one in records.PROGRAMS if one.file == "{machine}-models"]
+    of = [{"model": name, "config": config} for config in ("baseline", "compile", "kernels")]
+    batch = [records.Job(program, "h200", name, of)]
+
+    def values(option: str, prepared: bool) -> list[str]:
+        command = measure.command_of(batch, Path(), Path(), prepared)
+        return re.findall("[^ ]+", (" ".join(command) + " ").partition(f"{option} ")[2].partition("--")[0])
+
+    assert values("--configs", prepared=False)[3:] == compiled[1:]
+    assert values("--compiled-before", prepared=True) == compiled
+    assert values("--compiled-before", prepared=False) == []
+
+
 def test_estimates_are_of_earlier_calls(fake: Fake) -> None:
     fake.cases = ["a", "b", "slow"]
     queue = fake.queue()
