@@ -10,10 +10,10 @@
 //                     shared memory and walks over queries, a warp 16 at a time
 // attention_general   any dtype, head, stride and GPU; a warp a query and head
 //
-// On tensor cores both weights and the scale go into the key, which is rounded once, and the query's rstd into the
-// logits: the query is multiplied as it lies in memory.
+// On tensor cores the key is multiplied with both weights and the scale, and then rounded once. The query stays as it
+// lies in memory: its rstd multiplies the logits.
 //
-// Why not an SDPA backend, with norms before it: the floor is one read of the query and one write of the output.
+// Norms before an SDPA backend move more than the minimum: one read of the query, one write of the output.
 #include <algorithm>
 #include <cmath>
 
@@ -142,7 +142,7 @@ struct alignas(16) Shared {
   uint4 key[kChunk][kHeadDim / 8];
   uint4 value[kChunk][kHeadDim / 8];
   float mask[kChunk];   // in units of log2, as all logits
-  float bound[kChunk];  // what no logit without mask exceeds, of whatever query
+  float bound[kChunk];  // bounds |logit| without the mask, for every query
   int used;             // keys up to the last whose weight may be other than zero
 
   __device__ static int key_place(int row, int chunk) { return chunk ^ (row & 1) * 4; }
@@ -181,7 +181,7 @@ __device__ __forceinline__ const T* at(const void* data, const HeadStrides& stri
   return static_cast<const T*>(data) + sample * stride.batch + row * stride.sequence + head * stride.head;
 }
 
-// row_statistics has finished, which launches this kernel as soon as it has begun.
+// Waits until row_statistics has finished: it lets this kernel start early.
 __device__ __forceinline__ void await_statistics() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
@@ -191,9 +191,9 @@ __device__ __forceinline__ void await_statistics() {
 // Below 2^-126, a weight of the softmax is zero.
 constexpr float kZeroWeight = -127.f;
 
-// Number of the chunk's keys up to the last that counts. Padding of a prompt does not: its weights would all be zero,
-// since no logit is further from its mask than the key's bound. `floor`: what the largest logit of every query exceeds,
-// by the keys of this chunk and those before. For one warp.
+// Number of the chunk's keys up to the last that counts. Padding of a prompt does not count: its logits differ from the
+// mask by at most the key's bound, so its weights are zero. `floor`: a lower bound of every query's largest logit, from
+// the keys of this chunk and those before. For one warp.
 template <int kHeadDim, int kChunk>
 __device__ __forceinline__ int used_keys(const Shared<kHeadDim, kChunk>& shared, float& floor) {
   const int lane = threadIdx.x % 32;
@@ -203,7 +203,7 @@ __device__ __forceinline__ int used_keys(const Shared<kHeadDim, kChunk>& shared,
   int used = 0;
 #pragma unroll
   for (int i = 0; i < kChunk; i += 32) {
-    // Not-a-number, of a key or value that is not finite, counts.
+    // NaN counts: a key or value is then not finite.
     const bool counts = !(shared.mask[i + lane] + shared.bound[i + lane] - floor < kZeroWeight);
     const unsigned found = __ballot_sync(0xffffffffu, counts);
     if (found != 0) used = i + 32 - __clz(found);
@@ -225,7 +225,7 @@ __device__ __forceinline__ void load_keys(const AttentionParams& p, int64_t samp
   for (int row = threadIdx.x; row < kChunk; row += kWarps * 32) {
     shared.mask[row] = row < keys ? mask_of(p, sample, first + row) : -INFINITY;
   }
-  // No normalised query, of all heads, is longer than that; and 1 % for rounding.
+  // A normalised query of all heads is at most this long; 1 % covers rounding.
   const float query_bound = 1.01f * sqrtf(static_cast<float>(p.heads * kHeadDim));
 #pragma unroll 1
   for (int begin = threadIdx.x / kPieces; begin < kChunk; begin += kAtOnce * kRows) {
@@ -310,8 +310,8 @@ struct Operands {
   uint32_t a[kHeadDim / 16][4];
 
   __device__ __forceinline__ explicit Operands(const Queries<T, kHeadDim>& queries) {
-    // Zero, which the compiler cannot know: of plain copies it would move four registers together before each of 64
-    // multiplications, and a third of all instructions would be moves.
+    // The compiler cannot know that this is 0. For plain copies it would move four registers together before each of 64
+    // multiplications: moves would be a third of all instructions.
     const uint32_t zero = blockDim.z - 1;
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {

@@ -105,7 +105,7 @@ struct Parameters {
   int group;                         // heads of the query that share one of key and value
   int head_tiles, tiles, key_tiles;  // tiles of a head and of all heads, tiles of keys
   int waves, tail;                   // tiles that each block computes whole, and the last ones, which the blocks share
-  uint32_t* flags;                   // of each block and consumer's warp: its state is written
+  uint32_t* flags;                   // set when a block's consumer warp has written its state
   float* states;
   const int* plan;       // null without a mask
   const float* addends;  // in units of log2
@@ -201,12 +201,12 @@ struct KeyTiles {
     if (a.p.key_lengths) length = min(length, max(0, a.p.key_lengths[batch * a.p.key_lengths_stride]));
     count = tiles_of(length);
   }
-  // Leaves the keys before `key`.
+  // Keeps the keys before `key`.
   __device__ __forceinline__ void end_at(int key) {
     length = min(length, key);
     count = tiles_of(length);
   }
-  // Leaves `tiles` of them from `from` on, as far as there are so many.
+  // Keeps at most `tiles` tiles, from the tile `from` on.
   __device__ __forceinline__ void keep(int from, int tiles) {
     first = from;
     count = max(0, min(count - from, tiles));
@@ -261,8 +261,8 @@ struct Part {
   }
 };
 
-// The i-th part of this block, or false. It begins with the part whose rest the next block computes at its end, which
-// therefore never waits in earnest.
+// The i-th part of this block, or false. A block first computes the part that the next block completes as its last one,
+// which therefore hardly waits.
 template <typename S>
 __device__ __forceinline__ bool next_part(const Parameters& a, int i, Part& part) {
   const int block = blockIdx.x, blocks = gridDim.x;
@@ -279,7 +279,7 @@ __device__ __forceinline__ bool next_part(const Parameters& a, int i, Part& part
   // In parts: this block has those from `first` to `last` of the tail.
   const int first = block * a.tail, last = first + a.tail, shared = a.waves * blocks;
   if (i == 0) {
-    part.tile = min(shared + last / blocks, a.tiles - 1);  // the last block shares no tile: an empty part of any
+    part.tile = min(shared + last / blocks, a.tiles - 1);  // the last block shares no tile: its part is empty
     part.to = last % blocks;
     return true;
   }
@@ -593,7 +593,7 @@ struct RowPair {
 __device__ __forceinline__ float as_float(float x) { return x; }
 __device__ __forceinline__ float as_float(uint32_t x) { return __uint_as_float(x); }
 
-// From the keys of a tile: `from` on, for the rows g and g + 8. `none`: minus infinity, or its bits.
+// Leaves out a tile's keys from `from` on, in rows g and g + 8. `none`: minus infinity, or its bits.
 template <typename Score, int kScores>
 __device__ __forceinline__ void leave_out_keys(Score (&scores)[kScores], const int (&from)[2], Score none) {
 #pragma unroll
@@ -678,8 +678,7 @@ struct State {
   }
 };
 
-// Divides by the sums, and writes; rows that have left the range of fp32 are computed once more, where keys are split
-// by combine_pieces.
+// Divides by the sums, and writes. Rows out of fp32's range are computed again, by combine_pieces if keys are split.
 template <typename S>
 __device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at, int consumer,
                                        float (&output)[S::kOutputs], const RowPair& rows, const KeyTiles<S>& keys) {
@@ -726,14 +725,14 @@ __device__ __forceinline__ void finish(const Parameters& a, const TileIndex& at,
       p.lse[(static_cast<int64_t>(at.batch) * p.heads + at.head) * p.queries + row] = log_sum(rows.maximum[half], sum);
     }
   }
-  __syncwarp();  // what is written here is written once more
+  __syncwarp();  // recompute_row writes some rows once more
   for (; once_more != 0; once_more &= once_more - 1) {
     const int row = warp_row + __ffs(once_more) - 1;
     recompute_row<S>(a, at, row, S::kCausal ? min(keys.length, row + 1) : keys.length);
   }
 }
 
-// The part of a warpgroup that has no query in a part of a tile: it frees what the others wait for.
+// Runs in a warpgroup without queries in a part of a tile, and frees what the others wait for.
 template <typename S, typename Release>
 __device__ __forceinline__ void pass(const Address<S>& shared, int consumer, int next, int tiles,
                                      Ring<S::kQuerySlots>& query, Ring<S::kStages>& key, const Release& release) {
@@ -760,7 +759,7 @@ struct Scales {
   __device__ __forceinline__ void load(int) {}
 };
 
-// What integers of the rows g and g + 8, and of the keys of this thread, stand for.
+// The scales of the integers of rows g and g + 8 and of this thread's keys.
 template <>
 struct Scales<true> {
   float query[2];     // in units of log2
@@ -776,7 +775,7 @@ struct Scales<true> {
     }
     keys = a.integers.key_scale + sequence * a.key_tiles * kKeyScales + threadIdx.x % kKeyScales;
   }
-  // Asked for before the product, there when it ends. The compiler would move an ordinary load after the product.
+  // This load runs beside the product. The compiler would move an ordinary load after the product.
   __device__ __forceinline__ void load(int tile) {
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(key) : "l"(keys + tile * kKeyScales));
   }
@@ -1195,8 +1194,8 @@ auto with_shape(const HopperAttentionParams& p, const Body& body) {
 
 }  // namespace
 
-// The machine code for 9.0a is all there is: where the driver compiled PTX, it was that of an older architecture, whose
-// kernel is empty.
+// Only the machine code for 9.0a has this kernel. If the driver compiled PTX, that is an older architecture's, with an
+// empty kernel.
 bool has_hopper_attention(int device) { return has_code<Heads128<__nv_bfloat16>>(device); }
 
 int64_t hopper_attention_workspace(const HopperAttentionParams& p, int device) {

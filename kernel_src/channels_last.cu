@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, 8) channel_norm_general(const __grid
   }
   const float statistic = S::statistic(lane_sum(sum, 32), a.inverse_channels, p.eps);
   for (int64_t c = threadIdx.x % 32; c < p.channels; c += 32) {
-    // residual_out may have taken the place of the input or the residual.
+    // residual_out may have overwritten the input or the residual.
     P y =
         p.residual_out ? load<T, 1>(p.residual_out, batch * p.residual_out_stride + voxel * p.channels + c) : hidden(c);
     y = S::normalised(y, statistic, a.root_channels);

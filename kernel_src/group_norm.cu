@@ -182,8 +182,8 @@ __device__ __forceinline__ float2 merged(uint32_t count, uint32_t first, uint32_
   return {mean, reduce(squares, 1)};
 }
 
-// The mean of some pixels, `step` elements apart, rounded to T. What is subtracted from all numbers need not be their
-// mean, but one pixel alone could be far from all others.
+// The mean of some pixels, `step` elements apart, rounded to T. A shift need not be the exact mean of all numbers, but
+// one pixel alone could be far from all others.
 template <typename T, int kWidth, bool kAligned, bool kResidual>
 __device__ __forceinline__ Pack<T, kWidth> first_mean(const Hidden<T, kWidth, kAligned, kResidual>& hidden,
                                                       uint32_t pixels, int64_t step) {

@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       }
     }
   }
-  // The gradient of h, and times all that multiplies the branch.
+  // The gradient of h. `weigh` applies the branch's factors.
   const auto get_gradient = [&](int64_t column) {
     get_terms(column, h, t);
     if constexpr (kNorm) {

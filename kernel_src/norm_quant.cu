@@ -33,8 +33,8 @@ constexpr int held_threads() {
 #endif
 }
 
-// factor and addend of all columns as fp32, as a warp reads them: 32 lanes' first fours of a pack, then their second
-// ones, then the other vector.
+// factor and addend of all columns in fp32, as a warp reads them. In runs of 32 packs: the factor's first fours, its
+// second fours, the addend's.
 extern __shared__ float4 held_vectors[];
 
 template <int kWidth>

@@ -74,7 +74,7 @@ __device__ __forceinline__ void activate(Activation activation, float (&x)[kWidt
   activate<T, Activation::kGelu>(x);
 }
 
-// A row's share of this has the largest magnitude of each warp, and zeros up to the next multiple of four.
+// Floats of scratch memory: a row has its warps' largest magnitudes, and zeros up to a multiple of four.
 constexpr int kWarpMagnitudes = 32;
 
 // The largest magnitude of a row, which belongs to the block's threads in x. kWhole: rows have whole warps.
@@ -209,7 +209,7 @@ struct RowModulator {
   const char* table;
   DType value_dtype, table_dtype;
 
-  // The elements, if they have dtype T, on their way ahead of get.
+  // Loads the elements before get, if they have dtype T.
   template <typename T, int kWidth>
   __device__ __forceinline__ void fetch(uint32_t row, int column, Pack<T, kWidth>& pack) const {
     if (value.data && value_dtype == DTypeOf<T>::value) {

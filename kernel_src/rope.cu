@@ -291,8 +291,8 @@ __device__ __forceinline__ void store_output(const RotaryOperand& o, bool packed
 
 // ---- The main line: whole packs, full rotary, fp32 rounding, one table form an instance
 
-// Sources bound row_kernel's registers: row_threads of its threads would fit a multiprocessor. With fewer registers the
-// half layout spills, and so do fp16, which needs more to convert, and Blackwell.
+// A source limits row_kernel's registers: row_threads of its threads fit a multiprocessor. With fewer registers there
+// are spills in the half layout, in fp16 (conversions need more) and on Blackwell.
 template <typename T>
 constexpr int row_threads(int most) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -908,7 +908,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     const int64_t vector_start = static_cast<int64_t>(at.head - row_head) * p.head_dim;
     scale_by<T>(p, o, packed_vectors, vector_start + at.a, rstd, x_a);
     scale_by<T>(p, o, packed_vectors, vector_start + at.b, rstd, x_b);
-    // No load is to be moved over these two lines: on sm_120 the registers would not hold what it gives.
+    // No load may cross these two asm fences: on sm_120 there are no registers for its result.
     asm volatile("" ::: "memory");
     if (at.turns) {
       Turn<kWidth> turn;

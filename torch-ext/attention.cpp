@@ -105,7 +105,7 @@ AttentionParams check_inputs(const AttentionArgs& a, double eps, std::optional<d
   return packed;
 }
 
-// On tensor cores they have to. What does not is copied: the general CUDA kernel takes any, but adds in another order,
+// Tensor cores need this, so other heads are copied. The general CUDA kernel supports them but adds in another order,
 // and the bits of a result must not depend on where its input lies.
 bool needs_copy([[maybe_unused]] const Arg& a, [[maybe_unused]] const AttentionParams& p) {
 #ifdef CUDA_KERNEL
@@ -301,7 +301,7 @@ void run(HopperAttentionParams& p, const PlainArgs& a, const Tensor& query, cons
   if (out_operand.copy) torch::stable::copy_(out, *out_operand.copy);
 }
 
-// Another block may still read what this one has written, and rows may be computed once more: nothing is in place.
+// No output may be in place: another block may still read that memory, and rows may be computed once more.
 void check_outputs(const PlainArgs& a, const HopperAttentionParams& p) {
   check_output(a.out, a.query, a.query.size, 4);
   for (const Arg* other : {&a.query, &a.key, &a.value, &a.mask, &a.key_lengths}) check_overlap(a.out, *other, false);

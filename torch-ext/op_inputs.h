@@ -139,8 +139,8 @@ inline void add_inputs(RowSpace& space, GluParams& p, const GluInputs& a) {
   space.add_vector(p.bias, a.bias);
 }
 
-// When the space is finished: both views of a tensor that is packed as the input is start at it; the second one begins
-// `width` columns later, or one column where they are interleaved.
+// Call it when the space is finished. Both views of a packed tensor start at its beginning. This moves the second one
+// by `width` columns, or by one column where they are interleaved.
 inline void part_halves(RowView& gate, RowView& up, const GluInputs& a, const Arg& tensor, int64_t width) {
   if (!a.packed()) return;
   RowView& second = a.gate_first ? up : gate;

@@ -80,7 +80,7 @@ LTX_INLINE F compute_hidden(const RowData& row, int64_t c) {
 // The first sweep, where h is not the input itself.
 template <class T, bool kSquare, bool kBranch>
 struct KeepTerm {
-  RowData row;  // a copy, here and below: behind a reference every store would force its fields to be read again
+  RowData row;  // a copy, here and below: with a reference, each store would force a reload of all its fields
   LTX_INLINE F operator()(int64_t c) const {
     const F h = compute_hidden<T, kBranch>(row, c);
     store(row.hidden + c, h);
@@ -398,7 +398,7 @@ void combine_operands(RowData& row, float* const rows[5]) {
   const int64_t width = row.width;
   const auto product = [width](const float* a, const float* b, float* target) -> const float* {
     if (a == nullptr || b == nullptr) return a == nullptr ? b : a;
-    // As far as the operands' rows are padded with zeros: sums go over whole groups of lanes.
+    // This includes the rows' padding of zeros, because sums go over whole groups of lanes.
     for (int64_t c = 0; c < round_up(width, kSumLanes); c += kLanes) store(target + c, load(a + c) * load(b + c));
     return target;
   };

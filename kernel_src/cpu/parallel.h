@@ -60,7 +60,7 @@ class RowIndex {
     }
   }
 
-  // Reads which row of the operands that an index chooses from belongs to this row.
+  // Reads from the index which row of the indexed operands this row uses.
   void choose(const IndexView& index) {
     if (index.data != nullptr) chosen_ = number_at(pointer(index), index.type, 0);
   }

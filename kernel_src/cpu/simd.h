@@ -275,7 +275,7 @@ inline void narrow_row(void* row, const float* source, int64_t width) {
 // A row of any dtype and stride as fp32. The padding becomes zero.
 inline void expand(float* target, const void* row, DType dtype, int64_t stride, int64_t width) {
   if (stride != 1) {
-    // Through the end of the target: each vector is read before the wider one over it is written.
+    // The copy lies at the target's end: each vector is read before a wider one overwrites it.
     const int64_t padded = round_up(width, kSumLanes);
     void* copy = reinterpret_cast<char*>(target + padded) - padded * static_cast<int64_t>(size_of(dtype));
     gather(copy, row, dtype, stride, width);

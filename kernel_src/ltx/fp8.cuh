@@ -58,8 +58,8 @@ __device__ __forceinline__ QuantScale fixed_scale(const float* static_scale) {
   return {scale, __frcp_rn(scale)};
 }
 
-// The inverse of a row whose numbers are still to be multiplied with `after`, which is left to them (true) where the
-// product is no number: in rows of next to nothing.
+// Multiplies the inverse with `after`, a factor that the row's numbers still lack. Returns true, with no change, if the
+// product is not finite, as in rows near zero.
 __device__ __forceinline__ bool fold(float after, QuantScale& by) {
   const float inverse = by.inverse * after;
   const bool finite = inverse < __uint_as_float(0x7f800000u);

@@ -112,8 +112,8 @@ __device__ __forceinline__ void hold(uint32_t (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// Keeps what follows after the computation of x, which is not negative. ptxas would move a wait for products up, in
-// front of the computation that was to run beside them; over a loop it moves nothing.
+// Keeps what follows after the computation of x, which is not negative. ptxas would move a wait for products before the
+// computation that has to run beside them. It moves nothing across a loop.
 __device__ __forceinline__ void stay_behind(float x) {
   asm volatile(
       "{\n"

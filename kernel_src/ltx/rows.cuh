@@ -21,9 +21,9 @@ __device__ __forceinline__ void walk_row(const Rows& rows, int64_t row, const Ad
   if (rows.ndim > 0) add(0, row);
 }
 
-// The number at `address` of an index. Where it names none of `rows` rows, it is 0 and `named` is false: then the
-// kernel calls stop_unless_named, as torch's kernels stop. It does so after its last barrier: a thread that may stop
-// earlier costs code there.
+// The number at `address` of an index. If it names none of `rows` rows, 0 is returned, `named` is false, and the kernel
+// stops as torch's do. It calls stop_unless_named after its last barrier: an earlier stop would cost code at the
+// barriers.
 __device__ __forceinline__ uint32_t read_index(const void* address, IndexType type, uint32_t rows, bool& named) {
   const uint32_t* const words = static_cast<const uint32_t*>(address);
   uint32_t row, high = 0;

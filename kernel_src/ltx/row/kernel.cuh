@@ -448,8 +448,7 @@ constexpr bool knows_length(Statistic s, Fusion f, Output o, int packs, uint32_t
   return f == Fusion::kPlain && (s == Statistic::kLayer || packs == 256);
 }
 
-// Quantised rows of whole warps that have whole packs alone have instances of their own: nothing there asks for a row's
-// end.
+// Quantised rows have their own instances if whole packs of whole warps fill them. These do not check for a row's end.
 constexpr bool has_whole_warps(Statistic s, Fusion f, Output o, int packs, uint32_t known) {
   if (known == 0 || o != Output::kQuantised || traits(f).norms_branch || traits(f).modulates_twice) return false;
   if (s == Statistic::kLayer && f == Fusion::kAdd) return false;
@@ -486,7 +485,7 @@ template <typename T>
 constexpr bool takes_fp32_parameters(Statistic s, Fusion f) {
   return std::is_same_v<T, __nv_bfloat16> && s != Statistic::kRms && (f == Fusion::kModulate || f == Fusion::kGated);
 }
-// Such fp32 rows, and those that are quantised, have no norm_kernel at all and go to the general kernel.
+// fp32 rows without takes_fp32, such as quantised ones, have no norm_kernel and go to the general kernel.
 template <typename T>
 constexpr bool has_norm_kernel(Fusion f, Output o) {
   return sizeof(T) < 4 || takes_fp32<T>(f, o);
