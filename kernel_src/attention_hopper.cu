@@ -92,7 +92,7 @@ struct Shape {
   static constexpr int kScores = kKeys / 2, kOutputs = kHeadDim / 2, kWeights = kKeys / 4;  // registers of a thread
   static constexpr int kState = kOutputs + 6;  // and, between two parts of a tile, in memory
   static constexpr int kThreads = (1 + kConsumers) * 128;
-  // Of a thread; together those at the launch.
+  // Registers of a thread. All threads together have as many as at the launch.
   static constexpr int kConsumerRegisters = 160;
   static constexpr int kProducerRegisters = 32;
 };

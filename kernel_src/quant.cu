@@ -103,7 +103,7 @@ constexpr int kPackStep = 32;
 // A block has at least kBlock threads: several short rows share one. H200, of a copy's time, blocks of 128 and 256:
 // gated_residual 2x2688x2048 1.04, 1.06; quantize_rows 2x8064x2048 1.05, 1.04.
 constexpr int kBlock = 128, kMaxThreads = 512;
-// Rows of an activation may be longer: those with a prefix always are. glu_register_threads leaves registers for as
+// Rows of an activation may be longer, and rows with a prefix always are. glu_register_threads leaves registers for as
 // many threads on every architecture, and the largest of a row does not depend on the order in which it is found.
 constexpr int kMaxGluThreads = 896, kPrefixPacks = 4;
 

@@ -464,9 +464,9 @@ __device__ __forceinline__ void load_vector(const char* data, int column, Pack<T
 
 // Small blocks end at different times.
 constexpr int kHeadsThreads = 128;
-// Most heads of a thread: eight 16-byte loads in flight. With no loop around them, a block more fits a multiprocessor
-// than before, and with one head, where tokens are few, four more (H200, bf16, before: qk_norm_rope per head
-// 1x4608x24x128 35.3 us, 36.0; 1x512x32x8x128 9.5 us, 11.2).
+// Most heads of a thread: eight 16-byte loads in flight. Without a loop around them, one more block fits a
+// multiprocessor, and four more with one head, where tokens are few (H200, bf16, without a loop and with one:
+// qk_norm_rope per head 1x4608x24x128 35.3 us, 36.0; 1x512x32x8x128 9.5 us, 11.2).
 constexpr int kHeadsAtOnce = 4;
 // A layer norm holds weight and bias beside cos and sin, which takes more registers; Blackwell would spill some.
 constexpr int blocks_at_once(int heads, Statistic norm) {

@@ -114,7 +114,7 @@ enum class VectorTypes {
   kFp32Parameters,  // fp32 for the parameters, the rows' for the others
 };
 
-// The operands that can be read in whole packs. `fast`: all of them can, and nothing else stands against norm_kernel.
+// The operands that can be read in whole packs. `fast`: all of them can, and norm_kernel can take the call.
 template <typename T>
 uint32_t whole_pack_operands(const NormParams& p, bool& fast, VectorTypes& types) {
   uint32_t bits = 0, narrow = 0, wide = 0;  // `narrow`: the vectors of the rows' dtype
