@@ -4,12 +4,12 @@
 the op in plain torch: forward-mode differentiation, the transforms of torch.func, and arguments that need a gradient
 which the Function does not give.
 
-A Function is differentiable once. A second derivative raises torch's error; ``ltx_kernels.reference`` has it.
+A Function is differentiable once. A second derivative raises torch's error; ``ltx_kernels.reference`` supports it.
 
-A Function saves the tensors that its backward reads, and then a mark: an empty tensor whose shape names the op and
-which of the tensors there are. A checkpoint may compute a block again on another path, with tensors of the same shapes.
-Without the mark that would give wrong gradients. With it, torch.utils.checkpoint finds another shape and raises
-CheckpointError.
+A Function saves the tensors that its backward reads, and after them a mark. The mark is an empty tensor. Its shape
+tells the op, and which of the saved tensors are not None. A checkpoint may compute a block again by other ops, which
+save tensors of the same shapes. Without the mark the gradients would then be wrong. With it, torch.utils.checkpoint
+finds a different shape and raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _NONE = (None,) * 16  # of arguments without a gradient
 
 class _OpFunction(Function):
     """
-    given: The names of the arguments that the Function gives gradients of by kernels.
-    shared: The names of those that rows share, whose gradients are sums over rows (_row_sums.py).
+    given: The names of the arguments whose gradients the Function computes by kernels of their own.
+    shared: The names of the arguments that rows share. Their gradients are sums over rows (_row_sums.py).
     """
 
     given: tuple[str, ...]

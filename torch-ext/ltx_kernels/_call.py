@@ -19,8 +19,8 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
 
     ``outs`` is what the caller gave to write into: None, a tensor, or a tuple for an op with several results. The
     call returns it, or new results. Where a gradient is needed it applies the op's Function (`_autograd`), or runs the
-    op in plain torch; an op without a gradient then raises. A wrong type is looked for when something has failed, so
-    that a good call pays nothing for it.
+    op in plain torch; an op without a gradient then raises. Types are checked after an op has failed, so that a
+    correct call does not pay for these checks.
 
     ``elements`` has the public names of the elements of a list argument.
     """

@@ -1,9 +1,9 @@
 """Argument checks in plain Python: the texts and the order of torch-ext/*.cpp.
 
-The compiled kernels check their own arguments. These checks serve whoever runs without them, the fake and the
-reference implementations, and raise RuntimeError with the same text: ``name: expected ..., got ...``. What only memory
-can tell (overlap, strides of zero in an output) has no twin here. Sizes may be symbolic; comparing them adds a guard
-only where the answer decides what is computed.
+The compiled kernels check their own arguments. The fake and the reference implementations run without these kernels,
+and call the checks here. These raise RuntimeError with the same text: ``name: expected ..., got ...``. Checks of memory
+(overlap, strides of zero in an output) are not repeated here. Sizes may be symbolic; comparing them adds a guard only
+where the answer decides what is computed.
 
 ``float64=True`` admits a float64 input, and then float64 for everything, for the reference in double precision.
 """
@@ -133,7 +133,7 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def no_given_outputs(*outs: object) -> None:
-    """What holds for a call that autograd follows."""
+    """Raises where a call that autograd follows is given outputs to write into."""
     if any(out is not None for out in outs):
         raise RuntimeError(
             "out: expected no gradient to be needed, got an input that requires grad; "
@@ -142,7 +142,7 @@ def no_given_outputs(*outs: object) -> None:
 
 
 def no_gradient(*tensors: Tensor | None) -> None:
-    """What holds for a call with a quantised result."""
+    """Raises where a call with a quantised result needs a gradient."""
     if torch.is_grad_enabled() and requires_grad(*tensors):
         raise RuntimeError(
             "input: expected no gradient to be needed, got a tensor that requires grad; "

@@ -153,7 +153,10 @@ def linear_cat(
 
 
 def _sum_of_products(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The sum of the inputs' products with their columns of the weight, for torch.compile, which has no addresses."""
+    """The sum of the inputs' products with their columns of the weight.
+
+    It is for torch.compile, whose tensors have no addresses that would tell whether inputs are neighbours.
+    """
     start = inputs[0].shape[-1]
     rows = F.linear(inputs[0].reshape(-1, start), weight[:, :start], bias)
     for tensor in inputs[1:]:

@@ -33,7 +33,7 @@ class Modulation(NamedTuple):
     numbers: Tensor | None
 
     def leading(self, rows: Tensor) -> int:
-        """How many leading dimensions of the rows it differs in."""
+        """The number of leading dimensions of the rows up to the last one in which the modulation varies."""
         if self.value is None:
             return 0
         if self.numbers is not None:

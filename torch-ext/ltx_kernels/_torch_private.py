@@ -1,8 +1,8 @@
 """The private names of torch that this package uses, each with what it is for; no other file names one.
 
 A new version of torch may change any of them. tests/test_torch_private.py asks each for what is expected of it, and
-tells which files need it. What every call asks is bound when the package is imported. What a single op or room needs is
-looked up when it is called, so that a torch without it breaks that op or room alone.
+tells which files need it. Names that every call uses are bound when the package is imported. A name that a single op or
+folder needs is looked up when it is called, so that a torch without it breaks that op or folder alone.
 """
 
 from __future__ import annotations

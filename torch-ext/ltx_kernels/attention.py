@@ -60,8 +60,8 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _decided(flag: bool) -> bool:
-    """A flag as torch's attention takes it: not a number, and no SymBool as torch.compile makes it of dynamic sizes,
-    which ``bool`` would leave as it is."""
+    """A flag as True or False, which torch's attention needs. With dynamic sizes torch.compile makes a SymBool of a
+    flag, which ``bool`` would leave as it is."""
     if flag:  # noqa: SIM103
         return True
     return False
@@ -212,8 +212,8 @@ def attention(
         check_types(attention, query, key, value, **options)
         raise
     if (query.is_cuda or is_causal) and scale is not None and -math.inf < scale <= 0:
-        # The same scores by a positive scale: with another one torch's attention gives NaN (torch 2.11 in 16 bits on a
-        # GPU, 2.13 in causal attention on the CPU), and this package's kernel computes rows twice.
+        # The scale is made positive, with the same scores. With a scale of 0 or less torch's attention gives NaN (torch
+        # 2.11 in 16 bits on a GPU, 2.13 in causal attention on the CPU), and this package's kernel computes rows twice.
         query, scale = (-query, -scale) if scale < 0 else (0 * query, 1.0)
     arguments = (query, key, value, mask, key_lengths, scale, is_causal)
     if own or (needs_gradient and out is not None):  # which the ops refuse

@@ -135,9 +135,9 @@ def select_graphs(selection: Selection, roots: Mapping[str, nn.Module], auto: bo
 
 
 def _groups(selection: Selection, native: Container[str] = ()) -> Iterator[tuple[Entry, Entry, dict[str, Any]]]:
-    """The linear layers that known blocks offer, by name: those that share an input.
+    """(entry of a block, entry of its layers, layers by name) for each group of linear layers that share an input.
 
-    Before them come the entry of their block, and theirs: LINEAR, or WEIGHT_ONLY for modulation.
+    The entry of the layers is LINEAR, or WEIGHT_ONLY for modulation.
 
     native: Components whose blocks are left out.
     """

@@ -97,10 +97,10 @@ def _valid_lengths(call: Call, mask: Tensor, valid: Tensor) -> tuple[int, ...]:
 
 
 def _may_attend(call: Call) -> bool:
-    """Whether an attention may go through an op of this package: nothing else was asked for.
+    """Whether an attention may go through an op of this package.
 
-    Diffusers' dispatch chooses where a backend was set, and where somebody else takes calls of torch functions: for
-    perturbed attention guidance, for example, or where torch's scaled_dot_product_attention was replaced.
+    It goes through diffusers' dispatch where the user chose a backend there, and where other code intercepts torch
+    functions. Perturbed attention guidance does so, for example, and so does a replaced scaled_dot_product_attention.
     """
     return (
         call.site.rounding == "fp32"
@@ -186,9 +186,9 @@ def attend_noted(
 
 
 def attend_read(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Self-attention [B, S, heads, D] with a `PaddingMask` or a `SegmentMask`, of which the host reads what they hide.
+    """Self-attention [B, S, heads, D] with a `PaddingMask` or a `SegmentMask`, whose contents the host reads.
 
-    Keys of padding are left out. Two segments at most attend without the mask.
+    Keys of padding are left out. If there are one or two segments, each attends by itself, without the mask.
     """
     if isinstance(call.spec.mask, PaddingMask):
         query, key, value, rest = without_padding(call, call.spec.mask, query, key, value, mask)

@@ -201,8 +201,8 @@ def _attention(spec: CausalAttention, module: Any, arguments: dict[str, Any]) ->
     out, empty, one_token = None, None, False
     if fresh and may_overwrite():
         empty = None if cache is None else empty_layer(cache, module.layer_idx, layers.site.remark)
-        # torch chooses the kernels of attention and of the cache's torch.cat by the strides: one token of each sample
-        # gets stock's, where the cache is large.
+        # torch chooses the kernels of attention and of the cache's torch.cat by strides. One token of each of several
+        # samples therefore gets the strides of the stock forward, where the cache is large.
         one_token = query.shape[1] == 1 < query.shape[0] and is_large(cache, module.layer_idx)
         # A cached view of a packed product would keep the query as well.
         new_key = one_token or empty is not None

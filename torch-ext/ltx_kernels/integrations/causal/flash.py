@@ -42,9 +42,9 @@ def attend(call: FunctionCall) -> Tensor | None:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's flash attention takes [B, heads, S, D], and nobody has turned it off.
+    """Whether torch's flash attention supports these tensors [B, heads, S, D], and is not turned off.
 
-    Where somebody takes calls of torch's functions, scaled_dot_product_attention is called for them.
+    It is False where other code intercepts torch's functions: that code expects calls of scaled_dot_product_attention.
     """
     return _has_flash(query, key, value) and not others_take_functions()
 

@@ -23,8 +23,8 @@ def attend(call: FunctionCall) -> Tensor | None:
         return None
     query, key, value = call.query, call.key, call.value
     length, window = query.shape[2], call.options.get("sliding_window")
-    # A graph with a dynamic length holds for one answer to each question about the length, so that none is asked where
-    # the kernel does not run. An exported graph has to serve all lengths.
+    # Under torch.compile, a comparison of a dynamic length limits the graph to lengths with the same answer. Except
+    # with 1, the length is therefore compared only where the kernel runs. An exported graph has to serve all lengths.
     if length == 1 or not runs_kernel(query, key, value) or _is_exporting():
         return None
     if length < LEAST or key.shape[2] < length or (window is not None and window < length):

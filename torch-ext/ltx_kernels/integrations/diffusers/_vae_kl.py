@@ -75,7 +75,7 @@ def _why_not_part(name: str, part: Any) -> str:
 
 
 def check_call(module: Any, arguments: Mapping[str, Any]) -> str:
-    """Users exchange processors at any time, and `fuse_qkv_projections` does."""
+    """Why a call has to run stock. Users and `fuse_qkv_projections` may exchange attention processors at any time."""
     reason = why_not_result(group_norm, arguments["sample"])
     if reason:
         return reason

@@ -37,7 +37,7 @@ class Frames:
         self.cache, self.index = cache, index
 
     def skips_first(self, mark: Any) -> bool:
-        """Whether the convolution whose turn it is has not been called, and is left out now; leaves a mark then."""
+        """Whether the next convolution has not run yet. It is left out then, and a mark stands for its frames."""
         place = self.index[0]
         if self.cache[place] is not None:
             return False

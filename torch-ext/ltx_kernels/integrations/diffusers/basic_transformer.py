@@ -25,7 +25,7 @@ LAYER_NORM, TABLE, ZERO = "layer_norm", "ada_norm_single", "ada_norm_zero"
 
 
 def _why_not_module(attention: Any) -> str:
-    """The processor also serves autoencoders, whose attentions do more."""
+    """Why an attention has to stay stock. Its processor also serves autoencoders, whose attentions do more."""
     more = attention.residual_connection or attention.rescale_output_factor != 1
     return "it adds its input, or scales its output" if more else ""
 

@@ -87,7 +87,7 @@ def single_forward(
 
 
 def why_not_call(block: Any, arguments: Mapping[str, Any]) -> str:
-    """The attention may have a mask. IP-Adapters give other arguments, and have a third result."""
+    """Why a call has to run stock. A mask is supported. IP-Adapters give other arguments, and have a third result."""
     options = arguments.get("joint_attention_kwargs") or {}
     return "joint_attention_kwargs" if options.keys() - {"attention_mask"} else ""
 

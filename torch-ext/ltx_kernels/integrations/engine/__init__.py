@@ -1,1 +1,1 @@
-"""The ground floor: replaced forwards, guards, snapshots and signatures. It imports none of the other rooms."""
+"""The base of the integrations: replaced forwards, guards, snapshots and signatures. It imports no other folder."""

@@ -46,7 +46,7 @@ class Counts:
             self.add(counter, 1)
 
     def add(self, counter: str, number: int) -> None:
-        """Moves a counter on. What a checkpoint computes again counts as such, and its gradients have been counted."""
+        """Adds to a counter. Calls that a checkpoint computes again count as `recomputed`, without their gradients."""
         again = is_recomputation()
         if again and counter == "gradients" and saved_tensors_hooks() is not None:
             return
@@ -72,7 +72,7 @@ class Counts:
 
 
 def _note(site: Counts, counter: str, text: str = "", count: int = 1) -> bool:
-    """Tells a recording that a counter of a site moves on; whether it does outside of the recording, too."""
+    """Adds a count to the current recording, if there is one. Returns whether the site itself has to count it, too."""
     recorder = recorder_of_thread()
     if recorder is None:
         return True

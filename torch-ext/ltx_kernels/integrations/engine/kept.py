@@ -31,11 +31,11 @@ def kept(
     make: Callable[[], Made],
     views: Sequence[Tensor] = (),
 ) -> Made:
-    """What ``make`` returns, from an earlier call with the same key and the same, unchanged tensors.
+    """What ``make`` returns. An earlier result is returned for the same key and the same, unchanged tensors.
 
-    Nothing is kept under torch.compile, nor of tensors that a gradient goes through, nor of inference tensors, which
-    may be written to without a sign. While a CUDA graph is captured, only what was made of parameters is used: the
-    program may write other inputs to the places of these.
+    Nothing is kept under torch.compile, nor of tensors that a gradient goes through. Nothing is kept of inference
+    tensors either, because they have no version that tells of a write. While a CUDA graph is captured, only values made
+    of parameters are reused: a program may write new data to other tensors before it replays the graph.
 
     key: All that the result depends on beside tensors.
     sources: The tensors that the value is made of, such as coordinates, angles or a mask. A weak reference to each, its

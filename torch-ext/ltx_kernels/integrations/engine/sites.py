@@ -34,7 +34,7 @@ PATIENCE = 10.0  # seconds that `restore` waits for a call in another thread tha
 def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]:
     """A replaced forward that runs the class's own where that was patched, and where the module was restored.
 
-    A wrapper may still call it then.
+    A wrapper that keeps the replaced forward may call it after the module was restored.
 
     guarded: The function asks `why_stock` itself.
     """
@@ -328,7 +328,7 @@ def _why_not_uninstall(root: nn.Module) -> str:
 
 
 def _is_whole(module: nn.Module, given: Container[int]) -> bool:
-    """Whether a module is given with a model that it was optimized in, or is in none of these any more.
+    """Whether a model that the module was optimized in is given, or no such model contains the module any more.
 
     given: The ids of the modules that were given.
     """
@@ -342,7 +342,8 @@ def _is_whole(module: nn.Module, given: Container[int]) -> bool:
 def uninstall_all(roots: Iterable[nn.Module]) -> None:
     """Takes every replaced forward below some modules out, or raises and takes none.
 
-    Memory for stock weights may run out on the way. All else is taken out then, and what was not works as before.
+    Memory for stock weights may run out on the way. The other modules are restored then, and an error names the first
+    module that was not. Such modules work as before.
     """
     roots = list(roots)
     with threads.one_at_a_time():

@@ -117,7 +117,7 @@ class Snapshot:
         self._classes = list(map(type, parts))
         attributes: list[dict[str, Any]] = [part.__dict__ for part in parts]
         self._attributes = list(map(_copied, parts, attributes))
-        # By the number of the part and the name of the attribute; equal objects are still different ones.
+        # By the number of the part and the name of the attribute. `holds` compares these by identity, not by equality.
         self._held = [(number[id(holder)], name) for holder, name, _ in objects]
         self._objects = [value for _, _, value in objects]
         self._read_code()
@@ -128,7 +128,7 @@ class Snapshot:
             for name, tensor in place[kind].items()
             if tensor is not None
         ]
-        # Tensors of one element can be compared without an error, so that an equal one passes for them.
+        # `==` on tensors of one element raises no error, so that it would accept another tensor with the same value.
         self._places_of_single = [tuple(place) for *place, tensor in named if tensor.numel() == 1]
         self._single = [tensor for *_, tensor in named if tensor.numel() == 1]
         self.tensors = [entry[-1] for entry in named]

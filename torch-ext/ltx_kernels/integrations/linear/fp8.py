@@ -4,7 +4,7 @@ A weight is quantised once, per output channel. Where the stock weight stays bes
 saved. Otherwise the fp8 values take the place of the parameter's data, so that whatever moves the model's parameters
 moves them, and the stock weight is held in the host's memory, or freed. The forward quantises its input row by row, so
 that whatever calls the layer works; a fused block hands over rows that an op has quantised already. With gradients
-on it does not, and the weights count as frozen (frozen.py).
+on, a block hands over no such rows, and the weights count as frozen (frozen.py).
 """
 
 from __future__ import annotations

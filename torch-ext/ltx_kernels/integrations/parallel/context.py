@@ -35,10 +35,10 @@ class Parallel:
     """How a model is split, where diffusers' plan gives wrong results, errors, or exchanges without need.
 
     model: The name of the model's class, with its module.
-    split: From a model, (dimension to split, number of dimensions) of an argument, or of an output by its number, of
-        the submodule at each path. A tensor with another number of dimensions stays whole, and so does an argument of
-        the model that has one row where another has more.
-    gather: The same of the outputs to gather, None for those that are whole already.
+    split: A function of the model. For the submodule at each path it gives (dimension to split, number of dimensions)
+        of tensors: of an argument by its name, of an output by its number. A tensor with another number of dimensions
+        stays whole. So does an argument of the model that has one row where another argument has more.
+    gather: For the submodule at each path, the same of its outputs to gather; None for outputs that are whole already.
     local: Patterns of attentions that exchange nothing: all their keys are on every rank.
     """
 

@@ -4,7 +4,7 @@ torch.distributed's symmetric memory maps a buffer of every rank into all of the
 and value straight into the buffers of the ranks that attend to them, and reads its rows of the outputs straight from
 there. Nothing is packed before, and nothing is put in order after: the copy that reorders is the exchange.
 
-Where this is not possible, `peers_of` keeps the reason, and `_parallel` uses collectives. All ranks decide alike.
+Where this is not possible, `peers_of` keeps the reason, and attention.py uses collectives. All ranks decide alike.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Peers:
             torch.cuda.current_stream(self.device).wait_stream(self.side)
 
     def follow_stream(self) -> None:
-        """Keeps the exchanges in one order where another stream than the last one's is the current one."""
+        """Keeps the exchanges in order: the current stream waits for the stream of the last exchange."""
         if self.side is None:
             return
         current = torch.cuda.current_stream(self.device)

@@ -78,7 +78,7 @@ def _gradients(
 
 
 def _copy_of(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    """A copy at the same place of a copy of its memory, which tensors that share it share again."""
+    """A copy of a tensor, at the same place in a copy of its storage. Tensors of one storage share its copy."""
     number = storage_number(tensor)
     if number not in storages:
         storages[number] = tensor.untyped_storage().clone()

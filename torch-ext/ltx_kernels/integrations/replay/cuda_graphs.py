@@ -50,9 +50,9 @@ class Captured:
     def __init__(self, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec, pool: Any) -> None:
         self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(self.inputs, spec)
-        torch.cuda.synchronize()  # as the capture does at first: what ran before it is not part of its time
+        torch.cuda.synchronize()  # a capture begins with it; done here, earlier work is not part of its time
         start = time.perf_counter()
-        torch.cuda.empty_cache()  # as the capture does, or its bytes would be fewer than they are
+        torch.cuda.empty_cache()  # a capture begins with it, too; done there alone, it would make `bytes` too small
         before = torch.cuda.memory_reserved()
         self.graph, self.pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
@@ -91,7 +91,7 @@ def _copy(part: Any) -> Any:
 
 
 def _end_capturing() -> None:
-    """After a capture that has failed: torch then refuses random numbers and replays until another one ends well."""
+    """Captures one op after a failed capture. Until a capture succeeds, torch refuses random numbers and replays."""
     with _one_capture, torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device=DEVICE)
 
@@ -107,8 +107,8 @@ class Pool:
 class Plan:
     """What all modules of one `optimize` share.
 
-    Their graphs take their memory from one pool for each stream. One graph may write over what another one has left
-    there, because the lock lets one call after the other copy its inputs, launch and copy its results.
+    Their graphs take their memory from one pool for each stream, so that one graph overwrites what another has left
+    there. The lock makes this safe: only one call at a time copies its inputs, launches and copies its results.
     """
 
     def __init__(self, auto: bool = False) -> None:
@@ -172,7 +172,7 @@ class Graphs:
         return nullcontext() if self.rule is None else self.rule.call(key, replayed)
 
     def _why_not_signature(self, key: Any, function: Function, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str:
-        """Why a signature has no graph, once it is captured where that is due; empty where it has one."""
+        """Captures a signature if that is due. Returns why it has no graph then; empty if it has one."""
         for poor in [] if self.rule is None else self.rule.read():
             self._drop([poor])
             self.refused[poor] = NO_GAIN

@@ -61,9 +61,9 @@ class _Questions(TorchFunctionMode):
 class GradientRecorder(DispatchMode, Trace):
     """Traces a call and its backward: writes down the ops that run while it is on.
 
-    Autograd makes further tensor objects of what it saves. They are found by their `_Form`. So that none of the trace's
-    storages is taken for another one, it holds all of them until it ends, but frees the memory of those that only it
-    holds.
+    Autograd makes new tensor objects of the tensors that it saves. They are found by their `_Form`. The number of a
+    storage is unique only while the storage lives, so that the trace holds all storages until it ends. It frees the
+    memory of those that nothing else holds.
     """
 
     def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> None:
@@ -77,7 +77,7 @@ class GradientRecorder(DispatchMode, Trace):
         self.arguments, self.weights = given, held
         Trace.__init__(self, given, held, {})
         self.reads_held = True
-        # Here forms may mean one tensor in this call and another one in the next.
+        # In these storages a form may belong to one tensor in this call and to another one in the next call.
         times = Counter(storage_number(tensor) for tensor in given)
         weights = {storage_number(tensor) for tensor in held}
         self.ambiguous = {storage for storage, count in times.items() if count > 1 or storage in weights}
@@ -314,9 +314,9 @@ def _form(tensor: Tensor) -> _Form:
 
 
 def as_inputs(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors for a call that is traced. Those that need a gradient are views, at which its backward ends.
+    """The arguments for a call that is traced. Those that need a gradient become views, at which its backward ends.
 
-    One argument may be made of another one, so that the gradient of the first goes on to the second.
+    If one argument was computed from another one, the backward would otherwise go on from the first to the second.
     """
     return [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
 

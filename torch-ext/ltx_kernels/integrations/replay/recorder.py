@@ -270,9 +270,9 @@ class Trace:
             self.whole[name] = tensor.numel(), tensor.storage_offset()
 
     def _is_view(self, result: Any, base: Any) -> bool:
-        """Whether a result is a view of a known tensor; then it becomes a line that is made of its root.
+        """Whether a result is a view of a known tensor. A line then makes the view from the tensor's root.
 
-        Views of small weights are held instead, and the tensor itself needs no line.
+        A view of a small weight is held in the globals instead. A result that is the tensor itself needs no line.
         """
         if result is base:
             return True

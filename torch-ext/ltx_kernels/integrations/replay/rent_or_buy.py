@@ -1,12 +1,14 @@
 """When a CUDA graph pays: the rule of ``optimize(..., graphs="auto")``.
 
-A call whose GPU waits for the host pays rent: the time of the wait. A capture is the price of never paying it again.
-A signature is captured once its waits have added up to what a capture costs. Waits and capture together then cost at
-most twice as much as the best choice would have, however often the signature comes back.
+This is the rent-or-buy problem. The rent is the time that the GPU waits for the host in each call of a signature. The
+price is the time of a capture, after which these waits end. A signature is captured once its waits have added up to the
+price. Waits and capture together then cost at most twice as much as the best choice would have, however often the
+signature comes back.
 
-Two events of the stream and the host's clock time a call; neither waits. The GPU waited if it needed less than 1.15
-times as long as the host took to launch. Events do not tell for how long: half of the call counts, until replays of the
-module have shown what a graph gains. A graph that gains less than 2 % is dropped, and so is one that holds too much.
+Two events of the stream and the host's clock time a call, without waiting for the GPU. The GPU waited if it needed less
+than 1.15 times as long as the host took to launch. The events do not tell how long it waited: half of the call's time
+counts, until replays of the module have shown which part a graph saves. A graph that saves less than 2 % is dropped,
+and so is one that holds too much memory.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ import torch
 
 WARM_UP = 2  # calls of a signature that do not count: they allocate memory and record
 WAITS = 1.15  # the GPU waits where it needs less than this many times the host's time of a launch
-SHARE = 0.5  # of a call that waits, before a replay has told
+SHARE = 0.5  # part of a waiting call that counts as its wait, until replays have shown the true part
 PRICE = 0.05  # seconds of a capture, before the first (h200-clip.json has those of a clip)
 GAIN = 0.02  # the least part of a call that a graph has to save
 REPLAYS = 3  # after which the gain is known; the first one uploads the graph
 FREE = 2 * 2**30  # bytes to leave to others
 LARGEST = 0.1  # of the device's memory that one graph may hold
 LARGEST_OF_FREE = 0.25  # of what was free before the capture
-SHORT_LIVED = 8  # graphs that may go before they were replayed USED times: signatures do not recur
+SHORT_LIVED = 8  # so many graphs dropped with fewer than USED replays mean that signatures do not recur
 USED = 20
 KEPT = 64  # signatures that are remembered
 
@@ -133,7 +135,7 @@ class RentOrBuy:
         return poor
 
     def _gains(self, tenant: Tenant) -> bool:
-        """Whether the graph saves enough. What it saves is what later waits of the module count as."""
+        """Whether the graph saves enough. The part of a call that it saves then counts as the wait in later calls."""
         gain = 1 - min(tenant.replays) / min(tenant.ordinary)
         if gain >= GAIN:
             self.gain = gain
@@ -158,7 +160,7 @@ class RentOrBuy:
         return "" if size <= limit else f"its graph was dropped: it held {size / 2**20:.0f} MiB"
 
     def dropped(self, keys: Iterable[Any]) -> None:
-        """Graphs are gone, or captures were in vain. Their signatures pay rent from the beginning."""
+        """Forgets signatures whose graphs are gone or whose captures gave none. Their waits add up from zero again."""
         for key in keys:
             tenant = self.tenants.pop(key, None)
             self.short_lived += tenant is not None and tenant.used < USED

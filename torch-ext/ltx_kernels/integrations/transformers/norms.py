@@ -1,7 +1,7 @@
 """Norms of language models.
 
-What is left alone is named with the reason, since a model's norms look alike and are not: with Gemma's formula in the
-place of Llama's, a model computes something else.
+The report names each norm that is left alone, with the reason. Norms of different models look alike, but their formulas
+differ: with Gemma's formula in the place of Llama's, a model computes something else.
 """
 
 from __future__ import annotations
