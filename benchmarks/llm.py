@@ -10,9 +10,9 @@ prepare something that it keeps, and what one configuration has prepared may ser
 compares configurations. Every token of a text has a length of its own, so that a token of the first text of a process
 takes `first_decode_ms`. `padding` is the number of tokens of padding before every other prompt, with a mask for all.
 
-"compile" is torch.compile of the whole model, which decodes with a static cache, as `generate` compiles it; the others
-decode with the dynamic cache of `generate`. "liger" is Liger's norms, MLP and rotary embedding. The configurations
-share one set of weights and take turns.
+"compile" is torch.compile of the whole model, as `generate` uses it: tokens have a static cache and CUDA graphs (mode
+"reduce-overhead"). The others decode with the dynamic cache of `generate`. "liger" is Liger's norms, MLP and rotary
+embedding. The configurations share one set of weights and take turns.
 
 `error_vs_fp32` is the relative L2 error of the last 64 tokens' logits against the same model in float32, for one
 prompt. `peak_gb` is what is allocated while a prompt runs, with the weights of that configuration. `--profile` adds

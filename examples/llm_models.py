@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -125,8 +126,19 @@ def configure(config: str, model: Any, ltx: ModuleType, **options: Any) -> Confi
         made.functions = apply_liger(made.model)
     if config.endswith("compile"):
         made.ordinary = made.model.forward
-        made.model.forward = torch.compile(made.ordinary)
+        made.model.forward = compiled_forward(made.ordinary)
     return made
+
+
+def compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled forward: of tokens as `generate` compiles it, with CUDA graphs, and of prompts in the default mode."""
+    prompt, token = torch.compile(forward), torch.compile(forward, mode="reduce-overhead")
+
+    @functools.wraps(forward)
+    def compiled(*args: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        return (token if input_ids.shape[1] == 1 else prompt)(*args, input_ids=input_ids, **kwargs)
+
+    return compiled
 
 
 def apply_liger(model: Any, layers: bool = True, loss: bool = False) -> list[tuple[ModuleType, str, Any]]:
