@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import ModuleType
 from typing import Any
 
@@ -29,8 +30,8 @@ Steps = list[tuple[Tensor, Tensor]]
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def start(dtype: torch.dtype) -> tuple[nn.Module, Data]:
-    """A model in dtype with adapters in float32, and inputs with targets, on the CPU."""
+def start(dtype: torch.dtype, run: int = 0) -> tuple[nn.Module, Data]:
+    """A model in dtype with adapters in float32, and inputs with targets that each run has of its own, on the CPU."""
     family = FAMILIES["ltx"]
     model = with_adapters(make(family, "cpu", dtype), family)
     for parameter in trained(model):
@@ -38,7 +39,8 @@ def start(dtype: torch.dtype) -> tuple[nn.Module, Data]:
     data = []
     for number in range(BATCHES):
         inputs = family.inputs(BATCH)
-        clean, noise = (randn(*inputs["hidden_states"].shape, seed=10 * number + i) for i in (3, 4))
+        seeds = (10 * (number + run * BATCHES) + i for i in (3, 4))
+        clean, noise = (randn(*inputs["hidden_states"].shape, seed=seed) for seed in seeds)
         part = inputs["timestep"].view(-1, 1, 1) / 1000
         inputs["hidden_states"] = (part * noise + (1 - part) * clean).to(dtype)
         inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].to(dtype)
@@ -80,25 +82,38 @@ def distances(steps: Steps, exact: Steps, first: Tensor) -> dict[tuple[str, int]
     return found
 
 
-def compare(ltx: ModuleType, device: str, dtype: torch.dtype, steps: int) -> dict[tuple[str, int], float]:
-    """How many times as far from float64 as stock's the losses and adapters of an optimized model are."""
-    model, data = start(dtype)
-    model = model.to(device)
-    first = torch.cat([each.detach().double().flatten() for each in trained(model)])
-    exact = train(copy.deepcopy(model).double(), data, steps)
-    stock = distances(train(copy.deepcopy(model), data, steps), exact, first)
-    report = ltx.optimize(model)
-    ours = distances(train(model, data, steps), exact, first)
-    assert exact[-1][0].mean() < 0.9 * exact[0][0].mean()  # it learns
-    (site,) = [site for site in report.sites if site.name == "diffusers.LTXVideoTransformerBlock"]
-    assert site.fallbacks == {} and site.gradients == site.calls == 2 * steps
-    return {key: ours[key] / stock[key] for key in stock}
+def compare(
+    ltx: ModuleType, device: str, dtype: torch.dtype, steps: int, runs: int = 1
+) -> dict[tuple[str, int], float]:
+    """How many times as far from float64 as stock's the losses and adapters of an optimized model are, over all runs.
+
+    After 200 steps in float32 the losses of one run are by chance 1.3 times as far.
+    """
+    far: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for run in range(runs):
+        model, data = start(dtype, run)
+        model = model.to(device)
+        first = torch.cat([each.detach().double().flatten() for each in trained(model)])
+        exact = train(copy.deepcopy(model).double(), data, steps)
+        stock = distances(train(copy.deepcopy(model), data, steps), exact, first)
+        report = ltx.optimize(model)
+        ours = distances(train(model, data, steps), exact, first)
+        assert exact[-1][0].mean() < 0.9 * exact[0][0].mean()  # it learns
+        (site,) = [site for site in report.sites if site.name == "diffusers.LTXVideoTransformerBlock"]
+        assert site.fallbacks == {} and site.gradients == site.calls == 2 * steps
+        for key in stock:
+            far.setdefault(key, []).append((ours[key], stock[key]))
+    return {
+        key: math.hypot(*mine) / math.hypot(*theirs) for key, (mine, theirs) in ((k, zip(*v)) for k, v in far.items())
+    }
 
 
 @every_dtype
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_steps_stay_as_near_to_float64_as_stock(ltx: ModuleType, device: str, dtype: torch.dtype, steps: int) -> None:
-    ratios = compare(ltx, device, dtype, steps)
+@pytest.mark.parametrize("steps, runs", [(20, 1), pytest.param(200, 20, marks=pytest.mark.slow)])
+def test_steps_stay_as_near_to_float64_as_stock(
+    ltx: ModuleType, device: str, dtype: torch.dtype, steps: int, runs: int
+) -> None:
+    ratios = compare(ltx, device, dtype, steps, runs)
     assert len(ratios) == 2 * sum(number <= steps for number in COMPARED)
     assert all(ratio <= FARTHER for ratio in ratios.values()), ratios
 
