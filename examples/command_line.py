@@ -72,7 +72,7 @@ def silence_other_packages() -> None:
 
 
 def last_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Ctrl-C ends a run with status 130 and no traceback; what the user can mend is one line."""
+    """Ctrl-C ends a run with status 130 and no traceback; an error that the user can fix is printed as one line."""
     if issubclass(kind, KeyboardInterrupt):
         leave("interrupted", 130)
     if issubclass(kind, ModuleNotFoundError):
@@ -174,7 +174,7 @@ def add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_kernel_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the program where they do not go together; fills in how many calls are not timed."""
+    """Ends the program where these arguments contradict one another; fills in the number of warm-up calls."""
     if args.precision != "native" and not args.optimized:
         parser.error(f"argument --precision: {args.precision} needs the optimized kernels")
     if args.graphs and not (args.optimized and args.device.startswith("cuda")):
@@ -186,7 +186,7 @@ def check_kernel_arguments(parser: argparse.ArgumentParser, args: argparse.Names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of every example that makes clips. `ltx_pipeline.parse` fills in what depends on the device."""
+    """Adds the arguments of each example that makes clips. `ltx_pipeline.parse` fills in what depends on the device."""
     parser.add_argument(
         "--model", default=os.environ.get("MODEL"), metavar="MODEL",
         help="random (weights; the shape of the 2B model), tiny (random, and small), a folder, or a Hub id such as "

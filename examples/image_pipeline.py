@@ -105,7 +105,7 @@ def load_pipeline(model: str, device: torch.device, dtype: torch.dtype, offload:
 
 @contextlib.contextmanager
 def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of an object by itself, as which its class's, or an earlier one of its own, comes back."""
+    """Sets an attribute of this one object, and puts back what was there before at the end."""
     before = owner.__dict__.get(name)
     owner.__dict__[name] = value
     try:

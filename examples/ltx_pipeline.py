@@ -126,7 +126,7 @@ def _tokenizer(
 
 
 def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """As LTX-Video and LTX-2 are released."""
+    """The scheduler with the settings of the released LTX-Video and LTX-2."""
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_image_seq_len=1024,
@@ -467,6 +467,6 @@ def replaced(report: Any) -> list[dict[str, Any]]:
 
 
 def quiet() -> None:
-    """Warnings of the libraries about random weights and missing packages are not the examples' to show."""
+    """Hides the libraries' warnings about random weights and missing packages."""
     diffusers.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()

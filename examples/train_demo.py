@@ -283,7 +283,7 @@ def train_transformer(
 
 @torch.no_grad()
 def reconstruction_psnr(vae: AutoencoderKLLTXVideo, args: argparse.Namespace, generator: torch.Generator) -> float:
-    """Of clips that the autoencoder has not seen, in decibels."""
+    """The PSNR in decibels of clips that the autoencoder has not seen."""
     scenes = random_scenes(8, args.frames, args.height, args.width, generator)
     clips = draw(scenes, args.height, args.width)
     decoded = vae.decode(vae.encode(clips).latent_dist.mode()).sample.clamp(-1, 1)

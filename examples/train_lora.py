@@ -163,7 +163,7 @@ class Trainer:
         set_seed(args.seed, device_specific=True)
 
     def make_batch(self) -> tuple[dict[str, Any], Tensor, Tensor]:
-        """The transformer's inputs, what it has to say, and 1 for each token that counts.
+        """The transformer's inputs, the target of its output, and 1 for each token that counts in the loss.
 
         Drawn on the CPU: a run has the same batches on every device, and a checkpoint has the generator's state.
         """
@@ -229,7 +229,7 @@ class Trainer:
         peft.set_peft_model_state_dict(self.model, {k.removeprefix("transformer."): v for k, v in saved.items()})
 
     def save_checkpoint(self) -> None:
-        """Whole or not at all: it has another name until all is written."""
+        """Writes a checkpoint whole or not at all: the folder has another name until all is written."""
         part = self.args.output / "unfinished"
         self.accelerator.save_state(str(part))
         self.accelerator.wait_for_everyone()
