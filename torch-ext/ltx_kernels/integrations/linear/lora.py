@@ -237,8 +237,8 @@ class _Adapted(Function):
         rows_gradient = down_gradient = None
         bias_gradient = gradient.sum(0, dtype=ctx.bias_dtype) if needs_bias else None
         if low_gradient is not None and needs_rows:
-            rows_gradient = torch.mm(gradient, Layers(weight, scales, None).full_weight(gradient.dtype))
-            rows_gradient.addmm_(low_gradient, down)
+            rows_gradient = torch.mm(low_gradient, down)
+            rows_gradient.addmm_(gradient, Layers(weight, scales, None).full_weight(gradient.dtype))
         if low_gradient is not None and needs_down:
             down_gradient = torch.mm(low_gradient.t(), rows)
         return None, None, rows_gradient, None, None, bias_gradient, down_gradient, *up_gradients
