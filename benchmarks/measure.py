@@ -329,13 +329,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = not (options.list or options.dry_run)
     if options.machine and runs:
         parser.error("--machine: expected --list or --dry-run with it, since only this machine can be measured")
+    if runs and options.share[1] > 1 and options.output.resolve() == RESULTS.resolve():
+        parser.error("--share: expected --output FOLDER, another one for each call, since calls would overwrite a file")
     machines = [options.machine] if options.machine else machines_here()
     if runs and (stale := stale_builds(REPOSITORY)):
         sys.exit(f"{', '.join(stale)}: made from other sources; run python tools/build.py")
     with tempfile.TemporaryDirectory() as folder:  # what only looks writes nothing
         output = options.output if runs else Path(folder)
-        shared = {"share": options.share, "prepared": options.prepared}
-        queue = Queue(REPOSITORY, RESULTS, output, machines, options.like, **shared)
+        queue = Queue(REPOSITORY, RESULTS, output, machines, options.like, PROGRAMS, options.share, options.prepared)
         return work(queue, options.seconds, options.only, options.list, options.dry_run)
 
 

@@ -39,6 +39,7 @@ from typing import Any
 import diffusers
 import torch
 from model_shapes import MODELS, Inputs, Make
+from records import AUTOTUNED
 from result_files import DTYPES, write
 from rich.console import Console
 from rich.progress import Progress
@@ -70,7 +71,6 @@ GRAPH_S = 0.1  # the host does not limit longer steps
 # What the run says of every record, since another run may measure the other models.
 OF_THE_RUN = ("commit", "date", "note")
 OF_THE_PROFILE = ("kernels", "ms_by_kind", "clock_mhz", "power_w")
-AUTOTUNED = "autotune_compile"  # torch.compile at its best
 ALL_CONFIGS = (*CONFIGS, AUTOTUNED, *FP8_CONFIGS, *INT8_CONFIGS, LOW)
 
 
@@ -284,7 +284,7 @@ def earlier_records(path: Path) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
-    parser.add_argument("--configs", nargs="+", choices=ALL_CONFIGS, help="(default: all)")
+    parser.add_argument("--configs", nargs="+", choices=ALL_CONFIGS, help=f"(default: all but {AUTOTUNED})")
     parser.add_argument(
         "--compiled-before",
         nargs="+",
@@ -305,7 +305,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torchao = version("torchao") if importlib.util.find_spec("torchao") else None
     if options.configs is None:
-        options.configs = [config for config in ALL_CONFIGS if torchao or not config.startswith("torchao")]
+        installed = [config for config in ALL_CONFIGS if torchao or not config.startswith("torchao")]
+        options.configs = [config for config in installed if config != AUTOTUNED]
     facts = {"diffusers": diffusers.__version__, "torchao": torchao, "dtype": options.dtype, "weights": "random"}
     ltx, output, meta, console = begin("models", options, **facts)
     profiles = output.with_name(f"{output.stem}-profile.json")

@@ -26,7 +26,7 @@ Record = dict[str, Any]
 BY_HAND = re.compile(r".*-(\w+-)?tuning|.*-(layernorm-quant|quant-rows|row-index|host-start)|planted-trial")
 # The models of README.md's table. They are also timed beside torch.compile with max-autotune.
 HEADLINE = ("ltx13b", "ltx2", "flux", "flux2", "sd35", "qwen", "wan", "zimage", "chroma", "cogvideox")
-AUTOTUNED = "autotune_compile"
+AUTOTUNED = "autotune_compile"  # of benchmarks/models.py: torch.compile at its best
 LEDGER = "{machine}-queue"  # what benchmarks/measure.py writes of its jobs
 WHOLE = ""  # the name of the job of a program that measures its file at once
 

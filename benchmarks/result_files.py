@@ -116,7 +116,7 @@ def write(path: Path, meta: Mapping[str, Any], records: Sequence[Any] | None = N
 def kept_records(
     path: Path, meta: dict[str, Any], measured: list[dict[str, Any]], identity: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The records of an earlier run that are not measured again, each with the commit it is of, then those measured.
+    """The records of an earlier run that are not measured again, each with its commit, then those measured.
 
     identity: The keys that say what a record measures.
     """
@@ -126,5 +126,10 @@ def kept_records(
     if result["meta"]["device"] != meta["device"]:
         sys.exit(f"--update: {path} is of {result['meta']['device']}, this machine has {meta['device']}")
     again = {tuple(record.get(key) for key in identity) for record in measured}
-    kept = [record for record in result["records"] if tuple(record.get(key) for key in identity) not in again]
-    return [{"commit": result["meta"]["commit"], **record} for record in kept] + measured
+    return [record for record in stamped(result) if tuple(record.get(key) for key in identity) not in again] + measured
+
+
+def stamped(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records of a result file, each with the commit and the date of its run."""
+    run = {key: result["meta"][key] for key in ("commit", "date") if key in result["meta"]}
+    return [record if "commit" in record else {**run, **record} for record in result["records"]]

@@ -12,7 +12,8 @@ Its sources are
   that build.toml has for each.
 
 Comments, docstrings and the form of the code do not count. What only gradients need counts where the program calls
-``backward``: that method of autograd.Functions, what it alone imports, and the kernels that are named after it.
+``backward`` or ``grad``: that method of autograd.Functions, what it alone imports, and the kernels that are named after
+it.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ class Sources:
             files |= {path for path in self.tree.paths if path.startswith(("kernel_src/", "torch-ext/"))}
         else:
             classes = frozenset(word for word in words if word in modules_of_classes())
-            trains = "backward" in words
+            trains = bool(words & {"backward", "grad"})
             mine = frozenset(functions | subject.functions)
             files |= self._once(self.of_functions, mine, classes, subject.backend, trains)
         return [*sorted(program), *sorted(files)]

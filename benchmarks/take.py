@@ -14,24 +14,24 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from records import PROGRAMS, WHOLE, Job, Program, Record, is_ledger, jobs_of, program_of, records_in
-from result_files import REPOSITORY, write
+from result_files import REPOSITORY, stamped, write
 
 RESULTS = REPOSITORY / "benchmarks/results"
 
 
-def measured_in(folder: Path, programs: Iterable[Program]) -> list[Job]:
-    """The jobs that calls in a folder have finished."""
+def measured_in(folder: Path, programs: Iterable[Program]) -> dict[tuple[Program, str], list[Job]]:
+    """The jobs that calls in a folder have finished, by program and machine."""
     ledgers = [path for path in sorted(folder.glob("*.json")) if is_ledger(path.stem)]
     finished = {call["job"] for path in ledgers for call in records_in(path) if "sources" in call}
     files = [path.stem for path in sorted(folder.glob("*.json"))]
-    found = []
+    found = {}
     for program in programs:
         mine = [file for file in files if program_of(file) in (program, None)]
         machines = dict.fromkeys(machine for file in mine if (machine := program.machine_of(file)))
-        found += [job for machine in machines for job in jobs_of(program, machine, folder) if job.title in finished]
+        for machine in machines:
+            found[program, machine] = [job for job in jobs_of(program, machine, folder) if job.title in finished]
     return found
 
 
@@ -44,47 +44,45 @@ def missing_peers(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
     return sorted(timed(old) - timed(new))
 
 
-def stamped(result: dict[str, Any]) -> list[Record]:
-    """The records of a result file, each with the commit and the date of its run."""
-    run = {key: result["meta"][key] for key in ("commit", "date") if key in result["meta"]}
-    return [record if "commit" in record else {**run, **record} for record in result["records"]]
-
-
-def take(job: Job, file: str, folder: Path, results: Path) -> None:
-    """Replaces the records of a job in a result file, at their place, or adds them at the end."""
+def take(file: str, jobs: Sequence[Job], folder: Path, results: Path) -> None:
+    """Replaces the records of a program's jobs in a result file, at their place, or adds them at the end."""
     source, target = folder / f"{file}.json", results / f"{file}.json"
-    new = json.loads(source.read_text())
-    if job.name == WHOLE or not target.exists():
+    if not target.exists() or any(job.name == WHOLE for job in jobs):
         target.write_text(source.read_text())
         return
-    old = json.loads(target.read_text())
-    fresh = [record for record in stamped(new) if job.program.job_of(record) == job.name]
+    old, new, job_of = json.loads(target.read_text()), json.loads(source.read_text()), jobs[0].program.job_of
+    fresh: dict[str, list[Record]] = {job.name: [] for job in jobs}
+    for record in stamped(new):
+        if job_of(record) in fresh:
+            fresh[job_of(record)].append(record)
+    names = set(fresh)
     kept: list[Record] = []
     for record in stamped(old):
-        if job.program.job_of(record) != job.name:
-            kept.append(record)
-        elif fresh:
-            kept += fresh
-            fresh = []
+        kept += fresh.pop(job_of(record), []) if job_of(record) in names else [record]
+    for added in fresh.values():
+        kept += added
     parts = {key: value for key, value in old.items() if key not in ("meta", "records")}
-    write(target, new["meta"], [*kept, *fresh], **parts)
+    write(target, new["meta"], kept, **parts)
 
 
 def take_all(folder: Path, results: Path, programs: Iterable[Program] = PROGRAMS) -> tuple[list[Job], dict[str, str]]:
     """(the jobs that were taken, why others were left by their titles)."""
-    taken, left = [], {}
-    for job in measured_in(folder, programs):
-        known = {one.name: one for one in jobs_of(job.program, job.machine, results)}
-        missing = missing_peers(known[job.name].records, job.records) if job.name in known else []
-        if missing:
-            left[job.title] = f"no time of {', '.join(missing)}, which the record has here"
-            continue
-        for pattern in filter(None, (job.program.file, job.program.also)):
-            file = pattern.replace("{machine}", job.machine)
+    taken: dict[tuple[Program, str], list[Job]] = {}
+    left = {}
+    for (program, machine), jobs in measured_in(folder, programs).items():
+        known = {job.name: job.records for job in jobs_of(program, machine, results)}
+        for job in jobs:
+            missing = missing_peers(known.get(job.name, []), job.records)
+            if missing:
+                left[job.title] = f"no time of {', '.join(missing)}, which the record has here"
+            else:
+                taken.setdefault((program, machine), []).append(job)
+    for (program, machine), jobs in taken.items():
+        for pattern in filter(None, (program.file, program.also)):
+            file = pattern.replace("{machine}", machine)
             if (folder / f"{file}.json").exists():
-                take(job, file, folder, results)
-        taken.append(job)
-    return taken, left
+                take(file, jobs, folder, results)
+    return [job for jobs in taken.values() for job in jobs], left
 
 
 def main() -> int:

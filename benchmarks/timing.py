@@ -16,7 +16,7 @@ import torch
 
 Call = Callable[[], Any]
 
-FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU, and long enough to launch a kernel after it
+FLUSH_BYTES = 512 << 20  # several times the L2 of any GPU, and so long that the host launches the next kernel meanwhile
 HOST_CALLS, HOST_ROUNDS = 2000, 5
 
 

@@ -135,8 +135,8 @@ def compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     prompt, token = torch.compile(forward), torch.compile(forward, mode="reduce-overhead")
 
     @functools.wraps(forward)
-    def compiled(*args: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        return (token if input_ids.shape[1] == 1 else prompt)(*args, input_ids=input_ids, **kwargs)
+    def compiled(*, input_ids: Tensor, **kwargs: Any) -> Any:
+        return (token if input_ids.shape[1] == 1 else prompt)(input_ids=input_ids, **kwargs)
 
     return compiled
 

@@ -5,7 +5,7 @@ import textwrap
 from records import HEADLINE
 
 from pages.families import LIBRARIES, families_of, first_sentence
-from pages.names import COMPILED, MODELS, by_config
+from pages.names import COMPILED, MODELS
 from pages.writing import block, grid, load, picture, records_of, text
 
 CHART = "benchmarks/results/h200-models.svg"
@@ -25,7 +25,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 
 def _step_ms(model: str) -> dict[str, float]:
     """Milliseconds of a step by configuration; of torch.compile's modes the faster one counts."""
-    ms = {config: record["step_ms"] for config, record in by_config(records_of("h200-models", model=model)).items()}
+    ms = {record["config"]: record["step_ms"] for record in records_of("h200-models", model=model)}
     compiled = [ms[mode] for mode in COMPILED if mode in ms]
     return {**ms, "compile": min(compiled)} if compiled else ms
 

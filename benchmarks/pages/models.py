@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from plots import geometric_mean
+from records import AUTOTUNED
 
 from pages.names import COMPILED, CONFIGS, by_model, config_of, first_blocks, in_order, model_of
 from pages.writing import KINDS, Record, across, block, link, load, records_of, table, table_of_kinds, text
@@ -53,10 +54,8 @@ def models() -> str:
     ]
     late = dict.fromkeys(title for mode in COMPILED for title, gain in whole("kernels", mode).items() if gain < 1)
     summary += [f"- Slower than torch.compile: {', '.join(late)}."] if late else []
-    if any(record["config"] == "autotune_compile" for record in records):
-        summary.append(
-            f'- {CONFIGS["autotune_compile"]}: the mode "max-autotune-no-cudagraphs". README.md has the faster mode.'
-        )
+    if any(record["config"] == AUTOTUNED for record in records):
+        summary.append(f'- {CONFIGS[AUTOTUNED]}: the mode "max-autotune-no-cudagraphs". README.md has the faster mode.')
     notes: dict[str, dict[str, None]] = {}
     for record in records:
         if "note" in record:

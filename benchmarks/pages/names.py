@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from records import AUTOTUNED
+
 from pages.writing import Record, records_of
 
 # The configurations of benchmarks/ltx.py and models.py.
 CONFIGS = {
     "baseline": "diffusers",
     "compile": "torch.compile",
-    "autotune_compile": "torch.compile, max-autotune",
+    AUTOTUNED: "torch.compile, max-autotune",
     "kernels": "`ltx.optimize(pipe)`",
     "kernels_compile": "`ltx.optimize(pipe)` and torch.compile",
     "kernels_fp8": '`ltx.optimize(pipe, precision="fp8")`',
@@ -20,7 +22,7 @@ CONFIGS = {
     "kernels_int8": '`ltx.optimize(pipe, attention="int8")`',
     "kernels_fp8_int8": '`ltx.optimize(pipe, precision="fp8", attention="int8")`',
 }
-COMPILED = ("compile", "autotune_compile")  # the modes of torch.compile alone
+COMPILED = ("compile", AUTOTUNED)  # the modes of torch.compile alone
 # The configurations of benchmarks/quality.py beside these.
 QUALITY_CONFIGS = {
     **CONFIGS,

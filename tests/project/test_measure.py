@@ -221,11 +221,14 @@ def test_other_changes_do_not(fake: Fake, name: str, old: str, new: str) -> None
         ("kernel_src/norm_backward.cu", "Params& p) {", "Params& p) {\n  launch(p);"),
     ],
 )
-def test_what_gradients_need_counts_where_a_program_has_them(fake: Fake, name: str, old: str, new: str) -> None:
+@pytest.mark.parametrize("call", ["helper().backward()", "torch.autograd.grad(helper(), [])"])
+def test_what_gradients_need_counts_where_a_program_has_them(
+    fake: Fake, name: str, old: str, new: str, call: str
+) -> None:
     fake.edit(name, old, new)
     assert fake.reasons() == {}
     fake.edit(name, new, old)
-    fake.edit("benchmarks/program.py", "    helper()", "    helper().backward()")
+    fake.edit("benchmarks/program.py", "    helper()", f"    {call}")
     fake.commit()
     fake.measured(a="2026-01-01T00:00:00+00:00", b="2026-01-01T00:00:00+00:00")
     assert fake.reasons() == {}

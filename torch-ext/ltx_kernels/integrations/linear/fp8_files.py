@@ -209,7 +209,7 @@ class File:
         return []
 
     def read(self, groups: Sequence[Sequence[nn.Linear]]) -> list[Callable[[], None]]:
-        """Reads all tensors, each once; those of layers that share an input one after the other.
+        """Reads all tensors, each once. The tensors of layers that share an input are put one after another.
 
         The model stays as it is until the functions that this returns are called. These do not fail: they make no
         tensors.
