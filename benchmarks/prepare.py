@@ -7,7 +7,9 @@
 torch.compile takes long for a model, and torchao's recipe, which tunes every kernel, takes minutes. One core of the
 host does most of it. Here each model is compiled in a process of its own, from BLOCKS blocks of each
 kind at their released width. The whole model has the same kinds of blocks, so models.py finds their kernels in
-torch.compile's cache on disk. Times that are taken beside other processes mean nothing, so nothing is timed here.
+Triton's cache on disk. Times that are taken beside other processes mean nothing, so nothing is timed here. For the same
+reason torch.compile's own cache is thrown away: it has what torch.compile chose by such times. models.py chooses again,
+among kernels that are compiled already.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import inspect
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,6 +30,7 @@ from model_shapes import MODELS, Make, Model
 from models import ALL_CONFIGS, make_model, one_tensor
 from result_files import DTYPES, load_package
 from steps import first_line, synchronize
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 BLOCKS = 2  # the last block of some models is of another form
 DEPTHS = ("num_layers", "num_single_layers", "n_layers")  # what the classes call their numbers of blocks
@@ -63,11 +67,12 @@ def compile_model(name: str, options: argparse.Namespace) -> int:
 def compile_all(options: argparse.Namespace, arguments: list[str]) -> int:
     """A process for each model; the number of those that failed."""
     threads = max(1, (os.cpu_count() or 1) // min(options.jobs, len(options.models)))
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ, "TRITON_CACHE_DIR": triton_cache_dir(0)}
 
     def run(name: str) -> int:
         command = [sys.executable, __file__, *arguments, "--models", name]  # the last --models counts
-        return subprocess.run(command, env=environment).returncode
+        with tempfile.TemporaryDirectory() as choices:
+            return subprocess.run(command, env={**environment, "TORCHINDUCTOR_CACHE_DIR": choices}).returncode
 
     with ThreadPoolExecutor(options.jobs) as pool:
         return sum(status != 0 for status in pool.map(run, options.models))

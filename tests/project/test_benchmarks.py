@@ -455,22 +455,29 @@ def test_models_are_compiled_before_they_are_timed(
     assert "flux, compile: " in output and "flux, kernels_compile failed: RuntimeError: no such kernel" in output
 
 
-def test_each_model_is_compiled_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_model_is_compiled_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton's cache is the one that later processes find, and the compiler's choices are nobody's."""
     pytest.importorskip("diffusers")
     import prepare
 
     ran: list[str] = []
+    choices: set[str] = set()
 
     def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
         ran.append(command[-1])
+        choices.add(env["TORCHINDUCTOR_CACHE_DIR"])
         assert command[2:4] == ["--configs", "compile"] and int(env["TORCHINDUCTOR_COMPILE_THREADS"]) >= 1
+        assert env["TRITON_CACHE_DIR"] == str(tmp_path / "triton/0")
         return subprocess.CompletedProcess(command, command[-1] == "wan")
 
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(prepare.subprocess, "run", run)
     assert prepare.main(["--configs", "compile", "--models", "flux", "sd35"]) == 0
     assert prepare.main(["--configs", "compile", "--models", "flux", "wan"]) == 1
     assert sorted(ran) == ["flux", "flux", "sd35", "wan"]
+    assert len(choices) == 4 and not any(map(os.path.exists, choices))
 
 
 @pytest.mark.usefixtures("cpu_kernels")
