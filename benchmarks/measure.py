@@ -100,14 +100,15 @@ class Queue:
         self.ledger_path = output / f"{LEDGER.replace('{machine}', machines[0])}.json"
         self.calls = {record["job"]: record for record in records_in(self.ledger_path)}
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, only: Sequence[str] = ("",)) -> list[Job]:
+        """Those of this share with one of `only` in the title."""
         found = []
         for machine in self.machines:
             for program in self.programs:
                 found += jobs_of(program, machine, self.output, self.like)
         number, of = self.share
         mine = {job.title for job in sorted(found, key=lambda job: job.title)[number - 1 :: of]}
-        return [job for job in found if job.title in mine]
+        return [job for job in found if job.title in mine and any(part in job.title for part in only)]
 
     def reason(self, job: Job) -> str:
         """Why a job is to be measured; empty where it is up to date."""
@@ -135,9 +136,9 @@ class Queue:
         ]
         return statistics.median(alike) if alike else None
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self, only: Sequence[str] = ("",)) -> list[Waiting]:
         """What is to be measured: what never was, then the oldest first; what failed last time comes at the end."""
-        found = [(job, self.reason(job)) for job in self.jobs()]
+        found = [(job, self.reason(job)) for job in self.jobs(only)]
         listed = [
             Waiting(job, reason, self.estimate(job), self.calls.get(job.title, {}).get("failed", ""))
             for job, reason in found
@@ -345,11 +346,7 @@ def work(queue: Queue, seconds: float, only: Sequence[str] = ("",), listed: bool
     deadline = time.monotonic() + seconds
     failed: dict[str, str] = {}
     attempted: set[str] = set()
-
-    def waiting() -> list[Waiting]:
-        return [one for one in queue.waiting() if any(part in one.job.title for part in only)]
-
-    found = waiting()
+    found = queue.waiting(only)
     if listed:
         print_list(found)
     while not listed:
@@ -365,11 +362,10 @@ def work(queue: Queue, seconds: float, only: Sequence[str] = ("",), listed: bool
         done, failures = queue.run(batch, remaining)
         failed |= failures
         attempted |= done | failures.keys()
-        found = waiting()
+        found = queue.waiting(only)
     for title, reason in failed.items():
         print(f"failed: {title}: {reason}")
-    jobs = [job for job in queue.jobs() if any(part in job.title for part in only)]
-    print(left(found, jobs, queue.machines[0]))
+    print(left(found, queue.jobs(only), queue.machines[0]))
     too_long = [one for one in found if one.seconds is not None and one.seconds > seconds]
     for one in too_long:
         print(f"{one.job.title} takes about {one.seconds:.0f} s: call with more --seconds")
