@@ -4,7 +4,7 @@
     python benchmarks/readme.py
 
 Only what the folder's ledger names is taken, with the commit that it is of; all other records stay. A new record that
-lacks the time of a peer which the old one has, because the peer was not installed, is left and named.
+lacks a time which the old one has, such as that of a peer which was not installed, is left and named.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from result_files import REPOSITORY, stamped, write
 RESULTS = REPOSITORY / "benchmarks/results"
 
 
+def finished_in(folder: Path) -> dict[str, str]:
+    """When the calls in a folder finished each job, by its title."""
+    ledgers = [path for path in sorted(folder.glob("*.json")) if is_ledger(path.stem)]
+    return {call["job"]: call["date"] for path in ledgers for call in records_in(path) if "sources" in call}
+
+
 def measured_in(folder: Path, programs: Iterable[Program]) -> dict[tuple[Program, str], list[Job]]:
     """The jobs that calls in a folder have finished, by program and machine."""
-    ledgers = [path for path in sorted(folder.glob("*.json")) if is_ledger(path.stem)]
-    finished = {call["job"] for path in ledgers for call in records_in(path) if "sources" in call}
+    finished = finished_in(folder)
     files = [path.stem for path in sorted(folder.glob("*.json"))]
     found = {}
     for program in programs:
@@ -36,16 +41,21 @@ def measured_in(folder: Path, programs: Iterable[Program]) -> dict[tuple[Program
 
 
 def missing_peers(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
-    """What the old records of a job have a time for, and the new ones do not."""
+    """What the old records of a job have a time for, and the new ones do not: peers of an op, times of a configuration."""
 
     def timed(records: Sequence[Record]) -> set[str]:
-        return {name for record in records for name, us in record.get("us", {}).items() if us is not None}
+        peers = {name for record in records for name, us in record.get("us", {}).items() if us is not None}
+        made = [record for record in records if "config" in record]
+        return peers | {f"{record['config']} ({key})" for record in made for key in record if key.endswith("_ms")}
 
     return sorted(timed(old) - timed(new))
 
 
-def take(file: str, jobs: Sequence[Job], folder: Path, results: Path) -> None:
-    """Replaces the records of a program's jobs in a result file, at their place, or adds them at the end."""
+def take(file: str, jobs: Sequence[Job], folder: Path, results: Path, date: str) -> None:
+    """Replaces the records of a program's jobs in a result file, at their place, or adds them at the end.
+
+    date: When the last of them was measured. The file's own date is that of its first run where a program adds to it.
+    """
     source, target = folder / f"{file}.json", results / f"{file}.json"
     if not target.exists() or any(job.name == WHOLE for job in jobs):
         target.write_text(source.read_text())
@@ -62,13 +72,14 @@ def take(file: str, jobs: Sequence[Job], folder: Path, results: Path) -> None:
     for added in fresh.values():
         kept += added
     parts = {key: value for key, value in old.items() if key not in ("meta", "records")}
-    write(target, new["meta"], kept, **parts)
+    write(target, {**new["meta"], "date": max(date, new["meta"].get("date", ""))}, kept, **parts)
 
 
 def take_all(folder: Path, results: Path, programs: Iterable[Program] = PROGRAMS) -> tuple[list[Job], dict[str, str]]:
     """(the jobs that were taken, why others were left by their titles)."""
     taken: dict[tuple[Program, str], list[Job]] = {}
     left = {}
+    dates = finished_in(folder)
     for (program, machine), jobs in measured_in(folder, programs).items():
         known = {job.name: job.records for job in jobs_of(program, machine, results)}
         for job in jobs:
@@ -81,7 +92,7 @@ def take_all(folder: Path, results: Path, programs: Iterable[Program] = PROGRAMS
         for pattern in filter(None, (program.file, program.also)):
             file = pattern.replace("{machine}", machine)
             if (folder / f"{file}.json").exists():
-                take(file, jobs, folder, results)
+                take(file, jobs, folder, results, max(dates[job.title] for job in jobs))
     return [job for jobs in taken.values() for job in jobs], left
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import shutil
@@ -351,21 +352,49 @@ def test_calls_that_share_the_work_are_taken_together(fake: Fake, tmp_path: Path
     taken = [take.take_all(folder, fake.results, [fake.program()]) for folder in folders]
     assert [([job.name for job in jobs], left) for jobs, left in taken] == [(["a"], {}), (["b"], {})]
     assert fake.reasons() == {}
-    written = json.loads((fake.results / "gpu-program.json").read_text())["records"]
+    file = json.loads((fake.results / "gpu-program.json").read_text())
+    written = file["records"]
     assert [record["name"] for record in written] == ["a", "b"] and {record["commit"] for record in written} == {commit}
+    assert file["meta"]["date"] == take.finished_in(folders[1])["program: b"]
+
+
+def test_a_job_of_two_files_has_ended_when_both_are_written(fake: Fake) -> None:
+    """The ledger names the commit of all records, and the time of both."""
+    fake.edit("benchmarks/program.py", "path.write_text(json", "write(path, json")
+    fake.edit(
+        "benchmarks/program.py",
+        "def main():",
+        """def write(path, text):
+    path.write_text(text)
+    time.sleep(1.5)  # several looks of the queue
+    path.with_name("gpu-profile.json").write_text(text)
+
+
+def main():""",
+    )
+    commit = fake.commit()
+    profile = fake.results / "gpu-profile.json"
+    profile.write_text((fake.results / "gpu-program.json").read_text())
+    program = dataclasses.replace(fake.program(), also="{machine}-profile")
+    queue = measure.Queue(fake.root, fake.results, fake.results, ["gpu"], programs=[program])
+    assert measure.work(queue, 60) == 0
+    calls = {call["job"]: call for call in records.records_in(fake.results / "gpu-queue.json")}
+    assert {call["commit"] for call in calls.values()} == {commit}
+    assert all(call["seconds"] >= 1.4 for call in calls.values())
 
 
 def test_a_record_without_a_peer_of_the_old_one_is_left(fake: Fake, tmp_path: Path) -> None:
     path = fake.results / "gpu-program.json"
     result = json.loads(path.read_text())
     result["records"][0]["us"] = {"ours": 1.0, "peer": 2.0, "absent": None}
+    result["records"][0] |= {"config": "compile", "graph_ms": 3.0}
     path.write_text(json.dumps(result))
     fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
     fake.commit()
     assert measure.work(fake.queue(tmp_path / "other"), 60) == 0
     jobs, left = take.take_all(tmp_path / "other", fake.results, [fake.program()])
     assert [job.name for job in jobs] == ["b"]
-    assert left == {"program: a": "no time of ours, peer, which the record has here"}
+    assert left == {"program: a": "no time of compile (graph_ms), ours, peer, which the record has here"}
     assert json.loads(path.read_text())["records"][0] == result["records"][0]
 
 
