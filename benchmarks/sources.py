@@ -11,9 +11,9 @@ Its sources are
 - the bindings of the ops that these files call, and the kernels that the bindings launch, with the files and the flags
   that build.toml has for each.
 
-Comments, docstrings and the form of the code do not count. What only gradients need counts where the program calls
-``backward`` or ``grad``: that method of autograd.Functions, what it alone imports, and the kernels that are named after
-it.
+Comments, docstrings and the form of the code do not count, and neither does how result files are written. What only
+gradients need counts where the program calls ``backward`` or ``grad``: that method of autograd.Functions, what it alone
+imports, and the kernels that are named after it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ FOLDERS = ("benchmarks", "examples", "kernel_src", "tests", "torch-ext")
 SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
 PACKAGE = "torch-ext/ltx_kernels/"
 INTEGRATIONS = PACKAGE + "integrations/"
+WRITING = "benchmarks/result_files.py"  # no figure depends on it
 PROGRAM_FOLDERS = ("benchmarks", "examples", "tests")  # where a program finds what it imports
 OP_CALL = r'\bop\(\s*"(\w+)"'
 OP_OF_GRADIENTS = r"\bops\.(\w+)\.default"  # how autograd.Functions call an op
@@ -137,8 +138,8 @@ def parsed(text: str) -> ast.Module:
     for node in ast.walk(module):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(node.body) > 1:
-                node.body = node.body[1:]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body = node.body[1:] or [ast.Pass()]
     return module
 
 
@@ -273,7 +274,7 @@ class Sources:
         found, functions, words = set[str](), set[str](), set[str]()
         while waiting:
             path, name = waiting.pop()
-            if f"{path}: {name}" in found or name not in self.module(path).names:
+            if path == WRITING or f"{path}: {name}" in found or name not in self.module(path).names:
                 continue
             found.add(f"{path}: {name}")
             reached = self.module(path).reached(name, keys)

@@ -41,7 +41,7 @@ def measured_in(folder: Path, programs: Iterable[Program]) -> dict[tuple[Program
 
 
 def missing_peers(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
-    """What the old records of a job have a time for, and the new ones do not: peers of an op, times of a configuration."""
+    """What the old records of a job have a time of, and the new ones do not: an op's peers, a configuration's times."""
 
     def timed(records: Sequence[Record]) -> set[str]:
         peers = {name for record in records for name, us in record.get("us", {}).items() if us is not None}

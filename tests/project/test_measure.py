@@ -50,6 +50,7 @@ FILES = {
     "torch-ext/ltx_kernels/norm.py": '''
         """Norms."""
 
+        from . import _words
         from ._sums import total
 
         _norm = op("norm")
@@ -70,13 +71,16 @@ FILES = {
         def _of_weight(grad):
             return total(grad)
     ''',
+    "torch-ext/ltx_kernels/_words.py": '"""A file without code."""\n',
     "torch-ext/ltx_kernels/_sums.py": "def total(x):\n    return x.sum(0)\n",
     "torch-ext/ltx_kernels/rope.py": '_rope = op("rope")\n\n\ndef rope_1d(x):\n    return _rope(x)\n',
     "benchmarks/shared.py": "def helper():\n    return 1\n\n\ndef other():\n    return 2\n",
+    "benchmarks/result_files.py": "def save(path, text):\n    path.write_text(text)\n",
     # Writes after each case, as the real programs do. A case may fail, or take its time.
     "benchmarks/program.py": '''
         """A program."""
         import argparse, json, pathlib, sys, time
+        from result_files import save
         from shared import helper
 
         CASES = {"a": ("rmsnorm", 0), "b": ("rmsnorm", 0), "slow": ("rmsnorm", 60), "bad": ("rmsnorm", 0)}
@@ -97,7 +101,7 @@ FILES = {
                 kept = [record for record in result["records"] if record["name"] != case]
                 commit = (pathlib.Path(__file__).parent / "commit").read_text()
                 new = {"name": case, "commit": commit, "date": f"2026-01-02T00:00:0{len(kept)}+00:00"}
-                path.write_text(json.dumps({"meta": {"device": "gpu"}, "records": [*kept, new]}))
+                save(path, json.dumps({"meta": {"device": "gpu"}, "records": [*kept, new]}))
 
 
         if __name__ == "__main__":
@@ -202,13 +206,15 @@ def test_a_change_of_a_source_makes_a_record_stale(fake: Fake, name: str, old: s
         ("kernel_src/norm.cu", "// once", "// one time"),
         ("kernel_src/rope.cu", "rotary(const Params& p) {", "rotary(const Params& p) {\n  launch(p);"),
         ("torch-ext/ltx_kernels/norm.py", '"""Norms."""', '"""RMSNorm."""'),
+        ("torch-ext/ltx_kernels/_words.py", "without code", "of words"),
+        ("benchmarks/result_files.py", "text)\n", "text + '')\n"),
         ("torch-ext/ltx_kernels/rope.py", "return _rope(x)", "return _rope(x, 1)"),
         ("benchmarks/shared.py", "return 2", "return 4"),
         ("benchmarks/program.py", '"slow": ("rmsnorm", 60)', '"slow": ("rmsnorm", 61)'),
     ],
 )
 def test_other_changes_do_not(fake: Fake, name: str, old: str, new: str) -> None:
-    """Comments, docstrings, other kernels, other functions of shared files, other entries of a table of cases."""
+    """Comments, docstrings, other kernels, other functions of shared files, other entries of a table, the writing."""
     fake.edit(name, old, new)
     assert fake.reasons() == {}
 
@@ -360,18 +366,10 @@ def test_calls_that_share_the_work_are_taken_together(fake: Fake, tmp_path: Path
 
 def test_a_job_of_two_files_has_ended_when_both_are_written(fake: Fake) -> None:
     """The ledger names the commit of all records, and the time of both."""
-    fake.edit("benchmarks/program.py", "path.write_text(json", "write(path, json")
-    fake.edit(
-        "benchmarks/program.py",
-        "def main():",
-        """def write(path, text):
-    path.write_text(text)
-    time.sleep(1.5)  # several looks of the queue
-    path.with_name("gpu-profile.json").write_text(text)
-
-
-def main():""",
-    )
+    both = "path.write_text(text)\n    time.sleep(1.5)\n    path.with_name('gpu-profile.json').write_text(text)"
+    fake.edit("benchmarks/result_files.py", "path.write_text(text)", both)
+    fake.edit("benchmarks/result_files.py", "def save", "import time\n\n\ndef save")
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
     commit = fake.commit()
     profile = fake.results / "gpu-profile.json"
     profile.write_text((fake.results / "gpu-program.json").read_text())
