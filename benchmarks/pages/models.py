@@ -11,6 +11,15 @@ from pages.writing import KINDS, Record, across, block, link, load, records_of, 
 PROFILED = ("baseline", "compile", "kernels", "kernels_fp8")  # the configurations whose kernels are shown
 CLOSE = 1.1  # how many times the error of bf16 counts as close to it
 ERRORS = ("error_vs_fp32", "loop_error_vs_fp32")  # of one forward, and of the latents after some steps
+# How many times as fast as diffusers and as torch.compile a step should be.
+AIMS = {
+    ("ltx13b", "kernels"): (1.35, 1.12),
+    ("ltx2", "kernels"): (1.40, 1.12),
+    ("sd35", "kernels"): (1.65, 1.12),
+    ("flux2", "kernels"): (1.20, 1.05),
+    ("zimage", "kernels"): (1.50, 1.10),
+    ("flux", "kernels_fp8"): (2.05, 1.55),
+}
 
 
 def loop_steps() -> int:
@@ -106,6 +115,27 @@ def model_kinds() -> str:
         "`python benchmarks/models.py --profile`). The clock is the GPU's while steps run, where it was read:",
         table_of_kinds(head, row, rows, (*KINDS, "all kernels"), model=model_of, config=config_of),
     )
+
+
+@block("docs/measured/models.md", "aims")
+def missed_aims() -> str:
+    """The steps that are short of their aims, and what of them cannot be fused away."""
+    timed, profiled = by_model("h200-models"), by_model("h200-models-profile")
+
+    def missed(model: str, config: str, aims: tuple[float, float]) -> str:
+        gains = {other: timed[model][config]["gain"][other] for other in ("baseline", "compile")}
+        short = [
+            f"{gain:.2f} times as fast as {CONFIGS[other]} (aim {aim:.2f})"
+            for (other, gain), aim in zip(gains.items(), aims)
+            if round(gain, 2) < aim
+        ]
+        ms = profiled[model][config]["ms_by_kind"]
+        both, every = ms["GEMM"] + ms["attention"], sum(ms.get(kind, 0.0) for kind in KINDS)
+        where = f"Products and attention are {both:.1f} of the {every:.1f} ms of its kernels"
+        return f"- {model_of({'model': model})}, {CONFIGS[config]}: {' and '.join(short)}. {where}." if short else ""
+
+    lines = [line for (model, config), aims in AIMS.items() if (line := missed(model, config, aims))]
+    return text("Short of what this project aims at:", "\n".join(lines)) if lines else ""
 
 
 @block("docs/measured/fp8.md", "models")
