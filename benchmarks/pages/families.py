@@ -63,7 +63,7 @@ def _has_fp8(known: Any) -> bool:
 
 @block("docs/models.md", "left in bf16")
 def left_in_bf16() -> str:
-    """The linear layers of each family's blocks that precision="fp8" and memory="low" leave in bf16 by themselves."""
+    """The linear layers of each family's blocks that fp8 leaves in bf16, and what memory="low" stores in fp8."""
     rows = []
     for library in LIBRARIES:
         for name, module in families_of(library).items():
@@ -72,10 +72,16 @@ def left_in_bf16() -> str:
                 entries = [one.entry() for one in known]
                 cells = [
                     ", ".join(dict.fromkeys(f"`{pattern}`" for entry in entries for pattern in of(entry))) or "none"
-                    for of in (lambda entry: entry.fp8_skip, lambda entry: entry.fp8_skip_low)
+                    for of in (
+                        lambda entry: entry.fp8_skip,
+                        lambda entry: entry.fp8_skip_low,
+                        lambda entry: entry.weight_only,
+                    )
                 ]
                 rows.append([f"[{name}](../{path_of(library, name)})", *cells])
-    return text(grid('| family | layers of its blocks that stay in bf16 | with `memory="low"` |', rows))
+    low = 'with `memory="low"`'
+    head = f"| family | layers of its blocks that stay in bf16 | {low} | layers of the modulation, in fp8 {low} |"
+    return text(grid(head, rows))
 
 
 def _gains(found: dict[str, Record], stock: str, key: str) -> dict[str, float]:

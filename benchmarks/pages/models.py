@@ -152,7 +152,7 @@ def fp8_models() -> str:
     close = [most for most in growth.values() if most <= CLOSE]
     apart = [f"{title} ({most:.1f} times)" for title, most in growth.items() if most > CLOSE]
     summary = f"In {len(close)} of these models fp8 has at most {max(close):.2f} times the error of bf16."
-    summary += f" It has more than {CLOSE} times the error in {' and '.join(apart)}." if apart else ""
+    summary += f" It has more than {CLOSE} times the error in {', '.join(apart)}." if apart else ""
     forward, loop = (across(f"{{@.{error}?:.2e}}", names) for error in ERRORS)
     row = (
         "| {model} | {bf16.step_ms:.1f} | {fp8.step_ms:.1f} | {bf16.step_ms/fp8.step_ms:.2f} | "
