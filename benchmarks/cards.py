@@ -23,21 +23,14 @@ from result_files import REPOSITORY, common_meta, load_package, write
 from torch import nn
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
+from image_pipeline import GATED, T5_XXL
 from llm_shapes import SHAPES
 
 # The largest text encoder of each model: its name, its class, its configuration's, and what the released one changes.
-T5_XXL = {
-    "d_model": 4096,
-    "d_ff": 10240,
-    "d_kv": 64,
-    "num_layers": 24,
-    "num_heads": 64,
-    "vocab_size": 32128,
-    "feed_forward_proj": "gated-gelu",
-}
+T5_RELEASED = {"vocab_size": 32128, **T5_XXL, **GATED}
 ENCODERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "t5": ("T5-XXL", "T5EncoderModel", "T5Config", T5_XXL),
-    "umt5": ("UMT5-XXL", "UMT5EncoderModel", "UMT5Config", {**T5_XXL, "vocab_size": 256384}),
+    "t5": ("T5-XXL", "T5EncoderModel", "T5Config", T5_RELEASED),
+    "umt5": ("UMT5-XXL", "UMT5EncoderModel", "UMT5Config", {**T5_RELEASED, "vocab_size": 256384}),
     "gemma": ("Gemma 3 12B", "Gemma3TextModel", "Gemma3TextConfig", SHAPES["gemma3-12b"][1]),
 }
 ENCODER_OF = {

@@ -25,8 +25,8 @@ PARTS: dict[str, list[str]] = {
     "ops": ["ops.py", "--update", "--only", "rmsnorm"],
     "ltx": ["ltx.py"],
     "fp8": ["fp8.py"],
-    "vae": ["vae.py"],
-    "clip": ["clip.py"],
+    "vae": ["vae.py", "--update"],
+    "clip": ["clip.py", "--update"],
 }
 TINY: dict[str, list[str]] = {
     "ltx": [

@@ -89,7 +89,7 @@ def measure(case: str, kernel: str, folder: Path) -> dict[str, Any]:
     ncu = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--log-file", str(log)]
     ncu += ["--metrics", ",".join(metric for metric, *_ in COUNTERS.values()), "--kernel-name", f"regex:^{kernel}"]
     ncu += ["--launch-skip", str(LAUNCH), "--launch-count", "1"]
-    ops = [sys.executable, str(REPOSITORY / "benchmarks/ops.py"), "--only", case, "--no-compile"]
+    ops = [sys.executable, str(REPOSITORY / "benchmarks/ops.py"), "--cases", case, "--no-compile"]
     command = [*ncu, *ops, "--output", str(folder / "ops.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=os.environ)
     if done.returncode:

@@ -1,6 +1,6 @@
 """Which classes `optimize` knows run under the versions that an engine pins, and which stay stock.
 
-    make test-engines                                                     # installs them, and calls this for each
+    make engine-versions                                                  # installs them, and calls this for each
     PYTHONPATH=.engines/sglang python benchmarks/engine_versions.py sglang
 
 The record of this engine in benchmarks/results/engine-versions.json is replaced. The table of docs/serving.md shows
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from helpers.versions import REASONS, states
-from result_files import REPOSITORY, common_meta, load_package, write
+from result_files import REPOSITORY, common_meta, kept_records, load_package, write
 
 ENGINES = {"this project": "", "sglang": "sglang", "vllm-omni": "vllm-omni"}
 LIBRARIES = "diffusers", "transformers", "kernels"
@@ -40,9 +40,9 @@ def main() -> None:
         "optimized": sum(state == "optimized" for state in found.values()),
         **{state: [short_name(name) for name, one in found.items() if one == state] for state in REASONS},
     }
-    records = json.loads(args.output.read_text())["records"] if args.output.exists() else []
-    records = [*(one for one in records if one["engine"] != args.engine), record]
-    write(args.output, common_meta(package), sorted(records, key=lambda one: list(ENGINES).index(one["engine"])))
+    meta = common_meta(package)
+    records = kept_records(args.output, meta, [record], ("engine",))
+    write(args.output, meta, sorted(records, key=lambda one: list(ENGINES).index(one["engine"])))
     print(json.dumps(record))
 
 

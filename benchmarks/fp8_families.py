@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,15 +23,13 @@ from typing import Any
 
 import diffusers
 import torch
-from model_shapes import MODELS, Inputs, Make
+from model_shapes import MODELS, Inputs, Make, of_few_blocks
 from models import block_lists, first_blocks, floats, one_tensor
 from result_files import kept_records, write
 from runs import begin
 from steps import error, first_line, free_memory
 from torch import nn
 
-# Constructor arguments that say how many blocks there are.
-DEPTHS = ("num_layers", "num_single_layers", "n_layers")
 # The largest sizes of inputs with few tokens.
 FEW = {
     "frames": 17,
@@ -53,10 +50,8 @@ def shallow_model(
     known = MODELS[name]
     if few_tokens:
         known = replace(known, shape={key: min(value, FEW.get(key, value)) for key, value in known.shape.items()})
-    parameters = inspect.signature(getattr(diffusers, known.cls).__init__).parameters
     # A list of one block is not taken for a list of repeated blocks.
-    depth = dict.fromkeys(set(DEPTHS) & set(parameters), max(blocks, 2))
-    model = replace(known, config={**known.config, **depth}).construct(tiny, torch.bfloat16, device)
+    model = of_few_blocks(known, max(blocks, 2)).construct(tiny, torch.bfloat16, device)
     torch.manual_seed(1)
     inputs = known.inputs(model, Make(torch.bfloat16, device), **(known.tiny_shape if tiny else known.shape))
     return first_blocks(model, blocks), inputs

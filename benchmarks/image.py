@@ -342,9 +342,9 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
         "error",
     )
     table = empty_table("Whole images", ("model", "configuration"), numbers)
-    stock = {r["model"]: r["image_ms"] for r in records if r["config"] == "stock"}
+    stock = {(r["model"], r["height"], r["width"]): r["image_ms"] for r in records if r["config"] == "stock"}
     for record in records:
-        baseline = stock.get(record["model"])
+        baseline = stock.get((record["model"], record["height"], record["width"]))
         table.add_row(
             f"{record['model']}, {record['height']}x{record['width']}",
             record["config"],

@@ -41,13 +41,7 @@ CONFIGS = ("baseline", "kernels", "kernels_fp8")
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 SHAPE, TINY_SHAPE = (49, 512, 768), (9, 64, 64)
 UNSETTLED = 3  # steps after a change that may take longer: a block runs one call ordinarily, and records the next
-CHANGES = {
-    "switch": "from one adapter to another",
-    "weight": "a new weight of the active one",
-    "both": "a second one beside it",
-    "load": "a new one",
-    "unload": "no adapter again",
-}
+CHANGES = ("switch", "weight", "both", "load", "unload")
 
 
 def add_adapter(model: Any, name: str, rank: int) -> None:

@@ -179,8 +179,8 @@ class Queue:
                 for job in batch:
                     texts = self.texts(job)
                     # A program with two files writes them one after the other.
-                    begun_only = any(map(operator.eq, texts, before[job.title]))
-                    if job.title in done or not texts or (begun_only and not ended):
+                    is_old = any(map(operator.eq, texts, before[job.title]))
+                    if job.title in done or not texts or (is_old and (by_steps or not ended)):
                         continue
                     done.add(job.title)
                     now = time.monotonic()
@@ -189,14 +189,17 @@ class Queue:
 
             # A program that writes a file at once, or goes on where it stopped, has measured it when it has ended.
             by_steps = program.in_place and program.name_of is not None
-            while process.poll() is None and time.monotonic() - start < limit:
-                time.sleep(POLL_S)
-                if by_steps:
-                    look()
-            stopped = process.poll() is None
-            if stopped:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            stopped = True
+            try:
+                while process.poll() is None and time.monotonic() - start < limit:
+                    time.sleep(POLL_S)
+                    if by_steps:
+                        look()
+                stopped = process.poll() is None
+            finally:  # it has a session of its own, which an interrupted call would leave running
+                if stopped:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
             status = process.wait()
             if status == 0 and not program.in_place and written.exists():
                 shutil.copyfile(written, target)
@@ -211,7 +214,8 @@ class Queue:
                 print(f"{missing.title}: stopped after {seconds:.0f} s", flush=True)
                 return done, {}
             lines = log.read_text(errors="replace").strip().splitlines()
-            reason = f"status {status}: {lines[-1].strip()[:300] if lines else 'no output'}"
+            last_line = lines[-1].strip()[:300] if lines else "no output"
+            reason = f"status {status}: {last_line}" if status else f"no record of it was written: {last_line}"
             self.note(missing, failed=reason)
             print(f"{missing.title}: failed, {reason}", flush=True)
             return done, {missing.title: reason}

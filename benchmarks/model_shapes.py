@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import diffusers
@@ -81,6 +82,30 @@ class Model:
             elif parameter.dim() > 1 and not parameter.is_meta and not parameter.any():  # gates, closed before training
                 nn.init.normal_(parameter, 0.0, 0.02)
         return model
+
+
+# Arguments of the classes that say how many blocks of a kind there are.
+DEPTHS = (
+    "num_layers",
+    "num_single_layers",
+    "num_hidden_layers",
+    "num_mmdit_layers",
+    "num_single_dit_layers",
+    "n_layers",
+)
+DEPTHS += (
+    "num_refiner_layers",
+    "n_refiner_layers",
+    "num_visual_blocks",
+    "num_text_blocks",
+    "transformer_layers_per_block",
+)
+
+
+def of_few_blocks(known: Model, count: int) -> Model:
+    """The same model with `count` blocks of each kind."""
+    names = inspect.signature(getattr(diffusers, known.cls).__init__).parameters
+    return replace(known, config={**known.config, **{name: count for name in DEPTHS if name in names}})
 
 
 def video_tokens(frames: int, height: int, width: int, temporal: int, spatial: int) -> tuple[int, int, int]:

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import json
 import math
 import mmap
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,8 +37,6 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 FEW = 1024  # rows; small launches differ from large ones
 LARGE = 100_000  # elements, from which on a tensor is not written
 PRECISIONS = ("native", "fp8")
-DEPTHS = ("num_layers", "num_single_layers", "n_layers", "num_refiner_layers", "n_refiner_layers")
-DEPTHS += ("transformer_layers_per_block", "num_visual_blocks", "num_text_blocks")
 PROMPT = 512  # tokens of a language model's prompt, after which one token is decoded
 # What is computed of large tensors too, because Python reads the results, or a shape follows from them.
 READ = {"aminmax", "all", "any", "equal", "max", "min", "sum", "_local_scalar_dense", "is_nonzero", "nonzero", "index"}
@@ -185,16 +181,13 @@ RECORDED: dict[str, tuple[int, dict[str, Any]]] = {
 
 def calls_of_model(name: str, precision: str, ltx: ModuleType) -> list[Call]:
     """The calls of one forward of a model of model_shapes.py, or of a prompt and a token of a language model."""
-    import diffusers
     from llm_models import random_model
-    from model_shapes import MODELS
+    from model_shapes import MODELS, of_few_blocks
     from model_shapes import Make as MakeInputs
 
     with torch.no_grad(), Shapes(ltx) as shapes:
         if name in MODELS:
-            known = MODELS[name]
-            names = inspect.signature(getattr(diffusers, known.cls).__init__).parameters
-            known = replace(known, config={**known.config, **{depth: 2 for depth in DEPTHS if depth in names}})
+            known = of_few_blocks(MODELS[name], 2)
             model = known.construct(False, torch.bfloat16, "cpu")
             inputs = known.inputs(model, MakeInputs(torch.bfloat16, "cpu"), **known.shape)
             report = ltx.optimize(model, precision=precision, graphs=False)

@@ -373,12 +373,16 @@ def with_modelled(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def failures_kept(output: Path, options: argparse.Namespace) -> dict[str, str]:
-    """What an earlier run noted as failed, but for the models and configurations that this run tries again."""
+    """What an earlier run noted as failed, but for what this run tries again."""
     if not output.exists():
         return {}
-    again = tuple(f"{model}, {config}, " for model in options.models for config in options.configs)
     failed: dict[str, str] = json.loads(output.read_text())["meta"]["failed"]
-    return {what: reason for what, reason in failed.items() if not what.startswith(again)}
+
+    def is_tried_again(what: str) -> bool:
+        model, *way = what.split(", ")  # a model as a whole, or "model, config, GPUs" and the mode, if it has one
+        return model in options.models and (not way or (way[0] in options.configs and {*way[2:]} <= {*options.modes}))
+
+    return {what: reason for what, reason in failed.items() if not is_tried_again(what)}
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
@@ -408,7 +412,8 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def worker(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
+def worker(rank: int, world: int, port: int, options: argparse.Namespace, failures: Any) -> None:
+    """One rank's part. `failures` counts what failed."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     logging.disable(logging.WARNING)
     cuda = options.device == "cuda"
@@ -455,6 +460,7 @@ def worker(rank: int, world: int, port: int, options: argparse.Namespace) -> Non
             if cuda:
                 torch.cuda.empty_cache()
     print_table(run.records, console)
+    failures.value = len(run.failed)  # the same on all ranks
     for what, reason in run.failed.items():
         console.print(f"failed: {what}: {reason}", highlight=False, soft_wrap=True, markup=False)
     console.print(str(output), highlight=False, soft_wrap=True)
@@ -484,8 +490,9 @@ def main(arguments: list[str] | None = None) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (world, port, options), nprocs=world)
-    return 0
+    failures = torch.multiprocessing.get_context("spawn").Value("i", 0)
+    torch.multiprocessing.spawn(worker, (world, port, options, failures), nprocs=world)
+    return int(failures.value > 0)
 
 
 if __name__ == "__main__":

@@ -15,39 +15,29 @@ among kernels that are compiled already.
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
-import diffusers
 import torch
-from model_shapes import MODELS, Make, Model
+from model_shapes import MODELS, Make, of_few_blocks
 from models import ALL_CONFIGS, make_model, one_tensor
 from result_files import DTYPES, load_package
 from steps import first_line, synchronize
 from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 BLOCKS = 2  # the last block of some models is of another form
-DEPTHS = ("num_layers", "num_single_layers", "n_layers")  # what the classes call their numbers of blocks
 COMPILED = [config for config in ALL_CONFIGS if config.endswith("compile")]
-
-
-def of_few_blocks(known: Model) -> Model:
-    """The same model with BLOCKS blocks of each kind."""
-    names = inspect.signature(getattr(diffusers, known.cls).__init__).parameters
-    return replace(known, config={**known.config, **{name: BLOCKS for name in DEPTHS if name in names}})
 
 
 def compile_model(name: str, options: argparse.Namespace) -> int:
     """Compiles the configurations one after the other; the number of those that failed."""
     ltx, _ = load_package()
     dtype = DTYPES[options.dtype]
-    known = of_few_blocks(MODELS[name])
+    known = of_few_blocks(MODELS[name], BLOCKS)
     model = known.construct(options.tiny, dtype, options.device)
     inputs = known.inputs(model, Make(dtype, options.device), **(known.tiny_shape if options.tiny else known.shape))
     failed = 0

@@ -1,7 +1,7 @@
 """Which program makes each record of the result files, and with which arguments: `PROGRAMS`.
 
-The records that one call of a program writes at once are a `Job`: the configurations of a model take turns, so that
-so they are measured together. What a job measures follows from its records. A new job has none yet: a table of its
+The records that one call of a program writes at once are a `Job`: the configurations of a model take turns, so
+they are measured together. What a job measures follows from its records. A new job has none yet: a table of its
 program, or the file of another machine, tells what it measures.
 """
 
@@ -180,6 +180,11 @@ def _train_llm_options(name: str, records: Sequence[Record]) -> list[str]:
     return ["--update", "--profile", "--sizes", size, "--checkpointing", form, *configs(records)]
 
 
+def _train_options(name: str, records: Sequence[Record]) -> list[str]:
+    options = ["--update", *configs(records), *(["--rank", "0"] if name.endswith(" whole") else [])]
+    return options + (["--profile"] if any("ms_by_kind" in record for record in records) else [])
+
+
 def _mutations(backend: str, machine: str) -> Program:
     return Program(
         "tests/mutations.py",
@@ -273,7 +278,7 @@ PROGRAMS = [
     Program(
         "benchmarks/train.py", "{machine}-train",
         lambda record: f"{record['model']}{'' if record['rank'] else ' whole'}",
-        lambda name, records: ["--update", *configs(records), *(["--rank", "0"] if name.endswith(" whole") else [])],
+        _train_options,
         "--models", lambda name: name.split()[0], keys=_one,
     ),
     Program(
@@ -286,7 +291,10 @@ PROGRAMS = [
     Program("benchmarks/fp8_layers.py", "fp8-layers", machine="cpu", in_place=False),
     Program("benchmarks/fp8_numerics.py", "fp8-numerics", machine="cpu", in_place=False),
     Program("benchmarks/serving.py", "cpu-serving", machine="cpu", in_place=False),
-    Program("benchmarks/engine_versions.py", "engine-versions", machine="cpu", in_place=False),
+    Program(
+        "benchmarks/engine_versions.py", "engine-versions", _by_name("engine"), lambda name, records: [name],
+        machine="cpu",
+    ),
     Program("tests/fuzz.py", "fuzz-{machine}", options=lambda name, records: ["--no-shrink", "--resume"]),
     Program("tests/sanitize.py", "sanitize-{machine}", options=lambda name, records: ["--resume"]),
     Program(
@@ -363,11 +371,6 @@ class Job:
     @property
     def commits(self) -> set[str | None]:
         return {record.get("commit") for record in self.records}
-
-    @property
-    def date(self) -> str:
-        """When the oldest of its records was measured; empty where none was, or the file does not say."""
-        return min((record.get("date") or "" for record in self.records), default="")
 
 
 def records_in(path: Path) -> list[Record]:

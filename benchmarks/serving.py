@@ -158,6 +158,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8238)
     parser.add_argument("--output", type=Path, default=result_file("serving", "cpu"))
     args = parser.parse_args()
+    if args.requests <= FROM:
+        parser.error(f"--requests: expected more than {FROM}, after which memory has to be flat, got {args.requests}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"  # of the replicas; for models so small threads would only wait for one another
     torch.set_num_threads(1)

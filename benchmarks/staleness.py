@@ -60,7 +60,7 @@ class Age:
         return ""
 
     def time(self, job: Job) -> float:
-        """When the commit of a job's oldest record was made, or the record, in seconds; 0 where neither is known."""
+        """When a job's oldest record was made, or else its commit, in seconds; 0 where neither is known."""
         times = [0.0 if record.get("date") is None else seconds(record["date"]) for record in job.records]
         if self.history.is_whole and job.records:
             names = (self.history.named(record.get("commit") or "") for record in job.records)

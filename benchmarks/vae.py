@@ -9,10 +9,10 @@ Autoencoders have their released shape and random weights, which the configurati
 is torch.compile of the decoder and the encoder, "kernels" is `optimize` of the autoencoder. "channels_last" and
 "channels_last_compile" have the weights of an image autoencoder in that memory format. `decode_ms` and `encode_ms`
 are the medians of whole calls of `vae.decode` and `vae.encode`, `peak_gb` the most memory that a call takes, weights
-included. At the smallest size `error_vs_fp32` is the largest error against the stock modules in float32 as a part of
-their largest value, `rms_vs_fp32` the root mean square error as a part of their root mean square, and `equal` the part
-of the elements that are the stock modules' own. LTX-Video 0.9.1's decoder adds noise, and its error is not measured. An
-image-to-video pipeline encodes one frame: `--halves encode --sizes 1x512x768`.
+included. At the smallest size of a call `error_vs_fp32` is the largest error against the stock modules in float32 as a
+part of their largest value, `rms_vs_fp32` the root mean square error as a part of their root mean square, and `equal`
+the part of the elements that are the stock modules' own. LTX-Video 0.9.1's decoder adds noise, and its error is not
+measured. An image-to-video pipeline encodes one frame: `--halves encode --sizes 1x512x768`.
 
 Ops are timed at the shapes of LTX-Video's last three stages, beside a copy that moves the same bytes, plain torch and
 torch.compile of it: microseconds on the device.

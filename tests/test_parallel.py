@@ -606,10 +606,16 @@ def test_an_update_of_the_benchmark_keeps_the_rest(tmp_path: Path) -> None:
     import parallel
 
     path = tmp_path / "parallel.json"
-    failed = {"ltx, stock, 2 GPUs, ulysses": "a", "ltx, kernels, 2 GPUs, ring": "b", "ltx13b, stock, 2 GPUs, ring": "c"}
+    failed = {
+        "ltx": "d",
+        "ltx, stock, 2 GPUs, ulysses": "a",
+        "ltx, stock, 2 GPUs, ring": "e",
+        "ltx, kernels, 2 GPUs, ring": "b",
+        "ltx13b, stock, 2 GPUs, ring": "c",
+    }
     path.write_text(json.dumps({"meta": {"failed": failed}, "records": []}))
-    options = parallel.argparse.Namespace(models=["ltx"], configs=["stock"])
-    assert parallel.failures_kept(path, options) == {what: failed[what] for what in list(failed)[1:]}
+    options = parallel.argparse.Namespace(models=["ltx"], configs=["stock"], modes=["ulysses"])
+    assert parallel.failures_kept(path, options) == {what: failed[what] for what in list(failed)[2:]}
     assert parallel.failures_kept(tmp_path / "none.json", options) == {}
     records = [
         {"model": "ltx", "config": "kernels", "modelled_ms": 1.0},

@@ -143,11 +143,13 @@ def _parameters(signature: str) -> tuple[dict[str, tuple[str, str | None]], list
     assert isinstance(function, ast.FunctionDef)
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
+    kinds = ["by position alone"] * len(arguments.posonlyargs) + ["positional"] * len(arguments.args)
     missing = len(positional) - len(arguments.defaults)
     defaults = [None] * missing + [ast.unparse(value) for value in arguments.defaults]
-    found = {a.arg: ("positional", default) for a, default in zip(positional, defaults)}
+    found = {a.arg: (kind, default) for a, kind, default in zip(positional, kinds, defaults)}
     for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults):
         found[argument.arg] = ("keyword", None if value is None else ast.unparse(value))
+    found |= {f"*{one.arg}": ("several", "()") for one in (arguments.vararg, arguments.kwarg) if one is not None}
     return found, [a.arg for a in positional]
 
 
@@ -160,6 +162,8 @@ def _breaks(old: str, new: str) -> str:
         return f"argument {', '.join(gone)} gone"
     if new_order[: len(order)] != order:
         return "arguments by position changed"
+    if unnamed := [name for name in before if "by position alone" == after[name][0] != before[name][0]]:
+        return f"argument {', '.join(unnamed)} has no name any more"
     if demanded := [name for name in after if name not in before and after[name][1] is None]:
         return f"new argument {', '.join(demanded)} has no default"
     if changed := [name for name in before if before[name][1] not in (None, after[name][1])]:
@@ -310,7 +314,10 @@ def _backend(variant: str) -> tuple[str, tuple[int, int] | None]:
 
 def sign(build: Path) -> None:
     """Keyless, as the workflow that runs it; locally cosign asks for a log-in in the browser."""
-    for metadata in sorted(build.glob("*/metadata.json")):
+    found = sorted(build.glob("*/metadata.json"))
+    if not found:
+        raise ReleaseError(f"{build}: expected variants to sign, found no metadata.json in its folders")
+    for metadata in found:
         builder.run(["cosign", "sign-blob", str(metadata), "--bundle", f"{metadata}.sigstore", "--yes"])
         print(f"signed {metadata}")
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import Truth, attention_eager
-from .memory import LAYOUTS, Layout, copied, place
+from .memory import Layout, copied, place
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -1005,35 +1005,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None, layout:
         rotated = torch.stack((-b, a), -1).flatten(-2)
     out = (turned * cos + rotated * sin).to(x.dtype)
     return torch.cat((out, rest), -1)
-
-
-__all__ = [
-    "ACTIVATIONS",
-    "CLAMPED",
-    "DTYPES",
-    "LAYOUTS",
-    "MASKS",
-    "MODEL_INDEX",
-    "MODULATORS",
-    "NORM_OPS",
-    "TABLES",
-    "Case",
-    "Make",
-    "activation_case",
-    "angle_table",
-    "attention_case",
-    "every_case",
-    "every_op",
-    "every_quantising_case",
-    "gate_and_up",
-    "gate_heads_case",
-    "index_case",
-    "model_index_case",
-    "modulator_shape",
-    "norm_case",
-    "plain_attention_case",
-    "qk_norm_rope_case",
-    "rope_case",
-    "rotary_case",
-    "without_index",
-]

@@ -104,8 +104,8 @@ TOOL_DEFECTS = [
     defect(
         "metadata of the first variant signed alone",
         RELEASE,
-        'sorted(build.glob("*/metadata.json")):\n        builder.run',
-        'sorted(build.glob("*/metadata.json"))[:1]:\n        builder.run',
+        "for metadata in found:",
+        "for metadata in found[:1]:",
         "build_release",
     ),
     defect(

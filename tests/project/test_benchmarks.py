@@ -1,4 +1,4 @@
-"""benchmarks/ops.py: every case in small, so that the columns it times compute the same."""
+"""The programs of benchmarks/ in small: that what they time computes the same, and that they write what they say."""
 
 from __future__ import annotations
 
@@ -453,6 +453,16 @@ def test_models_are_compiled_before_they_are_timed(
     assert made == [("compile", blocks), ("kernels_compile", blocks)]
     output = capfd.readouterr().out
     assert "flux, compile: " in output and "flux, kernels_compile failed: RuntimeError: no such kernel" in output
+
+
+def test_the_number_of_blocks_of_every_model_is_known() -> None:
+    """A model that names it otherwise would be built whole where few blocks are enough."""
+    pytest.importorskip("diffusers")
+    import model_shapes
+
+    for name, known in model_shapes.MODELS.items():
+        changed = model_shapes.of_few_blocks(known, 2).config
+        assert set(changed) & set(model_shapes.DEPTHS) and 2 in changed.values(), name
 
 
 def test_each_model_is_compiled_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_additions_are_compatible(released: Path, name: str, old: str, new: str)
         ("ops.py", "*, out=None", "*, mode, out=None", "norm: new argument mode has no default"),
         ("ops.py", "weight=None", "weight", "norm: default of weight, eps changed"),
         ("ops.py", "def old(x): ...", "class old: ...", "old: no longer the same kind of thing"),
+        ("ops.py", "def norm(x,", "def norm(x, /,", "norm: argument x has no name any more"),
     ],
 )
 def test_a_change_needs_a_new_version(released: Path, name: str, old: str, new: str, message: str):
@@ -339,6 +340,11 @@ def test_sign(commands: Path, gathered: Path):
     for name in release.variants(builder.load_project()):
         metadata = gathered / name / "metadata.json"
         assert f"cosign sign-blob {metadata} --bundle {metadata}.sigstore --yes\n" in commands.read_text()
+
+
+def test_a_folder_without_variants_is_not_signed(commands: Path, tmp_path: Path):
+    with pytest.raises(release.ReleaseError, match="expected variants to sign"):
+        release.sign(tmp_path)
 
 
 def test_collect(tmp_path: Path):

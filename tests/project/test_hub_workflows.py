@@ -45,7 +45,7 @@ def steps(workflow: Path) -> list[tuple[str, dict[str, Any]]]:
     return [(name, step) for name, job in jobs for step in job.get("steps", [])]
 
 
-def test_there_are_four():
+def test_there_are_five():
     assert [w.name for w in WORKFLOWS] == ["build.yml", "gpu.yml", "nightly.yml", "release.yml", "test.yml"]
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -95,6 +96,8 @@ FILES = {
             for case in options.cases:
                 if case == "bad":
                     sys.exit("ValueError: a bad case")
+                if case == "silent":
+                    continue
                 time.sleep(CASES[case][1])
                 path = options.output
                 result = json.loads(path.read_text()) if path.exists() else {"records": []}
@@ -331,6 +334,45 @@ def test_a_failure_does_not_end_the_call(fake: Fake, capsys: pytest.CaptureFixtu
     assert [one.job.name for one in waiting][-1] == "bad" and waiting[-1].failed
     assert measure.work(fake.queue(), 60, listed=True) == 0
     assert "the last call failed: status 1" in capsys.readouterr().out
+
+
+def test_a_job_without_a_new_record_has_failed(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the program says that all is well, and an old record is there."""
+    fake.cases = ["a", "silent"]
+    fake.measured(a="2026-01-01T00:00:00+00:00", silent="2026-01-01T00:00:00+00:00")
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    assert measure.work(fake.queue(), 60) == 1
+    assert "failed: program: silent: no record of it was written" in capsys.readouterr().out
+    assert fake.reasons().keys() == {"silent"}
+
+
+def test_an_interrupted_call_leaves_no_program_behind(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.cases = ["slow"]
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def noted(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    def interrupted(queue: measure.Queue, job: records.Job) -> list[str]:
+        if len(looks) > 1:
+            raise Interrupted
+        looks.append(job)
+        return []
+
+    class Interrupted(Exception):
+        pass
+
+    looks: list[records.Job] = []
+    queue = fake.queue()
+    monkeypatch.setattr(measure.subprocess, "Popen", noted)
+    monkeypatch.setattr(measure.Queue, "texts", interrupted)
+    with pytest.raises(Interrupted):
+        measure.work(queue, 60)
+    (program,) = [one for one in started if "program.py" in str(one.args)]
+    assert program.wait(10) == -signal.SIGKILL
 
 
 def test_without_the_history_the_digests_of_earlier_calls_count(fake: Fake) -> None:
