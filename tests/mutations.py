@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
@@ -173,8 +174,8 @@ MUTATIONS = [
     Mutation(
         "an output with the input's strides",
         "torch-ext/norm.cpp",
-        "return empty_rows(a, a.last());",
-        "return torch::stable::empty_like(input);",
+        "weight_offset, statistic, rounding);\n  Tensor out = empty_like_rows(a.input);",
+        "weight_offset, statistic, rounding);\n  Tensor out = torch::stable::empty_like(input);",
     ),
     Mutation(
         "an unsupported dtype falls through",
@@ -1033,6 +1034,14 @@ def write(output: Path, meta: dict[str, Any], records: list[dict[str, Any]]) -> 
     result_files.write(output, meta, kept)
 
 
+def alone_in(folder: Path) -> TextIO:
+    """Waits until no other call works in a folder. It is free again when the file that is returned is closed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["cpu", "cuda", "tools"], default="cpu")
@@ -1052,6 +1061,7 @@ def main() -> int:
 
     selected = [m for m in MUTATIONS if options.backend in m.backends and options.only in m.defect]
     if options.built is None:
+        lock = alone_in(options.work)  # noqa: F841
         copy_sources(options.work / "sources")
         selected.sort(key=lambda mutation: mutation.file)  # each change of file compiles two
     output = options.output or REPOSITORY / f"benchmarks/results/mutations-{options.backend}.json"
