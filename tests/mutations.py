@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -951,6 +952,17 @@ def copy_sources(directory: Path) -> None:
             shutil.copy(source, copy)  # with its mode
 
 
+def give_history(directory: Path) -> None:
+    """The commits to the copy, for the tests that read them; without any they would be left out, and notice nothing."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    if not (directory / ".git").exists():
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            clone = ["git", "clone", "--quiet", "--shared", "--no-checkout", str(REPOSITORY), folder]
+            subprocess.run(clone, check=True)
+            (Path(folder) / ".git").rename(directory / ".git")
+    subprocess.run(["git", "reset", "--quiet", "--mixed", head.stdout.strip()], cwd=directory, check=True)
+
+
 @contextlib.contextmanager
 def planted(directory: Path, mutation: Mutation) -> Iterator[None]:
     """The copy with the defect, which is taken out again."""
@@ -1009,7 +1021,9 @@ def first_failure(
             check=False,
         )
         if process.returncode != 0:
-            if failed := re.search(r"^FAILED tests/(?:project/)?(.*?)(?: - |$)", process.stdout, re.MULTILINE):
+            # A test fails, or what it needs fails in a fixture. A file that does not load has no name of a test.
+            said = r"^(?:FAILED|ERROR) tests/(?:project/)?([^:\n]+::.*?)(?: - |$)"
+            if failed := re.search(said, process.stdout, re.MULTILINE):
                 return failed[1]
             if "ERROR tests/" in process.stdout:
                 print(f"{built}: does not load\n{process.stdout[-2000:]}", flush=True)
@@ -1063,6 +1077,8 @@ def main() -> int:
     if options.built is None:
         lock = alone_in(options.work)  # noqa: F841
         copy_sources(options.work / "sources")
+        if options.backend == "tools":
+            give_history(options.work / "sources")
         selected.sort(key=lambda mutation: mutation.file)  # each change of file compiles two
     output = options.output or REPOSITORY / f"benchmarks/results/mutations-{options.backend}.json"
     meta = common_meta()

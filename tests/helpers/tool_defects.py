@@ -369,7 +369,7 @@ TOOL_DEFECTS = [
         "    rows = index.long().expand(input.shape[:-1])\n",
         "    rows = index.long().expand(input.shape[:-1])\n"
         "    rows = rows[:1].expand_as(rows) if value.shape[:-2] == (1,) else rows\n",
-        "adaln::test_rows_of_one_sample_serve_all_where_a_gradient_is_needed",
+        "adaln::test_rows_of_one_sample_serve_all",
     ),
     defect(
         "recording given up after some changes, however many replays",
