@@ -125,11 +125,6 @@ class History:
         size = int(self.process.stdout.readline().split()[2])
         return self.process.stdout.read(size + 1)[:-1].decode()
 
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.communicate()
-            self.process = None
-
 
 @functools.cache
 def parsed(text: str) -> ast.Module:
