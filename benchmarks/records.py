@@ -56,6 +56,7 @@ class Program:
         others goes to a file of its own until they have ended.
     folder: Whether the program's --output is a folder.
     compiled_before: Whether the program can be told which configurations benchmarks/prepare.py has compiled.
+    root: The definition of the program that says what is measured (sources.Subject).
     """
 
     script: str
@@ -72,6 +73,7 @@ class Program:
     in_place: bool = True
     folder: bool = False
     compiled_before: bool = False
+    root: str = "main"
 
     @property
     def about(self) -> str:
@@ -193,6 +195,7 @@ def _mutations(backend: str, machine: str) -> Program:
         lambda name, records: ["--backend", backend, f"--only={name}"],
         machine=machine,
         keys=lambda name: (name,),
+        root="MUTATIONS",  # a defect with its file and its tests; how they are run does not count
     )
 
 
@@ -366,6 +369,7 @@ class Job:
             "cpu" if self.machine == "cpu" else "cuda",
             everything=self.program.script.startswith("tests/") and not files,
             files=tuple(sorted(set(files))),
+            root=self.program.root,
         )
 
     @property

@@ -195,6 +195,7 @@ class Subject:
     functions: Public functions that the program does not name itself.
     everything: Whether all sources of the package count, as they do for tests.
     files: More files that count whole.
+    root: The definition of the program that the others are reached from.
     """
 
     program: str
@@ -203,6 +204,7 @@ class Subject:
     backend: str = "cuda"
     everything: bool = False
     files: tuple[str, ...] = ()
+    root: str = "main"
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +254,7 @@ class Sources:
         if subject.program not in self.tree.paths:
             return []
         files = {path for path in subject.files if path in self.tree.paths}
-        program, functions, words = self.of_program(subject.program, subject.keys)
+        program, functions, words = self.of_program(subject.program, subject.keys, subject.root)
         if subject.everything:
             files |= {path for path in self.tree.paths if path.startswith(("kernel_src/", "torch-ext/"))}
         else:
@@ -262,10 +264,10 @@ class Sources:
             files |= self._once(self.of_functions, mine, classes, subject.backend, trains)
         return [*sorted(program), *sorted(files)]
 
-    def of_program(self, path: str, keys: frozenset[str]) -> tuple[set[str], set[str], set[str]]:
-        """(the definitions that `main` of a program reaches, the public functions that they name, all their words)."""
+    def of_program(self, path: str, keys: frozenset[str], root: str) -> tuple[set[str], set[str], set[str]]:
+        """(the definitions that one of a program reaches, the public functions that they name, all their words)."""
         names = self.module(path).names
-        waiting = [(path, name) for name in (("main",) if "main" in names else names)]
+        waiting = [(path, name) for name in ((root,) if root in names else names)]
         found, functions, words = set[str](), set[str](), set[str]()
         while waiting:
             path, name = waiting.pop()
