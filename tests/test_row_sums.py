@@ -124,3 +124,27 @@ def test_plain_torch_of_the_op(ltx: Any, device: str, statistic: int, dtype: tor
     for got, want in zip(results, expected, strict=True):
         assert got.dtype == want.dtype and got.stride() == want.stride()
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_a_gradient_has_memory_of_its_own(ltx: Any, device: str) -> None:
+    """A shift for each number, whose gradient is that of the result: two of them would share and overwrite it."""
+    x, grad = (torch.randn(2, 3, 8, device=device) for _ in range(2))
+    scale = torch.randn(2, 3, 8, device=device)
+    shifts = [torch.randn(2, 3, 8, device=device, requires_grad=True) for _ in range(2)]
+    for _ in range(2):
+        sum(ltx.adaln_rmsnorm(x, None, scale, shift) for shift in shifts).backward(grad)
+    assert shifts[0].grad.data_ptr() not in (shifts[1].grad.data_ptr(), grad.data_ptr())
+    for shift in shifts:
+        assert torch.equal(shift.grad, 2 * grad)
+
+
+def test_named_rows_of_one_column(ltx: Any, device: str) -> None:
+    x = torch.randn(2, 5, 8, device=device)
+    index = torch.tensor([[0, 1, 2, 1, 0], [2, 2, 1, 0, 1]], device=device)
+    start = torch.randn(3, 1, device=device)
+    grads = []
+    for module in (ltx, ltx.reference):
+        scale = start.clone().requires_grad_()
+        module.adaln_rmsnorm(x, None, scale, index=index).square().sum().backward()
+        grads.append(scale.grad)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)

@@ -62,14 +62,16 @@ class Modulation(NamedTuple):
         shape: tuple[int, ...] = value.shape
         if is_per_batch(value, whole):
             shape = (shape[0], *(1,) * (whole.dim() - 2), shape[1])
-        whole = whole if whole.numel() == value.numel() else whole.sum_to_size(shape)
-        return whole.view(value.shape).to(value.dtype)
+        is_sum = whole.numel() != value.numel()
+        sums = whole.sum_to_size(shape) if is_sum else whole
+        # What is no sum may be the gradient that came in. A view of it would become a parameter's `grad`.
+        return sums.view(value.shape).to(value.dtype, copy=not is_sum)
 
     def _of_named_rows(self, whole: Tensor) -> Tensor:
         value = cast(Tensor, self.value).detach().requires_grad_()
         with torch.enable_grad():
             factor = cast(Tensor, modulator(value, None, whole, self.numbers, torch.float32))
-            return torch.autograd.grad(factor, value, whole)[0]
+            return torch.autograd.grad(factor, value, whole.sum_to_size(factor.shape))[0]
 
 
 UNMODULATED = Modulation(None, None, None)
