@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -419,7 +420,7 @@ def test_merged_by_peft(
     model.disable_lora()
     assert distance(model(**inputs)[0], plain) < 0.05
     ltx.restore(model)
-    assert not any("merge" in vars(layer) for layer in layers)
+    assert not any({"merge", "unmerge"} & set(vars(layer)) for layer in layers)
 
 
 def test_merged_and_unloaded_by_peft(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -435,6 +436,61 @@ def test_merged_and_unloaded_by_peft(ltx: ModuleType, model: nn.Module, inputs: 
         "stock weights on the device again, since adapters are merged into them": IN_FP8 * LAYERS,
         "weights quantised again, since adapters were merged or taken out": IN_FP8 * LAYERS,
     }
+
+
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu"])
+def test_adapters_taken_out_by_peft(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], stock_weights: str
+) -> None:
+    """Merged again with another scale, and taken out by peft's own forward: no call has the weights of before."""
+    reference = copy.deepcopy(model)
+    ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    layers = []
+    for part in reference, model:
+        add(part)
+        layers.append([module for module in part.modules() if hasattr(module, "merged_adapters")])
+    for of_part in layers:
+        for layer in of_part:
+            layer.merge()
+            layer.unmerge()
+            layer.scaling["default"] *= -1
+            layer.merge()
+    assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.05
+    for part in reference, model:
+        part.disable_adapters()
+    assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.05
+
+
+def test_adapters_that_read_converted_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
+    """The fp8 values in another dtype are no stock weights."""
+    reference = copy.deepcopy(model)
+    ltx.optimize(model, precision="fp8")
+    model.to(torch.bfloat16)
+    for part in reference, model:
+        add(part, use_dora=True)
+    assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.05
+
+
+def test_copies_know_which_weights_were_quantised(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], tmp_path: Path
+) -> None:
+    """A copy of changed weights has changed, and a change of a copy is seen; neither can be saved as it was."""
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.mul_(0.7)
+    report = ltx.optimize(model, precision="fp8", stock_weights="beside")
+    loaded = copy.deepcopy(model)
+    loaded.load_state_dict(other.state_dict())
+    assert distance(loaded(**inputs)[0], other(**inputs)[0]) < 0.05
+    for parameter in model.parameters():
+        parameter.mul_(1.5)
+    changed = copy.deepcopy(model)
+    ltx.restore(stock := copy.deepcopy(model))
+    assert distance(changed(**inputs)[0], stock(**inputs)[0]) < 0.05
+    with pytest.raises(
+        RuntimeError, match=r"^save_weights: expected weights as they were quantised, got .* optimize ag"
+    ):
+        report.save_weights(tmp_path)
 
 
 @pytest.mark.host

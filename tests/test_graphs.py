@@ -183,6 +183,15 @@ def test_what_a_graph_cannot_hold_runs_ordinarily(ltx: ModuleType, graphs: Modul
     assert reason() == graphs.FIRST  # the state has changed, so the graphs are gone
     with torch.enable_grad():
         assert reason() == "gradients are on"
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert reason() == "a hook of all modules is registered"
+    handle.remove()
+    products = torch.backends.cuda.matmul
+    was, products.allow_tf32 = products.allow_tf32, not products.allow_tf32
+    try:
+        assert reason() == graphs.FIRST
+    finally:
+        products.allow_tf32 = was
     block.attn1.to_q.weight = nn.Parameter(block.attn1.to_q.weight.clone(), requires_grad=False)
     assert reason() == graphs.FIRST
     block.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
+from helpers import Make
 from test_families import FAMILIES, cast, make
 from test_training import TRAINED, blocks_of, step, step_under, with_adapters
 
@@ -351,3 +353,28 @@ def test_what_is_saved(ltx: ModuleType, replay: ModuleType, device: str) -> None
         if node.name() == "_ReplayBackward":
             found += node.saved_tensors
     assert found and kept(found) <= kept(saved)
+
+
+@pytest.mark.parametrize("of", ["a table", "a bias"])
+def test_an_argument_that_is_made_of_the_blocks_own_weight(ltx: ModuleType, device: str, of: str) -> None:
+    """The gradient that goes through the argument is autograd's, and is not counted in the block's a second time."""
+    from helpers.ltx_video import make_model
+
+    stock = make_model(device).requires_grad_(True)
+    model = copy.deepcopy(stock)
+    ltx.optimize(model, graphs=False)
+    make = Make(device, torch.float32)
+    x, text, time = make(1, 6, 64), make(1, 5, 64), make(1, 1, 6 * 64)
+    rope = make(1, 6, 64), make(1, 6, 64)
+
+    def gradients(model: nn.Module) -> Tensor:
+        block = model.transformer_blocks[0]
+        model.zero_grad()
+        added = block.scale_shift_table.view(1, 1, -1) if of == "a table" else block.attn1.to_out[0].bias
+        given = (x, text, time + added, rope) if of == "a table" else (x + added, text, time, rope)
+        block(*given).square().sum().backward()
+        return torch.cat([part.grad.flatten() for part in block.parameters() if part.grad is not None])
+
+    expected = gradients(stock)
+    for _ in range(4):
+        assert (gradients(model) - expected).norm() < 1e-4 * expected.norm()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 pytest.importorskip("diffusers")
 from families import families, random_
@@ -45,7 +46,7 @@ class Path(NamedTuple):
 
 
 def _flat(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [t for item in value for t in _flat(item)]
+    return [value] if isinstance(value, Tensor) else [t for item in value or () for t in _flat(item)]
 
 
 def _of_family(name: str, block: str) -> Path:
@@ -532,3 +533,84 @@ def test_every_piece_of_the_state_is_needed(
     monkeypatch.setattr(state.Snapshot, "__init__", without)
     _, failures = wrong(ltx, device, PATHS["self and cross"]())
     assert failures
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def _as_tensor(norm: nn.Module) -> None:
+    weight = norm.weight.detach() * 2
+    del norm.weight
+    norm.weight = weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda norm: prune.l1_unstructured(norm, "weight", 0.5),
+        lambda norm: torch.nn.utils.parametrize.register_parametrization(norm, "weight", Doubled()),
+        _as_tensor,
+    ],
+    ids=["pruned", "parametrized", "a tensor"],
+)
+@pytest.mark.parametrize("kind", ["torch", "diffusers", "block", "language model"])
+def test_norms_whose_weight_is_no_parameter(
+    ltx: ModuleType, device: str, kind: str, change: Callable[[nn.Module], None]
+) -> None:
+    """They run stock, by themselves and in blocks."""
+    if kind == "block":
+        family = families()["ltx"]
+        stock, given = random_(family.make()).to(device), family.inputs(2)
+        path = "transformer_blocks.0.attn1.norm_q"
+    elif kind == "language model":
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        stock = random_(transformers.LlamaModel(transformers.LlamaConfig(**sizes, vocab_size=99))).to(device)
+        given, path = {"input_ids": torch.arange(8)[None]}, "layers.0.input_layernorm"
+    else:
+        diffusers = pytest.importorskip("diffusers")
+        norm = nn.LayerNorm(64) if kind == "torch" else diffusers.models.normalization.RMSNorm(64, 1e-6)
+        stock, given = random_(nn.Sequential(nn.Linear(64, 64), norm)).to(device), {"input": torch.randn(3, 64)}
+        path = "1"
+    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
+    model = copy.deepcopy(stock)
+    ltx.optimize(model, graphs=False)
+    for _ in range(3):
+        model(**given)
+    for part in stock, model:
+        change(part.get_submodule(path))
+    for _ in range(3):
+        found, expected = (part(**given) for part in (model, stock))
+        first = [result if isinstance(result, Tensor) else result[0] for result in (found, expected)]
+        assert _off(first[:1], first[1:]) < CLOSE
+
+
+def test_a_linear_layer_whose_weight_is_no_parameter(ltx: ModuleType, device: str) -> None:
+    family = families()["ltx"]
+    stock, given = random_(family.make()).to(device), family.inputs(2)
+    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
+    model = copy.deepcopy(stock)
+    ltx.optimize(model, graphs=False)
+    for part in stock, model:
+        _as_tensor(part.get_submodule("transformer_blocks.0.ff.net.2"))
+    assert _off(_flat(model(**given, return_dict=False)), _flat(stock(**given, return_dict=False))) < CLOSE
+
+
+def test_weights_of_norms_that_are_written_to_unseen(ltx: ModuleType, device: str) -> None:
+    """Through `.data`, as an average of weights is copied in: Krea 2 adds one to them before its op."""
+    family = families()["krea2"]
+    stock, given = random_(family.make()).to(device), family.inputs(2)
+    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
+    model = copy.deepcopy(stock)
+    ltx.optimize(model, graphs=False)
+    for _ in range(3):
+        model(**given)
+    for part in stock, model:
+        for name, parameter in part.named_parameters():
+            if "norm" in name:
+                parameter.data.copy_(2 * parameter.data + 1)
+    for _ in range(3):
+        found, expected = (_flat(part(**given, return_dict=False)) for part in (model, stock))
+        assert _off(found, expected) < family.magnifies * CLOSE

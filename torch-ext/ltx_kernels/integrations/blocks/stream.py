@@ -18,14 +18,13 @@ from ..._fused_norm import fused_norm, fused_norm_pair
 from ...quant import quantize_rows
 from ..engine.autocast import autocast_dtype
 from ..engine.guards import children
-from ..engine.kept import kept
 from ..engine.norm_forms import FP32_LAYERNORM as FP32_LAYERNORM
 from ..engine.norm_forms import RMSNORM as RMSNORM
 from ..engine.norm_forms import TORCH_LAYERNORM as TORCH_LAYERNORM
 from ..engine.norm_forms import TORCH_RMSNORM as TORCH_RMSNORM
 from ..engine.norm_forms import form_of
 from ..engine.recording import as_one
-from ..engine.sites import Site, site_of
+from ..engine.sites import site_of
 from ..linear.products import Input
 
 Readers = Union[str, tuple[str, ...], None]  # names of a block's children
@@ -105,9 +104,9 @@ def _joint(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), 1)
 
 
-def _with_offset(site: Site, offset: float, weight: Tensor) -> Tensor:
-    """A norm's weight, in float32, plus an offset."""
-    return kept(site, ("weight with offset", offset), (weight,), lambda: weight.float() + offset)
+def _with_offset(offset: float, weight: Tensor) -> Tensor:
+    """A norm's weight, in float32, plus an offset. It is not kept, because writes through `.data` cannot be seen."""
+    return weight.float() + offset
 
 
 class Stream:
@@ -241,7 +240,7 @@ class Stream:
         parameters = norm._parameters
         weight, offset = parameters.get("weight"), form.offset
         if offset and weight is not None and scale is not None and residual is None:  # the op of these adds no offset
-            weight, offset = as_one(functools.partial(_with_offset, site_of(self._module), offset), weight), 0.0
+            weight, offset = as_one(functools.partial(_with_offset, offset), weight), 0.0
         rows, self._value = fused_norm(
             input,
             form.statistic,

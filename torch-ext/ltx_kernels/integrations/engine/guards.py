@@ -29,6 +29,7 @@ class NormModule(Protocol):
     """A norm as torch and diffusers make it."""
 
     eps: float | None
+    _modules: dict[str, nn.Module | None]
     _parameters: dict[str, Tensor | None]
 
 
@@ -155,6 +156,8 @@ def plain_linear(module: nn.Module, dtype: torch.dtype, trained: bool = False) -
     """
     if type(module) is not nn.Linear or "forward" in module.__dict__ or hooked(module):
         return False
+    if "weight" not in module._parameters or "bias" not in module._parameters:  # they are tensors of another kind
+        return False
     grad = not trained and torch.is_grad_enabled()
     for parameter in module._parameters.values():
         if parameter is not None and (
@@ -215,6 +218,11 @@ def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False
 
 def why_not_norm_weight(module: NormModule, input: Tensor, casts: bool = False, gradient: bool = False) -> str:
     """Why a norm's weight and bias cannot go with an input now; empty if they can. The last two as `why_not_tensor`."""
+    for name in ("weight", "bias"):  # as pruning, weight norm and some kinds of FSDP leave them
+        if module.__dict__.get(name) is not None:
+            return f"its {name} is no parameter"
+    if "parametrizations" in module._modules:
+        return "its weight is parametrized"
     for name, parameter in module._parameters.items():
         if parameter is not None:
             reason = why_not_tensor(f"its {name}", parameter, input, casts, gradient)

@@ -32,7 +32,8 @@ LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 BESIDE, HELD, FREED = STOCK_WEIGHTS = "beside", "cpu", "free"  # the values of the argument `stock_weights`
 VALUES, SCALES = "ltx_fp8_values", "ltx_fp8_scales"  # names of buffers
 # Attributes of a quantised layer.
-STATE = "_ltx_fp8_of"  # HELD, FREED, or, with the stock weight BESIDE, the version that was quantised
+STATE = "_ltx_fp8_of"  # where the stock weight is: BESIDE, HELD or FREED
+QUANTISED = "_ltx_fp8_quantised"  # with the stock weight BESIDE, the `Version` that was quantised
 STOCK = "_ltx_fp8_stock"  # the stock weight, where it is HELD
 PARAMETER = "_ltx_fp8_parameter"  # the parameter that was quantised; it holds the fp8 values where they are not BESIDE
 HANDLES = "_ltx_fp8_handles"  # handles of the hooks on saving and loading; what holds such a layer has it too
@@ -105,7 +106,7 @@ def bring_back(linear: nn.Linear) -> None:
     _tell_peft(linear, False)
     _remove_hooks(linear)
     linear.register_buffer(VALUES, values, persistent=False)
-    linear.__dict__[STATE] = version_of(linear.weight) or 0
+    _note(linear)
     linear.__dict__[BACK] = True
 
 
@@ -133,7 +134,7 @@ def _put_beside(linears: Sequence[nn.Linear], values: Tensor, scales: Tensor) ->
         end = start + linear.out_features
         linear.register_buffer(SCALES, scales[start:end], persistent=False)
         linear.register_buffer(VALUES, values[start:end], persistent=False)
-        linear.__dict__[STATE] = version_of(linear.weight) or 0
+        _note(linear)
         linear.__dict__[PARAMETER] = linear.weight
         start = end
 
@@ -142,8 +143,30 @@ def quantise_again(linear: nn.Linear) -> None:
     """Quantises the stock weight as it is now into the memory of the fp8 weight."""
     for here, tensor in zip(quantised_weight(linear), quantize_weight(linear.weight)):
         here.copy_(tensor)
-    linear.__dict__[STATE] = version_of(linear.weight) or 0
+    _note(linear)
     linear.__dict__[PARAMETER] = linear.weight
+
+
+def _note(linear: nn.Linear) -> None:
+    """Notes that the stock weight as it is now, which is BESIDE the fp8 weight, is the one that was quantised."""
+    linear.__dict__[STATE], linear.__dict__[QUANTISED] = BESIDE, Version(linear.weight)
+
+
+class Version:
+    """How often a weight had been written to when it was quantised.
+
+    A copy of the weight counts from 0 again, and the copy of a weight that has changed since has changed, too.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.number = weight, version_of(weight) or 0
+
+    def __getstate__(self) -> tuple[Tensor, bool]:
+        return self.weight, (version_of(self.weight) or 0) > self.number
+
+    def __setstate__(self, state: tuple[Tensor, bool]) -> None:
+        self.weight, has_changed = state
+        self.number = -1 if has_changed else version_of(self.weight) or 0
 
 
 def _held(linear: nn.Module) -> Tensor:
@@ -172,6 +195,7 @@ def _replace(linear: nn.Linear, state: str, *handles: Any) -> None:
     linear._non_persistent_buffers_set.discard(VALUES)
     _tell_peft(linear, True)
     linear.__dict__[STATE] = state
+    linear.__dict__.pop(QUANTISED, None)
     linear.__dict__[HANDLES] = list(handles)
 
 
@@ -195,8 +219,9 @@ def dequantize(linear: nn.Linear) -> Tensor:
     if is_freed(linear):
         raise RuntimeError(f"stock_weights: expected 'cpu' or 'beside' for {reader}, got a weight {ALONE}")
     given = linear.weight
-    if given.dtype != torch.float8_e4m3fn:  # an offload of accelerate has put the stock weight in its place
-        return given
+    if given.dtype != torch.float8_e4m3fn:
+        # An offload of accelerate has put the stock weight in its place, or the fp8 values were converted.
+        return given if _is_exchanged(linear) else _held(linear).to(given.device)
     roots = (root for reference in site.roots if (root := reference()) is not None)
     if torch.compiler.is_compiling() or any(map(is_offloaded, roots)):
         site.remark(f"stock weights copied from the host for {reader}")
@@ -223,8 +248,8 @@ def drop_weights(linear: nn.Module) -> None:
         linear._non_persistent_buffers_set.discard(name)
     if state.pop(STATE, BESIDE) in (HELD, FREED):
         _tell_peft(linear, False)
-    state.pop(MERGED, None)
-    state.pop(BACK, None)
+    for name in (QUANTISED, MERGED, BACK):
+        state.pop(name, None)
 
 
 def is_replaced(linear: nn.Module) -> bool:
@@ -276,17 +301,14 @@ def _remove_hooks(module: nn.Module) -> None:
 # ---- The forward
 
 
-def _changed(linear: nn.Linear) -> bool:
+def has_changed(linear: nn.Linear) -> bool:
     """Whether the stock weight is not the one that was quantised. Writes through `.data` are not seen."""
     if is_replaced(linear):
         return False
     # An offload of accelerate puts the same weight into a new parameter at every call.
     if _is_exchanged(linear) and not any(map(is_offload, hooks_of(linear))):
         return True
-    version = version_of(linear.weight) or 0
-    if version < linear.__dict__[STATE]:  # the weight is a copy, and its version counts from 0
-        linear.__dict__[STATE] = version
-    return version > linear.__dict__[STATE]
+    return (version_of(linear.weight) or 0) > linear.__dict__[QUANTISED].number
 
 
 def _is_exchanged(linear: nn.Module) -> bool:
@@ -311,7 +333,7 @@ def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
         return "another parameter is in the place of the fp8 weight"
     if values.dtype != torch.float8_e4m3fn or values.device != input.device:
         return "the fp8 weight was converted or is on another device"
-    if not torch.compiler.is_compiling() and _changed(linear):
+    if not torch.compiler.is_compiling() and has_changed(linear):
         return "the weight has changed since it was quantised: call optimize again"
     if torch.is_grad_enabled() and linear.weight.requires_grad and not is_replaced(linear):
         return "a gradient of its weight is needed"
@@ -423,7 +445,8 @@ def _release_root(root: nn.Module) -> None:
         root.__dict__.pop(name, None)
     for module in root.modules():
         if is_lora(module):
-            module.__dict__.pop("merge", None)
+            for name in ("merge", "unmerge"):
+                module.__dict__.pop(name, None)
         if not any(map(is_replaced, module.modules())):
             _remove_hooks(module)
     tell_offload(root)

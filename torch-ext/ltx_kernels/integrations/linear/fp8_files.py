@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..._linear import joined_bits
 from ..engine.guards import class_of
-from .fp8 import SCALES, held_dtypes, holds_fp8, put_loaded_weights, quantised_weight
+from .fp8 import SCALES, has_changed, held_dtypes, holds_fp8, put_loaded_weights, quantised_weight
 from .tensor_files import open_file, safetensors
 
 FILE = "ltx_kernels_fp8.safetensors"
@@ -61,6 +61,11 @@ def _tensors(root: nn.Module) -> dict[str, Tensor]:
         raise RuntimeError(f'save_weights: expected a model with precision "fp8", got {class_of(root)} without')
     tensors = {slot.name: slot.tensor.detach() for slot in slots_of(root)}
     for name, linear in linears.items():
+        if has_changed(linear):
+            raise RuntimeError(
+                f"save_weights: expected weights as they were quantised, got {name}.weight, which has changed since: "
+                "call optimize again"
+            )
         tensors[f"{name}.weight"], tensors[f"{name}.{SCALES}"] = quantised_weight(linear)
     for name, tensor in tensors.items():
         if ".base_layer." in name:

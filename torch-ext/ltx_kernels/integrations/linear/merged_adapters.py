@@ -1,7 +1,7 @@
 """Adapters of peft that are merged into stock weights of layers in fp8: the fp8 weights are quantised again.
 
 peft adds an adapter to the data of the parameter, which leaves its version as it is. So the functions that merge are
-replaced: diffusers' methods of a whole model, and ``merge`` of each of peft's layers.
+replaced: diffusers' methods of a whole model, and ``merge`` and ``unmerge`` of each of peft's layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def follow(root: nn.Module) -> None:
             linear.__dict__[MERGED] = merged(module)
             if merged(module) and linear.__dict__[STATE] == HELD:
                 bring_back(linear)  # peft takes adapters out of a weight without asking
-            module.__dict__["merge"] = types.MethodType(_merge, module)
+            _watch(module)
     for name in CHANGING:
         if hasattr(type(root), name):
             root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
@@ -54,9 +54,14 @@ def _follow_new_layers() -> None:
 
     def see(module: nn.Module, name: str, child: nn.Module | None) -> None:
         if name == "base_layer" and child is not None and is_lora(module) and holds_fp8(child):
-            module.__dict__["merge"] = types.MethodType(_merge, module)
+            _watch(module)
 
     register_module_module_registration_hook(see)
+
+
+def _watch(layer: nn.Module) -> None:
+    for name, method in (("merge", _merge), ("unmerge", _unmerge)):
+        layer.__dict__[name] = types.MethodType(method, layer)
 
 
 def _merge(self: nn.Module, *args: Any, **options: Any) -> None:
@@ -74,6 +79,12 @@ def _merge(self: nn.Module, *args: Any, **options: Any) -> None:
         bring_back(linear)
         site.remark("stock weights on the device again, since adapters are merged into them")
     cast(Any, type(self)).merge(self, *args, **options)
+    follow_layer(self)
+
+
+def _unmerge(self: nn.Module, *args: Any, **options: Any) -> None:
+    """In the place of ``unmerge`` of a peft layer, which its forward calls where adapters are disabled."""
+    cast(Any, type(self)).unmerge(self, *args, **options)
     follow_layer(self)
 
 

@@ -12,6 +12,8 @@ from ..linear import fp8
 from ..selection import check_device, layers_for_fp8
 
 METHOD = "ltx_kernels_fp8"  # in a model's config.json
+# Values of device_map that name no device.
+NO_DEVICE = {"cpu", "disk", "None", "auto", "balanced", "balanced_low_0", "sequential"}
 SCALE = "weight_scale"  # beside a weight in a saved file, [out] in float32
 
 
@@ -24,7 +26,7 @@ def check_dtype(argument: str, dtype: Any) -> torch.dtype:
 def check_devices(device_map: Any) -> None:
     """RuntimeError where a device of a device_map has no products in fp8."""
     devices = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-    for device in {str(device) for device in devices} - {"cpu", "disk", "None"}:
+    for device in {str(device) for device in devices} - NO_DEVICE:
         check_device(torch.device("cuda", int(device)) if device.isdigit() else torch.device(device))
 
 

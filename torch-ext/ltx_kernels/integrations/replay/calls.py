@@ -128,11 +128,11 @@ def replayed(
         if len(replays.calls) >= SIGNATURES:
             replays.calls.clear()
         replays.calls[key] = ""
-    elif found == "" and way is None:  # the second call
+    elif found == "" and not followed:  # the second call
         replays.calls[key] = "a call has failed"  # unless it does not
         result, replays.calls[key] = replays.record(module, compute, args, kwargs, tensors, handed)
         return result
-    elif found == "":
+    elif found == "":  # the graph of its arguments may lead to the block's own weights
         found = replays.calls[key] = replays.traced(module, compute, args, kwargs, tensors)
     if isinstance(found, Recording):
         if not replays.answers_as(found, module):

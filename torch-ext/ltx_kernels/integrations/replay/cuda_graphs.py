@@ -28,7 +28,14 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from ..._torch_private import COMPILED_CALL, dispatch_modes, function_modes, pytree
+from ..._torch_private import (
+    COMPILED_CALL,
+    dispatch_modes,
+    function_modes,
+    has_global_hooks,
+    product_settings,
+    pytree,
+)
 from ..engine.guards import class_of, has_changing_hooks, has_hooks, hooked, is_capturing, is_ordinary
 from ..engine.signature import signature
 from ..engine.sites import Entry, site_of
@@ -149,7 +156,7 @@ class Graphs:
             reason = _why_not_call(leaves) or self._why_not_module(module)
             if not reason:
                 try:
-                    key = spec, *signature(leaves, [])
+                    key = spec, *product_settings(), *signature(leaves, [])
                     hash(key)
                 except (TypeError, RuntimeError):
                     reason = _why_not_comparable(leaves)
@@ -287,6 +294,8 @@ def _why_not_call(leaves: Sequence[Any]) -> str:
     """Why a call cannot be captured, whatever the module's state."""
     if torch.is_grad_enabled():
         return "gradients are on"
+    if has_global_hooks():
+        return "a hook of all modules is registered"
     if function_modes() or dispatch_modes():
         return "a mode that watches torch's functions is active"
     capturing = sys.modules.get("transformers.utils.output_capturing")

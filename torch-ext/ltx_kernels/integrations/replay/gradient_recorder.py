@@ -294,8 +294,11 @@ class _Backward(NamedTuple):
 
 
 def _why_not_parameters(weights: Sequence[Tensor]) -> str:
-    """A hook would run while the backward is traced."""
-    return "a parameter has a hook for its gradient" if any(weight._backward_hooks for weight in weights) else ""
+    """A hook would run while the backward is traced, and the gradient of a weight would go on to what it is made of."""
+    if any(weight._backward_hooks for weight in weights):
+        return "a parameter has a hook for its gradient"
+    made = any(weight.requires_grad and not weight.is_leaf for weight in weights)
+    return "a weight is computed from other tensors" if made else ""
 
 
 def _parts_of(value: Any) -> list[Any]:

@@ -20,7 +20,8 @@ from ..engine.sites import Entry, site_of, stock_forward
 
 def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     form = form_of(self)
-    assert form is not None
+    if form is None:
+        return stock_forward(self, f"its class is {class_of(self)} now", hidden_states)
     # A module that rounds twice returns the wider dtype where its weight has one.
     site = site_of(self)
     reason = why_not_input(hidden_states, site.rounding) or why_not_norm_weight(
