@@ -48,14 +48,6 @@ kernel_settings: tuple[Callable[[], bool], ...] = tuple(
 )
 
 
-def product_settings() -> tuple[Any, ...]:
-    """Settings by which torch chooses kernels of products and convolutions, which a CUDA graph has for good."""
-    precision, reduction = torch._C._get_fp32_precision_getter, "_get_cublas_allow_{}_reduced_precision_reduction"
-    kinds = ("cuda", "matmul"), ("cuda", "conv"), ("generic", "all")
-    reductions = (getattr(torch._C, reduction.format(dtype))() for dtype in ("fp16", "bf16"))
-    return *(precision(*kind) for kind in kinds), *reductions
-
-
 # ---- Gradients
 
 backward_number: Callable[[], int] = torch._C._current_graph_task_id  # of the backward that runs in this thread, or -1

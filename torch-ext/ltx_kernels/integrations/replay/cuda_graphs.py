@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable
@@ -33,7 +33,6 @@ from ..._torch_private import (
     dispatch_modes,
     function_modes,
     has_global_hooks,
-    product_settings,
     pytree,
 )
 from ..engine.guards import class_of, has_changing_hooks, has_hooks, hooked, is_capturing, is_ordinary
@@ -156,7 +155,7 @@ class Graphs:
             reason = _why_not_call(leaves) or self._why_not_module(module)
             if not reason:
                 try:
-                    key = spec, *product_settings(), *signature(leaves, [])
+                    key = spec, *_product_settings(), *signature(leaves, [])
                     hash(key)
                 except (TypeError, RuntimeError):
                     reason = _why_not_comparable(leaves)
@@ -288,6 +287,14 @@ def with_graphs(module: nn.Module, entry: Entry | None, plan: Plan) -> Entry:
         return replace(entry, forward=forward, release=release)
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
     return Entry((class_of(module),), forward, (), parameters, release=release, around=True)
+
+
+def _product_settings() -> tuple[Hashable, ...]:
+    """What torch chooses kernels of products and convolutions by. A graph has those of its capture for good."""
+    backends: Any = torch.backends  # its types lack some of these
+    matmul, conv = backends.cuda.matmul, backends.cudnn.conv
+    reductions = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    return backends.fp32_precision, matmul.fp32_precision, conv.fp32_precision, *reductions
 
 
 def _why_not_call(leaves: Sequence[Any]) -> str:
