@@ -129,3 +129,16 @@ def test_a_capture_keeps_nothing_of_its_inputs(ltx: ModuleType, device: str, mon
         monkeypatch.setattr(kept, "is_capturing", lambda: True)
         kept.kept(site, "sum", (source,), make_one)
         assert len(calls) == again
+
+
+def test_what_a_graph_reads_lives_as_long_as_the_graph(
+    ltx: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = importlib.import_module(f"{ltx.__name__}.integrations.engine.kept")
+    site, weight = type("Site", (), {"cache": {}})(), nn.Parameter(torch.ones(3, device=device), False)
+    value = kept.kept(site, "sum", (weight,), lambda: weight + 1)
+    monkeypatch.setattr(kept, "is_capturing", lambda: True)
+    before, reads = len(kept._captured), []
+    with kept.read_by(reads):
+        assert kept.kept(site, "sum", (weight,), lambda: weight + 1) is value
+    assert reads[0] is value and len(reads) == 1 and len(kept._captured) == before

@@ -614,3 +614,33 @@ def test_weights_of_norms_that_are_written_to_unseen(ltx: ModuleType, device: st
     for _ in range(3):
         found, expected = (_flat(part(**given, return_dict=False)) for part in (model, stock))
         assert _off(found, expected) < family.magnifies * CLOSE
+
+
+def _replica(network: nn.Module, factor: float) -> nn.Module:
+    """What torch.nn.DataParallel makes of a model, on the same device and with other weights."""
+    modules: list[Any] = list(network.modules())
+    replicas = [module._replicate_for_data_parallel() for module in modules]
+    of = dict(zip(map(id, modules), replicas))
+    for module, replica in zip(modules, replicas):
+        for name, child in module._modules.items():
+            replica._modules[name] = None if child is None else of[id(child)]
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.detach() * factor)
+        replica._buffers.update(module._buffers)
+    return replicas[0]
+
+
+def test_replicas_run_with_their_own_weights(ltx: ModuleType, device: str) -> None:
+    family = families()["ltx"]
+    stock, given = random_(family.make()).to(device), family.inputs(2)
+    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
+    model = copy.deepcopy(stock)
+    report = ltx.optimize(model)
+    for _ in range(3):
+        model(**given)
+    found, expected = (_flat(_replica(part, 1.5)(**given, return_dict=False)) for part in (model, stock))
+    assert _off(found, expected) < CLOSE and "replicas of DataParallel run the stock modules" in str(report)
+    found, expected = (_flat(part(**given, return_dict=False)) for part in (model, stock))
+    assert _off(found, expected) < CLOSE
+    ltx.restore(model)
+    assert not any("_replicate_for_data_parallel" in vars(part) for part in model.modules())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Callable, TypeVar
 
 import torch
@@ -20,8 +22,20 @@ Made = TypeVar("Made")
 
 KEPT = 4  # values that a site keeps of one kind: a multi-scale pipeline goes back and forth between two shapes
 
-# Values that a CUDA graph reads: they stay where they are, whatever happens to the module.
+# Values that a CUDA graph reads: they stay where they are, whatever happens to the module. Those of a user's own
+# capture stay for good, because nothing tells when the graph is gone.
 _captured: list[Any] = []
+_capture = threading.local()
+
+
+@contextlib.contextmanager
+def read_by(graph: list[Any]) -> Iterator[None]:
+    """The values that are kept and read while this context captures a graph go into a list that lives as long as it."""
+    _capture.values = graph
+    try:
+        yield
+    finally:
+        del _capture.values
 
 
 def kept(
@@ -57,7 +71,7 @@ def kept(
     found = values.get(place)
     if found is not None and all(reference() is source for reference, source in zip(found[1], sources)):
         if capturing:
-            _captured.append(found[0])
+            getattr(_capture, "values", _captured).append(found[0])
         value: Made = found[0]
         return value
     with torch.inference_mode(False):  # autograd cannot save what inference mode has made

@@ -251,9 +251,26 @@ def why_not(module: nn.Module, entry: Entry) -> str:
     return entry.why_not(module)
 
 
+REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel copies a module
+
+
+def _stock_replica(module: nn.Module) -> nn.Module:
+    """A replica of DataParallel that runs its class's forward: one of ours would run the original, with its weights."""
+    site = site_of(module)
+    site.remark("replicas of DataParallel run the stock modules")
+    replica: nn.Module = getattr(type(module), REPLICATE)(module)
+    own = replica.__dict__
+    if _is_bound(own.get("forward"), module, site.entry.forward):
+        del own["forward"]
+    for name in [name for name in own if name == REPLICATE or name.startswith(ATTRIBUTE)]:
+        del own[name]
+    return replica
+
+
 def install(module: nn.Module, site: Site) -> None:
     stock, ours = type(module).forward, types.MethodType(site.entry.forward, module)
     module.__dict__[ATTRIBUTE] = site  # first: whatever interrupts what follows, `uninstall` finds the module
+    module.__dict__[REPLICATE] = types.MethodType(_stock_replica, module)
     site.modules += 1
     site.entry.prepare(module)
     if "forward" not in module.__dict__:
@@ -274,6 +291,7 @@ def uninstall(module: nn.Module) -> None:
             del holder[key]
         else:
             _put(holder, key, types.MethodType(type(module).forward, module))
+    module.__dict__.pop(REPLICATE, None)
     del module.__dict__[ATTRIBUTE]
 
 

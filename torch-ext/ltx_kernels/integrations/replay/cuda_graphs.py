@@ -36,6 +36,7 @@ from ..._torch_private import (
     pytree,
 )
 from ..engine.guards import class_of, has_changing_hooks, has_hooks, hooked, is_capturing, is_ordinary
+from ..engine.kept import read_by
 from ..engine.signature import signature
 from ..engine.sites import Entry, site_of
 from ..engine.state import HELD, Held, Snapshot, held
@@ -67,10 +68,12 @@ class Captured:
         autocast = torch.autocast(
             DEVICE, torch.get_autocast_dtype(DEVICE), torch.is_autocast_enabled(DEVICE), cache_enabled=False
         )
+        self.reads: list[Any] = []
         try:
             with (
                 autocast,
                 _one_capture,
+                read_by(self.reads),
                 torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"),
             ):
                 self.outputs = function(*args, **kwargs)
