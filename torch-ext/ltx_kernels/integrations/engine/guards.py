@@ -219,7 +219,7 @@ def why_not_tensor(name: str, tensor: Tensor, input: Tensor, casts: bool = False
 def why_not_norm_weight(module: NormModule, input: Tensor, casts: bool = False, gradient: bool = False) -> str:
     """Why a norm's weight and bias cannot go with an input now; empty if they can. The last two as `why_not_tensor`."""
     for name in ("weight", "bias"):  # as pruning, weight norm and some kinds of FSDP leave them
-        if module.__dict__.get(name) is not None:
+        if isinstance(module.__dict__.get(name), Tensor):
             return f"its {name} is no parameter"
     if "parametrizations" in module._modules:
         return "its weight is parametrized"
