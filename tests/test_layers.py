@@ -832,6 +832,7 @@ def test_docs(ltx: ModuleType, device: str, build: Path, tmp_path: Path, monkeyp
     make_model(device, torch.bfloat16, "Qwen3").save_pretrained(tmp_path / "model")
     (tmp_path / "build").symlink_to(build.parent)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ltx_fused", ltx)
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -366,6 +367,15 @@ def _constants(home: Any) -> None:
     assert torch.compile(lambda x: x + function(), backend="eager", fullgraph=True)(torch.zeros(1)).item() < 1
 
 
+def _replicate(home: Any) -> None:
+    """It takes the module's own attributes over, and is asked of the module."""
+    module = nn.Linear(1, 1)
+    module.__dict__["forward"] = len
+    replica = getattr(module, home.REPLICATE)()
+    assert type(replica) is nn.Linear and replica.__dict__["forward"] is len and not replica._parameters
+    assert f".{home.REPLICATE}()" in inspect.getsource(importlib.import_module("torch.nn.parallel.replicate"))
+
+
 def _forward_ad(home: Any) -> None:
     assert home.forward_ad._current_level < 0
     with home.forward_ad.dual_level():
@@ -463,6 +473,7 @@ EXPECTED: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("has_kernel", "op_of", "OpOverload"), _ops),
     **dict.fromkeys(("addmm_gelu", "scaled_mm"), _products),
     **dict.fromkeys(("MARKED_CONSTANT", "COMPILED_CALL"), _constants),
+    "REPLICATE": _replicate,
     "without_subclasses": _subclasses,
     "dispatch_modes": _dispatch_modes,
     "DeviceContext": _device_context,

@@ -140,6 +140,7 @@ def symmetric_memory() -> Any:
 # On a function: torch.compile calls it while it traces, and takes the result for a constant.
 MARKED_CONSTANT = "_dynamo_marked_constant"
 COMPILED_CALL = "_compiled_call_impl"  # on a module: what `Module.compile` has made; None if nothing
+REPLICATE = "_replicate_for_data_parallel"  # of a module: the method by which torch.nn.DataParallel copies it
 
 ATTRIBUTES = {
     "_parameters": "of a module, by name. Attribute access by nn.Module's __getattr__ takes ten times as long",

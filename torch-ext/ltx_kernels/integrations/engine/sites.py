@@ -22,6 +22,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
+from ..._torch_private import REPLICATE
 from . import threads
 from .code import patched
 from .counts import Counts
@@ -249,9 +250,6 @@ def why_not(module: nn.Module, entry: Entry) -> str:
     if "forward" in module.__dict__ and not any(_is_bound(f, module, k) for _, _, f in _slots(module) for k in known):
         return "its forward is patched already"
     return entry.why_not(module)
-
-
-REPLICATE = "_replicate_for_data_parallel"  # the method by which torch.nn.DataParallel copies a module
 
 
 def _stock_replica(module: nn.Module) -> nn.Module:

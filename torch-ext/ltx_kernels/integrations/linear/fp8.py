@@ -153,10 +153,7 @@ def _note(linear: nn.Linear) -> None:
 
 
 class Version:
-    """How often a weight had been written to when it was quantised.
-
-    A copy of the weight counts from 0 again, and the copy of a weight that has changed since has changed, too.
-    """
+    """How often a weight had been written to when it was quantised. A copy counts anew, and remembers a change."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.number = weight, version_of(weight) or 0
