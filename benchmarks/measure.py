@@ -102,7 +102,7 @@ class Queue:
         self.calls = {record["job"]: record for record in records_in(self.ledger_path)}
 
     def jobs(self, only: Sequence[str] = ("",)) -> list[Job]:
-        """Those of this share with one of `only` in the title."""
+        """The jobs of this share whose titles have one of the parts in `only`."""
         found = []
         for machine in self.machines:
             for program in self.programs:

@@ -3,8 +3,8 @@
     python benchmarks/take.py FOLDER [FOLDER ...]
     python benchmarks/readme.py
 
-Only what the folder's ledger names is taken, with the commit that it is of; all other records stay. A new record that
-lacks a time which the old one has, such as that of a peer which was not installed, is left and named.
+Only what the folder's ledger names is taken, with the commit that it is of; all other records stay. A new record may
+lack a time that the old one has, because a peer was not installed. Then the old record stays, and the program says so.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def missing_peers(old: Sequence[Record], new: Sequence[Record]) -> list[str]:
 def take(file: str, jobs: Sequence[Job], folder: Path, results: Path, date: str) -> None:
     """Replaces the records of a program's jobs in a result file, at their place, or adds them at the end.
 
-    date: When the last of them was measured. The file's own date is that of its first run where a program adds to it.
+    date: When the last of these jobs was measured. Some programs leave the date of their first run in a file.
     """
     source, target = folder / f"{file}.json", results / f"{file}.json"
     if not target.exists() or any(job.name == WHOLE for job in jobs):

@@ -378,3 +378,26 @@ def test_an_argument_that_is_made_of_the_blocks_own_weight(ltx: ModuleType, devi
     expected = gradients(stock)
     for _ in range(4):
         assert (gradients(model) - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_a_weight_that_is_made_of_another(ltx: ModuleType, device: str) -> None:
+    """Its gradient goes on to what it is made of, which only autograd can follow."""
+    from helpers.ltx_video import make_model
+
+    stock = make_model(device).requires_grad_(True)
+    model = copy.deepcopy(stock)
+    ltx.optimize(model, graphs=False)
+    make = Make(device, torch.float32)
+    given = make(1, 6, 64), make(1, 5, 64), make(1, 1, 6 * 64), (make(1, 6, 64), make(1, 6, 64))
+    start = stock.transformer_blocks[0].attn1.to_q.weight.detach()
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        weight = start.clone().requires_grad_()
+        own, found = {"attn1.to_q.weight": weight, "attn1.to_k.weight": 2 * weight}, []
+        for _ in range(5):
+            result = torch.func.functional_call(model.transformer_blocks[0], own, given)
+            found += torch.autograd.grad(result.square().sum(), weight, retain_graph=True)
+        return found
+
+    for got, want in zip(gradients(model), gradients(stock)):
+        assert (got - want).norm() < 1e-4 * want.norm()

@@ -127,7 +127,7 @@ def test_plain_torch_of_the_op(ltx: Any, device: str, statistic: int, dtype: tor
 
 
 def test_a_gradient_has_memory_of_its_own(ltx: Any, device: str) -> None:
-    """A shift for each number, whose gradient is that of the result: two of them would share and overwrite it."""
+    """The gradient of a shift of the input's shape has the values of the result's gradient. It must be a copy."""
     x, grad = (torch.randn(2, 3, 8, device=device) for _ in range(2))
     scale = torch.randn(2, 3, 8, device=device)
     shifts = [torch.randn(2, 3, 8, device=device, requires_grad=True) for _ in range(2)]

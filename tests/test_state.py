@@ -587,11 +587,16 @@ def test_norms_whose_weight_is_no_parameter(
         assert _off(first[:1], first[1:]) < CLOSE
 
 
+def _two_of(name: str, device: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    """(a stock model of a family, a copy of it, inputs)."""
+    family = families()[name]
+    stock = random_(family.make()).to(device)
+    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), family.inputs(2))
+    return stock, copy.deepcopy(stock), given
+
+
 def test_a_linear_layer_whose_weight_is_no_parameter(ltx: ModuleType, device: str) -> None:
-    family = families()["ltx"]
-    stock, given = random_(family.make()).to(device), family.inputs(2)
-    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
-    model = copy.deepcopy(stock)
+    stock, model, given = _two_of("ltx", device)
     ltx.optimize(model, graphs=False)
     for part in stock, model:
         _as_tensor(part.get_submodule("transformer_blocks.0.ff.net.2"))
@@ -600,10 +605,7 @@ def test_a_linear_layer_whose_weight_is_no_parameter(ltx: ModuleType, device: st
 
 def test_weights_of_norms_that_are_written_to_unseen(ltx: ModuleType, device: str) -> None:
     """Through `.data`, as an average of weights is copied in: Krea 2 adds one to them before its op."""
-    family = families()["krea2"]
-    stock, given = random_(family.make()).to(device), family.inputs(2)
-    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
-    model = copy.deepcopy(stock)
+    stock, model, given = _two_of("krea2", device)
     ltx.optimize(model, graphs=False)
     for _ in range(3):
         model(**given)
@@ -613,7 +615,7 @@ def test_weights_of_norms_that_are_written_to_unseen(ltx: ModuleType, device: st
                 parameter.data.copy_(2 * parameter.data + 1)
     for _ in range(3):
         found, expected = (_flat(part(**given, return_dict=False)) for part in (model, stock))
-        assert _off(found, expected) < family.magnifies * CLOSE
+        assert _off(found, expected) < families()["krea2"].magnifies * CLOSE
 
 
 def _replica(network: nn.Module, factor: float) -> nn.Module:
@@ -631,10 +633,7 @@ def _replica(network: nn.Module, factor: float) -> nn.Module:
 
 
 def test_replicas_run_with_their_own_weights(ltx: ModuleType, device: str) -> None:
-    family = families()["ltx"]
-    stock, given = random_(family.make()).to(device), family.inputs(2)
-    given = torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
-    model = copy.deepcopy(stock)
+    stock, model, given = _two_of("ltx", device)
     report = ltx.optimize(model)
     for _ in range(3):
         model(**given)

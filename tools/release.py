@@ -147,9 +147,12 @@ def _parameters(signature: str) -> tuple[dict[str, tuple[str, str | None]], list
     missing = len(positional) - len(arguments.defaults)
     defaults = [None] * missing + [ast.unparse(value) for value in arguments.defaults]
     found = {a.arg: (kind, default) for a, kind, default in zip(positional, kinds, defaults)}
+    if arguments.vararg is not None:
+        found[arguments.vararg.arg] = ("several", "()")
     for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults):
         found[argument.arg] = ("keyword", None if value is None else ast.unparse(value))
-    found |= {f"*{one.arg}": ("several", "()") for one in (arguments.vararg, arguments.kwarg) if one is not None}
+    if arguments.kwarg is not None:
+        found[arguments.kwarg.arg] = ("several", "{}")
     return found, [a.arg for a in positional]
 
 

@@ -462,7 +462,7 @@ def test_the_number_of_blocks_of_every_model_is_known() -> None:
 
     for name, known in model_shapes.MODELS.items():
         changed = model_shapes.of_few_blocks(known, 2).config
-        assert set(changed) & set(model_shapes.DEPTHS) and 2 in changed.values(), name
+        assert {changed[depth] for depth in model_shapes.DEPTHS if depth in changed} == {2}, name
 
 
 def test_each_model_is_compiled_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

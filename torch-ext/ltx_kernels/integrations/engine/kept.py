@@ -22,8 +22,8 @@ Made = TypeVar("Made")
 
 KEPT = 4  # values that a site keeps of one kind: a multi-scale pipeline goes back and forth between two shapes
 
-# Values that a CUDA graph reads: they stay where they are, whatever happens to the module. Those of a user's own
-# capture stay for good, because nothing tells when the graph is gone.
+# Values that a user's own CUDA graphs read. They stay for good, because nothing tells when such a graph is gone. The
+# graphs of this package hold theirs (`read_by`).
 _captured: list[Any] = []
 _capture = threading.local()
 

@@ -293,7 +293,7 @@ def with_graphs(module: nn.Module, entry: Entry | None, plan: Plan) -> Entry:
 
 
 def _product_settings() -> tuple[Hashable, ...]:
-    """What torch chooses kernels of products and convolutions by. A graph has those of its capture for good."""
+    """The settings by which torch chooses kernels of products and convolutions. A graph never changes its kernels."""
     backends: Any = torch.backends  # its types lack some of these
     matmul, conv = backends.cuda.matmul, backends.cudnn.conv
     reductions = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
