@@ -32,8 +32,8 @@ from typing import Any
 import diffusers
 import torch
 from model_shapes import MODELS, Make
-from models import OF_THE_RUN, earlier_records, first_blocks
-from result_files import DTYPES, write
+from models import first_blocks
+from result_files import DTYPES, earlier_records, of_the_run, write
 from rich.console import Console
 from runs import add_options, begin, empty_table
 from steps import LOW, first_line, free_memory, label
@@ -175,15 +175,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     facts = {"diffusers": diffusers.__version__, "dtype": options.dtype, "weights": "random", "reserve_gb": RESERVE_GB}
     ltx, output, meta, console = begin("memory", options, **facts)
-    records, failed = earlier_records(output), False
-    of_the_run = {key: meta[key] for key in OF_THE_RUN if key in meta}
+    records, failed = earlier_records(output, meta), False
     with torch.no_grad():
         for model in options.models:
             measured = []
             for config in options.configs:
                 for mode in options.offload if config != BESIDE else [m for m in options.offload if m == "none"]:
                     try:
-                        measured.append({**record(model, config, mode, options, ltx), **of_the_run})
+                        measured.append({**record(model, config, mode, options, ltx), **of_the_run(meta)})
                     except Exception as reason:  # the others are still measured; the exit status says that one was not
                         failed = True
                         console.print(f"[red]{model}, {label(config)}, {mode} failed[/red]: {first_line(reason)}")

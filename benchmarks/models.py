@@ -27,12 +27,10 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +38,7 @@ import diffusers
 import torch
 from model_shapes import MODELS, Inputs, Make
 from records import AUTOTUNED
-from result_files import DTYPES, write
+from result_files import DTYPES, earlier_records, of_the_run, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
@@ -68,8 +66,6 @@ from torch.overrides import TorchFunctionMode
 ERROR_BLOCKS = 4
 KEPT_KERNELS = 12  # of a profile, from the one that takes longest
 GRAPH_S = 0.1  # the host does not limit longer steps
-# What the run says of every record, since another run may measure the other models.
-OF_THE_RUN = ("commit", "date", "note")
 OF_THE_PROFILE = ("kernels", "ms_by_kind", "clock_mhz", "power_w")
 ALL_CONFIGS = (*CONFIGS, AUTOTUNED, *FP8_CONFIGS, *INT8_CONFIGS, LOW)
 
@@ -272,15 +268,6 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def earlier_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a result file that this run adds to, each with what its own run said of all of its records."""
-    if not path.exists():
-        return []
-    earlier = json.loads(path.read_text())
-    of_the_run = {key: earlier["meta"][key] for key in OF_THE_RUN if key in earlier["meta"]}
-    return [{**of_the_run, **record} for record in earlier["records"]]
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
@@ -310,8 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     facts = {"diffusers": diffusers.__version__, "torchao": torchao, "dtype": options.dtype, "weights": "random"}
     ltx, output, meta, console = begin("models", options, **facts)
     profiles = output.with_name(f"{output.stem}-profile.json")
-    records, profiled = earlier_records(output), earlier_records(profiles)
-    of_the_run = {key: meta[key] for key in OF_THE_RUN if key in meta}
+    records, profiled = earlier_records(output, meta), earlier_records(profiles, meta)
     graph_s = 0.0 if options.no_graphs else GRAPH_S
     turns = Turns(options.rounds, options.steps, options.seconds, options.warm_up, 0, graph_s)
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
@@ -319,7 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
         for model in options.models:
             try:
                 for measured in benchmark.model(model):
-                    measured = [{**record, **of_the_run} for record in measured]
+                    measured = [{**record, **of_the_run(meta)} for record in measured]
                     records = [record for record in records if record["model"] != model]
                     records += [{k: v for k, v in record.items() if k not in OF_THE_PROFILE} for record in measured]
                     write(output, meta, records)

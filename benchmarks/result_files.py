@@ -120,16 +120,27 @@ def kept_records(
 
     identity: The keys that say what a record measures.
     """
+    again = {tuple(record.get(key) for key in identity) for record in measured}
+    earlier = earlier_records(path, meta)
+    return [record for record in earlier if tuple(record.get(key) for key in identity) not in again] + measured
+
+
+def earlier_records(path: Path, meta: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records of a file that a run adds to, each with the commit and the date of its own run; none without it."""
     if not path.exists():
-        return measured
+        return []
     result = json.loads(path.read_text())
     if result["meta"]["device"] != meta["device"]:
-        sys.exit(f"--update: {path} is of {result['meta']['device']}, this machine has {meta['device']}")
-    again = {tuple(record.get(key) for key in identity) for record in measured}
-    return [record for record in stamped(result) if tuple(record.get(key) for key in identity) not in again] + measured
+        sys.exit(f"{path}: expected records of {meta['device']}, got some of {result['meta']['device']}; give --output")
+    return stamped(result)
 
 
 def stamped(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records of a result file, each with the commit and the date of its run."""
-    run = {key: result["meta"][key] for key in ("commit", "date") if key in result["meta"]}
+    run = of_the_run(result["meta"])
     return [record if "commit" in record else {**run, **record} for record in result["records"]]
+
+
+def of_the_run(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record keeps of its run when later runs add to the file."""
+    return {key: meta[key] for key in ("commit", "date") if key in meta}

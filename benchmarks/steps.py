@@ -56,7 +56,7 @@ class Turns:
     seconds: float = math.inf  # a turn has fewer steps where these would take longer
     warm_up_s: float = WARM_UP_S
     profiled: int = PROFILED_STEPS  # steps that run under the profiler; 0: none
-    graph_s: float = math.inf  # a step that takes longer is not captured: the host does not limit it
+    graph_s: float = math.inf  # where every configuration takes longer, none is captured: the host does not limit them
 
     def steps_of(self, step_s: float) -> int:
         return max(1, int(min(self.steps, self.seconds / step_s)))
@@ -270,8 +270,9 @@ def measure(
         all_measured[config] = measured
         progress.console.print(f"{title}, {label(config)}: first step {measured.record['first_step_s']} s")
         progress.advance(task)
+    fastest_s = min((measured.step_s for measured in all_measured.values()), default=math.inf)
     for measured in all_measured.values():  # not before: `optimize` may move parameters that another one shares
-        if device == "cuda" and measured.step_s <= turns.graph_s:
+        if device == "cuda" and fastest_s <= turns.graph_s:
             measured.graph = as_graph(measured.step)
     for turn in range(turns.rounds):
         for measured in list(all_measured.values())[:: -1 if turn % 2 else 1]:

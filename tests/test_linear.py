@@ -233,6 +233,20 @@ def test_linear_cat_of_neighbours_is_one_product(ltx, device):
     assert (swapped.double() - wanted.double()).norm() < 0.01 * wanted.double().norm()
 
 
+@pytest.mark.parametrize("sizes", [(0, 8, 6), (4, 0, 6), (4, 8, 0), (4, 0, 0), (0, 0, 0)], ids=str)
+def test_linear_cat_of_empty_tensors(ltx, device, sizes):
+    """No rows, an input without columns, beside another one or alone, and no channels."""
+    rows, width, channels = sizes
+    inputs = [torch.randn(rows, width, device=device), torch.randn(rows, 16, device=device)]
+    weight, bias = torch.randn(channels, width + 16, device=device), torch.randn(channels, device=device)
+    for parts, part_weight in ((inputs, weight), (inputs[:1], weight[:, :width])):
+        expected = F.linear(torch.cat(parts, -1), part_weight, bias)
+        assert_same_bits(ltx.linear_cat(parts, part_weight, bias), expected)
+        out = torch.empty_like(expected)
+        assert ltx.linear_cat(parts, part_weight, bias, out=out) is out
+        assert_same_bits(out, expected)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_linear_cat_into_a_larger_tensor(ltx, device, apart):
     """Rows of each sample, columns, and both: what lies beside them stays."""

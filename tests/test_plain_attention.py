@@ -632,6 +632,15 @@ def test_logarithms_of_the_sums(ltx, device, dtype, width):
             assert_same_bits(again, lse)
 
 
+def test_sums_of_heads_without_columns(ltx, device):
+    """All their scores are 0."""
+    query, key = torch.zeros(2, 4, 3, 0, device=device), torch.zeros(2, 5, 3, 0, device=device)
+    for f in (ltx, ltx.reference):
+        output, lse = f.attention(query, key, key, return_lse=True)
+        assert output.shape == query.shape
+        torch.testing.assert_close(lse, torch.full((2, 3, 4), 5.0, device=device).log())
+
+
 @every_kernel
 def test_parts_of_the_keys_put_together(ltx, kernel, dtype, width):
     """As ring attention does: outputs of parts, weighted by their sums."""

@@ -268,6 +268,23 @@ def test_least_static_scale(ltx, device):
         assert bool((scales == MIN_SCALE).all()) and bool((values.float() == MAX).all())
 
 
+@pytest.mark.parametrize("static", [None, 3.0, 0.0])
+def test_rows_without_columns(ltx, device, static):
+    """They have the scale of rows of zeros, of every op."""
+    given = None if static is None else torch.tensor(static, device=device)
+    x, heads = torch.zeros(2, 3, 0, device=device), torch.zeros(2, 3, 4, 0, device=device)
+    for values, scales, *_ in (
+        ltx.quantize_rows(x, static_scale=given),
+        ltx.rmsnorm_quant(x, static_scale=given),
+        ltx.rmsnorm_residual_quant(x, x, static_scale=given),
+        ltx.gelu_quant(x, static_scale=given),
+        ltx.swiglu_quant(x, static_scale=given),
+        ltx.gate_heads_quant(heads, heads[..., :1].sum(-1), static_scale=given),
+    ):
+        assert values.shape == (2, 3, 0) and scales.shape == (2, 3, 1)
+        assert bool((scales == max(static or 0.0, MIN_SCALE)).all())
+
+
 # ---- The other ops: one rounding from the fp64 truth
 
 

@@ -399,6 +399,23 @@ def test_views_in_a_recorded_call(recorders: ModuleType, device: str) -> None:
     assert Tensor.mul_ in called and Tensor.new_empty not in called
 
 
+def test_views_of_another_dtype(recorders: ModuleType, device: str) -> None:
+    """The bits of an argument, of a result and of a weight as integers, in every replay."""
+    weight = nn.Parameter(torch.randn(4, device=device), False)
+
+    def compute(x: Tensor) -> tuple[Tensor, ...]:
+        return x.view(torch.int32) + 1, (2 * x).view(torch.int32)[0] + 1, weight.view(torch.int32) + 1
+
+    first, second = torch.randn(2, 3, 4, device=device).unbind()
+    recorder = recorders.Recorder([first], [weight], {})
+    with recorder:
+        result = compute(first)
+    recording = recorder.recording(result)
+    assert not isinstance(recording, str), recording
+    for given in (first, second):
+        assert all(torch.equal(*both) for both in zip(recording.function(given), compute(given)))
+
+
 @pytest.mark.host
 def test_what_cannot_be_written_down(recorders: ModuleType) -> None:
     """A failure of the recorder is a reason, and never an error of the call that it watches."""

@@ -19,9 +19,6 @@ Quantised empty_quantised(const Arg& input, int64_t width) {
   return {empty_rows(values, width), empty_rows(scales, 1)};
 }
 
-// Rows without columns have the scale of zeros.
-void finish_empty(Quantised& result) { torch::stable::fill_(result.scales, kMinScale); }
-
 QuantOutput output_of(const Quantised& result, const Arg& static_scale) {
   QuantOutput output;
   output.values = static_cast<uint8_t*>(result.values.mutable_data_ptr());
@@ -44,7 +41,20 @@ struct NormArgs : NormInputs {
 };
 
 // `residual_out`: null without a residual; `second`: null without a second modulation.
-Quantised run(const NormArgs& a, Tensor* residual_out, Quantised* second = nullptr) {
+Quantised run(const NormArgs& a, Tensor* residual_out, Quantised* second = nullptr);
+
+// Rows without columns have the scale of rows of zeros.
+void finish_empty(Quantised& result, const Arg& static_scale) {
+  if (result.scales.numel() == 0) return;
+  torch::stable::zero_(result.scales);
+  NormArgs zeros;
+  zeros.input = arg("input", result.scales);
+  zeros.static_scale = static_scale;
+  zeros.statistic = Statistic::kNone;
+  result.scales = run(zeros, nullptr).scales;
+}
+
+Quantised run(const NormArgs& a, Tensor* residual_out, Quantised* second) {
   RowSpace space = row_space(a.input);
   NormParams p;
   add_inputs(space, p, a);
@@ -63,8 +73,8 @@ Quantised run(const NormArgs& a, Tensor* residual_out, Quantised* second = nullp
     if (second) p.quantised2 = output_of(*second, a.static_scale);
     ltx::norm_quant(p, launch.context());
   } else {
-    finish_empty(result);
-    if (second) finish_empty(*second);
+    finish_empty(result, a.static_scale);
+    if (second) finish_empty(*second, a.static_scale);
   }
   return result;
 }
@@ -127,7 +137,7 @@ Quantised run(const GluArgs& a) {
   }
   Quantised result = empty_quantised(a.input, p.prefix_width + width);
   if (!space.finish(p.rows)) {
-    finish_empty(result);
+    finish_empty(result, a.static_scale);
     return result;
   }
   part_halves(p.gate, p.up, a, a.input, width);
@@ -150,7 +160,7 @@ Quantised run(const HeadGateInputs& a, const Arg& static_scale) {
   space.add(p.up, rows);
   space.add(p.gate, a.logits);
   if (!space.finish(p.rows)) {
-    finish_empty(result);
+    finish_empty(result, static_scale);
     return result;
   }
   Launch launch(a.input);

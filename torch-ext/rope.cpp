@@ -368,6 +368,8 @@ void run_rope(RopeArgs& a) {
   for (size_t axis = 0; axis < axes; ++axis) {
     tokens *= a.grid[axis];
     dims += a.axis_dims[axis];
+    constexpr const char* kSizes[] = {"num_frames", "height", "width"};
+    if (axes == 3 && a.grid[axis] < 0) fail(kSizes[axis], "a number >= 0", text(a.grid[axis]));
     if (a.axis_dims[axis] < 0 || a.axis_dims[axis] % 2 != 0) {
       fail("rope_dims", "even numbers >= 0", shape_text(a.axis_dims.data(), static_cast<int64_t>(axes)));
     }

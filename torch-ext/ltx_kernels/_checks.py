@@ -1,8 +1,8 @@
 """Argument checks in plain Python: the texts and the order of torch-ext/*.cpp.
 
 The compiled kernels check their own arguments. The fake and the reference implementations run without these kernels,
-and call the checks here. These raise RuntimeError with the same text: ``name: expected ..., got ...``. Checks of memory
-(overlap, strides of zero in an output) are not repeated here. Sizes may be symbolic; comparing them adds a guard only
+and call the checks here. These raise RuntimeError with the same text: ``name: expected ..., got ...``. Whether tensors
+overlap is not checked here: fake tensors have no addresses. Sizes may be symbolic; comparing them adds a guard only
 where the answer decides what is computed.
 
 ``float64=True`` admits a float64 input, and then float64 for everything, for the reference in double precision.
@@ -300,11 +300,29 @@ def _code(name: str, value: int, first: int, last: int) -> None:
         _fail(name, f"a code from {first} to {last}", str(value))
 
 
+def _own_memory(name: str, out: Tensor) -> None:
+    """Raises where two elements lie in one place; strides that do not nest count as if some did.
+
+    Under torch.compile the strides may be symbolic, and are not looked at.
+    """
+    if torch.compiler.is_compiling() or out.is_contiguous():
+        return
+    steps = [(stride, size) for stride, size in zip(out.stride(), out.shape) if size > 1]
+    if any(type(number) is not int for step in steps for number in step) or out.numel() == 0:
+        return
+    reach = 0
+    for stride, size in sorted(steps):
+        if stride <= reach:
+            _fail(name, "memory of its own for every element", f"strides {_shape_text(out.stride())}")
+        reach += (size - 1) * stride
+
+
 def _output(name: str, out: Tensor | None, like_name: str, like: Tensor, shape: Sequence[int]) -> None:
     if out is not None:
         _shape(name, out, shape)
         _same_dtype(name, out, like_name, like)
         _same_device(name, out, like_name, like)
+        _own_memory(name, out)
 
 
 def _vector(name: str, vector: Tensor | None, input: Tensor, width: int, float64: bool) -> None:
@@ -709,14 +727,16 @@ def check_product_options(out_dtype: torch.dtype, use_fast_accum: object) -> Non
             _fail("out_dtype", "bfloat16, float16 or float32", _dtype_text(out_dtype))
 
 
-def check_sum(values: Tensor, weight: Tensor, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """Operands and outputs of the result's shape and dtype."""
-    for name, tensor in tensors.items():
+def check_sum(values: Tensor, weight: Tensor, dtype: torch.dtype, *, addend: Tensor | None, out: Tensor | None) -> None:
+    """An operand and an output of the result's shape and dtype."""
+    for name, tensor in (("addend", addend), ("out", out)):
         if tensor is not None:
             if tensor.dtype != dtype:
                 _fail(name, "dtype " + _dtype_text(dtype), _dtype_text(tensor.dtype))
             _shape(name, tensor, (*values.shape[:-1], weight.shape[0]))
             _same_device(name, tensor, "values", values)
+    if out is not None:
+        _own_memory("out", out)
 
 
 def check_product(
@@ -1113,8 +1133,10 @@ def check_rope(
     if axes not in (1, 3) or len(rope_dims) != axes or len(theta_base) != axes:
         _fail("grid", "1 or 3 axes, with as many rope_dims and theta_base", str(axes))
     tokens = 1
-    for size, dim, base in zip(grid, rope_dims, theta_base):
+    for name, size, dim, base in zip(("num_frames", "height", "width"), grid, rope_dims, theta_base):
         tokens *= size
+        if axes == 3 and size < 0:
+            _fail(name, "a number >= 0", str(size))
         if dim < 0 or dim % 2 != 0:
             _fail("rope_dims", "even numbers >= 0", _shape_text(rope_dims))
         if not 0 < base < math.inf:

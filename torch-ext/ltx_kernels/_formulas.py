@@ -592,6 +592,11 @@ def causal_mask(query: Tensor, key: Tensor) -> Tensor:
     return torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).tril()
 
 
+def _default_scale(query: Tensor) -> float:
+    """What an attention multiplies the scores by; heads without columns have scores of 0 in any case."""
+    return max(query.shape[-1], 1) ** -0.5
+
+
 def attention_with_lse(
     query: Tensor,
     key: Tensor,
@@ -606,7 +611,7 @@ def attention_with_lse(
     if key.shape[2] != query.shape[2]:
         key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
     q, k = query.to(compute).transpose(1, 2), key.to(compute).permute(0, 2, 3, 1)
-    scores = q @ k * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k * (_default_scale(query) if scale is None else scale)
     mask = key_mask(mask, key_lengths, key.shape[1])
     if mask is not None:
         addends = torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask
@@ -663,7 +668,7 @@ def attention_int8(
     most = torch.stack([rotated_k[:, :, part == i].abs().amax((2, 3)) for i in part.unique()], -1)
     key_scale = _int8_scale(most)[:, :, torch.unique(part, return_inverse=True)[1], None]
     scores = (rotated_q / query_scale).round() @ (rotated_k / key_scale).round().transpose(2, 3)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    factor = _default_scale(query) if scale is None else scale
     scores = scores * (query_scale * key_scale.transpose(2, 3) * factor)
     finite = scores.isfinite().all(-1, keepdim=True)
     if not bool(finite.all()):
@@ -694,7 +699,7 @@ def cross_attention(
     compute = _compute_dtype(query)
     q = _normalise_heads(query, query_weight, eps, True).transpose(1, 2)
     k = _normalise_heads(key, key_weight, eps, True).permute(0, 2, 3, 1)
-    scores = q @ k * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k * (_default_scale(query) if scale is None else scale)
     if mask is not None:
         scores = scores + mask.to(compute)[:, None, None]
     return _attend(scores, value, query.dtype)

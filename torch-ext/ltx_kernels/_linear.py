@@ -140,6 +140,9 @@ def linear_cat(
     if torch.is_grad_enabled() and requires_grad(*inputs, weight, bias, out):
         no_given_outputs(out)
         return F.linear(torch.cat(tuple(inputs), -1), weight, bias)
+    if weight.numel() == 0 or any(tensor.numel() == 0 for tensor in inputs):
+        result = F.linear(torch.cat(tuple(inputs), -1), weight, bias)
+        return result if out is None else out.copy_(result)
     if torch.compiler.is_compiling():
         result = _sum_of_products(inputs, weight, bias)
         return result if out is None else out.copy_(result)

@@ -254,11 +254,14 @@ class Trace:
 
         Their storage offset is the same in every replay, so that `as_strided` may make views of them.
         """
-        taken = {storage_number(tensor): self._name_of(tensor) for tensor in arguments if type(tensor) is Tensor}
+        taken = {storage_number(tensor): tensor for tensor in arguments if type(tensor) is Tensor}
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if type(tensor) is Tensor and storage_number(tensor) not in self.others:
                 name = self._name_of(tensor)
-                root = self.roots.get(taken[storage_number(tensor)]) if storage_number(tensor) in taken else name
+                source = taken.get(storage_number(tensor))
+                root: str | None = name
+                if source is not None:  # views of a root have its dtype
+                    root = self.roots.get(self._name_of(source)) if source.dtype == tensor.dtype else None
                 if root is not None:
                     self.roots[name] = root
                 if root == name:
@@ -279,6 +282,8 @@ class Trace:
         views = result if isinstance(result, (tuple, list)) else (result,)
         known = self._name_of(base)
         if not all(type(view) is Tensor and storage_number(view) == storage_number(base) for view in views):
+            return False
+        if any(view.dtype != base.dtype for view in views):  # `Tensor.view(dtype)`, which the line itself repeats
             return False
         if known in self.small:
             for view in views:
