@@ -206,15 +206,17 @@ class Queue:
             if by_steps or status == 0:
                 look(ended=status == 0)
             missing = next((job for job in batch if job.title not in done), None)
+            lines = log.read_text(errors="replace").strip().splitlines()
+            last_line = lines[-1].strip()[:300] if lines else "no output"
             if missing is None:
+                if status and not stopped:  # such as a planted defect that no test noticed
+                    print(f"{batch[-1].title}: measured, with status {status}: {last_line}", flush=True)
                 return done, {}
             if stopped:
                 seconds = time.monotonic() - last
                 self.note(missing, seconds=round(seconds, 1), stopped=True)
                 print(f"{missing.title}: stopped after {seconds:.0f} s", flush=True)
                 return done, {}
-            lines = log.read_text(errors="replace").strip().splitlines()
-            last_line = lines[-1].strip()[:300] if lines else "no output"
             reason = f"status {status}: {last_line}" if status else f"no record of it was written: {last_line}"
             self.note(missing, failed=reason)
             print(f"{missing.title}: failed, {reason}", flush=True)

@@ -355,11 +355,15 @@ def test_what_is_saved(ltx: ModuleType, replay: ModuleType, device: str) -> None
     assert found and kept(found) <= kept(saved)
 
 
+@pytest.mark.parametrize("record", ["1", "check"])
 @pytest.mark.parametrize("of", ["a table", "a bias"])
-def test_an_argument_that_is_made_of_the_blocks_own_weight(ltx: ModuleType, device: str, of: str) -> None:
+def test_an_argument_that_is_made_of_the_blocks_own_weight(
+    ltx: ModuleType, replay: ModuleType, device: str, of: str, record: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradient that goes through the argument is autograd's, and is not counted in the block's a second time."""
     from helpers.ltx_video import make_model
 
+    monkeypatch.setattr(replay, "RECORD", record)
     stock = make_model(device).requires_grad_(True)
     model = copy.deepcopy(stock)
     ltx.optimize(model, graphs=False)

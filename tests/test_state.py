@@ -643,3 +643,18 @@ def test_replicas_run_with_their_own_weights(ltx: ModuleType, device: str) -> No
     assert _off(found, expected) < CLOSE
     ltx.restore(model)
     assert not any("_replicate_for_data_parallel" in vars(part) for part in model.modules())
+
+
+@pytest.mark.parametrize("stock_weights", ["cpu", "beside"])
+def test_replicas_of_a_model_in_fp8(ltx: ModuleType, device: str, stock_weights: str) -> None:
+    """A replica has the parameters alone, which hold the stock weights with "beside"."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 products need a GPU of compute capability 8.9")
+    stock, model, given = _two_of("ltx", device)
+    ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    if stock_weights == "cpu":
+        with pytest.raises(RuntimeError, match=r"DataParallel: a replica would read fp8 values .*; use a process"):
+            _replica(model, 1.0)
+        return
+    found, expected = (_flat(_replica(part, 1.5)(**given, return_dict=False)) for part in (model, stock))
+    assert _off(found, expected) < CLOSE

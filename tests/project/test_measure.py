@@ -84,7 +84,13 @@ FILES = {
         from result_files import save
         from shared import helper
 
-        CASES = {"a": ("rmsnorm", 0), "b": ("rmsnorm", 0), "slow": ("rmsnorm", 60), "bad": ("rmsnorm", 0)}
+        CASES = {
+            "a": ("rmsnorm", 0),
+            "b": ("rmsnorm", 0),
+            "slow": ("rmsnorm", 60),
+            "bad": ("rmsnorm", 0),
+            "flawed": ("rmsnorm", 0),
+        }
 
 
         def main():
@@ -105,6 +111,8 @@ FILES = {
                 commit = (pathlib.Path(__file__).parent / "commit").read_text()
                 new = {"name": case, "commit": commit, "date": f"2026-01-02T00:00:0{len(kept)}+00:00"}
                 save(path, json.dumps({"meta": {"device": "gpu"}, "records": [*kept, new]}))
+                if case == "flawed":
+                    sys.exit("a flaw")
 
 
         if __name__ == "__main__":
@@ -345,6 +353,13 @@ def test_a_job_without_a_new_record_has_failed(fake: Fake, capsys: pytest.Captur
     assert measure.work(fake.queue(), 60) == 1
     assert "failed: program: silent: no record of it was written" in capsys.readouterr().out
     assert fake.reasons().keys() == {"silent"}
+
+
+def test_what_a_program_says_of_its_records_is_shown(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as a planted defect that no test noticed."""
+    fake.cases = ["flawed"]
+    assert measure.work(fake.queue(), 60) == 0
+    assert "program: flawed: measured, with status 1: a flaw" in capsys.readouterr().out
 
 
 def test_an_interrupted_call_leaves_no_program_behind(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

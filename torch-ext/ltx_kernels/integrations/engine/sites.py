@@ -82,6 +82,8 @@ class Entry:
     settings: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
     # `install` calls it, before it gives the module another forward.
     prepare: Callable[[nn.Module], None] = lambda module: None
+    # Why no replica of a module can run its class's forward.
+    why_not_replicated: Callable[[nn.Module], str] = lambda module: ""
     # Why `restore` cannot put a module back, and what it has to undo beside the forward.
     why_not_restored: Callable[[nn.Module], str] = lambda module: ""
     release: Callable[[nn.Module], None] = lambda module: None
@@ -255,6 +257,9 @@ def why_not(module: nn.Module, entry: Entry) -> str:
 def _stock_replica(module: nn.Module) -> nn.Module:
     """A replica of DataParallel that runs its class's forward: one of ours would run the original, with its weights."""
     site = site_of(module)
+    reason = site.entry.why_not_replicated(module)
+    if reason:
+        raise RuntimeError(f"torch.nn.DataParallel: {reason}; use a process for each GPU")
     site.remark("replicas of DataParallel run the stock modules")
     replica: nn.Module = getattr(type(module), REPLICATE)(module)
     own = replica.__dict__

@@ -392,6 +392,7 @@ LINEAR = Entry(
     ("quantize_rows", "scaled_linear"),
     ("input",),
     why_not=lambda module: why_not_fp8(cast(nn.Linear, module)),
+    why_not_replicated=lambda module: "a replica would read fp8 values as its weight" if is_replaced(module) else "",
     why_not_restored=_why_not_restored,
     release=drop_weights,
     release_root=lambda root: _release_root(root),

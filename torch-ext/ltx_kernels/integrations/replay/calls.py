@@ -48,7 +48,7 @@ from ..linear.merged_adapters import is_behind
 from . import gradients
 from .check import compare
 from .checkpoints import run_of
-from .gradient_recorder import GradientRecorder, as_inputs, exchanged
+from .gradient_recorder import GradientRecorder, exchanged
 from .gradients import GradientRecording, Way
 from .recorder import Recorder, Recording
 
@@ -144,9 +144,9 @@ def replayed(
                 if not followed:
                     return state.record(module, compute, args, kwargs, given, handed)
                 mine, options = exchanged((tuple(args), dict(kwargs)), tensors, given)
-                return state.record(module, compute, mine, options, given, handed, way is not None)
+                return state.record(module, compute, mine, options, given, handed)
 
-            if way is None:
+            if not followed:
                 return compare(module, found, again, tensors, handed, trained)
             with _apart(tensors):
                 compare(module, found, again, tensors, handed, trained)
@@ -265,31 +265,27 @@ class Replays:
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
         live: Mapping[str, Any],
-        apart: bool = False,
     ) -> tuple[Any, Recording | str]:
         """Runs a call; returns its result, and the recorded call or the reason why there is none.
 
-        apart: The call runs for the recording alone, and does not count. Without a recording it does not run.
+        A call with gradients runs for the recording alone, and does not count. Without a recording it does not run.
         """
+        followed = torch.is_grad_enabled()
         call = functools.partial(compute, module, *args, **kwargs)
         weights = self.state.tensors
         known = {id(value) for value in (*tensors, *weights, *live.values())}
         if len(known) < len(tensors) + len({id(tensor) for tensor in weights}) + len(live):
-            return None if apart else call(), "an argument is given twice"
+            return None if followed else call(), "an argument is given twice"
         if not all(map(has_torch_backend, self._attentions)):
-            return None if apart else call(), "a backend of attention may run kernels that no torch function tells of"
-        followed = torch.is_grad_enabled()
-        given = as_inputs(tensors) if followed else tensors
-        if followed:
-            call = functools.partial(
-                compute, module, *exchanged(args, tensors, given), **exchanged(kwargs, tensors, given)
+            return (
+                None if followed else call(),
+                "a backend of attention may run kernels that no torch function tells of",
             )
         recorder: Recorder | GradientRecorder
         try:
-            recorder = GradientRecorder(given, weights) if followed else Recorder(given, weights, live)
+            recorder = GradientRecorder(tensors, weights) if followed else Recorder(tensors, weights, live)
         except Exception as error:
-            return None if apart else call(), f"its tensors cannot be recorded: {error}"
-        recorder.apart = apart
+            return None if followed else call(), f"its tensors cannot be recorded: {error}"
         try:
             thread.recorder = recorder
             answer = None if self._asks is None else self._asks(module)
@@ -315,7 +311,7 @@ class Replays:
         mine, options = exchanged((tuple(args), dict(kwargs)), tensors, given)
         try:
             with _apart(tensors):
-                found = self.record(module, compute, mine, options, given, {}, apart=True)[1]
+                found = self.record(module, compute, mine, options, given, {})[1]
         except Exception as error:
             return f"a call has failed: {error}"
         return cast("GradientRecording | str", found)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..._torch_private import storage_number
 from ..engine.guards import ATTRIBUTE
-from .gradient_recorder import as_inputs
 from .gradients import GradientRecording, choices, without_autocast
 from .recorder import Recording, same_constant
 
@@ -28,6 +27,8 @@ def compare(
 ) -> Any:
     """The ordinary call's result; RuntimeError where a recorded call on copies of the arguments has another one.
 
+    Where calls have gradients, the ordinary call runs on copies too, so that no gradient goes on beyond the arguments.
+
     again: Runs the ordinary call on given tensors; its result, and another recording of it or the reason why there is
         none.
     trained: The parameters that need a gradient, where calls have gradients.
@@ -36,10 +37,13 @@ def compare(
     given = [_copy_of(tensor, storages) for tensor in tensors]
     followed = isinstance(found, GradientRecording)
     if followed:
-        tensors = as_inputs(tensors)
+        storages = {}
+        tensors = [_copy_of(tensor, storages) for tensor in tensors]
     mine = [_copy_of(value, storages) if type(value) is Tensor else copy.deepcopy(value) for value in live.values()]
     replayed = found.run([*given, *mine, []] if live else given)
     result, now = again(tensors)
+    if followed and result is None:
+        raise RuntimeError(f"LTX_KERNELS_RECORD: {_path_of(module)}: the call is no longer recorded: {now}")
     pairs = list(_pairs(replayed, result, "result"))
     for i, both in enumerate(zip(given, tensors)):
         pairs += _pairs(*both, f"argument {i}")

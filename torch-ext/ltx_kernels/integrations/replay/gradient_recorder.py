@@ -66,6 +66,8 @@ class GradientRecorder(DispatchMode, Trace):
     memory of those that nothing else holds.
     """
 
+    apart = True
+
     def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         DispatchMode.__init__(self)
         self.forms: dict[_Form, str] = {}
@@ -314,14 +316,6 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 def _form(tensor: Tensor) -> _Form:
     return _Form(storage_number(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def as_inputs(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The arguments for a call that is traced. Those that need a gradient become views, at which its backward ends.
-
-    If one argument was computed from another one, the backward would otherwise go on from the first to the second.
-    """
-    return [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def exchanged(value: Any, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Any:

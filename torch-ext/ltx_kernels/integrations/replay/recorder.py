@@ -121,13 +121,14 @@ class Trace:
     call made is one torch.as_strided, however long the chain of views was.
     """
 
+    apart = False  # whether the call runs for the recording alone, and does not count
+
     def __init__(self, given: Sequence[Tensor], held: Sequence[Tensor], live: Mapping[str, Any]) -> None:
         # By site, counter and text: what the call counts, but for what functions of `as_one` count at every replay.
         self.counts: Counter[tuple[Site, str, str]] = Counter()
         self.live = {id(value): f"live_{name}" for name, value in live.items()}
         self.reason = ""  # why the call cannot be replayed; empty as long as it can
         self.paused = False
-        self.apart = False  # the call is traced alone, and does not count
         self.names: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # tensor and variable, by the tensor's id
         self.globals: dict[str, Any] = {}
         self.lines: list[Line] = []
