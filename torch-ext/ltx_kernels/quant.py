@@ -1056,6 +1056,8 @@ def scaled_linear(
         if addend is not None and not _has_whole_rows(addend):
             addend = addend.clone(memory_format=torch.contiguous_format)  # also where only its address does not fit
         into = out if out is not None and _has_whole_rows(out) else None
+        if out is not None and into is None:  # the op does not see it
+            check_sum(values, weight, out_dtype, addend=None, out=out)
         result = multiply(values, scales, weight, weight_scales, bias, out_dtype, use_fast_accum, addend, into)
         return result if out is None or into is not None else out.copy_(result)
     except Exception:  # also the dispatcher's, and that of a gradient, which is asked for before the op has checked

@@ -39,6 +39,7 @@ class Mixture:
     gate: The name of the module that returns (indices [tokens, chosen], weights [tokens, chosen], anything else).
     experts: The name of the list of experts.
     shared: The name of the MLP that takes all tokens.
+    chosen: The attributes of the mixture and of its gate that say how many experts a token gets.
     """
 
     classes: tuple[str, ...]
@@ -47,6 +48,7 @@ class Mixture:
     gate: str = "gate"
     experts: str = "experts"
     shared: str = "shared_experts"
+    chosen: tuple[str, str] = "num_activated_experts", "top_k"
 
     def packs(self, module: nn.Module) -> tuple[tuple[str, ...], ...]:
         """The experts' first layers, and their last ones."""
@@ -132,13 +134,15 @@ def _mixture(spec: Mixture, module: nn.Module, input: Tensor) -> Tensor:
     reason = "under torch.compile" if torch.compiler.is_compiling() else why_not_input(input, site.rounding)
     if torch.is_grad_enabled() or module.training:
         reason = reason or "with gradients, or to be trained"
+    gate, experts, shared = children(module, spec.gate, spec.experts, spec.shared)
+    if module.__dict__[spec.chosen[0]] != gate.__dict__.get(spec.chosen[1]):
+        reason = reason or "its gate chooses another number of experts"
     if reason:
         refuse(HOST)
         site.remark(f"experts called by the model's own code: {reason}")
         return cast(Tensor, site.stock(module, input))
     layers = kept_layers("experts", module, input, ExpertLayers, spec)
     weights = layers.weights()
-    gate, experts, shared = children(module, spec.gate, spec.experts, spec.shared)
     index, weight, *_ = gate(input)
     rows, order, ends = _sorted(input.reshape(-1, input.shape[-1]), index, layers.experts)
     if weights is None:

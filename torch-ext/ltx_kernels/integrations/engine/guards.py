@@ -223,6 +223,8 @@ def why_not_norm_weight(module: NormModule, input: Tensor, casts: bool = False, 
             return f"its {name} is no parameter"
     if "parametrizations" in module._modules:
         return "its weight is parametrized"
+    if not module.__dict__.get("with_scale", True) and module._parameters.get("weight") is not None:  # Gemma's
+        return "its with_scale is off"
     for name, parameter in module._parameters.items():
         if parameter is not None:
             reason = why_not_tensor(f"its {name}", parameter, input, casts, gradient)

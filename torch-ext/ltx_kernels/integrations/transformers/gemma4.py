@@ -98,7 +98,7 @@ def layer_forward(
     )
     h.add(attended[0], norm=norm2)
     branch = ff(h.norm(norm3, into="mlp"))
-    h.add(_with_experts(self, branch, h.value()) if "experts" in self._modules else branch, norm=norm4)
+    h.add(_with_experts(self, branch, h.value()) if self.__dict__["enable_moe_block"] else branch, norm=norm4)
     if OF_INPUT[0] in self._modules:
         gate, projection, norm5 = children(self, *OF_INPUT)
         gated = geglu(gate(h.value()), per_layer_input, rounding=site_of(self).rounding)

@@ -6,12 +6,15 @@ differ: with Gemma's formula in the place of Llama's, a model computes something
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from ...glu import swiglu
 from ...norm import rmsnorm
+from ..blocks.gated_mlp import ACTIVATIONS, SILU
+from ..engine.code import patched
 from ..engine.guards import class_of, name_of, why_not_input, why_not_norm_weight, why_not_tensor
 from ..engine.norm_forms import LANGUAGE_FORMS, LLAMA4_NORMS, NORMS, OFFSET_NORMS, form_of
 from ..engine.norm_forms import transformers_class as _class
@@ -39,6 +42,17 @@ def rms_norm_forward_of_x(self: nn.Module, x: Tensor) -> Tensor:
     return rms_norm_forward(self, x)
 
 
+def _why_not_silu(norm: nn.Module) -> str:
+    """Why a gated norm's activation is not torch's SiLU; empty if it is."""
+    name = norm.__dict__.get("activation")
+    if name is None:  # the class calls torch's function by itself, as in earlier releases of transformers
+        return ""
+    found = dict.get(sys.modules["transformers.activations"].ACT2FN, name)  # without an instance of it
+    if not isinstance(found, type) or ACTIVATIONS.get(name_of(found)) != SILU:
+        return f"its activation is {name}"
+    return patched(found)
+
+
 def gated_rms_norm_forward(self: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
     site = site_of(self)
     reason = (
@@ -46,8 +60,7 @@ def gated_rms_norm_forward(self: nn.Module, hidden_states: Tensor, gate: Tensor)
         or why_not_tensor("gate", gate, hidden_states)
         or why_not_norm_weight(self, hidden_states)  # type: ignore[arg-type]
         or ("" if gate.shape == hidden_states.shape else "its gate has another shape than its input")
-        # Earlier releases of transformers have no other activation, and no such attribute.
-        or ("" if getattr(self, "activation", "silu") == "silu" else "its activation is not SiLU")
+        or _why_not_silu(self)
     )
     if reason:
         return stock_forward(self, reason, hidden_states, gate)
