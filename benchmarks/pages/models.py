@@ -50,6 +50,15 @@ def models() -> str:
         whole = [record for record in records if record["config"] == config and not record.get("shallow", False)]
         return {model_of(record): record["gain"][other] for record in whole if other in record["gain"]}
 
+    def of_graphs(config: str, other: str) -> dict[str, float]:
+        """The gains over another configuration where both run as CUDA graphs, without the host's time."""
+        ms = {(model_of(record), record["config"]): record["graph_ms"] for record in records if "graph_ms" in record}
+        return {
+            title: ms[title, other] / ms[title, config]
+            for title, known in ms
+            if known == config and (title, other) in ms
+        }
+
     def spread(gains: dict[str, float]) -> str:
         least, most = (pick(gains, key=lambda title: gains[title]) for pick in (min, max))
         mean = geometric_mean(list(gains.values()))
@@ -61,8 +70,15 @@ def models() -> str:
         for other in ("baseline", *COMPILED)
         if (gains := whole(config, other))
     ]
-    late = dict.fromkeys(title for mode in COMPILED for title, gain in whole("kernels", mode).items() if gain < 1)
-    summary += [f"- Slower than torch.compile: {', '.join(late)}."] if late else []
+    summary += [
+        f"- {CONFIGS[config]} beside {CONFIGS[other]}, both as CUDA graphs, over {len(gains)} models: {spread(gains)}."
+        for config in ("kernels", "kernels_fp8")
+        for other in ("baseline", "compile")
+        if (gains := of_graphs(config, other))
+    ]
+    for config in ("kernels", "kernels_fp8"):
+        late = dict.fromkeys(title for mode in COMPILED for title, gain in whole(config, mode).items() if gain < 1)
+        summary += [f"- {CONFIGS[config]} is slower than torch.compile: {', '.join(late)}."] if late else []
     if any(record["config"] == AUTOTUNED for record in records):
         summary.append(f'- {CONFIGS[AUTOTUNED]}: the mode "max-autotune-no-cudagraphs". README.md has the faster mode.')
     notes: dict[str, dict[str, None]] = {}
@@ -70,18 +86,19 @@ def models() -> str:
         if "note" in record:
             notes.setdefault(record["note"], {})[model_of(record)] = None
     head = (
-        "| model | shape | | ms | x diffusers | x torch.compile | first step | peak GiB | error | "
+        "| model | shape | | ms | x diffusers | x torch.compile | ms as a CUDA graph | first step | peak GiB | error | "
         f"after {loop_steps()} steps |"
     )
     row = (
         "| {model} | {shape}{depth} | {config} | {ms} | {gain.baseline?:.2f} | {gain.compile?:.2f} | "
-        "{first_step} | {peak_gb:.1f} | {error_vs_fp32?:.2e} | {loop_error_vs_fp32?:.2e} |"
+        "{graph_ms?:.1f} | {first_step} | {peak_gb:.1f} | {error_vs_fp32?:.2e} | {loop_error_vs_fp32?:.2e} |"
     )
     return text(
         f"One forward on one {meta['device']}, torch {meta['torch']}, diffusers {meta['diffusers']}, {meta['dtype']}, "
         f"random weights, batch as the pipelines pass it ({link('h200-models')}, `python benchmarks/models.py`). The "
         "error compares the first blocks of each kind with float32, after one forward and in the latents after "
-        f"{loop_steps()} steps.",
+        f"{loop_steps()} steps. `ms` is of launched steps, which wait for a slow host where they are short. There "
+        '`optimize` captures CUDA graphs by itself (`graphs="auto"`).',
         table(
             head,
             row,
