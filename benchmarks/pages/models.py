@@ -81,10 +81,6 @@ def models() -> str:
         summary += [f"- {CONFIGS[config]} is slower than torch.compile: {', '.join(late)}."] if late else []
     if any(record["config"] == AUTOTUNED for record in records):
         summary.append(f'- {CONFIGS[AUTOTUNED]}: the mode "max-autotune-no-cudagraphs". README.md has the faster mode.')
-    notes: dict[str, dict[str, None]] = {}
-    for record in records:
-        if "note" in record:
-            notes.setdefault(record["note"], {})[model_of(record)] = None
     head = (
         "| model | shape | | ms | x diffusers | x torch.compile | ms as a CUDA graph | first step | peak GiB | error | "
         f"after {loop_steps()} steps |"
@@ -111,7 +107,6 @@ def models() -> str:
         ),
         "Times as fast:",
         "\n".join(summary),
-        "\n".join(f"{', '.join(titles)}: {note}" for note, titles in notes.items()),
     )
 
 
