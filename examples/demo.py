@@ -50,12 +50,12 @@ from ltx_pipeline import (
     parse,
     progress_bar,
     quiet,
-    replaced,
     write_video,
 )
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 from rich.table import Table
+from run_report import replaced
 from scenes import PROMPTS, recognise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import os
 import statistics
 import sys
@@ -83,16 +82,15 @@ from image_pipeline import load_pipeline, timed_parts
 from ltx_pipeline import (
     device_of,
     load_kernels,
-    of_report,
     origin,
     peak_memory,
     progress_bar,
     quiet,
-    ran,
     suffix,
 )
 from rich.console import Console
 from rich.table import Table
+from run_report import failed, finished, of_report
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -204,28 +202,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         image, result = generate(args, console)
     except (ExampleError, torch.OutOfMemoryError) as error:
-        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-        if isinstance(error, torch.OutOfMemoryError):
-            console.print("--offload, --precision fp8 or a smaller size take less memory.", highlight=False)
-        return 1
+        return failed(error, console, "--offload, --precision fp8 or a smaller size")
     name = f"{args.output.stem}{suffix(args.optimized, args.compile)}{args.output.suffix or '.png'}"
     path = args.output.with_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path)
     result["files"] = [str(path)]
-    report = result["report"]
-    if report:
-        console.print(f"\n{report['text']}", highlight=False, soft_wrap=True, markup=False)
-    console.print(make_table(result))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"wrote {args.json}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"wrote {path}", highlight=False, soft_wrap=True, markup=False)
-    if report and not ran(report):
-        console.print("fault: none of the package's ops ran; the report says why", style="red", highlight=False)
-        return 1
-    return 0
+    return finished(result, make_table(result), console, args.json)
 
 
 if __name__ == "__main__":

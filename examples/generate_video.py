@@ -16,7 +16,6 @@ video's name ends in what made it: `_optimized`, `_baseline`, `_optimized_compil
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -76,18 +75,17 @@ from ltx_pipeline import (
     Generator,
     load_kernels,
     load_pipeline,
-    of_report,
     origin,
     parse,
     peak_memory,
     progress_bar,
     quiet,
-    ran,
     suffix,
     write_video,
 )
 from rich.console import Console
 from rich.table import Table
+from run_report import failed, finished, of_report
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -237,13 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120, quiet=not first)
     try:
         clip, result = generate(args, console)
-    except ExampleError as error:
-        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-        return 1
-    except torch.OutOfMemoryError as error:
-        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-        console.print("--offload, fewer frames, a smaller size or a smaller batch take less memory.", highlight=False)
-        return 1
+    except (ExampleError, torch.OutOfMemoryError) as error:
+        return failed(error, console, "--offload, fewer frames, a smaller size or a smaller batch")
     if args.parallel:
         dist.destroy_process_group()
     if not first:
@@ -257,23 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
         written, note = write_video(frames, args.output.with_name(name), args.gif)
         files += written
     result["files"] = [str(path) for path in files]
-
-    report = result["report"]
-    if report:
-        console.print(f"\n{report['text']}", highlight=False, soft_wrap=True, markup=False)
-    console.print(make_table(result))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-        files.append(args.json)
-    for path in files:
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True, markup=False)
-    if note:
-        console.print(note, highlight=False)
-    if report and not ran(report):
-        console.print("fault: none of the package's ops ran; the report says why", style="red", highlight=False)
-        return 1
-    return 0
+    return finished(result, make_table(result), console, args.json, note)
 
 
 if __name__ == "__main__":

@@ -434,38 +434,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def of_report(report: Any) -> dict[str, Any] | None:
-    """A report, for JSON; None without one."""
-    if report is None:
-        return None
-    return {
-        "replaced": replaced(report),
-        "left_alone": report.left_alone,
-        "notes": report.notes,
-        "text": str(report),
-    }
-
-
-def ran(report: dict[str, Any]) -> bool:
-    """Whether the package's ops did anything; a replaced module that never ran them says nothing."""
-    return any(site["calls"] + site["traces"] for site in report["replaced"] if site["ops"])
-
-
-def replaced(report: Any) -> list[dict[str, Any]]:
-    """The sites of a report, for JSON."""
-    return [
-        {
-            "class": site.class_name,
-            "modules": site.modules,
-            "calls": site.calls,
-            "traces": site.traces,
-            "fallbacks": dict(site.fallbacks),
-            "ops": list(site.ops),
-        }
-        for site in report.sites
-    ]
-
-
 def quiet() -> None:
     """Hides the libraries' warnings about random weights and missing packages."""
     diffusers.utils.logging.set_verbosity_error()
