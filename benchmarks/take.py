@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from records import PROGRAMS, WHOLE, Job, Program, Record, is_ledger, jobs_of, program_of, records_in
@@ -27,9 +27,10 @@ def finished_in(folder: Path) -> dict[str, str]:
     return {call["job"]: call["date"] for path in ledgers for call in records_in(path) if "sources" in call}
 
 
-def measured_in(folder: Path, programs: Iterable[Program]) -> dict[tuple[Program, str], list[Job]]:
-    """The jobs that calls in a folder have finished, by program and machine."""
-    finished = finished_in(folder)
+def measured_in(
+    folder: Path, programs: Iterable[Program], finished: Mapping[str, str]
+) -> dict[tuple[Program, str], list[Job]]:
+    """The jobs of a folder that are `finished_in` it, by program and machine."""
     files = [path.stem for path in sorted(folder.glob("*.json"))]
     found = {}
     for program in programs:
@@ -80,7 +81,7 @@ def take_all(folder: Path, results: Path, programs: Iterable[Program] = PROGRAMS
     taken: dict[tuple[Program, str], list[Job]] = {}
     left = {}
     dates = finished_in(folder)
-    for (program, machine), jobs in measured_in(folder, programs).items():
+    for (program, machine), jobs in measured_in(folder, programs, dates).items():
         known = {job.name: job.records for job in jobs_of(program, machine, results)}
         for job in jobs:
             missing = missing_peers(known.get(job.name, []), job.records)
