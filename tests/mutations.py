@@ -955,11 +955,11 @@ def copy_sources(directory: Path) -> None:
 def give_history(directory: Path) -> None:
     """The commits to the copy, for the tests that read them; without any they would be left out, and notice nothing."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    if not (directory / ".git").exists():
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            clone = ["git", "clone", "--quiet", "--shared", "--no-checkout", str(REPOSITORY), folder]
-            subprocess.run(clone, check=True)
-            (Path(folder) / ".git").rename(directory / ".git")
+    shutil.rmtree(directory / ".git", ignore_errors=True)  # of another checkout, or of one that is gone
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        clone = ["git", "clone", "--quiet", "--shared", "--no-checkout", str(REPOSITORY), folder]
+        subprocess.run(clone, check=True)
+        (Path(folder) / ".git").rename(directory / ".git")
     subprocess.run(["git", "reset", "--quiet", "--mixed", head.stdout.strip()], cwd=directory, check=True)
 
 

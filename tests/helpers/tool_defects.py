@@ -604,10 +604,24 @@ TOOL_DEFECTS = [
     ),
     defect(
         "a traced backward that goes on to other arguments",
-        ENGINE + "replay/gradient_recorder.py",
-        "tensor.view_as(tensor) if tensor.requires_grad else tensor for",
-        "tensor for",
-        "replay_gradients::test_an_argument_that_is_made_of_another",
+        ENGINE + "replay/calls.py",
+        "given = [tensor.detach().requires_grad_(tensor.requires_grad) for",
+        "given = [tensor.view_as(tensor) for",
+        "replay_gradients::test_an_argument_that_is_made_of_the_blocks_own_weight",
+    ),
+    defect(
+        "a checked call with gradients that goes on beyond its arguments",
+        ENGINE + "replay/check.py",
+        "tensors = [_copy_of(tensor, storages) for",
+        "tensors = [tensor.view_as(tensor) for",
+        "replay_gradients::test_an_argument_that_is_made_of_the_blocks_own_weight",
+    ),
+    defect(
+        "Gemma's norms that multiply by a weight that is switched off",
+        ENGINE + "engine/guards.py",
+        'if not module.__dict__.get("with_scale", True) and',
+        "if False and",
+        "state::test_every_change_in_every_language_model_is_followed",
     ),
     defect(
         "gradients of recorded calls that are not compared",
