@@ -130,6 +130,8 @@ def seed(text: str) -> int:
 
 def new_file(text: str) -> Path:
     """A path in which a file can be made: its directory is there, or can be made."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory; name a file")
     parent = Path(text).absolute().parent
     while not parent.exists():
         parent = parent.parent

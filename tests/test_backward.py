@@ -493,14 +493,23 @@ def test_forward_mode_and_transforms_run_plain_torch(ltx: Any, device: str) -> N
 @every_case_of
 @pytest.mark.host
 def test_a_second_derivative_is_an_error(ltx: Any, device: str, name: str) -> None:
-    """Never zeros."""
+    """Never zeros, also where the first gradient does not depend on the result, or has other parts."""
     case = case_of(name, device, torch.float32)
     needs = given(case)
     case = with_needs(case, needs)
-    total = sum((out.square().sum() for out in case.run(ltx)), torch.zeros((), device=device))
-    (first,) = torch.autograd.grad(total, case.kwargs[needs[0]], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.square().sum().backward()
+    x = case.kwargs[needs[0]]
+    for power in (2, 1):
+        for other in (0.0, x.square().sum()):
+            outs = [out.pow(power).sum() for out in case.run(ltx)]
+            (first,) = torch.autograd.grad(sum(outs, other), x, create_graph=True)
+            penalty = first.square().sum()
+            for differentiate in (
+                lambda penalty=penalty: penalty.backward(retain_graph=True),
+                lambda penalty=penalty: penalty.backward(inputs=[x], retain_graph=True),
+                lambda penalty=penalty: torch.autograd.grad(penalty, x),
+            ):
+                with pytest.raises(RuntimeError, match="once_differentiable"):
+                    differentiate()
 
 
 @pytest.mark.host

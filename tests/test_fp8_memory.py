@@ -101,7 +101,7 @@ def test_shared_weights_stay(ltx: ModuleType, model: nn.Module, inputs: dict[str
     assert torch.equal(model(**inputs)[0], want)
     dtypes = [attention.get_submodule(name).weight.dtype for attention in (first, second) for name in ("to_q", "to_k")]
     assert dtypes == [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn]
-    assert "(3 beside the stock ones, which other modules share)" in str(report)
+    assert "(3 beside the stock ones, which other modules read)" in str(report)
 
 
 def test_held_weights_are_saved(ltx: ModuleType, model: nn.Module, tmp_path: Any) -> None:

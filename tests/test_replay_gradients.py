@@ -253,9 +253,13 @@ def test_two_backwards_of_one_call(ltx: ModuleType, device: str) -> None:
             assert torch.equal(parameter.grad, 2 * once[name])
     inputs["hidden_states"].requires_grad_()
     model(**inputs)[0].square().mean().backward()
-    (first,) = torch.autograd.grad(model(**inputs)[0].square().mean(), inputs["hidden_states"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    for power in (1, 2):
+        loss = model(**inputs)[0].pow(power).mean()
+        (first,) = torch.autograd.grad(loss, inputs["hidden_states"], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            torch.autograd.grad(first.square().sum(), inputs["hidden_states"])
 
 
 def test_calls_that_are_not_recorded(ltx: ModuleType, replay: ModuleType, kind: Any, device: str) -> None:

@@ -822,10 +822,17 @@ TOOL_DEFECTS = [
     ),
     defect(
         "a backward Function that is differentiated twice",
-        PACKAGE + "_autograd.py",
-        "from torch.autograd.function import once_differentiable\n",
-        "once_differentiable: Any = lambda function: function\n",
+        PACKAGE + "_once.py",
+        "if not read or not tensors:",
+        "if True:",
         "backward",
+    ),
+    defect(
+        "second derivatives without an edge to what a backward has saved",
+        PACKAGE + "_once.py",
+        "(*gradients, *ctx.saved_tensors)",
+        "gradients",
+        "backward::test_a_second_derivative_is_an_error",
     ),
     defect(
         "a backward Function for arguments whose gradient it does not give",

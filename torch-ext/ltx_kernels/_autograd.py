@@ -19,10 +19,10 @@ from typing import Any, Callable
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from ._checks import RMS
+from ._once import once_differentiable
 from ._ops import ops
 from ._row_sums import UNMODULATED, Modulation, Norm, of_gate, of_modulated_norm, of_norm, of_two_modulations
 from ._torch_private import forward_ad, in_func_transform

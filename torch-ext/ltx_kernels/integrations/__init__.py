@@ -21,6 +21,7 @@ from .engine.threads import one_at_a_time
 from .hub_layers import kernel_mapping as kernel_mapping
 from .linear import fp8
 from .linear.checkpoints import Placed, Weights, open_weights
+from .linear.lora import shared_weights
 from .linear.merged_adapters import follow as follow_merged_adapters
 from .linear.offload import carried_bytes, is_offloaded
 from .linear.packing import pack
@@ -233,7 +234,7 @@ def _install(
     puts = [put for file in files for put in file.read(groups)]  # all is read before anything is put in its place
     for put in puts:
         put()
-    shared = fp8.shared_weights(root for reference in report._roots if (root := reference()) is not None)
+    shared = shared_weights(root for reference in report._roots if (root := reference()) is not None)
     for linears in [] if files else groups:
         fp8.quantise_weights(linears, stock_weights, shared)
     if rounding == "fp32":

@@ -87,7 +87,8 @@ class CausalAttention(Projections):
 
     def groups(self, module: nn.Module, prefix: str) -> list[tuple[str, ...]]:
         """The linear layers of a module that share an input, by their names after a prefix, for fp8."""
-        return [tuple(f"{prefix}.{name}" for name in self.present(module)), (f"{prefix}.o_proj",)]
+        groups = self.present(module), ("o_proj",) if "o_proj" in module._modules else ()
+        return [tuple(f"{prefix}.{name}" for name in names) for names in groups if names]
 
     def present(self, module: nn.Module) -> tuple[str, ...]:
         """Names the layers among `projections` that a module has."""

@@ -18,7 +18,19 @@ from ..._linear import joined_bits
 from ...quant import quantize_weight
 from ..engine.guards import class_of
 from .fp8 import LINEAR_CLASS, held_dtypes, put_loaded_weights, quantised_weight
-from .fp8_files import FILE, File, Slot, check_buffers, device_of, home_of, is_on_meta, move_buffers, put, slots_of
+from .fp8_files import (
+    FILE,
+    File,
+    Slot,
+    check_buffers,
+    check_layers,
+    device_of,
+    home_of,
+    is_on_meta,
+    move_buffers,
+    put,
+    slots_of,
+)
 from .original_names import Piece, StandIn, converted, is_of_diffusers, pieces_of
 from .scaled_weights import E4M3, FLOATING, FP8, ScaledWeights, refuse
 from .tensor_files import DTYPES, INDEX, TensorFiles, open_file
@@ -186,6 +198,7 @@ class Checkpoint:
     def read(self, groups: Sequence[Sequence[nn.Linear]]) -> list[Callable[[], None]]:
         """Reads all tensors, each once, as `File.read` does."""
         names = {id(module): name for name, module in self.root.named_modules()}
+        check_layers(self.root, groups)
         device, on_meta = device_of(self.root), is_on_meta(self.root)
         puts = move_buffers(self.root)
         in_groups: set[str] = set()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from ..engine.autocast import autocast_dtype
 from ..engine.guards import ATTRIBUTE, is_ordinary, version_of, why_not_input
 from ..engine.sites import Entry, site_of, stock_forward, why_stock
 from .frozen import Layers, Rows, rows_of
-from .lora import base_of, is_lora
+from .lora import base_of, has_adapters, shared_weights
 from .offload import hooks_of, is_offload, is_offloaded, tell_offload
 
 LINEAR_CLASS = "torch.nn.modules.linear.Linear"
@@ -69,13 +68,6 @@ def quantised_weight(linear: nn.Linear) -> Rows:
         if torch.is_grad_enabled():  # autograd saves it, and `bring_back` may give the parameter other data meanwhile
             values = values.detach()
     return values, cast(Tensor, linear._buffers[SCALES])
-
-
-def shared_weights(roots: Iterable[nn.Module]) -> set[int]:
-    """The ids of parameters that several modules hold. Their data stays, whatever `stock_weights` is."""
-    modules = {id(module): module for root in roots for module in root.modules()}
-    held = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
-    return {parameter for parameter, count in held.items() if count > 1}
 
 
 def quantise_weights(linears: Sequence[nn.Linear], stock_weights: str, shared: Container[int]) -> None:
@@ -182,7 +174,7 @@ def held_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
 def free_weight(linear: nn.Linear) -> int:
     """Frees a stock weight that lies beside the fp8 weight; returns its size in bytes."""
     size = linear.weight.nbytes
-    _replace(linear, FREED, linear.register_state_dict_pre_hook(_refuse_to_save))
+    _replace(linear, FREED, linear.register_state_dict_post_hook(_refuse_to_save))
     return size
 
 
@@ -261,10 +253,12 @@ def is_freed(linear: nn.Module) -> bool:
 # ---- Saving and loading of stock weights
 
 
-def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise RuntimeError(
-        f"{prefix}weight is {ALONE} and cannot be saved as a stock weight: report.save_weights saves it in fp8"
-    )
+def _refuse_to_save(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    if not any(has_adapters(root) for reference in site_of(module).roots if (root := reference()) is not None):
+        raise RuntimeError(
+            f"{prefix}weight is {ALONE} and cannot be saved as a stock weight: report.save_weights saves it in fp8"
+        )
+    del state[f"{prefix}weight"]  # what is left has the adapters, for peft
 
 
 def _save_stock(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -325,6 +319,8 @@ def why_not_fp8_input(input: Tensor) -> str:
 
 def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
     """Why the product with the fp8 weight cannot run; empty if it can."""
+    if "weight" not in linear._parameters:
+        return "its weight is parametrized"
     values, _ = quantised_weight(linear)
     if is_replaced(linear) and _is_exchanged(linear):
         return "another parameter is in the place of the fp8 weight"
@@ -364,7 +360,7 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 def run_stock(self: nn.Linear, reason: str, input: Tensor) -> Tensor:
     """The layer's output by its stock weight, counted as a fallback."""
-    site, given = site_of(self), self._parameters["weight"]
+    site, given = site_of(self), self._parameters.get("weight")
     if is_replaced(self) and _is_exchanged(self) and given is not None and given.dtype == input.dtype:
         return cast(Tensor, stock_forward(self, reason, input))
     if is_freed(self):
@@ -427,7 +423,7 @@ def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], 
     text = f"fp8: {len(linears)} linear layers, {size / 2**20:.1f} MiB of weights"
     kept = sum(id(linear.weight) in shared for linear in linears)
     if kept and stock_weights != BESIDE:
-        text += f" ({kept} beside the stock ones, which other modules share)"
+        text += f" ({kept} beside the stock ones, which other modules read)"
     if loaded:
         return f"{text}, which were loaded: there is no restore"
     if stock_weights == FREED:
@@ -439,11 +435,11 @@ def finish(roots: Collection[nn.Module], groups: Sequence[Sequence[nn.Linear]], 
 
 
 def _release_root(root: nn.Module) -> None:
-    for name in CHANGING:
+    for name in (*CHANGING, "save_pretrained"):
         root.__dict__.pop(name, None)
     for module in root.modules():
-        if is_lora(module):
-            for name in ("merge", "unmerge"):
+        if "base_layer" in module._modules:
+            for name in ("merge", "unmerge", "update_layer"):
                 module.__dict__.pop(name, None)
         if not any(map(is_replaced, module.modules())):
             _remove_hooks(module)

@@ -10,9 +10,9 @@ import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,12 +96,30 @@ def save(models: Mapping[str, nn.Module], folder: Path) -> None:
             save_config = getattr(root, "save_config", None)  # diffusers'
             if callable(save_config):
                 save_config(path)
+            elif hasattr(getattr(root, "config", None), "save_pretrained"):  # transformers'
+                cast(Any, root).config.save_pretrained(path)
             contents = {name: tensor.contiguous() for name, tensor in tensors[component].items()}
             metadata = {"format": "pt", "ltx_kernels": FORMAT, "class": class_of(root)}
             library.save_file(contents, path / FILE, metadata=metadata)
             finished += [(file, folder / component / file.name) for file in path.iterdir()]
         for file, place in finished:
             os.replace(file, place)
+
+
+def check_layers(root: nn.Module, groups: Iterable[Iterable[nn.Linear]]) -> None:
+    """ValueError where layers cannot have weights in fp8 alone, without stock weights to go back to."""
+    in_fp8 = {id(linear._parameters) for linears in groups for linear in linears}
+    for slot in slots_of(root):
+        inside = [name for name, (held, _) in zip(slot.names, slot.places) if id(held) in in_fp8]
+        if not inside or not inside[0].endswith(".weight"):
+            continue
+        outside = [name for name in slot.names if name not in inside]
+        if outside:
+            raise ValueError(
+                f"weights: {inside[0]}: expected a weight of layers in fp8 alone, got that of {outside[0]}"
+            )
+        if slot.tensor.dtype == torch.float32 and slot.tensor.device.type != "meta":
+            raise ValueError(f"weights: {inside[0]}: expected a model in bfloat16, got float32: call model.bfloat16()")
 
 
 def check_buffers(root: nn.Module) -> None:
@@ -187,12 +205,13 @@ class File:
         held = held_dtypes(self.root)
         for slot in slots_of(self.root):
             shape, own = list(slot.tensor.shape), held.get(slot.name, slot.tensor.dtype)
-            layer, _, key = slot.name.rpartition(".")
+            layers = {name[: -len(".weight")] for name in slot.names if name.endswith(".weight")}
             in_file = found.get(slot.name)
             is_e4m3 = in_file is not None and in_file.dtype == torch.float8_e4m3fn and own != torch.float8_e4m3fn
-            if key == "weight" and (layer in self.linears or is_e4m3):
-                expected[slot.name] = Expected(shape, (torch.float8_e4m3fn,))
-                expected[f"{layer}.{SCALES}"] = Expected(shape[:1], (torch.float32,))
+            if layers & self.linears or (layers and is_e4m3):
+                for layer in layers & self.linears or layers:  # several may share a weight
+                    expected[f"{layer}.weight"] = Expected(shape, (torch.float8_e4m3fn,))
+                    expected[f"{layer}.{SCALES}"] = Expected(shape[:1], (torch.float32,))
             elif slot.tensor.device.type == "meta" and own.is_floating_point:
                 # A model that is made without data has the default dtype, whatever it will run in.
                 expected[slot.name] = Expected(shape, tuple(dict.fromkeys((own, torch.bfloat16, torch.float32))))
@@ -220,6 +239,7 @@ class File:
         tensors.
         """
         names = {id(module): name for name, module in self.root.named_modules()}
+        check_layers(self.root, groups)
         device, on_meta = device_of(self.root), is_on_meta(self.root)
         puts = move_buffers(self.root)
         with open_file(self.path, str(device)) as file:
@@ -242,9 +262,7 @@ class File:
 def _read(file: Any, slot: Slot) -> Tensor:
     """The file's tensor for a slot, in memory of its own."""
     read: Tensor = file.get_tensor(slot.name)
-    if read.untyped_storage().nbytes() > read.nbytes:  # the whole file's
-        read = read.clone()
-    return read
+    return read.clone() if read.device.type == "cpu" else read  # on the CPU it is a view of the file
 
 
 def put(slot: Slot, new: Tensor) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..._checks import requires_grad
+from ..._once import once_differentiable
 from ...quant import multiply, quantize_rows
 
 Rows = tuple[Tensor, Tensor]  # values and scales, as the ops of quant.py return them

@@ -8,15 +8,16 @@ input stays in bfloat16 for the adapters, and is quantised once for the fp8 prod
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from ..._once import once_differentiable
 from ..engine.autocast import autocast_dtype
 from ..engine.guards import class_of, hooked, is_idle, plain_linear
 from .frozen import Layers, Rows
@@ -50,15 +51,29 @@ def is_lora(module: nn.Module) -> bool:
     return class_of(module) == LORA_CLASS
 
 
+def shared_weights(roots: Iterable[nn.Module]) -> set[int]:
+    """The ids of parameters that several modules hold, or that adapters of other kinds than LoRA may read.
+
+    Their data stays, whatever `stock_weights` is.
+    """
+    modules = {id(module): module for root in roots for module in root.modules()}
+    held = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
+    for module in modules.values():
+        base = module._modules.get("base_layer")
+        if base is not None and not is_lora(module):
+            held.update(map(id, base._parameters.values()))
+    return {parameter for parameter, count in held.items() if count > 1}
+
+
+def has_adapters(root: nn.Module) -> bool:
+    """Whether a model holds layers of peft, of whatever kind."""
+    return any("base_layer" in module._modules for module in root.modules())
+
+
 def base_of(module: nn.Module) -> nn.Module:
     """The linear layer itself, of one that may have adapters around it."""
     base = module._modules.get("base_layer")
     return module if base is None or not is_lora(module) else base
-
-
-def merged(module: nn.Module) -> tuple[str, ...]:
-    """The adapters that peft has added to the weight of the linear layer."""
-    return tuple(cast(LoraLayer, module).merged_adapters)
 
 
 def adapters_state(module: nn.Module) -> Hashable:

@@ -1,7 +1,9 @@
-"""Adapters of peft that are merged into stock weights of layers in fp8: the fp8 weights are quantised again.
+"""Adapters of peft that change or read stock weights of layers in fp8.
 
-peft adds an adapter to the data of the parameter, which leaves its version as it is. So the functions that merge are
-replaced: diffusers' methods of a whole model, and ``merge`` and ``unmerge`` of each of peft's layers.
+peft adds an adapter to the data of the parameter, which leaves its version as it is. So the functions that change it
+are replaced: diffusers' methods of a whole model, and ``merge``, ``unmerge`` and ``update_layer`` of each of peft's
+layers. After them the fp8 weights are quantised again. Adapters of other kinds than LoRA may read the stock weight,
+which is brought back for them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .fp8 import (
     CHANGING,
     HELD,
     MERGED,
+    SCALES,
     STATE,
     bring_back,
     guard_loading,
@@ -29,15 +32,15 @@ from .fp8 import (
     is_replaced,
     quantise_again,
 )
-from .lora import base_of, is_lora, merged
+from .lora import has_adapters, is_lora
 from .offload import keeps_copies, tell_offload
 
 
 def follow(root: nn.Module) -> None:
     """Replaces the functions of a model that merge adapters into stock weights."""
     for module in root.modules():
-        if is_lora(module) and holds_fp8(module):
-            linear = cast(nn.Linear, base_of(module))
+        linear = below(module)
+        if linear is not None:
             linear.__dict__[MERGED] = merged(module)
             if merged(module) and linear.__dict__[STATE] == HELD:
                 bring_back(linear)  # peft takes adapters out of a weight without asking
@@ -45,6 +48,8 @@ def follow(root: nn.Module) -> None:
     for name in CHANGING:
         if hasattr(type(root), name):
             root.__dict__[name] = types.MethodType(_FOLLOWING[name], root)
+    if hasattr(type(root), "save_lora_adapter"):  # diffusers' models, which save all weights
+        root.__dict__["save_pretrained"] = types.MethodType(_save_pretrained, root)
     _follow_new_layers()
 
 
@@ -53,31 +58,55 @@ def _follow_new_layers() -> None:
     """Has torch tell of each layer in fp8 that peft puts below a layer of its own, for as long as the process runs."""
 
     def see(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if name == "base_layer" and child is not None and is_lora(module) and holds_fp8(child):
-            _watch(module)
+        if name != "base_layer" or child is None or not _is_tuner(module) or SCALES not in child._buffers:
+            return
+        if not is_lora(module):
+            _bring_back(cast(nn.Linear, child), type(module).__module__, "adapters of other kinds than LoRA read them")
+        _watch(module)
 
     register_module_module_registration_hook(see)
 
 
+def _is_tuner(module: nn.Module) -> bool:
+    """Whether a module is a layer of peft, of whatever kind, that may merge its adapters into the one below it."""
+    return hasattr(type(module), "merge") and hasattr(type(module), "unmerge")
+
+
+def below(module: nn.Module) -> nn.Linear | None:
+    """The layer in fp8 below a layer of peft; None for any other module."""
+    base = module._modules.get("base_layer")
+    return cast(nn.Linear, base) if base is not None and SCALES in base._buffers and _is_tuner(module) else None
+
+
+def merged(layer: nn.Module) -> tuple[str, ...]:
+    """The adapters that a layer of peft has added to the weight of the linear layer."""
+    return tuple(getattr(layer, "merged_adapters", ()))
+
+
+def _bring_back(linear: nn.Linear, caller: str, why: str) -> None:
+    """Puts a stock weight that is not on the device beside the fp8 weight; RuntimeError where that cannot be."""
+    site = site_of(linear)
+    if is_freed(linear):
+        raise RuntimeError(f"{caller}: expected stock weights, which are freed: LoRA adapters run beside fp8 weights")
+    if is_replaced(linear):
+        if any(keeps_copies(root) for reference in site.roots if (root := reference()) is not None):
+            raise RuntimeError(
+                f"{caller}: expected no group offload with a stream, which keeps copies of the fp8 weights: call "
+                "fuse_lora of the model"
+            )
+        bring_back(linear)
+        site.remark(f"stock weights on the device again, since {why}")
+
+
 def _watch(layer: nn.Module) -> None:
-    for name, method in (("merge", _merge), ("unmerge", _unmerge)):
-        layer.__dict__[name] = types.MethodType(method, layer)
+    for name, method in _WATCHED.items():
+        if hasattr(type(layer), name):
+            layer.__dict__[name] = types.MethodType(method, layer)
 
 
 def _merge(self: nn.Module, *args: Any, **options: Any) -> None:
     """In the place of ``merge`` of a peft layer: brings the stock weight back, and quantises what it became."""
-    linear = cast(nn.Linear, base_of(self))
-    site = site_of(linear)
-    if is_freed(linear):
-        raise RuntimeError("merge: expected stock weights, which are freed: adapters run beside the fp8 weights")
-    if is_replaced(linear):
-        if any(keeps_copies(root) for reference in site.roots if (root := reference()) is not None):
-            raise RuntimeError(
-                "merge: expected no group offload with a stream, which keeps copies of the fp8 weights: call fuse_lora "
-                "of the model"
-            )
-        bring_back(linear)
-        site.remark("stock weights on the device again, since adapters are merged into them")
+    _bring_back(cast(nn.Linear, self._modules["base_layer"]), "merge", "adapters are merged into them")
     cast(Any, type(self)).merge(self, *args, **options)
     follow_layer(self)
 
@@ -88,22 +117,36 @@ def _unmerge(self: nn.Module, *args: Any, **options: Any) -> None:
     follow_layer(self)
 
 
+def _update_layer(self: nn.Module, *args: Any, **options: Any) -> None:
+    """In the place of a peft layer's ``update_layer``: some initial adapters, as PiSSA's, are taken from the weight."""
+    linear = cast(nn.Linear, self._modules["base_layer"])
+    has_stock = not is_replaced(linear) and linear.weight.device.type != "meta"
+    before = linear.weight.detach().clone() if has_stock else None
+    cast(Any, type(self)).update_layer(self, *args, **options)
+    if before is not None and not torch.equal(before, linear.weight):
+        quantise_again(linear)
+        site_of(linear).remark("weights quantised again, since new adapters were taken from them")
+
+
+_WATCHED: dict[str, Callable[..., None]] = {"merge": _merge, "unmerge": _unmerge, "update_layer": _update_layer}
+
+
 def _follow_layers(root: nn.Module) -> None:
     for module in root.modules():
-        if is_lora(module) and holds_fp8(module):
+        if below(module) is not None:
             follow_layer(module)
 
 
 def is_behind(layer: nn.Module) -> bool:
     """Whether adapters were merged into a weight, or taken out, since it was quantised."""
-    return merged(layer) != base_of(layer).__dict__.get(MERGED, ())
+    return merged(layer) != cast(nn.Module, layer._modules["base_layer"]).__dict__.get(MERGED, ())
 
 
 def follow_layer(layer: nn.Module) -> None:
     """Quantises a weight again where it `is_behind`."""
     if not is_behind(layer):
         return
-    linear = cast(nn.Linear, base_of(layer))
+    linear = cast(nn.Linear, layer._modules["base_layer"])
     if torch.compiler.is_compiling():
         raise RuntimeError("adapters were merged into weights in fp8, or taken out: call optimize again")
     quantise_again(linear)
@@ -135,6 +178,15 @@ def _following(name: str) -> Callable[..., Any]:
         return result
 
     return method
+
+
+def _save_pretrained(self: nn.Module, *args: Any, **options: Any) -> Any:
+    if has_adapters(self) and any(map(is_freed, self.modules())):
+        raise RuntimeError(
+            "save_pretrained: expected stock weights, which are freed: save_lora_adapter saves the adapters, and "
+            "report.save_weights the fp8 weights of a model without adapters"
+        )
+    return cast(Any, type(self)).save_pretrained(self, *args, **options)
 
 
 _FOLLOWING = {name: _following(name) for name in CHANGING}

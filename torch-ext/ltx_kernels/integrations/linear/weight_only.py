@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..._checks import requires_grad
+from ..._once import once_differentiable
 from ...quant import weight_only_linear
 from ..engine.sites import site_of, why_stock
 from .fp8 import LINEAR, quantised_weight, run_stock, why_not_fp8_input, why_not_fp8_weight

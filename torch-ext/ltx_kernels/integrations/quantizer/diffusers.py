@@ -7,6 +7,7 @@ that is being quantised. When all are loaded, `optimize` takes the weights as th
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -156,8 +157,20 @@ class DiffusersQuantizer:
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Tensor], safe_serialization: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        if self._model is None:
+            return dict(state_dict), {}
+        model = self._model()
+        if model is None:
+            raise RuntimeError("save_pretrained: expected the model that was loaded or a copy of it, which is gone")
+        return with_scales(model, state_dict), {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The quantizer of a copied model, whose scales it saves."""
+        made = copy.copy(self)
         model = None if self._model is None else self._model()
-        return (dict(state_dict) if model is None else with_scales(model, state_dict)), {}
+        if id(model) in memo:
+            made._model = weakref.ref(memo[id(model)])
+        return made
 
 
 def _without_other_half(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointError
 
+from ..._once import once_differentiable
 from ..._torch_private import below_autograd, forward_ad
 from .recorder import Recording, same_constant
 
