@@ -1107,6 +1107,26 @@ def test_exchanged_submodules(ltx: ModuleType, device: str, family: Family, of: 
             m.set_submodule(f"{name}.{path}", old)
 
 
+@pytest.mark.parametrize("change", ["fewer tokens", "a larger image"])
+def test_tables_with_more_rows_than_both_streams(ltx: ModuleType, device: str, change: str) -> None:
+    """As in the stock model an error, in recorded calls too: a part of the table would fit each stream."""
+    family = families()["qwenimage"]
+    model = make(family, device)
+    ltx.optimize(model)
+    given = cast(family.inputs(2), device, torch.float32)
+    with torch.no_grad():
+        for _ in range(3):
+            model(**given)
+        if change == "fewer tokens":
+            given["hidden_states"] = given["hidden_states"][:, :-1]
+        else:
+            frames, height, width = given["img_shapes"][0][0]
+            given["img_shapes"] = [[(frames, height, width + 1)]] * 2
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match=r"image_rotary_emb: expected \d+ rows, as both streams have, got"):
+                model(**given)
+
+
 class _Halved(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -397,3 +397,54 @@ def test_stock_files_stay_stock(ltx: ModuleType, device: str, inputs: dict[str, 
         assert found.keys() == before.keys()
         assert all(torch.equal(found[name], before[name]) for name in before)
         assert json.loads((tmp_path / "config.json").read_text())["_class_name"] == type(model).__name__
+
+
+def test_layers_that_share_a_weight(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
+    """Two layers in fp8 are saved and loaded; one that is in fp8 and one that is not cannot be loaded in fp8 alone."""
+
+    def shared(inside: bool) -> nn.Module:
+        model = make_model(device, torch.bfloat16)
+        first = model.transformer_blocks[0].attn1.to_q
+        if inside:
+            model.transformer_blocks[1].attn1.to_q.weight = first.weight
+        else:
+            model.extra = nn.Linear(64, 64, dtype=torch.bfloat16, device=device)
+            model.extra.weight = first.weight
+        return model
+
+    model = shared(True)
+    report = ltx.optimize(model, precision="fp8")
+    expected = model(**inputs)[0]
+    report.save_weights(tmp_path)
+    loaded = shared(True)
+    ltx.optimize(loaded, precision="fp8", weights=tmp_path)
+    assert torch.equal(loaded(**inputs)[0], expected)
+    outside = shared(False)
+    before = outside.extra.weight.clone()
+    with pytest.raises(ValueError, match=r"weights: .*"):
+        ltx.optimize(outside, precision="fp8", weights=tmp_path)
+    assert torch.equal(outside.extra.weight, before)
+
+
+@pytest.mark.host
+def test_a_model_in_float32_is_refused(ltx: ModuleType, device: str, tmp_path: Path) -> None:
+    """Its calls could not run, since there are no stock weights to go back to."""
+    ltx.optimize(make_model(device, torch.bfloat16), precision="fp8").save_weights(tmp_path)
+    model = make_model(device, torch.float32)
+    with pytest.raises(ValueError, match=r"expected .*bfloat16"):
+        ltx.optimize(model, precision="fp8", weights=tmp_path)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.host
+def test_loaded_tensors_are_no_views_of_the_file(ltx: ModuleType, device: str, tmp_path: Path) -> None:
+    ltx.optimize(make_model(device, torch.bfloat16), precision="fp8").save_weights(tmp_path)
+    model = make_model(device, torch.bfloat16)
+    ltx.optimize(model, precision="fp8", weights=tmp_path)
+    kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    (file,) = tmp_path.glob("*.safetensors")
+    with file.open("r+b") as opened:
+        start = 8 + int.from_bytes(opened.read(8), "little")
+        opened.seek(start)
+        opened.write(b"\x11" * (file.stat().st_size - start))
+    assert all(torch.equal(parameter, kept[name]) for name, parameter in model.named_parameters())

@@ -461,6 +461,74 @@ def test_adapters_taken_out_by_peft(
     assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.05
 
 
+OTHER_KINDS = {
+    "HRA": lambda: peft.HRAConfig(r=8, target_modules=TARGETS, init_weights=False),
+    "LoHa": lambda: peft.LoHaConfig(r=4, alpha=100, target_modules=TARGETS, init_weights=False),
+    "OFT": lambda: peft.OFTConfig(oft_block_size=8, r=0, target_modules=TARGETS, init_weights=False),
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["adapters last", "adapters first"])
+@pytest.mark.parametrize("stock_weights", ["beside", "cpu", "free"])
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_kinds_of_adapters_that_read_and_merge_weights(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], kind: str, stock_weights: str, first: bool
+) -> None:
+    """They read stock weights, and what they merge into them is quantised again."""
+    reference = copy.deepcopy(model)
+
+    def inject(part: nn.Module) -> None:
+        torch.manual_seed(5)
+        peft.inject_adapter_in_model(OTHER_KINDS[kind](), part)
+        part.eval()
+
+    inject(reference)
+    if first:
+        inject(model)
+    ltx.optimize(model, precision="fp8", stock_weights=stock_weights)
+    if not first and stock_weights == "free":
+        with pytest.raises(RuntimeError, match=r"expected stock weights, which are freed: LoRA adapters run beside"):
+            inject(model)
+        return
+    if not first:
+        inject(model)
+    assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.05
+    for part in reference, model:
+        for layer in part.modules():
+            if hasattr(layer, "merged_adapters"):
+                layer.merge()
+    assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.05
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_that_are_taken_from_the_weight(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], init: str
+) -> None:
+    reference = copy.deepcopy(model)
+    ltx.optimize(model, precision="fp8", stock_weights="beside")
+    for part in reference, model:
+        torch.manual_seed(5)
+        part.add_adapter(peft.LoraConfig(r=8, lora_alpha=32, target_modules=TARGETS, init_lora_weights=init))
+    assert distance(model(**inputs)[0], reference(**inputs)[0]) < 0.03
+
+
+def test_adapters_beside_freed_weights_are_saved(
+    ltx: ModuleType, model: nn.Module, inputs: dict[str, Any], tmp_path: Path
+) -> None:
+    stock = copy.deepcopy(model)
+    ltx.optimize(model, precision="fp8", stock_weights="free")
+    add(model)
+    expected = model(**inputs)[0]
+    with pytest.raises(RuntimeError, match="save_pretrained: expected stock weights, which are freed"):
+        model.save_pretrained(tmp_path / "whole")
+    model.save_lora_adapter(tmp_path)
+    assert peft.get_peft_model_state_dict(model).keys() and not (tmp_path / "whole").exists()
+    (file,) = tmp_path.glob("*.safetensors")
+    stock.load_lora_adapter(tmp_path, weight_name=file.name, prefix=None)
+    ltx.optimize(stock, precision="fp8", stock_weights="free")
+    assert distance(stock(**inputs)[0], expected) < 1e-3
+
+
 def test_adapters_that_read_converted_weights(ltx: ModuleType, model: nn.Module, inputs: dict[str, Any]) -> None:
     """The fp8 values in another dtype are no stock weights."""
     reference = copy.deepcopy(model)
@@ -497,7 +565,9 @@ def test_copies_know_which_weights_were_quantised(
 def test_merging_that_cannot_be(ltx: ModuleType, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     ltx.optimize(model, precision="fp8", stock_weights="free")
     add(model)
-    with pytest.raises(RuntimeError, match=r"^merge: expected stock weights, which are freed: adapters run beside"):
+    with pytest.raises(
+        RuntimeError, match=r"^merge: expected stock weights, which are freed: LoRA adapters run beside"
+    ):
         model.transformer_blocks[0].attn1.to_q.merge()
     other = make_model(next(model.parameters()).device, torch.bfloat16)
     ltx.optimize(other, precision="fp8")

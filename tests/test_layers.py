@@ -538,13 +538,14 @@ def test_gated_norm(ltx: ModuleType, device: str, dtype: torch.dtype, model: str
         norm(x, gate)
 
 
-# They rotate interleaved pairs: docs/layers.md says to leave them out.
-OTHER_ROTARY = {"modeling_openai_privacy_filter"}
+# One rotates interleaved pairs, the other one backwards: docs/layers.md says to leave them out.
+OTHER_ROTARY = {"modeling_openai_privacy_filter", "modeling_nanochat"}
 
 
 def test_every_rotary_function_turns_halves() -> None:
-    """Read in their sources: what the layer computes is what each decorated function means."""
-    found = {}
+    """What the layer computes is what each decorated function means, by the function that turns for it."""
+    x, cos, sin = torch.randn(2, 8), torch.randn(4), torch.randn(4)
+    (a, b), found = x.chunk(2, -1), {}
     for file in sorted((Path(transformers.__file__).parent / "models").rglob("modeling_*.py")):
         text = file.read_text()
         if '"rotary_pos_emb"' not in text:
@@ -553,11 +554,15 @@ def test_every_rotary_function_turns_halves() -> None:
         rotary = nodes["apply_rotary_pos_emb"]
         assert [a.arg for a in rotary.args.args] == ["q", "k", "cos", "sin", "unsqueeze_dim"], file.name
         turn = nodes.get("rotate_half") or nodes["_apply_rotary_emb"]
-        found[file.stem] = ast.unparse(turn).replace('"""Rotates half the hidden dims of the input."""', "")
-    assert len(found) > 100 and "modeling_llama" in found
-    halves = ("x[..., :x.shape[-1] // 2]", "x.chunk(2, dim=-1)", "torch.chunk(x, 2, dim=-1)")
-    for name, body in found.items():
-        assert any(half in body for half in halves) == ("::2" not in body) == (name not in OTHER_ROTARY), name
+        made: dict[str, Any] = {"torch": torch}
+        exec(ast.unparse(turn), made)
+        if turn.name == "rotate_half":
+            found[file.stem] = torch.equal(made[turn.name](x), torch.cat((-b, a), -1))
+        else:
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+            found[file.stem] = torch.allclose(made[turn.name](x, cos, sin), turned)
+    assert len(found) > 100 and found["modeling_llama"]
+    assert {name for name, fits in found.items() if not fits} == OTHER_ROTARY
 
 
 @through_transformers
