@@ -369,8 +369,7 @@ def _joint(call: Call) -> tuple[Tensor, Tensor]:
     tables = None if call.rope is None else as_one(spec.tables, call.module, call.rope)
     if tables is not None and not spec.rotates_text:
         tables = as_one(with_identity_rows, call.site, tables, second, spec.text_first)
-    if tables is not None and tables[0].shape[-2] > first + second:  # a stream's part of them would fit
-        given = tables[0].shape[-2]
+    if tables is not None and (given := tables[0].shape[-2]) > first + second:  # a stream's part of them would fit
         raise RuntimeError(f"{spec.rope}: expected {first + second} rows, as both streams have, got {given}")
     if added is None:
         query, key, value = _project_both(call, rows, rows2)
