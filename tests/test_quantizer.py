@@ -158,22 +158,31 @@ def test_a_single_file_in_bfloat16(
     assert loaded.hf_quantizer.report.replaced["torch.Linear"] < LINEARS * LAYERS + 1
 
 
+@pytest.mark.parametrize("spelling", ["fp8r", "wan2gp"])
+@pytest.mark.parametrize("said", [True, False], ids=["config.json says so", "config.json says nothing"])
 def test_a_scale_in_another_shard(
-    ltx: ModuleType, device: str, model: nn.Module, inputs: dict[str, Any], tmp_path: Path
+    ltx: ModuleType,
+    device: str,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    tmp_path: Path,
+    said: bool,
+    spelling: str,
 ) -> None:
     """As other programs may write a folder: every second tensor is in another file."""
-    file, meant, metadata = scaled(model.cpu().state_dict(), "fp8r", "row", only=lambda name: ".ff." in name)
+    file, meant, metadata = scaled(model.cpu().state_dict(), spelling, "row", only=lambda name: ".ff." in name)
     index = write(tmp_path / "diffusion_pytorch_model.safetensors", file, metadata, shards=2)
-    config = {**dict(model.config), "quantization_config": {"quant_method": "ltx_kernels_fp8"}}
+    config = {**dict(model.config), **({"quantization_config": {"quant_method": "ltx_kernels_fp8"}} if said else {})}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     loaded = from_pretrained(ltx, model, tmp_path, device)
     assert len(assert_means(ltx, loaded, meant)) == 2 * LAYERS
     found = json.loads(index.read_text())
-    shard = tmp_path / found["weight_map"].pop("transformer_blocks.0.ff.net.2.weight_scale")
+    scale = f"transformer_blocks.0.ff.net.2.{'weight_scale' if spelling == 'fp8r' else 'scale_weight'}"
+    shard = tmp_path / found["weight_map"].pop(scale)
     index.write_text(json.dumps(found))
     from safetensors.torch import load_file
 
-    kept = {n: t for n, t in load_file(shard).items() if n != "transformer_blocks.0.ff.net.2.weight_scale"}
+    kept = {n: t for n, t in load_file(shard).items() if n != scale}
     write(shard, kept, {"format": "pt"})
     with pytest.raises(
         ValueError, match=r"^weights: transformer_blocks.0.ff.net.2.weight: expected .*weight_scale besi"

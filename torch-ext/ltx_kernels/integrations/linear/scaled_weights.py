@@ -33,7 +33,7 @@ E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
 FP8 = (E4M3, E5M2)
 FLOATING = ("F64", "F32", "F16", "BF16", *FP8)
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # of a model among other parts of one file
-_SCALES = ("scale_weight", "weight_scale", "ltx_fp8_scales")
+SCALES = ("scale_weight", "weight_scale", "ltx_fp8_scales")
 _OF_INPUTS = ("scale_input", "input_scale")
 _FORMATS = ("float8_e4m3fn", "float8_e5m2")  # in ComfyUI's description of a layer
 _FOR_THE_FILE = "scaled_fp8"  # ComfyUI's older mark of a whole file; two elements ask for products in full precision
@@ -103,7 +103,7 @@ class ScaledWeights:
                 told[layer] = self._description(layer, name, header)
             elif key in _OF_INPUTS:
                 self.input_scales += 1
-            elif key in _SCALES:
+            elif key in SCALES:
                 if layer in scales:
                     raise refuse(layer, f"two scales ({scales[layer]}, {name})")
                 scales[layer] = name

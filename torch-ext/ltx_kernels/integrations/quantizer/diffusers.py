@@ -20,7 +20,7 @@ from ...quant import quantize_weight
 from ..linear import fp8
 from ..linear.checkpoints import Placed, read_fp8, read_multiplied
 from ..linear.original_names import StandIn, pieces_of
-from ..linear.scaled_weights import FP8, ScaledWeights
+from ..linear.scaled_weights import FP8, SCALES, ScaledWeights
 from ..linear.tensor_files import TensorDict, TensorFiles, safetensors
 from .parts import SCALE, check_devices, check_dtype, layers_to_quantise, with_scales
 
@@ -82,13 +82,21 @@ class DiffusersQuantizer:
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         """Takes out scales, which are no tensors of the model. A missing one is an error before anything is read."""
-        known = set(loaded_keys)
-        for file in checkpoint_files if self.in_fp8_already else ():
-            for name, header in TensorFiles(Path(file)).headers.items():
-                layer, _, key = name.rpartition(".")
-                if key == "weight" and header.dtype in FP8 and f"{layer}.{SCALE}" not in known:
-                    raise ValueError(f"weights: {name}: expected {layer}.{SCALE} beside it, got nothing in {file}")
-        return [key for key in loaded_keys if not key.endswith(f".{SCALE}")]
+        scales = {key for key in loaded_keys if key.rpartition(".")[2] in SCALES}
+        files = [Path(file) for file in checkpoint_files] if scales or self.in_fp8_already else []
+        in_fp8 = {
+            name: file
+            for file in files
+            for name, header in TensorFiles(file).headers.items()
+            if name.endswith(".weight") and header.dtype in FP8
+        }
+        # Of a folder of another program the configuration does not say so.
+        self.in_fp8_already = self.in_fp8_already or bool(in_fp8)
+        for name, file in in_fp8.items():
+            layer = name[: -len(".weight")]
+            if not any(f"{layer}.{scale}" in scales for scale in SCALES):
+                raise ValueError(f"weights: {name}: expected {layer}.{SCALE} beside it, got nothing in {file}")
+        return [key for key in loaded_keys if key not in scales]
 
     def _process_model_before_weight_loading(
         self,
@@ -179,8 +187,8 @@ def _without_other_half(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         layer, _, key = name.rpartition(".")
         in_fp8 = tensor.is_floating_point() and tensor.dtype.itemsize == 1
-        if (key == "weight" and in_fp8 and f"{layer}.{SCALE}" not in tensors) or (
-            key == SCALE and f"{layer}.weight" not in tensors
+        if (key == "weight" and in_fp8 and not any(f"{layer}.{scale}" in tensors for scale in SCALES)) or (
+            key in SCALES and f"{layer}.weight" not in tensors
         ):
             found[name] = tensor
     return found
