@@ -492,6 +492,32 @@ def test_every_change_in_every_language_model_is_followed(ltx: ModuleType, devic
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "attribute"),
+    [
+        ("gemma4", "input_layernorm", "with_scale"),
+        ("gemma4", "self_attn.q_norm", "with_scale"),
+        ("gemma4-moe", "", "enable_moe_block"),
+    ],
+)
+def test_switches_of_language_models(ltx: ModuleType, device: str, name: str, part: str, attribute: str) -> None:
+    """What is switched off after `optimize` is off in the calls that follow, and then on again."""
+    import test_language_models as models
+
+    path = _language_model(functools.partial(models.make, models.CASES[name]))
+    stock = path.make(device)
+    model = copy.deepcopy(stock)
+    ltx.optimize(model)
+    results = []
+    for value in (True, False, True):
+        for one in (stock, model):
+            setattr(one.get_submodule(f"{path.block}.{part}".strip(".")), attribute, value)
+        results.append(path.run(stock))
+        for _ in range(4):
+            assert _off(path.run(model), results[-1]) < path.close
+    assert _off(results[1], results[0]) > 100 * CLOSE
+
+
 @pytest.mark.slow
 def test_every_change_in_every_image_autoencoder_is_followed(ltx: ModuleType, device: str) -> None:
     import test_vae_images as images

@@ -621,7 +621,7 @@ TOOL_DEFECTS = [
         ENGINE + "engine/guards.py",
         'if not module.__dict__.get("with_scale", True) and',
         "if False and",
-        "state::test_every_change_in_every_language_model_is_followed",
+        "state::test_switches_of_language_models",
     ),
     defect(
         "gradients of recorded calls that are not compared",
