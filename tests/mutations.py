@@ -955,7 +955,7 @@ def copy_sources(directory: Path) -> None:
 def give_history(directory: Path) -> None:
     """The commits to the copy, for the tests that read them; without any they would be left out, and notice nothing."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    shutil.rmtree(directory / ".git", ignore_errors=True)  # of another checkout, or of one that is gone
+    shutil.rmtree(directory / ".git", ignore_errors=True)  # it may belong to another checkout
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         clone = ["git", "clone", "--quiet", "--shared", "--no-checkout", str(REPOSITORY), folder]
         subprocess.run(clone, check=True)

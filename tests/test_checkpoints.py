@@ -191,6 +191,16 @@ def test_into_a_model_with_data(ltx: ModuleType, device: str, ltx_model: nn.Modu
         ltx.restore(other)
 
 
+def test_into_a_model_in_float32(ltx: ModuleType, device: str, ltx_model: nn.Module, tmp_path: Path) -> None:
+    """Its calls could not run, since there are no stock weights to go back to."""
+    file, _, metadata = scaled(ltx_model.state_dict(), "comfy", "tensor")
+    path = write(tmp_path / "model.safetensors", file, metadata)
+    model = make_model(device, torch.float32)
+    with pytest.raises(ValueError, match=r"\.weight: expected a model in bfloat16, got float32: call model\.bfloat16"):
+        ltx.optimize(model, precision="fp8", weights=path)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
 def test_saved_again(ltx: ModuleType, device: str, ltx_model: nn.Module, tmp_path: Path) -> None:
     """What was loaded is saved in this package's own format, and loaded from there with the same bits."""
     file, meant, metadata = scaled(ltx_model.state_dict(), "comfy old", "tensor")

@@ -400,7 +400,7 @@ def test_stock_files_stay_stock(ltx: ModuleType, device: str, inputs: dict[str, 
 
 
 def test_layers_that_share_a_weight(ltx: ModuleType, device: str, inputs: dict[str, Any], tmp_path: Path) -> None:
-    """Two layers in fp8 are saved and loaded; one that is in fp8 and one that is not cannot be loaded in fp8 alone."""
+    """Two layers in fp8 may share one. A module that is not in fp8 may not: it would read the fp8 values."""
 
     def shared(inside: bool) -> nn.Module:
         model = make_model(device, torch.bfloat16)
@@ -419,21 +419,12 @@ def test_layers_that_share_a_weight(ltx: ModuleType, device: str, inputs: dict[s
     loaded = shared(True)
     ltx.optimize(loaded, precision="fp8", weights=tmp_path)
     assert torch.equal(loaded(**inputs)[0], expected)
+    ltx.optimize(shared(False), precision="fp8").save_weights(tmp_path)
     outside = shared(False)
     before = outside.extra.weight.clone()
-    with pytest.raises(ValueError, match=r"weights: .*"):
+    with pytest.raises(ValueError, match=r"to_q\.weight: expected .*, but extra\.weight is it, too"):
         ltx.optimize(outside, precision="fp8", weights=tmp_path)
     assert torch.equal(outside.extra.weight, before)
-
-
-@pytest.mark.host
-def test_a_model_in_float32_is_refused(ltx: ModuleType, device: str, tmp_path: Path) -> None:
-    """Its calls could not run, since there are no stock weights to go back to."""
-    ltx.optimize(make_model(device, torch.bfloat16), precision="fp8").save_weights(tmp_path)
-    model = make_model(device, torch.float32)
-    with pytest.raises(ValueError, match=r"expected .*bfloat16"):
-        ltx.optimize(model, precision="fp8", weights=tmp_path)
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 @pytest.mark.host

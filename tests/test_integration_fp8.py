@@ -384,3 +384,31 @@ def test_products_by_torch_are_counted(
         **before,
         "products by torch._scaled_mm": before.get("products by torch._scaled_mm", 0) + 1,
     }
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+def test_a_wrapped_attention_of_a_language_model(ltx: ModuleType, device: str, precision: str) -> None:
+    """A module of somebody else's around it stays as it is, and what it holds is called."""
+    pytest.importorskip("transformers")
+    from helpers.language_models import make_ids
+    from helpers.language_models import make_model as make_language_model
+
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **given: Any) -> Any:
+            hidden, *others = self.inner(**given)
+            return -2 * hidden, *others
+
+    model, ids = make_language_model(device, torch.bfloat16), make_ids(device)
+    model.model.layers[1].self_attn = Wrapped(model.model.layers[1].self_attn)
+    with torch.no_grad():
+        unwrapped = copy.deepcopy(model)
+        unwrapped.model.layers[1].self_attn = unwrapped.model.layers[1].self_attn.inner
+        expected = model(ids).logits
+        assert distance(unwrapped(ids).logits, expected) > 0.4
+        ltx.optimize(model, precision=precision)
+        for _ in range(3):
+            assert distance(model(ids).logits, expected) < 0.25

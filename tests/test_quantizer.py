@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 from pathlib import Path
 from types import ModuleType
@@ -188,6 +190,20 @@ def test_a_scale_in_another_shard(
         ValueError, match=r"^weights: transformer_blocks.0.ff.net.2.weight: expected .*weight_scale besi"
     ):
         from_pretrained(ltx, model, tmp_path, device)
+
+
+def test_a_copy_saves_its_scales(ltx: ModuleType, device: str, model: nn.Module, tmp_path: Path) -> None:
+    """Also when the model that it was copied from is gone."""
+    model.save_pretrained(tmp_path / "stock")
+    loaded = from_pretrained(ltx, model, tmp_path / "stock", device)
+    copied = copy.deepcopy(loaded)
+    expected = {name: (m.weight.detach().clone()) for name, m in loaded.named_modules() if type(m) is nn.Linear}
+    del loaded
+    gc.collect()
+    copied.save_pretrained(tmp_path / "copy")
+    again = from_pretrained(ltx, model, tmp_path / "copy", device)
+    for name, weight in expected.items():
+        assert torch.equal(again.get_submodule(name).weight.view(torch.uint8), weight.view(torch.uint8)), name
 
 
 @pytest.mark.host

@@ -368,6 +368,8 @@ def run_stock(self: nn.Linear, reason: str, input: Tensor) -> Tensor:
             f"fp8 cannot run this call ({reason}), and the weight is {ALONE}: load the model again to run it stock"
         )
     if is_replaced(self):
+        if given is None:
+            raise RuntimeError(f'fp8 cannot run this call ({reason}): optimize with stock_weights="beside" for it')
         site.count_fallback(reason)
         weight = _held(self).to(input.device)
         if not why_stock(self):

@@ -116,7 +116,7 @@ def check_layers(root: nn.Module, groups: Iterable[Iterable[nn.Linear]]) -> None
         outside = [name for name in slot.names if name not in inside]
         if outside:
             raise ValueError(
-                f"weights: {inside[0]}: expected a weight of layers in fp8 alone, got that of {outside[0]}"
+                f"weights: {inside[0]}: expected a weight of layers in fp8 alone, but {outside[0]} is it, too"
             )
         if slot.tensor.dtype == torch.float32 and slot.tensor.device.type != "meta":
             raise ValueError(f"weights: {inside[0]}: expected a model in bfloat16, got float32: call model.bfloat16()")

@@ -90,9 +90,9 @@ def _bring_back(linear: nn.Linear, caller: str, why: str) -> None:
         raise RuntimeError(f"{caller}: expected stock weights, which are freed: LoRA adapters run beside fp8 weights")
     if is_replaced(linear):
         if any(keeps_copies(root) for reference in site.roots if (root := reference()) is not None):
+            do = "call fuse_lora of the model" if caller == "merge" else "add these adapters before the offload"
             raise RuntimeError(
-                f"{caller}: expected no group offload with a stream, which keeps copies of the fp8 weights: call "
-                "fuse_lora of the model"
+                f"{caller}: expected no group offload with a stream, which keeps copies of the fp8 weights: {do}"
             )
         bring_back(linear)
         site.remark(f"stock weights on the device again, since {why}")
