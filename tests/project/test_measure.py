@@ -453,6 +453,20 @@ def test_a_record_without_a_peer_of_the_old_one_is_left(fake: Fake, tmp_path: Pa
     assert json.loads(path.read_text())["records"][0] == result["records"][0]
 
 
+def test_a_record_with_one_time_is_taken(fake: Fake, tmp_path: Path) -> None:
+    """Some programs have the microseconds of one call in a record, and no table of peers."""
+    path = fake.results / "gpu-program.json"
+    result = json.loads(path.read_text())
+    result["records"][0]["us"] = 3.0
+    path.write_text(json.dumps(result))
+    fake.edit("kernel_src/norm.cu", "launch(p);", "launch(p, 2);")
+    fake.commit()
+    assert measure.work(fake.queue(tmp_path / "other"), 60) == 0
+    jobs, left = take.take_all(tmp_path / "other", fake.results, [fake.program()])
+    assert [job.name for job in jobs] == ["a", "b"]
+    assert not left
+
+
 def test_a_folder_without_calls_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["take.py", str(tmp_path)])
     with pytest.raises(SystemExit, match="expected a ledger"):
