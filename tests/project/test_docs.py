@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -304,10 +305,18 @@ def test_figures_are_found(text: str, found: list[str]):
         ("frames=49 config=compile steps_ms", None),
     ],
 )
-def test_figures_are_read_from_their_results(source: str, value: float | None, monkeypatch: pytest.MonkeyPatch):
+def test_figures_are_read_from_their_results(
+    source: str, value: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import plots
     import readme
 
+    steps = [(49, "baseline", 68.008), (49, "compile", 45.541), (49, "torchao_fp8_compile", 35.68)]
+    steps += [(161, "compile", 172.102), (161, "kernels", 144.741)]
+    records = [{"frames": frames, "config": config, "step_ms": ms} for frames, config, ms in steps]
+    (tmp_path / "h200-ltx.json").write_text(json.dumps({"meta": {"prompts": [10, 60]}, "records": records}))
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
     if value is None:
         with pytest.raises((ValueError, KeyError)):
             readme.figure("h200-ltx", source)
