@@ -7,7 +7,8 @@ Its sources are
   by name only the entry of the measured one counts, and of a list of cases only what its entries call: the record names
   its case;
 - the Python files of the package that these functions are in and import. For `optimize`: those of the families that
-  know the models, with all that they import;
+  know the models, with all that they import. Of the files in BY_NAME only the definitions that others import, and FAKES
+  where it runs;
 - the bindings of the ops that these files call, and the kernels that the bindings launch, with the files and the flags
   that build.toml has for each.
 
@@ -38,6 +39,8 @@ FOLDERS = ("benchmarks", "examples", "kernel_src", "tests", "torch-ext")
 SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
 PACKAGE = "torch-ext/ltx_kernels/"
 INTEGRATIONS = PACKAGE + "integrations/"
+FAKES = PACKAGE + "_fakes.py"  # shapes for torch.compile, and what runs for gradients and where an op has no kernel
+BY_NAME = (PACKAGE + "_checks.py", PACKAGE + "_torch_private.py")  # collections of definitions, imported one by one
 WRITING = "benchmarks/result_files.py"  # no figure depends on it
 PROGRAM_FOLDERS = ("benchmarks", "examples", "tests")  # where a program finds what it imports
 OP_CALL = r'\bop\(\s*"(\w+)"'
@@ -285,12 +288,15 @@ class Sources:
     ) -> set[str]:
         """The parts that public functions run, and `optimize` of models of these classes."""
         reference = {PACKAGE + "reference.py"} if "reference" in functions else set()
-        python = self.closure((self.public[function] for function in functions if function in self.public), trains)
+        roots = [self.public[function] for function in functions if function in self.public]
         if "optimize" in functions:
-            python |= self.closure([INTEGRATIONS + "__init__.py", *self.families(classes)], trains)
+            roots += [INTEGRATIONS + "__init__.py", *self.families(classes)]
+        python = self.closure(roots, trains, left_out=() if trains or backend != "cuda" else (FAKES,))
         forms = (OP_CALL, OP_OF_GRADIENTS) if trains else (OP_CALL,)
         calls = {name for path in python for form in forms for name in re.findall(form, self.tree.read(path))}
-        parts = python if trains else {self._without_backward(path) for path in python}
+        files = python.difference(BY_NAME)
+        parts = set(files) if trains else {self._without_backward(path) for path in files}
+        parts |= self.by_name(files, trains)
         return parts | reference | self._once(self.of_ops, frozenset(calls), backend, trains)
 
     def _without_backward(self, path: str) -> str:
@@ -310,17 +316,43 @@ class Sources:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
         }
 
-    def closure(self, roots: Iterable[str], trains: bool = False) -> set[str]:
+    def closure(self, roots: Iterable[str], trains: bool = False, left_out: Collection[str] = ()) -> set[str]:
         """Python files of the package with all that they import, but for the families that the registry imports."""
         found: set[str] = set()
         waiting = [path for path in roots if path in self.tree.paths]
         while waiting:
             path = waiting.pop()
-            if path in found:
+            if path in found or path in left_out:
                 continue
             found.add(path)
             if path != INTEGRATIONS + "registry.py":
                 waiting += self._once(self.imports, path, trains)
+        return found
+
+    def by_name(self, files: Iterable[str], trains: bool) -> set[str]:
+        """The definitions in BY_NAME that these files import, with those that they refer to.
+
+        The whole file counts where it is imported as a module, and where it does more than define.
+        """
+        waiting = []
+        for path in files:
+            for node in ast.walk((parsed if trains else without_backward)(self.tree.read(path))):
+                if isinstance(node, ast.ImportFrom) and node.level:
+                    base = _base(node, path)
+                    waiting += [(f"{base}.py", alias.name) for alias in node.names]
+                    waiting += [(f"{base.rstrip('/')}/{alias.name}.py", "") for alias in node.names]
+        waiting = [(path, name) for path, name in waiting if path in BY_NAME and path in self.tree.paths]
+        found = set[str]()
+        while waiting:
+            path, name = waiting.pop()
+            module = self.module(path)
+            is_one = name in module.names and module.only_defines
+            part = f"{path}: {name}" if is_one else path
+            if part not in found:
+                found.add(part)
+                for one in [name] if is_one else module.names:
+                    references = module.reached(one, frozenset()).references
+                    waiting += [(f, n) for f, n in references if f in BY_NAME and (f != path or n in module.names)]
         return found
 
     def imports(self, path: str, trains: bool = False) -> list[str]:
@@ -328,10 +360,7 @@ class Sources:
         found: list[str] = []
         for node in ast.walk((parsed if trains else without_backward)(self.tree.read(path))):
             if isinstance(node, ast.ImportFrom) and node.level:
-                folder = path
-                for _ in range(node.level):
-                    folder = posixpath.dirname(folder)
-                base = posixpath.join(folder, *(node.module or "").split("."))
+                base = _base(node, path)
                 for name in (base, *(f"{base.rstrip('/')}/{alias.name}" for alias in node.names)):
                     candidates = (f"{name.rstrip('/')}.py", f"{name.rstrip('/')}/__init__.py")
                     found += [file for file in candidates if file in self.tree.paths]
@@ -432,6 +461,14 @@ def modules_of_classes() -> Mapping[str, str]:
     return found
 
 
+def _base(node: ast.ImportFrom, path: str) -> str:
+    """What a relative import in a file names, before the names that it imports: a module without .py, or a folder."""
+    folder = path
+    for _ in range(node.level):
+        folder = posixpath.dirname(folder)
+    return posixpath.join(folder, *(node.module or "").split("."))
+
+
 @dataclass(frozen=True)
 class _Reached:
     """What a definition is made of, and what it refers to."""
@@ -468,9 +505,15 @@ class _Module:
                         self.imported[alias.asname or alias.name] = file, ""
                     elif file := file_of(node.module):
                         self.imported[alias.asname or alias.name] = file, alias.name
+                    elif alias.asname == alias.name:  # handed on, as a definition of this file
+                        self.names[alias.name] = [ast.ImportFrom(node.module, [alias], 0)]
+            elif isinstance(node, ast.ImportFrom) and (module := f"{_base(node, path)}.py") in tree.paths:
+                self.imported |= {alias.asname or alias.name: (module, alias.name) for alias in node.names}
         for top in body:
             for name in _defined(top):
                 self.names.setdefault(name, []).append(top)
+        plain = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+        self.only_defines = all(isinstance(top, plain) for top in body)
 
     def reached(self, name: str, keys: frozenset[str]) -> _Reached:
         """What a definition refers to, of a table as far as the keys name it."""

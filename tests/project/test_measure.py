@@ -52,6 +52,8 @@ FILES = {
         """Norms."""
 
         from . import _words
+        from ._checks import choice
+        from ._fakes import in_torch
         from ._sums import total
 
         _norm = op("norm")
@@ -73,6 +75,39 @@ FILES = {
             return total(grad)
     ''',
     "torch-ext/ltx_kernels/_words.py": '"""A file without code."""\n',
+    "torch-ext/ltx_kernels/_checks.py": """
+        from ._torch_private import forward_ad
+
+        CODES = {"a": 1}
+
+
+        def choice(x):
+            return look_up(x) if forward_ad else x
+
+
+        def look_up(x):
+            return CODES[x]
+
+
+        def check_rope(x):
+            raise TypeError(x)
+    """,
+    "torch-ext/ltx_kernels/_torch_private.py": """
+        from torch.autograd import forward_ad as forward_ad
+
+        REPLICATE = "replicate"
+    """,
+    "torch-ext/ltx_kernels/_fakes.py": """
+        from . import _checks
+
+
+        def in_torch(name):
+            return _checks.check_rope(name)
+
+
+        for name in ():
+            in_torch(name)
+    """,
     "torch-ext/ltx_kernels/_sums.py": "def total(x):\n    return x.sum(0)\n",
     "torch-ext/ltx_kernels/rope.py": '_rope = op("rope")\n\n\ndef rope_1d(x):\n    return _rope(x)\n',
     "benchmarks/shared.py": "def helper():\n    return 1\n\n\ndef other():\n    return 2\n",
@@ -200,6 +235,10 @@ def fake(tmp_path: Path) -> Fake:
         ("kernel_src/ltx/rows.cuh", "4", "8"),
         ("torch-ext/norm.cpp", "ltx::norm(p)", "ltx::norm(q)"),
         ("torch-ext/ltx_kernels/norm.py", "return _norm(x)", "return _norm(x.contiguous())"),
+        ("torch-ext/ltx_kernels/_checks.py", "return CODES[x]", "return CODES[x] + 1"),
+        ("torch-ext/ltx_kernels/_checks.py", '{"a": 1}', '{"a": 2}'),
+        ("torch-ext/ltx_kernels/_checks.py", "CODES =", "print()\nCODES ="),
+        ("torch-ext/ltx_kernels/_torch_private.py", "from torch.autograd", "from torch.func"),
         ("benchmarks/shared.py", "return 1", "return 3"),
         ("build.toml", '"kernel_src/ltx/rows.cuh"', '"kernel_src/ltx/rows.cuh", "kernel_src/rope.cu"'),
     ],
@@ -220,12 +259,18 @@ def test_a_change_of_a_source_makes_a_record_stale(fake: Fake, name: str, old: s
         ("torch-ext/ltx_kernels/_words.py", "without code", "of words"),
         ("benchmarks/result_files.py", "text)\n", "text + '')\n"),
         ("torch-ext/ltx_kernels/rope.py", "return _rope(x)", "return _rope(x, 1)"),
+        ("torch-ext/ltx_kernels/_checks.py", "raise TypeError(x)", "raise ValueError(x)"),
+        ("torch-ext/ltx_kernels/_torch_private.py", '"replicate"', '"copy"'),
+        ("torch-ext/ltx_kernels/_fakes.py", "in ():", "in (1,):"),
         ("benchmarks/shared.py", "return 2", "return 4"),
         ("benchmarks/program.py", '"slow": ("rmsnorm", 60)', '"slow": ("rmsnorm", 61)'),
     ],
 )
 def test_other_changes_do_not(fake: Fake, name: str, old: str, new: str) -> None:
-    """Comments, docstrings, other kernels, other functions of shared files, other entries of a table, the writing."""
+    """Comments, docstrings, other kernels, other functions of shared files, other entries of a table, the writing.
+
+    And what no op call on a GPU runs: checks that it does not import, and fakes.
+    """
     fake.edit(name, old, new)
     assert fake.reasons() == {}
 
@@ -236,6 +281,8 @@ def test_other_changes_do_not(fake: Fake, name: str, old: str, new: str) -> None
         ("torch-ext/ltx_kernels/norm.py", "return _of_weight(grad)", "return _of_weight(2 * grad)"),
         ("torch-ext/ltx_kernels/norm.py", "return total(grad)", "return total(2 * grad)"),
         ("torch-ext/ltx_kernels/_sums.py", "x.sum(0)", "x.sum(1)"),
+        ("torch-ext/ltx_kernels/_fakes.py", "in ():", "in (1,):"),
+        ("torch-ext/ltx_kernels/_checks.py", "raise TypeError(x)", "raise ValueError(x)"),
         ("kernel_src/norm_backward.cu", "Params& p) {", "Params& p) {\n  launch(p);"),
     ],
 )
