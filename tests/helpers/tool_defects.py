@@ -849,6 +849,27 @@ TOOL_DEFECTS = [
         "benchmarks::test_psnr_of_a_step",
     ),
     defect(
+        "no figure of what a check calls",
+        "benchmarks/sources.py",
+        "for one in [name] if is_one else module.names:",
+        "for one in [] if is_one else module.names:",
+        "measure::test_a_change_of_a_source_makes_a_record_stale",
+    ),
+    defect(
+        "figures of gradients without the fakes",
+        "benchmarks/sources.py",
+        'left_out=() if trains or backend != "cuda" else (FAKES,)',
+        "left_out=(FAKES,)",
+        "measure::test_what_gradients_need_counts_where_a_program_has_them",
+    ),
+    defect(
+        "the time of one call taken for a table of peers",
+        "benchmarks/take.py",
+        'isinstance(record.get("us"), dict)',
+        '"us" in record',
+        "measure::test_a_record_with_one_time_is_taken",
+    ),
+    defect(
         "a backward Function without its mark",
         PACKAGE + "_autograd.py",
         "first.new_empty((0, present << 8 | number))",
