@@ -126,16 +126,20 @@ def test_plain_torch_of_the_op(ltx: Any, device: str, statistic: int, dtype: tor
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
-def test_a_gradient_has_memory_of_its_own(ltx: Any, device: str) -> None:
-    """The gradient of a shift of the input's shape has the values of the result's gradient. It must be a copy."""
-    x, grad = (torch.randn(2, 3, 8, device=device) for _ in range(2))
-    scale = torch.randn(2, 3, 8, device=device)
-    shifts = [torch.randn(2, 3, 8, device=device, requires_grad=True) for _ in range(2)]
+@pytest.mark.parametrize(("name", "shape"), [("shift", (2, 3, 8)), ("bias", (8,))])
+def test_a_gradient_has_memory_of_its_own(ltx: Any, device: str, name: str, shape: tuple[int, ...]) -> None:
+    """Of a shift for each number, and of one row's bias, it is that of the result: two would share and overwrite it."""
+    x, scale, grad = (torch.randn(shape, device=device) for _ in range(3))
+    added = [torch.randn(shape, device=device, requires_grad=True) for _ in range(2)]
+
+    def result(one: Tensor) -> Tensor:
+        return ltx.adaln_rmsnorm(x, None, scale, one) if name == "shift" else ltx.layernorm(x, None, one)
+
     for _ in range(2):
-        sum(ltx.adaln_rmsnorm(x, None, scale, shift) for shift in shifts).backward(grad)
-    assert shifts[0].grad.data_ptr() not in (shifts[1].grad.data_ptr(), grad.data_ptr())
-    for shift in shifts:
-        assert torch.equal(shift.grad, 2 * grad)
+        sum(result(one) for one in added).backward(grad)
+    assert added[0].grad.data_ptr() not in (added[1].grad.data_ptr(), grad.data_ptr())
+    for one in added:
+        assert torch.equal(one.grad, 2 * grad)
 
 
 def test_named_rows_of_one_column(ltx: Any, device: str) -> None:
