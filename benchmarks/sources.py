@@ -12,9 +12,9 @@ Its sources are
 - the bindings of the ops that these files call, and the kernels that the bindings launch, with the files and the flags
   that build.toml has for each.
 
-Comments, docstrings and the form of the code do not count, and neither does how result files are written. What only
-gradients need counts where the program calls ``backward`` or ``grad``: that method of autograd.Functions, what it alone
-imports, and the kernels that are named after it.
+Comments, docstrings, the form of the code and what can only raise do not count, and neither does how result files are
+written. What only gradients need counts where the program calls ``backward`` or ``grad``: that method of
+autograd.Functions, what it alone imports, and the kernels that are named after it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import importlib.util
 import posixpath
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,38 +132,58 @@ class History:
 
 @functools.cache
 def parsed(text: str) -> ast.Module:
-    """Python without its docstrings."""
+    """Python without docstrings, and without what can only raise: no run that was measured has come to it."""
     module = ast.parse(text)
     for node in ast.walk(module):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 node.body = node.body[1:] or [ast.Pass()]
-    return module
+    before = _names_in(module)
+    return _without_unused(_WithoutErrors(before).visit(module), before)
+
+
+class _WithoutErrors(ast.NodeTransformer):
+    """Takes out each ``if`` that can only raise. What its test names with ``:=`` may be read in it alone."""
+
+    def __init__(self, names: Counter[str]) -> None:
+        self.names = names
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        self.generic_visit(node)
+        mine = _names_in(node)
+        named = {inner.target.id for inner in ast.walk(node.test) if isinstance(inner, ast.NamedExpr)}
+        raises = not node.orelse and all(isinstance(inner, ast.Raise) for inner in node.body)
+        return None if raises and all(mine[name] == self.names[name] for name in named) else node
 
 
 @functools.cache
 def without_backward(text: str) -> ast.Module:
-    """Python without docstrings, without methods named ``backward``, and without what they alone refer to."""
+    """Python that is `parsed`, without methods named ``backward``, and without what they alone refer to."""
     module = copy.deepcopy(parsed(text))
     before = _names_in(module)
     for node in module.body:
         if isinstance(node, ast.ClassDef):
             node.body = [inner for inner in node.body if getattr(inner, "name", "") != "backward"] or [ast.Pass()]
-    gone: set[str] = before - _names_in(module)
+    return _without_unused(module, before)
+
+
+def _without_unused(module: ast.Module, before: Collection[str]) -> ast.Module:
+    """Without the private definitions and the imports whose names were in a module before, and are no more."""
+    gone = set(before) - set(_names_in(module))
     while gone:
         used, private = _names_in(module), {name for name in gone if name.startswith("_")}
         module.body = [node for node in module.body if getattr(node, "name", "") not in private]
         for node in module.body:
             if isinstance(node, ast.ImportFrom):
-                node.names = [alias for alias in node.names if (alias.asname or alias.name) not in gone]
-        gone = used - _names_in(module)
+                node.names = [one for one in node.names if (one.asname or one.name) not in gone or one.asname]
+        gone = set(used) - set(_names_in(module))
     module.body = [node for node in module.body if not isinstance(node, ast.ImportFrom) or node.names]
     return module
 
 
-def _names_in(module: ast.Module) -> set[str]:
-    return {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+def _names_in(node: ast.AST) -> Counter[str]:
+    return Counter(inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name))
 
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')", re.DOTALL)

@@ -235,6 +235,12 @@ def fake(tmp_path: Path) -> Fake:
         ("kernel_src/ltx/rows.cuh", "4", "8"),
         ("torch-ext/norm.cpp", "ltx::norm(p)", "ltx::norm(q)"),
         ("torch-ext/ltx_kernels/norm.py", "return _norm(x)", "return _norm(x.contiguous())"),
+        (
+            "torch-ext/ltx_kernels/norm.py",
+            "return _norm(x)",
+            "if x := 2 * x:\n        raise TypeError\n    return _norm(x)",
+        ),
+        ("torch-ext/ltx_kernels/norm.py", "return _norm(x)", "if x:\n        x = -x\n    return _norm(x)"),
         ("torch-ext/ltx_kernels/_checks.py", "return CODES[x]", "return CODES[x] + 1"),
         ("torch-ext/ltx_kernels/_checks.py", '{"a": 1}', '{"a": 2}'),
         ("torch-ext/ltx_kernels/_checks.py", "CODES =", "print()\nCODES ="),
@@ -256,6 +262,17 @@ def test_a_change_of_a_source_makes_a_record_stale(fake: Fake, name: str, old: s
         ("kernel_src/norm.cu", "// once", "// one time"),
         ("kernel_src/rope.cu", "rotary(const Params& p) {", "rotary(const Params& p) {\n  launch(p);"),
         ("torch-ext/ltx_kernels/norm.py", '"""Norms."""', '"""RMSNorm."""'),
+        (
+            "torch-ext/ltx_kernels/norm.py",
+            "return _norm(x)",
+            "if not x:\n        raise TypeError(x)\n    return _norm(x)",
+        ),
+        (
+            "torch-ext/ltx_kernels/norm.py",
+            "def rmsnorm(x):\n",
+            "def _text(x):\n    return str(x)\n\n\n"
+            "def rmsnorm(x):\n    if bad := x.isnan():\n        raise TypeError(_text(bad))\n",
+        ),
         ("torch-ext/ltx_kernels/_words.py", "without code", "of words"),
         ("benchmarks/result_files.py", "text)\n", "text + '')\n"),
         ("torch-ext/ltx_kernels/rope.py", "return _rope(x)", "return _rope(x, 1)"),
@@ -269,7 +286,7 @@ def test_a_change_of_a_source_makes_a_record_stale(fake: Fake, name: str, old: s
 def test_other_changes_do_not(fake: Fake, name: str, old: str, new: str) -> None:
     """Comments, docstrings, other kernels, other functions of shared files, other entries of a table, the writing.
 
-    And what no op call on a GPU runs: checks that it does not import, and fakes.
+    And what no op call on a GPU runs: checks that it does not import, and fakes. And what can only raise.
     """
     fake.edit(name, old, new)
     assert fake.reasons() == {}
