@@ -107,6 +107,18 @@ def test_gradients_of_other_parameters(ltx: ModuleType, replay: ModuleType, kind
     assert sum(isinstance(call, kind) for call in calls(replay, model)) == 3  # two of block 0
 
 
+def test_a_parameter_of_two_layers(ltx: ModuleType, replay: ModuleType, kind: Any, device: str) -> None:
+    """It has one gradient, the sum of both."""
+    model, inputs, _ = tiny(ltx, device)
+    for block in model.transformer_blocks:
+        block.attn1.to_k.lora_A["default"].weight = block.attn1.to_q.lora_A["default"].weight
+    with not_recorded(replay):
+        want = step(model, inputs)
+    for _ in range(3):
+        assert_same(step(model, inputs), want)
+    assert calls(replay, model) and all(isinstance(call, kind) for call in calls(replay, model))
+
+
 def test_a_result_that_nothing_reads(ltx: ModuleType, replay: ModuleType, kind: Any, device: str) -> None:
     """Parameters that only the other result depends on get no gradient, not zeros."""
     model, inputs, _ = tiny(ltx, device, "flux")

@@ -125,7 +125,8 @@ class GradientRecorder(DispatchMode, Trace):
     def recording(self, result: Any, answer: Any = None) -> GradientRecording | str:
         """The recorded call, which returned `result`, and its backward; or the reason why there is none."""
         given, weights = self.arguments, self.weights
-        followed = [tensor for tensor in (*given, *weights) if tensor.requires_grad]
+        # A parameter that several layers hold is one tensor, with one gradient.
+        followed = list({id(tensor): tensor for tensor in (*given, *weights) if tensor.requires_grad}.values())
         reason = self.reason or self._why_not_result(result) or _why_not_parameters(weights)
         if reason:
             return reason
