@@ -404,6 +404,35 @@ def test_weights_that_are_trained(ltx: ModuleType, device: str) -> None:
             )
 
 
+@pytest.mark.parametrize("reentrant", [None, True], ids=["whole", "reentrant"])
+def test_a_validation_after_steps_of_a_fused_optimizer(ltx: ModuleType, device: str, reentrant: bool | None) -> None:
+    """It writes to weights and leaves their versions as they are. The fp8 weights are those of before the steps."""
+    family = FAMILIES["ltx"]
+    inputs = cast(family.inputs(2), device, BF16)
+    inputs["hidden_states"].requires_grad_()
+    stock = make(family, device, BF16)
+    ours = copy.deepcopy(stock)
+    ltx.optimize(ours, precision="fp8", stock_weights="beside")
+    found = []
+    for model in (stock, ours):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("attn1.to_" in name or "ff.net" in name)
+        if reentrant:
+            model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=True))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer, losses = torch.optim.AdamW(trained, lr=1e-2, fused=True), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss, _ = step(model, inputs)
+            optimizer.step()
+            with torch.no_grad():
+                validation = model(**inputs, return_dict=False)[0].square().mean()
+            losses += [loss.item(), validation.item()]
+        found.append(losses)
+    assert found[0][-1] < 0.5 * found[0][0]
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+
+
 @pytest.mark.extended
 def test_compiled_blocks(ltx: ModuleType, device: str) -> None:
     family = FAMILIES["ltx"]

@@ -13,6 +13,7 @@ from torch import nn
 
 from .engine.sites import Site, uninstall_all
 from .idle import advice, idle_share
+from .linear.fp8 import is_freed
 from .linear.fp8_files import save
 from .parallel import context, guidance
 from .replay import calls
@@ -85,13 +86,15 @@ class Report:
 
         Raises:
             TypeError: ``folder`` is no path.
-            ValueError: ``folder``, or what stands in a component's place there, is a file.
+            ValueError: ``folder`` is empty, or it, or what stands in a component's place there, is a file.
             RuntimeError: Something was not optimized with "fp8", has adapters, or its tensors are on "meta", where a
                 sequential offload puts them; or what was optimized is gone.
             ImportError: The package safetensors is not installed.
         """
         if not isinstance(folder, (str, os.PathLike)):
             raise TypeError(f"folder: expected a folder, got {folder!r}")
+        if not os.fspath(folder):
+            raise ValueError("folder: expected a folder, got an empty text; '.' is the one that you are in")
         models: dict[str, nn.Module] = {}
         for component, reference in self._in_files.items():
             root = reference()
@@ -122,6 +125,9 @@ class Report:
         return self._idle
 
     def __enter__(self) -> Report:
+        roots = (root for reference in self._roots if (root := reference()) is not None)
+        if any(is_freed(module) for root in roots for module in root.modules()):
+            raise RuntimeError('with: expected stock weights to restore at its end, got none (stock_weights="free")')
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -326,10 +326,12 @@ def why_not_fp8_weight(linear: nn.Linear, input: Tensor) -> str:
         return "another parameter is in the place of the fp8 weight"
     if values.dtype != torch.float8_e4m3fn or values.device != input.device:
         return "the fp8 weight was converted or is on another device"
-    if not torch.compiler.is_compiling() and has_changed(linear):
-        return "the weight has changed since it was quantised: call optimize again"
     if torch.is_grad_enabled() and linear.weight.requires_grad and not is_replaced(linear):
+        if not torch.compiler.is_compiling():
+            linear.__dict__[QUANTISED].number = -1  # fused optimizers leave the version of a weight as it is
         return "a gradient of its weight is needed"
+    if not torch.compiler.is_compiling() and has_changed(linear):
+        return "the weight has changed or was trained since it was quantised: call optimize again"
     return ""
 
 
