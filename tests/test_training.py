@@ -25,7 +25,7 @@ from helpers.autocast import autocast  # noqa: E402
 from helpers.diffusers_models import BLOCK_NAMES  # noqa: E402
 from helpers.language_models import make_ids  # noqa: E402
 from test_families import FAMILIES, cast, flat, make  # noqa: E402
-from torch.utils.checkpoint import CheckpointError, checkpoint  # noqa: E402
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "without_cudnn_attention")
 
@@ -485,6 +485,23 @@ def test_checkpoints(ltx: ModuleType, device: str, name: str, reentrant: bool) -
         assert site.fallbacks == {}
         assert site.calls == 2 * counts[site.name] and site.recomputed == counts[site.name]
         assert f"calls of {site.name} computed again in a backward, {site.recomputed} x" in str(report)
+
+
+@pytest.mark.parametrize("name", ["ltx", "flux"])
+@pytest.mark.parametrize("writes", [False, True], ids=["", "writes allowed"])
+def test_selective_checkpoints(ltx: ModuleType, device: str, name: str, writes: bool) -> None:
+    """What they keep of products is not written to by adapters that are added."""
+    family = FAMILIES[name]
+    model, inputs = with_adapters(make(family, device), family), cast(family.inputs(2), device, torch.float32)
+    ltx.optimize(model)
+    want = step(model, inputs)
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept, allow_cache_entry_mutation=writes)
+    model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    for _ in range(2):
+        loss, gradients = step(model, inputs)
+        torch.testing.assert_close(loss, want[0])
+        torch.testing.assert_close(gradients, want[1], rtol=1e-4, atol=1e-6)
 
 
 def step_under(device: str, dtype: torch.dtype, model: nn.Module, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:

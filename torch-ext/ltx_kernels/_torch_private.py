@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload as OpOverload  # an op as torch.ops has it: it has no name among torch's functions
 from torch.autograd import forward_ad as forward_ad  # its `_current_level` says whether forward-mode autograd is on
 from torch.nn.modules import module as _module
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree  # takes nested arguments apart and puts them together again  # noqa: F401
 from torch.utils._device import DeviceContext as DeviceContext  # the mode of a default device
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees the ops below autograd  # noqa: F401
@@ -91,6 +92,14 @@ def has_global_hooks() -> bool:
     """Whether a hook is registered for the forwards or the backwards of all modules."""
     forward = _module._global_forward_hooks or _module._global_forward_pre_hooks
     return bool(forward or _module._global_backward_hooks or _module._global_backward_pre_hooks)
+
+
+def keeps_results() -> bool:
+    """Whether a selective activation checkpoint is on. It keeps results of ops, which must not be written to."""
+    return dispatch_modes() > 0 and any(
+        type(mode).__module__ == "torch.utils.checkpoint"
+        for mode in _python_dispatch._get_current_dispatch_mode_stack()
+    )
 
 
 # ---- Ops and tensors

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..._once import once_differentiable
+from ..._torch_private import keeps_results
 from ..engine.autocast import autocast_dtype
 from ..engine.guards import class_of, hooked, is_idle, plain_linear
 from .frozen import Layers, Rows
@@ -223,6 +224,8 @@ class _Adapted(Function):
         *ups: Tensor,
     ) -> Tensor:
         output, low = Layers(weight, scales, bias).product(rows, quantised), F.linear(rows, down)
+        if keeps_results():
+            output = output.clone()
         for run, low_of_run, up in zip(runs, _of_runs(low, runs), ups):
             run.add_product(run.outputs(output), low_of_run, up.mT)
         ctx.set_materialize_grads(False)
