@@ -490,6 +490,19 @@ def test_forward_mode_and_transforms_run_plain_torch(ltx: Any, device: str) -> N
     torch.testing.assert_close(tangent, torch.func.jvp(ltx.reference.swiglu, (x,), (x,))[1])
 
 
+def test_forward_mode_without_gradients_is_an_error(ltx: Any, device: str) -> None:
+    """torch.no_grad() leaves forward mode on. A kernel would lose the tangents."""
+    x, query = Make(device, torch.float32)(2, 3, 64), Make(device, torch.float32)(1, 4, 1, 64)
+    calls = (
+        ltx.swiglu,
+        lambda x: ltx.linear_cat([x, x], x.new_ones(8, 128)),
+        lambda x: ltx.attention(query, query, query),
+    )
+    for call in calls:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="forward-mode differentiation: expected gradients"):
+            torch.func.jvp(call, (x,), (x,))
+
+
 @every_case_of
 @pytest.mark.host
 def test_a_second_derivative_is_an_error(ltx: Any, device: str, name: str) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from ._autograd import function_of
-from ._checks import check_type, no_given_outputs, no_gradient, requires_grad
+from ._checks import NO_TANGENTS, check_type, no_given_outputs, no_gradient, requires_grad
 from ._fakes import Mode, in_torch
 from ._ops import ops
+from ._torch_private import forward_ad
 
 
 def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callable[..., Any]:
@@ -36,6 +37,8 @@ def op(name: str, *, gradient: bool = True, **elements: Sequence[str]) -> Callab
     out_names = [] if into is None else [argument.name for argument in into._schema.arguments[:results]]
 
     def call(outs: Any, *arguments: Any) -> Any:
+        if forward_ad._current_level >= 0 and not is_grad_enabled():
+            raise RuntimeError(NO_TANGENTS)
         try:
             if outs is None:
                 if is_grad_enabled() and requires_grad(*arguments[:tensors]):

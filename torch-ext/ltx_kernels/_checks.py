@@ -132,6 +132,10 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+# Where gradients are off, an op would run its kernel and lose the tangents. torch.no_grad() leaves forward mode on.
+NO_TANGENTS = "forward-mode differentiation: expected gradients to be on, got none; call under torch.enable_grad()"
+
+
 def no_given_outputs(*outs: object) -> None:
     """Raises where a call that autograd follows is given outputs to write into."""
     if any(out is not None for out in outs):

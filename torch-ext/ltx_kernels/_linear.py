@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import check_linear_cat, check_types, no_given_outputs, requires_grad
+from ._checks import NO_TANGENTS, check_linear_cat, check_types, no_given_outputs, requires_grad
 from ._ops import add_op_namespace_prefix
-from ._torch_private import addmm_gelu
+from ._torch_private import addmm_gelu, forward_ad
 from .glu import gelu
 
 
@@ -132,6 +132,8 @@ def linear_cat(
 
     Source: FluxSingleTransformerBlock (diffusers): proj_out of attention and MLP.
     """
+    if forward_ad._current_level >= 0 and not torch.is_grad_enabled():
+        raise RuntimeError(NO_TANGENTS)
     try:
         check_linear_cat(inputs, weight, bias, out)
     except (AttributeError, TypeError):

@@ -12,9 +12,9 @@ from torch import Tensor, is_grad_enabled
 
 from . import _formulas
 from ._call import op
-from ._checks import FLOAT32_EPS, check_attention, check_type, check_types, is_int8, requires_grad
+from ._checks import FLOAT32_EPS, NO_TANGENTS, check_attention, check_type, check_types, is_int8, requires_grad
 from ._ops import ops
-from ._torch_private import is_func_wrapper
+from ._torch_private import forward_ad, is_func_wrapper
 from ._variant import COMPILED_DEVICE, constant_when_compiled
 
 _qk_norm_cross_attention = op("qk_norm_cross_attention")
@@ -192,6 +192,8 @@ def attention(
     Source: scaled_dot_product_attention of torch, called as by LTXVideoAttnProcessor (diffusers). The kernel computes
     in the order of FlashAttention-3 (Shah et al., 2024).
     """
+    if forward_ad._current_level >= 0 and not is_grad_enabled():
+        raise RuntimeError(NO_TANGENTS)
     if return_lse is not False:
         check_type("return_lse", "bool", return_lse)
     if is_causal is not False:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..._torch_private import backward_number, func_interpreter, has_global_hooks
+from ..._torch_private import backward_number, forward_ad, func_interpreter, has_global_hooks
 from ..._variant import COMPILED_DEVICE, constant_when_compiled
 from .autocast import why_not_autocast
 from .code import patched
@@ -191,6 +191,8 @@ def why_not_input(tensor: Tensor, rounding: str = "fp32", gradient: bool = False
             return "a hook of all modules is registered"
         if func_interpreter() is not None:
             return "a transformation of torch.func is active"
+        if forward_ad._current_level >= 0:
+            return "forward-mode differentiation is on"
     return ""
 
 

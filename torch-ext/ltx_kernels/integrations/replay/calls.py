@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ..._torch_private import (
     COMPILED_CALL,
     dispatch_modes,
+    forward_ad,
     func_interpreter,
     function_modes,
     has_global_hooks,
@@ -373,6 +374,7 @@ def _is_ordinary() -> bool:
         or function_modes()
         or dispatch_modes()
         or func_interpreter() is not None
+        or forward_ad._current_level >= 0
         or has_global_hooks()
         or is_capturing()
     )
