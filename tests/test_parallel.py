@@ -60,6 +60,7 @@ class Case:
     kernel: `attention` takes the tensors, as on a GPU with the kernel; a ring then merges by log-sum-exp.
     exchanges: How often a forward calls each collective; None where that is not the point.
     batch: The batch is split, and the tokens only where there is a config, of half of the ranks.
+    batch_first: Before the tokens, where both are split over the same ranks, which is an error.
     gradients: With those of the parameters, which the ranks add up.
     own_plan: The caller gives diffusers' plan, which splits LTX-Video's prompt, so that its mask is gathered.
     compiled: By torch.compile, as one graph.
@@ -82,6 +83,7 @@ class Case:
     kernel: bool = False
     exchanges: tuple[int, int] | None = None
     batch: bool = False
+    batch_first: bool = True
     gradients: bool = False
     own_plan: bool = False
     compiled: bool = False
@@ -185,6 +187,9 @@ TWO = (
     # What cannot be right raises on every rank.
     Case("ltx", {}, batch=True, gradients=True, error="split_batch: expected calls without gradients"),
     Case("ltx", {}, batch=True, samples=3, error="hidden_states: expected a batch that 2 ranks share evenly"),
+    Case("ltx", ULYSSES, batch=True, error="enable_parallelism: expected ranks that share the batch"),
+    Case("ltx", ULYSSES, batch=True, batch_first=False, error="group: expected ranks that share the batch"),
+    Case("ltx", ULYSSES, batch=True, later=True, error="obj: with context parallelism, expected ranks that share"),
     Case("ltx", ULYSSES, elsewhere={"level": "norms"}, error="the same modules to be replaced on every rank"),
     Case("ltx", ULYSSES, elsewhere={"rounding": "eager"}, later=True, error="same modules to be replaced on every"),
     Case(
@@ -303,7 +308,11 @@ def _tensors(output: Any) -> torch.Tensor:
 
 
 def _divide(case: Case, ltx: ModuleType, model: Any) -> None:
-    if case.batch and case.config:
+    if case.batch and case.config and case.error:  # over the same ranks
+        enable = functools.partial(model.enable_parallelism, config=diffusers.ContextParallelConfig(**case.config))
+        for share in (lambda: ltx.split_batch(model), enable)[:: 1 if case.batch_first else -1]:
+            share()
+    elif case.batch and case.config:
         mesh = dist.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("guidance", "ring", "ulysses"))
         model.enable_parallelism(config=diffusers.ContextParallelConfig(mesh=mesh, **case.config))
         ltx.split_batch(model, mesh["guidance"].get_group())
@@ -414,8 +423,6 @@ def _restored(model: Any, report: Any, stock_splits: Any) -> str:
 
 def run_docs(ltx: ModuleType) -> None:
     """The blocks of docs/parallel.md, each with a pipeline of its own: on the CPU, and with a small clip."""
-    import kernels
-
     sys.path.insert(0, str(ROOT / "examples"))
     import ltx_pipeline
 
@@ -431,7 +438,7 @@ def run_docs(ltx: ModuleType) -> None:
         with (
             mock.patch.object(type(pipe), "__call__", small),
             mock.patch.object(type(pipe), "from_pretrained", return_value=mock.Mock(**{"to.return_value": pipe})),
-            mock.patch.object(kernels, "get_kernel", return_value=ltx),
+            mock.patch.dict(sys.modules, ltx_fused=ltx),
             mock.patch.object(torch.cuda, "set_device"),
             mock.patch.object(dist, "init_process_group"),
         ):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..engine.guards import ATTRIBUTE, RELEASE, class_of
-from . import peer_memory
+from . import guidance, peer_memory
 from .ranks import Config, all_gather, context_of, ranks_of
 
 ENABLE = "enable_parallelism"
@@ -176,7 +176,7 @@ def _enable(self: Any, *, config: Any, cp_plan: Any = None, **options: Any) -> N
     if followed is None or context is None or getattr(self, "_parallel_config", None) is not None:
         stock(self, config=config, cp_plan=cp_plan, **options)
         return
-    reason = _obstacle(self, cp_plan)
+    reason = _obstacle(self, cp_plan) or _shares_batch(self, context)
     if reason:
         raise ValueError(f"enable_parallelism: {reason}")
     parallel = followed.parallel if cp_plan is None else None
@@ -184,6 +184,12 @@ def _enable(self: Any, *, config: Any, cp_plan: Any = None, **options: Any) -> N
     if parallel is not None:
         followed.apply(self)
     _agree(self, context)
+
+
+def _shares_batch(root: Any, context: Config) -> str:
+    """Why ranks that share a model's batch cannot share its tokens; empty if they do not, or can."""
+    split = root.__dict__.get(guidance.ATTRIBUTE)
+    return guidance.why_not_tokens(split.group, context) if split is not None else ""
 
 
 PLAIN = "diffusers.models.attention_processor.AttnProcessor2_0"
@@ -216,8 +222,9 @@ def why_not_offloaded(root: nn.Module) -> str:
 
 def check(root: nn.Module) -> None:
     """Raises where `optimize` cannot make a model right that is parallel already."""
-    if context_of(getattr(root, "_parallel_config", None)) is not None:
-        reason = why_not_offloaded(root)
+    config = context_of(getattr(root, "_parallel_config", None))
+    if config is not None:
+        reason = why_not_offloaded(root) or _shares_batch(root, config)
         if reason:
             raise ValueError(f"obj: with context parallelism, {reason}")
 

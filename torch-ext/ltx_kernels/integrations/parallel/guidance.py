@@ -6,6 +6,7 @@ each and gather the results at the end of the call.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..engine.guards import class_of
-from .ranks import all_gather
+from .ranks import all_gather, context_of, token_ranks
 
 ATTRIBUTE = "_ltx_kernels_batch"
 
@@ -26,12 +27,21 @@ class BatchSplit:
     def __init__(self, model: nn.Module, group: Any) -> None:
         self.model, self.group = model, group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        self.signature = inspect.signature(type(model).forward)
+        self.parameters = tuple(self.signature.parameters)[1:]
         self.handles = (
             model.register_forward_pre_hook(self._split, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._gather),
         )
         model.__dict__[ATTRIBUTE] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchSplit:
+        """Of a copy of the model, in which its hooks are copied too; a group of processes cannot be copied."""
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.model = copy.deepcopy(self.model, memo)
+        copied.handles = copy.deepcopy(self.handles, memo)
+        return copied
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -45,6 +55,7 @@ class BatchSplit:
         self.remove()
 
     def _split(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self.signature.bind(model, *args, **kwargs)  # raises where the model's own call does
         given = {**dict(zip(self.parameters, args)), **kwargs}
         batch = len(given[self.parameters[0]])
         if batch % self.size:
@@ -104,9 +115,10 @@ def split_batch(model: nn.Module, group: Any = None) -> BatchSplit:
         An object with ``remove()``, also a context manager.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or ``group`` no process group.
         RuntimeError: torch.distributed is not initialized, or the model's batch is split already.
-        ValueError: At a call: a batch that the ranks cannot share evenly, or one that needs gradients.
+        ValueError: This rank is not in ``group``, or two ranks of it share tokens of the model. At a call: a batch that
+            the ranks cannot share evenly, or one that needs gradients.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {class_of(model)}")
@@ -114,7 +126,26 @@ def split_batch(model: nn.Module, group: Any = None) -> BatchSplit:
         raise RuntimeError("group: expected torch.distributed to be initialized, got no default process group")
     if ATTRIBUTE in model.__dict__:
         raise RuntimeError("model: expected one whose batch is whole, got one that split_batch was called with before")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected one that this rank is in, got one of other ranks")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a process group, such as mesh.get_group(), got {class_of(group)}")
+    if reason := why_not_tokens(group, getattr(model, "_parallel_config", None)):
+        raise ValueError(f"group: {reason}")
     return BatchSplit(model, group)
+
+
+def why_not_tokens(group: Any, parallel: Any) -> str:
+    """Why ranks that share a model's batch cannot share its tokens too; empty if they can."""
+    config = context_of(parallel)
+    of_batch = dist.get_process_group_ranks(group)
+    both = [] if config is None else sorted(set(of_batch) & set(token_ranks(config)))
+    if len(both) < 2:
+        return ""
+    return (
+        f"expected ranks that share the batch (split_batch) or the tokens (context parallelism), got ranks {both} with "
+        "both; give each a dimension of a mesh"
+    )
 
 
 def lines(root: nn.Module) -> list[str]:

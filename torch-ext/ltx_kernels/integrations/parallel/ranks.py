@@ -18,6 +18,7 @@ class Config(Protocol):
     ring_degree: int
     ulysses_anything: bool
     ring_anything: bool
+    mesh: Any
     _ulysses_mesh: Any
     _ring_mesh: Any
     _flattened_mesh: Any
@@ -30,6 +31,14 @@ def context_of(parallel: Any) -> Config | None:
         return None
     config = getattr(parallel, "context_parallel_config", parallel)
     return config if hasattr(config, "ulysses_degree") else None
+
+
+def token_ranks(config: Config) -> list[int]:
+    """The ranks that share a model's tokens with this one, also before diffusers has set up the configuration."""
+    if config.mesh is None:
+        return list(range(config.ring_degree * config.ulysses_degree))
+    ranks: list[int] = config.mesh["ring", "ulysses"].mesh.flatten().tolist()
+    return ranks
 
 
 def all_gather(output: Tensor, input: Tensor, **options: Any) -> Any:
