@@ -381,6 +381,14 @@ def test_wrong_arguments(ltx: ModuleType, device: str) -> None:
         ({"skip": [5], "precision": "fp8"}, TypeError, r"skip: expected a list of patterns, got \[5\]"),
         ({"strict": 1}, TypeError, "strict: expected True or False, got 1"),
         ({"stock_weights": True, "precision": "fp8"}, ValueError, "stock_weights: expected"),
+        (
+            {"skip": ["no_such*"], "precision": "fp8"},
+            ValueError,
+            "skip: expected patterns .* got no_such.*, which fits",
+        ),
+        ({"weights": "", "precision": "fp8"}, ValueError, "weights: expected a path, got an empty text"),
+        ({"components": []}, ValueError, "components: expected the name of a component, got an empty list"),
+        ({"memory": "low", "level": "norms"}, ValueError, 'precision: "fp8", which memory="low" sets, goes with'),
     ):
         with pytest.raises(error, match=text):
             ltx.optimize(model, **arguments)

@@ -332,13 +332,16 @@ def _check_options(
     if precision == "fp8":
         if level != "block" or rounding != "fp32":
             raise ValueError(
-                f'precision: "fp8" goes with level "block" and rounding "fp32", got {level} and {rounding}'
+                f'precision: "fp8", which memory="low" sets, goes with level "block" and rounding "fp32", got {level} '
+                f"and {rounding}"
             )
     elif skip is not None or stock_weights != fp8.HELD or weights is not None:
         raise ValueError(f'skip, stock_weights and weights: expected precision "fp8" with them, got {precision!r}')
     paths = weights.values() if isinstance(weights, Mapping) else [weights]
     if weights is not None and not all(isinstance(path, (str, os.PathLike, Placed)) for path in paths):
         raise TypeError(f"weights: expected a path, or a path for each component, got {weights!r}")
+    if "" in paths:
+        raise ValueError("weights: expected a path, got an empty text; '.' is the folder that you are in")
     if weights is not None and stock_weights != fp8.HELD:
         raise ValueError("weights: expected no stock_weights with it: there are none beside the file's")
 
@@ -388,6 +391,8 @@ def _roots(
     """
     if components is not None:
         _check_names("components", "names", components)
+        if not components:
+            raise ValueError("components: expected the name of a component, got an empty list")
     if isinstance(obj, nn.Module):
         if components is not None:
             raise ValueError(f"components: expected None with a module, got {list(components)!r}")

@@ -230,6 +230,10 @@ def select_fp8(
     native: Components that stay in their own precision.
     """
     groups = []
+    known = {name for _, _, layers in _groups(selection, native) for name in layers}
+    for pattern in skip or ():
+        if known and not fnmatch.filter(known, pattern):
+            raise ValueError(f"skip: expected patterns of names such as {min(known)}, got {pattern}, which fits none")
     in_files, needed = set[str](), set[str]()
     for component, file in files.items():
         names = {".".join(filter(None, (component, name))) for name in file.linears}
