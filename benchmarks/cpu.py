@@ -11,7 +11,6 @@ where a limit is missed: 1.1 for every op, 0.5 for the fused ones (norm + modula
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from result_files import DTYPES, REPOSITORY, common_meta, write
+from result_files import DTYPES, common_meta, write
 from torch import Tensor
 
 LIMIT = 1.1
@@ -262,17 +261,21 @@ def measure(case: Case, rounds: int) -> Row:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kernel", type=Path, default=REPOSITORY, help="repository or variant (default: this one)")
+    parser.add_argument("--kernel", type=Path, help="repository or variant (default: build/, or pip's package)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="only ops whose name contains this")
     parser.add_argument("--output", type=Path, help="JSON (default: the table alone)")
     options = parser.parse_args()
 
-    from kernels import get_local_kernel
+    from command_line import load_kernels, metadata_of
 
-    ltx = get_local_kernel(options.kernel)
-    package = json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())
+    if options.kernel is None:
+        ltx = load_kernels("cpu")
+    else:
+        from kernels import get_local_kernel
+
+        ltx = get_local_kernel(options.kernel)
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     rows = []
@@ -290,7 +293,7 @@ def main() -> int:
                 flush=True,
             )
     if options.output is not None:
-        write(options.output, common_meta(package), rows=[asdict(row) for row in rows])
+        write(options.output, common_meta(metadata_of(ltx)), rows=[asdict(row) for row in rows])
     missed = [row for row in rows if row.limit is not None and row.ratio > row.limit]
     for row in missed:
         shape = "x".join(map(str, row.shape))

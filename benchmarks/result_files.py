@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -17,18 +16,18 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "examples"))
 REPO_ID = "org/ltx-kernels"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @functools.cache
 def load_package() -> tuple[ModuleType, dict[str, Any]]:
-    """(the package as users load it, its metadata.json)."""
-    os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={REPOSITORY / 'build'}")
-    from kernels import get_kernel
+    """(the package as users load it for this machine's best device, the metadata of its build)."""
+    from command_line import load_kernels, metadata_of  # sets LOCAL_KERNELS to build/, unless it is set
 
-    ltx = get_kernel(REPO_ID, version=1)
-    return ltx, json.loads((Path(ltx.__file__).parent / "metadata.json").read_text())
+    ltx = load_kernels("cuda")
+    return ltx, metadata_of(ltx)
 
 
 def device_name() -> str:
@@ -61,7 +60,7 @@ def output_of(command: Sequence[str]) -> str | None:
 def common_meta(package: Mapping[str, Any] | None = None, device: str = "cpu") -> dict[str, Any]:
     """What a result file says of its run.
 
-    package: The metadata.json of the build that was measured, which names the commit that it was made of. The checkout
+    package: The metadata of the build that was measured, which names the commit that it was made of. The checkout
         may be of another commit, or have no history. None: no build was measured, and the checkout's commit counts.
     device: The type of the device that was measured.
     """

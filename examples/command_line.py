@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -53,6 +54,13 @@ def load_kernels(device: Any) -> ModuleType:
             f"LOCAL_KERNELS is {os.environ['LOCAL_KERNELS']}, and pip has not installed the package. In {ROOT}, "
             "`make build` or `python tools/build.py --this-machine` fills build/, and `pip install .` installs it"
         ) from error
+
+
+def metadata_of(ltx: ModuleType) -> dict[str, Any]:
+    """What the package's metadata.json says of its build; pip's package has none, and only the id of its ops."""
+    path = Path(str(ltx.__file__)).with_name("metadata.json")
+    metadata: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"id": ltx._ops.ops.name}
+    return metadata
 
 
 def start(parser: argparse.ArgumentParser) -> None:

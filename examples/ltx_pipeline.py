@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import transformers
 from command_line import DTYPES as DTYPE_NAMES
-from command_line import PROMPT, ExampleError
+from command_line import PROMPT, ExampleError, metadata_of
 from command_line import load_kernels as load_kernels
 from diffusers import (
     AutoencoderKLLTXVideo,
@@ -414,10 +414,9 @@ def origin(device: torch.device, ltx: ModuleType | None) -> dict[str, Any]:
         },
     }
     if ltx is not None:
-        variant = Path(ltx.__file__).parent
-        metadata = json.loads((variant / "metadata.json").read_text())
+        metadata = metadata_of(ltx)
         commit = metadata.get("provenance", {}).get("kernel", {})
-        result["kernels"] = {"variant": variant.name, "id": metadata["id"], **commit}
+        result["kernels"] = {"variant": Path(str(ltx.__file__)).parent.name, "id": metadata["id"], **commit}
     return result
 
 

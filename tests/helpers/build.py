@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from types import ModuleType
@@ -39,3 +40,11 @@ def load_build() -> ModuleType:
         pytest.fail(f"{directory} does not exist: run `make build`", pytrace=False)
     package: ModuleType = kernels.get_kernel(REPO_ID, version=1, backend=BACKEND)
     return package
+
+
+def installed_by_pip(folder: Path) -> None:
+    """Puts a stand-in for pip's package into a folder: its name and the id of its ops, without a metadata.json."""
+    package = folder / "ltx_fused"
+    package.mkdir()
+    (package / "__init__.py").write_text("class _ops:\n    class ops:\n        name = '_pip_ops'\n")
+    importlib.invalidate_caches()

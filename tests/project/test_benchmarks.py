@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.build import installed_by_pip
 from helpers.diffusers_models import BLOCK_NAMES
 from helpers.dispatch import Namespaces
 
@@ -226,6 +227,30 @@ def test_a_result_file_has_a_line_for_each_record() -> None:
         "}",
     ]
     assert json.loads(result_files.as_text(result)) == result
+
+
+@pytest.mark.host
+@pytest.mark.usefixtures("one_thread")
+def test_the_installed_package_is_measured_where_nothing_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip's package has no metadata.json: a result file has the id of its ops, and no commit."""
+    import command_line
+    import cpu
+
+    monkeypatch.delitem(sys.modules, "ltx_fused", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(command_line, "NAMED", False)
+    monkeypatch.setattr(command_line, "BUILD", tmp_path / "build")
+    installed_by_pip(tmp_path)
+    ltx, metadata = result_files.load_package.__wrapped__()
+    assert ltx.__name__ == "ltx_fused" and result_files.common_meta(metadata)["kernels"] == "_pip_ops"
+    path = tmp_path / "cpu.json"
+    monkeypatch.setattr(sys, "argv", ["cpu.py", "--only", "no such op", "--threads", "1", "--output", str(path)])
+    assert cpu.main() == 0
+    meta = json.loads(path.read_text())["meta"]
+    assert (meta["kernels"], meta["commit"], meta["dirty"]) == ("_pip_ops", None, None)
+    del sys.modules["ltx_fused"]
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)

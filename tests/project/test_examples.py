@@ -34,8 +34,10 @@ import generate_video  # noqa: E402
 import inject_llm  # noqa: E402
 import inject_ltx  # noqa: E402
 import llm_models  # noqa: E402
+import ltx_pipeline  # noqa: E402
 import numpy as np  # noqa: E402
 from diffusers import LTXPipeline  # noqa: E402
+from helpers.build import installed_by_pip  # noqa: E402
 from helpers.video import decoded  # noqa: E402
 from rich.console import Console  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
@@ -154,7 +156,7 @@ def test_baseline_needs_no_build(device: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_installed_package_serves_where_nothing_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`import ltx_fused`, and not Lightricks' `ltx_kernels`, which is another package."""
+    """`import ltx_fused`, and not Lightricks' `ltx_kernels`, which is another package. It has no metadata.json."""
     for name in ("ltx_kernels", "ltx_fused"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -164,10 +166,11 @@ def test_the_installed_package_serves_where_nothing_is_built(tmp_path: Path, mon
     (tmp_path / "ltx_kernels.py").touch()
     with pytest.raises(command_line.ExampleError, match=r"pip has not installed .*`pip install \.` installs"):
         command_line.load_kernels("cpu")
-    (tmp_path / "ltx_fused.py").touch()
-    importlib.invalidate_caches()
-    assert command_line.load_kernels("cpu").__file__ == str(tmp_path / "ltx_fused.py")
-    monkeypatch.delitem(sys.modules, "ltx_fused")
+    installed_by_pip(tmp_path)
+    ltx = command_line.load_kernels("cpu")
+    assert ltx.__file__ == str(tmp_path / "ltx_fused" / "__init__.py")
+    assert ltx_pipeline.origin(torch.device("cpu"), ltx)["kernels"] == {"variant": "ltx_fused", "id": "_pip_ops"}
+    del sys.modules["ltx_fused"]
 
 
 def test_same_clip_with_and_without(device: str) -> None:
