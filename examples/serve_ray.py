@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from command_line import ExampleError, at_least, start
+from command_line import ExampleError, at_least, frames, pixels, start
 
 TRIES = 5  # of a request whose replicas die
 MOST_BYTES = 65536  # of a request
@@ -45,11 +45,33 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
+SIZES = {"frames": frames, "height": pixels, "width": pixels, "steps": at_least(2)}  # the pipeline makes no others
+
+
 def shape(text: str) -> Shape:
     try:
-        return Shape(*map(int, text.split("x")))
-    except (TypeError, ValueError):
+        parts = dict(zip(SIZES, text.split("x"), strict=True))
+        return Shape(*(size(name, part) for name, part in parts.items()))
+    except ValueError:
         raise argparse.ArgumentTypeError(f"expected FRAMESxHEIGHTxWIDTHxSTEPS, got {text}") from None
+
+
+def size(name: str, text: str) -> int:
+    try:
+        return SIZES[name](text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error}") from None
+
+
+def request_in(body: bytes) -> dict[str, Any] | None:
+    """The JSON object of a body; None where it is none, or has lists or objects in it."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(request, dict) or any(isinstance(value, (list, dict)) for value in request.values()):
+        return None
+    return request
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,7 +122,8 @@ class Clips:
         """The shape of a request. A ValueError says why it is refused."""
         expected = {"prompt": str, "seed": int, **dict.fromkeys(Shape._fields, int)}
         if request.keys() != expected.keys():
-            raise ValueError(f"request: expected the fields {', '.join(expected)}, got {', '.join(request) or 'none'}")
+            got = ", ".join(map(ascii, request)) or "none"
+            raise ValueError(f"request: expected the fields {', '.join(expected)}, got {got}")
         for name, kind in expected.items():
             if type(request[name]) is not kind:
                 raise ValueError(f"{name}: expected {kind.__name__}, got {request[name]!r}")
@@ -109,11 +132,20 @@ class Clips:
             raise ValueError(f"shape: expected {' or '.join(map(str, self.shapes))}, got {shape}")
         if not 0 <= request["seed"] < 2**63:
             raise ValueError(f"seed: expected 0 to 2^63 - 1, got {request['seed']}")
+        self.check_prompt(request["prompt"])
+        return shape
+
+    def check_prompt(self, prompt: str) -> None:
+        """A ValueError says why the pipeline cannot read the whole prompt."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(prompt[error.start])
+            raise ValueError(f"prompt: expected text, got half of a surrogate pair, {half}") from None
         most = inspect.signature(self.pipe.__call__).parameters["max_sequence_length"].default  # it would cut the rest
-        tokens = len(self.tokenizer(request["prompt"]).input_ids)
+        tokens = len(self.tokenizer(prompt).input_ids)
         if tokens > most:
             raise ValueError(f"prompt: expected at most {most} tokens, got {tokens}")
-        return shape
 
     def generate(self, shape: Shape, prompts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
         """Clips of [frames, height, width, 3] in uint8, up to the largest of BATCHES at once."""
@@ -141,7 +173,12 @@ class Clips:
 
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A batch of Ray Data: adds the column `clip` to `prompt` and `seed`."""
-        clips = self.generate(self.shapes[0], rows["prompt"].tolist(), rows["seed"].tolist())
+        prompts, seeds = rows["prompt"].tolist(), rows["seed"].tolist()
+        if not 1 <= len(prompts) <= max(BATCHES):
+            raise ValueError(f"batch_size: expected 1 to {max(BATCHES)} rows, got {len(prompts)}")
+        for prompt in prompts:
+            self.check_prompt(prompt)
+        clips = self.generate(self.shapes[0], prompts, seeds)
         return {**rows, "clip": np.stack(clips)}
 
 
@@ -223,12 +260,9 @@ def application(model: str, shapes: Sequence[Shape], replicas: int, **options: A
             """(status, clip or reason, how often the request was sent to a replica)."""
             if len(body) > MOST_BYTES:
                 return 413, f"request: expected at most {MOST_BYTES} bytes, got {len(body)}", 0
-            try:
-                request = json.loads(body)
-            except ValueError:
-                request = None
-            if not isinstance(request, dict):
-                return 400, "request: expected a JSON object", 0
+            request = request_in(body)
+            if request is None:
+                return 400, "request: expected a JSON object of strings and numbers", 0
             for tries in range(1, TRIES + 1):
                 try:
                     clip = await self.replicas.generate.remote(request)

@@ -68,12 +68,17 @@ def test_a_request_is_the_same_clip_in_every_batch(clips: Clips) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "prompt too long": ({"prompt": "x" * 200}, "prompt: expected at most 128 tokens, got 201"),
+    "half a character": (
+        {"prompt": "a\ud800"},
+        "prompt: expected text, got half of a surrogate pair, '\\ud800'",
+    ),
     "no text": ({"prompt": 3}, "prompt: expected str, got 3"),
     "another shape": ({"width": 160}, "shape: expected 9x64x96x2 or 9x64x128x2, got 9x64x160x2"),
     "no integer": ({"frames": 9.0}, "frames: expected int, got 9.0"),
     "a truth value": ({"seed": True}, "seed: expected int, got True"),
     "a negative seed": ({"seed": -1}, "seed: expected 0 to 2^63 - 1, got -1"),
     "one field more": ({"fps": 25}, "request: expected the fields prompt, seed, frames, height, width, steps, got "),
+    "half a character in a field": ({"\udfff": 25}, "request: expected the fields prompt, seed, frames, height, "),
 }
 
 
@@ -83,6 +88,24 @@ def test_refused(clips: Clips, case: str) -> None:
     with pytest.raises(ValueError) as raised:
         clips.check({**REQUEST, **change})
     assert str(raised.value).startswith(message)
+    assert str(raised.value).encode()  # as the text of an answer
+
+
+NO_REQUESTS = (
+    b"{",
+    b"[1]",
+    b"null",
+    b"[" * 60000,
+    b'{"a":' * 10000,
+    b'{"a": {}}',
+    b'{"a": %s1%s}' % (b"[" * 600, b"]" * 600),
+)
+
+
+def test_bodies_without_a_request() -> None:
+    """Neither json nor pickle, with which Ray sends a request to a replica, can take lists in lists without end."""
+    assert [serve_ray.request_in(body) for body in NO_REQUESTS] == [None] * len(NO_REQUESTS)
+    assert serve_ray.request_in(json.dumps(REQUEST).encode()) == REQUEST
 
 
 def test_accepted(clips: Clips) -> None:
@@ -126,6 +149,19 @@ def test_a_batch_of_ray_data(clips: Clips) -> None:
     assert distance(made["clip"][1], clips.generate(SMALL, ["A dog"], [7])[0]) <= 2
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "batch_size: expected 1 to 4 rows, got 0"),
+        (["a"] * 5, "batch_size: expected 1 to 4 rows, got 5"),
+        (["a", "x" * 200], "prompt: expected at most 128 tokens, got 201"),
+    ],
+)
+def test_a_batch_of_ray_data_is_refused(clips: Clips, prompts: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        clips({"prompt": np.array(prompts, dtype=object), "seed": np.arange(len(prompts))})
+
+
 def test_ray_data_of_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines of docs/serving.md, with a stand-in for Ray Data that makes one actor and gives it one batch."""
 
@@ -153,6 +189,22 @@ def test_shapes_of_the_command_line(text: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         serve_ray.parser.parse_args(["--shapes", text])
     assert f"expected FRAMESxHEIGHTxWIDTHxSTEPS, got {text}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0x64x96x4", "frames: expected a multiple of 8, plus 1, got 0"),
+        ("10x64x96x4", "frames: expected a multiple of 8, plus 1, got 10"),
+        ("9x65x96x4", "height: expected a multiple of 32, got 65"),
+        ("9x64x100x4", "width: expected a multiple of 32, got 100"),
+        ("9x64x96x1", "steps: expected at least 2, got 1"),
+    ],
+)
+def test_shapes_that_the_pipeline_cannot_make(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_ray.parser.parse_args(["--shapes", text])
+    assert f"argument --shapes: {message}" in capsys.readouterr().err
 
 
 # ---- With Ray
@@ -201,8 +253,8 @@ def test_served(server: tuple[str, int], clips: Clips) -> None:
     for change, message in BAD.values():
         status, content = send(url, json.dumps({**REQUEST, **change}).encode())
         assert (status, content.decode()[: len(message)]) == (422, message)
-    assert send(url, b"{") == (400, b"request: expected a JSON object")
-    assert send(url, b"[1]") == (400, b"request: expected a JSON object")
+    for body in NO_REQUESTS:
+        assert send(url, body) == (400, b"request: expected a JSON object of strings and numbers")
     too_large = json.dumps({**REQUEST, "prompt": "x" * 70000}).encode()
     assert send(url, too_large)[0] == 413
     status, content = send(url, None)
