@@ -112,6 +112,12 @@ def check_parallel(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"argument --parallel: does not go with --offload {args.offload}")
     if args.parallel == "guidance" and batch % ranks:
         parser.error(f"argument --parallel: {ranks} processes cannot share a batch of {batch} evenly")
+    tokens = (1 + args.frames // 8) * (args.height // 32) * (args.width // 32)
+    if args.parallel != "guidance" and tokens % ranks:
+        parser.error(
+            f"argument --parallel: {ranks} processes cannot share the {tokens} tokens of a clip evenly; choose another "
+            "--num-frames, --height or --width"
+        )
 
 
 def ranks_of_torchrun() -> int:
@@ -137,9 +143,11 @@ def share(pipe: Any, mode: str, ltx: ModuleType) -> None:
     """Has the ranks share each step of a pipeline."""
     if mode == "guidance":
         ltx.split_batch(pipe.transformer)
-    else:
-        config = ContextParallelConfig(**{f"{mode}_degree": ranks_of_torchrun()})
-        pipe.transformer.enable_parallelism(config=config)
+        return
+    ranks, heads = ranks_of_torchrun(), pipe.transformer.config.num_attention_heads
+    if mode == "ulysses" and heads % ranks:
+        raise ExampleError(f"--parallel: {ranks} processes cannot share the model's {heads} heads evenly; choose ring")
+    pipe.transformer.enable_parallelism(config=ContextParallelConfig(**{f"{mode}_degree": ranks}))
 
 
 def optimize(ltx: ModuleType, pipe: Any, args: argparse.Namespace) -> Any:
@@ -236,6 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         clip, result = generate(args, console)
     except (ExampleError, torch.OutOfMemoryError) as error:
+        console.quiet = False  # any process may be the one that fails
         return failed(error, console, "--offload, fewer frames, a smaller size or a smaller batch")
     if args.parallel:
         dist.destroy_process_group()

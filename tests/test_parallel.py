@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -675,6 +675,8 @@ def test_example(ltx: ModuleType, backend: str, tmp_path: Path, mode: str) -> No
         ("2", "--parallel ulysses --no-optimized-kernels", "needs the optimized kernels, since the stock LTX-Video"),
         ("3", "--parallel guidance", "3 processes cannot share a batch of 2 evenly"),
         ("2", "--parallel guidance --guidance-scale 1", "2 processes cannot share a batch of 1 evenly"),
+        ("2", "--parallel ulysses --num-frames 1 --height 96 --width 96", "2 processes cannot share the 9 tokens of a"),
+        ("5", "--parallel ring --num-frames 9 --height 64 --width 96", "5 processes cannot share the 12 tokens of a"),
         ("2", "--parallel fast", "invalid choice: 'fast'"),
     ],
 )
@@ -688,3 +690,20 @@ def test_wrong_arguments_of_the_example(
     with pytest.raises(SystemExit):
         generate_video.parse_arguments(["--device", "cpu", *wrong.split()])
     assert f"argument --parallel: {expected}" in capsys.readouterr().err
+
+
+def test_the_example_names_the_heads_that_processes_cannot_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every process says so: torchrun ends the others as soon as one has failed."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import generate_video
+
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4))
+    monkeypatch.setattr(generate_video, "join", lambda args: None)
+    monkeypatch.setattr(generate_video, "load_pipeline", lambda *args: SimpleNamespace(transformer=transformer))
+    monkeypatch.setattr(generate_video, "optimize", lambda *args: None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    assert generate_video.main(["--device", "cpu", "--parallel", "ulysses"]) == 1
+    assert "error: --parallel: 3 processes cannot share the model's 4 heads evenly" in capsys.readouterr().out
