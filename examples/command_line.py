@@ -150,6 +150,8 @@ def new_file(text: str) -> Path:
 
 def directory(text: str) -> Path:
     """A path of a directory that is there, or can be made."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a directory, got an empty text")
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a directory")
     return new_file(f"{text}/file").parent

@@ -245,6 +245,7 @@ def test_missing_model_says_what_to_do(tmp_path: Path, device: str, capsys: pyte
         ("--device cuda:x", "--device: expected cuda, cuda:<number> or cpu, got cuda:x"),
         ("--guidance-scale nan", "--guidance-scale: expected a finite number, got nan"),
         ("--seed -1", "--seed: expected 0 to 2^63 - 1, got -1"),
+        ("--output=", "--output: expected a directory, got an empty text"),
         ("--output /dev/null", "--output: /dev/null is not a directory"),
         ("--output /dev/null/demo", "--output: /dev/null is not a directory that can be written to"),
     ],
