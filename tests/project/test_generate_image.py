@@ -84,6 +84,10 @@ def test_a_part_is_as_before_after_it_was_timed() -> None:
         ("--device cpu --graphs soon", '--graphs: expected nothing or "auto", got soon'),
         ("--device cpu --offload model", "--offload: model needs a GPU, and --device is cpu"),
         ("--no-optimized-kernels --precision fp8", "--precision: fp8 needs the optimized kernels"),
+        (
+            "--output x.xyz",
+            "--output: expected a name that ends in .png, .jpg, .jpeg, .webp, .bmp, .gif, .tif, .tiff, ",
+        ),
         ("--device tpu", "--device: expected cuda, cuda:<number> or cpu, got tpu"),
     ],
 )
@@ -91,6 +95,14 @@ def test_wrong_arguments(wrong: str, expected: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as raised:
         generate_image.parse_arguments(wrong.split())
     assert raised.value.code == 2 and f"error: argument {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.host
+def test_every_format_can_be_written(tmp_path: Path) -> None:
+    for suffix in (*generate_image.FORMATS, ".PNG"):
+        path = tmp_path / f"image{suffix}"
+        assert generate_image.parse_arguments(["--output", str(path)]).output == path
+        Image.new("RGB", (16, 16)).save(path)
 
 
 @pytest.mark.host
