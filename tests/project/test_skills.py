@@ -318,8 +318,18 @@ def kernel(x, weight):
         ("plain(x, weight).nan_to_num(posinf=0)", "FAIL: torch.float32, one infinity, size 1: expected NaN and"),
         ("plain(x, weight) + 0.1 * (x.abs().amax() == 0)", "FAIL: torch.float32, zeros"),
         ("plain(x, weight)[:, :32]", "expected results of shapes [[1, 64]], got [[1, 32]]"),
+        (
+            "plain(x.float(), weight.float())",
+            "FAIL: torch.float16, size 1: expected results of dtypes [torch.float16], as plain torch's, got",
+        ),
+        ("None", "FAIL: kernel: expected a tensor, or a tuple or list of tensors, got NoneType"),
+        (
+            "[plain(x, weight), 1]",
+            "FAIL: kernel: expected a tensor, or a tuple or list of tensors, got Tensor, int",
+        ),
+        ("F.rms_norm(x, (63,), weight)", "expected a result, since this is timed, got Expected weight to be of same"),
     ],
-    ids=["right", "eps", "infinity", "zeros", "shape"],
+    ids=["right", "eps", "infinity", "zeros", "shape", "dtype", "none", "no tensor", "refusal"],
 )
 def test_a_kernel_of_ones_own(here: Here, tmp_path: Path, kernel: str, expected: str):
     """Faults are told; a refused view is named; what passes is logged, a line for each size."""
@@ -336,9 +346,10 @@ def test_a_kernel_of_ones_own(here: Here, tmp_path: Path, kernel: str, expected:
 
 
 def test_a_trial_that_lacks_something(here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    trial = tmp_path / "my_trial.py"
+    trial, no_sizes = tmp_path / "my_trial.py", tmp_path / "no_sizes.py"
     trial.write_text("SIZES = SMALL = (1,)\nLABEL = 'rows'\n")
-    for arguments in ([str(trial)], [str(tmp_path / "none.py")], ["--log", "x"]):
+    no_sizes.write_text(TRIAL.replace("(1, 7)", "()"))
+    for arguments in ([str(trial)], [str(no_sizes)], [str(tmp_path / "none.py")], ["--log", "x"]):
         status, _ = here("try_kernel.py", *arguments)
         assert status == 2
 

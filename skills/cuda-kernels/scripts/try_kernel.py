@@ -11,10 +11,11 @@ the dtype and on the device of the moment; `plain(*tensors)`, the result in plai
 counts. `PEERS`, where it is there, maps names to other functions of the same tensors.
 
 The kernel is right where its relative error against float64 is at most 1.5 times plain torch's error, in every dtype
-and size of SMALL, for contiguous tensors and for views, and where zeros and infinities give what plain torch gives. A
-kernel may refuse a dtype or a view with an error, which is printed. The script ends with status 1 where the kernel is
-wrong. --log appends a line of JSON for each size that was timed. It says to keep the kernel where no other way is as
-fast, and leaves that open on a CPU. Only what the trial loads has to be built.
+and size of SMALL, for contiguous tensors and for views, where zeros and infinities give what plain torch gives, and
+where its results have the shapes and dtypes of plain torch's. A kernel may refuse a dtype or a view with an error,
+which is printed, but not the tensors that are timed: those in bfloat16 on a GPU, in float32 on a CPU. The script ends
+with status 1 where the kernel is wrong. --log appends a line of JSON for each size that was timed. It says to keep the
+kernel where no other way is as fast, and leaves that open on a CPU. Only what the trial loads has to be built.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import json
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = ("contiguous", "views", "zeros", "one infinity")
+REFUSALS = (AssertionError, RuntimeError, TypeError, ValueError)
 
 
 def load(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -66,6 +69,9 @@ def load(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     missing = [name for name in NAMES if name not in trial]
     if missing:
         parser.error(f"argument trial: expected {', '.join(NAMES)} in {path}, got no {', '.join(missing)}")
+    for name in ("SIZES", "SMALL"):
+        if not isinstance(trial[name], Sequence) or not trial[name]:
+            parser.error(f"argument trial: expected a size or more in {name} of {path}, got {trial[name]!r}")
     return trial
 
 
@@ -80,18 +86,35 @@ def random_of(kind: str, dtype: torch.dtype, device: str, *shape: int) -> Tensor
     return wider[..., 1:-2].copy_(values)  # rows that begin anywhere
 
 
+def reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def results(name: str, made: Any) -> list[Tensor]:
+    """What a function of the trial has returned."""
+    listed = list(made) if isinstance(made, (tuple, list)) else [made]
+    if not listed or not all(isinstance(x, Tensor) for x in listed):
+        got = ", ".join(type(x).__name__ for x in listed) or "no result"
+        raise ExampleError(f"{name}: expected a tensor, or a tuple or list of tensors, got {got}")
+    return listed
+
+
 def compare(trial: dict[str, Any], kind: str, dtype: torch.dtype, device: str, size: int) -> str:
     """The largest error of the kernel, or why it refuses such tensors."""
     given = trial["inputs"](lambda *shape: random_of(kind, dtype, device, *shape), size)
     # On the CPU, where plain torch computes step by step: its fused CUDA kernels spread an infinity further.
-    expected = [x.to(device) for x in demo.tensors(trial["plain"](*(x.double().cpu() for x in given)))]
+    expected = [x.to(device) for x in results("plain", trial["plain"](*(x.double().cpu() for x in given)))]
     try:
-        result = demo.tensors(trial["kernel"](*given))
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"refused: {str(error).splitlines()[0]}"
+        made = trial["kernel"](*given)
+    except REFUSALS as error:
+        return f"refused: {reason(error)}"
+    result = results("kernel", made)
     shapes = [[list(x.shape) for x in tensors] for tensors in (expected, result)]
     if shapes[0] != shapes[1]:
         raise ExampleError(f"{dtype}, size {size}: expected results of shapes {shapes[0]}, got {shapes[1]}")
+    dtypes = [x.dtype for x in results("plain", trial["plain"](*given))]
+    if dtypes != (got := [x.dtype for x in result]):
+        raise ExampleError(f"{dtype}, size {size}: expected results of dtypes {dtypes}, as plain torch's, got {got}")
     if any(not torch.equal(a.isfinite(), b.to(dtype).isfinite()) for a, b in zip(result, expected)):
         raise ExampleError(f"{dtype}, {kind}, size {size}: expected NaN and infinity where plain torch has them")
     if kind in ("zeros", "one infinity"):
@@ -106,6 +129,17 @@ def compare(trial: dict[str, Any], kind: str, dtype: torch.dtype, device: str, s
     except ExampleError as error:
         raise ExampleError(f"{dtype}, {kind}, size {size}: {error}") from None
     return f"error {errors[YOURS]:.1e}"
+
+
+def check_timed(ways: dict[str, demo.Way], given: Sequence[Tensor], size: int) -> None:
+    """Raises an error where a way refuses the tensors that are timed."""
+    for name, way in ways.items():
+        try:
+            made = way(*given)
+        except REFUSALS as error:
+            where = f"{name}, {given[0].dtype}, size {size}"
+            raise ExampleError(f"{where}: expected a result, since this is timed, got {reason(error)}") from error
+        results(name, made)
 
 
 def trial_line(question: str, record: demo.Record, bench: demo.Bench) -> str:
@@ -136,7 +170,9 @@ def main() -> int:
 
     def entry(bench: demo.Bench, size: int) -> demo.Entry:
         ways = {demo.PLAIN: trial["plain"], **trial.get("PEERS", {}), YOURS: trial["kernel"]}
-        return demo.Entry(trial["inputs"](bench.random, size), ways, exact=trial["plain"])
+        given = trial["inputs"](bench.random, size)
+        check_timed(ways, given, size)
+        return demo.Entry(given, ways, exact=trial["plain"])
 
     try:
         with torch.no_grad():
