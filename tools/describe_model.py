@@ -28,6 +28,7 @@ ATTRIBUTES = {
     "_repeated_blocks": "the classes of blocks that matter",
     "_skip_keys": "arguments that are caches, which another call changes",
 }
+EXAMPLE = '{"num_layers": 2}'  # of --config
 HEADER = '''"""{title}: TODO what the blocks are."""
 
 from __future__ import annotations
@@ -236,15 +237,20 @@ def holds_norm(module: Any) -> bool:
     return any(map(is_norm, module.children()))
 
 
-def skeleton(model: Any) -> str:
-    """The whole file for a model."""
+def blocks_of(model: Any) -> Iterator[Any]:
+    """The blocks in the model's lists of modules."""
     import torch
 
-    by_class: dict[str, list[Any]] = {}
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList):
-            for made in filter(is_block, map(unwrapped, module)):
-                by_class.setdefault(class_name(made), []).append(made)
+            yield from filter(is_block, map(unwrapped, module))
+
+
+def skeleton(model: Any) -> str:
+    """The whole file for a model."""
+    by_class: dict[str, list[Any]] = {}
+    for made in blocks_of(model):
+        by_class.setdefault(class_name(made), []).append(made)
     parts: dict[str, list[Any]] = {}
     for modules in by_class.values():
         for module in modules:
@@ -282,22 +288,39 @@ def is_mlp(module: Any) -> bool:
     return linears in (2, 3) and not others
 
 
+def json_object(given: str) -> dict[str, Any]:
+    try:
+        value = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object such as {EXAMPLE}, got {given} ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object such as {EXAMPLE}, got {given}")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="the name of a model class of diffusers, such as LTXVideoTransformer3DModel")
-    parser.add_argument("--config", type=json.loads, default={}, help="arguments of its constructor, as JSON")
+    parser.add_argument("--config", type=json_object, default={}, help="arguments of its constructor, as JSON")
     arguments = parser.parse_args()
     import diffusers
     import torch
 
     cls = getattr(diffusers, arguments.model, None)
-    if cls is None:
-        parser.error(f"model: expected a class of diffusers {diffusers.__version__}, got {arguments.model}")
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        parser.error(
+            f"argument model: expected a model class of diffusers {diffusers.__version__}, got {arguments.model}"
+        )
     try:
         with torch.device("meta"):
             model = cls(**arguments.config)
-    except TypeError as error:
-        parser.error(f"--config: expected the arguments of {arguments.model} that have no usable default ({error})")
+    except Exception as error:  # constructors raise errors of many types
+        parser.error(
+            f"argument --config: expected the arguments that the constructor of {arguments.model} needs, got "
+            f"{type(error).__name__}: {error}"
+        )
+    if next(blocks_of(model), None) is None:
+        parser.error(f"argument model: expected a model whose blocks have an attention, got {arguments.model}")
     print(skeleton(model))
 
 

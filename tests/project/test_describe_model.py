@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,3 +60,34 @@ def test_a_skeleton_tells_what_the_tables_lack(tool: ModuleType, monkeypatch: py
     assert lacks not in tool.skeleton(model)
     monkeypatch.setattr(tool, "is_known", lambda name: False)
     assert lacks in tool.skeleton(model)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["NoSuchModel"], "argument model: expected a model class of diffusers "),
+        (["DDIMScheduler"], "argument model: expected a model class of diffusers "),
+        (["VQModel"], "argument model: expected a model whose blocks have an attention, got VQModel"),
+        (
+            ["Transformer2DModel"],
+            "argument --config: expected the arguments that the constructor of Transformer2DModel",
+        ),
+        (["UniDiffuserModel"], "argument --config: expected the arguments that the constructor of UniDiffuserModel"),
+        (["VQModel", "--config", '{"size": 1}'], "got TypeError: "),
+        (["VQModel", "--config", "{bad"], "argument --config: expected a JSON object such as"),
+        (["VQModel", "--config", "[1]"], "argument --config: expected a JSON object such as"),
+    ],
+)
+def test_what_it_cannot_describe_is_one_error(
+    tool: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["describe_model.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        tool.main()
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
