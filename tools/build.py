@@ -146,7 +146,21 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def load_project(root: Path = ROOT) -> Project:
-    toml = read_toml(root / "build.toml")
+    """The project of a directory; on the command line --project names it."""
+    file = root / "build.toml"
+    if not file.is_file():
+        raise BuildError(f"--project: expected a directory with a build.toml, got {root}")
+    try:
+        toml = read_toml(file)
+    except ValueError as error:  # of the TOML, or of its encoding
+        raise BuildError(f"--project: expected TOML in {file}, got {error}") from error
+    try:
+        return _project_of(root, toml)
+    except KeyError as error:
+        raise BuildError(f"--project: expected the key {error.args[0]} in {file}, got none") from error
+
+
+def _project_of(root: Path, toml: dict[str, Any]) -> Project:
     general, torch = toml["general"], toml["torch"]
     backends = tuple(general["backends"])
     stable_abi = torch["stable-abi"]
@@ -1035,6 +1049,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             suffix=args.suffix,
         )
         gencode_flags(options.archs)
+        if args.jobs is not None and args.jobs < 1:
+            raise BuildError(f"--jobs: expected at least 1, got {args.jobs}")
         if args.suffix and not re.fullmatch(r"[A-Za-z0-9_]+", args.suffix):
             raise BuildError(f"--suffix {args.suffix!r}: expected letters, digits and _")
         backends = args.backend or (["cpu"] if options.sanitize else ["cuda"] if options.archs else project.backends)

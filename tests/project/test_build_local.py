@@ -255,6 +255,8 @@ def test_two_cuda_versions_side_by_side(project: Path):
         (["--arch", "hopper"], "error: not an architecture: 'hopper'"),
         (["--sanitize", "address", "--backend", "cuda"], "error: --sanitize builds the CPU variant alone"),
         (["--suffix", "a-b"], "error: --suffix 'a-b': expected letters, digits and _"),
+        (["--jobs", "0"], "error: --jobs: expected at least 1, got 0"),
+        (["--jobs", "-1"], "error: --jobs: expected at least 1, got -1"),
         (["--arch", "9.0", "--backend", "cpu"], "error: --arch is for the CUDA variant: drop it, or --backend cpu"),
         (["--this-machine", "--backend", "cpu"], "error: --this-machine chooses backend and architectures of an"),
     ],
@@ -263,6 +265,24 @@ def test_argument_errors(project: Path, arguments: list[str], message: str):
     result = run_build(project, *arguments, check=False)
     assert result.returncode == 1
     assert message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "--project: expected a directory with a build.toml, got "),
+        ("x = [", "--project: expected TOML in "),
+        ("[general]", "--project: expected the key torch in "),
+        ('[general]\nbackends = ["cpu"]\n[torch]', "--project: expected the key stable-abi in "),
+    ],
+    ids=["none", "no TOML", "no table", "no key"],
+)
+def test_a_directory_that_is_no_project(tmp_path: Path, text: str | None, message: str):
+    if text is not None:
+        (tmp_path / "build.toml").write_text(text)
+    result = run_build(ROOT, "--project", str(tmp_path), check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {message}") and "Traceback" not in result.stderr
 
 
 def stand_in_torch(directory: Path, cuda: str | None) -> Path:
