@@ -10,6 +10,10 @@ if [ -z "${HF_TOKEN:-}" ] && [ -z "${DRY_RUN:-}" ]; then
   echo "NOT RUN: GPU tests on $flavor: no HF_TOKEN"
   exit 0
 fi
+if [[ -n "${VARIANTS_FROM:-}" && ! "$VARIANTS_FROM" =~ ^[^@/]+/[^@/]+@[^@]+$ ]]; then
+  echo "error: VARIANTS_FROM: expected owner/name@revision, such as owner/name@v1, got $VARIANTS_FROM" >&2
+  exit 1
+fi
 if [ -n "${GITHUB_REPOSITORY:-}" ]; then
   url=https://github.com/$GITHUB_REPOSITORY
 else

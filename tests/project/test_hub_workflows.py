@@ -180,3 +180,13 @@ def test_gpu_job():
     published = subprocess.run([script], env=environment, capture_output=True, text=True, check=True).stdout
     assert "hf download" in published and "--revision" in published and "make test-all" not in published
     assert "make test-all" in result.stdout
+
+
+@pytest.mark.parametrize("source", ["someone/ltx-kernels", "someone/ltx-kernels@", "@v1"])
+def test_a_gpu_job_of_variants_needs_their_revision(source: str, tmp_path: Path):
+    """A job that would fail on the GPU is not submitted."""
+    environment = {**os.environ, "VARIANTS_FROM": source, "HF_TOKEN": "hf_secret", "HF": str(tmp_path / "none")}
+    script = str(ROOT / "tools" / "gpu_job.sh")
+    result = subprocess.run([script], env=environment, capture_output=True, text=True, check=False)
+    expected = f"error: VARIANTS_FROM: expected owner/name@revision, such as owner/name@v1, got {source}\n"
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", expected)
