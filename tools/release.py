@@ -361,6 +361,8 @@ def _check_gathered(project: builder.Project, build: Path) -> None:
         raise ReleaseError(f"{build}: expected a directory of the name build, such as dist/build")
     if build.resolve() == project.root / "build":
         raise ReleaseError(f"{build} is for local builds: gather what Nix built in a directory of its own, dist/build")
+    if not build.is_dir():
+        raise ReleaseError(f"{build}: expected a directory of variants, got none: `collect` fills one")
 
 
 def benchmark_scripts(project: builder.Project) -> list[Path]:

@@ -298,6 +298,7 @@ def test_complete_needs_a_commit_and_a_directory_build(gathered: Path, monkeypat
     gathered.rename(gathered.with_name("variants"))
     assert "expected a directory of the name build" in refused(gathered.with_name("variants"))
     assert "is for local builds" in refused(ROOT / "build")
+    assert "expected a directory of variants, got none" in refused(gathered)
     monkeypatch.setattr(builder, "git_status", lambda root: None)
     assert "expected a git checkout" in refused(gathered)
 
