@@ -124,6 +124,18 @@ def test_diagnosis(tmp_path: Path):
     assert {"location", "Python", "fp8", "diffusers", "transformers"} <= facts.keys() and "namesake" not in facts
 
 
+@pytest.mark.parametrize("page", ["docs/hub.md", "docs/troubleshooting.md"])
+def test_diagnosis_of_a_local_build(page: str):
+    """The command of the pages, with the name of the folder that this machine has, runs the build that lies there."""
+    variant = built_variant("cpu")
+    (named,) = re.findall(r"`cd build && python -m (\S+)`", (ROOT / page).read_text())
+    assert named.split("-")[:-2] == variant.name.split("-")[:-2]
+    command = [sys.executable, "-m", variant.name]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, cwd=variant.parent, env=variables, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and str(variant) in result.stdout, result.stdout + result.stderr
+
+
 def test_diagnosis_beside_another_package_of_the_kernels_name(tmp_path: Path):
     (tmp_path / "ltx_kernels").mkdir()
     (tmp_path / "ltx_kernels" / "__init__.py").write_text("raise RuntimeError('it is not imported')\n")
