@@ -98,7 +98,8 @@ def optimize(
             encoders that are not named stay in their own precision.
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
-            (its branch has no gate) and its key and value (of a few text tokens).
+            (its branch has no gate) and its key and value (of a few text tokens). A name is as in ``named_modules()``,
+            after the component's name in a pipeline. A pattern that fits no layer is an error.
         memory: "low" implies precision "fp8", and has fewer layers in bfloat16: the text stream's are in fp8 too where
             the error allows it, and the linear layers that make the blocks' modulation hold fp8 weights and multiply in
             bfloat16. The report's first line says what it saved. `skip` names other layers to leave. None: as much as
