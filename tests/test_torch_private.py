@@ -465,6 +465,24 @@ def _storage_uses(home: Any) -> None:
     assert memory.nbytes() == 0
 
 
+def _keeps_results(private: Any) -> None:
+    """In both runs of a selective checkpoint, and not under another mode."""
+    found = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        found.append(private.keeps_results())
+        return x @ x
+
+    home = torch.utils.checkpoint
+    contexts = functools.partial(home.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.enable_grad():
+        home.checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    with private.DispatchMode():
+        found.append(private.keeps_results())
+    assert found == [True, True, False] and not private.keeps_results()
+
+
 # By name of the file. Names of one subject share a function.
 EXPECTED: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("function_modes", "function_mode_at", "without_function_modes"), _function_modes),
@@ -489,6 +507,7 @@ EXPECTED: dict[str, Callable[[Any], None]] = {
     "backward_number": _backward_number,
     "saved_tensors_hooks": _saved_tensors_hooks,
     "without_saved_tensors_hooks": _without_saved_tensors_hooks,
+    "keeps_results": _keeps_results,
     "checkpoint_of": _checkpoint_of,
     "storage_uses": _storage_uses,
 }
