@@ -144,16 +144,25 @@ def parsed(text: str) -> ast.Module:
 
 
 class _WithoutErrors(ast.NodeTransformer):
-    """Takes out each ``if`` that can only raise. What its test names with ``:=`` may be read in it alone."""
+    """Takes out each ``if`` that can only raise an error with a text, which ends a run.
+
+    An error without a text, or in a ``try``, may choose between two ways. What a test names with ``:=`` may be read in
+    that ``if`` alone.
+    """
 
     def __init__(self, names: Counter[str]) -> None:
         self.names = names
+
+    def visit_Try(self, node: ast.Try) -> ast.Try:
+        return node
 
     def visit_If(self, node: ast.If) -> ast.If | None:
         self.generic_visit(node)
         mine = _names_in(node)
         named = {inner.target.id for inner in ast.walk(node.test) if isinstance(inner, ast.NamedExpr)}
-        raises = not node.orelse and all(isinstance(inner, ast.Raise) for inner in node.body)
+        raises = not node.orelse and all(
+            isinstance(inner, ast.Raise) and isinstance(inner.exc, ast.Call) and inner.exc.args for inner in node.body
+        )
         return None if raises and all(mine[name] == self.names[name] for name in named) else node
 
 

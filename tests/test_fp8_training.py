@@ -406,7 +406,7 @@ def test_weights_that_are_trained(ltx: ModuleType, device: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [None, True], ids=["whole", "reentrant"])
 def test_a_validation_after_steps_of_a_fused_optimizer(ltx: ModuleType, device: str, reentrant: bool | None) -> None:
-    """It writes to weights and leaves their versions as they are. The fp8 weights are those of before the steps."""
+    """A fused optimizer changes a weight but not its version. The old fp8 weights must not be read any more."""
     family = FAMILIES["ltx"]
     inputs = cast(family.inputs(2), device, BF16)
     inputs["hidden_states"].requires_grad_()

@@ -128,7 +128,7 @@ def test_plain_torch_of_the_op(ltx: Any, device: str, statistic: int, dtype: tor
 
 @pytest.mark.parametrize(("name", "shape"), [("shift", (2, 3, 8)), ("bias", (8,))])
 def test_a_gradient_has_memory_of_its_own(ltx: Any, device: str, name: str, shape: tuple[int, ...]) -> None:
-    """Of a shift for each number, and of one row's bias, it is that of the result: two would share and overwrite it."""
+    """The gradient of such a shift or bias has the values of the result's gradient. It must be a copy."""
     x, scale, grad = (torch.randn(shape, device=device) for _ in range(3))
     added = [torch.randn(shape, device=device, requires_grad=True) for _ in range(2)]
 

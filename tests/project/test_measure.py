@@ -86,7 +86,10 @@ FILES = {
 
 
         def look_up(x):
-            return CODES[x]
+            try:
+                return CODES[x]
+            except KeyError:
+                return 0
 
 
         def check_rope(x):
@@ -238,9 +241,15 @@ def fake(tmp_path: Path) -> Fake:
         (
             "torch-ext/ltx_kernels/norm.py",
             "return _norm(x)",
-            "if x := 2 * x:\n        raise TypeError\n    return _norm(x)",
+            "if x := 2 * x:\n        raise TypeError(x)\n    return _norm(x)",
         ),
         ("torch-ext/ltx_kernels/norm.py", "return _norm(x)", "if x:\n        x = -x\n    return _norm(x)"),
+        ("torch-ext/ltx_kernels/norm.py", "return _norm(x)", "if x:\n        raise TypeError\n    return _norm(x)"),
+        (
+            "torch-ext/ltx_kernels/_checks.py",
+            "return CODES[x]",
+            "if not x:\n            raise KeyError(x)\n        return CODES[x]",
+        ),
         ("torch-ext/ltx_kernels/_checks.py", "return CODES[x]", "return CODES[x] + 1"),
         ("torch-ext/ltx_kernels/_checks.py", '{"a": 1}', '{"a": 2}'),
         ("torch-ext/ltx_kernels/_checks.py", "CODES =", "print()\nCODES ="),
