@@ -472,8 +472,9 @@ def test_models_are_compiled_before_they_are_timed(
         return model
 
     monkeypatch.setattr(prepare, "make_model", make)
-    tiny = ["--tiny", "--device", "cpu", "--dtype", "fp32", "--configs", "compile", "kernels_compile"]
-    assert prepare.main([*tiny, "--models", "flux"]) == 1
+    tiny = ["--tiny", "--device", "cpu", "--dtype", "fp32", "--models", "flux", "--configs"]
+    assert prepare.main([*tiny, "compile"]) == 0
+    assert prepare.main([*tiny, "kernels_compile"]) == 1
     blocks = {"transformer_blocks": 2, "single_transformer_blocks": 2}
     assert made == [("compile", blocks), ("kernels_compile", blocks)]
     output = capfd.readouterr().out
@@ -490,29 +491,41 @@ def test_the_number_of_blocks_of_every_model_is_known() -> None:
         assert {changed[depth] for depth in model_shapes.DEPTHS if depth in changed} == {2}, name
 
 
-def test_each_model_is_compiled_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton's cache is the one that later processes find, and the compiler's choices are nobody's."""
+def test_each_configuration_is_compiled_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The slowest begin. Triton's cache is the one that later processes find; the compiler's choices are nobody's."""
     pytest.importorskip("diffusers")
     import prepare
 
-    ran: list[str] = []
+    ran: list[tuple[str, str]] = []
     choices: set[str] = set()
 
     def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
-        ran.append(command[-1])
+        assert command[-4] == "--models" and command[-2] == "--configs"
+        ran.append((command[-3], command[-1]))
         choices.add(env["TORCHINDUCTOR_CACHE_DIR"])
-        assert command[2:4] == ["--configs", "compile"] and int(env["TORCHINDUCTOR_COMPILE_THREADS"]) >= 1
+        assert int(env["TORCHINDUCTOR_COMPILE_THREADS"]) >= 1
         assert env["TRITON_CACHE_DIR"] == str(tmp_path / "triton/0")
-        return subprocess.CompletedProcess(command, command[-1] == "wan")
+        return subprocess.CompletedProcess(command, ran[-1] == ("wan", "compile"))
 
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(prepare.subprocess, "run", run)
-    assert prepare.main(["--configs", "compile", "--models", "flux", "sd35"]) == 0
-    assert prepare.main(["--configs", "compile", "--models", "flux", "wan"]) == 1
-    assert sorted(ran) == ["flux", "flux", "sd35", "wan"]
-    assert len(choices) == 4 and not any(map(os.path.exists, choices))
+    configs = ["--jobs", "1", "--configs", "compile", "torchao_fp8_compile"]
+    assert prepare.main([*configs, "--models", "flux", "sd35"]) == 0
+    assert prepare.main([*configs, "--models", "wan"]) == 1
+    tuned = "torchao_fp8_compile"
+    assert ran == [
+        ("flux", tuned),
+        ("sd35", tuned),
+        ("flux", "compile"),
+        ("sd35", "compile"),
+        ("wan", tuned),
+        ("wan", "compile"),
+    ]
+    assert len(choices) == 6 and not any(map(os.path.exists, choices))
 
 
 @pytest.mark.usefixtures("cpu_kernels")
