@@ -6,7 +6,7 @@
 `peak_gb` is the most that the GPU held while a fifth forward ran, those before having set up what stays and recorded
 calls, and `step_ms` its time; on a CPU both are left out. `moved_gb` is what an offload brings to the GPU in a
 forward: all parameters and buffers. `host_gb` is what waits in the host's memory beside them: the stock weights of
-quantised layers. `fits` names the cards that have more memory than the peak and RESERVE_GB for everything else.
+quantised layers. A card needs RESERVE_GB beside the peak for everything else.
 
 In fp8 without an offload, `optimize_s` and `restore_s` are the seconds of these calls on a model that is on the GPU,
 and `optimize_peak_gb` and `restore_peak_gb` the most that it held meanwhile. "kernels_fp8" is the default,
@@ -41,7 +41,6 @@ from torch import nn
 
 BESIDE = "kernels_fp8_beside"
 CONFIGS = ("baseline", "kernels", "kernels_fp8", LOW, BESIDE)
-CARDS_GB = (12, 16, 24, 32)
 FORWARDS = 5  # the last one counts
 RESERVE_GB = 1.5  # the CUDA context, the allocator's gaps and what the desktop takes
 
@@ -138,7 +137,6 @@ def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: 
             if not shallow and not options.no_times:
                 found["step_ms"] = round(1e3 * (time.perf_counter() - start), 2)
             found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-            found["fits"] = [card for card in CARDS_GB if found["peak_gb"] + RESERVE_GB <= card]
     if of_optimize:
         of_optimize |= timed("restore", lambda: ltx.restore(model), device)
     kept = {key: value for key, value in of_optimize.items() if not (options.no_times and key.endswith("_s"))}
@@ -146,7 +144,7 @@ def record(name: str, config: str, mode: str, options: argparse.Namespace, ltx: 
 
 
 def print_table(records: list[dict[str, Any]], console: Console) -> None:
-    texts, numbers = ("model", "configuration", "offload"), ("moved GiB", "host GiB", "peak GiB", "ms", "cards")
+    texts, numbers = ("model", "configuration", "offload"), ("moved GiB", "host GiB", "peak GiB", "ms")
     table = empty_table("Peak memory of one forward", texts, numbers)
     for one in records:
         table.add_row(
@@ -154,7 +152,6 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
             label(one["config"]),
             one["offload"],
             *(f"{one[key]:.3g}" if key in one else "" for key in ("moved_gb", "host_gb", "peak_gb", "step_ms")),
-            " ".join(map(str, one.get("fits", ()))),
         )
     console.print(table)
 

@@ -7,7 +7,8 @@ CARDS_GB = (12, 16, 24, 32)
 AGREE_GB = 0.1  # between measured and computed weights: otherwise the peak is of another default
 
 
-def _card(gib: float) -> str:
+def card_of(gib: float) -> str:
+    """The smallest card for a peak of so many GiB."""
     needed = gib + load("h200-memory")["meta"]["reserve_gb"]
     return next((f"{card} GB" for card in CARDS_GB if needed <= card), "none")
 
@@ -28,8 +29,19 @@ def _alone(model: str, weights: float, *configs: str) -> str:
     if record is None:
         return "–"
     if record["config"] == configs[0] and abs(record["moved_gb"] - weights) < AGREE_GB:
-        return f"**{_card(record['peak_gb'])}**"
-    return _card(weights + record["peak_gb"] - record["moved_gb"])
+        return f"**{card_of(record['peak_gb'])}**"
+    return card_of(weights + record["peak_gb"] - record["moved_gb"])
+
+
+def of_other_defaults() -> list[str]:
+    """The models whose fp8 weights were others when their steps were measured."""
+    computed = {one["model"]: one["fp8_gb"] for one in load("cards")["records"]}
+    found = {model: _measured(model, "none", "kernels_fp8") for model in computed}
+    return [
+        MODELS[model].title
+        for model, record in found.items()
+        if record is not None and abs(record["moved_gb"] - computed[model]) >= AGREE_GB
+    ]
 
 
 @block("docs/checkpoints.md", "cards")
@@ -41,7 +53,7 @@ def cards() -> str:
         step, grouped = _measured(name, "none", *low), _measured(name, "blocks", "kernels_fp8")
         together = "–"
         if step is not None and "text_encoder" in one:
-            together = _card(one["low_gb"] + one["text_encoder_gb"] + step["peak_gb"] - step["moved_gb"])
+            together = card_of(one["low_gb"] + one["text_encoder_gb"] + step["peak_gb"] - step["moved_gb"])
         encoder = f"{one['text_encoder']}, {one['text_encoder_gb']:.1f}" if "text_encoder" in one else "–"
         rows.append(
             [
@@ -51,15 +63,14 @@ def cards() -> str:
                 _alone(name, one["low_gb"], *low),
                 encoder,
                 together,
-                f"**{_card(grouped['peak_gb'])}**" if grouped is not None else "–",
+                f"**{card_of(grouped['peak_gb'])}**" if grouped is not None else "–",
             ]
         )
     return text(
         "GiB of the transformer's weights, computed from its configuration "
-        f"(`python benchmarks/cards.py`, {link('cards')}), and the smallest card of 12, 16, 24 or 32 GB. A card in "
-        f"bold has a measured peak of a step ({link('h200-memory')}); one in plain type is the computed weights and "
-        "the measured memory of a step beside them. A dash says that no step of the model was measured, or that its "
-        "text encoder is not in the list.",
+        f"(`python benchmarks/cards.py`, {link('cards')}), and the smallest card of 12, 16, 24 or 32 GB. Bold: the "
+        f"peak of a step was measured ({link('h200-memory')}). Plain: computed weights, and the measured memory of a "
+        "step beside them. Dash: no step of the model was measured, or its text encoder is not in the list.",
         grid(
             '| model | bf16 | fp8 | `memory="low"` | card, fp8 | card, `memory="low"` | text encoder, bf16 | '
             '`memory="low"` with it | fp8, groups of one block |',

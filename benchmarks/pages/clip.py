@@ -3,7 +3,7 @@
 from pages.names import CLIP_CONFIGS
 from pages.writing import Record, block, link, load, table, text
 
-CLIP_MODELS = {"ltx": "LTX-Video 2B", "ltx2": "LTX-2, with sound"}
+CLIP_MODELS = {"ltx": "LTX-Video 2B", "ltx2": "LTX-2, with audio"}
 
 
 def _clip(record: Record) -> str:

@@ -115,14 +115,17 @@ def measured_gains() -> dict[str, list[str]]:
     for model, (title, family) in MODELS.items():
         add(family, title, "h200-models", "baseline", "step_ms", model=model)
     for half, coder in CODERS.items():
-        of_family: dict[str, list[float]] = {}
-        for model, (_, decoders) in AUTOENCODERS.items():
-            found = of_configs("h200-vae", model=model, half=half, frames=49, dtype="bf16")
-            of_family.setdefault(decoders, []).extend(_gains(found, "stock", f"{half}_ms").values())
-        for decoders, times in of_family.items():
-            if times:
-                family = f"{decoders}_encoder" if half == "encode" else decoders
-                gains[family] = [f"{len(times)} {coder}s, 49 frames: bf16 {between(times)} x"]
+        for frames, what in (49, "49 frames"), (1, "images"):
+            of_family: dict[str, list[float]] = {}
+            for model, (_, decoders) in AUTOENCODERS.items():
+                where = {"model": model, "half": half, "frames": frames, "dtype": "bf16"}
+                for height in dict.fromkeys(record["height"] for record in records_of("h200-vae", **where)):
+                    found = of_configs("h200-vae", **where, height=height)
+                    of_family.setdefault(decoders, []).extend(_gains(found, "stock", f"{half}_ms").values())
+            for decoders, times in of_family.items():
+                if times:
+                    family = f"{decoders}_encoder" if half == "encode" else decoders
+                    gains.setdefault(family, []).append(f"{coder}s, {what}: bf16 {between(times)} x")
     layers = layers_of_whole_models(records_of("h200-llm"))
     for model, (title, family) in LANGUAGE_MODELS.items():
         whole = {"model": model, "layers": layers.get(model)}

@@ -76,8 +76,8 @@ def shown() -> str:
     """The picture, and what it says in a sentence."""
     return text(
         f'<img src="{CHART}" width="100%" alt="Times as fast as diffusers: torch.compile, bf16 and fp8">',
-        f"A step of the {len(HEADLINE)} models below on one {load('h200-models')['meta']['device']}: "
-        f"{_range('kernels')} times as fast as diffusers in bf16, {_range('kernels_fp8')} times in fp8.",
+        f"On one {load('h200-models')['meta']['device']} a step of the {len(HEADLINE)} models below is "
+        f"{_range('kernels')} times as fast as with diffusers in bf16, and {_range('kernels_fp8')} times in fp8.",
     )
 
 

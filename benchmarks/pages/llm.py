@@ -109,6 +109,6 @@ def language_models() -> str:
         f"{meta['device'].split()[-1]}, {meta['dtype']}, transformers {meta['transformers']}, Liger {meta['liger']} "
         f"(`python benchmarks/llm.py`, {link('h200-llm')}):",
         table(head, row, rows),
-        f"Short of what this project aims at: {'; '.join(missed)}." if missed else "",
+        f"Below the aim that this project has set itself: {'; '.join(missed)}." if missed else "",
         titled("Milliseconds of one prompt by kind of kernel (`--profile`):", kinds),
     )

@@ -46,7 +46,7 @@ def mark(files: Iterable[str]) -> str:
     if not any(changed for _, _, changed in jobs):
         return ""
     if all(changed for _, _, changed in jobs):
-        return "*The sources of these figures have changed since they were measured.*\n"
+        return "*The code has changed since these figures were measured.*\n"
     parts = []
     for file in sorted({file for file, _, changed in jobs if changed}):
         names = [job.name for of, job, changed in jobs if of == file and changed]
@@ -54,6 +54,6 @@ def mark(files: Iterable[str]) -> str:
         if len(names) == count:
             parts.append(f"all of {file}")
         else:
-            shown = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} of {count} measurements"
+            shown = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} of the {count} measurements"
             parts.append(f"{shown} in {file}")
-    return f"*The sources of some of these figures have changed since they were measured: {'; '.join(parts)}.*\n"
+    return f"*The code has changed since some of these figures were measured: {'; '.join(parts)}.*\n"

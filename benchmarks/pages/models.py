@@ -80,7 +80,9 @@ def models() -> str:
         late = dict.fromkeys(title for mode in COMPILED for title, gain in whole(config, mode).items() if gain < 1)
         summary += [f"- {CONFIGS[config]} is slower than torch.compile: {', '.join(late)}."] if late else []
     if any(record["config"] == AUTOTUNED for record in records):
-        summary.append(f'- {CONFIGS[AUTOTUNED]}: the mode "max-autotune-no-cudagraphs". README.md has the faster mode.')
+        summary.append(
+            f'- {CONFIGS[AUTOTUNED]}: the mode "max-autotune-no-cudagraphs". README.md shows the faster mode.'
+        )
     head = (
         "| model | shape | | ms | x diffusers | x torch.compile | ms as a CUDA graph | first step | peak GiB | error | "
         f"after {loop_steps()} steps |"
@@ -147,7 +149,7 @@ def missed_aims() -> str:
         return f"- {model_of({'model': model})}, {CONFIGS[config]}: {' and '.join(short)}. {where}." if short else ""
 
     lines = [line for (model, config), aims in AIMS.items() if (line := missed(model, config, aims))]
-    return text("Short of what this project aims at:", "\n".join(lines)) if lines else ""
+    return text("Below the aims that this project has set itself:", "\n".join(lines)) if lines else ""
 
 
 @block("docs/measured/fp8.md", "models")

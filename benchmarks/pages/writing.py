@@ -112,9 +112,9 @@ def table_of_kinds(
     """A table of profiled records that ends with their milliseconds in these kinds of kernels."""
 
     def ms(record: Record) -> dict[str, float]:
-        return {kind: record["ms_by_kind"].get(kind, 0.0) for kind in kinds}
+        return {kind: record["ms_by_kind"][kind] for kind in kinds if kind in record["ms_by_kind"]}
 
-    head, row = f"{head} {across('@', kinds)} |", f"{row} {across('{ms.@:.1f}', kinds)} |"
+    head, row = f"{head} {across('@', kinds)} |", f"{row} {across('{ms.@?:.1f}', kinds)} |"
     return table(head, row, records, ms=ms, **cells)
 
 
