@@ -331,7 +331,7 @@ def quantised(make: Make, *shape: int, build: Callable[..., Inputs]) -> Inputs:
     return Inputs(inputs.arguments, inputs.options, rounds=False)
 
 
-def behind_prefix(make: Make, rows: int, before: int, width: int, gated: bool) -> Inputs:
+def after_prefix(make: Make, rows: int, before: int, width: int, gated: bool) -> Inputs:
     """As attention's output beside an MLP: its columns and the activated ones are quantised as one row."""
     options = {"prefix": make(rows, before)}
     x = make(rows, 2 * width if gated else width)
@@ -538,8 +538,8 @@ OPS = [
         )
     ),
     *(
-        Op(f"{function}_quant", partial(behind_prefix, gated=gated), [shape], (9, 16, 64),
-           f"quantised {function} behind a prefix")
+        Op(f"{function}_quant", partial(after_prefix, gated=gated), [shape], (9, 16, 64),
+           f"quantised {function} after a prefix")
         for function, gated, shape in (("gelu", False, (4608, 3072, 12288)), ("swiglu", True, (4608, 6144, 18432)))
     ),
 ]  # fmt: skip

@@ -112,6 +112,7 @@ def marked(page: str, name: str) -> str:
     written = BLOCKS[page, name]()
     if page.startswith("docs/measured/"):  # writers give targets as from a page of docs/
         written = re.sub(r"(\]\(|src=\")(?=\.\./|[\w-]+\.md)", r"\1../", written)
+        written = written.replace("](measured/", "](")
     sentence = "" if (page, name) in TOLD else mark(READ)
     return f"{written}\n{sentence}" if sentence else written
 

@@ -140,7 +140,7 @@ demo.verdict(records, "elements", ours=mine)
 #
 # These are stored measurements of one H200 (`benchmarks/results/h200-ops.json`): torch.compile's time over this
 # package's, for every case of a family. Element-wise work stands at 1. Norms are near it. The norm of query and key
-# with the rotation behind it is not: a row has to be reduced, kept, rotated in pairs and written, and the compiler's
+# with the rotation after it is not: a row has to be reduced, kept, rotated in pairs and written, and the compiler's
 # kernels take clearly longer than one kernel that does all of it. There a kernel pays.
 
 # %%

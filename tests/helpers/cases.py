@@ -859,7 +859,7 @@ def every_quantising_case(make: Make) -> dict[str, Case]:
     scale = torch.tensor([0.01], device=make.device)
     found["gelu, scale given"] = found["gelu tanh, bias, quantised"].replace(static_scale=scale)
     for name in ("gelu tanh, bias", "swiglu of two"):
-        found[f"{name}, quantised behind a prefix"] = found[f"{name}, quantised"].replace(prefix=make(2, 3, 24))
+        found[f"{name}, quantised after a prefix"] = found[f"{name}, quantised"].replace(prefix=make(2, 3, 24))
     return found
 
 
