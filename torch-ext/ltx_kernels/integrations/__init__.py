@@ -98,12 +98,13 @@ def optimize(
             encoders that are not named stay in their own precision.
         skip: With "fp8", patterns (as in fnmatch) of names of linear layers to leave in their own precision. None: the
             few that cost the result more than they save, which for LTX-Video are the output of the cross-attention
-            (its branch has no gate) and its key and value (of a few text tokens). A name is as in ``named_modules()``,
-            after the component's name in a pipeline. A pattern that fits no layer is an error.
+            (its branch has no gate) and its key and value (of a few text tokens). Patterns replace this list, and an
+            empty sequence leaves none of it. A name is as in ``named_modules()``, after the component's name in a
+            pipeline. A pattern that fits no layer is an error.
         memory: "low" implies precision "fp8", and has fewer layers in bfloat16: the text stream's are in fp8 too where
             the error allows it, and the linear layers that make the blocks' modulation hold fp8 weights and multiply in
-            bfloat16. The report's first line says what it saved. `skip` names other layers to leave. None: as much as
-            `precision` says.
+            bfloat16. The report's first line says what it saved. `skip` replaces the list of those that stay. None: as
+            much as `precision` says.
         stock_weights: With "fp8", where the quantised layers keep their stock weights. "cpu": in the host's memory,
             until `restore`. The fp8 weights take their place in the parameters, so that the model needs less memory
             than before and an offload moves only these. "beside": where they are, so that nothing is copied and the
