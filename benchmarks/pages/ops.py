@@ -248,6 +248,6 @@ def quantising() -> str:
         f"Ops that quantise, beside a copy of the same bytes, {of_commits({**ops, 'records': records})} "
         f"({link('h200-ops')}):",
         table(head, row, shown, op=op, shape=sizes),
-        f"Of {len(large(records))} cases that move 40 MB or more, {len(slow(records))} take longer than {AIMS['quant']} "
-        "times the copy; [the ops](measured/ops.md) lists them.",
+        f"Of {len(large(records))} cases that move 40 MB or more, {len(slow(records))} take longer than "
+        f"{AIMS['quant']} times the copy; [the ops](measured/ops.md) lists them.",
     )
