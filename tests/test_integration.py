@@ -692,19 +692,61 @@ def test_one_model_under_two_names(ltx: ModuleType, device: str) -> None:
     assert ltx.optimize(Pipeline()).replaced[BLOCK] == LAYERS
 
 
-def test_saved_as_safetensors_after_restore(ltx: ModuleType, device: str, tmp_path: Any) -> None:
-    """Packed weights share a storage, which safetensors refuses: `restore` takes them apart."""
-    from safetensors.torch import save_model
+def test_saved_as_safetensors(ltx: ModuleType, device: str, tmp_path: Any) -> None:
+    """Packed weights share a storage, of which safetensors saves nothing and accelerate the first weight alone."""
+    from safetensors.torch import load_model, save_model
+
+    def saved(name: str) -> bytes:
+        save_model(model, str(tmp_path / name))
+        return (tmp_path / name).read_bytes()
 
     model = make_model(device)
-    save_model(model, str(tmp_path / "stock.safetensors"))
+    stock = saved("stock")
     ltx.optimize(model)
-    with pytest.raises(RuntimeError):
-        save_model(model, str(tmp_path / "packed.safetensors"))
+    query, key = (model.transformer_blocks[0].attn1._modules[name].weight for name in ("to_q", "to_k"))
+    assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
+    assert saved("packed") == stock
+    with torch.no_grad():
+        key.zero_()
+    load_model(model, str(tmp_path / "packed"))
+    assert saved("loaded") == stock
     ltx.restore(model)
-    save_model(model, str(tmp_path / "restored.safetensors"))
-    assert (tmp_path / "restored.safetensors").read_bytes() == (tmp_path / "stock.safetensors").read_bytes()
+    assert saved("restored") == stock
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+def test_a_state_dict_reads_and_writes_packed_weights(ltx: ModuleType, device: str, precision: str) -> None:
+    """Each tensor has a storage of its own, over the memory of its parameter; also in a copy of the model."""
+    dtype = torch.float32 if precision == "native" else torch.bfloat16
+    model = make_model(device).to(dtype)
+    ltx.optimize(model, precision=precision)
+    for one in (model, copy.deepcopy(model)):
+        state = one.state_dict()
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()}
+        assert len(addresses) == sum(tensor.numel() > 0 for tensor in state.values())
+        name, parameter = next((n, p) for n, p in one.named_parameters() if n.endswith("attn1.to_k.bias"))
+        state[name].fill_(3)
+        assert parameter.eq(3).all() and state[name].dtype == dtype
+        assert one.state_dict(keep_vars=True)[name] is parameter
+    ltx.restore(model)
+    assert not any(module._state_dict_hooks for module in model.modules())
+
+
+def test_what_accelerate_saves(ltx: ModuleType, tmp_path: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = make_model("cpu")
+    stock = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ltx.optimize(model)
+    accelerator.prepare(model)
+    accelerator.save_state(str(tmp_path / "state"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stock.items())
 
 
 def test_parameters_in_a_flat_buffer_stay_there(ltx: ModuleType, device: str) -> None:

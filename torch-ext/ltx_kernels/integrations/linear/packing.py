@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import dlpack
 
 from ..._linear import adjacent, make_adjacent, stacked
 from ..._ops import add_op_namespace_prefix
@@ -15,7 +16,7 @@ from ..engine.guards import hooked, is_ordinary, submodule
 from .fp8 import in_fp8
 from .lora import base_of
 
-PACKED = "_ltx_kernels_packed"  # set on a module by `pack`, for `unpack`
+PACKED = "_ltx_kernels_packed"  # of a module that `pack` has changed: the handles of its hooks, for `unpack`
 
 
 def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
@@ -37,7 +38,8 @@ def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
         storages = [p.untyped_storage().nbytes() > p.nbytes for p in parameters]
         if any(storages) and not adjacent(weights or parameters):
             return f"{described} has parameters in a storage of somebody else's"
-        module.__dict__[PACKED] = True
+        handles = [linear.register_state_dict_post_hook(_apart) for linear in linears]
+        module.__dict__.setdefault(PACKED, []).extend(handles)
         if weights:
             make_adjacent(weights)
         if all(linear.bias is not None for linear in linears):
@@ -47,7 +49,7 @@ def pack(module: nn.Module, groups: Sequence[Sequence[str]]) -> str:
 
 def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
     """Gives weights that `pack` has moved into one storage a storage each; they stay the parameters they are."""
-    if not module.__dict__.get(PACKED, False):
+    if PACKED not in module.__dict__:
         return
     for names in groups:
         layers = (submodule(module, name) for name in names)
@@ -63,7 +65,20 @@ def unpack(module: nn.Module, groups: Sequence[Sequence[str]]) -> None:
                 # All are copied before one is changed: memory may run out.
                 for parameter, data in zip(parameters, [parameter.data.clone() for parameter in parameters]):
                     parameter.data = data
-    module.__dict__.pop(PACKED)
+    for handle in module.__dict__.pop(PACKED):
+        handle.remove()
+
+
+def _apart(linear: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Gives the tensors of a state dict a storage each, over the memory of the layer's parameters.
+
+    accelerate and safetensors take tensors of one storage for one tensor, and save the first alone.
+    """
+    for name in ("weight", "bias"):
+        tensor = state.get(f"{prefix}{name}")
+        if type(tensor) is Tensor and tensor.device.type in ("cuda", "cpu"):  # no parameter, which has a gradient
+            if tensor.untyped_storage().nbytes() > tensor.nbytes:
+                state[f"{prefix}{name}"] = dlpack.from_dlpack(dlpack.to_dlpack(tensor))
 
 
 def packed_scaled_linear(
