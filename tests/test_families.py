@@ -518,6 +518,15 @@ def test_segments_attend_without_their_mask(
     assert seen == expected * 2
 
 
+@pytest.mark.host
+def test_segments_of_no_samples(ltx: ModuleType, device: str) -> None:
+    model = make(FAMILIES["ideogram4"], device)
+    inputs = cast(FAMILIES["ideogram4"].inputs(0), device, torch.float32)
+    (stock,) = run(model, inputs)
+    ltx.optimize(model)
+    assert run(model, inputs)[0].shape == stock.shape
+
+
 def test_a_modulation_for_each_token_of_ernie_image(ltx: ModuleType, device: str) -> None:
     """A block reads a row that the model wrote out for all tokens once, and other rows as they are, also in replays."""
     family = FAMILIES["ernie_image"]

@@ -1405,6 +1405,21 @@ def test_a_kept_value_goes_with_its_tensors(ltx: ModuleType) -> None:
     assert not site.cache
 
 
+def test_nothing_of_fake_tensors_is_kept(ltx: ModuleType) -> None:
+    """A call of the model's first shape by a program that only asks for shapes leaves later calls as they are."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, inputs = make_model("cpu"), make_inputs("cpu")
+    want = model(**inputs)[0]
+    ltx.optimize(model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        assert model(**fake)[0].shape == want.shape
+    assert_close(model(**inputs)[0], want)
+    torch.func.functionalize(lambda hidden: model(**{**inputs, "hidden_states": hidden})[0])(inputs["hidden_states"])
+    assert_close(model(**inputs)[0], want)
+
+
 def test_what_is_kept_of_views(ltx: ModuleType, device: str) -> None:
     """A new view of the same memory finds it, one of another place or form does not, and a write is seen."""
     kept, site = ltx.integrations.engine.kept.kept, type("Site", (), {"cache": {}})()

@@ -249,3 +249,17 @@ def test_compile(ltx: ModuleType, device: str, compiler: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     assert distance(compiled(**inputs)[0], want) < 1e-4
     assert remarks(report)[f"{BESIDE} (compiled)"] == remarks(report)[BESIDE] > 0
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("precision", ["native", "fp8"])
+def test_a_pruned_adapter(ltx: ModuleType, device: str, part: str, precision: str) -> None:
+    """torch.nn.utils.prune takes the parameter away, and sets a tensor before each call: peft's own layer runs."""
+    from torch.nn.utils import prune
+
+    model, inputs = make_model(device), make_inputs(device)
+    add(model)
+    prune.l1_unstructured(getattr(model.transformer_blocks[0].attn1.to_q, part)["default"], "weight", 0.5)
+    want = model(**inputs)[0]
+    ltx.optimize(model, precision=precision)
+    assert distance(model(**inputs)[0], want) < (1e-5 if precision == "native" else 0.1)

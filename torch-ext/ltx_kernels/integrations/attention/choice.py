@@ -213,7 +213,7 @@ def _last_segment(call: Call, mask: Tensor) -> int | None:
 
     None: the segments are others, or the host may not read the mask.
     """
-    if not _may_read(call, mask):
+    if not len(mask) or not _may_read(call, mask):
         return None
 
     def make() -> int | None:

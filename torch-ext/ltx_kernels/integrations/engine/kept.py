@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._checks import requires_grad
+from ..._torch_private import dispatch_modes, func_interpreter
 from .autocast import autocast_state
 from .guards import is_capturing
 from .recording import others_take_functions, refuse
@@ -47,9 +48,10 @@ def kept(
 ) -> Made:
     """What ``make`` returns. An earlier result is returned for the same key and the same, unchanged tensors.
 
-    Nothing is kept under torch.compile, nor of tensors that a gradient goes through. Nothing is kept of inference
-    tensors either, because they have no version that tells of a write. While a CUDA graph is captured, only values made
-    of parameters are reused: a program may write new data to other tensors before it replays the graph.
+    Nothing is kept under torch.compile, in torch.func and in modes that watch or replace ops, nor of tensors that a
+    gradient goes through. Nothing is kept of inference tensors either, because they have no version that tells of a
+    write. While a CUDA graph is captured, only values made of parameters are reused: a program may write new data to
+    other tensors before it replays the graph.
 
     key: All that the result depends on beside tensors.
     sources: The tensors that the value is made of, such as coordinates, angles or a mask. A weak reference to each, its
@@ -65,6 +67,8 @@ def kept(
     if capturing and not all(isinstance(tensor, nn.Parameter) for tensor in (*sources, *views)):
         return make()
     refuse("a value is kept for the tensors that it is made of")
+    if dispatch_modes() or func_interpreter() is not None:  # what is made may be a fake tensor, or one of torch.func
+        return make()
     values = site.cache
     places = [(view.data_ptr(), view.shape, view.stride(), view.dtype, view._version) for view in views]
     place = key, autocast_state(), *places, *((id(source), source.data_ptr(), source._version) for source in sources)

@@ -113,7 +113,8 @@ def adapters_of(module: nn.Module, device: torch.device) -> tuple[str, list[LowR
         scale = layer.scaling[name]
         if type(scale) not in (float, int):
             return f"a scaling that is a {type(scale).__name__}", []
-        dtype = cast(Tensor, down._parameters["weight"]).dtype
+        weight = down._parameters.get("weight")  # None where it is pruned or parametrized
+        dtype = None if weight is None else weight.dtype
         if dtype not in _DTYPES or not all(plain_linear(part, dtype, trained=True) for part in (down, up)):
             return "adapters that are quantised, hooked or of two dtypes", []
         low_rank = LowRank(down.weight, up.weight, up.bias, scale)  # type: ignore[arg-type]

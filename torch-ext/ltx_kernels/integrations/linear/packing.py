@@ -76,9 +76,10 @@ def _apart(linear: nn.Module, state: dict[str, Any], prefix: str, local_metadata
     """
     for name in ("weight", "bias"):
         tensor = state.get(f"{prefix}{name}")
-        if type(tensor) is Tensor and tensor.device.type in ("cuda", "cpu"):  # no parameter, which has a gradient
-            if tensor.untyped_storage().nbytes() > tensor.nbytes:
-                state[f"{prefix}{name}"] = dlpack.from_dlpack(dlpack.to_dlpack(tensor))
+        if type(tensor) is not Tensor or tensor.device.type not in ("cuda", "cpu"):  # a parameter has a gradient
+            continue
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            state[f"{prefix}{name}"] = dlpack.from_dlpack(dlpack.to_dlpack(tensor))
 
 
 def packed_scaled_linear(

@@ -137,7 +137,7 @@ def replayed(
         found = replays.calls[key] = replays.traced(module, compute, args, kwargs, tensors)
     if isinstance(found, Recording):
         if not replays.answers_as(found, module):
-            del replays.calls[key]
+            replays.calls.pop(key, None)  # another thread may have taken it
         elif RECORD == CHECK:
             trained = [tensor for tensor in replays.state.tensors if followed and tensor.requires_grad]
 
