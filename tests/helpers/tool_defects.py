@@ -673,6 +673,20 @@ TOOL_DEFECTS = [
         "integration::test_what_is_kept_of_views",
     ),
     defect(
+        "a value kept of a fake tensor",
+        ENGINE + "engine/kept.py",
+        "if dispatch_modes() or func_interpreter() is not None:",
+        "if False:",
+        "integration::test_nothing_of_fake_tensors_is_kept",
+    ),
+    defect(
+        "packed weights in one storage of a state dict",
+        ENGINE + "linear/packing.py",
+        "if tensor.untyped_storage().nbytes() > tensor.nbytes:",
+        "if False:",
+        "integration::test_saved_as_safetensors",
+    ),
+    defect(
         "a value of an input from before a capture read by its replays",
         ENGINE + "engine/kept.py",
         "    if capturing and not all(",
