@@ -116,6 +116,22 @@ def _autoencoder() -> Path:
     return Path(make, "", run)
 
 
+def _residual_block() -> Path:
+    from test_unet import stock_resnet
+
+    def make(device: str) -> nn.Module:
+        torch.manual_seed(0)
+        return stock_resnet().to(device)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        image, temb = torch.randn(2, 32, 5, 6, generator=generator), torch.randn(2, 16, generator=generator)
+        device = next(model.parameters()).device
+        return _flat(model(image.to(device), temb.to(device)))
+
+    return Path(make, "", run)
+
+
 PATHS: dict[str, Callable[[], Path]] = {
     "self and cross": lambda: _of_family("ltx", "transformer_blocks.0"),
     "two streams": lambda: _of_family("flux", "transformer_blocks.0"),
@@ -123,6 +139,7 @@ PATHS: dict[str, Callable[[], Path]] = {
     "language model": _llama,
     "text encoder": _t5,
     "autoencoder": _autoencoder,
+    "residual block": _residual_block,
 }
 LONG = {"two streams": pytest.mark.extended, "autoencoder": pytest.mark.slow}  # the others take seconds
 
@@ -160,6 +177,8 @@ def _other(value: Any) -> Any:
         return not value
     if isinstance(value, (int, float)):
         return value * 2 + 1
+    if isinstance(value, tuple) and value and all(type(number) is int for number in value):
+        return tuple(2 * number + 1 for number in value)
     if isinstance(value, str):
         return {"tanh": "none", "none": "tanh", "eager": "sdpa", "sdpa": "eager"}.get(value)
     if isinstance(value, nn.Module):

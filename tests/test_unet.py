@@ -501,6 +501,52 @@ def test_convolutions_that_pad_otherwise(ltx: ModuleType, device: str) -> None:
     assert report.fallbacks == {} and error(stock, zeros.double()) > 0.01
 
 
+def _dilated(block: nn.Module) -> None:
+    for conv in (block.conv1, block.conv2):
+        conv.dilation, conv.padding = (2, 2), "same"
+
+
+def _grouped(block: nn.Module) -> None:
+    conv = block.conv2
+    conv.groups, conv.weight.data = 2, conv.weight.data[:, : conv.in_channels // 2].contiguous()
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("change", [_dilated, _grouped])
+def test_convolutions_of_another_form(
+    ltx: ModuleType, device: str, change: Callable[[nn.Module], None], before: bool
+) -> None:
+    """Changed before `optimize`, or between calls."""
+    block = stock_resnet().to(device)
+    other, given = copy.deepcopy(block), (randn(2, 32, 5, 6).to(device), randn(2, 16).to(device))
+    change(other)
+    with torch.no_grad():
+        plain, changed = block(*given), other(*given)
+        if before:
+            change(block)
+        report = ltx.optimize(block)
+        results = [block(*given) for _ in range(3)]
+        if not before:
+            change(block)
+            results = [block(*given) for _ in range(3)]
+    for result in results:
+        close(result, changed)
+    assert report.fallbacks == {} and error(changed, plain.double()) > 0.01
+
+
+def test_a_projection_in_groups(ltx: ModuleType, device: str) -> None:
+    """A convolution of single pixels is no linear layer then."""
+    model = make("sd 1.5", device)
+    for module in model.modules():
+        if type(module).__name__ == "Transformer2DModel":
+            conv = module.proj_in
+            conv.groups, conv.weight.data = 2, conv.weight.data[:, : conv.in_channels // 2].contiguous()
+    stock = run("sd 1.5", model)
+    report = ltx.optimize(model)
+    close(run("sd 1.5", model), stock)
+    assert report.fallbacks == {}
+
+
 def test_masks_and_scales_of_a_transformer(ltx: ModuleType, device: str) -> None:
     model = make("sdxl", device)
     transformer = next(m for m in model.modules() if type(m).__name__ == "Transformer2DModel")

@@ -1052,6 +1052,20 @@ TOOL_DEFECTS = [
         "unet::test_convolutions_that_pad_otherwise",
     ),
     defect(
+        "dilation and groups of a UNet's convolutions not passed on",
+        ENGINE + "blocks/images.py",
+        ", conv.dilation, conv.groups)",
+        ")",
+        "unet::test_convolutions_of_another_form",
+    ),
+    defect(
+        "a projection in groups taken for a linear layer",
+        ENGINE + "diffusers/_unet.py",
+        " and conv.groups == 1",
+        "",
+        "unet::test_a_projection_in_groups",
+    ),
+    defect(
         "hooks on what a UNet's residual block passes over not seen",
         ENGINE + "blocks/image_module.py",
         "for name in (*self.norms, *self.passed_over):",

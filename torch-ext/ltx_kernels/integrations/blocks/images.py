@@ -81,7 +81,7 @@ class Images(ResidualStream):
 
 def convolved(conv: Any, x: Tensor) -> Tensor:
     """A convolution without its bias."""
-    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
+    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def branch_of(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

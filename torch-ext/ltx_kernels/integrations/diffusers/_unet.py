@@ -77,11 +77,16 @@ def _image(rows: Tensor, size: tuple[int, ...]) -> Tensor:
 
 def _projected(layer: Any, rows: Tensor, size: tuple[int, ...]) -> Any:
     """A linear layer of each pixel, or a convolution that is one."""
-    if is_plain(layer) and layer.kernel_size == (1, 1) and layer.padding == (0, 0):
+    if is_plain(layer) and _is_linear(layer):
         return F.linear(rows, layer.weight.flatten(1), layer.bias)
     if isinstance(getattr(layer, "base_layer", layer), nn.Conv2d):
         return _rows(layer(_image(rows, size)))
     return layer(rows)
+
+
+def _is_linear(conv: nn.Conv2d) -> bool:
+    """Whether a convolution computes each pixel from all channels of the same pixel."""
+    return conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
 
 
 def _why_not_transformer(transformer: Any) -> str:
