@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -545,6 +546,44 @@ def test_a_projection_in_groups(ltx: ModuleType, device: str) -> None:
     report = ltx.optimize(model)
     close(run("sd 1.5", model), stock)
     assert report.fallbacks == {}
+
+
+def test_weights_stay_where_another_thread_reads_them(ltx: ModuleType, device: str) -> None:
+    """A call moves weights into the order of its convolutions only while no other thread is in a call."""
+    block = stock_resnet().to(device)
+    given, weight = (randn(2, 32, 5, 6).to(device), randn(2, 16).to(device)), block.conv1.weight
+    entered, leave = threading.Event(), threading.Event()
+    results: list[Tensor] = []
+
+    def call(gradient: bool) -> None:
+        with torch.set_grad_enabled(gradient):
+            results.append(block(*given).detach())
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            leave.wait(60)
+
+    call(False)
+    report = ltx.optimize(block)
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    weight.requires_grad_()
+    block.conv2.register_forward_hook(wait)
+    for gradient, order in ((True, torch.contiguous_format), (False, torch.channels_last)):
+        entered.clear()
+        leave.clear()
+        other, address = threading.Thread(target=call, args=(not gradient,)), weight.data_ptr()
+        other.start()
+        assert entered.wait(60)
+        call(gradient)
+        assert weight.data_ptr() == address
+        leave.set()
+        other.join()
+        call(gradient)
+        assert weight.is_contiguous(memory_format=order)
+    for result in results[1:]:
+        close(result, results[0])
+    assert report.fallbacks
 
 
 def test_masks_and_scales_of_a_transformer(ltx: ModuleType, device: str) -> None:

@@ -68,7 +68,7 @@ def optimize(
     call that the ops cannot take (a gradient is needed, autocast is on in another dtype, weights are quantised,
     offloaded or somewhere else) the stock forward runs, and the report counts it. The weights of an attention's query,
     key and value move into one storage and become views of it, which takes no memory. The weights of convolutions in
-    autoencoders and UNets move into channels-last memory at the first call. Called again, `optimize` replaces what an
+    autoencoders and UNets move into channels-last memory. Called again, `optimize` replaces what an
     earlier call did to the components that it takes; level "norms" takes an autoencoder and text encoders that are not
     named out again.
 
@@ -239,6 +239,8 @@ def _install(
     shared = shared_weights(root for reference in report._roots if (root := reference()) is not None)
     for linears in [] if files else groups:
         fp8.quantise_weights(linears, stock_weights, shared)
+    for module, entry in selection.modules.values():
+        entry.arrange(module)
     if rounding == "fp32":
         reasons = (pack(module, entry.packs(module)) for module, entry in selection.modules.values())
         unpacked = Counter(filter(None, reasons))

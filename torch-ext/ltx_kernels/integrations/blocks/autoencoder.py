@@ -5,8 +5,9 @@ the residual, normalises and activates. Of videos it modulates too, and writes t
 wants. Every step rounds where the stock modules round. Tiling, slicing and framewise decoding call the encoder or the
 decoder, so they run this too.
 
-The weights of the convolutions move into channels-last memory at the first call, because torch would copy them there in
-every call. They are the same parameters with the same values. `restore` and calls of the stock forward move them back.
+`optimize` moves the weights of the convolutions into channels-last memory, because torch would copy them there in every
+call. They are the same parameters with the same values. `restore` and calls of the stock forward move them back, and
+the next call that runs the ops moves them again. No call moves any while another thread is in a call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..engine.guards import HOOK, class_of, hooked, is_hopper, is_ordinary, why_
 from ..engine.signature import attention_is_replaced
 from ..engine.sites import Entry, site_of, stock_forward
 from ..engine.state import remember
-from .images import VIDEO, ResidualStream, move_weights, move_weights_back, parts
+from .images import VIDEO, ResidualStream, move, move_back, moved, parts, to_move, within_call
 
 OPS = {  # by the dimensions of the tensors
     5: ("channel_norm", "channel_norm_residual", "pixel_shuffle_3d", "unpatchify", "upsample_nearest"),
@@ -202,12 +203,12 @@ class Autoencoder:
             reason = self._why_not_call(module, {**dict(zip(parameters, args)), **kwargs})
             if reason:
                 if not torch.compiler.is_compiling():
-                    move_weights_back(module)
+                    within_call(move_back, moved(parts(module)))
                 return stock_forward(module, reason, *args, **kwargs)
             site = site_of(module)
             site.count_call()
             remark_autocast(site.remark, args[0] if args else kwargs[parameters[0]])
-            remember(module, "weights", move_weights)
+            within_call(move, remember(module, "weights", lambda module: to_move(parts(module))))
             return compute(module, *args, **kwargs)
 
         return Entry(
@@ -216,7 +217,8 @@ class Autoencoder:
             OPS[self.dimensions],
             parameters,
             why_not=self._why_not_module,
-            release=move_weights_back,
+            arrange=lambda module: move(to_move(parts(module))),
+            release=lambda module: move_back(moved(parts(module))),
             alone=True,
             why_no_graph="it writes into a list that it is given" if self.keeps_frames else "",
         )

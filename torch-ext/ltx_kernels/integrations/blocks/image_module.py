@@ -4,8 +4,8 @@ Each module keeps its place and gets and returns whole images, so that whatever 
 is: skip connections, the residuals of a ControlNet, FreeU. Results are in channels-last memory, which torch's own
 functions then hand on. An image in another memory order is copied once.
 
-The weights of the convolutions move into channels-last memory at the first call that runs ops. `restore` and calls of
-the stock forward move them back.
+`optimize` moves the weights of the convolutions into channels-last memory. `restore` and calls of the stock forward
+move them back, and the next call that runs ops moves them again. No call moves any while another thread is in a call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..engine.guards import class_of, hooked, is_idle, why_not_input, why_not_te
 from ..engine.sites import Entry, parameters_of, site_of, stock_forward
 from ..engine.state import remember
 from ..replay.calls import replayed
-from .images import MOVED, move_weights, move_weights_back
+from .images import move, move_back, moved, parts, to_move, within_call
 
 GROUP_NORM = "torch.nn.modules.normalization.GroupNorm"
 
@@ -68,13 +68,13 @@ class ImageModule:
             reason = self._why_not_call(module, arguments, names)
             if reason:
                 if not torch.compiler.is_compiling():
-                    self._move_weights_back(module)
+                    within_call(move_back, moved(self._parts(module)))
                 return stock_forward(module, reason, *args, **kwargs)
             site = site_of(module)
             site.count_call()
             image: Tensor = arguments.pop(names[0])
             remark_autocast(site.remark, image)
-            remember(module, "weights", self._move_weights)
+            within_call(move, remember(module, "weights", self._to_move))
             return compute(module, image.contiguous(memory_format=torch.channels_last), **arguments)
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,8 @@ class ImageModule:
             self.ops,
             (*names, *self.unused),
             why_not=self._why_not_module,
-            release=self._move_weights_back,
+            arrange=lambda module: move(self._to_move(module)),
+            release=lambda module: move_back(moved(self._parts(module))),
             apart=self.apart,
         )
 
@@ -98,14 +99,12 @@ class ImageModule:
             if name not in self.apart:
                 yield child
 
-    def _move_weights(self, module: nn.Module) -> None:
+    def _parts(self, module: nn.Module) -> Iterator[nn.Module]:
         for child in self._children(module):
-            move_weights(child)
+            yield from parts(child)
 
-    def _move_weights_back(self, module: nn.Module) -> None:
-        for child in self._children(module):
-            if any(MOVED in part.__dict__ for part in child.modules()):
-                move_weights_back(child)
+    def _to_move(self, module: nn.Module) -> list[Any]:
+        return to_move(self._parts(module))
 
     def _why_not_module(self, module: nn.Module) -> str:
         for name in self.norms:

@@ -6,15 +6,17 @@ normalises and activates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._torch_private import without_function_modes
 from ...channels_last import group_norm, group_norm_residual, unpatchify, upsample_nearest
-from ..engine.guards import hooked
+from ..engine import threads
+from ..engine.guards import hooked, is_capturing, is_ordinary
 
 VIDEO = torch.channels_last_3d
 
@@ -112,6 +114,27 @@ def parts(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
+def to_move(modules: Iterable[nn.Module]) -> list[Any]:
+    """The convolutions whose weights `move` has to move: none with a hook, or with a weight that is no ordinary one."""
+    return [m for m in modules if isinstance(m, (nn.Conv2d, nn.Conv3d)) and not hooked(m) and _is_movable(m)]
+
+
+def _is_movable(conv: nn.Conv2d | nn.Conv3d) -> bool:
+    weight = conv._parameters.get("weight")
+    if weight is None or not is_ordinary(weight) or weight.dim() != len(conv.kernel_size) + 2:
+        return False
+    return not weight.is_contiguous(memory_format=_order(conv))
+
+
+def _order(conv: Any) -> torch.memory_format:
+    return VIDEO if isinstance(conv, nn.Conv3d) else torch.channels_last
+
+
+def moved(modules: Iterable[nn.Module]) -> list[Any]:
+    """The convolutions whose weights `move` has moved."""
+    return [module for module in modules if MOVED in module.__dict__]
+
+
 def _give_order(conv: Any, order: torch.memory_format) -> None:
     """Moves a weight into memory of this order, which is an inference tensor's where the weight is one.
 
@@ -121,17 +144,34 @@ def _give_order(conv: Any, order: torch.memory_format) -> None:
         conv.weight.data = conv.weight.data.contiguous(memory_format=order)
 
 
-def move_weights(module: nn.Module) -> None:
-    for conv in parts(module):
+def move(convolutions: list[Any]) -> None:
+    """Into channels-last memory."""
+    for conv in convolutions:
+        conv.__dict__[MOVED] = True
+        _give_order(conv, _order(conv))
+
+
+def move_back(convolutions: list[Any]) -> None:
+    for conv in convolutions:
         if isinstance(conv, (nn.Conv2d, nn.Conv3d)):
-            order = VIDEO if isinstance(conv, nn.Conv3d) else torch.channels_last
-            if not conv.weight.is_contiguous(memory_format=order):
-                _give_order(conv, order)
-                conv.__dict__[MOVED] = True
-
-
-def move_weights_back(module: nn.Module) -> None:
-    for conv in parts(module):
-        if conv.__dict__.get(MOVED, False) and isinstance(conv, (nn.Conv2d, nn.Conv3d)):
             _give_order(conv, torch.contiguous_format)
         conv.__dict__.pop(MOVED, None)
+
+
+def within_call(change: Callable[[list[Any]], None], convolutions: list[Any]) -> None:
+    """Moves weights during a call, unless another thread is in a call and may be reading them.
+
+    They stay where they are then, since a convolution computes the same from weights in either order.
+    """
+    if not convolutions or is_capturing():
+        return
+    with threads.if_alone() as alone, without_function_modes():  # a recorded call does not repeat this
+        if alone:
+            _synchronize(convolutions)  # kernels on other streams may still be reading
+            change(convolutions)
+            _synchronize(convolutions)
+
+
+def _synchronize(convolutions: list[Any]) -> None:
+    for device in {conv.weight.device for conv in convolutions if conv.weight.is_cuda}:
+        torch.cuda.synchronize(device)

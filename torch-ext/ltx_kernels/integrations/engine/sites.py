@@ -82,6 +82,8 @@ class Entry:
     settings: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
     # `install` calls it, before it gives the module another forward.
     prepare: Callable[[nn.Module], None] = lambda module: None
+    # `optimize` calls it last, when all weights are in their places, to give them another memory order.
+    arrange: Callable[[nn.Module], None] = lambda module: None
     # Why no replica of a module can run its class's forward.
     why_not_replicated: Callable[[nn.Module], str] = lambda module: ""
     # Why `restore` cannot put a module back, and what it has to undo beside the forward.

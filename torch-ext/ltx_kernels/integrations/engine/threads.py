@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from torch import nn
 
@@ -18,9 +18,16 @@ _inside: dict[int, nn.Module] = {}  # by thread, the outermost replaced module t
 class _Change:
     """Modules that one thread is changing."""
 
-    def __init__(self, modules: frozenset[nn.Module]) -> None:
+    def __init__(self, modules: Container[nn.Module]) -> None:
         self.modules = modules
         self.owner = threading.get_ident()
+
+
+class _All:
+    """Contains every module."""
+
+    def __contains__(self, module: object) -> bool:
+        return True
 
 
 _change: _Change | None = None
@@ -69,6 +76,26 @@ def alone_with(modules: Iterable[nn.Module]) -> Iterator[None]:
             yield
         finally:
             _change = outer
+
+
+@contextlib.contextmanager
+def if_alone() -> Iterator[bool]:
+    """Whether no other thread is inside a call or changes modules. If so, calls that begin meanwhile wait.
+
+    It does not wait itself, so that a call may ask.
+    """
+    global _change
+    if not _lock.acquire(blocking=False):
+        yield False
+        return
+    try:
+        outer, _change = _change, _Change(_All())
+        try:
+            yield all(thread == threading.get_ident() for thread in list(_inside))
+        finally:
+            _change = outer
+    finally:
+        _lock.release()
 
 
 def _wait_for_calls(change: _Change) -> None:
