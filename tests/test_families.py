@@ -14,6 +14,7 @@ import inspect
 import itertools
 import random
 import re
+import types
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -1134,6 +1135,47 @@ def test_tables_with_more_rows_than_both_streams(ltx: ModuleType, device: str, c
         for _ in range(4):
             with pytest.raises(RuntimeError, match=r"image_rotary_emb: expected \d+ rows, as both streams have, got"):
                 model(**given)
+
+
+@every_family
+def test_signatures_of_replaced_forwards(ltx: ModuleType, family: Family) -> None:
+    """Callers choose by a forward's signature what they pass, and follow ``__wrapped__``, past the guards."""
+    model = family.make().eval()
+    stock = {name: inspect.signature(module.forward) for name, module in model.named_modules()}
+    ltx.optimize(model, graphs=True)
+    ours = {name: module.forward for name, module in model.named_modules() if "forward" in vars(module)}
+    assert "" in ours and len(ours) > 1
+    for name, forward in ours.items():
+        assert inspect.signature(forward) == stock[name] and not hasattr(forward, "__wrapped__"), name
+
+
+def test_denoiser_of_modular_pipelines(ltx: ModuleType, device: str) -> None:
+    """It hands the model those of its inputs that the signature of the model's forward has."""
+    denoise = pytest.importorskip("diffusers.modular_pipelines.wan.denoise")
+    guider = pytest.importorskip("diffusers.guiders").ClassifierFreeGuidance(guidance_scale=4.0)
+    family = FAMILIES["wan-i2v"]
+    model, inputs = make(family, device), cast(family.inputs(1), device, torch.float32)
+    latents, text = inputs.pop("hidden_states"), inputs.pop("encoder_hidden_states")
+    timestep = inputs.pop("timestep")
+    config = types.SimpleNamespace(boundary_ratio=0.1)
+    components = types.SimpleNamespace(transformer=model, guider=guider, config=config, num_train_timesteps=1000)
+
+    def step() -> tuple[Tensor, ...]:
+        state = types.SimpleNamespace(
+            prompt_embeds=text,
+            negative_prompt_embeds=0.5 * text,
+            denoiser_input_fields=inputs,
+            num_inference_steps=2,
+            latent_model_input=latents,
+            attention_kwargs=None,
+            dtype=torch.float32,
+        )
+        denoise.Wan22LoopDenoiser()(components, state, 0, timestep)
+        return flat(state.noise_pred)
+
+    stock = step()
+    ltx.optimize(model)
+    assert distance(step(), stock) < CLOSE * family.magnifies
 
 
 class _Halved(nn.Module):

@@ -12,6 +12,7 @@ import gc
 import importlib
 import itertools
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -1114,6 +1115,22 @@ def test_restore_below_a_hook_and_above(ltx: ModuleType, device: str) -> None:
     report.sites[0].calls = 0
     assert_close(model(**inputs)[0], stock)
     assert {site.name: site.calls for site in report.sites}[BLOCK] > 0
+    ltx.restore(model)
+    assert torch.equal(model(**inputs)[0], stock)
+
+
+def test_accelerate_takes_its_wrapper_of_the_forward_away(ltx: ModuleType, device: str) -> None:
+    """It puts what it finds below its own wrapper in the place of the forward."""
+    utils = pytest.importorskip("accelerate.utils")
+    model, inputs = make_model(device), make_inputs(device)
+    stock = model(**inputs)[0]
+    ltx.optimize(model)
+    model._original_forward = model.forward  # as `Accelerator.prepare` with mixed_precision="bf16"
+    autocast = torch.autocast(torch.device(device).type, torch.bfloat16)
+    model.forward = types.MethodType(utils.convert_outputs_to_fp32(autocast(model.forward.__func__)), model)
+    assert not torch.equal(model(**inputs)[0], stock)
+    utils.extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    assert_close(model(**inputs)[0], stock)
     ltx.restore(model)
     assert torch.equal(model(**inputs)[0], stock)
 

@@ -479,6 +479,17 @@ def test_compiled_generation(ltx: ModuleType, device: str, case: Case) -> None:
     assert all(site.traces for site in report.sites) and report.fallbacks == {}
 
 
+def test_padded_prompts_without_a_mask(ltx: ModuleType, device: str) -> None:
+    """`generate` makes the mask if the signature of the model's forward has one."""
+    model, ids = make_model(device), make_ids(device)
+    ids[0, :4] = 0
+    options = {"max_new_tokens": 2, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    stock = model.generate(ids, do_sample=False, **options).logits
+    ltx.optimize(model, graphs=True)
+    ours = model.generate(ids, do_sample=False, **options).logits
+    assert all(distance(a, b) < CLOSE for a, b in zip(ours, stock))
+
+
 def compiled_generation(ltx: ModuleType, model: Any, ids: Tensor) -> Any:
     """`generate` compiles the decoding step by itself on a GPU; here wherever it runs, and once for all tokens."""
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}

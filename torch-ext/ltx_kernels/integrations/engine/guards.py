@@ -96,7 +96,7 @@ def hooked(module: nn.Module, has_hooks: Callable[[nn.Module], bool] = has_hooks
     if site is None or type(forward) is not types.MethodType:  # hooks are functools.partial
         return HOOK
     # torch.compile of torch 2.11 makes two functions of one, so that under it the type has to do.
-    return HOOK if not torch.compiler.is_compiling() and forward.__func__ is not site.entry.forward else ""
+    return HOOK if not torch.compiler.is_compiling() and forward.__func__ is not site.forward else ""
 
 
 DROPOUT = "torch.nn.modules.dropout.Dropout"

@@ -7,7 +7,6 @@ modules of its class. Both travel with a deepcopy, and ``restore`` takes both aw
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
 import threading
@@ -17,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,6 @@ def _or_stock(function: Callable[..., Any], guarded: bool) -> Callable[..., Any]
             site_of(module).count_fallback(reason)
         return type(module).forward(module, *args, **kwargs)
 
-    @functools.wraps(function)
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         thread = 0 if torch.compiler.is_compiling() else threads.enter()
         if not thread:
@@ -124,9 +122,25 @@ class Entry:
     around: bool = False  # its forward runs the stock one and no ops itself: CUDA graphs of a whole model
     # Why no CUDA graph can hold calls of such a module; empty if one can.
     why_no_graph: str = ""
+    # `forward_of` by stock forward.
+    _forwards: dict[Callable[..., Any], Callable[..., Any]] = field(init=False, default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward", _or_stock(self.forward, self.guarded))
+
+    def forward_of(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward for modules with this stock forward, whose signature it shows.
+
+        Pipelines and `generate` choose what they pass by the signature. There is no ``__wrapped__``: accelerate would
+        put what it leads to in the place of the forward.
+        """
+        found = self._forwards.get(stock)
+        if found is None:
+            ours = cast(types.FunctionType, self.forward)
+            found = types.FunctionType(ours.__code__, ours.__globals__, "forward", None, ours.__closure__)
+            vars(found)["__signature__"] = inspect.signature(stock)
+            self._forwards[stock] = found
+        return found
 
 
 def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -161,6 +175,7 @@ class Site(Counts):
         # The class's own forward. It is kept here because torch.compile cannot look it up on the classes of blocks,
         # which diffusers marks allow_in_graph.
         self.stock = stock
+        self.forward = entry.forward_of(stock)
         self.modules = 0  # how many share the site
         # The models that were given to `optimize`, and the classes that have to be restored together with this one.
         self.roots: list[weakref.ref[nn.Module]] = []
@@ -250,7 +265,7 @@ def why_not(module: nn.Module, entry: Entry) -> str:
     children = frozenset(name for name, _ in module.named_children())
     if entry.children and not entry.children <= children <= entry.children | entry.optional_children:
         return f"it holds the modules {', '.join(sorted(children))}; expected {', '.join(sorted(entry.children))}"
-    known = stock, getattr(module.__dict__.get(ATTRIBUTE), "entry", entry).forward  # an earlier one is taken out first
+    known = stock, getattr(module.__dict__.get(ATTRIBUTE), "forward", stock)  # an earlier one is taken out first
     if "forward" in module.__dict__ and not any(_is_bound(f, module, k) for _, _, f in _slots(module) for k in known):
         return "its forward is patched already"
     return entry.why_not(module)
@@ -265,7 +280,7 @@ def _stock_replica(module: nn.Module) -> nn.Module:
     site.remark("replicas of DataParallel run the stock modules")
     replica: nn.Module = getattr(type(module), REPLICATE)(module)
     own = replica.__dict__
-    if _is_bound(own.get("forward"), module, site.entry.forward):
+    if _is_bound(own.get("forward"), module, site.forward):
         del own["forward"]
     for name in [name for name in own if name == REPLICATE or name.startswith(ATTRIBUTE)]:
         del own[name]
@@ -273,7 +288,7 @@ def _stock_replica(module: nn.Module) -> nn.Module:
 
 
 def install(module: nn.Module, site: Site) -> None:
-    stock, ours = type(module).forward, types.MethodType(site.entry.forward, module)
+    stock, ours = type(module).forward, types.MethodType(site.forward, module)
     module.__dict__[ATTRIBUTE] = site  # first: whatever interrupts what follows, `uninstall` finds the module
     module.__dict__[REPLICATE] = types.MethodType(_stock_replica, module)
     site.modules += 1
@@ -290,7 +305,7 @@ def uninstall(module: nn.Module) -> None:
     site = module.__dict__[ATTRIBUTE]
     site.entry.release(module)
     for holder, key, forward in list(_slots(module)):
-        if not _is_bound(forward, module, site.entry.forward):
+        if not _is_bound(forward, module, site.forward):
             continue
         if holder is module.__dict__ and key == "forward":
             del holder[key]
