@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -79,10 +80,10 @@ def _language_model(make: Callable[[str], nn.Module], block: str = "model.layers
     return Path(make, block, run)
 
 
-def _llama() -> Path:
+def _one_layer(family: str) -> Path:
     from helpers.language_models import make_model
 
-    return _language_model(lambda device: make_model(device, num_hidden_layers=1))
+    return _language_model(lambda device: make_model(device, family=family, num_hidden_layers=1))
 
 
 def _t5() -> Path:
@@ -136,7 +137,7 @@ PATHS: dict[str, Callable[[], Path]] = {
     "self and cross": lambda: _of_family("ltx", "transformer_blocks.0"),
     "two streams": lambda: _of_family("flux", "transformer_blocks.0"),
     "single stream": lambda: _of_family("flux", "single_transformer_blocks.0"),
-    "language model": _llama,
+    "language model": lambda: _one_layer("Llama"),
     "text encoder": _t5,
     "autoencoder": _autoencoder,
     "residual block": _residual_block,
@@ -326,6 +327,28 @@ def _of_hooks(path: str) -> Iterator[Change]:
         yield Change(f"{path}.__class__", cls)
 
 
+def _of_methods(path: str, module: nn.Module, code: ModuleType) -> Iterator[Change]:
+    """The methods that a forward calls, on the one module and in a subclass that the module is made one of."""
+    for name in code.Code(type(module)).attributes:
+        if hasattr(nn.Module, name) or not isinstance(getattr(type(module), name), types.FunctionType):
+            continue
+
+        def instance(root: nn.Module, name: str = name) -> Undo:
+            module = root.get_submodule(path)
+            return _set(module, name, _twice(getattr(module, name)), "__dict__")
+
+        def cls(root: nn.Module, name: str = name) -> Undo:
+            module = root.get_submodule(path)
+            old, method = type(module), _twice(getattr(type(module), name))
+            static = isinstance(inspect.getattr_static(old, name), staticmethod)
+            attributes = {name: staticmethod(method) if static else method, "__module__": __name__}
+            module.__class__ = type("Changed", (old,), attributes)
+            return lambda: setattr(module, "__class__", old)
+
+        yield Change(f"{path or 'block'}.{name} of the instance", instance)
+        yield Change(f"{path or 'block'}.{name} of another class", cls)
+
+
 def _of_code(block: nn.Module, code: ModuleType) -> Iterator[Change]:
     """The functions that classes and their files hold, as the stock code looks them up."""
     objects = [value for part in block.modules() for name, value in vars(part).items() if name == "processor"]
@@ -365,6 +388,7 @@ def changes(block: nn.Module, code: ModuleType) -> Iterator[Change]:
         yield from _of_tensors(path, module)
         yield from _of_modules(path, module)
         yield from _of_hooks(path)
+        yield from _of_methods(path, module, code)
         yield Change(f"{path or 'block'}.train()", lambda root, path=path: _trained(root.get_submodule(path)))
     yield from _of_code(block, code)
 
@@ -435,6 +459,72 @@ def test_every_change_is_followed(ltx: ModuleType, device: str, name: str) -> No
     print(f"{counted} changes made another result")
     assert counted > 20
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    ("make", "methods"),
+    [
+        (lambda: _of_family("qwenimage", "transformer_blocks.0"), ("_modulate", "gelu")),
+        (lambda: _of_family("ltx", ""), ("_prepare_video_coords", "gelu")),
+        (lambda: _of_family("basic_transformer", "down_blocks.1.attentions.0"), ("gelu",)),
+        (lambda: _one_layer("Gemma3"), ("_norm",)),
+        (lambda: _one_layer("GptOss"), ("_apply_gate",)),
+    ],
+    ids=["modulation", "tables and activation", "transformer of a UNet", "norm", "gate of experts"],
+)
+def test_changed_methods_are_followed(
+    ltx: ModuleType, device: str, make: Callable[[], Path], methods: tuple[str, ...]
+) -> None:
+    found: set[str] = set()
+
+    def only(change: Change) -> bool:
+        is_method = change.name.endswith((" of another class", " of the instance")) and ".forward " not in change.name
+        found.update(name for name in methods if is_method and f".{name} " in change.name)
+        return is_method
+
+    counted, failures = wrong(ltx, device, make(), only)
+    assert counted >= 2 * len(methods) and found == set(methods)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("how", [" of the instance", " of another class"])
+def test_changed_methods_are_followed_by_torch_compile(ltx: ModuleType, device: str, how: str) -> None:
+    code = importlib.import_module(f"{ltx.__name__}.integrations.engine.code")
+    path = _of_family("qwenimage", "transformer_blocks.0")
+    stock = path.make(device)
+    model = copy.deepcopy(stock)
+    ltx.optimize(model)
+    blocks = [one.get_submodule(path.block) for one in (stock, model)]
+    (change,) = (one for one in _of_methods("", blocks[0], code) if one.name == f"block._modulate{how}")
+    before = path.run(stock)
+    for block in blocks:
+        change.apply(block)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert _off(path.run(compiled), path.run(stock)) < path.close < _off(before, path.run(stock))
+
+
+def test_what_changes_no_method_stays_optimized(ltx: ModuleType, device: str) -> None:
+    """A subclass as FSDP makes one, and another ``to``, as accelerate sets it."""
+    path = _of_family("qwenimage", "transformer_blocks.0")
+    model: Any = path.make(device)
+    stock = path.run(model)
+    report = ltx.optimize(model)
+    for block in model.transformer_blocks:
+        block.__class__ = type("Sharded", (type(block),), {"__module__": __name__})
+    model.to = functools.wraps(model.to)(lambda *args, **options: model)
+    assert _off(path.run(model), stock) < path.close and report.fallbacks == {}
+
+
+def test_changed_methods_before_optimize(ltx: ModuleType, device: str) -> None:
+    path = _of_family("qwenimage", "transformer_blocks.0")
+    model = path.make(device)
+    block: Any = model.get_submodule(path.block)
+    block._modulate = _twice(block._modulate)
+    stock = path.run(model)
+    report = ltx.optimize(model)
+    assert report.left_alone == {path.block: "its _modulate is patched already"}
+    assert _off(path.run(model), stock) < path.close
 
 
 @pytest.mark.extended

@@ -223,7 +223,7 @@ def _install(
         name = class_of(module)
         if (name, entry) not in sites:
             settings = {**entry.settings(module), "attention": attention}
-            site = Site(entry, type(module).forward, name, rounding, settings)
+            site = Site(entry, type(module), type(module).forward, rounding, settings)
             site.roots = list(report._roots)
             sites[name, entry] = site
             (report._around if entry.around else report.sites).append(site)

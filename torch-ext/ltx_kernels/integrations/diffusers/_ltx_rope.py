@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.guards import ATTRIBUTE, is_capturing
 from ..engine.kept import kept
 from ..engine.rotary_tables import Tables, compact, full_width
-from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_stock
+from ..engine.sites import Entry, parameters_of, site_of, stock_forward, why_exchanged, why_stock
 from ..engine.state import held
 
 LTX = "diffusers.models.transformers.transformer_ltx."
@@ -89,7 +89,8 @@ def _has_stock_reader(rope: Any) -> bool:
     readers = [block.attn1 for block in blocks]
     if not all(ATTRIBUTE in reader.__dict__ for reader in readers):
         return True
-    return any(map(why_stock, {type(reader): reader for reader in readers}.values()))
+    one_of_each_class = {type(reader): reader for reader in readers}.values()
+    return any(map(why_stock, one_of_each_class)) or any(map(why_exchanged, readers))
 
 
 ROPE = Entry((LTX + "LTXVideoRotaryPosEmbed",), rope_forward, (), parameters_of(rope_forward), table_readers="attn1")

@@ -28,15 +28,17 @@ FOLLOWED = frozenset(
     {"scaled_dot_product_attention", "dispatch_attention_fn", "eager_attention_forward", "conv2d", "conv3d"}
 )
 _BASES = (nn.Module, object)
+_PACKAGE = __name__.partition(".integrations.")[0] + "."  # its own functions on modules do what those of a class do
 
 
 class Code:
     """The code that instances of a class run, and what is found under the names that it looks up.
 
     reason: What of it is not the library's own; empty if all of it is.
+    helpers: The names of the methods that its forward may call, without those that all modules have, such as ``to``.
     """
 
-    __slots__ = ("attributes", "classes", "found", "functions", "names", "places", "reason")
+    __slots__ = ("attributes", "classes", "found", "functions", "helpers", "names", "places", "reason")
 
     def __init__(self, cls: type) -> None:
         self.classes: list[type] = []
@@ -47,6 +49,8 @@ class Code:
         self._read(cls)
         self.found = list(map(getattr, self.classes, self.attributes, repeat(None)))
         self.functions = list(map(dict.get, self.places, self.names))
+        methods = [name for name, value in zip(self.attributes, self.found) if callable(value)]
+        self.helpers = tuple(name for name in methods if not hasattr(nn.Module, name))
 
     def holds(self) -> bool:
         """Whether every name still leads to what it led to; written for speed."""
@@ -198,6 +202,37 @@ def code_of(cls: type) -> Code:
     if code is None or not code.holds():
         code = _codes[cls] = Code(cls)
     return code
+
+
+def exchanged(module: nn.Module, cls: type) -> str:
+    """The name of a method that a class's forward may call and that is another one of this module; empty if none is.
+
+    Somebody may set one on the module, or make the module one of a subclass. Written for speed.
+
+    cls: The class that the module had when it was replaced.
+    """
+    own = module.__dict__
+    for name in _helpers_of(cls):
+        if name in own and not _is_own(own[name]):
+            return name
+    return "" if type(module) is cls else _overridden(type(module), cls)
+
+
+@constant_when_compiled
+def _helpers_of(cls: type) -> tuple[str, ...]:
+    return (_codes.get(cls) or code_of(cls)).helpers
+
+
+@constant_when_compiled
+def _is_own(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(_PACKAGE)
+
+
+@constant_when_compiled
+def _overridden(now: type, cls: type) -> str:
+    """The name of a method that a class's forward may call and that is another one of another class."""
+    names = ("__call__", *_helpers_of(cls))
+    return next((name for name in names if getattr(now, name, None) is not getattr(cls, name, None)), "")
 
 
 @constant_when_compiled

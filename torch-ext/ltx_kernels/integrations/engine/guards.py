@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..._torch_private import backward_number, forward_ad, func_interpreter, has_global_hooks
 from ..._variant import COMPILED_DEVICE, constant_when_compiled
 from .autocast import why_not_autocast
-from .code import patched
+from .code import exchanged, patched
 
 ATTRIBUTE = "_ltx_kernels"  # the site of a replaced module
 RELEASE = "_ltx_kernels_release"  # a function of a whole model: what `restore` undoes there beside the forwards
@@ -87,10 +87,13 @@ def hooked(module: nn.Module, has_hooks: Callable[[nn.Module], bool] = has_hooks
     code = patched(type(module))
     if code:
         return f"is patched: {code}"
+    site = module.__dict__.get(ATTRIBUTE)
+    name = exchanged(module, type(module) if site is None else site.cls)
+    if name:
+        return f"has another {name} than its class"
     forward = module.__dict__.get("forward")
     if forward is None:
         return ""
-    site = module.__dict__.get(ATTRIBUTE)
     if site is not None and not torch.compiler.is_compiling() and type(module).forward is not site.stock:
         return "is of a class with another forward"
     if site is None or type(forward) is not types.MethodType:  # hooks are functools.partial

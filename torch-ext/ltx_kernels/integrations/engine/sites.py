@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from ..._torch_private import REPLICATE
 from . import threads
-from .code import patched
+from .code import exchanged, patched
 from .counts import Counts
-from .guards import ATTRIBUTE, RELEASE, class_of
+from .guards import ATTRIBUTE, RELEASE, class_of, name_of
 from .state import forget
 
 PATIENCE = 10.0  # seconds that `restore` waits for a call in another thread that holds tables
@@ -168,10 +168,11 @@ class Site(Counts):
     """The modules of one class in one optimized object: their settings, and what has happened at run time."""
 
     def __init__(
-        self, entry: Entry, stock: Callable[..., Any], class_name: str, rounding: str, settings: dict[str, Any]
+        self, entry: Entry, cls: type, stock: Callable[..., Any], rounding: str, settings: dict[str, Any]
     ) -> None:
         super().__init__()
-        self.entry, self.class_name, self.rounding, self.settings = entry, class_name, rounding, settings
+        self.entry, self.cls, self.rounding, self.settings = entry, cls, rounding, settings
+        self.class_name = name_of(cls)
         # The class's own forward. It is kept here because torch.compile cannot look it up on the classes of blocks,
         # which diffusers marks allow_in_graph.
         self.stock = stock
@@ -194,7 +195,7 @@ class Site(Counts):
         return tuple(op for op in self.entry.ops if not self.chosen or op in self.chosen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        copied = Site(self.entry, self.stock, self.class_name, self.rounding, dict(self.settings))
+        copied = Site(self.entry, self.cls, self.stock, self.rounding, dict(self.settings))
         copied.modules, copied.partners = self.modules, self.partners
         # A root that is copied with it becomes its copy. A part that is copied without its root has no roots.
         copied.roots = [weakref.ref(memo[id(root())]) for root in self.roots if id(root()) in memo]
@@ -216,7 +217,13 @@ def why_stock(module: nn.Module) -> str:
     # torch.compile cannot look the forward up on classes that diffusers marks allow_in_graph.
     if not torch.compiler.is_compiling() and type(module).forward is not site_of(module).stock:
         return "its class has another forward than it had"
-    return patched(type(module))
+    return patched(type(module)) or why_exchanged(module)
+
+
+def why_exchanged(module: nn.Module) -> str:
+    """As `why_stock`, of the methods of the module alone."""
+    name = exchanged(module, site_of(module).cls)
+    return f"it has another {name} than it had" if name else ""
 
 
 def stock_forward(module: nn.Module, reason: str, *arguments: Any, **options: Any) -> Any:
@@ -262,6 +269,9 @@ def why_not(module: nn.Module, entry: Entry) -> str:
     reason = patched(type(module))
     if reason:
         return reason
+    name = exchanged(module, type(module))
+    if name:
+        return f"its {name} is patched already"
     children = frozenset(name for name, _ in module.named_children())
     if entry.children and not entry.children <= children <= entry.children | entry.optional_children:
         return f"it holds the modules {', '.join(sorted(children))}; expected {', '.join(sorted(entry.children))}"

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from ...glu import swiglu_clamped
 from ..causal.engine import CausalAttention
-from ..engine.code import patched
 from ..engine.guards import why_not_input
 from ..engine.norm_forms import transformers_class as _class
-from ..engine.sites import Entry, site_of
+from ..engine.sites import Entry, site_of, why_stock
 from ._pre_norm import Options, pre_norm_layer
 
 GATE = "_apply_gate"
@@ -32,7 +31,7 @@ ATTENTION = CausalAttention((_class("gpt_oss", "GptOssAttention"),), half_tables
 
 def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
     site = site_of(self)
-    reason = patched(type(self)) or why_not_input(gate_up, site.rounding)
+    reason = why_stock(self) or why_not_input(gate_up, site.rounding)
     if reason:
         site.count_fallback(reason)
         stock: Tensor = type(self)._apply_gate(self, gate_up)
