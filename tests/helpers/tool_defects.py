@@ -673,6 +673,20 @@ TOOL_DEFECTS = [
         "integration::test_what_is_kept_of_views",
     ),
     defect(
+        "an installed forward of another signature",
+        ENGINE + "engine/sites.py",
+        'vars(found)["__signature__"] = inspect.signature(stock)',
+        'vars(found)["__signature__"] = inspect.signature(ours)',
+        "families::test_signatures_of_replaced_forwards[ltx]",
+    ),
+    defect(
+        "a method set on a module that its fused forward passes over",
+        ENGINE + "engine/code.py",
+        "if name in own and not _is_own(own[name]):",
+        "if False:",
+        "state::test_changed_methods_before_optimize",
+    ),
+    defect(
         "a value kept of a fake tensor",
         ENGINE + "engine/kept.py",
         "if dispatch_modes() or func_interpreter() is not None:",
