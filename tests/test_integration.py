@@ -727,7 +727,9 @@ def test_a_state_dict_reads_and_writes_packed_weights(ltx: ModuleType, device: s
         addresses = {tensor.untyped_storage().data_ptr() for tensor in state.values() if tensor.numel()}
         assert len(addresses) == sum(tensor.numel() > 0 for tensor in state.values())
         name, parameter = next((n, p) for n, p in one.named_parameters() if n.endswith("attn1.to_k.bias"))
+        written = parameter._version
         state[name].fill_(3)
+        assert parameter._version > written
         assert parameter.eq(3).all() and state[name].dtype == dtype
         assert one.state_dict(keep_vars=True)[name] is parameter
     ltx.restore(model)

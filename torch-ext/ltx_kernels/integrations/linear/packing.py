@@ -79,7 +79,7 @@ def _apart(linear: nn.Module, state: dict[str, Any], prefix: str, local_metadata
         if type(tensor) is not Tensor or tensor.device.type not in ("cuda", "cpu"):  # a parameter has a gradient
             continue
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            state[f"{prefix}{name}"] = dlpack.from_dlpack(dlpack.to_dlpack(tensor))
+            tensor.data = dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # it still counts the parameter's writes
 
 
 def packed_scaled_linear(
