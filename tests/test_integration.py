@@ -23,6 +23,7 @@ import pytest
 import torch
 from helpers.dispatch import PackageOps
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 diffusers = pytest.importorskip("diffusers")
@@ -734,6 +735,24 @@ def test_a_state_dict_reads_and_writes_packed_weights(ltx: ModuleType, device: s
         assert one.state_dict(keep_vars=True)[name] is parameter
     ltx.restore(model)
     assert not any(module._state_dict_hooks for module in model.modules())
+
+
+def test_a_state_dict_outlives_packed_weights(ltx: ModuleType, device: str) -> None:
+    """A program that offloads a model keeps its state dict, and the parameters go."""
+    model = make_model(device)
+    ltx.optimize(model)
+    stock = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    addresses = {tensor.data_ptr() for tensor in model.state_dict().values()}  # of parameters: no memory is added
+    assert addresses == {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    packed = StorageWeakRef(model.transformer_blocks[0].attn1.to_k.weight.untyped_storage())
+    state = model.state_dict()
+    del model
+    gc.collect()
+    others = [torch.full_like(tensor, float("nan")) for tensor in stock.values()]  # in memory that was given back
+    assert all(torch.equal(state[name], tensor) for name, tensor in stock.items()) and others
+    del state
+    gc.collect()
+    assert packed.expired()
 
 
 def test_what_accelerate_saves(ltx: ModuleType, tmp_path: Any) -> None:

@@ -79,7 +79,8 @@ def _apart(linear: nn.Module, state: dict[str, Any], prefix: str, local_metadata
         if type(tensor) is not Tensor or tensor.device.type not in ("cuda", "cpu"):  # a parameter has a gradient
             continue
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            tensor.data = dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # it still counts the parameter's writes
+            # It still counts the parameter's writes. What is exported keeps the memory, and is a tensor of its own.
+            tensor.data = dlpack.from_dlpack(dlpack.to_dlpack(tensor.detach()))
 
 
 def packed_scaled_linear(
