@@ -1150,7 +1150,7 @@ def test_signatures_of_replaced_forwards(ltx: ModuleType, family: Family) -> Non
 
 
 def test_denoiser_of_modular_pipelines(ltx: ModuleType, device: str) -> None:
-    """It hands the model those of its inputs that the signature of the model's forward has."""
+    """The denoiser passes only the inputs that the signature of the model's forward names."""
     denoise = pytest.importorskip("diffusers.modular_pipelines.wan.denoise")
     guider = pytest.importorskip("diffusers.guiders").ClassifierFreeGuidance(guidance_scale=4.0)
     family = FAMILIES["wan-i2v"]

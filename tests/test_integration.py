@@ -695,7 +695,7 @@ def test_one_model_under_two_names(ltx: ModuleType, device: str) -> None:
 
 
 def test_saved_as_safetensors(ltx: ModuleType, device: str, tmp_path: Any) -> None:
-    """Packed weights share a storage, of which safetensors saves nothing and accelerate the first weight alone."""
+    """Packed weights share one storage. A program that saves them must still find each weight."""
     from safetensors.torch import load_model, save_model
 
     def saved(name: str) -> bytes:

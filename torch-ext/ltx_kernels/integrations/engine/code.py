@@ -28,7 +28,8 @@ FOLLOWED = frozenset(
     {"scaled_dot_product_attention", "dispatch_attention_fn", "eager_attention_forward", "conv2d", "conv3d"}
 )
 _BASES = (nn.Module, object)
-_PACKAGE = __name__.partition(".integrations.")[0] + "."  # its own functions on modules do what those of a class do
+# A method that this package sets on a module computes what the class's own method does.
+_PACKAGE = __name__.partition(".integrations.")[0] + "."
 
 
 class Code:
