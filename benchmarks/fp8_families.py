@@ -27,6 +27,7 @@ from model_shapes import MODELS, Inputs, Make, of_few_blocks
 from models import block_lists, first_blocks, floats, one_tensor
 from result_files import kept_records, write
 from runs import begin
+from sharing import share
 from steps import error, first_line, free_memory
 from torch import nn
 
@@ -111,6 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     facts = {"diffusers": diffusers.__version__, "weights": "random"}
     ltx, output, meta, console = begin("fp8-families", options, **facts)
+    share()
     records: list[dict[str, Any]] = []
     failed = False
     for name in options.models:

@@ -34,6 +34,7 @@ from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
+from sharing import share
 from steps import (
     COLUMNS,
     CONFIGS,
@@ -183,7 +184,7 @@ def print_table(records: list[dict[str, Any]], console: Console) -> None:
             f"{record['p90_ms']:.2f}",
             f"{stock[0]['step_ms'] / record['step_ms']:.3f}" if stock else "",
             f"{record['graph_ms']:.2f}" if "graph_ms" in record else "",
-            f"{record['first_step_s']:.1f}",
+            f"{record['first_step_s']:.1f}" if "first_step_s" in record else "",
             f"{record['peak_gb']:.2f}" if "peak_gb" in record else "",
             f"{record['error_vs_fp32']:.2e}",
             "" if record["psnr_vs_baseline"] is None else f"{record['psnr_vs_baseline']:.1f}",
@@ -230,6 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         "psnr": "of the transformer's output, peak: the range of the stock output",
     }
     ltx, output, meta, console = begin("ltx", options, **facts)
+    share()
     records: list[dict[str, Any]] = []
     with torch.no_grad(), Progress(*COLUMNS, console=console) as progress:
         model = load_model(options.model, DTYPES[options.dtype], options.device)

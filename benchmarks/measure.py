@@ -21,8 +21,12 @@ own:
     CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 python benchmarks/measure.py --share 2/2 --output second; wait
     python benchmarks/take.py first second
 
-Most of the time of whole models is torch.compile's. benchmarks/prepare.py compiles several at once. --prepared says
-that it did: then the first steps of compiled configurations are not written.
+Most of the time of whole models is torch.compile's, which leaves the GPU idle. Calls on one GPU with the same --lock
+compile side by side, and only one of them uses the GPU at a time (benchmarks/sharing.py). The first steps of compiled
+configurations, which then waited for others, are not written:
+
+    taskset -c 0-7 python benchmarks/measure.py --share 1/2 --lock gpu.lock --output first &
+    taskset -c 8-15 python benchmarks/measure.py --share 2/2 --lock gpu.lock --output second; wait
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from typing import Any
 
 from records import LEDGER, PROGRAMS, Job, Program, jobs_of, records_in
 from result_files import REPOSITORY, slug_of, write
+from sharing import VARIABLE, Lock
 from sources import History, Sources, digest, working_tree
 from staleness import NEVER, Age
 
@@ -74,7 +79,7 @@ class Queue:
     results: Where the result files are.
     output: Where new ones are written; a file that is there is newer than that in `results`.
     share: (i, n): The i-th of n calls that divide the jobs among them.
-    prepared: Whether prepare.py has compiled the models on this machine.
+    lock: The file by which calls share the GPU (sharing.py).
     """
 
     def __init__(
@@ -86,9 +91,9 @@ class Queue:
         like: str = "",
         programs: Sequence[Program] = PROGRAMS,
         share: tuple[int, int] = (1, 1),
-        prepared: bool = False,
+        lock: Path | None = None,
     ) -> None:
-        self.share, self.prepared = share, prepared
+        self.share, self.lock = share, Lock(lock) if lock else None
         self.root, self.output, self.machines, self.like, self.programs = root, output, machines, like, programs
         output.mkdir(parents=True, exist_ok=True)
         if output.resolve() != results.resolve():
@@ -166,10 +171,13 @@ class Queue:
         target = self.output / f"{first.file}.json"
         with tempfile.TemporaryDirectory() as folder:
             written = target if program.in_place else Path(folder) / target.name
-            command = command_of(batch, self.root, self.output if program.folder else written, self.prepared)
+            command = command_of(batch, self.root, self.output if program.folder else written)
+            variables = {**os.environ, VARIABLE: str(self.lock.path)} if self.lock and program.shares else None
             log = Path(folder) / "log"
             with log.open("wb") as file:
-                process = subprocess.Popen(command, stdout=file, stderr=file, cwd=self.root, start_new_session=True)
+                process = subprocess.Popen(
+                    command, stdout=file, stderr=file, cwd=self.root, env=variables, start_new_session=True
+                )
             before = {job.title: self.texts(job) for job in batch}
             done: set[str] = set()
             start = last = time.monotonic()
@@ -222,6 +230,10 @@ class Queue:
             print(f"{missing.title}: failed, {reason}", flush=True)
             return done, {missing.title: reason}
 
+    def gpu_for(self, program: Program) -> contextlib.AbstractContextManager[None]:
+        """What a program runs in: it has the GPU to itself, or takes it by itself."""
+        return self.lock.held() if self.lock and not program.shares else contextlib.nullcontext()
+
     def texts(self, job: Job) -> list[str]:
         """The records of a job as they stand in its files."""
         found = []
@@ -237,14 +249,11 @@ class Queue:
         print(f"{job.title}: {seconds:.0f} s", flush=True)
 
 
-def command_of(batch: Sequence[Job], root: Path, output: Path, prepared: bool = False) -> list[str]:
+def command_of(batch: Sequence[Job], root: Path, output: Path) -> list[str]:
     """The call that measures these jobs."""
     first, program = batch[0], batch[0].program
     values = [program.value_of(job.name) for job in batch]
     command = [sys.executable, str(root / program.script), "--output", str(output), *first.options]
-    compiled = [value for value in first.options if value.endswith("compile")]
-    if prepared and program.compiled_before and compiled:
-        command += ["--compiled-before", *compiled]
     return [*command, program.flag, *values] if program.flag else command
 
 
@@ -333,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--share", type=share, default=(1, 1), metavar="I/N", help="the I-th of N calls that divide the jobs among them"
     )
-    parser.add_argument("--prepared", action="store_true", help="prepare.py has compiled the models on this machine")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="share the GPU with other calls that name this file")
     parser.add_argument("--output", type=Path, default=RESULTS, help="(default: benchmarks/results)")
     options = parser.parse_args(arguments)
     start = time.monotonic()  # `--seconds` counts what comes before the first measurement, too
@@ -347,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"{', '.join(stale)}: made from other sources; run python tools/build.py")
     with tempfile.TemporaryDirectory() as folder:  # what only looks writes nothing
         output = options.output if runs else Path(folder)
-        queue = Queue(REPOSITORY, RESULTS, output, machines, options.like, PROGRAMS, options.share, options.prepared)
+        queue = Queue(REPOSITORY, RESULTS, output, machines, options.like, PROGRAMS, options.share, options.lock)
         seconds = options.seconds - (time.monotonic() - start)
         return work(queue, seconds, options.only, options.list, options.dry_run)
 
@@ -367,10 +376,11 @@ def work(queue: Queue, seconds: float, only: Sequence[str] = ("",), listed: bool
             break
         if dry:
             target = queue.output / f"{batch[0].file}.json"
-            print(" ".join(command_of(batch, queue.root, target, queue.prepared)))
+            print(" ".join(command_of(batch, queue.root, target)))
             attempted |= {job.title for job in batch}
             continue
-        done, failures = queue.run(batch, remaining)
+        with queue.gpu_for(batch[0].program):
+            done, failures = queue.run(batch, deadline - time.monotonic())
         failed |= failures
         attempted |= done | failures.keys()
         found = queue.waiting(only)

@@ -6,7 +6,7 @@
 A step is one forward of the transformer with the inputs that its pipeline hands it. The configurations share one set of
 weights and take turns. "compile" is `compile_repeated_blocks`, which is how diffusers recommends it. Classes that
 do not name their repeated blocks have them compiled in the same way. "autotune_compile" is the same in the mode
-"max-autotune-no-cudagraphs", which takes minutes: prepare.py does it for several models at once.
+"max-autotune-no-cudagraphs", which takes minutes.
 
 `step_ms` is a step as a program launches it, `graph_ms` the same kernels in a CUDA graph (absent where the stock model
 reads values on the host, and where a step takes longer than GRAPH_S). `first_step_s` counts from the call that makes a
@@ -42,6 +42,7 @@ from result_files import DTYPES, earlier_records, of_the_run, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
+from sharing import share
 from steps import (
     COLUMNS,
     CONFIGS,
@@ -233,8 +234,6 @@ class Benchmark:
             common["shallow"] = True
         for config in errors.keys() & measured.keys():
             measured[config].record.update(errors[config])
-        for config in measured.keys() & set(options.compiled_before):
-            del measured[config].record["first_step_s"]
         yield [{**common, "config": config, **one.record} for config, one in measured.items()]
         if options.profile and options.device == "cuda":
             for one in measured.values():
@@ -272,13 +271,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     parser.add_argument("--configs", nargs="+", choices=ALL_CONFIGS, help=f"(default: all but {AUTOTUNED})")
-    parser.add_argument(
-        "--compiled-before",
-        nargs="+",
-        choices=ALL_CONFIGS,
-        default=[],
-        help="configurations that prepare.py or another run has compiled here: their first step is not written",
-    )
     parser.add_argument("--blocks", type=int, default=0, help="only the first blocks of each kind (default: all)")
     parser.add_argument("--error-blocks", type=int, default=ERROR_BLOCKS, help="blocks for the error; 0: all of them")
     parser.add_argument("--loop-steps", type=int, default=8, help="steps for the latents' error; 0: none (default: 8)")
@@ -296,6 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.configs = [config for config in installed if config != AUTOTUNED]
     facts = {"diffusers": diffusers.__version__, "torchao": torchao, "dtype": options.dtype, "weights": "random"}
     ltx, output, meta, console = begin("models", options, **facts)
+    share()
     profiles = output.with_name(f"{output.stem}-profile.json")
     records, profiled = earlier_records(output, meta), earlier_records(profiles, meta)
     graph_s = 0.0 if options.no_graphs else GRAPH_S

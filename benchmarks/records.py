@@ -55,7 +55,7 @@ class Program:
     in_place: Whether the program keeps what its file has of other jobs, or goes on where it was stopped. The output of
         others goes to a file of its own until they have ended.
     folder: Whether the program's --output is a folder.
-    compiled_before: Whether the program can be told which configurations benchmarks/prepare.py has compiled.
+    shares: Whether the program calls `sharing.share`, so that other programs can use the GPU while it compiles.
     root: The definition of the program that says what is measured (sources.Subject).
     """
 
@@ -72,7 +72,7 @@ class Program:
     machine: str = ""
     in_place: bool = True
     folder: bool = False
-    compiled_before: bool = False
+    shares: bool = False
     root: str = "main"
 
     @property
@@ -211,6 +211,7 @@ def _ltx(file: str, *arguments: str) -> Program:
         lambda name, records: [*arguments, *configs(records)],
         "--frames",
         lambda name: name.split()[0],
+        shares=True,
     )
 
 
@@ -229,17 +230,23 @@ PROGRAMS = [
     Program(
         "benchmarks/models.py", "{machine}-models", _by_name("model"),
         lambda name, records: [*_model_options(name, records), "--profile"], "--models",
-        tables=("model_shapes", "MODELS"), also="{machine}-models-profile", keys=_one, compiled_before=True,
+        tables=("model_shapes", "MODELS"), also="{machine}-models-profile", keys=_one, shares=True,
     ),
-    Program("benchmarks/models.py", "{machine}-models-int8", _by_name("model"), _model_options, "--models", keys=_one),
-    Program("benchmarks/models.py", "{machine}-models-low", _by_name("model"), _model_options, "--models", keys=_one),
+    Program(
+        "benchmarks/models.py", "{machine}-models-int8", _by_name("model"), _model_options, "--models", keys=_one,
+        shares=True,
+    ),
+    Program(
+        "benchmarks/models.py", "{machine}-models-low", _by_name("model"), _model_options, "--models", keys=_one,
+        shares=True,
+    ),
     Program(
         "benchmarks/attention.py", "{machine}-attention", _by_name("name"), flag="--only", tables=("attention", "ALL"),
         keys=_one,
     ),
     Program(
         "benchmarks/llm.py", "{machine}-llm", _llm_name, _llm_options, "--sizes", lambda name: name.split()[1],
-        keys=_one,
+        keys=_one, shares=True,
     ),
     Program(
         "benchmarks/clip.py", "{machine}-clip", lambda record: f"{record['model']} {record['recipe']} {_size(record)}",
@@ -251,7 +258,7 @@ PROGRAMS = [
         lambda record: "ops" if "op" in record else " ".join(
             (record["model"], record["half"], _size(record), record["dtype"])
         ),
-        _vae_options, keys=_one,
+        _vae_options, keys=_one, shares=True,
     ),
     Program("benchmarks/memory.py", "{machine}-memory", _by_name("model"), _memory_options, "--models", keys=_one),
     Program(
@@ -266,7 +273,10 @@ PROGRAMS = [
     ),
     _ltx("{machine}-ltx"),
     _ltx("{machine}-ltx-batch1", "--batch", "1"),
-    Program("benchmarks/fp8_families.py", "{machine}-fp8-families", _by_name("model"), flag="--models", keys=_one),
+    Program(
+        "benchmarks/fp8_families.py", "{machine}-fp8-families", _by_name("model"), flag="--models", keys=_one,
+        shares=True,
+    ),
     Program(
         "benchmarks/fp8_families.py", "fp8-low", _by_name("model"),
         lambda name, records: ["--few-tokens", "--blocks", "1"], "--models", machine="cpu", keys=_one,
@@ -282,11 +292,11 @@ PROGRAMS = [
         "benchmarks/train.py", "{machine}-train",
         lambda record: f"{record['model']}{'' if record['rank'] else ' whole'}",
         _train_options,
-        "--models", lambda name: name.split()[0], keys=_one,
+        "--models", lambda name: name.split()[0], keys=_one, shares=True,
     ),
     Program(
         "benchmarks/train_llm.py", "{machine}-train-llm", _train_llm_name, _train_llm_options, "--models",
-        lambda name: name.split()[0], tables=("llm_shapes", "TRAINED"), keys=_one,
+        lambda name: name.split()[0], tables=("llm_shapes", "TRAINED"), keys=_one, shares=True,
     ),
     Program("benchmarks/quality.py", "{machine}-quality", in_place=False),
     Program("benchmarks/engines.py", "{machine}-engines", in_place=False),

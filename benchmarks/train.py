@@ -47,6 +47,7 @@ from result_files import DTYPES, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
+from sharing import share
 from steps import (
     COLUMNS,
     PROFILED_STEPS,
@@ -339,6 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("not run: torchao, which needs a GPU and to be installed")
     facts = {"peft": peft.__version__, "torchao": torchao, "targets": TARGETS, "dtype": options.dtype}
     ltx, output, meta, console = begin("train", options, **facts)
+    share()
     records: list[dict[str, Any]] = []
     with Progress(*COLUMNS, console=console) as progress:
         for name in options.models:

@@ -37,6 +37,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
+from sharing import share
 from steps import COLUMNS, Turns, error, free_memory, label, measure, view_of
 from torch import Tensor
 from train import ERROR_BLOCKS, PARTS, Step, gradients, records_of, trained
@@ -172,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
         "weights": "random",
     }
     ltx, output, meta, console = begin("train-llm", options, **facts)
+    share()
     records: list[dict[str, Any]] = []
     with Progress(*COLUMNS, console=console) as progress:
         for name in options.models:

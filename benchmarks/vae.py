@@ -43,6 +43,7 @@ from result_files import DTYPES, REPOSITORY, kept_records, write
 from rich.console import Console
 from rich.progress import Progress
 from runs import add_options, begin, empty_table
+from sharing import share
 from steps import COLUMNS, synchronize, view_of, weight_bytes
 from timing import Timer
 from torch import Tensor, nn
@@ -422,6 +423,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("expected --no-ops without a GPU: ops are timed on one")
     facts = {"cudnn": torch.backends.cudnn.version(), "rounds": options.rounds}
     ltx, output, meta, console = begin("vae", options, **facts)
+    share()
     records: list[dict[str, Any]] = []
 
     def save(measured: list[dict[str, Any]]) -> None:

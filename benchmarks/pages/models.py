@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from plots import geometric_mean
 from records import AUTOTUNED
 
-from pages.names import COMPILED, CONFIGS, by_model, config_of, first_blocks, in_order, model_of
+from pages.names import COMPILED, CONFIGS, by_model, config_of, first_blocks, first_step, in_order, model_of
 from pages.writing import KINDS, Record, across, block, link, load, records_of, table, table_of_kinds, text
 
 PROFILED = ("baseline", "compile", "kernels", "kernels_fp8")  # the configurations whose kernels are shown
@@ -105,7 +105,7 @@ def models() -> str:
             depth=first_blocks,
             config=config_of,
             ms=milliseconds,
-            first_step=lambda record: f"{record['first_step_s']:.1f} s" if "first_step_s" in record else "",
+            first_step=first_step,
         ),
         "Times as fast:",
         "\n".join(summary),

@@ -124,6 +124,11 @@ def first_blocks(record: Record) -> str:
     return f", first {max(record['blocks'].values())} blocks" if record.get("shallow", False) else ""
 
 
+def first_step(record: Record) -> str:
+    """How long a configuration's first step took, where nothing else used the GPU meanwhile."""
+    return f"{record['first_step_s']:.1f} s" if "first_step_s" in record else ""
+
+
 def by_config(records: Sequence[Record]) -> dict[str, Record]:
     """Records of one model and shape by their configuration, in the order of the tables.
 

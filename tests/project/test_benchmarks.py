@@ -454,33 +454,6 @@ def test_models_are_timed_and_compared(ltx: ModuleType, tmp_path: Path, model: s
     assert kernels["step_ms"] > 0 and kernels["shape"] == "tiny"
 
 
-@pytest.mark.usefixtures("cpu_kernels")
-def test_models_are_compiled_before_they_are_timed(
-    ltx: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Two blocks of each kind are compiled as the whole model would be, and a configuration that fails is named."""
-    pytest.importorskip("diffusers")
-    import models
-    import prepare
-
-    made: list[tuple[str, dict[str, int]]] = []
-
-    def make(config: str, model: Any, package: ModuleType) -> Any:
-        made.append((config, {name: len(blocks) for name, blocks in models.block_lists(model).items()}))
-        if config == "kernels_compile":
-            raise RuntimeError("no such kernel")
-        return model
-
-    monkeypatch.setattr(prepare, "make_model", make)
-    tiny = ["--tiny", "--device", "cpu", "--dtype", "fp32", "--models", "flux", "--configs"]
-    assert prepare.main([*tiny, "compile"]) == 0
-    assert prepare.main([*tiny, "kernels_compile"]) == 1
-    blocks = {"transformer_blocks": 2, "single_transformer_blocks": 2}
-    assert made == [("compile", blocks), ("kernels_compile", blocks)]
-    output = capfd.readouterr().out
-    assert "flux, compile: " in output and "flux, kernels_compile failed: RuntimeError: no such kernel" in output
-
-
 def test_the_number_of_blocks_of_every_model_is_known() -> None:
     """A model that names it otherwise would be built whole where few blocks are enough."""
     pytest.importorskip("diffusers")
@@ -489,43 +462,6 @@ def test_the_number_of_blocks_of_every_model_is_known() -> None:
     for name, known in model_shapes.MODELS.items():
         changed = model_shapes.of_few_blocks(known, 2).config
         assert {changed[depth] for depth in model_shapes.DEPTHS if depth in changed} == {2}, name
-
-
-def test_each_configuration_is_compiled_in_a_process_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The slowest begin. Triton's cache is the one that later processes find; the compiler's choices are nobody's."""
-    pytest.importorskip("diffusers")
-    import prepare
-
-    ran: list[tuple[str, str]] = []
-    choices: set[str] = set()
-
-    def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
-        assert command[-4] == "--models" and command[-2] == "--configs"
-        ran.append((command[-3], command[-1]))
-        choices.add(env["TORCHINDUCTOR_CACHE_DIR"])
-        assert int(env["TORCHINDUCTOR_COMPILE_THREADS"]) >= 1
-        assert env["TRITON_CACHE_DIR"] == str(tmp_path / "triton/0")
-        return subprocess.CompletedProcess(command, ran[-1] == ("wan", "compile"))
-
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(prepare.subprocess, "run", run)
-    configs = ["--jobs", "1", "--configs", "compile", "torchao_fp8_compile"]
-    assert prepare.main([*configs, "--models", "flux", "sd35"]) == 0
-    assert prepare.main([*configs, "--models", "wan"]) == 1
-    tuned = "torchao_fp8_compile"
-    assert ran == [
-        ("flux", tuned),
-        ("sd35", tuned),
-        ("flux", "compile"),
-        ("sd35", "compile"),
-        ("wan", tuned),
-        ("wan", "compile"),
-    ]
-    assert len(choices) == 6 and not any(map(os.path.exists, choices))
 
 
 @pytest.mark.usefixtures("cpu_kernels")

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import measure  # noqa: E402
 import op_cases  # noqa: E402
 import records  # noqa: E402
 import result_files  # noqa: E402
+import sharing  # noqa: E402
 import sources  # noqa: E402
 import staleness  # noqa: E402
 import take  # noqa: E402
@@ -559,13 +561,83 @@ def test_the_call_of_a_model_names_what_is_compiled(name: str, compiled: list[st
     of = [{"model": name, "config": config} for config in ("baseline", "compile", "kernels")]
     batch = [records.Job(program, "h200", name, of)]
 
-    def values(option: str, prepared: bool) -> list[str]:
-        command = measure.command_of(batch, Path(), Path(), prepared)
-        return re.findall("[^ ]+", (" ".join(command) + " ").partition(f"{option} ")[2].partition("--")[0])
+    command = " ".join(measure.command_of(batch, Path(), Path())) + " "
+    configs = re.findall("[^ ]+", command.partition("--configs ")[2].partition("--")[0])
+    assert configs == ["baseline", "compile", "kernels", *compiled[1:]]
 
-    assert values("--configs", prepared=False)[3:] == compiled[1:]
-    assert values("--compiled-before", prepared=True) == compiled
-    assert values("--compiled-before", prepared=False) == []
+
+def is_free(path: Path) -> bool:
+    """Whether another process could take the lock."""
+    script = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    return subprocess.run([sys.executable, "-c", script, path], capture_output=True).returncode == 0
+
+
+def test_one_program_at_a_time_has_the_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = sharing.Lock(path)
+    assert is_free(path)
+    with lock.held():
+        assert not is_free(path)
+        with lock.released():
+            assert is_free(path)
+            with lock.held():
+                assert not is_free(path)
+            assert is_free(path)
+        with lock.held():
+            assert not is_free(path)
+        assert not is_free(path)
+    assert is_free(path)
+
+
+def test_others_have_the_gpu_while_torch_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not while it times kernels, which it does within its compiling and its tuning."""
+    from torch._inductor import compile_fx
+    from torch._inductor.runtime import benchmarking, triton_heuristics
+
+    path, found = tmp_path / "lock", []
+    timer = type(benchmarking.benchmarker)
+
+    def times(*arguments: Any) -> None:
+        found.append(("times", is_free(path)))
+
+    def compiles(*arguments: Any) -> None:
+        found.append(("compiles", is_free(path)))
+        benchmarking.benchmarker.benchmark_gpu()
+        found.append(("compiles", is_free(path)))
+
+    tuner = triton_heuristics.CachingAutotuner
+    monkeypatch.setattr(timer, "benchmark_gpu", times)
+    monkeypatch.setattr(compile_fx, "compile_fx", compiles)
+    monkeypatch.setattr(tuner, "coordinate_descent_tuning", compiles)
+    monkeypatch.delenv(sharing.VARIABLE, raising=False)
+    sharing.share()
+    assert compile_fx.compile_fx is compiles and not path.exists()
+    monkeypatch.setenv(sharing.VARIABLE, str(path))
+    sharing.share()
+    assert not is_free(path)
+    for call in (compile_fx.compile_fx, tuner.coordinate_descent_tuning):
+        call(None)
+        assert found == [("compiles", True), ("times", False), ("compiles", True)]
+        assert not is_free(path)
+        found.clear()
+
+
+def test_a_program_that_does_not_share_has_the_gpu_to_itself(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others get the lock's file and take it themselves."""
+    path, given = fake.root / "lock", []
+
+    def popen(command: list[str], **options: Any) -> Any:
+        given.append(((options["env"] or {}).get(sharing.VARIABLE), is_free(path)))
+        return subprocess.Popen(command, **options)
+
+    fake.cases = ["flawed", "bad"]
+    for case, shares, expected in (("flawed", False, (None, False)), ("bad", True, (str(path), True))):
+        (program,) = (queue := fake.queue(lock=path)).programs
+        monkeypatch.setattr(queue, "programs", [dataclasses.replace(program, shares=shares)])
+        with monkeypatch.context() as patched:
+            patched.setattr(measure, "subprocess", types.SimpleNamespace(Popen=popen))
+            measure.work(queue, 60, [f": {case}"])
+        assert given.pop() == expected and not given and is_free(path)
 
 
 def test_estimates_are_of_earlier_calls(fake: Fake) -> None:

@@ -1,0 +1,96 @@
+"""Lets several benchmarks share a GPU: one has it, and the others compile meanwhile.
+
+Most of the time of a benchmark of a whole model is torch.compile's, which needs the host alone. `measure.py --lock
+FILE` starts programs that call `share` before they use the GPU. A program that has the lock on FILE has the GPU to
+itself. It gives the lock away while torch.compile compiles, and takes it again for torch.compile's own timings, by
+which it chooses among kernels. What a program times is therefore timed on a GPU that no other program uses. How long
+compiling took is not known then, since the program also waited for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+VARIABLE = "LTX_BENCHMARKS_LOCK"  # the lock file's path, from measure.py to the programs that it starts
+
+
+class Lock:
+    """A lock between processes. A process that ends without giving it back loses it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.file: IO[bytes] = self.path.open("ab")
+        self.is_held = False
+
+    @contextlib.contextmanager
+    def _block(self, held: bool) -> Iterator[None]:
+        before = self.is_held
+        self.turn(held)
+        try:
+            yield
+        finally:
+            self.turn(before)
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """In its block this process has the lock, also where the block around it has given it away."""
+        return self._block(True)
+
+    def released(self) -> contextlib.AbstractContextManager[None]:
+        """In its block other processes can have the lock. What this process has launched has ended."""
+        return self._block(False)
+
+    def turn(self, held: bool) -> None:
+        """Takes the lock, which can wait for another process, or gives it back."""
+        if held and not self.is_held:
+            fcntl.lockf(self.file, fcntl.LOCK_EX)
+        elif self.is_held and not held:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            fcntl.lockf(self.file, fcntl.LOCK_UN)
+        self.is_held = held
+
+
+def is_shared() -> bool:
+    """Whether other benchmarks use this GPU while this one compiles."""
+    return VARIABLE in os.environ
+
+
+def share() -> None:
+    """Takes the GPU until this process ends, but for the times in which torch.compile compiles.
+
+    Nothing where `is_shared` is False. torch.compile has no public way to learn when it compiles and when it times.
+    """
+    if not is_shared():
+        return
+    from torch._inductor import compile_fx
+    from torch._inductor.runtime import benchmarking
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    lock = Lock(Path(os.environ[VARIABLE]))
+
+    def within(
+        block: Callable[[], contextlib.AbstractContextManager[None]], function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with block():
+                return function(*args, **kwargs)
+
+        return called
+
+    timer = type(benchmarking.benchmarker)
+    for owner, name, block in (
+        (compile_fx, "compile_fx", lock.released),
+        (CachingAutotuner, "coordinate_descent_tuning", lock.released),
+        (timer, "benchmark_gpu", lock.held),
+    ):
+        setattr(owner, name, within(block, getattr(owner, name)))
+    lock.turn(True)
