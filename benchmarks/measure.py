@@ -107,14 +107,16 @@ class Queue:
         self.calls = {record["job"]: record for record in records_in(self.ledger_path)}
 
     def jobs(self, only: Sequence[str] = ("",)) -> list[Job]:
-        """The jobs of this share whose titles have one of the parts in `only`."""
+        """The jobs of this share whose titles have one of the parts in `only`; a whole title names that job alone."""
         found = []
         for machine in self.machines:
             for program in self.programs:
                 found += jobs_of(program, machine, self.output, self.like)
         number, of = self.share
         mine = {job.title for job in sorted(found, key=lambda job: job.title)[number - 1 :: of]}
-        return [job for job in found if job.title in mine and any(part in job.title for part in only)]
+        titles = {job.title for job in found}
+        chosen = {title for part in only for title in titles if (title == part if part in titles else part in title)}
+        return [job for job in found if job.title in mine & chosen]
 
     def reason(self, job: Job) -> str:
         """Why a job is to be measured; empty where it is up to date."""
@@ -337,7 +339,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--machine", help="with --list or --dry-run: another machine, such as h200 (default: this one)")
     parser.add_argument("--like", default="", metavar="MACHINE", help="also measure what this machine's files have")
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="PART", help="only jobs with one of these in the title"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="PART",
+        help="only jobs with one of these in the title, or of this title",
     )
     parser.add_argument(
         "--share", type=share, default=(1, 1), metavar="I/N", help="the I-th of N calls that divide the jobs among them"

@@ -566,6 +566,14 @@ def test_the_call_of_a_model_names_what_is_compiled(name: str, compiled: list[st
     assert configs == ["baseline", "compile", "kernels", *compiled[1:]]
 
 
+def test_only_a_whole_title_or_all_with_a_part(fake: Fake) -> None:
+    """A title can be the beginning of others: models: flux, models: flux2."""
+    fake.cases = ["a", "ab", "b"]
+    queue = fake.queue()
+    for only, expected in ((": a", {"a", "ab"}), ("program: a", {"a"}), ("program", {"a", "ab", "b"})):
+        assert {job.name for job in queue.jobs([only])} == expected
+
+
 def is_free(path: Path) -> bool:
     """Whether another process could take the lock."""
     script = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'ab'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
