@@ -4,6 +4,7 @@ from pages.names import MODELS
 from pages.writing import Record, block, grid, link, load, records_of, text
 
 CARDS_GB = (12, 16, 24, 32)
+CARDS = f"{', '.join(map(str, CARDS_GB[:-1]))} or {CARDS_GB[-1]} GB"  # in a sentence
 AGREE_GB = 0.1  # between measured and computed weights: otherwise the peak is of another default
 
 
@@ -68,7 +69,7 @@ def cards() -> str:
         )
     return text(
         "GiB of the transformer's weights, computed from its configuration "
-        f"(`python benchmarks/cards.py`, {link('cards')}), and the smallest card of 12, 16, 24 or 32 GB. Bold: the "
+        f"(`python benchmarks/cards.py`, {link('cards')}), and the smallest card of {CARDS}. Bold: the "
         f"peak of a step was measured ({link('h200-memory')}). Plain: computed weights, and the measured memory of a "
         "step beside them. Dash: no step of the model was measured, or its text encoder is not in the list.",
         grid(

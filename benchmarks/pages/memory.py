@@ -1,6 +1,6 @@
 """The peak memory of a step, with and without offload: h200-memory.json."""
 
-from pages.cards import card_of, of_other_defaults
+from pages.cards import CARDS, card_of, of_other_defaults
 from pages.names import MODELS, config_of, model_of
 from pages.writing import block, link, load, records_of, table, text
 
@@ -19,7 +19,7 @@ def memory() -> str:
     row = "| {model} | {config} | {mode} | {weights:.1f} | {peak_gb:.2f} | {cards} | {step_ms?:.0f} |"
     return text(
         f"One step on one {result['meta']['device']}, bf16, random weights ({link('h200-memory')}, "
-        "`python benchmarks/memory.py`). The card is the smallest of 12, 16, 24 and 32 GB; it needs "
+        f"`python benchmarks/memory.py`). The card is the smallest of {CARDS}; it needs "
         f"{result['meta']['reserve_gb']} GiB beside the peak. Groups are moved on a stream of their own. In fp8 the "
         "stock weights wait in the host's memory, as is the default."
         + (f" Rows with groups and without a time ran the first {shallow} blocks of each kind." if shallow else "")
